@@ -1,4 +1,4 @@
--- reserve(load, changes, reservations, holders, request?, spec*, pulls*; again, milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, pulls_max, sources, candidate#2) -> {verdict, which, tokens, requests, overdue, source}
+-- reserve(load, changes, reservations, holders, request?, spec*, pulls*; again, milliseconds, nonce, context, weight_new, weight_active, limit, reservations_max, cold, repeatable, pulls_max, sources, candidate#, terms#) -> {verdict, which, tokens, requests, overdue, source}
 --
 -- Choose the best of some targets for a prompt, by their present loads, and add the reservation to the load of this
 -- target. If the same call is repeated because its reply was lost, it finds the reservation by its nonce and adds
@@ -24,10 +24,12 @@
 --       pulls_max         a source has at most so many copies under way
 --       sources           the number of `pulls*`, and then a word for each candidate: `-`, or the indexes of its sources
 --                         with a comma behind each, the best first. The first one that has room is booked
---       candidate#2       at most 8: publisher, and its terms, which are separated by blanks: new, handicap, weight, first,
---                         spec_milliseconds, promise. `new` is its prefill tokens, an integer. Its speculative entries
---                         are spec* without the first `first`, and last for `spec_milliseconds`; with 0 none is
---                         written. `promise` is a part of the reservation, for `release`; '-' if there is none
+--       candidate#        at most 8 publishers
+--       terms#            the terms of the candidates, separated by blanks: from, new, handicap, weight, first,
+--                         spec_milliseconds, promise. They are those of the `from`-th candidate, and of those behind it
+--                         up to the next `from`. `new` is the prefill tokens, an integer. The speculative entries of a candidate are
+--                         spec* without the first `first`, and last for `spec_milliseconds`; with 0 none is written.
+--                         `promise` is a part of the reservation, for `release`; '-' if there is none
 --
 -- {'applied', which, tokens, requests, overdue, source}  the `which`-th candidate has the reservation; `tokens` and
 --                                  `requests` are its load without the reservation, and `overdue` reservations were
@@ -37,21 +39,16 @@
 -- {'full', 0, 0, 0, overdue}       the group has too many reservations; only overdue ones were ended
 -- {'saturated', 0, 0, 0, overdue}  every candidate is at the limit, or gone; only overdue reservations were ended
 
--- Most of the candidates have nothing of the prompt, and the same terms.
-local names, terms, wanted = {}, {}, {}
-local parsed, count = {}, tonumber(ARGV[13])
-for i = 1, count do
-  local publisher, words = ARGV[12 + 2 * i], ARGV[13 + 2 * i]
-  local known = parsed[words]
-  if not known then
-    local new, handicap, weight, first, spec_milliseconds, promise =
-      words:match('^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
-    known = {new = tonumber(new), handicap = tonumber(handicap), weight = tonumber(weight), first = tonumber(first),
-      spec_milliseconds = spec_milliseconds,
-      member = ' ' .. new .. ' ' .. ARGV[4] .. ' ' .. ARGV[3] .. (promise == '-' and '' or ' ' .. promise)}
-    parsed[words] = known
-  end
-  names[i], terms[i], wanted[i], wanted[count + i] = publisher, known, publisher, 'health:' .. publisher
+local terms, count = {}, tonumber(ARGV[13])
+local last = count
+for i = #ARGV, 15 + count, -1 do
+  local from, new, handicap, weight, first, spec_milliseconds, promise =
+    ARGV[i]:match('^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
+  local of = {new = tonumber(new), handicap = tonumber(handicap), weight = tonumber(weight), first = tonumber(first),
+    spec_milliseconds = spec_milliseconds,
+    member = ' ' .. new .. ' ' .. ARGV[4] .. ' ' .. ARGV[3] .. (promise == '-' and '' or ' ' .. promise)}
+  for k = tonumber(from), last do terms[k] = of end
+  last = from - 1
 end
 
 local sources_count = tonumber(ARGV[12]:match('^%d+'))
@@ -67,10 +64,10 @@ end
 
 if ARGV[1] == '1' then
   local members = {}
-  for i = 1, count do members[i] = names[i] .. terms[i].member end
+  for i = 1, count do members[i] = ARGV[13 + i] .. terms[i].member end
   for i, due in ipairs(redis.call('ZMSCORE', KEYS[3], unpack(members))) do
     if due then
-      local tokens, requests = (redis.call('HGET', KEYS[1], names[i]) or '0 0'):match('^(%d+) (%d+)')
+      local tokens, requests = (redis.call('HGET', KEYS[1], ARGV[13 + i]) or '0 0'):match('^(%d+) (%d+)')
       return {'applied', i, math.max(0, tokens - terms[i].new), math.max(0, requests - 1), 0, booked(ARGV[3])}
     end
   end
@@ -116,54 +113,57 @@ for _, reservation in ipairs(overdue) do
 end
 if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[8]) then return {'full', 0, 0, 0, #overdue} end
 
-local values = redis.call('HMGET', KEYS[1], unpack(wanted))
+local values = redis.call('HMGET', KEYS[1], unpack(ARGV, 14, 13 + count))
 local limit, weight_new, weight_active = tonumber(ARGV[7]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local costs, waits, actives, out = {}, {}, {}, {}
+local costs = {}
 for i = 1, count do
-  local wait, active, value, health, of = 0, 0, values[i], values[count + i], terms[i]
-  if value then
-    wait, active = value:match('^(%d+) (%d+)')
-    wait, active = tonumber(wait), tonumber(active)
-  end
-  waits[i], actives[i], out[i] = wait, active, false
-  if health then
-    local over, away = health:match('^%d+ %d+ (%d+) %d+ %S+ (%d+)$')
-    out[i] = math.max(over, away) > now
-  end
-  if limit == 0 or active < limit then
-    costs[i] = (wait + weight_active * active) / of.weight + weight_new * of.new + of.handicap
+  local tokens, requests, of = 0, 0, terms[i]
+  if values[i] then tokens, requests = values[i]:match('^(%d+) (%d+)') end
+  if limit == 0 or tonumber(requests) < limit then
+    costs[i] = (tokens + weight_active * requests) / of.weight + weight_new * of.new + of.handicap
   end
 end
--- Finds the best candidate that is still registered, which is mostly the first one.
-local which
+-- Finds the best candidate that is still registered and not left out, which is mostly the first one; or the best one
+-- that is left out.
+local which, name, health, is_out, best_out, its_health
 repeat
   which = nil
   for i = 1, count do
-    if costs[i] then
-      local is_like = which and out[i] == out[which]
-      if not which or (is_like and costs[i] < costs[which]) or (not is_like and out[which]) then which = i end
+    if costs[i] and (not which or costs[i] < costs[which]) then which = i end
+  end
+  if not which then
+    if not best_out then return {'saturated', 0, 0, 0, #overdue} end
+    which, name, health, is_out = best_out, ARGV[13 + best_out], its_health, true
+    break
+  end
+  costs[which] = nil
+  name = ARGV[13 + which]
+  local is_there = redis.call('HEXISTS', KEYS[4], 'publisher:' .. name) == 1
+  if is_there then
+    health, is_out = redis.call('HGET', KEYS[1], 'health:' .. name), false
+    if health then
+      local over, away = health:match('^%d+ %d+ (%d+) %d+ %S+ (%d+)$')
+      is_out = math.max(over, away) > now
+      if is_out and not best_out then best_out, its_health = which, health end
     end
   end
-  if not which then return {'saturated', 0, 0, 0, #overdue} end
-  costs[which] = nil
-until redis.call('HEXISTS', KEYS[4], 'publisher:' .. names[which]) == 1
+until is_there and not is_out
 
-local name, of, health = names[which], terms[which], values[count + which]
+local of = terms[which]
 local reservation = name .. of.member
-local context, others = (values[which] or '0 0 0 0 0 0 0'):match('^%d+ %d+ (%d+) (.+)$')
+local waits, active, context, others = (values[which] or '0 0 0 0 0 0 0'):match('^(%d+) (%d+) (%d+) (.+)$')
 if ARGV[9] == '1' then others = others:gsub('%d+$', string.format('%d', now)) end
-redis.call('HSET', KEYS[1], name, string.format('%d %d %d %s', waits[which] + of.new, actives[which] + 1,
-  context + ARGV[4], others))
+redis.call('HSET', KEYS[1], name, string.format('%d %d %d %s', waits + of.new, active + 1, context + ARGV[4], others))
 note(name)
 redis.call('ZADD', KEYS[3], string.format('%d', now + ARGV[2]), reservation)
-if health and not out[which] then
+if health and not is_out then
   local first, second, over, pause, away = health:match('^(%d+) (%d+) (%d+) (%d+) %S+ (%d+)$')
   if over ~= '0' then -- its time is over: no second request until this one has shown what it is like now
     over = string.format('%d', now + pause)
     redis.call('HSET', KEYS[1], 'health:' .. name, table.concat({first, second, over, pause, ARGV[3], away}, ' '))
   end
 end
-if ARGV[10] == '1' then redis.call('SET', KEYS[5], string.format('%s %d', reservation, waits[which]), 'PX', ARGV[2]) end
+if ARGV[10] == '1' then redis.call('SET', KEYS[5], reservation .. ' ' .. waits, 'PX', ARGV[2]) end
 if of.spec_milliseconds ~= '0' then
   for i = first_spec + of.first, last_spec do redis.call('SET', KEYS[i], name, 'PX', of.spec_milliseconds) end
 end
@@ -183,4 +183,4 @@ if sources_count > 0 then
     end
   end
 end
-return {'applied', which, waits[which], actives[which], #overdue, source}
+return {'applied', which, tonumber(waits), tonumber(active), #overdue, source}

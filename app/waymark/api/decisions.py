@@ -314,14 +314,13 @@ def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
 
     by_address = request.by == "address"
     source = selected.source
+    others = [name for each in selected.others if (name := _name(each, by_address=by_address)) is not None]
     return Answer(
         SelectAnswer(
             target=row(selected.target),
-            others=[
-                name for candidate in selected.others if (name := _name(candidate, by_address=by_address)) is not None
-            ],
+            others=others,
             prefill=None if selected.prefill is None else row(selected.prefill),
-            encode=[row(candidate) for candidate in selected.encode],
+            encode=list(map(row, selected.encode)),
             policy=selected.policy.name,
             decision=selected.decision,
             degraded=selected.is_degraded,

@@ -56,26 +56,31 @@ class Choices(NamedTuple):
 
 
 def promises_of(
-    publishers: Iterable[int], seen: PromptState, request: RoutingRequest, fleet: Fleet, choices: Choices
+    publishers: Sequence[int], seen: PromptState, request: RoutingRequest, fleet: Fleet, choices: Choices
 ) -> list[str]:
     """Return what can be promised of each target, for one prompt: the texts that their reservations have."""
-    size, reusable = request.block_size, request.tokens - least_new(request)
-    names = {*seen.rows, *seen.prefixes} if seen.prefixes else seen.rows
-    held = {name: _held(seen, name, size) for name in choices.among(names)}
-    amounts = list(map(sum, held.values()))
-    available = max(amounts, default=0)
-    random = round(sum(amounts) / choices.number) if amounts else 0
+    rows, size, soon = seen.rows, request.block_size, seen.expected
+    if seen.prefixes:
+        amounts = {name: sum(_held(seen, name, size)) for name in choices.among({*rows, *seen.prefixes})}
+    else:
+        amounts = {name: size * sum(rows[name]) for name in choices.among(rows)}
+    available = random = 0
+    if amounts:
+        available, random = max(amounts.values()), round(sum(amounts.values()) / choices.number)
     # Most targets have nothing, and each decision needs eight texts.
     of_nothing = PROMISE_TEXT % (available, *_NOTHING, 0, random)
-    members, soon, texts = fleet.by_publisher, seen.expected, []
+    if not (amounts or soon):
+        return [of_nothing] * len(publishers)
+    reusable, members, texts = request.tokens - least_new(request), fleet.by_publisher, []
     for publisher in publishers:
-        tokens = held.get(members[publisher].name)
-        if tokens is None:
-            if publisher not in soon:
-                texts.append(of_nothing)
-                continue
-            tokens = _NOTHING
-        expected = min(max(sum(tokens), soon.get(publisher, 0) * size), reusable)
+        name = members[publisher].name
+        amount, tokens = amounts.get(name), _NOTHING
+        if amount is not None:
+            tokens = _held(seen, name, size)
+        elif publisher not in soon:
+            texts.append(of_nothing)
+            continue
+        expected = min(max(amount or 0, soon.get(publisher, 0) * size), reusable)
         texts.append(PROMISE_TEXT % (available, *tokens, expected, random))
     return texts
 

@@ -52,6 +52,7 @@ _PLACE = 2.0**44
 BY_PLACE = Linear(0.0, 0.0)
 _CREDITS = read_constants(CREDITS, {}, "overrides")
 _EVERYBODY = Allowed()
+_NO_ROW = TargetRow()
 
 
 class StageOffers(Protocol):
@@ -425,31 +426,41 @@ class SumOffers:
         self._sum_of, self._values, self._request = policy.preset.sum_of, policy.values, request
         self._blocks = blocks or None
         device_credit, host_credit, disk_credit, shared_credit = policy.values.credits
-        rows, loads, expected, draw = seen.rows, seen.loads, seen.expected, random.random
+        rows, loads, expected, draw = seen.rows, seen.loads.get, seen.expected, random.random
         tokens, least, size = request.tokens, least_new(request), request.block_size
+        weight_new, weight_active = linear
+        new_of_nothing = max(tokens - 0.0, least)
         sums: list[_Sum] = []
         self.is_cold = seen.is_cold
         for member in members:
-            publisher, has, soon = member.publisher, 0.0, 0
-            row, load = rows.get(member.name), loads.get(publisher)
-            if row is not None:
-                device, host, shared, disk = row
+            publisher, name, target, _, _, _ = member
+            row, load, soon, new = rows.get(name), loads(publisher), 0, new_of_nothing
+            if expected:
+                soon = expected.get(publisher, 0)
+            if row is not None or soon:
+                device, host, shared, disk = row or _NO_ROW
                 has = device_credit * device + host_credit * host + disk_credit * disk + shared_credit * shared
-            if expected and (soon := expected.get(publisher, 0)):
-                has = max(has, soon)
-            new = max(tokens - size * has, least)
-            cost = linear.new * new
+                new = max(tokens - size * max(has, soon), least)
+            cost = weight_new * new
             if load is not None:
-                cost += (load.tokens + linear.active * load.requests) / member.target.weight
+                cost += (load.tokens + weight_active * load.requests) / target.weight
             sums.append((cost, draw(), publisher, member, new, row, load, soon))
         sums.sort()
         self._sums = sums
 
     def offers(self) -> list[Offer]:
         linear, size, offers = self.linear, self._request.block_size, []
-        for _, _, publisher, member, new, row, _, _ in self._sums[:CANDIDATES_MAX]:
+        of_nothing: Offer | None = None
+        for _, _, publisher, member, new, row, _, soon in self._sums[:CANDIDATES_MAX]:
+            weight, has_nothing = member.target.weight, row is None and not soon
+            if has_nothing and of_nothing is not None:  # mostly it is that of the target before
+                offers.append(tuple.__new__(Offer, (publisher, *of_nothing[1:3], weight, 0, 0)))
+                continue
             is_whole = row is not None and not row.shared and sum(row) == self._blocks and new <= size
-            offers.append(_offer(publisher, new, 0.0, member.target.weight, linear, is_reserved=not is_whole))
+            offer = _offer(publisher, new, 0.0, weight, linear, is_reserved=not is_whole)
+            offers.append(offer)
+            if has_nothing:
+                of_nothing = offer
         return offers
 
     def matched_blocks(self) -> list[int]:
@@ -463,7 +474,10 @@ class SumOffers:
         return [scored(self._candidate(each)) for each in self._sums[:count]]
 
     def find(self, publisher: int) -> int | None:
-        return next((at for at, each in enumerate(self._sums) if each[2] == publisher), None)
+        for at, each in enumerate(self._sums):
+            if each[2] == publisher:
+                return at
+        return None
 
     def others(self, at: int, count: int) -> list[Candidate]:
         if not count:

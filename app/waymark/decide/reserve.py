@@ -354,6 +354,8 @@ def headers_of(target: Scored, prefill: Scored | None, encode: Sequence[Scored])
     if prefill is not None and prefill.candidate.address is not None:
         place = host_and_port(prefill.candidate.address)
         headers |= {"mif-prefill-endpoint": place, "x-prefiller-host-port": place}
+    if not encode:
+        return headers
     encoders = [host_and_port(each.candidate.address) for each in encode if each.candidate.address is not None]
     if encoders:
         places = ",".join(encoders)

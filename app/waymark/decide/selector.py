@@ -228,12 +228,15 @@ class Selector:
             snapshot, matches = read
             read_at = perf_counter()
             offers = order(snapshot, matches, question, self._random)
-            self._observe_walk(read_at - began)
-            self._observe_policy(perf_counter() - read_at)
-            if offers is None:
-                raise NoTarget(_none_allowed(snapshot.fleet, question))
-            shadowed = self._shadows.begin(offers, snapshot, matches, question)
-            taken = yield from self._reserver.taking(offers, snapshot, matches, question)
+            ordered_at = perf_counter()
+            try:
+                if offers is None:
+                    raise NoTarget(_none_allowed(snapshot.fleet, question))
+                shadowed = self._shadows.begin(offers, snapshot, matches, question)
+                taken = yield from self._reserver.taking(offers, snapshot, matches, question)
+            finally:
+                self._observe_walk(read_at - began)
+                self._observe_policy(ordered_at - read_at)
             if taken is not None:
                 if shadowed is not None:
                     shadowed.end(taken)

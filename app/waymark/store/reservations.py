@@ -199,6 +199,8 @@ class Pulls(NamedTuple):
 
     def words(self) -> str:
         """Return it in the form that ``reserve`` reads."""
+        if not self.sources:
+            return "0"
         return " ".join(
             [str(len(self.sources)), *("".join(f"{at + 1}," for at in choice) or "-" for choice in self.choices)]
         )
@@ -291,66 +293,44 @@ class Reservations:
         """Return the steps of ``reserve``."""
         if not 1 <= len(offers) <= CANDIDATES_MAX:
             raise ValueError(f"{len(offers)} candidates; reserve ranks 1 to {CANDIDATES_MAX}")
+        pulls, promises = terms.pulls or NO_PULLS, terms.promises or _NO_PROMISES
+        load, changes, reservations, holders = _names(group_id, keys.ALL)
         nonce = os.urandom(8).hex()
+        words: list[str] = []
+        last, last_promise = None, ""
+        for place, (offer, promise) in enumerate(zip(offers, promises, strict=False), 1):
+            if offer[1:] != last or promise != last_promise:  # mostly they are those of the candidate before
+                last, last_promise = offer[1:], promise
+                _, new, handicap, weight, first, lasting = offer
+                words.append(f"{place} {new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting} {promise}")
         try:
-            return (yield from self._reserving(group_id, offers, terms, nonce))
+            reply = yield from self._scripts.reserve(
+                load=load,
+                changes=changes,
+                reservations=reservations,
+                holders=holders,
+                request=None if terms.request_id is None else keys.request(group_id, terms.request_id),
+                spec=terms.spec_keys,
+                pulls=[keys.pulls(group_id, publisher) for publisher in pulls.sources] if pulls.sources else (),
+                again="0",
+                milliseconds=terms.milliseconds,
+                nonce=nonce,
+                context=terms.context,
+                weight_new=terms.weight_new,
+                weight_active=terms.weight_active,
+                limit=terms.limit,
+                reservations_max=terms.reservations_max,
+                cold="1" if terms.is_cold else "0",
+                repeatable="0" if terms.request_id is None else "1",
+                pulls_max=pulls.pulls_max,
+                sources=pulls.words(),
+                candidate=[offer.publisher for offer in offers],
+                terms=words,
+            )
         except (StoreUnavailable, asyncio.CancelledError, GeneratorExit):
             if terms.request_id is None:
                 self.take_back(_possible(group_id, offers, terms, nonce), terms.milliseconds)
             raise
-
-    def take_back(self, made: Sequence[Reservation], milliseconds: int) -> None:
-        """End reservations that no caller waits for, as soon as Redis answers, in the background.
-
-        ``milliseconds``: they last so long.
-        """
-        if self._begin is not None:
-            self._begin(self._take_back(made, milliseconds))
-
-    async def _take_back(self, made: Sequence[Reservation], milliseconds: int) -> None:
-        until = time.monotonic() + milliseconds / 1000
-        while time.monotonic() < until:
-            try:
-                await self.release(made, ReservationPart.OK)
-                return
-            except StoreUnavailable:
-                await asyncio.sleep(_TAKE_BACK_SECONDS)
-
-    def _reserving(
-        self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str
-    ) -> Steps[Reserved]:
-        pulls, promises = terms.pulls or NO_PULLS, terms.promises or _NO_PROMISES
-        load, changes, reservations, holders = _names(group_id, keys.ALL)
-        candidates: list[str] = []
-        last, words = None, ""
-        for offer, promise in zip(offers, promises, strict=False):
-            if (offer[1:], promise) != last:  # mostly they are those of the candidate before
-                last = offer[1:], promise
-                _, new, handicap, weight, first, lasting = offer
-                words = f"{new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting} {promise}"
-            candidates += (str(offer.publisher), words)
-        reply = yield from self._scripts.reserve(
-            load=load,
-            changes=changes,
-            reservations=reservations,
-            holders=holders,
-            request=None if terms.request_id is None else keys.request(group_id, terms.request_id),
-            spec=terms.spec_keys,
-            pulls=[keys.pulls(group_id, publisher) for publisher in pulls.sources] if pulls.sources else (),
-            again="0",
-            milliseconds=terms.milliseconds,
-            nonce=nonce,
-            context=terms.context,
-            weight_new=terms.weight_new,
-            weight_active=terms.weight_active,
-            limit=terms.limit,
-            reservations_max=terms.reservations_max,
-            cold="1" if terms.is_cold else "0",
-            repeatable="0" if terms.request_id is None else "1",
-            pulls_max=pulls.pulls_max,
-            sources=pulls.words(),
-            candidate=candidates,
-        )
         verdict = _VERDICTS[reply[0]]
         if verdict is Verdict.REPEATED:
             publisher, tokens, context, earlier, waited, promise, source = reply[1:]
@@ -371,6 +351,23 @@ class Reservations:
             pulls.at(reply[5]),
         )
         return Reserved(verdict, reservation, tokens, requests, overdue)
+
+    def take_back(self, made: Sequence[Reservation], milliseconds: int) -> None:
+        """End reservations that no caller waits for, as soon as Redis answers, in the background.
+
+        ``milliseconds``: they last so long.
+        """
+        if self._begin is not None:
+            self._begin(self._take_back(made, milliseconds))
+
+    async def _take_back(self, made: Sequence[Reservation], milliseconds: int) -> None:
+        until = time.monotonic() + milliseconds / 1000
+        while time.monotonic() < until:
+            try:
+                await self.release(made, ReservationPart.OK)
+                return
+            except StoreUnavailable:
+                await asyncio.sleep(_TAKE_BACK_SECONDS)
 
     async def release(
         self,

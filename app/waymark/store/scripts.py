@@ -390,7 +390,8 @@ class Scripts:
         repeatable: str,
         pulls_max: int,
         sources: str,
-        candidate: Sequence[Arg],
+        candidate: Sequence[int],
+        terms: Sequence[str],
     ) -> Steps[Reply]:
         """Some values of the reply are texts: the nonce and the promise of a reservation that was made before."""
         return self._calling("reserve", locals())

@@ -11,6 +11,8 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from hashlib import sha1
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -370,30 +372,50 @@ class Parameter(NamedTuple):
     sign: str
 
 
+PlainWords: TypeAlias = Callable[[Mapping[str, Any]], tuple[Any, ...]]
+SplitParameters: TypeAlias = tuple[PlainWords, tuple[Parameter, ...]]
+
+
 class Script(NamedTuple):
     text: str
     sha: str
     keys: tuple[Parameter, ...]
     """Of the signature on the first line, as ``args``."""
     args: tuple[Parameter, ...]
+    keys_of: SplitParameters
+    args_of: SplitParameters
 
     @classmethod
     def of(cls, text: str) -> Script:
         keys, args = text[text.index("(") + 1 : text.index(")")].split(";")
-        return cls(text, sha1(text.encode(), usedforsecurity=False).hexdigest(), _parameters(keys), _parameters(args))
+        sha = sha1(text.encode(), usedforsecurity=False).hexdigest()
+        of_keys, of_args = _parameters(keys), _parameters(args)
+        return cls(text, sha, of_keys, of_args, _split(of_keys), _split(of_args))
 
     def words(self, values: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
         """Return the KEYS and the ARGV of a call, from a value for each name of the signature."""
-        return _words(self.keys, values), _words(self.args, values)
+        return _words(*self.keys_of, values), _words(*self.args_of, values)
 
     def again(self, args: Sequence[Any]) -> Sequence[Any]:
         """Return the ARGV of a call that may have been made before."""
         return ["1", *args[1:]] if self.args[0].name == "again" else args
 
 
-def _words(parameters: Sequence[Parameter], values: Mapping[str, Any]) -> list[Any]:
-    words: list[Any] = []
-    for name, sign in parameters:
+def _split(parameters: tuple[Parameter, ...]) -> SplitParameters:
+    """Return the parameters of one word each before any others, and those others."""
+    plain = tuple(name for name, _ in takewhile(lambda parameter: not parameter.sign, parameters))
+    rest = parameters[len(plain) :]
+    # The getter of one name would return its value, and not a tuple of it.
+    return (itemgetter(*plain), rest) if len(plain) > 1 else (_no_words, parameters)
+
+
+def _no_words(_: Mapping[str, Any]) -> tuple[Any, ...]:
+    return ()
+
+
+def _words(plain: PlainWords, others: tuple[Parameter, ...], values: Mapping[str, Any]) -> list[Any]:
+    words = list(plain(values))
+    for name, sign in others:
         value = values[name]
         if not sign:
             words.append(value)
