@@ -143,6 +143,16 @@ def test_dynamo_temperature_draws_by_a_softmax_over_the_scaled_costs() -> None:
     assert drawn.count("near") / len(drawn) == pytest.approx(1 / (1 + math.exp(-1)), abs=0.03)
     assert order(rank("dynamo", request, *workers, router_temperature=0.0)) == ["near", "far"]
 
+    several = (target("near", device=4), *(target(f"far-{number}") for number in range(4)))
+    drawn = [order(rank("dynamo", request, *several, seed=seed, router_temperature=0.5))[0] for seed in range(4000)]
+    assert drawn.count("near") / len(drawn) == pytest.approx(1 / (1 + 4 * math.exp(-2)), abs=0.03)
+
+
+def test_weights_that_do_not_add_up_are_refused_with_their_field() -> None:
+    with pytest.raises(InvalidValue, match="they must add up to 1") as refused:
+        PRESETS["composite"].values({"overlap_weight": 1.0, "load_weight": 0.4})
+    assert refused.value.field == "overrides"
+
 
 def test_composite_is_continuums_weighted_sum() -> None:
     """2048 tokens on the device against 512: the more tokens the higher, and a warm tier counts 0.6."""
