@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ async def test_an_empty_waymark_says_how_to_begin_and_a_new_tab_has_the_last_day
             await expect(page.locator("#groups")).to_be_hidden()
             await expect(page.locator("#figures")).to_contain_text("no request in 24 h")
             await expect(page.locator("#figures")).to_contain_text("none is registered")
-            await expect(page.locator("#figures")).to_contain_text("10 min ago")
+            await expect(page.locator("#figures .since").first).to_be_empty()
             await expect(page.locator("#figures .value")).to_have_text(["none"] * 4)
             assert (await client.post("/register", json=ENGINE)).status_code == 200
             await expect(page.locator("#groups")).to_contain_text("starting")
@@ -55,7 +56,7 @@ async def test_an_empty_waymark_says_how_to_begin_and_a_new_tab_has_the_last_day
             page = looking.page
             figures = page.locator("#figures")
             await expect(figures).to_contain_text("200 in 24 h")
-            await expect(figures).to_contain_text("24 h ago")
+            await expect(figures).to_contain_text("12 h ago")
             await expect(figures).to_contain_text("9K")
             await expect(figures).to_contain_text("of 20K prompt tokens")
             await expect(figures).to_contain_text("60 %")
@@ -78,6 +79,42 @@ async def test_the_rate_is_that_of_the_time_that_is_known(tmp_path: Path) -> Non
         await page.reload()
         await expect(page.locator("#figures")).to_contain_text("600 in 24 h")
         assert float(await page.locator("#figures .value strong").first.inner_text()) >= 10
+
+
+#: The left and the right end of what is painted of a curve, as shares of its width.
+_ENDS = """canvas => {
+  const { width, height } = canvas;
+  const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+  const columns = Array.from({ length: width }, (_, x) => x).filter(
+    (x) => Array.from({ length: height }, (_, y) => data[4 * (y * width + x) + 3]).some(Boolean));
+  return [columns[0] / width, columns.at(-1) / width];
+}"""
+
+
+@pytest.mark.parametrize(
+    ("known", "since"), [(0, "60 s|2 min"), (4, "5 min|6 min"), (10, "11 min|12 min"), (1439, "24 h")]
+)
+async def test_the_curves_begin_at_the_first_known_minute_and_grow(known: int, since: str, tmp_path: Path) -> None:
+    row = {"requests": 60, "unreported": 0, "earned": 600, "delivered": 30, "prompt_tokens": 60}
+
+    async def books(route: Route) -> None:
+        first = time.time() // 60 - known
+        await route.fulfill(json={"by_minute": [row | {"time": 60 * (first + each)} for each in range(known + 1)]})
+
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+        page = looking.page
+        await page.route("**/books?*", books)
+        await page.reload()
+        figures = page.locator("#figures")
+        # A minute may end between the answer and the curve.
+        await expect(figures.locator(".since").first).to_have_text(re.compile(f"^({since}) ago$"))
+        for number in range(3):
+            left, right = await figures.locator("canvas").nth(number).evaluate(_ENDS)
+            assert left < 0.02, number
+            assert right > 0.97, number
+        # Whoever points at its left end sees the first minute.
+        await figures.locator("canvas").first.hover(position={"x": 1, "y": 20})
+        await expect(figures).to_contain_text(re.compile(r"\d\d:\d\d to \d\d:\d\d: \d+ requests"))
 
 
 def answer_of_five() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,20 +1,19 @@
 // The first line: requests, tokens saved, hits and engines. Their last day comes from the books, so a new tab has it too.
 
 import { get, now } from "./service.js";
-import { byId, element, onTheme, painted, setText, several, short } from "./shown.js";
+import { byId, element, onTheme, painted, seconds, setText, several, short } from "./shown.js";
 import { health } from "./engines.js";
 
 const EVERY_MS = 5000;
 const DAY_MINUTES = 1440;
-// How far the curves go back, in minutes, which is as far as anything is known; and how many minutes a point of them has.
-const SPANS = { 10: 1, 60: 1, 360: 2, [DAY_MINUTES]: 5 };
+// The most points of a curve. A point of the last hours has one minute, and of a day five.
+const POINTS_MAX = DAY_MINUTES / 5;
 const CURVE_HEIGHT = 48;
 const whole = new Intl.NumberFormat("en");
 const percent = (part, all) => (all ? `${Math.round((100 * part) / all)} %` : "");
 
 // The rows of GET /books by their minute. An answer replaces the minutes that it has.
 const minutes = new Map();
-let span = DAY_MINUTES;
 let readAt = 0;
 let isRead = false;
 
@@ -50,7 +49,7 @@ export function startFigures() {
 function newTile(name) {
   const [title, meaning] = TITLES[name];
   const tile = { big: element("strong"), unit: element("span", { class: "soft" }), note: element("p", { class: "soft" }), drawn: element("canvas", { "aria-hidden": "true" }), last: "", at: -1 };
-  tile.drawn.addEventListener("pointermove", (event) => point(name, Math.floor((event.offsetX * count()) / tile.drawn.clientWidth)));
+  tile.drawn.addEventListener("pointermove", (event) => point(name, event.offsetX / tile.drawn.clientWidth));
   tile.drawn.addEventListener("pointerleave", () => point(name, -1));
   tiles.set(name, tile);
   return element(
@@ -90,17 +89,22 @@ function sum(first, last) {
   return total;
 }
 
-// The number of points of a curve.
-function count() {
-  return span / SPANS[span];
+// The first minute that is known: before it nothing is drawn, as a new Waymark would seem to have had less to do.
+function earliest() {
+  return minutes.size ? Math.max(thisMinute() - DAY_MINUTES + 1, Math.min(...minutes.keys())) : thisMinute();
 }
 
-// The points of a curve, of which the last has not ended.
+// How many minutes a point of the curves has.
+function step() {
+  return Math.ceil((thisMinute() - earliest() + 1) / POINTS_MAX);
+}
+
+// The points of the curves from the first known minute, of which the last has not ended.
 function points() {
-  const each = SPANS[span];
-  const end = Math.floor(thisMinute() / each) * each;
-  return Array.from({ length: count() }, (_, i) => {
-    const first = end - each * (count() - 1 - i);
+  const each = step();
+  const begin = earliest();
+  return Array.from({ length: Math.ceil((thisMinute() - begin + 1) / each) }, (_, i) => {
+    const first = begin + each * i;
     return { first, ...sum(first, Math.min(first + each - 1, thisMinute())) };
   });
 }
@@ -108,9 +112,8 @@ function points() {
 function draw() {
   if (!isRead || byId("engines-view").hidden) return;
   const day = sum(thisMinute() - DAY_MINUTES + 1, thisMinute());
-  // Not the time before the first minute that is known: a new Waymark would seem to have less to do.
-  const earliest = minutes.size ? Math.min(...minutes.keys()) : thisMinute();
-  const present = sum(Math.min(thisMinute(), Math.max(thisMinute() - 1, earliest)), thisMinute());
+  const begin = earliest();
+  const present = sum(Math.max(thisMinute() - 1, begin), thisMinute());
   const told = day.requests - day.unreported;
   const rate = VALUES.requests(present);
   const unknown = !day.requests ? "no request in 24 h" : told ? "" : "the engines do not say what they reuse";
@@ -118,10 +121,8 @@ function draw() {
   else show("requests", "none", "", unknown);
   show("saved", told ? short.format(day.earned) : "none", "", unknown || "in 24 h, more than by chance");
   show("hits", percent(day.delivered, day.prompt_tokens) || "none", "", unknown || `of ${short.format(day.prompt_tokens)} prompt tokens in 24 h`);
-  const known = thisMinute() - earliest;
-  span = Object.keys(SPANS).map(Number).find((each) => known < each) || DAY_MINUTES;
-  for (const each of document.querySelectorAll(".since")) setText(each, span < 60 ? `${span} min ago` : `${span / 60} h ago`);
-  const all = points();
+  for (const each of document.querySelectorAll(".since")) setText(each, minutes.size ? `${seconds(60 * (thisMinute() - begin + 1))} ago` : "");
+  const all = minutes.size ? points() : [];
   for (const name of tiles.keys()) curve(name, all);
 }
 
@@ -133,22 +134,23 @@ function show(name, value, unit, note) {
   if (tile.at < 0) setText(tile.note, note);
 }
 
-// What a point of a curve stands for, instead of what the whole day does.
+// What a point of a curve stands for, at a share of its width, instead of what the whole day does.
 function point(name, at) {
   const tile = tiles.get(name);
   tile.at = at;
-  const found = at < 0 ? null : points()[Math.min(at, count() - 1)];
+  const all = points();
+  const found = at < 0 || !minutes.size ? null : all[Math.min(all.length - 1, Math.round(at * (all.length - 1)))];
   const time = (minute) => new Date(60000 * minute).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
-  setText(tile.note, found ? `${time(found.first)} to ${time(found.first + SPANS[span])}: ${SAID[name](found)}` : tile.said || "");
+  setText(tile.note, found ? `${time(found.first)} to ${time(found.first + step())}: ${SAID[name](found)}` : tile.said || "");
 }
 
-// A curve over the day. What is drawn already is not drawn again.
+// A curve as wide as the tile. What is drawn already is not drawn again.
 function curve(name, all) {
   const tile = tiles.get(name);
   const values = all.map(VALUES[name]);
   const most = name === "hits" ? 1 : Math.max(...values.map((value) => value || 0), 1e-9);
   const width = tile.drawn.clientWidth;
-  const what = `${width} ${span} ${painted(COLOURS[name])} ${values.map((value) => (value === null ? "" : value.toFixed(3)))}`;
+  const what = `${width} ${painted(COLOURS[name])} ${values.map((value) => (value === null ? "" : value.toFixed(3)))}`;
   if (!width || tile.last === what) return;
   tile.last = what;
   const scale = devicePixelRatio || 1;
@@ -158,7 +160,7 @@ function curve(name, all) {
   context.scale(scale, scale);
   context.lineWidth = 1.5;
   context.strokeStyle = context.fillStyle = painted(COLOURS[name]);
-  const x = (i) => (i * width) / (values.length - 1);
+  const x = (i) => (i * width) / Math.max(1, values.length - 1);
   const y = (value) => CURVE_HEIGHT - 1 - ((CURVE_HEIGHT - 3) * Math.max(0, value)) / most;
   // Between two gaps: a line, and what is below it.
   for (let i = 0; i < values.length; i++) {
@@ -167,7 +169,7 @@ function curve(name, all) {
     while (i + 1 < values.length && values[i + 1] !== null) i++;
     const line = new Path2D();
     // A point alone is as wide as half of the way to its neighbours.
-    const half = Math.max(1, x(1) / 2);
+    const half = values.length > 1 ? Math.max(1, x(1) / 2) : width;
     const [left, right] = from === i ? [Math.max(0, x(i) - half), Math.min(width, x(i) + half)] : [x(from), x(i)];
     line.moveTo(left, y(values[from]));
     for (let j = from; j <= i; j++) line.lineTo(x(j), y(values[j]));
