@@ -93,7 +93,7 @@ async def test_an_engine_is_drained_after_a_question_and_gets_requests_again(liv
         await expect(page.get_by_role("button", name="Drain a")).to_have_count(2)
         assert await weights(client) == [2.0, 2.0]
         await page.click('nav a[href="#activity"]')
-        for kind, detail in (("drain", "weight 1, now 0"), ("resume", "weight 0, now 2")):
+        for kind, detail in (("drained", "weight 1, now 0"), ("resumed", "weight 0, now 2")):
             rows = page.locator("#events tr", has=page.get_by_role("cell", name=kind, exact=True))
             await expect(rows).to_have_count(2)
             await expect(rows.first).to_contain_text(detail)

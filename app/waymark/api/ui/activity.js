@@ -1,8 +1,10 @@
 // What happens, from GET /activity. EventSource cannot send a token, so the stream is read here.
 
 import { send } from "./service.js";
-import { byId, element } from "./shown.js";
+import { byId, element, setText, several } from "./shown.js";
 
+// How many events a connection begins with, and how many the page keeps.
+const FIRST = 100;
 const ROWS_MAX = 500;
 const AGAIN_MS = 2000;
 let last = "";
@@ -30,11 +32,24 @@ async function read(reader) {
   }
 }
 
-// The day is said where it is not today.
+// What each kind of event is called, in one tense, and how it looks. Another release may have further kinds.
+const KINDS = {
+  registered: ["registered"], unregistered: ["unregistered"], drain: ["drained", "drained"], resume: ["resumed", "active"], weight: ["weight changed"],
+  takeover: ["taken over", "degraded"], restart: ["restarted", "degraded"], unreachable: ["became unreachable", "unreachable"],
+  reachable: ["became reachable", "active"], lost: ["lost", "lost"], found: ["found again", "active"], sweep: ["swept"], snapshot: ["read by snapshot"],
+  drift: ["drifted", "degraded"],
+};
+
+// With its day, as a list may go back for weeks.
 function when(date) {
-  const day = { day: "numeric", month: "short" };
-  const time = date.toLocaleTimeString("en-GB");
-  return date.toDateString() === new Date().toDateString() ? time : `${date.toLocaleDateString("en-GB", day)}, ${time}`;
+  return `${date.toLocaleDateString("en-GB", { day: "numeric", month: "short" })}, ${date.toLocaleTimeString("en-GB")}`;
+}
+
+// How far back the list goes, and who has more.
+function sayHowFar(rows) {
+  const count = rows.childElementCount;
+  setText(byId("how-far"), `${several(count, "event")}, back to ${rows.lastElementChild.firstElementChild.textContent}. `
+    + `A tab begins with the newest ${FIRST} and shows ${ROWS_MAX} at most; Redis keeps about 10,000.`);
 }
 
 function take(event) {
@@ -43,14 +58,15 @@ function take(event) {
   last = fields.id;
   const { at, kind, instance_id: name = "", dp_rank: rank, model = "", detail = "" } = JSON.parse(fields.data);
   const rows = byId("events");
-  byId("no-events").hidden = true;
+  const [said, look = ""] = KINDS[kind] || [kind];
   rows.prepend(element(
     "tr", {},
     element("td", { class: "when", title: new Date(at * 1000).toISOString() }, when(new Date(at * 1000))),
-    element("td", { class: kind === "lost" ? "lost" : "" }, kind),
+    element("td", { class: look }, said),
     element("td", { class: "name" }, rank ? `${name} rank ${rank}` : name),
     element("td", { class: "name" }, model),
     element("td", { class: "detail" }, detail),
   ));
   while (rows.childElementCount > ROWS_MAX) rows.lastElementChild.remove();
+  sayHowFar(rows);
 }
