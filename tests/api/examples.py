@@ -152,6 +152,7 @@ async def ask_all() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="wm-") as directory:
         small.directory(Path(directory) / MODEL, template=small.CHATML)
         store = Store.open("memory://")
+        store.client.url = "redis://redis:6379/0"  # of an emulated Redis, no rows are named
         settings = Settings(tokenizers_dir=Path(directory), loads_ms=0)
         transport = httpx.ASGITransport(app=create_app(store, settings, Metrics(), stopping=stopping))
         async with httpx.AsyncClient(transport=transport, base_url="http://waymark") as client:

@@ -44,7 +44,10 @@ async def held(register: Register, hold: Hold) -> None:
     await hold("b", TOKENS, medium="CPU", blocks=[1])
 
 
-async def test_each_instance_tells_its_runs_and_where_its_match_ends(client: httpx.AsyncClient, held: None) -> None:
+async def test_each_instance_tells_its_runs_and_where_its_match_ends(
+    client: httpx.AsyncClient, held: None, store: Store
+) -> None:
+    row = f"wm:{{1}}:{extend(None, token_bytes(TOKENS), 2)[0]:016x}"
     assert await inspect(client) == {
         "tenant_id": "default",
         "model": "m",
@@ -69,7 +72,7 @@ async def test_each_instance_tells_its_runs_and_where_its_match_ends(client: htt
                 "instance_id": "a",
                 "is_pool": False,
                 "longest_matched": 2,
-                "note": 'block 1 is next, and "b" has it; 1 of its blocks are behind the missing one and do not count',
+                "note": 'block 1 is next, and "b" has it; 1 of its blocks is behind the missing one and does not count',
                 "holders": [{"dp_rank": 0, "medium": "GPU", "not_counted": None, "runs": [[0, 1], [2, 1]]}],
             },
             {
@@ -82,8 +85,23 @@ async def test_each_instance_tells_its_runs_and_where_its_match_ends(client: htt
         ],
         "instances_left_out": 0,
         "keys": [f"{key:016x}" for key in extend(None, token_bytes(TOKENS), 2)],
-        "rows": [f"wm:{{1}}:{extend(None, token_bytes(TOKENS), 2)[0]:016x}"],
+        "rows": [] if store.client.url == "memory://" else [row],  # no redis-cli reaches an emulated Redis
     }
+
+
+async def test_an_engine_with_other_prompts_is_told_in_a_few_words_and_only_beside_one_with_a_match(
+    client: httpx.AsyncClient, register: Register, hold: Hold
+) -> None:
+    for name, blocks in (("a", [0]), ("b", [0, 1, 2]), ("c", [0])):
+        await register(name)
+        await hold(name, [each + (name != "a") for each in TOKENS], blocks=blocks)
+    notes = {each["instance_id"]: each["note"] for each in (await inspect(client))["instances"]}
+    assert notes["b"] == "none of its 3 blocks is of this prompt"
+    assert notes["c"] == "its 1 block is not of this prompt"
+    # Of a prompt that nobody has, a sentence says it for all.
+    answer = await inspect(client, token_ids=[1, 2, 3, 4])
+    assert [each["note"] for each in answer["instances"]] == [None] * 3
+    assert answer["reasons"][0].startswith("5 blocks of this model are held, and none begins this prompt")
 
 
 async def test_an_answer_is_read_back_as_it_was(client: httpx.AsyncClient, held: None) -> None:

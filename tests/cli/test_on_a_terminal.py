@@ -21,7 +21,7 @@ import pytest
 from tests.live import start
 from tests.patience import patient, wait_for
 from waymark import cli
-from waymark.cli.demonstration import DRAINED, ENGINES, STOPPED
+from waymark.cli.demonstration import DRAINED, ENGINES, STOPPED, TEXT
 
 pytestmark = pytest.mark.outside
 
@@ -200,6 +200,18 @@ def test_the_demo_stays_on_a_terminal_until_ctrl_c() -> None:
             wait_for(is_busy, "engines with requests", 60)
             wait_for(lambda: publishers()[STOPPED]["status"] in ("unreachable", "lost"), "an engine is stopped", 60)
             assert (publishers()[DRAINED]["weight"], publishers()[DRAINED]["load"]["requests"]) == (0, 0)
+            events = client.get("/activity?follow=false").text.split("\n\n")
+            drains = [event for event in events if "event: drain\n" in event]
+            assert len(drains) == 1
+            assert DRAINED in drains[0]
+
+            def is_known_by_few() -> bool:
+                """Whether an engine has the whole text of the page, another one a part, and no other any of it."""
+                found = client.post("/query", json={"model": "demo-model", "prompt": TEXT, "block_size": 16}).json()
+                has = {name: row["longest_matched"] for name, row in found["default"].items() if row["longest_matched"]}
+                return has == {"engine-1": 208, "engine-3": 96}
+
+            wait_for(is_known_by_few, "two engines know the text", 60)
             wait_for(
                 lambda: bool(client.get("/books").json()["total"]["delivered"]),
                 "a request has ended with its usage",

@@ -1,4 +1,4 @@
-"""What has happened, as the page says it: in one tense, with its day, in the colours of the statuses, and how far back."""
+"""What has happened, as the page says it: in one tense, with its day, in colours of statuses, and how far back."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,42 @@ async def test_what_is_said_of_a_block_is_never_over_its_line(tmp_path: Path) ->
             assert over is not None
             assert own is not None
             assert own["y"] + own["height"] <= over["y"] or own["y"] >= over["y"] + over["height"], number
+
+
+async def test_what_the_lines_of_a_prompt_say_is_whole_said_once_and_has_its_time(tmp_path: Path) -> None:
+    found, scores = answer_of_five()
+    refused = "it is refused, as nothing listens there; start the engine with its KV events enabled"
+    for number in (2, 3, 4):
+        said = f"it has sent no event, status unreachable (no connection to tcp://10.0.0.{number}:5557: {refused})"
+        found["instances"][number] |= {"longest_matched": 0, "note": said, "holders": []}
+    found["instances"][1] |= {"longest_matched": 1, "note": "none of its 88 blocks is of this prompt"}
+    scores["scores"] = [each for each in scores["scores"] if each["instance_id"] == "vllm-1"]
+    state = workers()
+    state["publishers"] = [each | {"status": "unreachable"} for each in state["publishers"][:5]]
+    size = {"width": 1280, "height": 800}
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, viewport=size) as looking:
+        page = looking.page
+        for path, content in (("workers", state), ("inspect/prompt", found), ("score", scores)):
+            await give(page, path, content)
+        await page.click('nav a[href="#prompt"]')
+        await page.click("#show")
+        await expect(page.locator("#summary")).to_have_text(re.compile(r"Asked at \d\d:\d\d:\d\d\.$"))
+        notes = page.locator("#lines .why")
+        first = f"unreachable · it has sent no event (no connection to tcp://10.0.0.2:5557: {refused})"
+        away = "unreachable · as vllm-2"
+        whole = "unreachable · it has the whole prompt"
+        await expect(notes).to_have_text(["none of its 88 blocks is of this prompt", whole, first, away, away])
+        await expect(page.locator("#lines .has").first).to_have_text("1 token")
+        # In the wide window, too, nothing of it is cut off.
+        cut = "all => all.filter((each) => each.scrollHeight > each.clientHeight).length"
+        assert await notes.evaluate_all(cut) == 0
+        # A few blocks fill the place that there is.
+        line = page.locator("#lines .cells").first
+        assert await line.evaluate("box => box.firstChild.clientWidth / box.clientWidth") > 0.85
+
+
+async def test_a_view_that_is_not_there_is_named(tmp_path: Path) -> None:
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, "#nothing") as looking:
+        await expect(looking.page.locator("#no-view")).to_have_text("There is no view #nothing. These are the engines.")
+        await looking.page.click('nav a[href="#activity"]')
+        await expect(looking.page.locator("#no-view")).to_be_hidden()

@@ -42,7 +42,7 @@ def _path() -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     from waymark.cli import loop
-    from waymark.cli.demonstration import DRAINED, ENGINES, MODEL, STOPPED, TEXT, DemoFailed, PromptMatch, run_demo
+    from waymark.cli.demonstration import BEGINNING, DRAINED, ENGINES, MODEL, STOPPED, DemoFailed, PromptMatch, run_demo
     from waymark.console.progress import Progress, parts
     from waymark.console.screen import Screen
     from waymark.console.service import DEFAULT_URL
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"\nIt goes on with {ENGINES} engines and with requests until you press Ctrl-C: {DRAINED} is drained, and "
             f"{STOPPED} has been stopped.\nThe page: {url}/ui\nIn another terminal:\n{_path()}"
             f"  waymark top{of_url}\n  waymark publishers --bad{of_url}\n"
-            f"  waymark ask --model {MODEL} --text '{TEXT}'{of_url}\n"
+            f"  waymark ask --model {MODEL} --text '{BEGINNING}'{of_url}\n"
             f"  waymark ask --model {MODEL} --tokens 1000-1159{of_url}\n"
             f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
             flush=True,

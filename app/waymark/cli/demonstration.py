@@ -36,10 +36,21 @@ from waymark.simulator.workload import SimulatedPrompt, tokens_of_text
 TENANT = "demo"
 MODEL = "demo-model"
 BLOCK_SIZE = 16
-#: A prompt of two blocks, for whoever has no token ids at hand.
-TEXT = (
+#: The beginning of the text, two blocks, for whoever has no token ids at hand.
+BEGINNING = (
     "A router asks which engine has the beginning of a prompt. The engine with most of it need not compute that part "
     "again, so the first token comes sooner."
+)
+#: A prompt of thirteen blocks, as long as the instructions of a small assistant.
+TEXT = (
+    f"{BEGINNING} What an engine has is kept in blocks of a few tokens each. A block counts only if all the blocks "
+    "before it are there too, because each token depends on those before it. When the memory of a graphics card is "
+    "full, an engine moves old blocks to the memory of its machine, then to a disk, or forgets them. Each time it "
+    "sends an event, and an index of these events knows what every engine has at this moment. The engine with the "
+    "longest match is often the best choice, but not always: if many requests wait there, another one may answer "
+    "earlier, although it computes the whole prompt. So a router compares the tokens to compute with the work that "
+    "is under way, and picks the engine that costs least. Two people who ask about the same document then meet the "
+    "same engine, and the second of them waits only for the words of the question."
 )
 _GPU_BLOCKS, _CPU_BLOCKS = 24, 64
 _DEADLINE_SECONDS = 40.0
@@ -50,9 +61,12 @@ _PORT = "WAYMARK_PORT"
 ENGINES, DRAINED, STOPPED = 8, "engine-6", "engine-7"
 #: The users of a demo that stays, and the tokens after which one begins another chat.
 _USERS, _CHAT_TOKENS_MAX = 10, 640
+_READ_SECONDS = 1.0
+#: Ctrl-C reaches the service, too. If that ends first, this is how long the interrupt of the demo may take.
+_INTERRUPT_SECONDS = 2.0
 _SYSTEM = tuple(range(1000, 1160))
 #: The beginnings of chats.
-_SYSTEMS = (_SYSTEM, tokens_of_text(TEXT), tuple(range(7000, 7256)))
+_SYSTEMS = (_SYSTEM, tuple(range(7000, 7256)), tuple(range(8000, 8128)))
 
 Shown = Callable[[list["PromptMatch"], str], None]
 """Gets the lines of the table, and the URL of the service that stays."""
@@ -160,6 +174,9 @@ async def _stay(stack: AsyncExitStack, service: _DemoService, host: str, engines
         for _ in range(number - 1):
             await engines[-1].prefill(SimulatedPrompt(_next_turn(chance.choice(_SYSTEMS), chance)))
     await stack.enter_async_context(stopping)
+    with RemoteService(service.base) as remote:
+        drained = {"instance_id": DRAINED, "tenant_id": service.tenant_id, "weight": 0}
+        await asyncio.to_thread(remote.post, "/weight", drained)
 
     async def is_known() -> bool:
         of_stopped = [each for each in (await service.client.workers()).publishers if each.instance_id == STOPPED]
@@ -169,7 +186,11 @@ async def _stay(stack: AsyncExitStack, service: _DemoService, host: str, engines
     await stopping.aclose()
     by_name = {f"engine-{number}": engine for number, engine in enumerate(engines)}
     del by_name[STOPPED]
-    await asyncio.gather(*(_chat(service, by_name, random.Random(seed)) for seed in range(_USERS)))
+    try:
+        await asyncio.gather(_read(by_name), *(_chat(service, by_name, random.Random(seed)) for seed in range(_USERS)))
+    except Unavailable:
+        await asyncio.sleep(_INTERRUPT_SECONDS)
+        raise
 
 
 async def _joined(
@@ -196,7 +217,6 @@ async def _joined(
         tenant_id=service.tenant_id,
         block_size=BLOCK_SIZE,
         address=served.url,
-        weight=0 if name == DRAINED else 1,
     )
     if service.process is None:
         stack.push_async_callback(service.client.unregister, name, tenant_id=service.tenant_id)
@@ -228,6 +248,17 @@ async def _chat(service: _DemoService, engines: dict[str, SimulatedEngine], chan
         await asyncio.sleep(chance.uniform(0.2, 4.0))
         await target.end()
         await asyncio.sleep(chance.uniform(0.2, 3.0))
+
+
+async def _read(engines: dict[str, SimulatedEngine]) -> None:
+    """Send the text to one engine again and again, and its first half to another one, past Waymark: two engines of
+    the fleet know it, and do not forget it.
+    """
+    tokens = tokens_of_text(TEXT)
+    while True:
+        for name, count in (("engine-1", len(tokens)), ("engine-3", len(tokens) // 2)):
+            await engines[name].prefill(SimulatedPrompt(tokens[:count]))
+        await asyncio.sleep(_READ_SECONDS)
 
 
 def _questions() -> Iterator[DemoPrompt]:

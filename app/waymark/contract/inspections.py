@@ -99,7 +99,7 @@ class InspectAnswer(Explanation):
     keys: Sequence[str]
     """The key of each block, as 16 hex digits: its seq_hash XOR the namespace."""
     rows: Sequence[str]
-    """The Redis key of the row of each 32 blocks of the prompt."""
+    """The Redis key of the row of each 32 blocks of the prompt; empty on `memory://`, which no redis-cli reaches."""
 
 
 @dataclass(frozen=True, kw_only=True)

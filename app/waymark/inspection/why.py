@@ -66,14 +66,11 @@ def of_instances(holding: PromptHoldings, states: Sequence[PublisherState]) -> d
         if not lines.match:
             own = streams.get(lines.instance_id, [])
             blocks = sum(sum(state.blocks.values()) for state in own)
-            reason = (
-                f"its {blocks} blocks belong to other prompts, or to this one under another salt or adapter"
-                if own
-                else ""
-            )
+            are = "its 1 block is not" if blocks == 1 else f"none of its {blocks} blocks is"
+            reason = f"{are} of this prompt" if own and holding.best else ""
             reason = next(filter(None, (_of_stream(state, holding.block_size) for state in own)), reason)
             if lines.blocks and not any(line.not_counted for line in lines.holders):
-                reason = f"though it has {lines.blocks} of the blocks: the first one is missing"
+                reason = f"though it has {several(lines.blocks, 'block')} of it: the first one is missing"
             reasons[lines.instance_id] = reason
     return reasons
 
@@ -90,7 +87,8 @@ def ends(holding: PromptHoldings) -> dict[str, str]:
         if block not in sentence_of:
             sentence_of[block] = _who_has(holding, block, counts[block])
         blocks_behind = sum(first + n - max(first, block) for first, n in lines.runs if first + n > block)
-        more = f"; {blocks_behind} of its blocks are behind the missing one and do not count" if blocks_behind else ""
+        are = "is behind the missing one and does" if blocks_behind == 1 else "are behind the missing one and do"
+        more = f"; {blocks_behind} of its blocks {are} not count" if blocks_behind else ""
         sentences[lines.instance_id] = f"block {block} is next, and {sentence_of[block]}{more}"
     return sentences
 

@@ -1,6 +1,7 @@
 """``/docs``: the contract as one page of HTML, with an example of each operation.
 
-The page needs no further files. Its one script sends an example to this Waymark, when a person asks for that.
+The page needs no further files. Its one script finds an operation by its words, and sends an example to this Waymark
+when a person asks for that.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ summary{cursor:pointer}summary,.recorded{color:var(--soft)}.recorded{margin:0;fo
 .send input,.send textarea,button{font:inherit;color:inherit;background:var(--back);border:1px solid var(--soft);
 border-radius:4px;padding:.25rem .5rem}.send input,.send textarea{display:block;box-sizing:border-box;width:100%;
 margin-bottom:.4rem;font:13px ui-monospace,monospace}.send pre{white-space:pre-wrap;overflow-wrap:anywhere}
-button{cursor:pointer;padding:.2rem 1rem}
+button{cursor:pointer;padding:.2rem 1rem}[hidden]{display:none!important}
+.find{position:sticky;top:0;z-index:1;display:flex;gap:1rem;align-items:baseline;margin:0;padding:.5rem 0;
+background:var(--back)}.find input{font:inherit;color:inherit;background:var(--back);border:1px solid var(--soft);
+border-radius:4px;padding:.25rem .5rem;flex:0 1 20rem;min-width:0}h3,nav{scroll-margin-top:3.5rem}
 :focus-visible{outline:2px solid var(--link);outline-offset:2px}
 """
 _SCRIPT = (Path(__file__).parent.parent / "ui" / "examples.js").read_text(
     encoding="utf-8"
-) + "\nofferToSend(document, (path, options) => fetch(path, options));\n"
+) + "\nofferToFind(document);\nofferToSend(document, (path, options) => fetch(path, options));\n"
 
 
 def _source(text: str) -> str:
@@ -81,7 +85,7 @@ def page(document: dict[str, Any], writes: Collection[tuple[str, str]] = (), *, 
         "<p>Waymark reports which inference engine has how much of a prompt in its KV cache. "
         "<code>POST /register</code> names an engine, <code>POST /query</code> says what "
         "each engine has, and <code>POST /select</code> decides which one a prompt goes to.</p>",
-        '<nav aria-label="Contents">',
+        '<p class="find"><a href="#contents">Contents</a></p><nav id="contents" aria-label="Contents">',
     ]
     for title, operations in groups.items():
         parts.append(f"<h2>{escape(title)}</h2><ul>")
@@ -123,13 +127,26 @@ def _section(
     yield from _example(method, path, operation, changes=changes)
     if "requestBody" in operation:
         yield f"<details><summary>Fields of the request</summary>{_fields(schemas, operation['requestBody'])}</details>"
+    errors = [status for status in operation["responses"] if status >= "400"]
     for status, answer in operation["responses"].items():
-        yield f"<p><b>{status}</b> {escape(answer['description'])}</p>"
-        for name, header in answer.get("headers", {}).items():
-            yield f"<p><code>{escape(name)}</code> {escape(header['description'])}</p>"
+        if status not in errors:
+            yield _answer(status, answer)
         if status.startswith("2") and (fields := _fields(schemas, answer)):
             yield f"<details><summary>Fields of the answer</summary>{fields}</details>"
+    if errors:
+        yield f"<details><summary>Errors: {', '.join(errors)}</summary>"
+        yield from (_answer(status, operation["responses"][status]) for status in errors)
+        yield "</details>"
     yield "</section>"
+
+
+def _answer(status: str, answer: dict[str, Any]) -> str:
+    """Return what an answer of this status says, and its headers."""
+    headers = "".join(
+        f"<p><code>{escape(name)}</code> {escape(header['description'])}</p>"
+        for name, header in answer.get("headers", {}).items()
+    )
+    return f"<p><b>{status}</b> {escape(answer['description'])}</p>{headers}"
 
 
 def _example(method: str, path: str, operation: dict[str, Any], *, changes: bool) -> Iterator[str]:

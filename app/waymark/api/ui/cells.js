@@ -4,7 +4,7 @@ import { byId, canvas, element, onTheme, painted, plain, setAttribute } from "./
 
 const ROW_BLOCKS = 32;
 const CELL_MIN = 4;
-const CELL_MAX = 22;
+const CELL_MAX = 64;
 const CELL_HEIGHT = 14;
 const MISSING = { top: 6, height: 2 };
 // What a pool has for an engine that does not have it itself.
@@ -150,8 +150,8 @@ function show(line, at) {
   byId("cell").firstChild.replaceChildren(
     element("div", {}, element("strong", {}, `Block ${at}`), ` (tokens ${at * size} to ${(at + 1) * size - 1}): ${said}`, everywhere, "Key ", element("code", {}, key), "."),
     element("div", {}, "With waymark: ", element("code", {}, `waymark inspect block ${key} --url ${location.origin}`)),
-    // A row has 32 blocks, and what is not in it stands by itself.
-    element("div", {}, `In Redis, the row of its ${ROW_BLOCKS} blocks: `, element("code", {}, `redis-cli GET '${plain(found.rows[Math.floor(at / ROW_BLOCKS)])}'`)),
+    // A row has 32 blocks, and what is not in it stands by itself. No redis-cli reaches an emulated Redis.
+    found.rows.length ? element("div", {}, `In Redis, the row of its ${ROW_BLOCKS} blocks: `, element("code", {}, `redis-cli GET '${plain(found.rows[Math.floor(at / ROW_BLOCKS)])}'`)) : "",
   );
   setAttribute(line, "aria-valuenow", at);
   setAttribute(line, "aria-valuetext", `block ${at}: ${said}${everywhere}Key ${key}`);

@@ -21,6 +21,8 @@ function route() {
     if (each === view) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
+  byId("no-view").hidden = !name || view === name;
+  setText(byId("no-view"), `There is no view #${name}. These are the engines.`);
   if (view === "prompt") showShared();
   if (view === "api") showContract(words);
 }

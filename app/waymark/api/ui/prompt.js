@@ -1,16 +1,22 @@
 // A prompt on all engines: a line an engine with its blocks, where its match ends and why, and the targets in order.
 
 import { drawLines, forget, listen, place } from "./cells.js";
-import { post } from "./service.js";
+import { now, post } from "./service.js";
 import { byId, element, plain, setText, several } from "./shown.js";
 import { leftOut } from "./engines.js";
 
 const ID_MAX = 2 ** 32 - 1;
 const RANGE_MAX = 2 ** 21;
 // What the field has until something is written into it.
-// It is what the engines of `waymark demo` have worked on: a prompt of less than one block would find nothing.
+// It is what two engines of `waymark demo` know: a prompt of less than one block would find nothing.
 const TEXT = "A router asks which engine has the beginning of a prompt. The engine with most of it need not compute that part again, "
-  + "so the first token comes sooner.";
+  + "so the first token comes sooner. What an engine has is kept in blocks of a few tokens each. A block counts only if all the blocks "
+  + "before it are there too, because each token depends on those before it. When the memory of a graphics card is full, an engine moves "
+  + "old blocks to the memory of its machine, then to a disk, or forgets them. Each time it sends an event, and an index of these events "
+  + "knows what every engine has at this moment. The engine with the longest match is often the best choice, but not always: if many "
+  + "requests wait there, another one may answer earlier, although it computes the whole prompt. So a router compares the tokens to compute "
+  + "with the work that is under way, and picks the engine that costs least. Two people who ask about the same document then meet the same "
+  + "engine, and the second of them waits only for the words of the question.";
 const EXAMPLES = {
   prompt: TEXT, messages: JSON.stringify([{ role: "user", content: TEXT }]), token_ids: "1000-1159", seq_hashes: "",
 };
@@ -21,6 +27,8 @@ const PARTS = {
     + "too, and what is not on the GPU may count for less, so it can be more than the column says",
   active: "the requests under way, by the weight of the policy",
 };
+// The letters of a note that fit on one line.
+const NOTE_MAX = 50;
 let shared = "";
 let asked = 0;
 let isByHolder = false;
@@ -116,7 +124,7 @@ async function ask(body) {
     const scores = body.seq_hashes ? null : await scored(body);
     if (own !== asked) return; // another prompt has been given meanwhile
     share(found);
-    setText(byId("summary"), summary(found));
+    setText(byId("summary"), `${summary(found)} Asked at ${new Date(1000 * now()).toLocaleTimeString("en-GB")}.`);
     byId("answer").replaceChildren(...parts(found, scores));
     drawLines();
   } catch (error) {
@@ -134,7 +142,7 @@ function clear(problem, summary) {
 }
 
 function summary({ block_size: size, total_blocks: all, blocks_held: held, longest_matched: most }) {
-  return size ? `${several(all, "block")} of ${size} tokens, ${held} of them held; the longest match has ${most} tokens.` : "The prompt was not looked up.";
+  return size ? `${several(all, "block")} of ${several(size, "token")}, ${held} of them held; the longest match has ${several(most, "token")}.` : "The prompt was not looked up.";
 }
 
 // Without a target there is nothing to show of them, and the prompt is worth showing all the same.
@@ -171,7 +179,8 @@ function lines(found, scores) {
   const sorted = [...found.instances].sort((a, b) => placeOf(a) - placeOf(b) || b.longest_matched - a.longest_matched);
   const made = [element("div", { class: "legends" }, legend(), choice(found))];
   const list = element("div", { id: "lines", class: isByHolder ? "by-holder" : "" });
-  for (const each of sorted) list.append(instance(each, found, order.get(each.instance_id), away.get(each.instance_id)));
+  const notes = notesOf(sorted, away);
+  for (const each of sorted) list.append(instance(each, notes.get(each), found, order.get(each.instance_id), away.get(each.instance_id)));
   made.push(list);
   if (found.instances_left_out) made.push(element("p", {}, `and ${found.instances_left_out} more`));
   made.push(element("div", { id: "cell" }, element("div", { class: "said soft" })));
@@ -194,14 +203,24 @@ function legend() {
   return element("p", { class: "legend" }, mark("gpu", "GPU"), mark("cpu", "CPU"), mark("disk", "disk"), mark("other", "other medium"), mark("pool", "in a pool"), mark("behind", "held, not counted"), mark("none", "not held"), element("span", { class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
 }
 
-function instance(each, found, at, away) {
+// Why the match of each ends where it does. What is longer than a line is said once: the next with the same cause refers to the first.
+function notesOf(sorted, away) {
+  const first = new Map();
+  return new Map(sorted.map((each) => {
+    const said = each.note?.replace(`, status ${away.get(each.instance_id)?.status}`, ""); // which stands before it
+    const note = said || (each.is_pool ? "its blocks count for every engine" : each.longest_matched ? "it has the whole prompt" : "");
+    const cause = note.replace(/\b\w+:\/\/[^\s;:]+(:\d+)?/g, "");
+    const same = note.length > NOTE_MAX ? first.get(cause) : undefined;
+    if (!same) first.set(cause, each.instance_id);
+    return [each, plain(same ? `as ${same}` : note)];
+  }));
+}
+
+function instance(each, note, found, at, away) {
   const isBest = at === 1;
   const name = element("h3", { class: "name" }, isBest ? element("strong", {}, each.instance_id) : each.instance_id);
-  const has = each.is_pool ? element("span", { class: "soft" }, "pool") : element("span", {}, String(each.longest_matched), element("span", { class: "soft" }, " tokens"));
-  const said = each.note?.replace(`, status ${away?.status}`, ""); // which stands before it
-  const note = plain(said || (each.is_pool ? "its blocks count for every engine" : each.longest_matched ? "it has the whole prompt" : ""));
-  // What is longer than two lines is cut off in a wide window: the view of the engines has it whole.
-  const why = element("div", { class: "why", title: note }, away ? element("span", { class: `status ${away.kind}` }, away.status) : "", away && note ? " · " : "", note);
+  const has = each.is_pool ? element("span", { class: "soft" }, "pool") : element("span", {}, String(each.longest_matched), element("span", { class: "soft" }, each.longest_matched === 1 ? " token" : " tokens"));
+  const why = element("div", { class: "why" }, away ? element("span", { class: `status ${away.kind}` }, away.status) : "", away && note ? " · " : "", note);
   const held = element("div", { class: "held" }, place(each, each.holders, found));
   if (each.holders.length > 1) held.append(element("div", { class: "holders" }, ...each.holders.map((holder) => place(each, [holder], found))));
   return element("section", { class: away ? "away" : "" }, element("span", { class: "place soft" }, at ? `${at}.` : ""), name, element("span", { class: "has" }, has), held, why);

@@ -106,6 +106,11 @@ class RedisClient:
         redis, reads = connected(address, credentials, timeout_seconds, connections)
         return cls(redis, url, variable, reads)
 
+    @property
+    def is_embedded(self) -> bool:
+        """Whether this Redis is inside the process, so that no other one reaches it."""
+        return self.url == EMBEDDED
+
     async def close(self) -> None:
         if self.reads is not None:
             self.reads.close()
@@ -222,7 +227,7 @@ class RedisClient:
 
     async def infos(self) -> list[dict[str, Any]]:
         """Return INFO of every primary, as the driver parses it; empty for the embedded Redis."""
-        if self.url == EMBEDDED:
+        if self.is_embedded:
             return []
         with self._translated():
             return list(await asyncio.gather(*(primary.info() for primary in await self._primaries())))
