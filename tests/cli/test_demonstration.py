@@ -11,11 +11,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import wait_until
 from tests.live import start
 from tests.patience import patient
 from tests.ports import unused_port
@@ -25,6 +26,8 @@ from waymark.cli.demonstration import DemoFailed, DemoPrompt, PromptMatch, run_d
 from waymark.client import AsyncClient, Matches, Unavailable
 from waymark.console.progress import parts
 from waymark.console.screen import Screen
+from waymark.simulator.engine import build_engine
+from waymark.simulator.http import EngineHttp
 from waymark.simulator.workload import SimulatedPrompt
 
 pytestmark = pytest.mark.outside
@@ -180,3 +183,43 @@ def test_the_table_has_a_bar_of_what_is_matched() -> None:
         "a       engine-0   32  64      16      16  ######",
         "longer  e           0   8       0       0  -",
     ]
+
+
+async def test_a_chat_that_meets_a_stopped_engine_before_this_is_known_is_answered_by_another(tmp_path: Path) -> None:
+    text = {"messages": [{"role": "user", "content": demo.TEXT}], "model": demo.MODEL}
+    async with (
+        start("gateway", "memory://", tmp_path / "log") as live,
+        live.client() as http,
+        AsyncClient(live.url, trust_env=False) as client,
+        AsyncExitStack() as stack,
+    ):
+        served: dict[str, EngineHttp] = {}
+        for number in range(2):
+            engine = build_engine("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", block_size=16, seed=number)
+            await stack.enter_async_context(engine.publisher)
+            api = EngineHttp(engine, host="127.0.0.1", port=0, model_name=demo.MODEL, block_size=16, gpu_blocks=4096)
+            name = f"engine-{number}"
+            served[name] = await api.__aenter__()
+            endpoint, replay = engine.publisher.endpoint, engine.publisher.replay_endpoint
+            await client.register(
+                name, endpoint, replay_endpoint=replay, model=demo.MODEL, block_size=16, address=api.url
+            )
+
+        async def asked() -> tuple[int, str]:
+            answer = await http.post("/v1/chat/completions", json=text)
+            return answer.status_code, answer.headers.get("x-waymark-engine", answer.text)
+
+        async def is_chosen() -> bool:
+            """Whether the engine with the prompt gets the next one, too."""
+            first, second = await asked(), await asked()
+            return first == second and first[0] == 200
+
+        await wait_until(is_chosen, "an engine has the prompt", 40)
+        _, name = await asked()
+        (other,) = served.keys() - {name}
+        # Its events go on, so that no worker finds out.
+        await served.pop(name).__aexit__(None, None, None)
+        assert await asked() == (200, other)
+        assert {each.status for each in (await client.workers()).publishers} == {"active"}
+        assert re.search(r"^waymark_gateway_retries_total\{.*\} 1\.0$", (await http.get("/metrics")).text, re.MULTILINE)
+        await served[other].__aexit__(None, None, None)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import httpx
 import pytest
 
 from tests.conftest import wait_until
@@ -133,6 +134,29 @@ async def test_ask_and_inspect_mark_an_engine_that_gets_no_requests(live: Live) 
     _, output, _ = await run(live, "inspect", "prompt", "--tokens", tokens)
     titles = [line for line in output.splitlines() if line.startswith(("a: ", "b: "))]
     assert ["drained" in line for line in titles] == [False, True]
+
+
+async def test_ask_and_inspect_answer_without_marks_if_workers_are_refused(
+    live: Live, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, status = RemoteService.answer, 403
+
+    def answer(self: RemoteService, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        is_refused = path == "/workers"
+        return httpx.Response(status, json={"error": "not for you"}) if is_refused else real(self, method, path, body)
+
+    monkeypatch.setattr(RemoteService, "answer", answer)
+    tokens = ["--model", "m", "--tokens", ",".join(map(str, TOKENS)), "--url", live.url]
+    for words, first in ((["ask"], "m: a prompt of 32 tokens"), (["inspect", "prompt"], "default/m: 8 blocks")):
+        status = 403
+        assert await asyncio.to_thread(cli.main, [*words, *tokens]) == cli.EXIT_OK
+        printed = capsys.readouterr()
+        assert printed.out.startswith(first)
+        said = "no engine is marked that gets no requests: /workers was refused: not for you (403)"
+        assert printed.err.splitlines() == [said]
+        status = 500
+        assert await asyncio.to_thread(cli.main, [*words, *tokens]) == cli.EXIT_FAILED
+        assert "not for you (500)" in capsys.readouterr().err
 
 
 def test_an_engine_of_several_ranks_says_how_many_are_not_used() -> None:

@@ -186,6 +186,20 @@ async def test_an_engine_that_breaks_off_is_not_called_unreachable(start: Start)
     assert sentence == 'none of the engines of model "demo" answered: "engine-0" (broken); try again in a moment'
 
 
+async def test_an_error_after_three_of_four_engines_names_those_that_were_tried(start: Start) -> None:
+    running = await start(4)
+    for engine in running.engines:
+        engine.handler = breaks
+    refused = await running.post()
+    tried = [f'"engine-{number}" (broken)' for number, count in enumerate(running.asked) if count]
+    assert len(tried) == 3
+    sentence = refused.json()["error"]["message"]
+    first, _, rest = sentence.partition(": ")
+    names, _, last = rest.partition("; ")
+    assert (refused.status_code, first) == (502, "none of the engines that were tried answered")
+    assert (sorted(names.split(", ")), last) == (tried, "try again in a moment")
+
+
 async def test_an_engine_without_a_listener_is_avoided_for_a_while(
     start: Start, free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from waymark.base.errors import NotFound
 from waymark.base.shown import shown
 from waymark.console.prompts import fields_of, prompt_of
-from waymark.console.publishers import not_used
+from waymark.console.publishers import marks
 from waymark.console.screen import Grid, ScreenPart, Text, counted, joined, text
 from waymark.console.service import RemoteService
 from waymark.contract.inspections import HolderRuns, InspectAnswer
@@ -40,7 +40,7 @@ def ask(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]
         raise NotFound("; ".join(inspected.reasons) or f"no engine is registered for {shown(group['model'])}")
     lines = {instance.instance_id: instance for instance in inspected.instances}
     pools = [holder for instance in inspected.instances if instance.is_pool for holder in instance.holders]
-    why = not_used(service.workers().publishers, group["tenant_id"] or DEFAULT_TENANT, group["model"])
+    why = marks(service, group["tenant_id"] or DEFAULT_TENANT, group["model"])
     rows: dict[str, dict[str, Any]] = {}
     for name, match in sorted(matches.items(), key=lambda item: (-item[1].longest_matched, item[0])):
         line = lines.get(name)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.console.prompts import group_of, read_file, read_hash, read_hashes, read_prompt, read_tokens
-from waymark.console.publishers import drain_of, not_used, warnings
+from waymark.console.publishers import drain_of, marks, warnings
 from waymark.console.screen import Screen, ScreenPart, joined, text
 from waymark.console.service import LocalService, RemoteService
 from waymark.contract.inspections import (
@@ -189,7 +189,7 @@ def inspected(service: RemoteService, arguments: argparse.Namespace) -> InspectA
     answer = service.post_for(InspectAnswer, "/inspect/prompt", body | salts | _prompt(arguments))
     if isinstance(service, LocalService):  # it sees Redis alone
         return answer
-    why = not_used(service.workers().publishers, arguments.tenant, group["model"])
+    why = marks(service, arguments.tenant, group["model"])
     instances = [
         replace(each, note="; ".join(filter(None, (why.get(each.instance_id), each.note)))) for each in answer.instances
     ]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 
+from waymark.base.errors import ServiceRefused
 from waymark.console.screen import (
     STATUS_STYLES,
     Grid,
@@ -98,6 +101,18 @@ def not_used(publishers: Sequence[Publisher], tenant: str, model: str) -> dict[s
             part = "" if len(unused) == len(of_ranks) else f" ({len(unused)} of {len(of_ranks)} ranks)"
             found[name] = ", ".join(dict.fromkeys(unused)) + part
     return found
+
+
+def marks(service: RemoteService, tenant: str, model: str) -> dict[str, str]:
+    """Return ``not_used`` of a service. If it refuses ``/workers``, say so and mark no engine."""
+    try:
+        publishers = service.workers().publishers
+    except ServiceRefused as error:
+        if error.status != HTTPStatus.FORBIDDEN:
+            raise
+        print(f"no engine is marked that gets no requests: /workers was refused: {error}", file=sys.stderr)
+        return {}
+    return not_used(publishers, tenant, model)
 
 
 def state(publisher: Publisher) -> Text:
