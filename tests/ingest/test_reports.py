@@ -25,6 +25,7 @@ from waymark.store.store import Store
 FACTS = {
     "status": "what the stream does at this moment",
     "last_error": "why it is not all it could be at this moment",
+    "recent": "what was stored and removed, counted after the apply is acknowledged",
     "flags": "written before the batch that reports it is applied: one too many makes a stream more careful",
     "main_groups": "that of the first store with tokens, whoever comes to apply it",
     "last_event_id": "kept by the stream after what it names is applied",
@@ -112,7 +113,10 @@ async def test_every_counter_of_a_report_has_its_reason(bench: Bench, monkeypatc
     await pod.engine.restart()
     await pod.work(1)
     await pod.agrees()
-    counters = (await pod.state()).counters
+    state = await pod.state()
+    counters, (stored, removed) = state.counters, state.recent
+    assert 0 < sum(stored) <= counters["blocks_stored"]
+    assert sum(removed) <= counters.get("blocks_removed", 0)
     assert {family(name) for name in counters} <= SEEN.keys() | APPLIED.keys()
     assert len(counters) > 8
 

@@ -164,6 +164,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     await stream.apply(stored(gpu, salted, seq=7, ns=NS))
     await branch(store, stream, gpu, other, shared)
     told: Facts = {"flags": "extra", "main_groups": "0", "last_error": "no replay", "last_event_id": "41"}
+    told["recent"] = "352000000:1:2"
     await store.records.write(grant, {**told, "status": "degraded"}, {"gaps": 1})
     await store.records.write(grant, {"flags": "", "main_groups": "", "last_error": "", "last_event_id": ""}, {})
     await store.records.set_lost(grant, is_lost=True)

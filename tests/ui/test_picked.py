@@ -137,6 +137,35 @@ async def test_what_the_lines_of_a_prompt_say_is_whole_said_once_and_has_its_tim
         assert await line.evaluate("box => box.firstChild.clientWidth / box.clientWidth") > 0.85
 
 
+async def test_a_new_tab_has_the_rates_of_the_last_minutes_at_once(tmp_path: Path) -> None:
+    state = workers(counters={"blocks_stored": 5000, "blocks_removed": 1000})
+    state["publishers"] = state["publishers"][:2]
+    recent = {"seconds": 5, "stored": [*[0] * 8, *[500] * 8, *[0] * 8], "removed": [0] * 24}
+    state["publishers"][0]["recent"] = recent
+    recent["stored"][-6:] = [50] * 6
+    painted = """canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
+      .filter((value, i) => i % 4 === 3 && value).length"""
+    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+        page = looking.page
+        await page.goto("about:blank")
+        looks = 0
+
+        async def once(route: Route) -> None:
+            nonlocal looks
+            looks += 1
+            if looks == 1:
+                await route.fulfill(json=state)
+
+        await page.route("**/workers", once)
+        await page.goto(f"{live.url}/ui")
+        rates = page.locator("#groups td[data-name='Blocks a second']")
+        # 50 blocks in each of the last slots, of which the present one has just begun or is about to end.
+        await expect(rates.first).to_have_text(re.compile(r"^\+1[0-4] \u22120$"))
+        assert await rates.first.locator("canvas").evaluate(painted) > 50
+        # Of the other one nothing is known but the present.
+        await expect(rates.nth(1)).to_have_text("")
+
+
 async def test_a_view_that_is_not_there_is_named(tmp_path: Path) -> None:
     async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, "#nothing") as looking:
         await expect(looking.page.locator("#no-view")).to_have_text("There is no view #nothing. These are the engines.")

@@ -16,12 +16,14 @@ from waymark.contract.publishers import (
     IngestWorker,
     Publisher,
     PublisherLoad,
+    RecentlyChanged,
     Service,
     ServicesAnswer,
     WorkersAnswer,
 )
 from waymark.decide.group_loads import GroupLoads
 from waymark.domain.names import Registration
+from waymark.domain.recent import SECONDS
 from waymark.domain.status import StreamStatus
 from waymark.inspection.status import Complaints
 from waymark.store.publisher_states import PublisherState
@@ -160,6 +162,7 @@ def _service(registration: Registration) -> Service:
 
 def _publisher(state: PublisherState, load: Load, complaint: str, *, is_left_out: bool) -> Publisher:
     of, counters = state.registration, state.counters
+    stored, removed = state.recent
     is_failing = is_left_out and state.status in _UNDER_WAY
     return Publisher(
         instance_id=of.instance_id,
@@ -195,4 +198,5 @@ def _publisher(state: PublisherState, load: Load, complaint: str, *, is_left_out
         worker=state.worker,
         counters=counters,
         complaint=_FAILING if is_failing else complaint or None,
+        recent=RecentlyChanged(seconds=SECONDS, stored=stored, removed=removed) if stored else None,
     )

@@ -62,7 +62,7 @@ ENGINES, DRAINED, STOPPED = 8, "engine-6", "engine-7"
 #: The users of a demo that stays, and the tokens after which one begins another chat.
 _USERS, _CHAT_TOKENS_MAX = 10, 640
 _READ_SECONDS = 1.0
-#: Ctrl-C reaches the service, too. If that ends first, this is how long the interrupt of the demo may take.
+#: How long after the end of its service the demo waits for the interrupt that has ended both.
 _INTERRUPT_SECONDS = 2.0
 _SYSTEM = tuple(range(1000, 1160))
 #: The beginnings of chats.
@@ -189,6 +189,10 @@ async def _stay(stack: AsyncExitStack, service: _DemoService, host: str, engines
     try:
         await asyncio.gather(_read(by_name), *(_chat(service, by_name, random.Random(seed)) for seed in range(_USERS)))
     except Unavailable:
+        # Ctrl-C reaches the service, too: a call may fail before the interrupt comes, or in its place.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError from None
         await asyncio.sleep(_INTERRUPT_SECONDS)
         raise
 

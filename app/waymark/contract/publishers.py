@@ -172,10 +172,22 @@ class CopiesOfStream(AnswerShape):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecentlyChanged(AnswerShape):
+    """The blocks that a stream has stored and removed lately, in slots of time, of which the last has not ended."""
+
+    seconds: int
+    """The length of a slot."""
+    stored: Sequence[int]
+    """The blocks that were stored in each slot, the oldest first."""
+    removed: Sequence[int]
+    """The blocks that were removed in each slot."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Publisher(AnswerShape):
     """One registered publisher and the state of its stream."""
 
-    ADDED: ClassVar = {"is_further": False, "complaint": None}
+    ADDED: ClassVar = {"is_further": False, "complaint": None, "recent": None}
 
     instance_id: str
     """The name of the engine."""
@@ -243,6 +255,8 @@ class Publisher(AnswerShape):
     """Counters of this stream, by name."""
     complaint: str | None
     """The problem of the stream and its remedy, such as the reason for a missing connection; null without a problem."""
+    recent: RecentlyChanged | None
+    """The blocks of the last two minutes; null if there were none, or if no worker reads the stream."""
 
     @property
     def model(self) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from waymark.apply.redis_calls import Fenced
 from waymark.base.logs import fields
+from waymark.domain.recent import RecentBlocks
 from waymark.domain.status import StreamStatus
 from waymark.ingest.counters import EVENTS_MISSING, REASONS
 from waymark.ingest.life import Life
@@ -52,6 +54,7 @@ class StatusReporter:
         self._dropped = self._malformed = 0
         self._facts: Facts = {}
         self._counts: dict[str, int] = {}
+        self._recent = RecentBlocks()
         self._life_number = life.begun
 
     def fail(self) -> None:
@@ -153,8 +156,13 @@ class StatusReporter:
         facts: Facts = {"status": self.status, "last_error": self._problem or reasons}
         has_news = self._facts != facts or life.has_written_status
         counts = {name: n for name, n in life.counters.items() if self._counts.get(name) != n}
-        if has_news or counts:
-            await life.applier.write(facts if has_news else {}, counts)
+        told: Facts = facts.copy() if has_news else {}
+        of_blocks = (life.counters.get(name, 0) for name in ("blocks_stored", "blocks_removed"))
+        recent = self._recent.note(time.time(), *of_blocks)
+        if recent is not None:
+            told["recent"] = recent
+        if told or counts:
+            await life.applier.write(told, counts)
             self._facts = facts
             life.has_written_status = False
             self._counts |= counts

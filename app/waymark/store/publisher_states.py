@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from waymark.domain.books import Drift
 from waymark.domain.life_facts import CopiesRule, copies_rule
 from waymark.domain.names import HolderName, Registration
+from waymark.domain.recent import read as read_recent
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
 from waymark.store.claims import Claim
@@ -38,6 +39,8 @@ class PublisherState:
     """Opaque prefixes held, by medium."""
     flags: frozenset[str] = frozenset()
     """Facts that its events have shown in this life."""
+    recent: tuple[Sequence[int], Sequence[int]] = ((), ())
+    """The blocks that were stored and removed lately, slot by slot; empty if there were none."""
 
     @property
     def copies(self) -> CopiesRule:
@@ -100,6 +103,7 @@ class PublisherStates:
                     worker=fields.text("worker") if fields.has("worker") else None,
                     prefixes=opaque,
                     flags=frozenset(fields.text("flags").split()),
+                    recent=read_recent(fields.text("recent"), now),
                 )
             )
         return states

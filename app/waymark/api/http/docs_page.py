@@ -45,7 +45,7 @@ summary{cursor:pointer}summary,.recorded{color:var(--soft)}.recorded{margin:0;fo
 .send input,.send textarea,button{font:inherit;color:inherit;background:var(--back);border:1px solid var(--soft);
 border-radius:4px;padding:.25rem .5rem}.send input,.send textarea{display:block;box-sizing:border-box;width:100%;
 margin-bottom:.4rem;font:13px ui-monospace,monospace}.send pre{white-space:pre-wrap;overflow-wrap:anywhere}
-button{cursor:pointer;padding:.2rem 1rem}[hidden]{display:none!important}
+::placeholder{color:var(--soft);opacity:1}button{cursor:pointer;padding:.2rem 1rem}[hidden]{display:none!important}
 .find{position:sticky;top:0;z-index:1;display:flex;gap:1rem;align-items:baseline;margin:0;padding:.5rem 0;
 background:var(--back)}.find input{font:inherit;color:inherit;background:var(--back);border:1px solid var(--soft);
 border-radius:4px;padding:.25rem .5rem;flex:0 1 20rem;min-width:0}h3,nav{scroll-margin-top:3.5rem}

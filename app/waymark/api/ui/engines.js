@@ -1,6 +1,7 @@
 // The engines in one table: status, complaint, blocks by medium, load, and a small curve of what was stored and removed.
 
 import { askToDrain, isDrained } from "./drain.js";
+import { now } from "./service.js";
 import { arrange, byId, canvas, element, onTheme, painted, plain, seconds, setAttribute, setText, several, short } from "./shown.js";
 
 const POINTS_MAX = 60;
@@ -86,8 +87,19 @@ function targetsOf(publishers) {
   return new Set(publishers.filter((each) => each.scope !== "shared" && !each.is_further));
 }
 
+// What the record of a stream says of the time before this tab, as the points that this tab would have.
+function earlier({ recent, counters }) {
+  if (!recent) return [];
+  const { seconds: slot, stored, removed } = recent;
+  const begin = slot * (Math.floor(now() / slot) - stored.length + 1) - now() + Date.now() / 1000;
+  const sum = (of, i) => of.slice(i).reduce((all, count) => all + count, 0);
+  return stored.map((_, i) => ({
+    at: begin + slot * i, stored: (counters.blocks_stored || 0) - sum(stored, i), removed: (counters.blocks_removed || 0) - sum(removed, i),
+  }));
+}
+
 function remember(each) {
-  const points = counted.get(nameOf(each)) || [];
+  const points = counted.get(nameOf(each)) || earlier(each);
   points.push({ at: Date.now() / 1000, stored: each.counters.blocks_stored || 0, removed: each.counters.blocks_removed || 0 });
   if (points.length > POINTS_MAX) points.shift();
   counted.set(nameOf(each), points);
@@ -269,8 +281,9 @@ function ratesOf(each, what) {
 }
 
 function rateOf(each, what) {
-  const rates = ratesOf(each, what).slice(-RATE_LOOKS);
-  return rates.length ? rates.reduce((sum, rate) => sum + rate, 0) / rates.length : 0;
+  const points = counted.get(nameOf(each)).slice(-RATE_LOOKS - 1);
+  const [first, last] = [points[0], points.at(-1)];
+  return Math.max(0, (last[what] - first[what]) / (last.at - first.at || 1));
 }
 
 function newCurve(cell) {
@@ -282,7 +295,8 @@ function newCurve(cell) {
 
 // Two curves, which have the same height for the same rate in all rows. What is drawn already is not drawn again.
 function curve(made, each, top) {
-  setText(made.number, `+${rateOf(each, "stored").toFixed(0)} −${rateOf(each, "removed").toFixed(0)}`);
+  // One look has no rate, and an engine that nothing is known of has none either.
+  setText(made.number, counted.get(nameOf(each)).length > 1 ? `+${rateOf(each, "stored").toFixed(0)} −${rateOf(each, "removed").toFixed(0)}` : "");
   const curves = [["removed", "cpu"], ["stored", "gpu"]].map(([what, colour]) => [painted(colour), ratesOf(each, what)]);
   const what = curves.some(([, rates]) => rates.some(Boolean)) ? `${top} ${JSON.stringify(curves)}` : "";
   if (made.last === what) return;

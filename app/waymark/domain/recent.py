@@ -1,0 +1,52 @@
+"""The blocks that a stream has stored and removed in the last two minutes, as its record keeps them.
+
+They are in slots of a few seconds. A slot without any is left out, so an idle stream needs to write nothing: the reader
+knows by its clock how long ago a slot is.
+"""
+
+from __future__ import annotations
+
+SECONDS = 5
+"""The length of a slot."""
+SLOTS = 24
+"""The number of slots, of which the last has not ended."""
+
+
+class RecentBlocks:
+    """What one worker has seen of a stream."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, tuple[int, int]] = {}
+        self._last: tuple[int, int] | None = None
+
+    def note(self, now: float, stored: int, removed: int) -> str | None:
+        """Take the totals of a stream, and return the text of its slots; None if nothing has changed.
+
+        The first totals are where this worker begins, and so are less ones, as of another life.
+        """
+        last, self._last = self._last or (stored, removed), (stored, removed)
+        if stored <= last[0] and removed <= last[1]:
+            return None
+        slot = int(now // SECONDS)
+        before = self._slots.get(slot, (0, 0))
+        self._slots[slot] = (before[0] + max(0, stored - last[0]), before[1] + max(0, removed - last[1]))
+        for old in [each for each in self._slots if each <= slot - SLOTS]:
+            del self._slots[old]
+        return " ".join(f"{slot}:{stored}:{removed}" for slot, (stored, removed) in sorted(self._slots.items()))
+
+
+def read(text: str, now: float) -> tuple[list[int], list[int]]:
+    """Return what was stored and what was removed in each slot, the oldest first; nothing at all of an unknown text."""
+    stored, removed = [0] * SLOTS, [0] * SLOTS
+    begin = int(now // SECONDS) - SLOTS + 1
+    try:
+        for word in text.split():
+            slot, of_stored, of_removed = map(int, word.split(":"))
+            # The clock of the worker may be ahead of ours.
+            at = min(slot - begin, SLOTS - 1)
+            if at >= 0:
+                stored[at] += of_stored
+                removed[at] += of_removed
+    except ValueError:
+        return [], []
+    return (stored, removed) if any(stored) or any(removed) else ([], [])
