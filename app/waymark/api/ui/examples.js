@@ -63,7 +63,7 @@ async function open(place, button, send) {
   place.prepend(target, content);
   place.append(note, answer);
   fit(content);
-  const command = place.previousElementSibling.querySelector("code");
+  const code = place.previousElementSibling.querySelector("code");
   let stop = null;
   const go = async () => {
     if (stop) return stop.abort();
@@ -71,7 +71,7 @@ async function open(place, button, send) {
     button.textContent = "Stop";
     answer.hidden = false;
     answer.textContent = "";
-    command.textContent = curl(method, target.value, content.hidden ? undefined : content.value);
+    code.textContent = command(method, target.value, content.hidden ? undefined : content.value);
     const headers = method === "GET" ? {} : { "Content-Type": "application/json" };
     const options = { method, headers, signal: stop.signal, ...(content.hidden ? {} : { body: content.value }) };
     try {
@@ -100,7 +100,7 @@ function fit(content) {
 }
 
 // The command that sends the same.
-function curl(method, path, body) {
+function command(method, path, body) {
   const quoted = (text) => `'${text.replaceAll("'", `'"'"'`)}'`;
   const url = new URL(path.replace(/^\/+/, ""), location.href).href;
   const verb = method === "GET" || (method === "POST" && body !== undefined) ? "" : `-X ${method} `;

@@ -27,8 +27,6 @@ const PARTS = {
     + "too, and what is not on the GPU may count for less, so it can be more than the column says",
   active: "the requests under way, by the weight of the policy",
 };
-// The letters of a note that fit on one line.
-const NOTE_MAX = 50;
 let shared = "";
 let asked = 0;
 let isByHolder = false;
@@ -179,8 +177,7 @@ function lines(found, scores) {
   const sorted = [...found.instances].sort((a, b) => placeOf(a) - placeOf(b) || b.longest_matched - a.longest_matched);
   const made = [element("div", { class: "legends" }, legend(), choice(found))];
   const list = element("div", { id: "lines", class: isByHolder ? "by-holder" : "" });
-  const notes = notesOf(sorted, away);
-  for (const each of sorted) list.append(instance(each, notes.get(each), found, order.get(each.instance_id), away.get(each.instance_id)));
+  for (const each of sorted) list.append(instance(each, found, order.get(each.instance_id), away.get(each.instance_id)));
   made.push(list);
   if (found.instances_left_out) made.push(element("p", {}, `and ${found.instances_left_out} more`));
   made.push(element("div", { id: "cell" }, element("div", { class: "said soft" })));
@@ -203,23 +200,17 @@ function legend() {
   return element("p", { class: "legend" }, mark("gpu", "GPU"), mark("cpu", "CPU"), mark("disk", "disk"), mark("other", "other medium"), mark("pool", "in a pool"), mark("behind", "held, not counted"), mark("none", "not held"), element("span", { class: "soft" }, "Point at a block, or focus a line and use the arrow keys."));
 }
 
-// Why the match of each ends where it does. What is longer than a line is said once: the next with the same cause refers to the first.
-function notesOf(sorted, away) {
-  const first = new Map();
-  return new Map(sorted.map((each) => {
-    const said = each.note?.replace(`, status ${away.get(each.instance_id)?.status}`, ""); // which stands before it
-    const note = said || (each.is_pool ? "its blocks count for every engine" : each.longest_matched ? "it has the whole prompt" : "");
-    const cause = note.replace(/\b\w+:\/\/[^\s;:]+(:\d+)?/g, "");
-    const same = note.length > NOTE_MAX ? first.get(cause) : undefined;
-    if (!same) first.set(cause, each.instance_id);
-    return [each, plain(same ? `as ${same}` : note)];
-  }));
+// Why the match of an engine ends where it does, in a few words: the view of the engines has the whole complaint of a stream.
+function noteOf(each, away) {
+  const said = each.note?.replace(`, status ${away?.status}`, "").replace(/ \((?!not counted\)$).*\)$/s, "; Engines says why"); // its status stands before it
+  return plain(said || (each.is_pool ? "its blocks count for every engine" : each.longest_matched ? "it has the whole prompt" : ""));
 }
 
-function instance(each, note, found, at, away) {
+function instance(each, found, at, away) {
   const isBest = at === 1;
   const name = element("h3", { class: "name" }, isBest ? element("strong", {}, each.instance_id) : each.instance_id);
   const has = each.is_pool ? element("span", { class: "soft" }, "pool") : element("span", {}, String(each.longest_matched), element("span", { class: "soft" }, each.longest_matched === 1 ? " token" : " tokens"));
+  const note = noteOf(each, away);
   const why = element("div", { class: "why" }, away ? element("span", { class: `status ${away.kind}` }, away.status) : "", away && note ? " · " : "", note);
   const held = element("div", { class: "held" }, place(each, each.holders, found));
   if (each.holders.length > 1) held.append(element("div", { class: "holders" }, ...each.holders.map((holder) => place(each, [holder], found))));
