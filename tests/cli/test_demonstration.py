@@ -48,7 +48,7 @@ def test_the_demo_ends_well_and_shows_what_each_engine_has() -> None:
     # The first engine's GPU has room for 24 blocks; what did not fit is on its CPU.
     assert shown[2] == ("chat A, next turn", "engine-0", "320", "320", "256", "64")
     assert {row[2] for row in shown if row[0] == "another topic"} == {"0"}
-    assert [row[2] for row in shown if row[0] == "a text"] == ["0", "208"]
+    assert [row[2] for row in shown if row[0] == "a text"] == ["0", "32"]
     assert "Traceback" not in done.stderr
 
 

@@ -274,7 +274,7 @@ def _questions() -> Iterator[DemoPrompt]:
     yield DemoPrompt("chat B, same system prompt", SimulatedPrompt(system + tuple(range(4000, 4128))), (0, 1))
     yield DemoPrompt("chat C, nobody has seen it", SimulatedPrompt(system + tuple(range(5000, 5064))), ())
     yield DemoPrompt("another topic", SimulatedPrompt(tuple(range(6000, 6064))), ())
-    yield DemoPrompt("a text", SimulatedPrompt(tokens_of_text(TEXT)), (1,))
+    yield DemoPrompt("a text", SimulatedPrompt(tokens_of_text(BEGINNING)), (1,))
 
 
 async def _ask(service: _DemoService, question: DemoPrompt, engines: list[SimulatedEngine]) -> list[PromptMatch]:

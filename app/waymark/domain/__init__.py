@@ -24,6 +24,7 @@ __all__ = [
     "plan",
     "pool_keys",
     "prefixes",
+    "recent",
     "resolver",
     "row_runs",
     "rows",
