@@ -140,9 +140,8 @@ async def test_what_the_lines_of_a_prompt_say_is_short_and_whole_and_has_its_tim
 async def test_a_new_tab_has_the_rates_of_the_last_minutes_at_once(tmp_path: Path) -> None:
     state = workers(counters={"blocks_stored": 5000, "blocks_removed": 1000})
     state["publishers"] = state["publishers"][:2]
-    recent = {"seconds": 5, "stored": [*[0] * 8, *[500] * 8, *[0] * 8], "removed": [0] * 24}
-    state["publishers"][0]["recent"] = recent
-    recent["stored"][-6:] = [50] * 6
+    stored = [*[0] * 8, *[500] * 8, 0, 0, *[50] * 6]
+    state["publishers"][0]["recent"] = {"seconds": 5, "stored": stored, "removed": [0] * 24}
     painted = """canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
       .filter((value, i) => i % 4 === 3 && value).length"""
     async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
