@@ -13,10 +13,12 @@ import pytest
 from tests.conftest import IMPLEMENTATIONS
 from tests.domain.known_model import STEPS, Model, play
 from waymark.base import native
+from waymark.domain.copies import BlockCopies
 from waymark.domain.held import HeldBlocks
 from waymark.domain.known import KnownBlocks, Places, Spot
 from waymark.domain.pure_known import new_known, new_places
 from waymark.domain.rows import Place
+from waymark.domain.slices import SLICE_WORK
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 
@@ -334,3 +336,14 @@ def test_a_block_takes_some_thirty_five_bytes_in_c() -> None:
     oldest = known.get(stored[0][5] ^ 1)
     assert oldest is not None
     assert (oldest.depth, oldest.key) == (5, stored[0][5])
+
+
+def test_the_copies_of_a_holder_that_has_ended_are_freed_in_slices() -> None:
+    memory, count = HeldBlocks(), 100_000
+    memory.begin(1, 0)
+    several = memory.copies(1).several
+    several.update(dict.fromkeys(range(count), BlockCopies(2, [1])))
+    memory.end(1)
+    sizes = [count, *(len(several) for _ in memory.release())]
+    assert sizes[-1] == 0
+    assert max(before - after for before, after in pairwise(sizes)) <= SLICE_WORK
