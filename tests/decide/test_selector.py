@@ -133,6 +133,14 @@ def selector_of(store: Store, metrics: Metrics, **options: Any) -> Selector:
     return Selector(store, SelectionOptions(**given), metrics, Random(1))
 
 
+async def informed_selector(store: Store, metrics: Metrics) -> Selector:
+    """Return a selector that has read the fleet of ``pods`` once."""
+    await pods(store)
+    selector = selector_of(store, metrics)
+    await selector.select(asked())
+    return selector
+
+
 def prompt_of(size: int) -> HashedPrompt:
     return HashedPrompt(64, block_keys(None, TOKENS, size, namespace=0))
 
@@ -357,9 +365,7 @@ async def test_without_redis_constraints_still_hold(store: Store, metrics: Metri
 async def test_only_a_redis_that_is_away_is_done_without(
     store: Store, metrics: Metrics, monkeypatch: pytest.MonkeyPatch, error: Exception, is_known: bool
 ) -> None:
-    await pods(store)
-    selector = selector_of(store, metrics)
-    await selector.select(asked())
+    selector = await informed_selector(store, metrics)
 
     async def fails(question: Question) -> SelectedTarget:
         raise error
@@ -378,9 +384,7 @@ async def test_only_a_redis_that_is_away_is_done_without(
 async def test_a_model_that_a_redis_has_forgotten_goes_by_the_last_snapshot(
     store: Store, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await pods(store)
-    selector = selector_of(store, metrics)
-    await selector.select(asked())
+    selector = await informed_selector(store, metrics)
 
     async def unknown(question: Question) -> SelectedTarget:
         raise UnknownModel("m", "default")
@@ -400,9 +404,7 @@ async def test_a_model_that_a_redis_has_forgotten_goes_by_the_last_snapshot(
 async def test_a_cause_that_the_caller_knows_asks_redis_for_nothing(
     store: Store, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await pods(store)
-    selector = selector_of(store, metrics)
-    await selector.select(asked())
+    selector = await informed_selector(store, metrics)
     monkeypatch.setattr(selector, "_select", away)
     assert (await selector.select_open(asked(), open_gate(), without=Cause.NO_REDIS)).is_degraded
 
@@ -410,9 +412,7 @@ async def test_a_cause_that_the_caller_knows_asks_redis_for_nothing(
 async def test_a_gate_that_was_never_open_is_closed_without_redis(
     store: Store, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await pods(store)
-    selector = selector_of(store, metrics)
-    await selector.select(asked())
+    selector = await informed_selector(store, metrics)
     monkeypatch.setattr(store.directory, "registrations", away)
     with pytest.raises(Starting, match="waiting for 3 workers, and Redis is unavailable"):
         await selector.select_open(asked(), StartupGate(store.directory, 3))

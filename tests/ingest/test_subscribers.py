@@ -18,6 +18,7 @@ from tests.hostile.engine_client import GREETING, READY
 from tests.ingest.conftest import WITHOUT_PROBES, Bench
 from tests.ingest.endless import EMPTY, FRAME, LONGEST, PART_MAX, publishing, publishing_at
 from tests.listening import listening, port_of
+from tests.patience import patient
 from waymark.ingest import subscriber as subscriber_module
 from waymark.ingest import subscribers as module
 from waymark.ingest import unfinished
@@ -205,7 +206,11 @@ def test_a_long_block_leaves_nothing_behind(tmp_path: Path) -> None:
     )
 
     def left(how: str) -> int:
-        return int(subprocess.run([sys.executable, program, how], capture_output=True, check=True, text=True).stdout)
+        return int(
+            subprocess.run(
+                [sys.executable, program, how], capture_output=True, check=True, text=True, timeout=patient(60)
+            ).stdout
+        )
 
     if left("kept") < 2**26:
         pytest.skip("the C library keeps no long blocks")

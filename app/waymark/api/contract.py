@@ -72,7 +72,7 @@ class Contract:
         return Answer(orjson.dumps(await self._made()), media_type=b"application/json")
 
     async def docs(self, _: Body) -> Answer:
-        writes = {(each.method, each.path) for each in self._operations if each.access == "write"}
+        writes = {(operation.method, operation.path) for operation in self._operations if operation.access == "write"}
         text = docs_page.page(await self._made(), writes, has_ui=self._has_ui)
         return Answer(text.encode(), media_type=b"text/html; charset=utf-8", headers=dict(docs_page.HEADERS))
 

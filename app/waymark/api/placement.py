@@ -61,8 +61,8 @@ class PlacementView:
 
     async def placement(self, body: Body) -> Answer:
         groups = await self._groups(body)
-        found = await self._valuations(groups)
-        parts = await asyncio.gather(*(self._targets(group, found.get(group.entry.group_id)) for group in groups))
+        valuations = await self._valuations(groups)
+        parts = await asyncio.gather(*(self._targets(group, valuations.get(group.entry.group_id)) for group in groups))
         return Answer(
             PlacementAnswer(
                 models=[model for model, _ in parts],
@@ -125,7 +125,7 @@ class PlacementView:
             self._store.reservations.values(group_id), self._store.answer_times.read(group_id, publishers)
         )
         loads = {int(name): Load.parse(value) for name, value in values.items() if name.isdigit()}
-        slope = reduce(TimeSums.plus, (each.first_token for each in times.values()), NO_SUMS).slope
+        slope = reduce(TimeSums.plus, (target_times.first_token for target_times in times.values()), NO_SUMS).slope
         targets = [
             _target(group.name, instance_id, claims, loads, valuation, slope)
             for instance_id, claims in group.engines.items()
@@ -151,8 +151,8 @@ def _target(
     valuation: Valuation | None,
     slope: float | None,
 ) -> ValuedTarget:
-    of = claims[0].registration
-    tells_blocks = of.kind.traits.tells_blocks
+    registration = claims[0].registration
+    tells_blocks = registration.kind.traits.tells_blocks
     worth = None if valuation is None or not tells_blocks else valuation.worths.get(instance_id)
     reason = None
     if not tells_blocks:
@@ -163,8 +163,8 @@ def _target(
         tenant_id=group.tenant_id,
         model_name=group.model_name,
         instance_id=instance_id,
-        address=of.target.address,
-        role=of.target.role,
+        address=registration.target.address,
+        role=registration.target.role,
         weight=max(claim.registration.target.weight for claim in claims),
         requests=sum(loads.get(claim.publisher, NO_LOAD).requests for claim in claims),
         tokens=None if worth is None else worth.tokens,
@@ -203,7 +203,7 @@ def _named(groups: Sequence[_ValuedGroup], instance_id: str) -> tuple[_ValuedGro
         raise InvalidValue("instance is missing; send the instance_id of the engine to be warmed", field="instance")
     named = [group for group in groups if instance_id in group.engines]
     if len(named) > 1:
-        several = ", ".join(f"{each.name.model_name} of {each.name.tenant_id}" for each in named)
+        several = ", ".join(f"{entry.name.model_name} of {entry.name.tenant_id}" for entry in named)
         raise InvalidValue(f"several models have an engine of this name ({several}); send model and tenant, too")
     if not named:
         names = {name for group in groups for name in group.engines}
@@ -234,41 +234,41 @@ class _Warming:
     async def prefixes(self, entries: Sequence[PrefixUse], tokens: int) -> list[WarmPrefix]:
         """Return the most used prefixes that the engine lacks and another one has, until they are so many tokens."""
         chains: list[tuple[int, ...]] = []
-        for each in entries[:_PREFIXES_MAX]:
-            chains.append((() if each.before is None else chains[each.before]) + each.keys)
-        heads = list({chain[at] for chain in chains for at in range(0, len(chain), PIECE_BLOCKS)})
+        for entry in entries[:_PREFIXES_MAX]:
+            chains.append((() if entry.before is None else chains[entry.before]) + entry.keys)
+        heads = list({chain[index] for chain in chains for index in range(0, len(chain), PIECE_BLOCKS)})
         values = await values_of(self._store.client, self._group.entry, [Place(head) for head in heads])
         rows = {head: row for head, value in zip(heads, values, strict=True) if (row := read_row(value)) is not None}
         reached: list[int] = []
         """How many blocks of each chain the engine has, or will have pulled."""
-        found: list[WarmPrefix] = []
-        for each, chain in zip(entries, chains, strict=False):
-            first = len(chain) - len(each.keys)
-            held = _leading(chain, rows, self._owners)
-            own = max((blocks for (name, _), blocks in held.items() if name == self._instance_id), default=0)
-            reached.append(max(own, 0 if each.before is None else min(first, reached[each.before])))
-            is_wanted = each.block_size in self._sizes and first <= reached[-1] < len(chain)
+        prefixes: list[WarmPrefix] = []
+        for entry, chain in zip(entries, chains, strict=False):
+            first = len(chain) - len(entry.keys)
+            depths = _leading(chain, rows, self._owners)
+            own = max((blocks for (name, _), blocks in depths.items() if name == self._instance_id), default=0)
+            reached.append(max(own, 0 if entry.before is None else min(first, reached[entry.before])))
+            is_wanted = entry.block_size in self._sizes and first <= reached[-1] < len(chain)
             if not is_wanted or tokens <= 0:
                 continue
-            pull = await self._pull(each, chain[: reached[-1] + -(-tokens // each.block_size)], reached[-1], held)
+            pull = await self._pull(entry, chain[: reached[-1] + -(-tokens // entry.block_size)], reached[-1], depths)
             if pull is not None:
                 reached[-1] += len(pull.engine_hashes)
                 tokens -= pull.tokens
-                found.append(pull)
-        return found
+                prefixes.append(pull)
+        return prefixes
 
     async def _pull(
-        self, prefix: PrefixUse, chain: Sequence[int], first: int, held: Mapping[Rank, int]
+        self, prefix: PrefixUse, chain: Sequence[int], first: int, depths: Mapping[Rank, int]
     ) -> WarmPrefix | None:
         """Return where the blocks from ``first`` on are; None if no other engine has one."""
         sources = {name: claims[0].registration.target for name, claims in self._group.engines.items()}
-        ranks = [rank for rank, blocks in held.items() if blocks > first and rank[0] != self._instance_id]
+        ranks = [rank for rank, blocks in depths.items() if blocks > first and rank[0] != self._instance_id]
         if not ranks:
             return None
 
         def order(rank: Rank) -> tuple[Any, ...]:
             target = sources.get(rank[0])
-            return target is None or target.kv_source is None, -min(held[rank], len(chain)), rank
+            return target is None or target.kv_source is None, -min(depths[rank], len(chain)), rank
 
         source = min(ranks, key=order)
         holders = sorted(
@@ -276,7 +276,7 @@ class _Warming:
             key=lambda holder: order_of(holder.medium),
         )
         blocks = await self._store.held_hashes.read(
-            self._group.entry, chain[: held[source]], first, [holder.id for holder in holders]
+            self._group.entry, chain[: depths[source]], first, [holder.id for holder in holders]
         )
         if not blocks:
             return None
@@ -297,7 +297,7 @@ class _Warming:
 
 def _leading(chain: Sequence[int], rows: Mapping[int, Row], owners: Mapping[int, Rank]) -> dict[Rank, int]:
     """Return how many blocks from the beginning of a chain each rank has, on all its media together."""
-    held: dict[Rank, int] = {}
+    depths: dict[Rank, int] = {}
     for start in range(0, len(chain), PIECE_BLOCKS):
         row = rows.get(chain[start])
         if row is None:
@@ -305,7 +305,7 @@ def _leading(chain: Sequence[int], rows: Mapping[int, Row], owners: Mapping[int,
         slots = {key: slot for slot, key in enumerate(row.keys)}
         bitmaps: dict[Rank, int] = defaultdict(int)
         for holder, bitmap in row.holders.items():
-            if holder in owners and held.get(owners[holder], 0) == start:
+            if holder in owners and depths.get(owners[holder], 0) == start:
                 bitmaps[owners[holder]] |= bitmap
         for rank, bitmap in bitmaps.items():
             blocks = start
@@ -313,5 +313,5 @@ def _leading(chain: Sequence[int], rows: Mapping[int, Row], owners: Mapping[int,
                 if key not in slots or not bitmap >> slots[key] & 1:
                     break
                 blocks += 1
-            held[rank] = blocks
-    return held
+            depths[rank] = blocks
+    return depths

@@ -71,7 +71,7 @@ class Views:
         records = self._store.parser.unreadable if body.caller.tenants is None else ()
         loads, left_out = await self._loads(states)
         # Its problems name pods and files of any tenant.
-        found = await self._store.discovery.state() if body.caller.tenants is None else None
+        discovery = await self._store.discovery.state() if body.caller.tenants is None else None
         return Answer(
             WorkersAnswer(
                 publishers=[
@@ -85,7 +85,7 @@ class Views:
                 ],
                 workers=workers,
                 unreadable=records,
-                discovery=found,
+                discovery=discovery,
             )
         )
 
@@ -94,23 +94,29 @@ class Views:
     ) -> tuple[dict[tuple[int, int], Load], set[tuple[int, int]]]:
         """The loads of the publishers, by their ids, and the publishers that decisions leave out."""
         groups = list(dict.fromkeys(state.group_id for state in states))
-        found: dict[tuple[int, int], Load] = {}
+        all_loads: dict[tuple[int, int], Load] = {}
         left_out = set()
         for group_id, values in zip(
             groups, await asyncio.gather(*map(self._store.reservations.values, groups)), strict=True
         ):
             loads = GroupLoads()
             loads.read(values)
-            found |= {(group_id, publisher): load for publisher, load in loads.items()}
-            left_out |= {(group_id, each) for each in loads.left_out(self._store.reservations.now_ms())}
-        return found, left_out
+            all_loads |= {(group_id, publisher): load for publisher, load in loads.items()}
+            left_out |= {(group_id, target) for target in loads.left_out(self._store.reservations.now_ms())}
+        return all_loads, left_out
 
     async def global_view(self, body: Body) -> Answer:
         """List contexts: publishers that agree on model, tenant, block size, adapter and salt."""
         contexts: dict[tuple[Any, ...], list[PublisherState]] = {}
         for state in await self._store.states(body.caller.has):
-            of = state.registration
-            identity = (of.model_name, of.tenant_id, of.block_size, of.lora_name, of.additional_salt)
+            registration = state.registration
+            identity = (
+                registration.model_name,
+                registration.tenant_id,
+                registration.block_size,
+                registration.lora_name,
+                registration.additional_salt,
+            )
             contexts.setdefault(identity, []).append(state)
         return Answer(GlobalViewAnswer(count=len(contexts), contexts=[*map(_context, contexts.values())]))
 
@@ -118,10 +124,10 @@ class Views:
 def _context(states: Sequence[PublisherState]) -> Context:
     first = states[0].registration
     blocks: Counter[str] = Counter()
-    held: dict[bool, dict[str, Counter[str]]] = {False: {}, True: {}}
+    blocks_held: dict[bool, dict[str, Counter[str]]] = {False: {}, True: {}}
     for state in states:
         blocks.update(state.blocks)
-        holders = held[state.registration.scope == "shared"]
+        holders = blocks_held[state.registration.scope == "shared"]
         holders.setdefault(state.registration.instance_id, Counter()).update(state.blocks)
     return Context(
         model_name=first.model_name,
@@ -130,8 +136,8 @@ def _context(states: Sequence[PublisherState]) -> Context:
         lora_name=first.lora_name or "",
         additional_salt=first.additional_salt or "",
         blocks=blocks,
-        instances=held[False],
-        pools=held[True],
+        instances=blocks_held[False],
+        pools=blocks_held[True],
     )
 
 
@@ -161,27 +167,27 @@ def _service(registration: Registration) -> Service:
 
 
 def _publisher(state: PublisherState, load: Load, complaint: str, *, is_left_out: bool) -> Publisher:
-    of, counters = state.registration, state.counters
+    registration, counters = state.registration, state.counters
     stored, removed = state.recent
     is_failing = is_left_out and state.status in _UNDER_WAY
     return Publisher(
-        instance_id=of.instance_id,
-        tenant_id=of.tenant_id,
-        dp_rank=of.dp_rank,
-        model_name=of.model_name,
-        type=of.kind,
-        block_size=of.block_size,
-        scope=of.scope,
-        endpoint=of.endpoint,
-        address=of.target.address,
-        role=of.target.role,
-        weight=of.target.weight,
-        is_further=of.is_further,
-        labels=dict(of.target.labels),
-        metrics_url=of.target.metrics_url,
-        adapters=of.target.adapters,
-        aliases=of.target.aliases,
-        source=of.origin.kind,
+        instance_id=registration.instance_id,
+        tenant_id=registration.tenant_id,
+        dp_rank=registration.dp_rank,
+        model_name=registration.model_name,
+        type=registration.kind,
+        block_size=registration.block_size,
+        scope=registration.scope,
+        endpoint=registration.endpoint,
+        address=registration.target.address,
+        role=registration.target.role,
+        weight=registration.target.weight,
+        is_further=registration.is_further,
+        labels=dict(registration.target.labels),
+        metrics_url=registration.target.metrics_url,
+        adapters=registration.target.adapters,
+        aliases=registration.target.aliases,
+        source=registration.origin.kind,
         status=StreamStatus.UNREACHABLE if is_failing else state.status,
         watermark=state.watermark,
         lag_seconds=state.lag_seconds,
@@ -194,7 +200,7 @@ def _publisher(state: PublisherState, load: Load, complaint: str, *, is_left_out
         copies=CopiesOfStream(rule=state.copies.rule, why=state.copies.why),
         prefixes=state.prefixes,
         last_error=state.last_error,
-        replay=of.can_replay,
+        replay=registration.can_replay,
         worker=state.worker,
         counters=counters,
         complaint=_FAILING if is_failing else complaint or None,

@@ -34,8 +34,8 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 def _path() -> str:
     """Return the line that another terminal needs, if this environment's commands are not on every PATH."""
     commands = Path(sys.executable).parent
-    found = shutil.which("waymark")
-    if found is not None and Path(found).parent != commands:
+    command = shutil.which("waymark")
+    if command is not None and Path(command).parent != commands:
         return ""
     return f'  export PATH="{commands}:$PATH"\n'
 

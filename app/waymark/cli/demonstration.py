@@ -179,8 +179,10 @@ async def _stay(stack: AsyncExitStack, service: _DemoService, host: str, engines
         await asyncio.to_thread(remote.post, "/weight", drained)
 
     async def is_known() -> bool:
-        of_stopped = [each for each in (await service.client.workers()).publishers if each.instance_id == STOPPED]
-        return [each.status for each in of_stopped] == [StreamStatus.ACTIVE]
+        of_stopped = [
+            publisher for publisher in (await service.client.workers()).publishers if publisher.instance_id == STOPPED
+        ]
+        return [publisher.status for publisher in of_stopped] == [StreamStatus.ACTIVE]
 
     await _until(is_known, f"the events of {STOPPED}", service)
     await stopping.aclose()

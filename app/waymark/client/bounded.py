@@ -43,10 +43,10 @@ class _Bound(threading.local):
         """Return the seconds that one step may take. Raise ``httpx.ReadTimeout`` if no time is left."""
         if self.until is None:
             return timeout
-        left = self.until - time.monotonic()
-        if left <= 0:
+        seconds = self.until - time.monotonic()
+        if seconds <= 0:
             raise httpx.ReadTimeout("the whole of the answer is late")
-        return left if timeout is None else min(left, timeout)
+        return seconds if timeout is None else min(seconds, timeout)
 
 
 class _BoundedConnections:

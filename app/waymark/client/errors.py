@@ -36,8 +36,8 @@ class ModelNotFound(Refused):
     @property
     def nearest(self) -> str | None:
         """The probable name of the model."""
-        found = _MEANT.search(str(self))
-        return None if found is None else str(json.loads(found[1]))
+        match = _MEANT.search(str(self))
+        return None if match is None else str(json.loads(match[1]))
 
 
 class Unavailable(ClientError):

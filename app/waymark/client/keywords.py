@@ -162,6 +162,6 @@ def check(call: str, known: type[F], options: F) -> dict[str, Any]:
             near = [word for word in names if word == _OTHER_WORDS.get(name)]
             near = near or sorted(word for word in names if word.startswith(f"{name}_"))
             near = near or get_close_matches(name, names, n=1)
-            meant = f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(sorted(names))}"
-            raise TypeError(f"{call}() has no keyword {shown(name)}{meant}")
+            hint = f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(sorted(names))}"
+            raise TypeError(f"{call}() has no keyword {shown(name)}{hint}")
     return dict(options)

@@ -173,17 +173,17 @@ def reason_of(error: httpx.TransportError) -> Unreached:
                 return Unreached("the connection was refused")
             case socket.gaierror():
                 return Unreached("there is no such host")
-            case ssl.SSLCertVerificationError(verify_message=said):
-                return Unreached(f"its certificate is not accepted: {said}", _CERTIFICATE)
-            case ssl.SSLError(reason=said) if said in _PLAIN_HTTP:
+            case ssl.SSLCertVerificationError(verify_message=sentence):
+                return Unreached(f"its certificate is not accepted: {sentence}", _CERTIFICATE)
+            case ssl.SSLError(reason=sentence) if sentence in _PLAIN_HTTP:
                 return Unreached("this port speaks http, not https", "give the URL with http://")
             case TimeoutError() | httpx.TimeoutException():
                 return _NO_ANSWER
         cause = cause.__cause__ or cause.__context__
-    said = str(error).removesuffix(".") or type(error).__name__
-    if isinstance(error, httpx.RemoteProtocolError) and said.startswith("illegal "):
+    sentence = str(error).removesuffix(".") or type(error).__name__
+    if isinstance(error, httpx.RemoteProtocolError) and sentence.startswith("illegal "):
         return Unreached("this port does not speak HTTP", "give the URL of an HTTP API, with https:// if it needs that")
-    return Unreached(said if len(said) <= _FOREIGN_MAX else f"{said[:_FOREIGN_MAX]}...")
+    return Unreached(sentence if len(sentence) <= _FOREIGN_MAX else f"{sentence[:_FOREIGN_MAX]}...")
 
 
 def _pause(call: ClientCall[Any], answer: httpx.Response, waited: float, retry_seconds: float) -> float | None:

@@ -85,8 +85,8 @@ def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     screen_parts += [text(reason, "yellow") for reason in answer["reasons"]]
     if not any(row["blocks"] for row in rows.values()):
         return screen_parts  # the prompt is shorter than a block
-    others = ("longest_matched", "DP", "blocks", "note", "not_used")
-    media = tuple(dict.fromkeys(name for row in rows.values() for name in row if name not in others))
+    rest = ("longest_matched", "DP", "blocks", "note", "not_used")
+    media = tuple(dict.fromkeys(name for row in rows.values() for name in row if name not in rest))
     scale = max(1, -(-max(len(row["blocks"]) for row in rows.values()) // _CELLS_MAX))
     cells = [
         (

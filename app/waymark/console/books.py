@@ -27,7 +27,7 @@ SUMMED = ("requests", "unreported", *_AMOUNTS)
 def books(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
     """The answer of ``/books``, and its targets added up as ``--by`` says."""
     wanted = {"model": arguments.model, "tenant": arguments.tenant_id, "since": arguments.since}
-    query = urlencode({name: each for name, each in wanted.items() if each is not None})
+    query = urlencode({name: value for name, value in wanted.items() if value is not None})
     answer = service.get_for(BooksAnswer, f"/books?{query}")
     return vars(answer) | {"by": arguments.by, "lines": added(answer.targets, arguments.by)}
 
@@ -48,16 +48,16 @@ def added(targets: Sequence[BookOfTarget], by: str) -> list[dict[str, Any]]:
 def parts(found: dict[str, Any]) -> list[ScreenPart]:
     """How it looks."""
     total: BookRow = found["total"]
-    told = total.requests - total.unreported
+    reported = total.requests - total.unreported
     if not total.requests:
         return [text(f"no request has ended in the last {found['minutes']} minutes")]
     head = (
-        f"{total.earned:,} tokens were not computed again because of Waymark, in {told:,} requests of the last "
+        f"{total.earned:,} tokens were not computed again because of Waymark, in {reported:,} requests of the last "
         f"{found['minutes']} minutes"
     )
-    drawn: list[ScreenPart] = [text(head, "bold")]
+    screen_parts: list[ScreenPart] = [text(head, "bold")]
     if total.unreported:
-        drawn.append(
+        screen_parts.append(
             text(
                 "requests that are not in the sums, because neither the engine nor the router reported their usage: "
                 f"{total.unreported:,}",
@@ -83,7 +83,7 @@ def parts(found: dict[str, Any]) -> list[ScreenPart]:
     names_spare = [names[field] for field in shown[:-1]]
     spare = (*names_spare[:1], "NO USAGE", "RANDOM", "AVAILABLE", "CHOSEN", "EXPECTED", *names_spare[1:])
     grid = Grid(columns, rows, right, spare)
-    return [*drawn, grid, *(text(line, "dim") for line in LEGEND)]
+    return [*screen_parts, grid, *(text(line, "dim") for line in LEGEND)]
 
 
 def draw(found: dict[str, Any], path: str) -> None:

@@ -44,27 +44,31 @@ class Finding(NamedTuple):
 
 def examine(service: RemoteService, arguments: argparse.Namespace) -> list[Finding]:
     """Return every check with its finding. Raise ``ServiceUnreachable`` if Waymark does not answer."""
-    found = [_settings(), *_clock_and_health(service), *_readiness(service), _version(service)]
+    findings = [_settings(), *_clock_and_health(service), *_readiness(service), _version(service)]
     try:
         view = service.workers()
     except (ServiceRefused, ServiceUnreachable) as error:
         unknown = f"what is registered is not known: {error}"
-        return [*found, Finding("failed", "ingest workers and engines", unknown)]
-    found += _workers(view)
-    found += _publishers(view)
+        return [*findings, Finding("failed", "ingest workers and engines", unknown)]
+    findings += _workers(view)
+    findings += _publishers(view)
     if not arguments.no_ports:
-        found += _ports(view)
-    return found
+        findings += _ports(view)
+    return findings
 
 
-def parts(found: list[Finding]) -> list[ScreenPart]:
+def parts(findings: list[Finding]) -> list[ScreenPart]:
     """Return the drawing of the findings, with their numbers at the end."""
     lines = [
-        joined(text(f"{each.verdict:8}", _STYLES[each.verdict]), f"{each.what}: {each.sentence}") for each in found
+        joined(text(f"{finding.verdict:8}", _STYLES[finding.verdict]), f"{finding.what}: {finding.sentence}")
+        for finding in findings
     ]
-    verdicts = [each.verdict for each in found]
+    verdicts = [finding.verdict for finding in findings]
     failed, warnings = verdicts.count("failed"), counted(verdicts.count("warning"), "warning")
-    return [*lines, text(f"{counted(len(found), 'finding')}: {failed} failed, {warnings}, {verdicts.count('ok')} ok")]
+    return [
+        *lines,
+        text(f"{counted(len(findings), 'finding')}: {failed} failed, {warnings}, {verdicts.count('ok')} ok"),
+    ]
 
 
 def _settings() -> Finding:
@@ -103,8 +107,8 @@ def _readiness(service: RemoteService) -> Iterator[Finding]:
         )
         return
     answers = content.get("answers_redis")
-    kept = "" if answers is None else f"; the response cache and stored responses are for {answers}"
-    yield Finding("ok", "Redis and readiness", f"Redis answers, and the replica is ready{kept}")
+    purpose = "" if answers is None else f"; the response cache and stored responses are for {answers}"
+    yield Finding("ok", "Redis and readiness", f"Redis answers, and the replica is ready{purpose}")
     for warning in content.get("warnings", []):
         yield Finding("warning", "Redis and readiness", warning)
 
@@ -132,16 +136,16 @@ def _publishers(view: WorkersAnswer) -> Iterator[Finding]:
     if not view.publishers:
         yield Finding("warning", "engines", "none is registered; run 'waymark register URL' for each")
         return
-    unwell = [each for each in view.publishers if each.status not in _WELL or each.complaint]
-    for each in unwell:
-        verdict: FindingLevel = "failed" if each.status in UNUSABLE else "warning"
-        said = each.complaint or "docs/troubleshooting.md says what the status means"
-        yield Finding(verdict, f"engine {_name(each)}", f"{each.status}: {said}")
-    for each in view.publishers:
-        if drain := drain_of(each):
-            name = shlex.quote(each.instance_id)
+    unwell = [publisher for publisher in view.publishers if publisher.status not in _WELL or publisher.complaint]
+    for publisher in unwell:
+        verdict: FindingLevel = "failed" if publisher.status in UNUSABLE else "warning"
+        said = publisher.complaint or "docs/troubleshooting.md says what the status means"
+        yield Finding(verdict, f"engine {_name(publisher)}", f"{publisher.status}: {said}")
+    for publisher in view.publishers:
+        if drain := drain_of(publisher):
+            name = shlex.quote(publisher.instance_id)
             sentence = f"{drain}: it gets no new requests; 'waymark drain {name} --resume' gives it requests again"
-            yield Finding("warning", f"engine {_name(each)}", sentence)
+            yield Finding("warning", f"engine {_name(publisher)}", sentence)
     if not unwell:
         yield Finding("ok", "engines", f"nothing is wrong with {counted(len(view.publishers), 'stream')}")
 
@@ -151,9 +155,9 @@ def _ports(view: WorkersAnswer) -> Iterator[Finding]:
     known to be unreachable.
     """
     tried, closed = 0, 0
-    for each in view.publishers:
-        match = _TCP.fullmatch(each.endpoint or "")
-        if match is None or each.status == StreamStatus.UNREACHABLE:
+    for publisher in view.publishers:
+        match = _TCP.fullmatch(publisher.endpoint or "")
+        if match is None or publisher.status == StreamStatus.UNREACHABLE:
             continue
         if tried == _PORTS_MAX:
             yield Finding("ok", "ports", f"only the first {_PORTS_MAX} ports of engines were tried")
@@ -165,10 +169,10 @@ def _ports(view: WorkersAnswer) -> Iterator[Finding]:
             closed += 1
             reason = exc.strerror or str(exc)
             sentence = (
-                f"{each.endpoint} cannot be opened from this machine: {reason.lower()}; start the engine, check the "
-                "port of its --kv-events-config, or open the network between them"
+                f"{publisher.endpoint} cannot be opened from this machine: {reason.lower()}; start the engine, "
+                "check the port of its --kv-events-config, or open the network between them"
             )
-            yield Finding("warning", f"port of {_name(each)}", sentence)
+            yield Finding("warning", f"port of {_name(publisher)}", sentence)
     if tried > closed:
         yield Finding("ok", "ports", f"{counted(tried - closed, 'event socket')} can be opened from this machine")
 

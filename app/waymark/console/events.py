@@ -68,12 +68,17 @@ def _read(service: RemoteService, path: str, last: str) -> Iterator[ActivityEven
 
 def line(content: dict[str, Any]) -> ScreenPart:
     """Return the drawing of an event: when, what, who, and the details."""
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(content["at"]))
+    time_text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(content["at"]))
     kind = str(content["kind"])
-    who = [str(content[name]) for name in ("instance_id",) if name in content]
-    who += [f"rank {content['dp_rank']}"] if content.get("dp_rank") else []
-    who += [f"of {content['model']}"] if "model" in content else []
+    names = [str(content[name]) for name in ("instance_id",) if name in content]
+    names += [f"rank {content['dp_rank']}"] if content.get("dp_rank") else []
+    names += [f"of {content['model']}"] if "model" in content else []
     detail = f": {content['detail']}" if content.get("detail") else ""
     return joined(
-        text(at, "dim"), "  ", text(f"{kind:12}", _STYLES.get(kind, "")), "  ", text(" ".join(who)), text(detail)
+        text(time_text, "dim"),
+        "  ",
+        text(f"{kind:12}", _STYLES.get(kind, "")),
+        "  ",
+        text(" ".join(names)),
+        text(detail),
     )

@@ -191,7 +191,8 @@ def inspected(service: RemoteService, arguments: argparse.Namespace) -> InspectA
         return answer
     why = marks(service, arguments.tenant, group["model"])
     instances = [
-        replace(each, note="; ".join(filter(None, (why.get(each.instance_id), each.note)))) for each in answer.instances
+        replace(instance, note="; ".join(filter(None, (why.get(instance.instance_id), instance.note))))
+        for instance in answer.instances
     ]
     return replace(answer, instances=instances)
 

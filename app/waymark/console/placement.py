@@ -26,7 +26,7 @@ class NotValued(WaymarkError):
 def placement(service: RemoteService, arguments: argparse.Namespace) -> PlacementAnswer:
     """Return the answer of ``/placement``."""
     wanted = {"model": arguments.model, "tenant": arguments.tenant_id}
-    query = urlencode({name: each for name, each in wanted.items() if each is not None})
+    query = urlencode({name: value for name, value in wanted.items() if value is not None})
     return service.get_for(PlacementAnswer, f"/placement?{query}")
 
 
@@ -34,15 +34,17 @@ def parts(answer: PlacementAnswer) -> list[ScreenPart]:
     """Return the lines and the table."""
     if not answer.targets:
         return [text("no engine is registered")]
-    drawn: list[ScreenPart] = []
+    screen_parts: list[ScreenPart] = []
     for model in answer.models:
         name = f"{model.model_name} of tenant {model.tenant_id}"
         if model.reason is not None:
-            drawn.append(text(f"{name}: {model.reason}", "yellow"))
+            screen_parts.append(text(f"{name}: {model.reason}", "yellow"))
             continue
-        of = "" if model.share in (None, 1) else f", estimated from {model.share:.1%} of the rows"
+        estimate = "" if model.share in (None, 1) else f", estimated from {model.share:.1%} of the rows"
         use = several(model.decisions or 0, "kept decision")
-        drawn.append(text(f"{name}: valued {model.age_seconds or 0:.0f} s ago{of}, with the use in {use}", "bold"))
+        screen_parts.append(
+            text(f"{name}: valued {model.age_seconds or 0:.0f} s ago{estimate}, with the use in {use}", "bold")
+        )
     names, numbers = ("TENANT", "MODEL", "ENGINE", "ROLE"), ("WEIGHT", "REQUESTS", "TOKENS", *_AMOUNTS, "SECONDS")
     rows = [
         (
@@ -56,7 +58,7 @@ def parts(answer: PlacementAnswer) -> list[ScreenPart]:
         for target in answer.targets
     ]
     head, spare = (*names, *numbers, "NOTE"), ("TENANT", "ROLE", "FEW", "WEIGHT", "MODEL")
-    return [*drawn, Grid(head, rows, frozenset(numbers), spare, below="NOTE", named=("ENGINE",))]
+    return [*screen_parts, Grid(head, rows, frozenset(numbers), spare, below="NOTE", named=("ENGINE",))]
 
 
 def _amount(tokens: int | None) -> str:
@@ -90,11 +92,11 @@ def choose(targets: Sequence[ValuedTarget], count: int) -> list[ValuedTarget]:
     Engines that get no new requests and those of unknown worth are left out. One engine of each role stays.
     """
     serving = [target for target in targets if target.weight]
-    left = Counter(target.role for target in serving)
+    serving_left = Counter(target.role for target in serving)
     chosen: list[ValuedTarget] = []
     for target in serving:
-        if len(chosen) < count and target.only_used_tokens is not None and left[target.role] > 1:
-            left[target.role] -= 1
+        if len(chosen) < count and target.only_used_tokens is not None and serving_left[target.role] > 1:
+            serving_left[target.role] -= 1
             chosen.append(target)
     if len(chosen) < count:
         raise InvalidValue(

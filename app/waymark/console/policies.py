@@ -19,7 +19,7 @@ def policies(service: RemoteService, arguments: argparse.Namespace) -> PoliciesA
         if arguments.policy is not None:
             raise InvalidValue("waymark policies compare takes no policy; did you mean waymark policies replay?")
         wanted = {"model": arguments.model, "tenant": arguments.tenant_id, "since": arguments.since}
-        query = urlencode({name: each for name, each in wanted.items() if each is not None})
+        query = urlencode({name: value for name, value in wanted.items() if value is not None})
         return service.get_for(PoliciesAnswer, f"/policies/compare?{query}")
     if arguments.policy is None:
         raise InvalidValue("waymark policies replay needs the FILE of a picker, or the name of a policy")
@@ -48,11 +48,11 @@ def parts(answer: PoliciesAnswer) -> list[ScreenPart]:
         )
     if chosen.ttft_ms is not None:
         head += f"; first token after {chosen.ttft_ms:,.1f} ms on average"
-    drawn: list[ScreenPart] = [text(head, "bold")]
+    screen_parts: list[ScreenPart] = [text(head, "bold")]
     if answer.unreadable:
-        drawn.append(text(f"{several(answer.unreadable, 'record')} of another release left out", "yellow"))
+        screen_parts.append(text(f"{several(answer.unreadable, 'record')} of another release left out", "yellow"))
     if not answer.policies:
-        return [*drawn, text("no shadow has ordered them; see WAYMARK_SHADOW")]
+        return [*screen_parts, text("no shadow has ordered them; see WAYMARK_SHADOW")]
     numbers = ("DECISIONS", "DIFFERS", "TOKENS", "CHOSEN", "TTFT", "CHOSEN TTFT")
     words = ("FROM CHOSEN", "NOT TOLD APART FROM")
     rows = [
@@ -70,8 +70,11 @@ def parts(answer: PoliciesAnswer) -> list[ScreenPart]:
         for row in answer.policies
     ]
     if not answer.policies[0].is_simulated:
-        drawn.append(text("each decision by itself: the estimates flatter the policy that decided", "yellow"))
-    return [*drawn, Grid(("POLICY", *numbers, *words), rows, frozenset(numbers), spare=("CHOSEN", "CHOSEN TTFT"))]
+        screen_parts.append(text("each decision by itself: the estimates flatter the policy that decided", "yellow"))
+    return [
+        *screen_parts,
+        Grid(("POLICY", *numbers, *words), rows, frozenset(numbers), spare=("CHOSEN", "CHOSEN TTFT")),
+    ]
 
 
 def _ms(value: float | None) -> str:

@@ -94,13 +94,13 @@ def not_used(publishers: Sequence[Publisher], tenant: str, model: str) -> dict[s
         if (publisher.tenant_id, publisher.model_name) == (tenant, model) and is_target(publisher):
             status = publisher.status if publisher.status in UNUSABLE else ""
             words.setdefault(publisher.instance_id, []).append(status or drain_of(publisher))
-    found = {}
+    reasons = {}
     for name, of_ranks in words.items():
         unused = [word for word in of_ranks if word]
         if unused:
             part = "" if len(unused) == len(of_ranks) else f" ({len(unused)} of {len(of_ranks)} ranks)"
-            found[name] = ", ".join(dict.fromkeys(unused)) + part
-    return found
+            reasons[name] = ", ".join(dict.fromkeys(unused)) + part
+    return reasons
 
 
 def marks(service: RemoteService, tenant: str, model: str) -> dict[str, str]:

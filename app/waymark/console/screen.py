@@ -99,7 +99,7 @@ class Screen:
         self.console.file.flush()
 
     def _rich(self, parts: Sequence[ScreenPart]) -> Group:
-        return Group(*(each for part in parts for each in _drawn(part, self.width)))
+        return Group(*(drawing for part in parts for drawing in _drawn(part, self.width)))
 
     async def watch(self, seconds: float, draw: Callable[[], Awaitable[Sequence[ScreenPart]]]) -> None:
         """Draw again every ``seconds``, until cancelled: in place on a terminal, else one below the other."""
@@ -152,8 +152,8 @@ def _with_sentences(grid: Grid, at: int, width: int) -> Iterator[RenderableType]
 
 def _name(grid: Grid, row: tuple[Text, ...]) -> str:
     """Return the name of a row, such as ``vllm-0 rank 1``."""
-    first, *others = [(name, cell.plain) for name, cell in zip(grid.head, row, strict=True) if name in grid.named]
-    return " ".join([first[1], *(f"{name.lower()} {cell}" for name, cell in others)])
+    first, *rest = [(name, cell.plain) for name, cell in zip(grid.head, row, strict=True) if name in grid.named]
+    return " ".join([first[1], *(f"{name.lower()} {cell}" for name, cell in rest)])
 
 
 def _table(grid: Grid, width: int) -> RenderableType:

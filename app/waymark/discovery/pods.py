@@ -160,11 +160,11 @@ class WantedPods:
         async for pod in in_turns(pods):
             if not pod.is_ready:
                 continue
-            known = self._read.get(pod.name)
+            entry = self._read.get(pod.name)
             try:
-                if known is None or known[0] != pod:
-                    known = pod, wanted_of(pod, self._ports)
-                read[pod.name] = known
+                if entry is None or entry[0] != pod:
+                    entry = pod, wanted_of(pod, self._ports)
+                read[pod.name] = entry
             except InvalidValue as error:
                 problems.append(f"pod {pod.name}: {error.sentence}")
         self._read = read

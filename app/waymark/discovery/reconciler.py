@@ -146,13 +146,13 @@ class Reconciler:
     async def _ask_and_register(self, due: Sequence[_KnownEngine], there: _EarlierRegistrations, seconds: float) -> int:
         """Return how many engines had no turn within the time of a round, ``seconds``."""
         deadline = monotonic() + seconds
-        turns, ready, has_come, left = iter(due), deque[_Ready](), asyncio.Event(), 0
+        turns, ready, has_come, unasked = iter(due), deque[_Ready](), asyncio.Event(), 0
 
         async def ask() -> None:
-            nonlocal left
+            nonlocal unasked
             for known_engine in turns:
                 if known_engine.wanted.url is not None and monotonic() >= deadline:
-                    left += 1  # the others come first in the next round
+                    unasked += 1  # the others come first in the next round
                     continue
                 await self._ask(known_engine, there, ready)
                 has_come.set()
@@ -171,7 +171,7 @@ class Reconciler:
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-        return left
+        return unasked
 
     async def _ask(self, known_engine: _KnownEngine, there: _EarlierRegistrations, ready: deque[_Ready]) -> None:
         """Append the registrations of an engine to ``ready``, if it has any now."""

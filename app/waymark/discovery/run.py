@@ -214,10 +214,10 @@ class EngineDiscovery:
         not_asked = groups - await valuations.asked.read()
         if not_asked:
             await valuations.asked.add(not_asked)
-        found = await valuations.read(sorted(groups))
+        costs = await valuations.read(sorted(groups))
         tokens: dict[str, int] = {}
         for group_id, pod, instance_id in engines:
-            worth = found[group_id].worths.get(instance_id) if group_id in found else None
+            worth = costs[group_id].worths.get(instance_id) if group_id in costs else None
             if worth is not None:
                 tokens[pod] = tokens.get(pod, 0) + worth.only_used
         return {pod: f"{min(float(f'{count:.1e}'), _COST_MAX):.0f}" for pod, count in tokens.items()}

@@ -128,33 +128,33 @@ class HeldBlocks:
     def begin(self, holder: int, dp_rank: int) -> None:
         """Begin to remember a holder."""
         if holder not in self._held:
-            known = new_known(self._places, has_keys=True)
-            copies = HolderCopies(known, notes_left=not self._is_of_snapshot)
-            self._held[holder] = _HolderBlocks(dp_rank, known, copies)
+            table = new_known(self._places, has_keys=True)
+            copies = HolderCopies(table, notes_left=not self._is_of_snapshot)
+            self._held[holder] = _HolderBlocks(dp_rank, table, copies)
             self._ranks.setdefault(dp_rank, []).append(holder)
             if dp_rank not in self._gone:
                 self._gone[dp_rank] = GoneHashes(self._places)
 
     def end(self, holder: int) -> None:
         """Forget a holder; with the last one of its rank, forget the rank's gone hashes too. Call ``release`` then."""
-        held = self._held.pop(holder, None)
-        if held is None:
+        blocks = self._held.pop(holder, None)
+        if blocks is None:
             return
-        self._ended.append(held)
-        self.blocks -= held.blocks
-        self._ranks[held.dp_rank].remove(holder)
-        if not self._ranks[held.dp_rank]:
-            del self._ranks[held.dp_rank], self._gone[held.dp_rank]
+        self._ended.append(blocks)
+        self.blocks -= blocks.blocks
+        self._ranks[blocks.dp_rank].remove(holder)
+        if not self._ranks[blocks.dp_rank]:
+            del self._ranks[blocks.dp_rank], self._gone[blocks.dp_rank]
 
     def release(self) -> Slices[None]:
         """Free the tables of the ended holders: all of a large one at once would hold up other streams."""
         while self._ended:
-            held = self._ended.pop()
-            while held.copies.several:
-                for _ in range(min(SLICE_WORK, len(held.copies.several))):
-                    held.copies.several.popitem()
+            blocks = self._ended.pop()
+            while blocks.copies.several:
+                for _ in range(min(SLICE_WORK, len(blocks.copies.several))):
+                    blocks.copies.several.popitem()
                 yield
-            while held.known.release():
+            while blocks.known.release():
                 yield
 
     def blocks_of(self, holder: int) -> int:
@@ -168,15 +168,15 @@ class HeldBlocks:
 
     def find(self, holder: int, engine_hash: int) -> Spot | None:
         """Find the block of a hash on this holder, else on another medium of its rank, else among the gone ones."""
-        held = self._held[holder]
-        spot = held.known.get(engine_hash)
+        blocks = self._held[holder]
+        spot = blocks.known.get(engine_hash)
         if spot is not None:
             return spot
-        for other in self._ranks[held.dp_rank]:
-            spot = self._held[other].known.get(engine_hash)
+        for neighbour in self._ranks[blocks.dp_rank]:
+            spot = self._held[neighbour].known.get(engine_hash)
             if spot is not None:
                 return spot
-        return self._gone[held.dp_rank].get(engine_hash)
+        return self._gone[blocks.dp_rank].get(engine_hash)
 
     def held(self, holder: int, engine_hash: int) -> Spot | None:
         """Return the block that the holder has under this hash."""
@@ -196,7 +196,7 @@ class HeldBlocks:
 
     def gone_blocks(self, holder: int, hashes: Sequence[int]) -> list[int | None]:
         """Return the seq_hashes of the blocks that have left under these hashes; None for a hash without one."""
-        spots = [self.gone(holder, each) for each in hashes]
+        spots = [self.gone(holder, engine_hash) for engine_hash in hashes]
         return [None if spot is None else spot.seq_hash for spot in spots]
 
     # ---- changes -----------------------------------------------------------------------------------
@@ -211,10 +211,10 @@ class HeldBlocks:
         hashes: Sequence[int],
     ) -> None:
         """Store blocks that are new to the holder, all at one place."""
-        held = self._held[holder]
-        held.known.store(place, namespace, keys, depths, hashes)
+        blocks = self._held[holder]
+        blocks.known.store(place, namespace, keys, depths, hashes)
         self.blocks += len(keys)
-        self._gone[held.dp_rank].discard(hashes)
+        self._gone[blocks.dp_rank].discard(hashes)
 
     def extend(
         self,
@@ -228,8 +228,8 @@ class HeldBlocks:
         piece_blocks: int,
     ) -> list[NewBlocks] | None:
         """Hash and store the blocks of a plain store, which has a token for each place in them; see ``KnownBlocks``."""
-        held = self._held[holder]
-        pieces = held.known.extend(
+        blocks = self._held[holder]
+        pieces = blocks.known.extend(
             parent,
             engine_hashes,
             tokens,
@@ -238,7 +238,7 @@ class HeldBlocks:
             namespace,
             self.full.places,
             piece_blocks,
-            self._gone[held.dp_rank].sets,
+            self._gone[blocks.dp_rank].sets,
         )
         if pieces:
             _, slots, _, start, _ = pieces[-1]
@@ -247,8 +247,8 @@ class HeldBlocks:
 
     def take(self, holder: int, engine_hashes: Sequence[int]) -> list[TakenBlocks] | None:
         """Remove the blocks of a plain removal; see ``KnownBlocks``."""
-        held = self._held[holder]
-        groups = held.known.take(engine_hashes, self._gone[held.dp_rank].sets, held.copies.several)
+        blocks = self._held[holder]
+        groups = blocks.known.take(engine_hashes, self._gone[blocks.dp_rank].sets, blocks.copies.several)
         if groups is not None:
             self.blocks -= len(engine_hashes)
         return groups
@@ -268,8 +268,8 @@ class HeldBlocks:
         may_remove: bool,
     ) -> EventRun | None:
         """Store and remove the blocks of plain events, one after the other; see ``KnownBlocks``."""
-        held = self._held[holder]
-        found = held.known.run(
+        blocks = self._held[holder]
+        result = blocks.known.run(
             events.loop,
             at,
             position,
@@ -280,14 +280,14 @@ class HeldBlocks:
             namespace,
             self.full.places,
             piece_blocks,
-            self._gone[held.dp_rank].sets,
-            held.copies.several,
+            self._gone[blocks.dp_rank].sets,
+            blocks.copies.several,
             may_store,
             may_remove,
         )
-        if found is None:
+        if result is None:
             return None
-        ran = EventRun(*found)
+        ran = EventRun(*result)
         self.blocks += ran.stored - ran.removed
         return ran
 
@@ -298,107 +298,107 @@ class HeldBlocks:
 
         ``copies_left`` is the engine's own count of the remaining copies, if it gives one.
         """
-        held = self._held[holder]
-        spot = held.known.get(engine_hash)
+        blocks = self._held[holder]
+        spot = blocks.known.get(engine_hash)
         if spot is None:
             return None
-        several = held.copies.several.get(spot.key)
-        left = held.copies.take(spot.key, copies_left, counts=counts)
-        if left is not None:
-            return RemovedCopy(spot, left.text, True, left.hashes[0])
-        gone = self._gone[held.dp_rank]
+        several = blocks.copies.several.get(spot.key)
+        copies = blocks.copies.take(spot.key, copies_left, counts=counts)
+        if copies is not None:
+            return RemovedCopy(spot, copies.text, True, copies.hashes[0])
+        gone_hashes = self._gone[blocks.dp_rank]
         hashes = [engine_hash] if several is None else several.hashes
         for each in hashes:
-            held.known.pop(each)
-            gone.add(each, spot)
-        held.copies.several.pop(spot.key, None)
+            blocks.known.pop(each)
+            gone_hashes.add(each, spot)
+        blocks.copies.several.pop(spot.key, None)
         self.blocks -= 1
         text = UNCHANGED if several is None or several.text == NO_COPIES else NO_COPIES
         return RemovedCopy(spot, text, False, hashes[0])
 
     def leave(self, holder: int, engine_hash: int, *, counts: bool) -> RemovedCopy:
         """Detach a hash that is about to name another block; its former block stays only if it has another hash."""
-        held = self._held[holder]
-        spot = held.known.pop(engine_hash)
+        blocks = self._held[holder]
+        spot = blocks.known.pop(engine_hash)
         assert spot is not None
-        several = held.copies.several.get(spot.key)
+        several = blocks.copies.several.get(spot.key)
         if several is None or len(several.hashes) == 1:
-            held.copies.several.pop(spot.key, None)
+            blocks.copies.several.pop(spot.key, None)
             self.blocks -= 1
             return RemovedCopy(spot, UNCHANGED if several is None else NO_COPIES, False, engine_hash)
         several.hashes.remove(engine_hash)
         several.copies = max(1, several.copies - counts)
-        held.known.lead(several.hashes[0])
+        blocks.known.lead(several.hashes[0])
         text = several.text
         if text == NO_COPIES:
-            del held.copies.several[spot.key]
+            del blocks.copies.several[spot.key]
         return RemovedCopy(spot, text, True, several.hashes[0])
 
     def take_contradictions(self) -> int:
         """Return the number of blocks found since the last call whose copies were miscounted."""
-        found = 0
-        for held in self._held.values():
-            found += held.copies.contradictions
-            held.copies.contradictions = 0
-        return found
+        count = 0
+        for blocks in self._held.values():
+            count += blocks.copies.contradictions
+            blocks.copies.contradictions = 0
+        return count
 
     @property
     def removes_once(self) -> bool:
         """Whether the events show that the engine removes a block once, after its last copy."""
-        copies = [held.copies for held in self._held.values()]
+        copies = [blocks.copies for blocks in self._held.values()]
         return sum(copy.restored for copy in copies) >= RESTORED_MAX and not any(
             copy.are_removed_each for copy in copies
         )
 
     def mark_gone(self, holder: int, engine_hash: int, spot: Spot) -> None:
         """Remember a hash whose block was stored and removed elsewhere or earlier: a child may name it."""
-        gone = self._gone[self._held[holder].dp_rank]
-        if gone.get(engine_hash) != spot:
-            gone.discard((engine_hash,))
-            gone.add(engine_hash, spot)
+        hashes = self._gone[self._held[holder].dp_rank]
+        if hashes.get(engine_hash) != spot:
+            hashes.discard((engine_hash,))
+            hashes.add(engine_hash, spot)
 
     def move(self, holder: int, key: int, place: Place, *, is_single: bool) -> None:
         """Note the new place of a block, if the holder has it as a single, or in a row, as ``is_single`` says."""
-        held = self._held.get(holder)
-        spot = None if held is None else held.known.get_block(key)
-        if held is None or spot is None or spot.place.is_single != is_single:
+        blocks = self._held.get(holder)
+        spot = None if blocks is None else blocks.known.get_block(key)
+        if blocks is None or spot is None or spot.place.is_single != is_single:
             return
-        first = held.known.first(key)
+        first = blocks.known.first(key)
         assert first is not None
-        several = held.copies.several.get(key)
-        for each in [first] if several is None else several.hashes:
-            held.known.move(each, place)
+        several = blocks.copies.several.get(key)
+        for engine_hash in [first] if several is None else several.hashes:
+            blocks.known.move(engine_hash, place)
 
     def end_snapshot(self) -> None:
         """Note the end of the snapshot: blocks that leave from now on may be forgotten."""
         self._is_of_snapshot = False
-        for held in self._held.values():
-            held.copies.notes_left = True
+        for blocks in self._held.values():
+            blocks.copies.notes_left = True
 
     # ---- bounds ------------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
         """Whether too many gone hashes are remembered."""
-        return not self._is_of_snapshot and any(gone.is_over(self._gone_max) for gone in self._gone.values())
+        return not self._is_of_snapshot and any(hashes.is_over(self._gone_max) for hashes in self._gone.values())
 
     def trim(self) -> Slices[None]:
         """Forget the oldest gone hashes if there are too many. Between folds only."""
-        for gone in self._gone.values():
-            if gone.is_over(self._gone_max):
-                gone.trim()
+        for hashes in self._gone.values():
+            if hashes.is_over(self._gone_max):
+                hashes.trim()
                 yield
 
     @property
     def bytes(self) -> int:
         """The size of the tables; in Python it is an estimate."""
-        tables = [self._places, *(held.known for held in [*self._held.values(), *self._ended])]
-        several = SEVERAL_BYTES * sum(len(held.copies.several) for held in self._held.values())
-        return several + sum(map(getsizeof, tables)) + sum(gone.bytes for gone in self._gone.values())
+        tables = [self._places, *(blocks.known for blocks in [*self._held.values(), *self._ended])]
+        several = SEVERAL_BYTES * sum(len(blocks.copies.several) for blocks in self._held.values())
+        return several + sum(map(getsizeof, tables)) + sum(hashes.bytes for hashes in self._gone.values())
 
     def __len__(self) -> int:
         """Return the number of hashes, including the gone ones."""
-        return sum(len(held.known) for held in self._held.values()) + sum(map(len, self._gone.values()))
+        return sum(len(blocks.known) for blocks in self._held.values()) + sum(map(len, self._gone.values()))
 
     @property
     def places(self) -> int:

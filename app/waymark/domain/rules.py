@@ -141,8 +141,8 @@ class TokenRule(Rule[Stored, Removed]):
         if self._is_unsalted(event):
             self._place_unsalted(progress, position, waiting, ns, parent)
         else:
-            above = None if parent is None else parent.seq_hash
-            seq_hashes = extend(above, event.tokens, self._block_size, seed=self._seed, extras=event.extras)
+            parent_hash = None if parent is None else parent.seq_hash
+            seq_hashes = extend(parent_hash, event.tokens, self._block_size, seed=self._seed, extras=event.extras)
             hashes = hashes[: len(seq_hashes)]
             if hashes:
                 keys = [seq_hash ^ ns for seq_hash in seq_hashes] if ns else seq_hashes

@@ -163,7 +163,7 @@ class StreamBlocks:
 
     def _inherit(self, name: HolderName, holder: int) -> None:
         """Continue the order of a standard stream in a new generation."""
-        event_ids = [self.event_ids[other] for other in self.holders_of(name) if other in self.event_ids]
+        event_ids = [self.event_ids[holder_id] for holder_id in self.holders_of(name) if holder_id in self.event_ids]
         if event_ids:
             self.event_ids[holder] = max(event_ids)
 

@@ -69,10 +69,10 @@ class RadixIndex:
     @property
     def handler(self) -> Any:
         """The handler for a gRPC server."""
-        both, out = grpc.stream_stream_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        stream, out = grpc.stream_stream_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         methods = {
-            "Subscribe": both(self.subscribe, reader_of(CLASSES["Query"]), CLASSES["Match"].SerializeToString),
-            "Publish": both(self.publish, reader_of(CLASSES["Update"]), CLASSES["PublishAck"].SerializeToString),
+            "Subscribe": stream(self.subscribe, reader_of(CLASSES["Query"]), CLASSES["Match"].SerializeToString),
+            "Publish": stream(self.publish, reader_of(CLASSES["Update"]), CLASSES["PublishAck"].SerializeToString),
             "Pull": out(self.pull, reader_of(CLASSES["PullRequest"]), CLASSES["Update"].SerializeToString),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -154,9 +154,11 @@ class RadixIndex:
         outcome, matches = await self._found(query)
         self._metrics.index_queries.labels(outcome=outcome).inc()
         match = CLASSES["Match"](query_id=query.query_id)
-        for each in matches:
-            score = match.scores.add(holder=each.holder, matched_blocks=each.blocks, event_fed=each.tells_events)
-            score.intervals.add(start=0, end=each.blocks)
+        for holder_match in matches:
+            score = match.scores.add(
+                holder=holder_match.holder, matched_blocks=holder_match.blocks, event_fed=holder_match.tells_events
+            )
+            score.intervals.add(start=0, end=holder_match.blocks)
         return match
 
     async def _found(self, query: Any) -> tuple[str, Sequence[HolderMatch]]:

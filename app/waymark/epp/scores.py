@@ -82,9 +82,9 @@ class PodScores:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no GetPodScoresRequest")
         if not request.model_name:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "model_name is empty; name a registered model")
-        said = InferenceRequest(request.model_name, Form.COMPLETIONS, prompts=(request.prompt,))
+        inference = InferenceRequest(request.model_name, Form.COMPLETIONS, prompts=(request.prompt,))
         try:
-            ranked = await self._selector.score(said, tenant_id=self._tenant_id)
+            ranked = await self._selector.score(inference, tenant_id=self._tenant_id)
         except InvalidValue as exc:
             has_no_source = exc.reason == "no_tokenizer"
             code = grpc.StatusCode.FAILED_PRECONDITION if has_no_source else grpc.StatusCode.INVALID_ARGUMENT
@@ -133,26 +133,28 @@ class PrefixMatches:
         ]
         try:
             async with asyncio.timeout(self._seconds):
-                found, count = await self._prompts.match_engine_hashes(hashes, self._seconds)
+                matches, count = await self._prompts.match_engine_hashes(hashes, self._seconds)
         except TimeoutError:
             self._metrics.prefix_queries.labels(outcome="late").inc()
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"Redis did not answer within {self._seconds:g} s")
         except StoreUnavailable as exc:
             self._metrics.prefix_queries.labels(outcome="unavailable").inc()
             await context.abort(grpc.StatusCode.UNAVAILABLE, exc.sentence)
-        self._metrics.prefix_queries.labels(outcome="match" if found else "empty").inc()
+        self._metrics.prefix_queries.labels(outcome="match" if matches else "empty").inc()
         answer = PREFIX_CLASSES["MatchExternalKvPrefixResponse"](blocks_read=count)
-        for each in found:
+        for holder_match in matches:
             answer.matches.add(
-                worker_address=each.holder, matched_prefix_blocks=each.blocks, worker_id=each.instance_id
+                worker_address=holder_match.holder,
+                matched_prefix_blocks=holder_match.blocks,
+                worker_id=holder_match.instance_id,
             )
-        answer.best_prefix_blocks = max((each.blocks for each in found), default=0)
+        answer.best_prefix_blocks = max((holder_match.blocks for holder_match in matches), default=0)
         return answer
 
 
 def _score(candidate: Candidate, block_size: int) -> float:
-    below = candidate.host + candidate.disk + candidate.shared
-    return (candidate.device + _BELOW_DEVICE * below) / block_size
+    lower = candidate.host + candidate.disk + candidate.shared
+    return (candidate.device + _BELOW_DEVICE * lower) / block_size
 
 
 def _names(candidate: Candidate) -> set[str]:

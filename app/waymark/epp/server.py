@@ -209,12 +209,14 @@ def _credentials(options: EppOptions) -> Any:
 def _bound(server: Any, host: str, port: int, credentials: Any, variable: str) -> int:
     place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        found = server.add_insecure_port(place) if credentials is None else server.add_secure_port(place, credentials)
+        bound_port = (
+            server.add_insecure_port(place) if credentials is None else server.add_secure_port(place, credentials)
+        )
     except RuntimeError:
-        found = 0
-    if not found:
+        bound_port = 0
+    if not bound_port:
         raise SettingsError(f"{variable}: cannot listen on {place}; is another process there?")
-    return int(found)
+    return int(bound_port)
 
 
 # ``grpc.health.v1``: whether a picker lives, and whether it takes requests.

@@ -108,8 +108,8 @@ class Gateway:
             await self._others(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        given = headers.get(_HEADER, b"")
-        request_id = given.decode() if _IS_SANE(given) else secrets.token_hex(8)
+        header = headers.get(_HEADER, b"")
+        request_id = header.decode() if _IS_SANE(header) else secrets.token_hex(8)
         scope["request_id"] = request_id
         answer = _AnswerSender(send, request_id, self._origins.headers(headers))
         began = perf_counter()

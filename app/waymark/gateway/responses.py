@@ -288,8 +288,8 @@ class Responses:
         if previous is None:
             return None
         entry = await self._entry(client, previous, _PREVIOUS)
-        given = {name: value for name, value in request.items() if name != _PREVIOUS}
-        return given | {"input": entry["items"] + _items(request.get("input"))}
+        fields = {name: value for name, value in request.items() if name != _PREVIOUS}
+        return fields | {"input": entry["items"] + _items(request.get("input"))}
 
     def recorder(
         self, client: GatewayCaller, send: Any, client_request: Mapping[str, Any], engine_request: Mapping[str, Any]
@@ -318,8 +318,8 @@ class Responses:
     async def last_event(self, client: GatewayCaller, response_id: str, query: bytes = b"") -> bytes:
         """Return the event with which a response ended, for a client that asks for its events. Raise as ``find``."""
         response = (await self._entry(client, response_id))["response"]
-        after = dict(parse_qsl(query.decode("latin-1"))).get("starting_after", "")
-        number = int(after) + 1 if after.isdecimal() and len(after) < _NUMBER_DIGITS_MAX else 0
+        position = dict(parse_qsl(query.decode("latin-1"))).get("starting_after", "")
+        number = int(position) + 1 if position.isdecimal() and len(position) < _NUMBER_DIGITS_MAX else 0
         name = f"response.{response['status']}"
         fields = {"type": name, "sequence_number": number, "response": response}
         return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(fields))

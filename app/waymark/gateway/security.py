@@ -86,8 +86,8 @@ class ApiKeys:
             return GatewayCaller(tenant_id=tenant or DEFAULT_TENANT)
         digest = sha256(_key_of(headers)).hexdigest()
         match = None
-        for known, client in (*self._own, *(() if self._file is None else self._file.entries)):
-            if hmac.compare_digest(known, digest):
+        for key, client in (*self._own, *(() if self._file is None else self._file.entries)):
+            if hmac.compare_digest(key, digest):
                 match = client
         if match is None:
             raise RequestRejected(

@@ -42,11 +42,11 @@ class Complaints:
         self._at: defaultdict[str, list[PublisherState]] = defaultdict(list)
         self._without_topic: defaultdict[str, list[PublisherState]] = defaultdict(list)
         for state in states:
-            of = state.registration
-            if of.endpoint is not None and not of.kind.traits.is_opaque:
-                self._at[of.endpoint].append(state)
-                if of.topic is None:
-                    self._without_topic[of.endpoint].append(state)
+            registration = state.registration
+            if registration.endpoint is not None and not registration.kind.traits.is_opaque:
+                self._at[registration.endpoint].append(state)
+                if registration.topic is None:
+                    self._without_topic[registration.endpoint].append(state)
 
     def is_orphan(self, state: PublisherState) -> bool:
         """Return whether the stream has a socket, but is not assigned to any live worker."""
@@ -69,11 +69,18 @@ class Complaints:
         is_whole = state.registration.topic is None  # then it has the events of every topic
         sharing = (self._at if is_whole else self._without_topic).get(endpoint, ())
         # With a wrong address a thousand engines may have the same one, so that only the first few are looked at.
-        others = [other.registration for other in sharing[: _NAMES_MAX + 1] if other.registration.name != own]
-        if not others:
+        registrations = [
+            state_of_other.registration
+            for state_of_other in sharing[: _NAMES_MAX + 1]
+            if state_of_other.registration.name != own
+        ]
+        if not registrations:
             return ""
         count = len(sharing) - (is_whole and not state.registration.kind.traits.is_opaque)
-        names = [f"{shown(other.instance_id)} rank {other.dp_rank}" for other in others[:_NAMES_MAX]]
+        names = [
+            f"{shown(state_of_other.instance_id)} rank {state_of_other.dp_rank}"
+            for state_of_other in registrations[:_NAMES_MAX]
+        ]
         more = f" and {count - _NAMES_MAX} more" if count > _NAMES_MAX else ""
         return (
             f"its endpoint {state.registration.endpoint} is also that of {', '.join(names)}{more}: "
@@ -96,8 +103,8 @@ def complaint(state: PublisherState) -> str:
     endpoint = state.registration.endpoint
     if state.status is StreamStatus.LOST:
         reason = f". The last attempt: {state.last_error}" if state.last_error else ""
-        lost = f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
-        return f"{lost}{reason}"
+        silence = f"no connection to {endpoint} for longer than WAYMARK_PUBLISHER_TIMEOUT: its blocks are not counted"
+        return f"{silence}{reason}"
     if state.status in (StreamStatus.STARTING, StreamStatus.UNREACHABLE) and endpoint is not None:
         return f"no connection to {endpoint}{': ' + state.last_error if state.last_error else ''}"
     if state.last_error:

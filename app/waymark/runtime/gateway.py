@@ -50,17 +50,17 @@ class GatewayRole:
         self._watch = IngestWatch(store.heartbeats)
         gate = StartupGate(store.directory, settings.min_initial_workers, self._watch)
         admin = GatewayAdmin(gate, None if cache is None else cache.operated)
-        others: AsgiApplication
+        admin_app: AsgiApplication
         if settings.redis_url == "memory://":  # no other process can serve the index of a trial
-            others = create_app(store, settings, metrics, tokenizers, asker, stopping, admin)
+            admin_app = create_app(store, settings, metrics, tokenizers, asker, stopping, admin)
         else:
-            others = create_gateway_admin(store, settings, metrics, admin)
+            admin_app = create_gateway_admin(store, settings, metrics, admin)
         responses = Responses.of(settings, metrics, store, self._archive)
         self._engines = _given_engines(store, settings, asker)
         waiting = self._engines.waiting
         selector = Selector(store, SelectionOptions.of(settings), metrics, pools=AskedPools(asker, metrics))
         requests = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
-        self.app = Gateway(store, settings, metrics, selector, requests, others, cache, responses, waiting)
+        self.app = Gateway(store, settings, metrics, selector, requests, admin_app, cache, responses, waiting)
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         """Return the tasks that run until the process ends."""

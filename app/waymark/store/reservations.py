@@ -89,16 +89,16 @@ def parse_reservations(text: str, field: str = "reservation") -> list[Reservatio
     """Return one reservation, or those of several stages joined by commas. Raise ``InvalidValue`` for any other
     text.
     """
-    found: list[Reservation] = []
+    parsed: list[Reservation] = []
     for part in text.split(","):
         match = _TEXT.fullmatch(part)
-        if match is None or len(found) == CANDIDATES_MAX:
+        if match is None or len(parsed) == CANDIDATES_MAX:
             raise InvalidValue(f"{field} is not a reservation; send the text that /select returned", field=field)
         group_id, publisher, tokens, context = (int(number) for number in match.groups()[:4])
         waited = None if match[6] is None else int(match[6])
         source = None if match[8] is None else int(match[8])
-        found.append(Reservation(group_id, publisher, tokens, context, match[5], waited, match[7] or "", source))
-    return found
+        parsed.append(Reservation(group_id, publisher, tokens, context, match[5], waited, match[7] or "", source))
+    return parsed
 
 
 class Load(NamedTuple):
@@ -202,7 +202,10 @@ class Pulls(NamedTuple):
         if not self.sources:
             return "0"
         return " ".join(
-            [str(len(self.sources)), *("".join(f"{at + 1}," for at in choice) or "-" for choice in self.choices)]
+            [
+                str(len(self.sources)),
+                *("".join(f"{source + 1}," for source in choice) or "-" for choice in self.choices),
+            ]
         )
 
     def at(self, index: int) -> int | None:
@@ -254,13 +257,13 @@ class Reserved(NamedTuple):
 
 def _possible(group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str) -> list[Reservation]:
     """Return the reservations that an unanswered call may have made, whichever target it is for."""
-    made = [
+    reservations = [
         Reservation(group_id, offer.publisher, offer.new, terms.context, nonce, promise=terms.promise(index))
         for index, offer in enumerate(offers)
     ]
     if terms.pulls is not None:
-        made += [made[0]._replace(source=source) for source in terms.pulls.sources]
-    return made
+        reservations += [reservations[0]._replace(source=source) for source in terms.pulls.sources]
+    return reservations
 
 
 @lru_cache(1024)
@@ -361,8 +364,8 @@ class Reservations:
             self._begin(self._take_back(made, milliseconds))
 
     async def _take_back(self, made: Sequence[Reservation], milliseconds: int) -> None:
-        until = time.monotonic() + milliseconds / 1000
-        while time.monotonic() < until:
+        deadline = time.monotonic() + milliseconds / 1000
+        while time.monotonic() < deadline:
             try:
                 await self.release(made, ReservationPart.OK)
                 return
@@ -397,10 +400,10 @@ class Reservations:
             timed = next((each for each in reservations if each.waited is not None), None)
         promised = [each for each in reservations if each.promise] if usage is not NO_USAGE else []
         # Several requests have one usage together, and nobody knows the share of each.
-        told = promised[0] if len(promised) == 1 else None
+        promise = promised[0] if len(promised) == 1 else None
 
         async def one(reservation: Reservation) -> bool:
-            cached, prompt, completion = usage if reservation is told else NO_USAGE
+            cached, prompt, completion = usage if reservation is promise else NO_USAGE
             outcome = await self._scripts.release(
                 load=keys.load(reservation.group_id),
                 changes=keys.load_changes(reservation.group_id),
@@ -427,7 +430,7 @@ class Reservations:
                 tokens, requests, in_context, drift = outcome.numbers
                 if saw is not None:
                     saw(reservation.group_id, reservation.publisher, tokens, requests, in_context)
-            is_booked = reservation is told and cached is not None and part is ReservationPart.OK
+            is_booked = reservation is promise and cached is not None and part is ReservationPart.OK
             if booked is not None and is_booked and outcome.is_applied:
                 booked(reservation, None if drift < 0 else drift / 1000)
             return outcome.is_applied
@@ -465,8 +468,8 @@ class Reservations:
 
     async def loads(self, group_id: int) -> dict[int, Load]:
         """Return the load of every target by publisher id; a target that never got a request is absent."""
-        found = await self.values(group_id)
-        return {int(publisher): Load.parse(value) for publisher, value in found.items() if publisher.isdigit()}
+        values = await self.values(group_id)
+        return {int(publisher): Load.parse(value) for publisher, value in values.items() if publisher.isdigit()}
 
     async def values(self, group_id: int) -> dict[bytes, bytes]:
         """Return the load of every target as the bytes in Redis, by publisher id, and the health of the failed ones."""

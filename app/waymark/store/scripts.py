@@ -484,7 +484,7 @@ class Scripts:
     ) -> tuple[int, dict[str, int]]:
         """Return how many blocks were looked at, and how many each holder has."""
         _, count, matches = await self._call("match_placements", locals())
-        return count, {lenient_text(each): blocks for each, blocks in zip(matches[::2], matches[1::2], strict=True)}
+        return count, {lenient_text(match): blocks for match, blocks in zip(matches[::2], matches[1::2], strict=True)}
 
     async def drop_placements(self, *, placements: str, placement: Sequence[str], before: Arg) -> Outcome:
         return await self._run("drop_placements", locals())
@@ -576,5 +576,5 @@ class Scripts:
         return await self._run("hold_discovery", locals())
 
     async def name_birth(self, *, incarnation: str, nonce: str) -> str:
-        _, found = await self._call("name_birth", locals())
-        return lenient_text(found)
+        _, nonce_found = await self._call("name_birth", locals())
+        return lenient_text(nonce_found)

@@ -220,18 +220,18 @@ def sample(entries: int, rows_max: int) -> tuple[str, float]:
     return f"{zeros}[{_DIGITS[:digits]}]*", digits / 16 ** (len(zeros) + 1)
 
 
-def _encoded(found: Valuation) -> bytes:
+def _encoded(valuation: Valuation) -> bytes:
     return orjson.dumps(
         {
             "format": FORMAT,
-            "ended": found.ended,
-            "seconds": found.seconds,
-            "share": found.share,
-            "decisions": found.decisions,
-            "worths": {name: list(worth) for name, worth in found.worths.items()},
+            "ended": valuation.ended,
+            "seconds": valuation.seconds,
+            "share": valuation.share,
+            "decisions": valuation.decisions,
+            "worths": {name: list(worth) for name, worth in valuation.worths.items()},
             "prefixes": [
                 [prefix.before, prefix.block_size, prefix.uses, "".join(f"{key:016x}" for key in prefix.keys)]
-                for prefix in found.prefixes
+                for prefix in valuation.prefixes
             ],
         }
     )
@@ -244,8 +244,8 @@ def _decoded(value: bytes) -> Valuation | None:
         if fields["format"] != FORMAT:
             return None
         prefixes = [
-            PrefixUse(before, size, uses, tuple(int(text[start : start + 16], 16) for start in range(0, len(text), 16)))
-            for before, size, uses, text in fields["prefixes"]
+            PrefixUse(tokens, size, uses, tuple(int(text[start : start + 16], 16) for start in range(0, len(text), 16)))
+            for tokens, size, uses, text in fields["prefixes"]
         ]
         worths = {name: CacheWorth(*map(int, sums)) for name, sums in fields["worths"].items()}
         return Valuation(
