@@ -133,3 +133,16 @@ def test_keys_and_arguments_are_only_ever_unpacked_in_pieces() -> None:
     for path in FILES:
         for arguments in re.findall(r"unpack\((KEYS|ARGV)([^)]*)\)", code(path)):
             assert arguments[1].count(",") == 2, f"{path.name}: {arguments}"
+
+
+def test_only_the_wrappers_put_the_words_of_a_script_in_order() -> None:
+    """Everybody else calls a wrapper, by keyword."""
+    app = LUA_DIR.parent / "app" / "waymark"
+    ordered = re.compile(r"\bSCRIPTS\[|client\.run\(")
+    assert ordered.search('await self._client.run("beat", [workers], [worker])')
+    found = {
+        path.relative_to(app).as_posix()
+        for path in app.rglob("*.py")
+        if ordered.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == {"store/redis/client.py", "store/scripts.py"}
