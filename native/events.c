@@ -212,6 +212,26 @@ int stay_together(Events *events)
     return events->count > 0;
 }
 
+/* The first event of a kind; NULL where there is none. */
+static const PlainEvent *first_of(const Events *events, uint8_t kind)
+{
+    for (size_t i = 0; i < events->count; i++)
+        if (events->events[i].kind == kind)
+            return &events->events[i];
+    return NULL;
+}
+
+int are_of_one_kind(const Events *events, const Events *more)
+{
+    int is_alike = 1;
+    for (uint8_t kind = STORE; is_alike == 1 && kind <= REMOVAL; kind++) {
+        const PlainEvent *first = first_of(events, kind), *other = first_of(more, kind);
+        if (other != NULL)
+            is_alike = first == NULL ? 0 : are_alike(first, other);
+    }
+    return is_alike;
+}
+
 /* ---- the type ------------------------------------------------------------------------------------ */
 
 /* len(events) */

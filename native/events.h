@@ -58,6 +58,10 @@ static inline void drop_event(PlainEvent *event)
 /* A list of all events, each as an object. */
 PyObject *list_events(const Events *events);
 
+/* Whether the events of two batches that each stay together are alike: all that those of `more` say besides their
+ * blocks, those of `events` say, too. -1 with an exception. */
+int are_of_one_kind(const Events *events, const Events *more);
+
 /* Whether all events are stores that are alike, each with the tokens of its blocks, and removals that are alike: the
  * block size of the stores is then that of the events. -1 with an exception. */
 int stay_together(Events *events);

@@ -7,6 +7,9 @@
 /* The last position of a hash: that of its block in a part is STEP times as high, and 1 more. */
 #define HASH_POSITION_MAX ((POSITION_MAX - 1) / STEP)
 
+/* The position of the first hash of a batch that follows. */
+enum { FIRST_POSITION = 1 };
+
 /* What all events of a run share, and memory for one of them. */
 typedef struct {
     const Events *events;
@@ -153,20 +156,68 @@ static int run_events(KnownBlocks *known, Run *run, size_t *at, int64_t *positio
     return 1;
 }
 
+/* The next of the batches `following`, a list of (seq, events), if its events are of the kind of `events`: 1, and the run
+ * is at its beginning. 0 where there is none or it is of another kind, -1 with an exception. */
+static int begin_next(Run *run, const Events *events, PyObject *following, Py_ssize_t next)
+{
+    if (next == PyList_Size(following))
+        return 0;
+    PyObject *pair = PyList_GetItem(following, next);
+    if (!PyTuple_Check(pair) || PyTuple_Size(pair) != 2) {
+        PyErr_Format(PyExc_TypeError, "what follows is a list of seqs with events");
+        return -1;
+    }
+    const Events *more = as_events(PyTuple_GetItem(pair, 1));
+    const uint64_t seq = more == NULL ? 0 : PyLong_AsUnsignedLongLong(PyTuple_GetItem(pair, 0));
+    if (PyErr_Occurred())
+        return -1;
+    const int is_of_kind = are_of_one_kind(events, more);
+    if (is_of_kind == 1) {
+        run->events = more;
+        run->parts->seq = seq;
+    }
+    return is_of_kind;
+}
+
+/* The events of a batch from *at on, and then those of the batches that follow: as run_events. In *begun how many of
+ * these have begun; *at and *position are of the last of them. 0 with an exception. */
+static int run_batches(KnownBlocks *known, Run *run, size_t *at, int64_t *position, size_t hashes_max,
+                       PyObject *following, Py_ssize_t *begun)
+{
+    const Events *events = run->events;
+    for (;;) {
+        const Py_ssize_t before = run->stored + run->removed;
+        if (!run_events(known, run, at, position, hashes_max))
+            return 0;
+        const size_t hashes = (size_t)(run->stored + run->removed - before);
+        if (*at < run->events->count || hashes >= hashes_max)
+            return 1;
+        hashes_max -= hashes;
+        const int is_next = begin_next(run, events, following, *begun);
+        if (is_next != 1)
+            return is_next == 0;
+        ++*begun;
+        *at = 0;
+        *position = FIRST_POSITION;
+    }
+}
+
 /* run(events: Events, at: int, position: int, hashes_max: int, parts: Parts, holder: int, seed: int, namespace: int,
  *     full: dict[Place, object], piece_blocks: int, gone: tuple[KnownBlocks, ...], several: dict[int, object],
- *     may_store: bool, may_remove: bool)
- *     -> tuple[int, int, int, int, int]
+ *     may_store: bool, may_remove: bool, following: list[tuple[int, Events]])
+ *     -> tuple[int, int, int, int, int, int]
  *
  * What extend and take do with the events from the one with number `at` on: their parts are added to `parts`. Ends
- * before the first event that is not plain, and after `hashes_max` hashes or somewhat more. Returns the number of the
- * next event, its position, how many stores there were, and how many blocks were stored and removed.
+ * before the first event that is not plain, and after `hashes_max` hashes or somewhat more. At the end of the events it
+ * goes on with those of the batches that follow, each with its seq, up to the first of another kind. Returns the number
+ * of the next event, its position, how many stores there were, how many blocks were stored and removed, and how many of
+ * the batches that follow have begun; the number and the position are of the last of these.
  */
 PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     KnownBlocks *known = (KnownBlocks *)self;
     Run run = {0};
-    if (!has_arguments("run", nargs, 14))
+    if (!has_arguments("run", nargs, 15))
         return NULL;
     run.events = as_events(args[0]);
     run.parts = run.events == NULL ? NULL : as_parts(args[4]);
@@ -185,14 +236,15 @@ PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         return PyErr_Format(PyExc_ValueError, "at is %zu, and there are %zu events", at, run.events->count);
     run.full = args[8], run.gone = args[10], run.several = args[11];
     run.may_store = args[12] == Py_True, run.may_remove = args[13] == Py_True;
-    if (piece_blocks < 1 || piece_blocks > PIECE_BLOCKS || !PyDict_Check(run.full) ||
+    if (piece_blocks < 1 || piece_blocks > PIECE_BLOCKS || !PyDict_Check(run.full) || !PyList_Check(args[14]) ||
         !PyDict_Check(run.several) || PyTuple_Size(run.gone) == 0 || !known->has_keys)
-        return PyErr_Format(PyExc_ValueError, "run() takes pieces of up to 32 blocks, two dicts, and a place for what is gone");
+        return PyErr_Format(PyExc_ValueError, "run() takes pieces of up to 32 blocks, two dicts, a list, and a place for what is gone");
     run.piece_blocks = (int)piece_blocks;
     const size_t width = sizeof(uint32_t) * run.events->block_size;
     xxh3_prepare(&run.state, seed, width > 2 * KEY ? width : 2 * KEY);
-    const int is_done = run_events(known, &run, &at, &position, hashes_max);
+    Py_ssize_t begun = 0;
+    const int is_done = run_batches(known, &run, &at, &position, hashes_max, args[14], &begun);
     free_room(&run);
-    return is_done ? Py_BuildValue("nLnnn", (Py_ssize_t)at, (long long)position, run.stores, run.stored, run.removed)
+    return is_done ? Py_BuildValue("nLnnnn", (Py_ssize_t)at, (long long)position, run.stores, run.stored, run.removed, begun)
                    : NULL;
 }

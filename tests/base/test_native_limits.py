@@ -70,8 +70,10 @@ class Tables:
     def take(self, hashes: Sequence[int]) -> Any:
         return self.known.take(hashes, (self.gone,), {})
 
-    def run(self, events: Any, *, at: int = 0, position: int = 1, piece_blocks: int = 32) -> Any:
-        rest: tuple[Any, ...] = ({}, piece_blocks, (self.gone,), {}, True, True)
+    def run(
+        self, events: Any, *, at: int = 0, position: int = 1, piece_blocks: int = 32, following: Sequence[Any] = ()
+    ) -> Any:
+        rest: tuple[Any, ...] = ({}, piece_blocks, (self.gone,), {}, True, True, list(following))
         return self.known.run(events, at, position, 10**6, self.parts, 7, 7, 0, *rest)
 
     def add(self, position: int, copies: bytes = b"") -> Any:
@@ -451,7 +453,23 @@ def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Nat
     def steps(tables: Tables) -> list[tuple[Any, ...]]:
         events, parts, known, beside = read(loops, EVENTS), tables.parts, tables.known, (tables.gone,)
         tables.add(10, b"1")
-        run: tuple[Any, ...] = events, 0, 1, 10**6, parts, 7, 7, 0, {}, 32, beside, {}, True, True
+        run: tuple[Any, ...] = (
+            events,
+            0,
+            1,
+            10**6,
+            parts,
+            7,
+            7,
+            0,
+            {},
+            32,
+            beside,
+            {},
+            True,
+            True,
+            [(2, read(loops, EVENTS))],
+        )
         row = b"78" * 8 + b"0 17:1"
         return [
             (loops.read_batch, payload, 99, Stored, StoredReference, Removed, Cleared(), str, 10, 3),

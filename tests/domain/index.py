@@ -74,10 +74,9 @@ class Index:
             resolver.begin(list(plan.begun), ids)
             for holder in ids:
                 self.copies[holder], self.entries[holder] = Counter(), {}
-        self.parts = []
-        for i, each in enumerate(batches):
-            self._seq += 1
-            self.parts += finish(resolver.resolve(plan, i, self._seq, each))
+        first = self._seq + 1
+        self._seq += len(batches)
+        self.parts = list(finish(resolver.resolve(plan, list(enumerate(batches, first)))))
         for part in self.parts:
             self._apply(part)
         for holder in resolver.holders.values():

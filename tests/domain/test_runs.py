@@ -23,6 +23,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, PlainEvents, Removed, Stored
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Part, PartList, blocks_of, has_singles, joined, new_part_list, packed, stored_of
+from waymark.domain.placing import PlainPlacer
 from waymark.domain.rows import SAME_HASH, Place
 from waymark.domain.slices import finish
 from waymark.engines import Decoder, decoder
@@ -295,7 +296,7 @@ def test_a_long_run_gives_the_loop_back() -> None:
     resolver = stream.index.resolver
     plan = finish(resolver.plan([batch]))
     resolver.begin(list(plan.begun), [1])
-    slices = resolver.resolve(plan, 0, 1, batch)
+    slices = resolver.resolve(plan, [(1, batch)])
     pauses = sum(1 for _ in slices)
     assert pauses >= 2
     assert resolver.memory.blocks > 0
@@ -316,12 +317,110 @@ def test_many_short_runs_give_the_loop_back_together() -> None:
     batches = [decode(msgpack.packb([1.0, events[i : i + 4], 0])) for i in range(0, len(events), 4)]
     resolver = stream.index.resolver
     plan = finish(resolver.plan(batches))
-    pauses = 0
-    for index, batch in enumerate(batches):
-        assert isinstance(batch.events, PlainEvents)
-        pauses += sum(1 for _ in resolver.resolve(plan, index, 100 + index, batch))
+    assert all(isinstance(batch.events, PlainEvents) for batch in batches)
+    pauses = sum(1 for _ in resolver.resolve(plan, list(enumerate(batches, 100))))
     assert resolver.memory.blocks == 0
     assert pauses >= 5
+
+
+# ---- batches of a fold -----------------------------------------------------------------------------------
+
+
+def packed_batch(*events: Any, rank: int = 0) -> bytes:
+    payload: bytes = msgpack.packb([1.0, list(events), rank])
+    return payload
+
+
+def folded(monkeypatch: pytest.MonkeyPatch, *payloads: bytes, **options: Any) -> tuple[list[Part], int]:
+    """Fold payloads behind a store of some chains; return the parts, which are those of Python, and the steps of C."""
+    streams = [Stream(is_native=is_native, is_whole=is_native, **options) for is_native in (True, False)]
+    steps: list[None] = []
+    run = PlainPlacer.run
+
+    def counted(self: PlainPlacer, *arguments: Any, **named: Any) -> Any:
+        steps.append(None)
+        return run(self, *arguments, **named)
+
+    for stream in streams:
+        stream.fold([packed_batch(stored(10, 11), stored(20, 21), stored(30, 31), stored(40, 41))])
+        with monkeypatch.context() as patched:
+            if stream.is_native:
+                patched.setattr(PlainPlacer, "run", counted)
+            stream.fold(payloads)
+    whole, pure = streams
+    assert list(whole.index.parts) == list(pure.index.parts)
+    assert whole.state == pure.state
+    return list(whole.index.parts), len(steps)
+
+
+def stored(*hashes: int, **fields: Any) -> dict[str, Any]:
+    """A store of blocks that no other has."""
+    token_ids = [each for each in hashes for _ in range(BLOCK_SIZE)]
+    return store(list(hashes), fields.pop("parent", None), token_ids=token_ids, **fields)
+
+
+def removed(*hashes: int, **fields: Any) -> dict[str, Any]:
+    return REMOVAL | {"block_hashes": list(hashes)} | fields
+
+
+def test_batches_with_the_same_facts_are_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, steps = folded(monkeypatch, *(packed_batch(removed(each + 1), removed(each)) for each in (10, 20, 30, 40)))
+    assert [(part.seq, part.kind, part.hashes) for part in parts] == [
+        (2, "-", [11, 10]),
+        (3, "-", [21, 20]),
+        (4, "-", [31, 30]),
+        (5, "-", [41, 40]),
+    ]
+    assert steps == 2  # the first batch, and all others
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        packed_batch(removed(20, 21), rank=1),
+        packed_batch(removed(20, 21, medium=None)),
+        packed_batch(removed(20, 21, medium="CPU")),
+        packed_batch(removed(20, 21, group_idx=0)),
+        packed_batch(removed(20, 21, group_idx=1)),
+        packed_batch(stored(50, 51)),
+        packed_batch(removed(20), stored(50)),
+        packed_batch(["AllBlocksCleared"]),
+        packed_batch(["AllBlocksCleared"], rank=1),
+        packed_batch(7),
+    ],
+    ids=range(10),
+)
+def test_a_batch_between_may_have_other_facts(monkeypatch: pytest.MonkeyPatch, middle: bytes) -> None:
+    first, last = packed_batch(removed(11)), packed_batch(removed(31, 30))
+    parts, _ = folded(monkeypatch, first, middle, last, first, last)
+    assert {part.seq for part in parts} <= {2, 3, 4}
+
+
+@pytest.mark.parametrize("unknown", [[99], [20, 99]])
+def test_a_batch_that_is_not_plain_to_its_end_goes_on_by_rule(
+    monkeypatch: pytest.MonkeyPatch, unknown: list[int]
+) -> None:
+    """What the C module has done of it stays done, at the same positions."""
+    middle = packed_batch(removed(21), removed(*unknown), removed(40))
+    parts, _ = folded(
+        monkeypatch, packed_batch(removed(11)), middle, packed_batch(removed(31)), packed_batch(removed(30))
+    )
+    found = [(part.seq, part.first, part.hashes) for part in parts]
+    assert found[0] == (2, 3, [11])
+    assert found[1] == (3, 3, [21]) or found[1] == (3, 3, [21, 20])
+    assert found[-3:] == [(3, 5 + 2 * len(unknown), [40]), (4, 3, [31]), (5, 3, [30])]
+
+
+def test_a_store_that_waits_is_placed_behind_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = packed_batch(stored(61, parent=60))
+    parts, _ = folded(monkeypatch, waiting, *(packed_batch(stored(each)) for each in (70, 60, 80)))
+    assert [(part.seq, part.hashes) for part in parts] == [(3, [70]), (4, [60, 61]), (5, [80])]
+
+
+def test_batches_beyond_the_bound_of_blocks_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = [packed_batch(stored(each)) for each in range(50, 54)]
+    parts, _ = folded(monkeypatch, *stores, blocks_max=10)
+    assert [(part.seq, part.hashes) for part in parts] == [(2, [50]), (3, [51])]
 
 
 # ---- parts -----------------------------------------------------------------------------------------------

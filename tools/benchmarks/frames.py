@@ -20,7 +20,6 @@ from tools.benchmarks.report import aligned
 from waymark.apply.applier import portions_of
 from waymark.domain.engines import EngineKind
 from waymark.domain.moves import Moves
-from waymark.domain.parts import Parts, joined
 from waymark.domain.resolver import Resolver
 from waymark.domain.slices import finish
 from waymark.engines import decoder
@@ -60,9 +59,7 @@ class Stream:
             if plan.begun:
                 resolver.begin(list(plan.begun), [_HOLDER])
             passed(1)
-            parts: Parts = []
-            for i, batch in enumerate(batches):
-                parts = joined(parts, finish(resolver.resolve(plan, i, self._seq + i, batch)))
+            parts = finish(resolver.resolve(plan, list(enumerate(batches, self._seq))))
             self._seq += len(batches)
             passed(2)
             for portion in portions_of(parts, 1):

@@ -55,7 +55,7 @@ def apply(payloads: Sequence[bytes], block_size: int, *, reads_windows: bool) ->
         if plan.begun:
             resolver.begin(list(plan.begun), range(newest + 1, newest + 1 + len(plan.begun)))
             newest += len(plan.begun)
-        parts += len(finish(resolver.resolve(plan, 0, seq, batch)))
+        parts += len(finish(resolver.resolve(plan, [(seq, batch)])))
     return parts
 
 

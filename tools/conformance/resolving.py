@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+from inspect import signature
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
@@ -291,15 +292,12 @@ class Session:
             ids = range(self._newest + 1, self._newest + 1 + len(plan.begun))
             self._newest += len(ids)
             resolver.begin(list(plan.begun), ids)
-        for i, batch in enumerate(batches):
-            if is_noted:
-                self._seq += 1
-                names = [str(resolver.name_of(batch, event)) for event in batch.events[:3]]
-                self._note(names)
-            parts = finish(resolver.resolve(plan, i, self._seq, batch))
-            if is_noted:
-                self._note_parts(parts)
         if is_noted:
+            self._note([str(resolver.name_of(batch, event)) for batch in batches for event in batch.events[:3]])
+        parts = _resolved(resolver, plan, list(enumerate(batches, self._seq + 1)))
+        if is_noted:
+            self._seq += len(batches)
+            self._note_parts(parts)
             self._note_state(resolver)
         else:
             resolver.doubts.clear()
@@ -342,6 +340,13 @@ class Session:
 
     def _note(self, *what: Any) -> None:
         self.digest.update(repr(what).encode())
+
+
+def _resolved(resolver: Any, plan: Any, fold: Sequence[tuple[int, Any]]) -> Sequence[Any]:
+    """Resolve a fold; the resolver of an older tree takes one batch at a time."""
+    if "fold" in signature(resolver.resolve).parameters:
+        return finish(resolver.resolve(plan, fold))
+    return [part for i, (seq, batch) in enumerate(fold) for part in finish(resolver.resolve(plan, i, seq, batch))]
 
 
 def _kind(event: object) -> str:

@@ -40,9 +40,8 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
     at, position, counted = 0, FIRST, [0, 0, 0]
     while at < len(read[1]):
         # A small bound, so that runs end in the middle of a batch.
-        at, position, *more = known.run(
-            *(read[1], at, position, 5, parts, HOLDER, SEED, namespace, {}, piece_blocks, tuple(gone), {}, True, True)
-        )
+        rest: tuple[Any, ...] = HOLDER, SEED, namespace, {}, piece_blocks, tuple(gone), {}, True, True, []
+        at, position, *more, _ = known.run(read[1], at, position, 5, parts, *rest)
         counted = [one + other for one, other in zip(counted, more, strict=True)]
         if not any(more) and at < len(read[1]):
             position += len(read[1][at].engine_hashes)

@@ -22,9 +22,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 from waymark.apply.counts import Counts
 from waymark.apply.pool_hashes import PoolHashes
@@ -35,10 +34,8 @@ from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch
 from waymark.domain.moves import Moves
 from waymark.domain.names import Holder, HolderName, Unit
-from waymark.domain.parts import Commit, Part, Parts, blocks_of, has_singles, joined, packed
-from waymark.domain.plan import Plan
+from waymark.domain.parts import Commit, Part, blocks_of, has_singles, packed
 from waymark.domain.resolver import Resolver
-from waymark.domain.slices import Slices
 from waymark.store.activity import ActivityKind, about
 from waymark.store.entries import GroupEntries
 from waymark.store.hashes import ReportedBlock
@@ -50,8 +47,7 @@ from waymark.store.store import Store
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Incoming:
+class Incoming(NamedTuple):
     """A batch on its way into the index."""
 
     seq: int
@@ -129,7 +125,7 @@ class Applier:
         if plan.begun:
             await self.begin(plan.begun)
         await self.pool_hashes.find(batches)
-        parts = await self.slices.run(self._resolve(plan, fold))
+        parts = await self.slices.run(resolver.resolve(plan, [(incoming.seq, incoming.batch) for incoming in fold]))
         if has_singles(parts):
             await self._keep_singles()
         await self.pool_hashes.keep(parts)
@@ -142,13 +138,6 @@ class Applier:
             await self._apply(portion, moves, None, {})
         await self._apply(last, moves, commit, event_ids)
         self._counts.applied(batches, parts, plan.gaps, time.perf_counter() - began)
-
-    def _resolve(self, plan: Plan, fold: Sequence[Incoming]) -> Slices[Parts]:
-        parts: Parts = []
-        for i, incoming in enumerate(fold):
-            more = yield from self.resolver.resolve(plan, i, incoming.seq, incoming.batch)
-            parts = joined(parts, more)
-        return parts
 
     async def _apply_early(self, parts: Sequence[Part]) -> None:
         """Apply parts that come before the events of the next batch."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from sys import getsizeof
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
 from waymark.domain.events import PlainEvents
@@ -266,6 +266,7 @@ class HeldBlocks:
         piece_blocks: int,
         may_store: bool,
         may_remove: bool,
+        following: list[tuple[int, Any]],
     ) -> EventRun | None:
         """Store and remove the blocks of plain events, one after the other; see ``KnownBlocks``."""
         blocks = self._held[holder]
@@ -284,6 +285,7 @@ class HeldBlocks:
             blocks.copies.several,
             may_store,
             may_remove,
+            following,
         )
         if result is None:
             return None

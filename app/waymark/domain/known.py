@@ -46,6 +46,8 @@ class EventRun(NamedTuple):
     """The number of stored blocks."""
     removed: int
     """The number of removed blocks."""
+    begun: int
+    """The number of batches begun, of those that follow. ``at`` and ``position`` are of the last of them."""
 
 
 TakenBlocks: TypeAlias = tuple[Place, int, bytes, bytes]
@@ -162,10 +164,12 @@ class KnownBlocks(Protocol):
         several: Mapping[int, object],
         may_store: bool,
         may_remove: bool,
+        following: list[tuple[int, Any]],
         /,
-    ) -> tuple[int, int, int, int, int] | None:
+    ) -> tuple[int, int, int, int, int, int] | None:
         """Run ``extend`` and ``take`` over ``events`` from number ``start`` on, and add their parts to ``parts``.
 
         Both are the C module's. Stop before the first event that is not plain or may not be applied, and after about
-        ``hashes_max`` hashes. Return an ``EventRun``, or None as ``extend`` does.
+        ``hashes_max`` hashes. At the end of the events go on with those of the batches that follow, given as seq and
+        events, up to the first that says more than its blocks. Return an ``EventRun``, or None as ``extend`` does.
         """

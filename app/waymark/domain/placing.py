@@ -11,6 +11,7 @@ that does not fit the holder's blocks has no effect; the caller then stores or r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from waymark.domain.events import PlainEvents
 from waymark.domain.held import HeldBlocks, RemovedCopy
@@ -88,10 +89,12 @@ class PlainPlacer:
         namespace: int,
         may_store: bool,
         may_remove: bool,
+        following: list[tuple[int, Any]],
     ) -> EventRun | None:
         """Store and remove the blocks of plain events, from number ``at`` on, and return the progress.
 
-        Return None if that is not possible. See ``KnownBlocks.run``.
+        ``following`` are the seqs and events of the batches after it. Return None if that is not possible. See
+        ``KnownBlocks.run``.
         """
         packed_parts = packed(parts.parts)
         if packed_parts is None or self._applied.marks or self._waves.is_needed:
@@ -107,6 +110,7 @@ class PlainPlacer:
             piece_blocks=self._piece_blocks,
             may_store=may_store,
             may_remove=may_remove,
+            following=following,
         )
 
 

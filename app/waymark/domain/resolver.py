@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from waymark.domain.events import (
     REMOVALS,
@@ -32,15 +32,18 @@ from waymark.domain.events import (
     StoredWindow,
     StoreEvent,
 )
-from waymark.domain.life_facts import EXTRA_KEYS, UNTRUSTED
+from waymark.domain.life_facts import COPIES_LAST, EXTRA_KEYS, UNTRUSTED
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration
-from waymark.domain.parts import STEP, Parts
+from waymark.domain.parts import STEP, Parts, joined
 from waymark.domain.plan import Plan, Planner
 from waymark.domain.rules import BatchProgress, Rules, TokenRule
 from waymark.domain.slices import EVENT_WORK, Slice, Slices
 from waymark.domain.stream_blocks import StreamBlocks
 from waymark.domain.waiting import EARLY_MAX
+
+Fold: TypeAlias = Sequence[tuple[int, Batch]]
+"""Batches that are resolved together, each with its seq."""
 
 
 class PlainRun(NamedTuple):
@@ -120,6 +123,7 @@ class PlainRuns:
                 namespace=plain.namespace,
                 may_store=plain.may_store,
                 may_remove=plain.may_remove and not state.waiting.blocks,
+                following=[],
             )
             if ran is None or ran.at == at:
                 break
@@ -130,6 +134,64 @@ class PlainRuns:
             if work.is_full(EVENT_WORK + ran.stored + ran.removed):
                 yield
         return at
+
+    def go_on(
+        self, plan: Plan, progress: BatchProgress, plain: PlainRun, fold: Fold, index: int, work: Slice
+    ) -> Slices[tuple[int, BatchProgress | None]]:
+        """Resolve the batches from number ``index`` on in which the facts are those of the batch before.
+
+        ``plain`` has resolved that one to its end, and ``progress.parts`` gets the parts. Return the number of the
+        first batch that is not at its end, and how far it is, if it has begun.
+        """
+        state, events = self._state, plain.events
+        following = self._similar(plan, fold, index)
+        done = 0
+        while done < len(following):
+            ran = state.placer.plain.run(
+                progress.parts,
+                plain.holder,
+                events,
+                len(events),
+                progress.position,
+                seed=self._seed,
+                namespace=plain.namespace,
+                may_store=plain.may_store,
+                may_remove=plain.may_remove,
+                following=following[done:],
+            )
+            if ran is None or not ran.begun:
+                break
+            done += ran.begun
+            state.unsalted += ran.stores * plain.is_unsalted
+            progress.parts.seq, last = fold[index + done - 1]
+            assert isinstance(last.events, PlainEvents)
+            events = last.events
+            if ran.at < len(events):
+                return index + done - 1, BatchProgress(progress.parts, ran.position, at=ran.at)
+            if work.is_full(EVENT_WORK * ran.begun + ran.stored + ran.removed):
+                yield
+        return index + done, None
+
+    def _similar(self, plan: Plan, fold: Fold, index: int) -> list[tuple[int, Any]]:
+        """Return seqs and events of the batches from number ``index`` on that may have the facts of the one before.
+
+        There is none if a rule has something to do for each batch. A clear has not: it counts for batches before it.
+        """
+        state = self._state
+        has_rules = plan.epochs or state.waiting.blocks or state.facts.windows or state.is_shared
+        if has_rules or COPIES_LAST in state.flags:
+            return []
+        similar: list[tuple[int, Any]] = []
+        dp_rank, blocks = fold[index - 1][1].dp_rank, state.memory.blocks
+        for seq, batch in fold[index:]:
+            events = batch.events
+            if type(events) is not PlainEvents or batch.dp_rank != dp_rank:
+                break
+            blocks += events.blocks
+            if blocks > state.blocks_max:
+                break
+            similar.append((seq, events.loop))
+        return similar
 
 
 __all__ = ["EXTRA_KEYS", "UNTRUSTED", "Plan", "Resolver"]
@@ -203,22 +265,39 @@ class Resolver(StreamBlocks):
 
     # ---- a batch -----------------------------------------------------------------------------------
 
-    def resolve(self, plan: Plan, index: int, seq: int, batch: Batch) -> Slices[Parts]:
-        """Return the parts of one batch of the fold; ``index`` is its place in the fold."""
-        progress = BatchProgress(self.placer.begin_batch(seq), 1 + (EARLY_MAX if self.is_shared else 0))
+    def resolve(self, plan: Plan, fold: Fold) -> Slices[Parts]:
+        """Return the parts of the batches of a fold, in order."""
+        parts: Parts = []
+        index, begun = 0, None
+        while index < len(fold):
+            seq, batch = fold[index]
+            progress = begun or BatchProgress(self.placer.begin_batch(seq), 1 + (EARLY_MAX if self.is_shared else 0))
+            plain = yield from self._resolve_batch(progress, plan, index, batch)
+            index, begun = index + 1, None
+            if plain is not None and index < len(fold):
+                index, begun = yield from self._plain.go_on(plan, progress, plain, fold, index, self._slice)
+            if begun is None:
+                parts = joined(parts, progress.parts.parts)
+        return parts
+
+    def _resolve_batch(self, progress: BatchProgress, plan: Plan, index: int, batch: Batch) -> Slices[PlainRun | None]:
+        """Resolve a batch from event ``progress.at`` on; ``index`` is its place in the fold. Return its plain run, if
+        that has resolved all of it.
+        """
         self._planner.epochs = plan.epochs[index] if plan.epochs else {}
         self._early = 0
         waited = self.waiting.blocks
         windows = self.facts.windows
         late: list[tuple[int, StoredWindow | Removed]] = []
         plain = self._plain.begin(plan, index, batch)
-        j = -1
+        j, is_whole = progress.at - 1, plain is not None
         while j + 1 < len(batch.events):
             j += 1
             if plain is not None:
                 j = yield from self._plain.run(progress, plain, j, self._slice)
                 if j == len(batch.events):
                     break
+            is_whole = False
             event = batch.events[j]
             if windows and isinstance(event, StoredWindow | Removed):
                 if self.facts.window_of(event) is not None:
@@ -247,8 +326,9 @@ class Resolver(StreamBlocks):
             yield from self._rules.chunks.remove_rests(progress, self._slice)
         self.count_placed()
         if self.has_missing and self.may_report:
-            self.recover_reported(progress.parts.parts, max(0, waited - self.waiting.blocks))
-        return progress.parts.parts
+            own = [part for part in progress.parts.parts if part.seq == progress.parts.seq]
+            self.recover_reported(own, max(0, waited - self.waiting.blocks))
+        return plain if is_whole else None
 
     def _resolve_event(self, progress: BatchProgress, plan: Plan, index: int, j: int, batch: Batch) -> Slices[None]:
         """Resolve event ``j`` of a batch by its rule, or count why it is ignored."""

@@ -55,6 +55,8 @@ class BatchProgress:
     """Ranks with engine hashes that have a place now; stores may wait for one."""
     rests: list[tuple[int, Sequence[int], tuple[int, ...]]] = field(default_factory=list)
     """Chunks of a device that the batch removes: position, holders and hashes."""
+    at: int = 0
+    """The number of the next event."""
 
 
 StoreT = TypeVar("StoreT", bound=StoreEvent)

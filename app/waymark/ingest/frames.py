@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from xxhash import xxh3_64, xxh3_64_hexdigest
@@ -21,8 +20,7 @@ SEQ_BYTES = 8
 """A seq is an unsigned big-endian u64."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One live frame, as it came off a SUB socket."""
 
     seq: int

@@ -35,14 +35,14 @@ class Settling:
     @classmethod
     def of(cls, frame: Frame, incoming: Incoming) -> Self:
         is_long = len(frame.payload) > SHORT_BYTES and bool(incoming.batch.events)
-        kept = replace(incoming, batch=replace(incoming.batch, events=())) if is_long else incoming
+        kept = incoming._replace(batch=replace(incoming.batch, events=())) if is_long else incoming
         return cls(kept, frame, is_long)
 
     async def whole(self, decoder: BatchDecoder) -> Incoming:
         """Return the batch with its events."""
         if not self.is_short_of_events:
             return self.incoming
-        return replace(self.incoming, batch=await decoder.batch(self.frame.payload))
+        return self.incoming._replace(batch=await decoder.batch(self.frame.payload))
 
 
 class ReceivedFrames:

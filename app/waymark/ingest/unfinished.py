@@ -18,7 +18,6 @@ import struct
 import sys
 import termios
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import zmq
@@ -38,6 +37,7 @@ _PIECE_BYTES = 2**20
 #: Numbers of ``mallopt``; from how many bytes on glibc maps a block, and how many it may keep at the end of its heap.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MAPPED_BYTES, _KEPT_BYTES = 2**20, 16 * 2**20
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 #: ``tcpi_bytes_received`` in the kernel's ``tcp_info``.
 _BYTES_RECEIVED = struct.Struct("=128xQ")
 
@@ -126,7 +126,12 @@ def _unread_bytes(file: int) -> int:
 def process_memory() -> int:
     """Return the resident bytes of the process; 0 without ``/proc``."""
     with suppress(OSError):
-        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        # This is called twenty times a second, and ``pathlib`` takes more than twice as long.
+        file = os.open("/proc/self/statm", os.O_RDONLY)
+        try:
+            return int(os.read(file, 256).split()[1]) * _PAGE_BYTES
+        finally:
+            os.close(file)
     return 0
 
 
