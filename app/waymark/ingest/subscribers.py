@@ -61,6 +61,8 @@ class Subscribers:
         """Publishers that were never reached."""
         self._message_max = LONGEST_PARTS * message_bytes_max
         self._watched: dict[LiveConnection, _Watched] = {}
+        self._has_long = False
+        """A connection had an unfinished message of some length at the last check."""
         self._ended_at: float | None = None
         """When a connection was ended, for a second after it."""
 
@@ -95,7 +97,9 @@ class Subscribers:
             if giving is not None and giving.done():
                 was_free = given[0] - memory > _CHECK_BYTES
                 giving, pause = None, _CHECK_SECONDS if was_free else min(2 * pause, _GIVE_BACK_SECONDS_MAX)
-            is_due = memory - least > _GIVE_BACK_BYTES and now - given[1] > pause
+            # What is free would hide the growth by a long message, which fills it first.
+            wait = _CHECK_SECONDS if self._has_long else pause
+            is_due = memory - least > _GIVE_BACK_BYTES and now - given[1] > wait
             if giving is None and (is_due or self._ended_at is not None):
                 # Connections are looked at meanwhile: on a busy machine it takes half a second.
                 giving, given = asyncio.ensure_future(asyncio.to_thread(give_back_memory)), (memory, now)
@@ -109,6 +113,7 @@ class Subscribers:
             for watched in self._watched.values():
                 watched.message.forget()
         suspects: list[_Watched] = []
+        self._has_long = False
         for watched in list(self._watched.values()):
             message = watched.message
             message.look(memory, now)
@@ -117,6 +122,7 @@ class Subscribers:
                     self._end(watched, now)
                 continue
             is_large = message.bytes > UNFINISHED_BYTES_MIN
+            self._has_long = self._has_long or is_large
             if is_large and is_freed and message.growth > MEMORY_BYTES_MAX and watched.is_to_blame:
                 suspects.append(watched)
         largest = max((watched.message.bytes for watched in suspects), default=0)
