@@ -47,7 +47,7 @@ async def main() -> None:
                     await looking.page.screenshot(path=IMAGES / f"engines-{theme}.png")
                 async with tab(f"http://127.0.0.1:{port}", "#prompt", **options) as looking:
                     await looking.page.check("input[value=token_ids]")
-                    await looking.page.fill("#text", " ".join(map(str, SYSTEM)))
+                    await looking.page.fill("#text", f"{SYSTEM[0]}-{SYSTEM[-1]}")
                     await looking.page.click("#ask button")
                     await expect(looking.page.locator("#targets")).to_be_visible()
                     await looking.page.locator("#answer").scroll_into_view_if_needed()
