@@ -103,7 +103,7 @@ ELSEWHERE = {
     "store.fetch:_of_group": "computed from an id and the prefix of keys alone",
     "store.reservations:_names": "computed from an id and the prefix of keys alone",
     "store.redis.client:RedisClient._pipelines": "nodes",
-    "store.redis.pipelines:SharedPipeline": "calls under way",
+    "store.redis.cluster:SharedPipeline": "calls under way",
     "store.redis.cluster:Cluster": "nodes, which the map of slots corrects",
     "store.redis.cluster:SlotMap": "nodes and slots, which MOVED corrects",
     "decide.comparison:FirstTokenLines": "one comparison",

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from tests.patience import patient
 from waymark import __version__, cli
 from waymark.base import native
-from waymark.cli.exits import MEANINGS
+from waymark.cli.parser import MEANINGS
 from waymark.simulator.options import AnswerFaults, Faults, SimulateOptions
 
 ROOT = Path(__file__).parents[2]

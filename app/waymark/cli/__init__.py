@@ -1,14 +1,14 @@
 """The ``waymark`` command: arguments and environment to one role. Beside ``console``, the only package that prints.
 
 Settings come from the environment, once; the few flags are for values that a person changes by hand. ``entry`` runs a
-command, ``parser`` lists them and reads their words, ``exits`` has the exit codes, ``loop`` the event loop and the
-settings; each other module is a command, or several.
+command, ``parser`` lists them, reads their words and has the exit codes, ``loop`` the event loop and the settings; each
+other module is a command, or several.
 """
 
 from __future__ import annotations
 
 from waymark.cli.entry import main
-from waymark.cli.exits import (
+from waymark.cli.parser import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_NO_PORT,
@@ -16,8 +16,8 @@ from waymark.cli.exits import (
     EXIT_NO_SERVICE,
     EXIT_OK,
     EXIT_USAGE,
+    parse,
 )
-from waymark.cli.parser import parse
 
 __all__ = [
     "EXIT_FAILED",

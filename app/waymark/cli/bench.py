@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from waymark.cli.exits import EXIT_USAGE
+from waymark.cli.parser import EXIT_USAGE
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from waymark.cli.exits import EXIT_OK
+from waymark.cli.parser import EXIT_OK
 
 SHELLS = ("bash", "zsh", "fish")
 #: Set if a shell asks for words.

@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from waymark.cli.exits import EXIT_FAILED, EXIT_OK
+from waymark.cli.parser import EXIT_FAILED, EXIT_OK
 
 _EXAMPLES = """\
 examples:

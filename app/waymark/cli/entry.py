@@ -15,7 +15,8 @@ from waymark.base.errors import (
     WaymarkError,
 )
 from waymark.cli import completion
-from waymark.cli.exits import (
+from waymark.cli.parser import (
+    COMMANDS,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_NO_PORT,
@@ -23,8 +24,9 @@ from waymark.cli.exits import (
     EXIT_NO_SERVICE,
     EXIT_OK,
     EXIT_USAGE,
+    parse,
+    parser_of,
 )
-from waymark.cli.parser import COMMANDS, parse, parser_of
 
 #: A package that only a trial needs.
 _TRIAL_PACKAGES = {"fakeredis", "lupa"}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from waymark.cli.exits import EXIT_OK
+from waymark.cli.parser import EXIT_OK
 from waymark.cli.remote import print_answer
 from waymark.cli.service import DEFAULT_URL
 from waymark.console.arguments import add_inspect, add_status

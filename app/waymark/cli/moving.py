@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from waymark.cli.exits import EXIT_OK, EXIT_USAGE
+from waymark.cli.parser import EXIT_OK, EXIT_USAGE
 
 if TYPE_CHECKING:
     from waymark.base.settings import Settings

@@ -1,4 +1,4 @@
-"""The words after ``waymark``: commands in groups, their help, and their arguments.
+"""The words after ``waymark``: commands in groups, their help, arguments and exit codes.
 
 A command is a module of this package with ``add_flags(parser, command)`` and ``run(arguments)``, the exit code. Only
 the module of the chosen command is imported, and it imports the rest of Waymark in ``run``: ``--help`` and
@@ -16,7 +16,26 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
 from waymark import __version__
-from waymark.cli.exits import MEANINGS
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_NO_PORT = 3
+EXIT_NO_REDIS = 4
+EXIT_NO_SERVICE = 5
+EXIT_INTERRUPTED = 130
+"""As shells count it: 128 and the number of SIGINT."""
+
+MEANINGS = {
+    EXIT_OK: "the command succeeded",
+    EXIT_FAILED: "the command failed, or found nothing",
+    EXIT_USAGE: "an argument or a setting is wrong, and nothing was started",
+    EXIT_NO_PORT: "the port could not be opened",
+    EXIT_NO_REDIS: "a command that asks Redis itself: Redis cannot be reached, does not answer in time, or refuses the "
+    "command. If a running Waymark lacks its Redis, it says so, and the code is 1",
+    EXIT_NO_SERVICE: "no Waymark answers at the URL",
+    EXIT_INTERRUPTED: "Ctrl-C ended the command",
+}
 
 
 class CliCommand(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from waymark.cli.exits import EXIT_FAILED, EXIT_OK
+from waymark.cli.parser import EXIT_FAILED, EXIT_OK
 from waymark.cli.service import add_service, settle
 
 #: Fields of ``POST /register`` with a flag.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from waymark.base.shape import plain
-from waymark.cli.exits import EXIT_FAILED, EXIT_OK
+from waymark.cli.parser import EXIT_FAILED, EXIT_OK
 from waymark.cli.service import add_prompt, add_service, settle
 from waymark.console.arguments import add_watch
 from waymark.domain.status import StreamStatus

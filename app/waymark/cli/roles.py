@@ -7,7 +7,7 @@ import gc
 import sys
 
 from waymark import __version__
-from waymark.cli.exits import EXIT_OK, EXIT_USAGE
+from waymark.cli.parser import EXIT_OK, EXIT_USAGE
 
 #: A role -> whether it has the HTTP API, whether it has an ingest worker.
 _ROLES = {"serve": (True, True), "query": (True, False), "ingest": (False, True), "gateway": (False, False)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from waymark.cli.exits import EXIT_OK
+from waymark.cli.parser import EXIT_OK
 
 _EXAMPLES = """\
 examples:

@@ -25,11 +25,10 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import hide_password
 from waymark.store.redis.address import Address, HostPort, parse
-from waymark.store.redis.cluster import Cluster
+from waymark.store.redis.cluster import Cluster, SharedPipeline
 from waymark.store.redis.connect import WaitingPool, behind_sentinels, found_by, server
 from waymark.store.redis.credentials import Credentials
 from waymark.store.redis.failures import is_damage, kind_of, unavailable
-from waymark.store.redis.pipelines import SharedPipeline
 from waymark.store.redis.read_connection import Dialer, FindServers, ReadConnection, ReadPool, Replies, ReplyReader
 
 Reply: TypeAlias = list[Any]
