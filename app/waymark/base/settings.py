@@ -2,13 +2,15 @@
 
 The variable of a field is ``WAYMARK_`` and the field's name in capitals. Settings are read once, in the command line,
 and handed down as arguments; lower layers never read the environment. A wrong or unknown variable stops the process
-with a sentence for each. Passwords and the token are in no ``repr`` and in no error.
+with a sentence for each, and one of ``FORMER`` is named in a warning: it must not stop an upgrade. Passwords and the
+token are in no ``repr`` and in no error.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import re
 import secrets
@@ -34,6 +36,8 @@ from waymark.base.errors import SettingsError
 from waymark.base.shown import shown
 
 PREFIX = "WAYMARK_"
+
+log = logging.getLogger(__name__)
 
 _MIB = 2**20
 _DAY = 86_400
@@ -500,7 +504,9 @@ class Settings(BaseModel):
         }
         if not variables.get(_MIN_WORKERS) and environ.get(_DYNAMO_MIN_WORKERS):
             variables[_MIN_WORKERS] = environ[_DYNAMO_MIN_WORKERS]
-        complaints = [_unknown(name) for name in sorted(variables) if name not in _FIELDS]
+        for name in sorted(variables.keys() & FORMER.keys()):
+            log.warning("%s is not a setting any more, and has no effect: it is %s", name, FORMER[name])
+        complaints = [_unknown(name) for name in sorted(variables) if name not in _FIELDS and name not in FORMER]
         # A token may not be empty: a secret that did not arrive must not open the door.
         values = {
             _FIELDS[name]: value for name, value in variables.items() if name in _FIELDS and (value or name in _TOKENS)
@@ -572,8 +578,6 @@ def _is_service_link(name: str, value: str) -> bool:
 
 
 def _unknown(name: str) -> str:
-    if name in FORMER:
-        return f"{name} is not a setting any more: it is {FORMER[name]}; take it out of the environment."
     names = [variable.removeprefix(PREFIX) for variable in _FIELDS]
     near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), names, n=1)
     return f"{name} is not a setting: " + (
