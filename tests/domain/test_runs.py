@@ -190,7 +190,7 @@ def history(chance: random.Random, kind: EngineKind, steps: int) -> int:
     streams = [Stream(is_native=is_native, is_whole=is_whole, **options) for is_native, is_whole in ways]
     engine = Engine(chance)
     for _ in range(steps):
-        payloads = [engine.payload() for _ in range(chance.choice([1, 1, 3]))]
+        payloads = [engine.payload() for _ in range(chance.choice([1, 1, 3, 9]))]
         for stream in streams:
             stream.fold(payloads)
         whole, single, pure = (list(stream.index.parts) for stream in streams)

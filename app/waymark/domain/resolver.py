@@ -80,7 +80,8 @@ class PlainRuns:
             assert store is not None
             may_store = store.block_size == state.registration.block_size and self._tokens.is_plain(store)
             may_store = may_store and not (store.is_reused and state.has_missing)
-            namespace = planner.spaces.at_root(store)
+            if may_store:  # else none of the stores counts, and nothing is learnt of their adapter
+                namespace = planner.spaces.at_root(store)
             holders += filter(None, [state.holders.get(planner.name(batch, store))])
         may_remove = removal is not None and removal.medium in DEVICE and self._may_run(plan, index, batch, removal)
         if may_remove and not state.is_shared and not state.facts.has_units:
