@@ -18,7 +18,7 @@ from tests.patience import patient, within
 from waymark.base.errors import InvalidValue
 from waymark.ingest import sockets
 from waymark.ingest import subscriber as module
-from waymark.ingest.frames import Frame
+from waymark.ingest.frames import Frame, PayloadFacts, digest
 from waymark.ingest.sockets import MessageReader, ZmqContext, connect, open_socket
 from waymark.ingest.subscriber import UNREACHABLE_NOTE_SECONDS, Subscriber
 from waymark.ingest.subscribers import Subscribers
@@ -203,6 +203,24 @@ async def test_what_the_buffer_cannot_hold_is_dropped_and_counted(
         publisher.send(10, payload=b"x" * 12)
         assert [f.seq for f in await take_all(subscriber, 1)] == [10]
         assert subscriber.dropped == 6
+
+
+async def test_a_payload_that_is_too_long_waits_without_its_bytes(
+    context: ZmqContext, publish: Callable[[str], Publisher], address: str
+) -> None:
+    long = bytes(1001)
+    publisher = publish(address)
+    bounds: dict[str, Any] = {"buffer_bytes": 1500, "buffer_frames": 10, "payload_bytes_max": 1000}
+    async with Subscriber(context, publisher.endpoint, **bounds) as subscriber:
+        await wait_until(publisher.has_subscriber, "subscribed")
+        for seq in range(3):
+            publisher.send(seq, payload=long)
+        publisher.send(3, payload=long[:1000])
+        await wait_until(lambda: subscriber.buffered_frames == 4, "all have room")
+        frames = subscriber.take(10)
+    assert [(frame.seq, len(frame.payload)) for frame in frames] == [(0, 0), (1, 0), (2, 0), (3, 1000)]
+    assert frames[0].payload == PayloadFacts(1001, digest(long))
+    assert digest(frames[0].payload) == digest(long)
 
 
 async def test_take_gives_the_oldest_and_leaves_the_rest(

@@ -15,8 +15,9 @@ from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch
 from waymark.engines import Decoder, OverCeiling
 from waymark.engines.batches import MORE, SHORT_BYTES, plain_batch
+from waymark.engines.wire import frame_too_large
 from waymark.ingest.counters import LifeCounter
-from waymark.ingest.frames import DIGEST_SLICE_BYTES, digest, digest_slices
+from waymark.ingest.frames import DIGEST_SLICE_BYTES, PayloadFacts, digest, digest_slices
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,14 @@ class BatchDecoder:
         self._metrics = metrics
         self._logged: set[str] = set()
 
-    async def decode(self, seq: int, payload: bytes, topic: bytes, *, is_known: bool = False) -> Incoming | None:
+    @property
+    def payload_bytes_max(self) -> int:
+        """The bytes of the longest payload that is read."""
+        return self._decode.ceilings.frame_bytes
+
+    async def decode(
+        self, seq: int, payload: bytes | PayloadFacts, topic: bytes, *, is_known: bool = False
+    ) -> Incoming | None:
         """Return the decoded batch, or None if ``seq`` is too large.
 
         A payload that cannot be decoded, or that has the topic of another publisher, gives an empty batch, so that
@@ -56,21 +64,25 @@ class BatchDecoder:
         if seq > _SEQ_MAX:
             self._count("frames_malformed")
             return None
+        size = payload.size if isinstance(payload, PayloadFacts) else len(payload)
         self._metrics.frames.inc()
-        self._metrics.frame_bytes.inc(len(payload))
+        self._metrics.frame_bytes.inc(size)
         is_other = self._topic is not None and topic != self._topic
         batch = _NO_BATCH
         if not (is_known or is_other):
             batch = await self.batch(payload)
-            self._note(batch, len(payload))
-        digested = (
-            await self.slices.run(digest_slices(payload)) if len(payload) > DIGEST_SLICE_BYTES else digest(payload)
-        )
-        return Incoming(seq, digested, batch, len(payload))
+            self._note(batch, size)
+        if isinstance(payload, PayloadFacts) or size <= DIGEST_SLICE_BYTES:
+            digested = digest(payload)
+        else:
+            digested = await self.slices.run(digest_slices(payload))
+        return Incoming(seq, digested, batch, size)
 
-    async def batch(self, payload: bytes) -> Batch:
+    async def batch(self, payload: bytes | PayloadFacts) -> Batch:
         """Decode a payload that counts already, or is not to count."""
         try:
+            if isinstance(payload, PayloadFacts):
+                raise frame_too_large(payload.size, self._decode.ceilings)
             plain = self._decode.plain(payload)
             if plain is not None and not plain.others:
                 batch = plain_batch(plain)

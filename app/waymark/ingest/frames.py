@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
@@ -20,11 +21,27 @@ SEQ_BYTES = 8
 """A seq is an unsigned big-endian u64."""
 
 
+@dataclass(frozen=True, slots=True)
+class PayloadFacts:
+    """The facts of a payload that is too long to be read: its frame counts, and waits without its bytes."""
+
+    size: int
+    digest: str
+
+    @classmethod
+    def of(cls, payload: bytes) -> Self:
+        return cls(len(payload), digest(payload))
+
+    def __len__(self) -> int:
+        """Return the number of bytes that are kept."""
+        return 0
+
+
 class Frame(NamedTuple):
     """One live frame, as it came off a SUB socket."""
 
     seq: int
-    payload: bytes
+    payload: bytes | PayloadFacts
     topic: bytes
     """It identifies the publisher only if the registration names a topic; empty if the publisher sent none."""
     connection: int
@@ -73,9 +90,9 @@ def is_end_marker(payload: bytes) -> bool:
     return not payload
 
 
-def digest(payload: bytes) -> str:
+def digest(payload: bytes | PayloadFacts) -> str:
     """Return the digest of a payload for the watermark: XXH3-64 with seed 0, as 16 hex digits."""
-    return xxh3_64_hexdigest(payload)
+    return payload.digest if isinstance(payload, PayloadFacts) else xxh3_64_hexdigest(payload)
 
 
 def digest_slices(payload: bytes) -> Slices[str]:

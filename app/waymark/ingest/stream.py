@@ -102,6 +102,7 @@ class Stream:
             room=room,
             subscribers=subscribers,
             message_bytes_max=options.message_bytes_max,
+            payload_bytes_max=life.decoder.payload_bytes_max,
         )
         self._over = 0
         """The number of a connection whose life has ended: its remaining frames are dropped."""

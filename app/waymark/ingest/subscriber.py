@@ -28,7 +28,7 @@ import zmq
 
 from waymark.apply.slices import LoopTurns
 from waymark.ingest.connection_failure import ConnectionFailure
-from waymark.ingest.frames import Frame, FrameBuffer, FrameRoom, parse_live
+from waymark.ingest.frames import Frame, FrameBuffer, FrameRoom, PayloadFacts, parse_live
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, LiveConnection, ZmqContext
 from waymark.ingest.subscribers import Subscribers
 
@@ -56,7 +56,8 @@ class Subscriber:
     """The frames of one endpoint, oldest first, for one reader on one event loop.
 
     ``buffer_bytes`` (of topics and payloads) and ``buffer_frames`` bound the frames that wait to be taken, and so does
-    the ``room``, which is that of all ``subscribers`` of a worker. ``start`` opens the subscriber and ``close`` closes
+    the ``room``, which is that of all ``subscribers`` of a worker. Of a payload above ``payload_bytes_max`` only the
+    size and the digest wait. ``start`` opens the subscriber and ``close`` closes
     it, or ``async with`` does both, before the context is terminated.
     """
 
@@ -70,6 +71,7 @@ class Subscriber:
         room: FrameRoom | None = None,
         subscribers: Subscribers | None = None,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
+        payload_bytes_max: int = MESSAGE_BYTES_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoint = endpoint
@@ -93,6 +95,7 @@ class Subscriber:
         self._is_absent = False
         """The publisher was never reached."""
         self._message_bytes_max = message_bytes_max
+        self._payload_bytes_max = payload_bytes_max
         self._context = context
         self._clock = clock
         self._large_bytes = buffer_bytes // 2
@@ -282,6 +285,12 @@ class Subscriber:
             self.state_version += 1
             self.wake()
 
+    def _bounded(self, frame: Frame) -> Frame:
+        payload = frame.payload
+        if isinstance(payload, PayloadFacts) or len(payload) <= self._payload_bytes_max:
+            return frame
+        return frame._replace(payload=PayloadFacts.of(payload))
+
     def _read_frames(self, link: LiveConnection) -> bool:
         """Fill the buffer from the socket; True if there may be more to read."""
         if not link.is_up:
@@ -307,7 +316,7 @@ class Subscriber:
                     if frame is None:
                         self.malformed += 1
                     else:
-                        buffer.put(frame)
+                        buffer.put(self._bounded(frame))
                     size += sum(map(len, parts))
                 if size > BYTES_PER_READ:
                     break
