@@ -81,14 +81,14 @@ def test_the_events_are_those_of_python() -> None:
 @pytest.mark.outside
 def test_it_leaves_out_directories_and_marked_tests() -> None:
     command = [sys.executable, "-m", "pytest", "--unit", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    command += ["tests/lua", "tests/domain/test_hashing.py", "tests/runtime/test_demo.py", "tests/test_unit.py"]
+    command += ["tests/lua", "tests/domain/test_hashing.py", "tests/cli/test_demonstration.py", "tests/test_unit.py"]
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 0, done.stdout
     collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
     assert not {path for path in collected if path.split("/")[1] in unit.OUTSIDE_DIRECTORIES}
     assert "tests/domain/test_hashing.py" in collected
-    assert "tests/runtime/test_demo.py" not in collected
+    assert "tests/cli/test_demonstration.py" not in collected
     assert "test_the_events_are_those_of_python" not in done.stdout
     assert "test_what_is_outside" in done.stdout
 

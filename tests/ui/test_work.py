@@ -64,6 +64,7 @@ async def test_a_look_changes_only_what_has_changed(tmp_path: Path) -> None:
         page = looking.page
         await page.route("**/workers", given)
         await expect(page.locator("#groups tbody tr:visible")).to_have_count(1 + ENGINES)
+        await next_poll(page)  # rates are known from the second look on
         await page.evaluate(_WATCH)
         await next_poll(page)
         assert await page.evaluate("changes") == []
