@@ -86,19 +86,22 @@ class Subscribers:
         """
         map_long_blocks()
         last_memory, last_time = 0, float("-inf")
-        least, given, pause = process_memory(), (0, float("-inf")), _CHECK_SECONDS
+        least = least_since = process_memory()
+        given, pause = (0, float("-inf")), _CHECK_SECONDS
         giving: asyncio.Future[None] | None = None
         while True:
             memory, now = process_memory(), time.monotonic()
-            last_memory, least = min(last_memory, memory), min(least, memory)
+            last_memory, least, least_since = min(last_memory, memory), min(least, memory), min(least_since, memory)
             if memory - last_memory > _CHECK_BYTES or now - last_time > _CHECK_SECONDS:
                 self.check(memory, now)
                 last_memory, last_time = memory, now
             if giving is not None and giving.done():
                 was_free = given[0] - memory > _CHECK_BYTES
                 giving, pause = None, _CHECK_SECONDS if was_free else min(2 * pause, _GIVE_BACK_SECONDS_MAX)
-            # What is free would hide the growth by a long message, which fills it first.
-            wait = _CHECK_SECONDS if self._has_long else pause
+                least_since = memory
+            # What is free would hide the growth by a long message, which fills it first; and a process that has grown
+            # since has used, and perhaps freed, more.
+            wait = _CHECK_SECONDS if self._has_long or memory - least_since > _CHECK_BYTES else pause
             is_due = memory - least > _GIVE_BACK_BYTES and now - given[1] > wait
             if giving is None and (is_due or self._ended_at is not None):
                 # Connections are looked at meanwhile: on a busy machine it takes half a second.
