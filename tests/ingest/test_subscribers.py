@@ -189,15 +189,27 @@ async def test_what_is_free_is_given_back_while_a_message_grows(
 ) -> None:
     """It would take the place of what is free first, and would not be seen to grow."""
 
+    grows = False
+
     def check(subscribers: Subscribers, memory: int, now: float) -> None:
-        subscribers._has_long = now > 500
+        subscribers._has_long = grows
 
     monkeypatch.setattr(Subscribers, "check", check)
     played.memory += 2**28
     await played.until(500)
-    tries = len(played.given)
-    await played.until(600)
-    assert len(played.given) - tries > 40, "each second"
+    grows, begun, tries = True, played.now, len(played.given)
+    await played.until(begun + 100)
+    assert len(played.given) - tries > 0.4 * (played.now - begun), "each second"
+
+
+async def test_a_process_that_has_grown_since_gives_back_at_once(played: Played) -> None:
+    played.memory += 2**27
+    await played.until(500)
+    assert played.given[-1] - played.given[-2] > 16, "nothing was free"
+    played.memory, played.free = played.memory + 2**25, 2**25
+    begun, tries = played.now, len(played.given)
+    await wait_until(lambda: len(played.given) > tries, "it is given back")
+    assert played.given[tries] - begun < 5
 
 
 async def test_a_message_of_some_length_is_known_to_grow(context: ZmqContext) -> None:
