@@ -102,8 +102,8 @@ class EngineServer(Attacker):
     async def metrics_of_an_engine_that_turns(self) -> None:
         """It was registered long ago, and is scraped."""
         self._answers = dict(GOOD)
-        status, _ = await self._post(f"{self.target['url']}/register", {"url": self._url, "tenant_id": "hostile"})
-        expect(status == 200, f"an engine without fault is not registered: {status}")
+        status, said = await self._post(f"{self.target['url']}/register", {"url": self._url, "tenant_id": "hostile"})
+        expect(status == 200, f"an engine without fault is not registered: {status} {said[:300]!r}")
         for text in self.random.sample(self._metrics(), 2):
             self._answers["/metrics"] = text
             before = self.server.asked
@@ -213,8 +213,8 @@ class EngineServer(Attacker):
         """The engine makes the tokens of its model; what it says is none of a prompt's, or too much."""
         pick = self.random
         self._answers = dict(GOOD)
-        status, _ = await self._post(f"{self.target['url']}/register", {"url": self._url, "tenant_id": "hostile"})
-        expect(status == 200, f"an engine without fault is not registered: {status}")
+        status, said = await self._post(f"{self.target['url']}/register", {"url": self._url, "tenant_id": "hostile"})
+        expect(status == 200, f"an engine without fault is not registered: {status} {said[:300]!r}")
         many = b"[" + b"1," * pick.choice([10_000, 4_000_000, 12_000_000]) + b"1]"
         found: list[bytes] = [
             many,
