@@ -61,14 +61,19 @@ async def test_the_pick_has_a_reason_beside_it_and_the_parts_of_its_cost_are_exp
         equal, part = "as 1 other target does.", {**idle["parts"], "over": 0.0}
         none = "and no other target has as many."
         away = " vllm-0 has more, but it is no target: active."
+        costs, full = "it costs 1072, against 48", busy | {"cost": 24.0, "active_requests": 1}
+        though = " Though 1 request is ahead of it there, against 0 on vllm-4,"
+        slow = {"device_tokens": 40, "host_tokens": 500, "disk_tokens": 100}
+        but = f" and this one 0, but 2 requests are ahead of it there, against 0: {costs}."
         for first, second, said in (
-            (idle, busy, f"{less}2 requests are ahead of it there, against 0."),
-            (idle, waits, f"{less}99 tokens are to be computed there before, against 0."),
+            (idle, busy, f"{less}2 requests are ahead of it there, against 0: {costs}."),
+            (idle, waits, f"{less}99 tokens are to be computed there before, against 0: {costs}."),
             (idle | {"parts": part}, far, f"{less}it costs 1072, against 48."),
             (idle | {"cost": None, "score": 0.5}, scored, f"{less}its score is 0.25, against 0.5."),
             (idle | has_all, busy, f"It has 640 of the 640 tokens, {equal}"),
             (busy, busy, f"It has 640 of the 640 tokens, {equal} Chance decides among equals."),
-            (busy, idle, f"It has 640 of the 640 tokens, {none}"),
+            (full, idle, f"It has 640 of the 640 tokens, {none}{though} it costs 24, against 48."),
+            (idle, busy | slow, f"vllm-0 has 640 of the 640 tokens (600 of them not on the GPU){but}"),
             (idle | {"device_tokens": 480}, other, f"It has 480 of the 640 tokens, {none}{away}"),
             (idle, other, f"No target has a block of the prompt.{away}"),
         ):  # fmt: skip

@@ -242,13 +242,33 @@ function whyPicked(first, { scores }, found) {
   const also = away ? ` ${away.name} has more, but it is no target: ${away.status}.` : "";
   const all = found.total_tokens;
   if (tokensOf(most) > has) {
-    return `${most.instance_id} has ${tokensOf(most)} of the ${several(all, "token")} and this one ${has}, but ${against(most, first)}.${also}`;
+    return `${most.instance_id} has ${tokensOf(most)} of the ${several(all, "token")}${slower(most)} and this one ${has}, but ${against(most, first)}.${also}`;
   }
   if (!has) return `No target has a block of the prompt.${also}`;
   const others = scores.filter((row) => row !== first && tokensOf(row) === has);
   const beside = others.length ? `as ${several(others.length, "other target")} ${others.length === 1 ? "does" : "do"}` : "and no other target has as many";
   const chance = others.some((row) => row.cost === first.cost && row.score === first.score) ? " Chance decides among equals." : "";
-  return `It has ${has} of the ${several(all, "token")}, ${beside}.${chance}${also}`;
+  return `It has ${has} of the ${several(all, "token")}${slower(first)}, ${beside}.${chance}${although(first, scores[1])}${also}`;
+}
+
+// How many of the tokens of a target have to come to the GPU first, which is a part of its cost.
+function slower(row) {
+  const count = row.host_tokens + row.disk_tokens;
+  return count ? ` (${count} of them not on the GPU)` : "";
+}
+
+function ahead(count) {
+  return `${several(count, "request")} ${count === 1 ? "is" : "are"} ahead of it there`;
+}
+
+function costs(row, other) {
+  return `it costs ${number(row.cost)}, against ${number(other.cost)}`;
+}
+
+// The pick beside the next target, if that has fewer requests.
+function although(first, next) {
+  if (!next || first.cost === null || first.active_requests <= next.active_requests) return "";
+  return ` Though ${ahead(first.active_requests)}, against ${next.active_requests} on ${next.instance_id}, ${costs(first, next)}.`;
 }
 
 // What a target has against it that another one has less of.
@@ -256,10 +276,9 @@ function against(row, other) {
   if (row.cost === null) return `its score is ${number(row.score)}, against ${number(other.score)}`;
   const more = (name) => row.parts[name] - other.parts[name];
   const worst = Object.keys(row.parts).reduce((one, name) => (more(name) > more(one) ? name : one));
-  const is = (count) => (count === 1 ? "is" : "are");
-  if (worst === "active") return `${several(row.active_requests, "request")} ${is(row.active_requests)} ahead of it there, against ${other.active_requests}`;
-  if (worst === "wait") return `${several(row.wait_tokens, "token")} ${is(row.wait_tokens)} to be computed there before, against ${other.wait_tokens}`;
-  return `it costs ${number(row.cost)}, against ${number(other.cost)}`;
+  if (worst === "active") return `${ahead(row.active_requests)}, against ${other.active_requests}: ${costs(row, other)}`;
+  if (worst === "wait") return `${several(row.wait_tokens, "token")} ${row.wait_tokens === 1 ? "is" : "are"} to be computed there before, against ${other.wait_tokens}: ${costs(row, other)}`;
+  return costs(row, other);
 }
 
 // Without an exponent, and with four digits where it is small.
