@@ -107,7 +107,8 @@ async def test_a_prompt_over_the_fleet_shows_blocks_reasons_targets_and_a_link(
         answer = page.locator("#answer")
         held = "6 blocks of 4 tokens, 6 of them held; the longest match has 24 tokens."
         await expect(page.locator("#summary")).to_have_text(re.compile(held + r" Asked at \d\d:\d\d:\d\d\.$"))
-        await expect(answer).to_contain_text("POST /select would pick whole rank 0 (policy least-work: least cost)")
+        order = "(policy least-work: least cost first, as the engines below)"
+        await expect(answer).to_contain_text(f"POST /select would pick whole rank 0 {order}")
         await has_first(page, "whole", "24 tokens", "it has the whole prompt")
         await expect(answer.locator("#targets tbody tr").first).to_contain_text("whole")
         await expect(answer.locator("#targets")).to_contain_text("new")

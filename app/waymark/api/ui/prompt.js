@@ -223,7 +223,7 @@ function picked(scores, found) {
   const [first] = scores.scores;
   if (!first) return element("p", { class: "reason" }, "POST /select would pick no target: none is registered, or all are drained.");
   const isCost = first.cost !== null;
-  const why = `policy ${scores.policy}: ${isCost ? "least cost" : "greatest score"}`;
+  const why = `policy ${scores.policy}: ${isCost ? "least cost" : "greatest score"} first, as the engines below`;
   return element(
     "p", {}, "POST /select would pick ", element("strong", {}, first.instance_id), ` rank ${first.dp_rank} (${why}). `,
     element("span", { id: "why-picked" }, whyPicked(first, scores, found)),
