@@ -62,7 +62,9 @@ class EngineServer(Attacker):
         return status
 
     async def _gone(self) -> None:
-        await self._post(f"{self.target['url']}/unregister", {"url": self._url, "tenant_id": "hostile"})
+        named = {"instance_id": self._url.removeprefix("http://"), "tenant_id": "hostile"}
+        status, said = await self._post(f"{self.target['url']}/unregister", named)
+        expect(status in (200, 404), f"it is not unregistered: {status} {said[:300]!r}")
 
     async def _lie(self, **lies: bytes | Pieces) -> int:
         """Register an engine that says this, and the truth of everything else."""
