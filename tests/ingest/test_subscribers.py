@@ -8,8 +8,11 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -78,6 +81,26 @@ async def test_the_connection_with_most_bytes_ends_if_the_process_has_grown(cont
             others.check(4 * unfinished.MEMORY_BYTES_MAX, 0.0)
             assert honest.is_connected
             assert not honest.is_refused
+
+
+def test_another_connection_is_blamed_only_when_the_first_one_is_freed() -> None:
+    """Until then the growth may be the first one's; after a second what is kept is nobody's."""
+    others, ended, forgotten = Subscribers(message_bytes_max=2**40), list[str](), list[str]()
+
+    def refuse(name: str) -> None:
+        ended.append(name)
+        del others._watched[cast(Any, name)]
+
+    for name, size in (("large", 2**26), ("small", 2**21)):
+        message = SimpleNamespace(
+            bytes=size, growth=2**30, look=lambda *_: None, forget=partial(forgotten.append, name)
+        )
+        watched = SimpleNamespace(message=message, is_to_blame=True, refuse=partial(refuse, name))
+        others._watched[cast(Any, name)] = cast(Any, watched)
+    for now, names in ((0.0, ["large"]), (0.2, ["large"]), (0.3, ["large", "small"])):
+        others.check(2**30, now)
+        assert ended == names
+    assert not forgotten
 
 
 async def test_memory_that_was_freed_is_no_room_for_the_next(context: ZmqContext) -> None:
