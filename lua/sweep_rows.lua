@@ -3,8 +3,7 @@
 -- Remove a dead holder from a bounded number of rows on one shard.
 --
 -- KEYS  engine    hash    the dead holder's engine hashes on this shard
---       row*      string  rows, branch rows and singles that its fields name; without any, all are swept, and the script
---                         deletes `engine`
+--       row*      string  rows, branch rows and singles that its fields name
 --       piece*    string  for each of the branch rows, the row of its piece
 --       branches  hash    head to number of branch rows
 --       dead      set     holder ids still to be swept; only on the shard that has it (shard 0), else absent
@@ -22,11 +21,6 @@ local id, count = ARGV[1], tonumber(ARGV[2])
 local dead = KEYS[#KEYS]:sub(-9) ~= ':branches' and KEYS[#KEYS] or nil
 local branches = dead and KEYS[#KEYS - 1] or KEYS[#KEYS]
 if dead and redis.call('SISMEMBER', dead, id) == 0 then return {'gone', 0, 0} end
-
-if count == 0 then
-  redis.call('UNLINK', KEYS[1])
-  return {'applied', 0, 0}
-end
 
 local kept, gone, left = {}, {}, {} -- keys and values to write; keys to delete; by head: its row, and deleted branch rows
 local done, bytes_read, piece, portion, blocks = 0, 0, 1 + count, 4, 0

@@ -513,6 +513,8 @@ class History:
         await self.sweep(None)
         left = {name for name in await self.names() if not name.endswith((b":fence", b":publisher:1"))}
         left = {name for name in left if b":publisher:" not in name}
+        # Of a holder that was swept a mark stays for a while, which late calls respect.
+        left = {name for name in left if b":engine:" not in name or await self.redis.hkeys(name) != [b"applied"]}
         assert not left, f"left after the sweep: {left}"
 
     async def sweep(self, steps: int | None) -> None:

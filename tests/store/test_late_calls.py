@@ -128,6 +128,32 @@ async def test_what_was_removed_is_not_stored_again(late: Late) -> None:
     await late.changes_nothing("apply_rows")
 
 
+@pytest.mark.parametrize("moment", ["before the sweep", "during the sweep", "after the sweep"])
+async def test_what_was_removed_is_not_stored_again_on_any_shard(late: Late, moment: str) -> None:
+    """Only one shard has the record, which knows the life of the stream."""
+    stream = late.stream
+    await stream.apply(stored(1, list(range(1, 200)), seq=9))
+    calls = [each for each in late.client.calls if each[0] == "apply_rows"]
+    assert len(calls) >= stream.grant.shards
+    await stream.end(is_restart=True)
+    steps = stream.store.sweeper.steps(stream.entry, 1)
+
+    async def arrive() -> None:
+        for call in calls:
+            await super(Remembering, late.client).run(*call)
+
+    if moment == "before the sweep":
+        await arrive()
+    async for _ in steps:
+        if moment == "during the sweep":
+            await arrive()
+    if moment == "after the sweep":
+        await arrive()
+    left = {name for name in await snapshot(late.redis) if name.count(b":") == 2 and len(name.split(b":")[2]) == 16}
+    assert not left
+    assert await late.redis.keys("*:branches") == []
+
+
 @pytest.mark.parametrize("late", [1], indirect=True)
 async def test_an_opaque_prefix_that_was_removed_does_not_come_back(late: Late) -> None:
     stream = late.stream

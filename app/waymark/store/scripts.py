@@ -360,6 +360,9 @@ class Scripts:
     ) -> Outcome:
         return await self._run("sweep_rows", locals())
 
+    async def end_holder(self, *, engine: str, dead: str | None, holder: int, is_swept: int) -> Outcome:
+        return await self._run("end_holder", locals())
+
     async def keep_worth(
         self, *, valuing: str, worth: str, walk: str, milliseconds: int, keep: int, value: bytes
     ) -> Outcome:

@@ -61,6 +61,8 @@ class Sweeper:
         It ends at once if the holder is not, or no longer, in ``dead``.
         """
         for shard in range(entry.shards):
+            if await self._is_gone(entry, shard, holder, is_swept=False):
+                return
             cursor, has_found = 0, False
             places: list[Place] = []
             while True:
@@ -81,7 +83,7 @@ class Sweeper:
                     if not has_found:
                         break
                     has_found = False
-            if (await self._step(entry, shard, holder, [])).verdict is Verdict.GONE:
+            if await self._is_gone(entry, shard, holder, is_swept=True):
                 return
             self._parser.forget(keys.engine(entry.group_id, shard, holder))
         forgotten = await self._scripts.forget_dead(dead=keys.dead(entry.group_id), holder=holder)
@@ -96,10 +98,7 @@ class Sweeper:
 
     async def _step(self, entry: GroupEntry, shard: int, holder: int, places: Sequence[Place]) -> Outcome:
         """Remove the holder from the first places."""
-        dead = keys.dead(entry.group_id)
-        # On shard 0, which has `dead`, the script checks this. On the others a check before the script is enough,
-        # because no id is used again.
-        if shard and not await self._client.sismember(dead, holder):
+        if not await self._is_dead(entry, shard, holder):
             return Outcome(Verdict.GONE, (0, 0))
         prefix = keys.block_prefix(entry.group_id, shard)
         return await self._scripts.sweep_rows(
@@ -107,11 +106,29 @@ class Sweeper:
             row=[prefix + place.name for place in places],
             piece=[prefix + Place(place.head).name for place in places if place.branch is not None],
             branches=keys.branches(entry.group_id, shard),
-            dead=None if shard else dead,
+            dead=None if shard else keys.dead(entry.group_id),
             holder=holder,
             rows=len(places),
             field=[place.field for place in places],
         )
+
+    async def _is_gone(self, entry: GroupEntry, shard: int, holder: int, *, is_swept: bool) -> bool:
+        """Begin or end the sweep on a shard; return whether another worker has ended it on all."""
+        if not await self._is_dead(entry, shard, holder):
+            return True
+        ended = await self._scripts.end_holder(
+            engine=keys.engine(entry.group_id, shard, holder),
+            dead=None if shard else keys.dead(entry.group_id),
+            holder=holder,
+            is_swept=int(is_swept),
+        )
+        return ended.verdict is Verdict.GONE
+
+    async def _is_dead(self, entry: GroupEntry, shard: int, holder: int) -> bool:
+        """Return whether the holder is still to be swept. On shard 0, which has `dead`, the scripts check this. On the
+        others a check before the script is enough, because no id is used again.
+        """
+        return not shard or bool(await self._client.sismember(keys.dead(entry.group_id), holder))
 
 
 def place_in(parser: RecordParser, engine: str, field: bytes) -> Place | None:

@@ -1,0 +1,25 @@
+-- end_holder(engine, dead?; holder, is_swept) -> {verdict}
+--
+-- Begin or end the sweep of a dead holder on one shard. A call of `apply_rows` that was sent before the holder died may
+-- arrive at any time after. On shard 0 the publisher's record refuses it. On the others this script leaves an `applied`
+-- that no batch exceeds, so that the call changes nothing: it would write rows that nobody sweeps.
+--
+-- KEYS  engine    hash  the dead holder's engine hashes on this shard
+--       dead      set   holder ids still to be swept; only on the shard that has it (shard 0), else absent
+-- ARGV  holder    its id
+--       is_swept  1 if all its rows are swept, which deletes `engine`; else 0
+--
+-- {'applied'}  if nothing but `applied` is left, the hash has an hour to live: no network delivers a call so late
+-- {'gone'}     the holder is not in `dead`: it was swept, or this Redis came back empty; nothing written
+
+local engine, dead, is_swept = KEYS[1], KEYS[2], ARGV[2] == '1'
+if dead and redis.call('SISMEMBER', dead, ARGV[1]) == 0 then return {'gone'} end
+
+if is_swept then redis.call('UNLINK', engine) end
+if not dead then
+  redis.call('HSET', engine, 'applied', '9007199254740991 0')
+  if redis.call('HLEN', engine) == 1 then
+    redis.call('PEXPIREAT', engine, string.format('%.0f', (redis.call('TIME')[1] + 3600) * 1000))
+  end
+end
+return {'applied'}
