@@ -72,7 +72,10 @@ async def test_a_dead_holder_leaves_every_block_and_takes_nobody_along(
 
 @SHARDS
 @pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("script", "call"), [("sweep_rows", 1), ("sweep_rows", 3), ("end_holder", 1), ("end_holder", 2), ("forget_dead", 1)])
+@pytest.mark.parametrize(
+    ("script", "call"),
+    [("sweep_rows", 1), ("sweep_rows", 3), ("end_holder", 1), ("end_holder", 2), ("forget_dead", 1)],
+)
 async def test_a_sweeper_that_died_is_followed_by_another(
     store: Store,
     client: RedisClient,

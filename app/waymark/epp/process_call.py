@@ -100,7 +100,8 @@ class ProcessCall:
         self._picker = picker
         self._place = place
         self._read = read_message
-        self._write = write
+        self._write_message = write
+        self._is_writing = False
         self._began = monotonic()
         self._headers: dict[str, str] = {}
         self._form: Form | None = None
@@ -122,10 +123,13 @@ class ProcessCall:
                 async with asyncio.timeout(self._picker.request_seconds) as self._place.waiting:
                     goes_on = await self._request()
             except TimeoutError:
-                if self._held.is_given_up and not self._place.is_given_up:
-                    goes_on = await self._refuse(overloaded(_CROWDED, self._form))
-                elif self._place.is_given_up:
+                if self._place.is_given_up:
                     raise StreamCut("crowded", "too many streams of this connection wait for a request") from None
+                if self._held.is_given_up:
+                    # A message that the peer does not read is still on its way, and gRPC sends no other beside it.
+                    if self._is_writing:
+                        raise StreamCut("crowded", _CROWDED) from None
+                    goes_on = await self._refuse(overloaded(_CROWDED, self._form))
                 else:
                     raise StreamCut("late", f"no whole request within {self._picker.request_seconds:g} s") from None
             if goes_on:
@@ -201,6 +205,11 @@ class ProcessCall:
             if message.request_body.end_of_stream or self._request_mode == messages.BUFFERED:
                 return "body"
         return None
+
+    async def _write(self, message: Any) -> None:
+        self._is_writing = True
+        await self._write_message(message)
+        self._is_writing = False
 
     async def _refuse(self, rejection: ImmediateAnswer) -> bool:
         self._picker.metrics.epp_requests.labels(outcome=rejection.slug).inc()
