@@ -18,8 +18,8 @@ from waymark.api.conductor import Conductor
 from waymark.api.texts import PromptTokenizer
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.decide.asked_pools import AskedPools
+from waymark.decide.options import PromptOptions
 from waymark.decide.served import ServedNames
 from waymark.store.hot import HotRows
 from waymark.store.store import Store
@@ -227,9 +227,10 @@ def test_hot_rows_and_answers_are_emptied_by_it() -> None:
     store = Store.open("memory://", hot=hot)
     conductor = Conductor(
         store,
-        Settings(),
+        PromptOptions(),
+        "auto",
         Metrics(),
-        PromptTokenizer(Tokenizers({}, None, Metrics()), Settings()),
+        PromptTokenizer(Tokenizers({}, None, Metrics()), 1),
         AskedPools(Asker(), Metrics()),
         ServedNames(store.directory, store.reader, store.begin, 1.0),
     )

@@ -17,6 +17,7 @@ from waymark.apply.options import ApplyOptions
 from waymark.base.settings import Settings
 from waymark.cli import demonstration as demo
 from waymark.domain.status import StreamStatus
+from waymark.runtime import parts
 from waymark.simulator.options import SimulateOptions
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +43,7 @@ def test_streams_and_requests_write_by_one_pipeline() -> None:
 
 
 def test_options_of_the_pipeline_are_settings() -> None:
-    assert ApplyOptions() == ApplyOptions.of(Settings()), "a field and its setting have the same default"
+    assert ApplyOptions() == parts.apply_options(Settings()), "a field and its setting have the same default"
     assert set(ApplyOptions.__slots__) - {"waiting_blocks", "rejected_events"} <= set(Settings.model_fields)
 
 

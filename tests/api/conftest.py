@@ -14,12 +14,11 @@ import pytest
 from tests.patience import patient, patient_settings
 from tests.store.factories import Change, apply_changes
 from waymark.api.application import create_app
-from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.domain.names import Adapter, Holder, HolderName
-from waymark.store.directory import EngineAddresses
+from waymark.runtime import parts
 from waymark.store.records import NewHolder
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
@@ -54,12 +53,14 @@ async def make_client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeClie
 
         async def make(store: Store, *, metrics: Metrics | None = None, **settings: Any) -> httpx.AsyncClient:
             given = Settings(**patient_settings() | settings)
-            asker = Asker.of(given)
+            asker = parts.asker(given)
             stack.push_async_callback(asker.close)
             numbers = metrics or Metrics()
-            of_text = tokenizers.Tokenizers.of(given, numbers, EngineAddresses(store.directory, store.incarnation))
+            of_text = parts.tokenizers(given, numbers, store)
             stack.push_async_callback(of_text.close)
-            app = create_app(store, given, numbers, of_text, asker=asker)
+            app = create_app(
+                store, parts.api_options(given), parts.selection_options(given), numbers, of_text, asker=asker
+            )
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             return await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://waymark"))
 

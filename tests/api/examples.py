@@ -21,6 +21,7 @@ from waymark.api.application import create_app
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.domain.hashing import extend, token_bytes
+from waymark.runtime import parts
 from waymark.store.store import Store
 
 FILE = Path(__file__).parents[2] / "app" / "waymark" / "api" / "examples.json"
@@ -153,8 +154,11 @@ async def ask_all() -> dict[str, Any]:
         small.directory(Path(directory) / MODEL, template=small.CHATML)
         store = Store.open("memory://")
         store.client.url = "redis://redis:6379/0"  # of an emulated Redis, no rows are named
-        settings = Settings(tokenizers_dir=Path(directory), loads_ms=0)
-        transport = httpx.ASGITransport(app=create_app(store, settings, Metrics(), stopping=stopping))
+        settings, metrics = Settings(tokenizers_dir=Path(directory), loads_ms=0), Metrics()
+        options, selection = parts.api_options(settings), parts.selection_options(settings)
+        tokenizers = parts.tokenizers(settings, metrics, store)
+        app = create_app(store, options, selection, metrics, tokenizers, stopping=stopping)
+        transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://waymark") as client:
             names = dict(NAMES)
             for method, path, body in STEPS:

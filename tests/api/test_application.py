@@ -14,8 +14,9 @@ import pytest
 from tests.api.conftest import MakeClient
 from waymark.api.application import create_app
 from waymark.api.http.admission import AdmissionQueue
+from waymark.api.options import ApiOptions
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
+from waymark.decide.options import SelectionOptions
 from waymark.store.steps import Steps, Waiting
 from waymark.store.store import Store
 
@@ -64,7 +65,7 @@ async def call(
 
 
 async def test_declared_body_over_the_limit_is_not_read(memory_store: Store) -> None:
-    app = create_app(memory_store, Settings(max_body_bytes=1024), Metrics())
+    app = create_app(memory_store, ApiOptions(body_bytes_max=1024), SelectionOptions(), Metrics())
     status, headers, read = await call(app, [(b"content-length", b"1025")], [b"x" * 1025])
     assert (status, read) == (413, 0)
     assert headers[b"connection"] == b"close"
@@ -73,7 +74,7 @@ async def test_declared_body_over_the_limit_is_not_read(memory_store: Store) -> 
 
 
 async def test_chunked_body_is_read_to_the_limit_and_no_further(memory_store: Store) -> None:
-    app = create_app(memory_store, Settings(max_body_bytes=1024), Metrics())
+    app = create_app(memory_store, ApiOptions(body_bytes_max=1024), SelectionOptions(), Metrics())
     status, _, read = await call(app, [(b"transfer-encoding", b"chunked")], [b" " * 400] * 100)
     assert (status, read) == (413, 3)
     body = b'{"model": "m", "block_size": 2, "token_ids": []}'
@@ -93,7 +94,7 @@ async def test_body_of_exactly_the_limit_is_read(memory_store: Store, make_clien
 
 async def test_client_that_goes_away_is_not_answered(memory_store: Store) -> None:
     metrics = Metrics()
-    app = create_app(memory_store, Settings(), metrics)
+    app = create_app(memory_store, ApiOptions(), SelectionOptions(), metrics)
     chunks: list[bytes] = []
     assert (await call(app, [], chunks))[0] == 0
     labels = {"route": "/query", "method": "POST", "status": "499"}
@@ -176,7 +177,7 @@ async def test_a_client_of_a_gateway_is_told_that_this_is_none(api: httpx.AsyncC
 
 
 async def test_head_is_answered_without_a_body(memory_store: Store) -> None:
-    app = create_app(memory_store, Settings(), Metrics())
+    app = create_app(memory_store, ApiOptions(), SelectionOptions(), Metrics())
     sent: list[MutableMapping[str, Any]] = []
 
     async def receive() -> MutableMapping[str, Any]:

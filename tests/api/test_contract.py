@@ -17,13 +17,14 @@ import pytest
 from tests.api import examples
 from tests.api.conftest import Hold
 from waymark.api.application import create_app
+from waymark.api.options import ApiOptions
 from waymark.api.query_schemas import QueryRequest
 from waymark.api.registration_schemas import RegisterRequest
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.base.shape import AnswerShape, parse, plain
 from waymark.contract import admin, dynamo, publishers, results
 from waymark.contract.inspections import StatusAnswer
+from waymark.decide.options import SelectionOptions
 from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit
@@ -97,7 +98,7 @@ VIEWS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 async def document() -> dict[str, Any]:
-    app = create_app(Store.open("memory://"), Settings(), Metrics())
+    app = create_app(Store.open("memory://"), ApiOptions(), SelectionOptions(), Metrics())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://waymark") as client:
         answer = await client.get("/openapi.json")
     assert answer.headers["content-type"] == "application/json"

@@ -25,11 +25,11 @@ from tests.serving.wire import connections, served, wire
 from waymark.api import application
 from waymark.api.application import create_app
 from waymark.base.asgi import Answering, RawHeaders, StraightQuestion, StraightRequest
-from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide import selector
 from waymark.domain.hashing import extend, token_bytes
+from waymark.runtime import parts
 from waymark.serving.connection import protocol
 from waymark.store.redis.read_connection import ReadConnection
 from waymark.store.store import Store
@@ -182,9 +182,9 @@ def request(path: str, body: bytes, *lines: bytes) -> bytes:
 @asynccontextmanager
 async def way(store: Store, *, is_straight: bool, **settings: Any) -> AsyncIterator[Way]:
     given = Settings(**patient_settings() | settings)
-    asker = Asker.of(given)
+    asker = parts.asker(given)
     metrics = Metrics()
-    app = create_app(store, given, metrics, asker=asker)
+    app = create_app(store, parts.api_options(given), parts.selection_options(given), metrics, asker=asker)
     said: list[str] = []
     table = {path: Recorded(question, said) for path, question in app.straight.items()} if is_straight else None
     try:

@@ -25,7 +25,7 @@ from waymark.base.settings import Settings
 from waymark.decide.selector import Selector
 from waymark.domain.hashing import extend, pack_tokens, token_bytes
 from waymark.domain.multimodal import PromptItem, seq_hashes_with
-from waymark.store.directory import EngineAddresses
+from waymark.runtime import parts
 from waymark.store.store import Store
 from waymark.tokenization import tokenizers as face
 from waymark.tokenization.prompt import Prompt, TokenizedPrompt
@@ -427,8 +427,8 @@ async def test_a_text_goes_to_an_engine_of_its_own_tenant_and_model(memory_store
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0]
     options, metrics = Settings(tokenizers={"m": "engine:"} if is_named else {}), Metrics()
-    tokenizers = Tokenizers.of(options, metrics, EngineAddresses(memory_store.directory, memory_store.incarnation))
-    app = create_app(memory_store, options, metrics, tokenizers)
+    tokenizers = parts.tokenizers(options, metrics, memory_store)
+    app = create_app(memory_store, parts.api_options(options), parts.selection_options(options), metrics, tokenizers)
     api = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://waymark")
     nobody = await api.post("/query", json=CHAT)
     expected = (503, "unavailable") if is_named else (400, "no_tokenizer")

@@ -20,12 +20,12 @@ from waymark.api.contract import Contract
 from waymark.api.http.access import Gate
 from waymark.api.http.tokens_file import Caller, TokensFile
 from waymark.api.operations import Operation, Resource
-from waymark.api.registrations import Registrations
+from waymark.api.options import ApiOptions
 from waymark.api.texts import PromptTokenizer
 from waymark.base.asker import Asker
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
+from waymark.decide.options import SelectionOptions
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -321,16 +321,14 @@ BODIES: dict[tuple[str, str], Any] = {
 
 def paths() -> list[tuple[str, str]]:
     """Every operation of the application."""
-    settings = Settings()
+    options = ApiOptions()
     store, metrics = Store.open("memory://"), Metrics()
-    tokenizer, registrations = (
-        PromptTokenizer(Tokenizers.of(settings, metrics), settings),
-        Registrations(store, settings, Asker()),
-    )
+    tokenizer = PromptTokenizer(Tokenizers({}, None, metrics), 1)
     gate = Gate(None, protect_reads=False)
     feed = ActivityFeed(store.activity, metrics)
+    dependencies = _dependencies(options, metrics, gate)
     operations: list[Operation] = _operations(
-        store, settings, Contract(), _dependencies(settings, metrics, gate), tokenizer, registrations, feed, Asker()
+        store, options, SelectionOptions(), Contract(), dependencies, tokenizer, feed, Asker()
     )
     assert all(isinstance(each, Operation | Resource) for each in _by_path(operations).values())
     # Its answer has no end; test_activity.py asks it.

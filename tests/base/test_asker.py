@@ -17,6 +17,7 @@ from waymark.base.asker import Asker, EngineKey, HttpReply
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, SettingsError, Unanswered
 from waymark.base.settings import Settings
+from waymark.runtime import parts
 
 pytestmark = pytest.mark.outside
 
@@ -89,8 +90,8 @@ async def test_the_settings_of_engines_are_used(serve: Serve) -> None:
     settings = Settings.model_validate({"engine_api_key": "k", "allowed_endpoints": "10.0.0.0/8"})
     url = await serve(echo)
     with pytest.raises(InvalidValue, match="WAYMARK_ALLOWED_ENDPOINTS"):
-        await Asker.of(settings).ask(url, seconds=60, bytes_max=100)
-    asker = Asker.of(settings, is_bounded=False)
+        await parts.asker(settings).ask(url, seconds=60, bytes_max=100)
+    asker = parts.asker(settings, is_bounded=False)
     assert await asker.ask(url, seconds=60, bytes_max=100) == HttpReply(200, b"Bearer k")
     await asker.close()
 
@@ -114,7 +115,7 @@ async def test_the_key_goes_only_where_the_operator_said(serve: Serve, settings:
 
     url = await serve(echo)
     given = {name: text.replace("{url}", url) for name, text in settings.items()}
-    asker = Asker.of(Settings.model_validate({"engine_api_key": "k"} | given))
+    asker = parts.asker(Settings.model_validate({"engine_api_key": "k"} | given))
     said = b"Bearer k" if gets else b"none"
     assert await asker.ask(url + "/metrics", seconds=60, bytes_max=100) == HttpReply(200, said)
     async with asker.follow(url, {}, seconds=60) as stream:

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from tests.settings_table import describe
 from waymark.base.errors import SettingsError
-from waymark.base.settings import FORMER, Settings, hide_password
+from waymark.base.settings import FORMER, Settings
+from waymark.base.shown import hide_password
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:

@@ -47,18 +47,17 @@ class Answers:
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Answers:
-    monkeypatch.setattr("os.environ", {})
+def service() -> Answers:
     return Answers()
 
 
-def found(service: Answers, *, no_ports: bool = True) -> list[Finding]:
-    return examine(cast(RemoteService, service), argparse.Namespace(no_ports=no_ports))
+def found(service: Answers, *, no_ports: bool = True, complaint: str | None = None) -> list[Finding]:
+    return examine(cast(RemoteService, service), argparse.Namespace(no_ports=no_ports), complaint)
 
 
-def unwell(service: Answers, *, no_ports: bool = True) -> Finding:
+def unwell(service: Answers, *, no_ports: bool = True, complaint: str | None = None) -> Finding:
     """The only finding that is not ok."""
-    (only,) = [each for each in found(service, no_ports=no_ports) if each.verdict != "ok"]
+    (only,) = [each for each in found(service, no_ports=no_ports, complaint=complaint) if each.verdict != "ok"]
     return only
 
 
@@ -77,11 +76,13 @@ def test_where_all_is_well_each_check_says_so(service: Answers) -> None:
     ]
 
 
-def test_a_setting_that_is_unknown(service: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.environ", {"WAYMARK_PROT": "1"})
-    only = unwell(service)
-    assert (only.verdict, only.what) == ("failed", "settings of this shell")
-    assert "WAYMARK_PORT" in only.sentence, "the nearest name"
+def test_settings_that_are_wrong(service: Answers) -> None:
+    complaint = "WAYMARK_PROT is not a setting\nWAYMARK_PORT is no number"
+    assert unwell(service, complaint=complaint) == (
+        "failed",
+        "settings of this shell",
+        "WAYMARK_PROT is not a setting; WAYMARK_PORT is no number",
+    )
 
 
 def test_a_service_that_is_not_healthy(service: Answers) -> None:

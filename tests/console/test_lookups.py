@@ -13,7 +13,6 @@ from tests.console.conftest import Run
 from tests.patience import patient
 from tests.store.factories import Stream, registration, removed, stored, stream_of
 from waymark.base.errors import InvalidValue, NotFound
-from waymark.base.settings import Settings
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
@@ -24,6 +23,7 @@ from waymark.inspection.inspector import InspectedGroup
 from waymark.inspection.redis_cli import RedisCli
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
+from waymark.store.redis.credentials import Credentials
 from waymark.store.store import Store
 
 BLOCK = 0xCB38E4D7FB2DCA5C
@@ -256,7 +256,7 @@ async def test_the_keys_of_a_group_are_all_there_is_but_rows(streams: list[Strea
     ],
 )
 def test_redis_cli_is_told_which_redis(url: str, options: str, note: str | None) -> None:
-    cli = RedisCli(Settings(redis_url=url))
+    cli = RedisCli(url, Credentials())
     (line,) = cli.table(InspectedGroup(GroupName("default", "m"), GroupEntry(3, 1)))
     assert line.split() == ["redis-cli", *options.split(), "HGETALL", "'wm:{3}:holders'"]
     assert "sesame" not in " ".join([line, *cli.notes])
@@ -266,10 +266,7 @@ def test_redis_cli_is_told_which_redis(url: str, options: str, note: str | None)
 
 def test_files_of_access_are_told_to_redis_cli(tmp_path: Path) -> None:
     password, ca = tmp_path / "password", tmp_path / "ca"
-    settings = Settings(
-        redis_url="rediss://redis:6380", redis_username="me", redis_password_file=password, redis_tls_ca_file=ca
-    )
-    cli = RedisCli(settings)
+    cli = RedisCli("rediss://redis:6380", Credentials("me", password, tls_ca_file=ca))
     assert cli.base()[0] == f"redis-cli -h redis -p 6380 --tls --cacert {ca} --user me HGETALL wm:groups"
     assert cli.notes == ["# the password goes into the environment, as REDISCLI_AUTH"]
 

@@ -12,11 +12,10 @@ from tests.patience import patient, patient_settings
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.fail_open import StartupGate
-from waymark.decide.options import SelectionOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
+from waymark.runtime import parts
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
 
 
 class MakeSelector(Protocol):
@@ -34,11 +33,13 @@ async def make_selector(metrics: Metrics) -> AsyncIterator[MakeSelector]:
 
         def make(store: Store, **settings: Any) -> RequestSelector:
             given = Settings(**patient_settings() | settings)
-            tokenizers = Tokenizers.of(given, metrics)
+            tokenizers = parts.tokenizers(given, metrics)
             stack.push_async_callback(tokenizers.close)
-            selector = Selector(store, SelectionOptions.of(given), metrics)
+            selector = Selector(store, parts.selection_options(given), metrics)
             gate = StartupGate(store.directory, given.min_initial_workers)
-            return RequestSelector(store, given, metrics, selector, tokenizers, gate)
+            return RequestSelector(
+                store, parts.prompt_options(given), metrics, selector, tokenizers, gate, parts.profile(given)
+            )
 
         yield make
 

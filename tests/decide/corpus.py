@@ -35,22 +35,20 @@ from tests.decide.corpus_files import PICKER_FILES
 from tests.patience import patient_settings
 from tests.tokenization import small
 from waymark.api.application import create_app
-from waymark.base.asker import Asker
 from waymark.base.errors import WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.chat.requests import read_request
 from waymark.decide.fail_open import StartupGate
-from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.selector import Selector
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Gauges
+from waymark.runtime import parts
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "decisions.jsonl.gz"
 SCENARIOS = 66
@@ -281,17 +279,21 @@ async def _answering(scenario: Scenario, draw: int) -> AsyncIterator[_Answering]
         settings = Settings(**patient_settings() | values)
         store = Store.open("memory://")
         stack.push_async_callback(store.close)
-        metrics, asker = Metrics(), Asker.of(settings)
+        metrics, asker = Metrics(), parts.asker(settings)
         stack.push_async_callback(asker.close)
         with patch.object(sys.modules[Selector.__module__], "Random", lambda: Random(draw)):
-            app = create_app(store, settings, metrics, asker=asker)
-            selector = Selector(store, SelectionOptions.of(settings), metrics)
+            app = create_app(
+                store, parts.api_options(settings), parts.selection_options(settings), metrics, asker=asker
+            )
+            selector = Selector(store, parts.selection_options(settings), metrics)
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://waymark")
         await stack.enter_async_context(http)
-        tokenizers = Tokenizers.of(settings, metrics)
+        tokenizers = parts.tokenizers(settings, metrics)
         stack.push_async_callback(tokenizers.close)
         gate = StartupGate(store.directory, settings.min_initial_workers)
-        requests = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
+        requests = RequestSelector(
+            store, parts.prompt_options(settings), metrics, selector, tokenizers, gate, parts.profile(settings)
+        )
         found = _Answering(scenario, store, http, requests)
         await found.fill()
         yield found

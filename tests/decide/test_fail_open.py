@@ -15,7 +15,6 @@ from tests.decide.conftest import MakeSelector
 from tests.patience import patient_settings
 from tests.store.factories import registration
 from waymark.api.application import create_app
-from waymark.base.asker import Asker
 from waymark.base.errors import (
     InvalidValue,
     NoTarget,
@@ -38,11 +37,11 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.names import GroupName
 from waymark.epp.answers import rejection_of
 from waymark.gateway.shapes import rejected_by
+from waymark.runtime import parts
 from waymark.store.directory import Directory
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.store import Store
 from waymark.store.workers import Heartbeats
-from waymark.tokenization.tokenizers import Tokenizers
 
 #: Workers of Dynamo's API are numbers.
 WORKERS = ("7001", "7002")
@@ -169,11 +168,13 @@ async def doors_of(make_selector: MakeSelector, cause: Cause) -> AsyncIterator[D
         if cause is Cause.SATURATED:
             values["target_requests_max"] = 1
         settings, metrics = Settings(**patient_settings() | values), Metrics()
-        asker = Asker.of(settings)
+        asker = parts.asker(settings)
         stack.push_async_callback(asker.close)
-        tokenizers = Tokenizers.of(settings, metrics)
+        tokenizers = parts.tokenizers(settings, metrics)
         stack.push_async_callback(tokenizers.close)
-        app = create_app(store, settings, metrics, tokenizers, asker=asker)
+        app = create_app(
+            store, parts.api_options(settings), parts.selection_options(settings), metrics, tokenizers, asker=asker
+        )
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://waymark")
         await stack.enter_async_context(http)
         for number, name in enumerate(WORKERS):

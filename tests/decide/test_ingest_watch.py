@@ -19,17 +19,16 @@ from waymark.base.settings import Settings
 from waymark.chat.requests import InferenceRequest, read_request
 from waymark.decide import fail_open
 from waymark.decide.fail_open import IngestWatch, StartupGate
-from waymark.decide.options import SelectionOptions
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.domain.engines import EngineKind
 from waymark.domain.status import Decision
 from waymark.domain.targets import Target
+from waymark.runtime import parts
 from waymark.store.reservations import ReservationPart
 from waymark.store.store import Store
 from waymark.store.workers import WORKER_SECONDS
-from waymark.tokenization.tokenizers import Tokenizers
 
 WORKER = "worker-1"
 
@@ -83,9 +82,14 @@ async def test_a_redis_that_is_away_is_not_a_missing_worker(store: Store) -> Non
 @asynccontextmanager
 async def deciding(store: Store) -> AsyncIterator[tuple[RequestSelector, IngestWatch]]:
     settings, metrics = Settings(**patient_settings()), Metrics()
-    tokenizers, watch = Tokenizers.of(settings, metrics), IngestWatch(store.heartbeats)
-    selector, gate = Selector(store, SelectionOptions.of(settings), metrics), StartupGate(store.directory, 0, watch)
-    yield RequestSelector(store, settings, metrics, selector, tokenizers, gate), watch
+    tokenizers, watch = parts.tokenizers(settings, metrics), IngestWatch(store.heartbeats)
+    selector, gate = Selector(store, parts.selection_options(settings), metrics), StartupGate(store.directory, 0, watch)
+    yield (
+        RequestSelector(
+            store, parts.prompt_options(settings), metrics, selector, tokenizers, gate, parts.profile(settings)
+        ),
+        watch,
+    )
     await tokenizers.close()
 
 

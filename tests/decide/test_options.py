@@ -11,14 +11,14 @@ from waymark.base import watched_file
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.selector import Selector
+from waymark.runtime import parts
 from waymark.store.store import Store
 
 
 def test_the_settings_are_taken_in_their_units() -> None:
-    options = SelectionOptions.of(Settings(policy="lmetric", loads_ms=250, query_deadline_ms=500))
+    options = parts.selection_options(Settings(policy="lmetric", loads_ms=250, query_deadline_ms=500))
     assert (options.policy.name, options.picker_file) == ("lmetric", None)
     assert (options.loads_seconds, options.deadline_seconds) == (0.25, 0.5)
 
@@ -46,7 +46,7 @@ def test_the_settings_are_taken_in_their_units() -> None:
     ],
 )
 def test_each_setting_has_its_option(settings: dict[str, Any], name: str, expected: object) -> None:
-    assert getattr(SelectionOptions.of(Settings(**settings)), name) == expected
+    assert getattr(parts.selection_options(Settings(**settings)), name) == expected
 
 
 def picker(path: Path, *types: str) -> str:
@@ -80,15 +80,15 @@ def test_a_policy_of_gauges_that_nobody_reads_is_warned_of(
     if gauged is not None:
         scorer = "queue-scorer" if gauged else "active-request-scorer"
         given[gauged or "picker_config"] = picker(tmp_path / "picker.yaml", scorer)
-    SelectionOptions.of(Settings(**given))
+    parts.selection_options(Settings(**given))
     assert ("WAYMARK_GAUGES_SECONDS is 0" in caplog.text) is is_warned
 
 
 def test_the_policy_of_a_request_that_names_none_is_that_of_the_file(tmp_path: Path) -> None:
-    of_preset = SelectionOptions.of(Settings(policy="lmetric")).default_policy()
+    of_preset = parts.selection_options(Settings(policy="lmetric")).default_policy()
     assert (of_preset.preset, of_preset.file) == (PRESETS["lmetric"], None)
     path = picker(tmp_path / "picker.yaml", "session-affinity-scorer")
-    of_file = SelectionOptions.of(Settings(policy="lmetric", picker_config=path)).default_policy()
+    of_file = parts.selection_options(Settings(policy="lmetric", picker_config=path)).default_policy()
     assert of_file.preset is None
     assert of_file.file is not None
     assert [scorer.name for scorer in of_file.file.profiles["one"].scorers] == ["session-affinity-scorer"]
@@ -105,7 +105,7 @@ def test_the_policy_of_a_request_that_names_none_is_that_of_the_file(tmp_path: P
     ],
 )
 def test_shadows_are_named_one_behind_the_other(text: str, names: list[str]) -> None:
-    shadows = SelectionOptions.of(Settings(shadow=text)).shadows
+    shadows = parts.selection_options(Settings(shadow=text)).shadows
     assert [shadow.name for shadow in shadows] == names
     assert [shadow.policy.preset for shadow in shadows] == [PRESETS[name] for name in names]
 
@@ -115,7 +115,7 @@ def test_shadows_are_named_one_behind_the_other(text: str, names: list[str]) -> 
 )
 def test_shadows_are_few_and_different(text: str) -> None:
     with pytest.raises(SettingsError, match=r"WAYMARK_SHADOW is .*; name at most 4 different policies"):
-        SelectionOptions.of(Settings(shadow=text))
+        parts.selection_options(Settings(shadow=text))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_shadows_are_few_and_different(text: str) -> None:
 )
 def test_a_word_is_a_policy_and_a_path_is_a_file(text: str, sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
-        SelectionOptions.of(Settings(shadow=text))
+        parts.selection_options(Settings(shadow=text))
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
@@ -137,21 +137,21 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe")
     for variable, settings in (("WAYMARK_PICKER_CONFIG", "picker_config"), ("WAYMARK_SHADOW", "shadow")):
         with pytest.raises(SettingsError, match=rf"{variable} .*picker\.yaml cannot be used: .*utf-8"):
-            SelectionOptions.of(Settings(**{settings: str(path)}))
+            parts.selection_options(Settings(**{settings: str(path)}))
 
 
 def test_an_unknown_policy_is_named_with_the_nearest_one() -> None:
     with pytest.raises(SettingsError, match=r'WAYMARK_POLICY is "least-wrok".*did you mean least-work'):
-        SelectionOptions.of(Settings(policy="least-wrok"))
+        parts.selection_options(Settings(policy="least-wrok"))
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     wrong = tmp_path / "picker.yaml"
     wrong.write_text("kind: Nope", encoding="utf-8")
     with pytest.raises(SettingsError, match=r'WAYMARK_PICKER_CONFIG .*picker.yaml.*kind is "Nope"'):
-        SelectionOptions.of(Settings(picker_config=str(wrong)))
+        parts.selection_options(Settings(picker_config=str(wrong)))
     with pytest.raises(SettingsError, match=r"WAYMARK_PICKER_CONFIG .*cannot be used"):
-        SelectionOptions.of(Settings(picker_config=str(tmp_path / "none.yaml")))
+        parts.selection_options(Settings(picker_config=str(tmp_path / "none.yaml")))
 
 
 def test_the_log_says_what_does_the_work_of_a_plugin_that_belongs_elsewhere(
@@ -160,7 +160,7 @@ def test_the_log_says_what_does_the_work_of_a_plugin_that_belongs_elsewhere(
     file = tmp_path / "picker.yaml"
     file.write_text("plugins: [{type: tokenizer}]\nschedulingProfiles: [{name: one}]\n", encoding="utf-8")
     with caplog.at_level("INFO"):
-        options = SelectionOptions.of(Settings(picker_config=str(file)))
+        options = parts.selection_options(Settings(picker_config=str(file)))
     assert options.picker_file is not None
     (note,) = options.picker_file.entries[0].notes
     assert [record.__dict__["fields"] for record in caplog.records] == [{"note": note}]
@@ -188,7 +188,7 @@ async def test_a_picker_file_that_changes_counts_without_a_restart_and_a_wrong_o
 
     write("1")
     store = Store.open("memory://")
-    selector = Selector(store, SelectionOptions.of(Settings(picker_config=str(file))), Metrics())
+    selector = Selector(store, parts.selection_options(Settings(picker_config=str(file))), Metrics())
     assert weight() == 1.0
     before = selector.default_policy
     write("22")

@@ -17,6 +17,7 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide import reported
+from waymark.decide.options import PromptOptions
 from waymark.decide.reported import HolderMatch, Keyspace, ReportedPrompts
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
@@ -24,6 +25,7 @@ from waymark.domain.known import Spot
 from waymark.domain.names import GroupName
 from waymark.domain.rows import Place
 from waymark.domain.targets import Target
+from waymark.runtime import parts
 from waymark.store.hashes import ReportedBlock
 from waymark.store.store import Store
 
@@ -48,8 +50,8 @@ async def store() -> AsyncIterator[Store]:
 
 @pytest.fixture
 def prompts(store: Store, make_selector: MakeSelector, metrics: Metrics) -> ReportedPrompts:
-    settings = Settings(**patient_settings())
-    return ReportedPrompts(store, make_selector(store), settings, metrics, "default")
+    options = parts.prompt_options(Settings(**patient_settings()))
+    return ReportedPrompts(store, make_selector(store), options, metrics, "default")
 
 
 async def register(store: Store, name: str, number: int | None = None, **fields: Any) -> None:
@@ -223,7 +225,7 @@ async def test_every_address_is_listed_with_its_model(store: Store, prompts: Rep
 async def test_another_seed_is_another_index(
     store: Store, make_selector: MakeSelector, metrics: Metrics, seed: int, expected: bool
 ) -> None:
-    of = ReportedPrompts(store, make_selector(store), Settings(hash_seed=seed), metrics, "default")
+    of = ReportedPrompts(store, make_selector(store), PromptOptions(hash_seed=seed), metrics, "default")
     assert of.has_same_hashes is expected
 
 

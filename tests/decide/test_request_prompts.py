@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 
 from waymark.base.errors import InvalidValue
-from waymark.base.settings import Settings
 from waymark.chat.requests import Form, InferenceRequest, Truncation
+from waymark.decide.options import PromptOptions
 from waymark.decide.request_prompts import (
     SEQUENCES_MAX,
     RequestPrompts,
@@ -19,7 +19,7 @@ from waymark.decide.request_prompts import (
     unread_prompt,
 )
 from waymark.decide.served import ServedModel
-from waymark.domain.hashing import block_keys, namespace, pack_tokens
+from waymark.domain.hashing import DEFAULT_SEED, block_keys, namespace, pack_tokens
 from waymark.domain.names import GroupName
 from waymark.tokenization.prompt import ChatPrompt, SourcedTokens, TextPrompt
 from waymark.tokenization.tokenizers import Tokenizers
@@ -39,8 +39,8 @@ class Recorded:
         return SourcedTokens(pack_tokens([7]), "local")
 
 
-def prompts_of(recorded: Recorded | None = None, **settings: Any) -> RequestPrompts:
-    return RequestPrompts(cast(Tokenizers, recorded or Recorded()), Settings(**settings))
+def prompts_of(recorded: Recorded | None = None, **options: Any) -> RequestPrompts:
+    return RequestPrompts(cast(Tokenizers, recorded or Recorded()), PromptOptions(**options))
 
 
 # ---- tokens ----------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_a_prompt_has_the_keys_of_its_complete_blocks() -> None:
     for size, blocks in ((4, 2), (5, 2), (16, 0)):
         found = prompt(size)
         assert (found.tokens, found.has_tokens) == (10, True)
-        assert found.keys == block_keys(None, ids, size, namespace=namespace(None, []), seed=Settings().hash_seed)
+        assert found.keys == block_keys(None, ids, size, namespace=namespace(None, []), seed=DEFAULT_SEED)
         assert len(found.keys) == 8 * blocks
 
 
@@ -140,9 +140,9 @@ def test_salts_adapters_and_seeds_name_other_blocks() -> None:
 
 def test_a_prompt_above_the_bound_is_refused_with_the_setting() -> None:
     ids = SourcedTokens(pack_tokens(list(range(9))), "local")
-    assert prompts_of(max_tokens=9).keyed(ids, InferenceRequest("m"), SERVED)(3).tokens == 9
+    assert prompts_of(tokens_max=9).keyed(ids, InferenceRequest("m"), SERVED)(3).tokens == 9
     with pytest.raises(InvalidValue, match="more than 8 tokens; send less, or raise WAYMARK_MAX_TOKENS") as refused:
-        prompts_of(max_tokens=8).keyed(ids, InferenceRequest("m"), SERVED)
+        prompts_of(tokens_max=8).keyed(ids, InferenceRequest("m"), SERVED)
     assert refused.value.reason == "too_large"
 
 

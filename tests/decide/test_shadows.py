@@ -24,7 +24,7 @@ from waymark.base.settings import Settings
 from waymark.base.shape import plain
 from waymark.decide.comparison import are_apart, compare, decide_again, replay
 from waymark.decide.matches import PromptMatches
-from waymark.decide.options import SelectionOptions, Shadow
+from waymark.decide.options import Shadow
 from waymark.decide.order import order
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.policy import RoutingRequest
@@ -36,6 +36,7 @@ from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.keys import pack
 from waymark.domain.names import GroupName
+from waymark.runtime import parts
 from waymark.simulator.workload import conversations
 from waymark.store.directory import GroupEntry
 from waymark.store.kept_decisions import BLOCKS_MAX, TARGETS_MAX, KeptDecision
@@ -274,13 +275,13 @@ async def test_the_nonce_says_whether_a_decision_is_kept() -> None:
 def test_shadows_are_presets_and_files(tmp_path: Path) -> None:
     file = tmp_path / "by-load.yaml"
     file.write_text(BY_LOAD, encoding="utf-8")
-    options = SelectionOptions.of(Settings(shadow=f"lmetric, {file}", decisions_kept=0.5))
+    options = parts.selection_options(Settings(shadow=f"lmetric, {file}", decisions_kept=0.5))
     assert [(each.name, each.policy.name) for each in options.shadows] == [
         ("lmetric", "lmetric"),
         (str(file), "endpoint-picker-config"),
     ]
     assert options.decisions_kept == 0.5
-    assert SelectionOptions.of(Settings()).shadows == ()
+    assert parts.selection_options(Settings()).shadows == ()
 
 
 def test_the_file_of_a_shadow_that_changes_counts_without_a_restart_and_a_wrong_one_does_not(
@@ -289,7 +290,7 @@ def test_the_file_of_a_shadow_that_changes_counts_without_a_restart_and_a_wrong_
     monkeypatch.setattr(watched_file, "_POLL_SECONDS", 0.0)
     file = tmp_path / "by-load.yaml"
     file.write_text(BY_LOAD, encoding="utf-8")
-    (shadow,) = SelectionOptions.of(Settings(shadow=str(file))).shadows
+    (shadow,) = parts.selection_options(Settings(shadow=str(file))).shadows
 
     def scorers() -> int:
         config = shadow.policy.file
@@ -317,7 +318,7 @@ def test_the_file_of_a_shadow_that_changes_counts_without_a_restart_and_a_wrong_
 )
 def test_an_unknown_shadow_is_named_at_the_start(text: str, sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
-        SelectionOptions.of(Settings(shadow=text))
+        parts.selection_options(Settings(shadow=text))
 
 
 # ---- in a replica ---------------------------------------------------------------------------------

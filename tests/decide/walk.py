@@ -25,10 +25,11 @@ import httpx
 import waymark
 from tests.api.conftest import hold_blocks
 from waymark.api.application import create_app
+from waymark.api.options import ApiOptions
 from waymark.base.asgi import RawHeaders
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
+from waymark.decide.options import SelectionOptions
 from waymark.store.store import Store
 
 ROOT = f"{Path(waymark.__file__).parent}/"
@@ -38,11 +39,10 @@ TOKENS = list(range(1600))
 async def walks(url: str) -> list[list[str]]:
     """The files of the calls of each decision."""
     async with AsyncExitStack() as stack:
-        store, settings = Store.open(url), Settings()
+        store, asker = Store.open(url), Asker()
         stack.push_async_callback(store.close)
-        asker = Asker.of(settings)
         stack.push_async_callback(asker.close)
-        app = create_app(store, settings, Metrics(), asker=asker)
+        app = create_app(store, ApiOptions(), SelectionOptions(), Metrics(), asker=asker)
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://waymark")
         await stack.enter_async_context(client)
         for number in range(8):

@@ -25,10 +25,11 @@ from tests.e2e.session import MODEL_NAME, Publisher, Session, Spec, Step, prompt
 from tests.model import Model, Space, Tokens
 from tests.patience import patient
 from waymark.api.application import create_app
+from waymark.api.options import ApiOptions
 from waymark.apply.options import ApplyOptions
 from waymark.apply.resuming import resumed
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
+from waymark.decide.options import PromptOptions, SelectionOptions
 from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
 from waymark.domain.names import DEFAULT_TENANT, PublisherName
 from waymark.engines import decoder
@@ -54,7 +55,8 @@ async def replicas(redis: Redis) -> AsyncIterator[list[httpx.AsyncClient]]:
         for _ in range(2):
             app = create_app(
                 Store(RedisClient(redis, "redis://test")),
-                Settings(query_deadline_ms=min(60_000, int(patient(2.0) * 1000))),
+                ApiOptions(prompts=PromptOptions(deadline_seconds=patient(2.0))),
+                SelectionOptions(),
                 Metrics(),
             )
             transport = httpx.ASGITransport(app=app)

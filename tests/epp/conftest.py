@@ -26,6 +26,7 @@ from waymark.domain.targets import Target
 from waymark.epp.answers import BodyBytes
 from waymark.epp.process_call import CallContext
 from waymark.epp.server import EppOptions, EppServer
+from waymark.runtime import parts
 from waymark.store.reservations import Load
 from waymark.store.store import Store
 
@@ -81,7 +82,7 @@ async def start_epp(make_selector: MakeSelector, metrics: Metrics) -> AsyncItera
             )
 
             # A query that waits for a busy machine is still to be answered.
-            asked = Settings(**{"query_deadline_ms": 60_000} | settings)
+            asked = parts.prompt_options(Settings(**{"query_deadline_ms": 60_000} | settings))
             prompts = ReportedPrompts(store, selector, asked, metrics, "default")
 
             async def waits_for() -> str | None:

@@ -15,25 +15,23 @@ from aiohttp import web
 from tests.patience import patient, patient_settings
 from tests.serving.wire import connections, served
 from waymark.api.application import GatewayAdmin, create_gateway_admin
-from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import StartupGate
-from waymark.decide.options import SelectionOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import Registration
 from waymark.domain.targets import Target
 from waymark.gateway.application import Gateway
-from waymark.gateway.response_cache import ResponseCache
-from waymark.gateway.responses import Archive, Responses
+from waymark.gateway.responses import Archive
 from waymark.gateway.shapes import body_of_rejection
+from waymark.runtime import gateway as runtime_gateway
+from waymark.runtime import parts
 from waymark.serving.connection import protocol
 from waymark.store.reservations import Load
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -119,23 +117,27 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             bounds = {"request_seconds": given["request_seconds"]} if "request_seconds" in given else {}
             settings = Settings(redis_url=url, **patient_settings() | given)
             metrics = Metrics()
-            store = Store.of(settings, answers_url=settings.answers_redis_url, metrics=metrics)
+            store = parts.open_store(settings, metrics, keeps_answers=True)
             stack.push_async_callback(store.close)
             found = [await stack.enter_async_context(_engine()) for _ in range(engines)]
             for number, engine in enumerate(found):
                 await store.registry.register(registration(engine.url, number))
-            tokenizers = Tokenizers.of(settings, metrics)
+            tokenizers = parts.tokenizers(settings, metrics)
             stack.push_async_callback(tokenizers.close)
-            cache = ResponseCache.of(settings, metrics, store)
-            asker = Asker.of(settings)
+            cache = runtime_gateway.response_cache(settings, metrics, store)
+            asker = parts.asker(settings)
             stack.push_async_callback(asker.close)
+            options = parts.api_options(settings, is_gateway=True)
             gate = StartupGate(store.directory, settings.min_initial_workers)
-            parts = GatewayAdmin(gate, None if cache is None else cache.operated)
-            admin = create_gateway_admin(store, settings, metrics, parts)
-            responses = Responses.of(settings, metrics, store, archive)
-            selector = Selector(store, SelectionOptions.of(settings), metrics, pools=AskedPools(asker, metrics))
-            requests = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
-            gateway = Gateway(store, settings, metrics, selector, requests, admin, cache, responses)
+            admin_parts = GatewayAdmin(gate, None if cache is None else cache.operated)
+            admin = create_gateway_admin(store, options, metrics, admin_parts)
+            responses = runtime_gateway.stored_responses(settings, metrics, store, archive)
+            selector = Selector(store, parts.selection_options(settings), metrics, pools=AskedPools(asker, metrics))
+            requests = RequestSelector(
+                store, parts.prompt_options(settings), metrics, selector, tokenizers, gate, parts.profile(settings)
+            )
+            given_options, upstream = runtime_gateway.gateway_options(settings), runtime_gateway.upstream(settings)
+            gateway = Gateway(store, given_options, metrics, selector, requests, upstream, admin, cache, responses)
             stack.push_async_callback(gateway.close)
             port = await stack.enter_async_context(
                 served(gateway, protocol(connections(metrics, body_of_rejection, **bounds)))

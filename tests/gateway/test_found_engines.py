@@ -18,13 +18,16 @@ from tests.gateway.conftest import Running, Start, chat
 from tests.patience import patient, within
 from tests.serving.wire import served
 from waymark.api.application import create_app
+from waymark.api.options import ApiOptions
 from waymark.api.registrations import registration_of
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.options import SelectionOptions
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations, GivenEngines
+from waymark.runtime import parts
 from waymark.store.store import Store
 
 __all__ = ["engine", "start_engine"]
@@ -37,11 +40,14 @@ PATH = "/v1/chat/completions"
 @asynccontextmanager
 async def replica(redis_url: str) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a query replica on a socket of its own."""
-    settings, metrics = Settings(redis_url=redis_url), Metrics()
-    store, asker = Store.open(redis_url, metrics=metrics), Asker.of(settings)
+    metrics, asker = Metrics(), Asker()
+    store = Store.open(redis_url, metrics=metrics)
     try:
         async with (
-            served(create_app(store, settings, metrics, asker=asker), interface="asgi3") as port,
+            served(
+                create_app(store, ApiOptions(), SelectionOptions(), metrics, asker=asker),
+                interface="asgi3",
+            ) as port,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(30), trust_env=False) as client,
         ):
             yield client
@@ -135,7 +141,7 @@ async def test_an_engine_that_is_registered_by_its_url_is_served(start: Start, e
 async def given(running: Running, *engines: Engine, **settings: str) -> AsyncIterator[None]:
     """``--engine`` for each of them, until all are registered."""
     allowed = AllowedEndpoints()
-    asker = Asker.of(Settings(redis_url="memory://", **settings))
+    asker = parts.asker(Settings(redis_url="memory://", **settings))
     found = EngineRegistrations(Describer(asker, allowed, seconds=20), partial(registration_of, allowed=allowed))
     try:
         async with within(30):

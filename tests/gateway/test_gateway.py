@@ -23,8 +23,8 @@ from tests.conftest import wait_until
 from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Start, chat, events, registration
 from tests.patience import patient
+from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import SettingsError
-from waymark.base.settings import Settings
 from waymark.chat.requests import session_token
 from waymark.domain.targets import Role, Target
 from waymark.gateway.security import ApiKeys
@@ -478,7 +478,7 @@ async def test_nothing_of_a_query_changes_the_place(start: Start, query: str) ->
 
 
 async def test_certificates_that_cannot_be_read_are_a_sentence() -> None:
-    upstream = Upstream.of(Settings(engine_ca_file="/nowhere/ca.pem"))
+    upstream = Upstream(AllowedEndpoints(), first_byte_seconds=1.0, idle_seconds=1.0, ca_file="/nowhere/ca.pem")
     with pytest.raises(SettingsError, match="WAYMARK_ENGINE_CA_FILE"):
         await upstream.send("http://127.0.0.1:1", "/v1/models", b"", b"", ())
 

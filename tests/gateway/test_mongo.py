@@ -22,8 +22,7 @@ from tests.gateway.mongo_server import MongoServer, mongo_server
 from tests.patience import patient
 from waymark.base.errors import RemoteUnavailable, SettingsError, StoreUnavailable
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
-from waymark.gateway.mongo import MongoArchive
+from waymark.gateway.mongo import MongoArchive, MongoOptions
 from waymark.gateway.responses import RedisResponses
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient
@@ -194,7 +193,5 @@ async def test_a_full_store_waits_for_mongodb_and_says_so(
 
 
 async def test_a_url_that_is_none_ends_the_start(store: Store) -> None:
-    settings = Settings(responses="redis", responses_mongo_url="postgres://db")
     with pytest.raises(SettingsError, match="WAYMARK_RESPONSES_MONGO_URL cannot be used"):
-        MongoArchive.of(settings, Metrics(), store)
-    assert MongoArchive.of(Settings(), Metrics(), store) is None
+        MongoArchive.open(MongoOptions("postgres://db", "d", "c", 1, 1), Metrics(), store)

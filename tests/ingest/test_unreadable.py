@@ -21,9 +21,10 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import WITHOUT_PROBES, Bench, Hand, Pod
 from tests.store.factories import Stream, registration, stored, stream_of
 from waymark.api.application import create_app
+from waymark.api.options import ApiOptions
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.base.shape import plain
+from waymark.decide.options import SelectionOptions
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import PublisherName
@@ -222,7 +223,9 @@ async def scene_of(bench: Bench, url: str) -> AsyncIterator[Scene]:
     hand = await bench.worker(options=WITHOUT_PROBES)
     await neighbour.caught_up()
     store = Store.open(url)
-    transport = httpx.ASGITransport(app=create_app(store, Settings(), Metrics()), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(
+        app=create_app(store, ApiOptions(), SelectionOptions(), Metrics()), raise_app_exceptions=False
+    )
     async with httpx.AsyncClient(transport=transport, base_url="http://waymark") as api:
         inspector = Inspector(Store.open(url))
         yield Scene(bench, hand, neighbour, api, inspector)

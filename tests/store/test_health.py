@@ -15,9 +15,9 @@ from redis.asyncio import Redis
 from tests.patience import within
 from tests.store.factories import registration
 from waymark.api.application import create_probes
+from waymark.api.options import ApiOptions
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.store.health import HealthReason, HealthWatch
 from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
@@ -194,7 +194,7 @@ async def test_a_real_redis_is_read_and_a_later_change_is_seen(admin: SyncRedis,
 
 async def test_of_the_embedded_redis_there_is_nothing_to_tell() -> None:
     store, metrics = Store.open("memory://"), Metrics()
-    app = create_probes(store, Settings(), metrics)
+    app = create_probes(store, ApiOptions(), metrics)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://waymark") as client:
         assert (await client.get("/ready")).json() == {"status": "ready"}
         text = (await client.get("/metrics")).text

@@ -32,14 +32,13 @@ from tests.ports import unused_port
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.fail_open import StartupGate
-from waymark.decide.options import SelectionOptions
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay
 from waymark.gateway.shapes import body_of_request
+from waymark.runtime import parts
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
 
 CHUNKS = (0, 10, 200)
 _PAUSE_CHUNKS = 0.002
@@ -192,10 +191,12 @@ async def selection(redis_url: str, requests: int) -> None:
     settings = Settings(redis_url=redis_url)
     metrics = Metrics()
     store = Store.open(redis_url, metrics=metrics)
-    tokenizers = Tokenizers.of(settings, metrics)
-    selector = Selector(store, SelectionOptions.of(settings), metrics)
+    tokenizers = parts.tokenizers(settings, metrics)
+    selector = Selector(store, parts.selection_options(settings), metrics)
     gate = StartupGate(store.directory, 0)
-    decider = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
+    decider = RequestSelector(
+        store, parts.prompt_options(settings), metrics, selector, tokenizers, gate, parts.profile(settings)
+    )
     under_way = RequestsUnderWay(selector, store.begin)
 
     def bodies(count: int) -> Iterator[bytes]:

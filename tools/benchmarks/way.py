@@ -43,10 +43,10 @@ from waymark.api.operations import Dependencies
 from waymark.api.straight import Straight, StraightOperation
 from waymark.base import native
 from waymark.base.asgi import Answering, RawHeaders, StraightTable
-from waymark.base.asker import Asker
 from waymark.base.logs import configure
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.runtime import parts
 from waymark.serving.connection import HttpConnection, protocol
 from waymark.serving.limits import Connections, ServerBounds
 from waymark.store.redis.read_connection import ReadConnection, Replies, ReplyReceiver
@@ -186,7 +186,7 @@ def fixed(exchange: Exchange, redis: ReadConnection, settings: Settings, metrics
     cache = RequestCache(CACHE_BYTES_MAX, metrics)
     queue = AdmissionQueue(AT_ONCE)
     parts = Dependencies(
-        metrics, Gate.of(settings), settings.max_body_bytes, settings.max_tokens, {"read": queue}, cache
+        metrics, Gate(None, protect_reads=False), settings.max_body_bytes, settings.max_tokens, {"read": queue}, cache
     )
     doc = docs.QUERY if exchange.path == "/query" else docs.QUERY_BY_HASH
     return StraightOperation("POST", exchange.path, Straight(steps), access="read", doc=doc, dependencies=parts)
@@ -289,8 +289,8 @@ async def ladder(kinds: list[str], rounds: int) -> list[list[str]]:
             engine.register(server)
             engine.store(prompt)
             wait_for([server], {engine.number: prompt})
-        store, asker = Store.open(redis.url), Asker.of(settings)
-        app = create_app(store, settings, metrics, asker=asker)
+        store, asker = Store.open(redis.url), parts.asker(settings)
+        app = create_app(store, parts.api_options(settings), parts.selection_options(settings), metrics, asker=asker)
         assert isinstance(app, Shortcut)
         try:
             for kind in kinds:

@@ -17,7 +17,6 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.fields import RequestBody
-from waymark.base.settings import Settings
 from waymark.contract.admin import (
     BackendConnection,
     BackendEvents,
@@ -99,10 +98,10 @@ class ResponseCacheAdmin:
 class Admin:
     """Handlers of the paths under ``/admin``."""
 
-    def __init__(self, store: Store, settings: Settings) -> None:
+    def __init__(self, store: Store, prefix_bytes: int, *, injects_cache_control: bool) -> None:
         self._store = store
-        self._prefix_bytes = settings.prefix_bytes
-        self._injects_cache_control = settings.cache_control_injection
+        self._prefix_bytes = prefix_bytes
+        self._injects_cache_control = injects_cache_control
 
     async def prefix_routing_stats(self, body: Body) -> Answer:
         counts, distinct = await self._store.counts.read()

@@ -33,8 +33,10 @@ from waymark.api.http.access import Access, Doc, Gate, Queue
 from waymark.api.http.admission import AT_ONCE, AdmissionQueue
 from waymark.api.http.answers import Answer, Handler
 from waymark.api.http.bodies import CACHE_BYTES_MAX, Body, Format, RequestCache, encode
+from waymark.api.http.tokens_file import TokensFile
 from waymark.api.inspections import InspectionQueue, Inspections
 from waymark.api.operations import Dependencies, Method, Operation, Resource
+from waymark.api.options import AccessOptions, ApiOptions
 from waymark.api.page import Page
 from waymark.api.placement import PlacementView
 from waymark.api.policies import PoliciesView
@@ -45,16 +47,18 @@ from waymark.api.texts import PromptTokenizer
 from waymark.api.views import Views
 from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
-from waymark.base.endpoints import openness
+from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.contract.admin import ResponseCacheStats
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import StartupGate
+from waymark.decide.options import SelectionOptions
+from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
+from waymark.inspection.redis_cli import RedisCli
 from waymark.store.directory import EngineAddresses
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
+from waymark.tokenization.tokenizers import Engines, Tokenizers
 
 #: The hot paths.
 _QUERIES = frozenset(
@@ -88,7 +92,8 @@ class GatewayAdmin:
 
 def create_app(
     store: Store,
-    settings: Settings,
+    options: ApiOptions,
+    selection: SelectionOptions,
     metrics: Metrics,
     tokenizers: Tokenizers | None = None,
     asker: Asker | None = None,
@@ -101,20 +106,16 @@ def create_app(
 
     ``stopping`` ends the answers that would not end by themselves. ``gateway``: the process is a gateway, too.
     """
-    gate = Gate.of(settings) if gateway is None else _gate_of_gateway(settings)
-    asker = asker or Asker.of(settings)
-    contract = Contract(has_ui=settings.ui)
-    dependencies = _dependencies(settings, metrics, gate)
+    asker = asker or Asker()
+    contract = Contract(has_ui=options.has_page)
+    dependencies = _dependencies(options, metrics, _gate(options.access))
     operations = _operations(
         store,
-        settings,
+        options,
+        selection,
         contract,
         dependencies,
-        PromptTokenizer(
-            tokenizers or Tokenizers.of(settings, metrics, EngineAddresses(store.directory, store.incarnation)),
-            settings,
-        ),
-        Registrations(store, settings, asker),
+        PromptTokenizer(tokenizers or _tokenizers(store, metrics, asker), options.prompts.tokens_max),
         ActivityFeed(store.activity, metrics, stopping),
         asker,
         gateway,
@@ -135,7 +136,7 @@ def create_app(
     )
     app.router.redirect_slashes = False
     routed = Shortcut(app, {operation.path: operation for operation in operations if operation.path in _QUERIES})
-    return AccessLog(routed) if settings.access_log else routed
+    return AccessLog(routed) if options.has_access_log else routed
 
 
 def _by_path(operations: Sequence[Operation]) -> dict[str, Operation | Resource]:
@@ -163,14 +164,19 @@ class Shortcut:
         return (query or self._app)(scope, receive, send)
 
 
-def _dependencies(settings: Settings, metrics: Metrics, gate: Gate) -> Dependencies:
+def _gate(access: AccessOptions) -> Gate:
+    tokens = None if access.tokens_file is None else TokensFile(access.tokens_file)
+    return Gate(access.token, protect_reads=access.protects_reads, tokens=tokens, is_closed=access.is_closed)
+
+
+def _dependencies(options: ApiOptions, metrics: Metrics, gate: Gate) -> Dependencies:
     admission: dict[Queue, AdmissionQueue] = {
         "read": AdmissionQueue(AT_ONCE),
         "write": AdmissionQueue(AT_ONCE),
         "decide": AdmissionQueue(AT_ONCE),
     }
     cache = RequestCache(CACHE_BYTES_MAX, metrics)
-    return Dependencies(metrics, gate, settings.max_body_bytes, settings.max_tokens, admission, cache)
+    return Dependencies(metrics, gate, options.body_bytes_max, options.prompts.tokens_max, admission, cache)
 
 
 def _json(content: Any, status: int) -> Response:
@@ -179,41 +185,44 @@ def _json(content: Any, status: int) -> Response:
 
 def _operations(
     store: Store,
-    settings: Settings,
+    options: ApiOptions,
+    selection: SelectionOptions,
     contract: Contract,
     dependencies: Dependencies,
     tokenizer: PromptTokenizer,
-    registrations: Registrations,
     feed: ActivityFeed,
     asker: Asker,
     gateway: GatewayAdmin | None = None,
 ) -> list[Operation]:
-    metrics = dependencies.metrics
-    gate = StartupGate(store.directory, settings.min_initial_workers) if gateway is None else gateway.start
+    metrics, prompts = dependencies.metrics, options.prompts
+    allowed = AllowedEndpoints(options.access.allowed_endpoints)
+    gate = StartupGate(store.directory, options.min_initial_workers) if gateway is None else gateway.start
     pools = AskedPools(asker, metrics)
-    served = store.incarnation.cache(
-        ServedNames(store.directory, store.reader, store.begin, settings.query_deadline_ms / 1000)
-    )
+    served = store.incarnation.cache(ServedNames(store.directory, store.reader, store.begin, prompts.deadline_seconds))
+    selector = Selector(store, selection, metrics, pools=pools)
     root, views, probes = (
-        Conductor(store, settings, metrics, tokenizer, pools, served),
+        Conductor(store, prompts, options.shape, metrics, tokenizer, pools, served),
         Views(store),
-        Probes(store, metrics, gate, tokenizer, warning=openness(settings, is_gateway=gateway is not None)),
+        Probes(store, metrics, gate, tokenizer, warning=options.access.warning),
     )
-    dynamo, dynamo_views = Dynamo(store, settings, metrics, pools), DynamoViews(store, metrics, probes.metrics)
-    decisions = Decisions(store, settings, metrics, tokenizer, gate, pools, served)
-    inputs, workers = DynamoInputs(store, settings, decisions.selector), DynamoWorkerHandlers(store, settings)
+    registrations = Registrations(store, allowed, asker)
+    dynamo = Dynamo(store, prompts, allowed, metrics, pools, names_others=not options.access.protects_reads)
+    dynamo_views = DynamoViews(store, metrics, probes.metrics)
+    decisions = Decisions(store, prompts, selector, metrics, tokenizer, gate, served)
+    inputs, workers = DynamoInputs(store, prompts, selector), DynamoWorkerHandlers(store, allowed)
     select, loads = (
-        DynamoSelect(store, decisions.selector, inputs, gate),
-        DynamoLoadHandlers(store, decisions.selector, inputs),
+        DynamoSelect(store, selector, inputs, gate),
+        DynamoLoadHandlers(store, selector, inputs),
     )
     admin, placement, policies = (
-        Admin(store, settings),
+        _admin(store, options),
         PlacementView(store),
-        PoliciesView(store, decisions.selector.shadow_policies),
+        PoliciesView(store, selector.shadow_policies),
     )
-    page = Page(is_shown=settings.ui)
-    queue = InspectionQueue(settings)
-    explanations, inspected = Explanations(store, settings, tokenizer, queue), Inspections(store, settings, queue)
+    events = Events(store, options.apply, metrics, tokens_max=prompts.tokens_max)
+    page = Page(is_shown=options.has_page)
+    queue = InspectionQueue(options.inspect_seconds)
+    explanations, inspected = Explanations(store, prompts, tokenizer, queue), _inspections(store, options, queue)
     explained = explanations.explained
     without_redis: dict[str, Handler] = {
         "/select": decisions.select_without_redis,
@@ -235,7 +244,7 @@ def _operations(
         ("POST", "/unregister", "write", registrations.unregister, docs.UNREGISTER),
         ("POST", "/weight", "write", registrations.weight, docs.WEIGHT),
         ("POST", "/repair", "write", registrations.repair, docs.REPAIR),
-        ("POST", "/events", "write", Events(store, settings, metrics).events, docs.EVENTS),
+        ("POST", "/events", "write", events.events, docs.EVENTS),
         ("POST", "/inspect/prompt", "read", explanations.inspect, docs.INSPECT_PROMPT),
         ("GET", "/inspect/status", "admin", inspected.status, docs.INSPECT_STATUS),
         ("POST", "/inspect/block", "admin", inspected.block, docs.INSPECT_BLOCK),
@@ -301,14 +310,29 @@ def _operations(
     return operations
 
 
-def create_probes(store: Store, settings: Settings, metrics: Metrics, start: StartupGate | None = None) -> Starlette:
+def _tokenizers(store: Store, metrics: Metrics, asker: Asker) -> Tokenizers:
+    """Return tokenizers without sources, so that engines are asked."""
+    return Tokenizers(
+        {}, None, metrics, engines=Engines(EngineAddresses(store.directory, store.incarnation), asker, {})
+    )
+
+
+def _admin(store: Store, options: ApiOptions) -> Admin:
+    return Admin(store, options.prompts.prefix_bytes, injects_cache_control=options.injects_cache_control)
+
+
+def _inspections(store: Store, options: ApiOptions, queue: InspectionQueue) -> Inspections:
+    return Inspections(store, RedisCli(options.redis_url, options.credentials), queue)
+
+
+def create_probes(store: Store, options: ApiOptions, metrics: Metrics, start: StartupGate | None = None) -> Starlette:
     """``/health``, ``/ready`` and ``/metrics`` alone: what an ingest worker and a picker answer.
 
     ``start`` is the gate of a picker's decisions.
     """
     gate = Gate(None, protect_reads=False)
     probes = Probes(store, metrics, start)
-    dependencies = _dependencies(settings, metrics, gate)
+    dependencies = _dependencies(options, metrics, gate)
     return _routed(
         [
             ("GET", "/health", "open", probes.health, docs.HEALTH),
@@ -319,13 +343,14 @@ def create_probes(store: Store, settings: Settings, metrics: Metrics, start: Sta
     )
 
 
-def create_inspections(store: Store, settings: Settings, metrics: Metrics, tokenizers: Tokenizers) -> Starlette:
+def create_inspections(store: Store, options: ApiOptions, metrics: Metrics, tokenizers: Tokenizers) -> Starlette:
     """Return the paths of ``waymark status`` and ``waymark inspect``, for somebody who may read Redis himself: no
     token is asked for, and ids and other tenants are named.
     """
-    dependencies = _dependencies(settings, metrics, Gate(None, protect_reads=False))
-    queue, tokenizer = InspectionQueue(settings), PromptTokenizer(tokenizers, settings)
-    inspected = Inspections(store, settings, queue)
+    dependencies = _dependencies(options, metrics, Gate(None, protect_reads=False))
+    queue = InspectionQueue(options.inspect_seconds)
+    tokenizer = PromptTokenizer(tokenizers, options.prompts.tokens_max)
+    inspected = _inspections(store, options, queue)
 
     async def ready(_: Body) -> Answer:
         return Answer({"status": "ready", "warnings": await tokenizers.file_warnings()})
@@ -341,7 +366,7 @@ def create_inspections(store: Store, settings: Settings, metrics: Metrics, token
             "POST",
             "/inspect/prompt",
             "open",
-            Explanations(store, settings, tokenizer, queue, is_own_redis=True).inspect,
+            Explanations(store, options.prompts, tokenizer, queue, is_own_redis=True).inspect,
             docs.INSPECT_PROMPT,
         ),
     ]
@@ -357,11 +382,11 @@ def _routed(table: Sequence[_OperationRow], dependencies: Dependencies) -> Starl
     )
 
 
-def create_gateway_admin(store: Store, settings: Settings, metrics: Metrics, gateway: GatewayAdmin) -> Starlette:
+def create_gateway_admin(store: Store, options: ApiOptions, metrics: Metrics, gateway: GatewayAdmin) -> Starlette:
     """Return the paths of a gateway on a real Redis besides its clients' paths: probes, and the admin paths."""
-    dependencies = _dependencies(settings, metrics, _gate_of_gateway(settings))
-    probes = Probes(store, metrics, gateway.start, warning=openness(settings, is_gateway=True))
-    admin = Admin(store, settings)
+    dependencies = _dependencies(options, metrics, _gate(options.access))
+    probes = Probes(store, metrics, gateway.start, warning=options.access.warning)
+    admin = _admin(store, options)
     table: list[_OperationRow] = [
         ("GET", "/health", "open", probes.health, docs.HEALTH),
         ("GET", "/ready", "open", probes.ready, docs.READY),
@@ -373,8 +398,3 @@ def create_gateway_admin(store: Store, settings: Settings, metrics: Metrics, gat
         *gateway.rows(),
     ]
     return _routed(table, dependencies)
-
-
-def _gate_of_gateway(settings: Settings) -> Gate:
-    """Return the gate of a gateway: with keys it is open to strangers, but its operator's paths are not."""
-    return Gate.of(settings, is_closed=bool(settings.gateway_keys) or settings.gateway_keys_file is not None)

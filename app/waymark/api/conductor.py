@@ -18,11 +18,12 @@ import orjson
 from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body, Format
 from waymark.api.http.errors import InvalidBody
+from waymark.api.options import ConductorShape
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer, text_of
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.decide.asked_pools import AskedPools
+from waymark.decide.options import PromptOptions
 from waymark.decide.served import ServedNames
 from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow, DynamoRank, Walk, conductor_rows, dynamo_rows, walk_with_pool
@@ -165,7 +166,8 @@ class Conductor:
     def __init__(
         self,
         store: Store,
-        settings: Settings,
+        options: PromptOptions,
+        shape: ConductorShape,
         metrics: Metrics,
         tokenizer: PromptTokenizer,
         pools: AskedPools,
@@ -175,9 +177,9 @@ class Conductor:
         self._pools = pools
         self._served = served
         self._tokenizer = tokenizer
-        self._deadline_seconds = settings.query_deadline_ms / 1000
-        self._shape = settings.conductor_shape
-        self._given = GivenPrompts(settings)
+        self._deadline_seconds = options.deadline_seconds
+        self._shape = shape
+        self._given = GivenPrompts(options)
         self._lookup = QueryReader(store.reader, metrics, deadline_seconds=self._deadline_seconds)
         self._addresses = store.incarnation.cache(AddressTables())
         self._rows = store.incarnation.cache(AnswerCache(BYTES_MAX, metrics))

@@ -23,14 +23,12 @@ from waymark.api.http.tokens_file import Caller
 from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer
 from waymark.base.errors import InvalidValue, NotFound, RemoteUnavailable, UnknownModel
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.base.shape import quick
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
 from waymark.contract.decisions import GaugesRow, ReleaseAnswer, ScoreAnswer, ScoreRow, SelectAnswer, SourceAnswer
-from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, StartupGate, cause_of
-from waymark.decide.options import SelectionOptions
+from waymark.decide.options import PromptOptions
 from waymark.decide.policies.policy import Candidate, Scored
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import Question, SelectedTarget
@@ -52,25 +50,25 @@ class Decisions:
     def __init__(
         self,
         store: Store,
-        settings: Settings,
+        options: PromptOptions,
+        selector: Selector,
         metrics: Metrics,
         tokenizer: PromptTokenizer,
         gate: StartupGate,
-        pools: AskedPools,
         served: ServedNames,
     ) -> None:
         self._gate = gate
         self._store = store
         self._tokenizer = tokenizer
-        self._given = GivenPrompts(settings)
-        self.selector = self._selector = Selector(store, SelectionOptions.of(settings), metrics, pools=pools)
+        self._given = GivenPrompts(options)
+        self._selector = selector
         self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
         self._served = served
         self._without_tokens = metrics.decisions_without_tokens
-        self._prefix_bytes = settings.prefix_bytes
-        self._max_tokens = settings.max_tokens
-        self._score = partial(read_decision, ScoreRequest, prefix_bytes=settings.prefix_bytes)
-        self._select = partial(read_decision, SelectRequest, prefix_bytes=settings.prefix_bytes)
+        self._prefix_bytes = options.prefix_bytes
+        self._max_tokens = options.tokens_max
+        self._score = partial(read_decision, ScoreRequest, prefix_bytes=options.prefix_bytes)
+        self._select = partial(read_decision, SelectRequest, prefix_bytes=options.prefix_bytes)
 
     def score(self, body: Body) -> Steps[Answer | Paused]:
         decision_body = yield from self._resolved(body.asked(self._score))

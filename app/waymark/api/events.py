@@ -28,7 +28,6 @@ from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
 from waymark.base.errors import Conflict, InvalidValue, NotFound, StoreUnavailable
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.contract.publishers import EventsAnswer
 from waymark.domain.engines import OVER_HTTP
@@ -109,10 +108,10 @@ class _AppliedEvents:
 class Events:
     """The handler of ``/events``."""
 
-    def __init__(self, store: Store, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, store: Store, options: ApplyOptions, metrics: Metrics, *, tokens_max: int) -> None:
         self._store = store
-        self._max_tokens = settings.max_tokens
-        self._options = ApplyOptions.of(settings)
+        self._max_tokens = tokens_max
+        self._options = options
         self._metrics = metrics
         self._kept = store.incarnation.cache(resuming.KeptMemories(store, resuming.BYTES_MAX, metrics))
 

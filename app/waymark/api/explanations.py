@@ -16,9 +16,9 @@ from waymark.api.query_schemas import InspectRequest
 from waymark.api.straight import Straight
 from waymark.api.texts import PromptTokenizer, text_of
 from waymark.base.errors import InvalidValue, StoreUnavailable
-from waymark.base.settings import Settings
 from waymark.base.shape import plain
 from waymark.contract.inspections import Explanation, InspectAnswer, NoExplanation
+from waymark.decide.options import PromptOptions
 from waymark.domain.multimodal import check_blocks
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import only_block_size
@@ -39,7 +39,7 @@ class Explanations:
     def __init__(
         self,
         store: Store,
-        settings: Settings,
+        options: PromptOptions,
         tokenizer: PromptTokenizer,
         queue: InspectionQueue,
         *,
@@ -49,8 +49,8 @@ class Explanations:
         self._is_own_redis = is_own_redis
         self._inspector = Inspector(store)
         self._tokenizer = tokenizer
-        self._seed = settings.hash_seed
-        self._max_tokens = settings.max_tokens
+        self._seed = options.hash_seed
+        self._max_tokens = options.tokens_max
         self._queue = queue
 
     async def inspect(self, body: Body) -> Paused:

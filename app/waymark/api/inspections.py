@@ -16,7 +16,6 @@ from waymark.api.http.answers import Answer, Paused
 from waymark.api.http.bodies import Body
 from waymark.api.http.fields import OPTIONAL_NAME, OptionalName, RequestBody
 from waymark.base.errors import InvalidValue, StoreUnavailable
-from waymark.base.settings import Settings
 from waymark.base.shape import AnswerShape
 from waymark.base.shown import shown
 from waymark.contract.inspections import BlockAnswer, HolderAnswer, KeysAnswer
@@ -34,9 +33,9 @@ AT_ONCE = 2
 
 
 class InspectionQueue:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, seconds: float) -> None:
         self._admission = AdmissionQueue(AT_ONCE)
-        self._seconds = settings.inspect_seconds
+        self._seconds = seconds
 
     async def take(self, work: Callable[[], Awaitable[T]], *, name: str, remedy: str) -> T:
         """Return the result of ``work``. After its deadline raise ``StoreUnavailable``, in words that name it and the
@@ -112,9 +111,9 @@ class InspectKeysRequest(InspectGroupsRequest):
 class Inspections:
     """Handlers under ``/inspect`` for the whole installation."""
 
-    def __init__(self, store: Store, settings: Settings, queue: InspectionQueue) -> None:
+    def __init__(self, store: Store, commands: RedisCli, queue: InspectionQueue) -> None:
         self._inspector = Inspector(store)
-        self._commands = RedisCli(settings)
+        self._commands = commands
         self._queue = queue
 
     async def status(self, body: Body) -> Answer:

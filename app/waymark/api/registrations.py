@@ -20,7 +20,6 @@ from waymark.api.registration_schemas import (
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, NotFound
-from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.contract.publishers import (
     RegisterAnswer,
@@ -87,9 +86,9 @@ def _checked(registration: Registration, allowed: AllowedEndpoints) -> Registrat
 class Registrations:
     """Handlers of ``/register``, ``/weight`` and ``/unregister``."""
 
-    def __init__(self, store: Store, settings: Settings, asker: Asker) -> None:
+    def __init__(self, store: Store, allowed: AllowedEndpoints, asker: Asker) -> None:
         self._store = store
-        self._allowed = AllowedEndpoints(settings.allowed_endpoints)
+        self._allowed = allowed
         self._registration_of = partial(registration_of, allowed=self._allowed)
         self._engines = EngineRegistrations(Describer(asker, self._allowed), self._registration_of)
 

@@ -16,8 +16,8 @@ from waymark.api.http.errors import InvalidBody
 from waymark.api.http.fields import RequestBody
 from waymark.api.http.prompts import SeqHashKeys, TokenKeys, check_count, hashes, packed_hashes, token_bytes
 from waymark.api.query_schemas import DetokenizeRequest, PromptFields, TextFields, TokenizeRequest
-from waymark.base.settings import Settings
 from waymark.contract.queries import DetokenizeAnswer, TokenizeAnswer
+from waymark.decide.options import PromptOptions
 from waymark.domain.hashing import unpack_tokens
 from waymark.domain.multimodal import PromptItems, check_blocks
 from waymark.domain.names import GroupName
@@ -72,9 +72,9 @@ def prompt_of(group: GroupName, request: TextFields, others: Sequence[str] = (),
 class PromptTokenizer:
     """The door to the tokenizers for every handler that accepts text."""
 
-    def __init__(self, tokenizers: Tokenizers, settings: Settings) -> None:
+    def __init__(self, tokenizers: Tokenizers, tokens_max: int) -> None:
         self._tokenizers = tokenizers
-        self._max_tokens = settings.max_tokens
+        self._max_tokens = tokens_max
 
     async def tokens(self, asked: ModelPrompt) -> SourcedTokens:
         """Return the token ids of a prompt. Raise the errors of ``Tokenizers.tokens``, and ``too_large`` above
@@ -128,9 +128,9 @@ def text_of(group: GroupName, request: PromptFields, *further_kinds: str) -> Mod
 class GivenPrompts:
     """A reader of prompts that are token ids or hashes already, checked to the last element."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._max_tokens = settings.max_tokens
-        self._seed = settings.hash_seed
+    def __init__(self, options: PromptOptions) -> None:
+        self._max_tokens = options.tokens_max
+        self._seed = options.hash_seed
 
     def keys_of(self, model: type[RequestBody], body: Body, namespace: int, items: PromptItems = ()) -> KeysOf:
         """Return the keys of the token ids or hashes of a body. ``InvalidBody`` names the wrong element.

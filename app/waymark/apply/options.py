@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from typing import Literal
 
-from waymark.base.settings import Settings
 from waymark.domain.generations import BlockBounds
 
 WAITING_BLOCKS = 10_000
@@ -37,18 +36,3 @@ class ApplyOptions:
     @property
     def bounds(self) -> BlockBounds:
         return BlockBounds.of(self.max_entries, self.entry_ttl_seconds, self.medium_ttl)
-
-    @classmethod
-    def of(cls, settings: Settings) -> Self:
-        return cls(
-            hash_seed=settings.hash_seed,
-            stream_blocks_max=settings.stream_blocks_max,
-            pool_hashes_max=settings.pool_hashes_max,
-            max_entries=settings.max_entries,
-            entry_ttl_seconds=settings.entry_ttl_seconds,
-            medium_ttl=settings.medium_ttl,
-            frame_bytes_max=settings.frame_bytes_max,
-            batch_events_max=settings.batch_events_max,
-            event_hashes_max=settings.event_hashes_max,
-            hybrid=settings.hybrid,
-        )

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from waymark.base.endpoints import AllowedEndpoints, place_of
 from waymark.base.errors import InvalidValue, Unanswered
-from waymark.base.settings import Settings
 from waymark.base.shown import shown
 
 if TYPE_CHECKING:
@@ -68,15 +67,6 @@ class EngineKey:
         self._places = frozenset(map(place_of, urls))
         self._own = [(AllowedEndpoints([host]), _bearer(secret)) for host, secret in keys.items()]
 
-    @classmethod
-    def of(cls, settings: Settings, *, is_bounded: bool = True) -> EngineKey:
-        key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
-        keys = {host: secret.get_secret_value() for host, secret in settings.engine_keys.items()}
-        if not is_bounded:
-            return cls(key, keys=keys)
-        named = settings.engine_key_hosts or settings.allowed_endpoints
-        return cls(key, AllowedEndpoints(named), settings.gateway_engines, keys)
-
     def headers(self, url: str) -> Mapping[str, str]:
         """Return the headers with the key for a request to this URL; empty if the key may not go there."""
         for host, headers in self._own:
@@ -102,15 +92,6 @@ class Asker:
         self._ca_file = ca_file
         self._session: aiohttp.ClientSession | None = None
         self._streams: aiohttp.ClientSession | None = None
-
-    @classmethod
-    def of(cls, settings: Settings, *, is_bounded: bool = True) -> Asker:
-        """Create the client of engines. ``is_bounded=False``: for URLs from an operator, which need no permission."""
-        return cls(
-            AllowedEndpoints(settings.allowed_endpoints if is_bounded else ()),
-            key=EngineKey.of(settings, is_bounded=is_bounded),
-            ca_file=settings.engine_ca_file,
-        )
 
     async def ask(
         self,

@@ -1,7 +1,4 @@
-"""The places to which connections may be opened, whether a registration, a file or an engine names them.
-
-``openness`` is about the other direction: whether strangers may open connections to this process.
-"""
+"""The places to which connections may be opened, whether a registration, a file or an engine names them."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from urllib.parse import urlsplit
 
 from waymark.base.errors import InvalidValue
-from waymark.base.settings import Settings
 from waymark.base.shown import shown
 
 
@@ -92,24 +88,3 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
     except ValueError:
         return None  # a name
     return getattr(address, "ipv4_mapped", None) or address
-
-
-def openness(settings: Settings, *, is_gateway: bool = False) -> str | None:
-    """Return the warning of a process whose port is open to strangers, or None if it is not.
-
-    Loopback and a trial on the embedded Redis are closed to strangers, except for a gateway, whose port is for clients.
-    """
-    if settings.api_token is not None or settings.api_tokens_file is not None:
-        return None
-    if is_loopback(settings.host):
-        return None
-    if is_gateway:
-        if settings.gateway_keys or settings.gateway_keys_file is not None:
-            return None
-    elif settings.redis_url == "memory://":
-        return None
-    keys = "WAYMARK_API_TOKEN and WAYMARK_GATEWAY_KEYS" if is_gateway else "WAYMARK_API_TOKEN"
-    return (
-        f"this port is open: every client may read and change everything; set {keys}, or let only hosts that you "
-        "trust reach it"
-    )

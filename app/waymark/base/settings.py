@@ -33,7 +33,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from waymark.base.errors import SettingsError
-from waymark.base.shown import shown
+from waymark.base.shown import hide_password, shown
 
 PREFIX = "WAYMARK_"
 
@@ -44,12 +44,6 @@ _DAY = 86_400
 
 
 # ---- types of their own ----------------------------------------------------------------------------
-
-
-def hide_password(url: str) -> str:
-    """Return the URL without its secrets: ``redis://***@host``, and no password among its parameters."""
-    plain = re.sub(r"^([A-Za-z0-9+.-]+://)?.*@", r"\1***@", url)
-    return re.sub(r"(?i)([?&][^=&#]*(?:password|username)[^=&#]*=)[^&#]*", r"\1***", plain)
 
 
 def _checked_url(url: str) -> str:

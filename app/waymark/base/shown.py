@@ -36,6 +36,12 @@ def shown_url(text: str) -> str:
     return shown(re.sub(r"([?#]).*", r"\1***", plain, flags=re.DOTALL))
 
 
+def hide_password(url: str) -> str:
+    """Return the URL without its secrets: ``redis://***@host``, and no password among its parameters."""
+    plain = re.sub(r"^([A-Za-z0-9+.-]+://)?.*@", r"\1***@", url)
+    return re.sub(r"(?i)([?&][^=&#]*(?:password|username)[^=&#]*=)[^&#]*", r"\1***", plain)
+
+
 def kind(value: object) -> str:
     """Return the JSON or msgpack kind of a value, as a noun."""
     for kinds, noun in (

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     from waymark.base import logs
     from waymark.base.errors import SettingsError
     from waymark.cli import loop
-    from waymark.store.store import Store
+    from waymark.runtime import parts
 
     settings = loop.settings_with({"redis_url": arguments.redis_url})
     logs.configure("error", "text")
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     work = {"export": _export, "import": _import, "reset": _reset}[arguments.command]
 
     async def with_store() -> str:
-        store = Store.of(settings)
+        store = parts.open_store(settings)
         try:
             return await work(arguments, settings, store)
         finally:

@@ -387,10 +387,22 @@ def _books(service: RemoteService, arguments: argparse.Namespace, screen: Screen
     return EXIT_OK
 
 
+def _complaint() -> str | None:
+    """Return the mistakes in the settings of this shell, or None."""
+    from waymark.base.errors import SettingsError
+    from waymark.base.settings import Settings
+
+    try:
+        Settings.from_env()
+    except SettingsError as error:
+        return str(error)
+    return None
+
+
 def _doctor(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
     from waymark.console.doctor import examine, parts
 
-    findings = examine(service, arguments)
+    findings = examine(service, arguments, _complaint())
     if arguments.json:
         screen.write(json.dumps([finding._asdict() for finding in findings], indent=2))
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import socket
@@ -13,8 +12,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from waymark import __version__
-from waymark.base.errors import ServiceRefused, ServiceUnreachable, SettingsError
-from waymark.base.settings import Settings
+from waymark.base.errors import ServiceRefused, ServiceUnreachable
 from waymark.base.shown import shown
 from waymark.console.publishers import UNUSABLE, drain_of
 from waymark.console.screen import ScreenPart, counted, joined, text
@@ -42,9 +40,12 @@ class Finding(NamedTuple):
     sentence: str
 
 
-def examine(service: RemoteService, arguments: argparse.Namespace) -> list[Finding]:
-    """Return every check with its finding. Raise ``ServiceUnreachable`` if Waymark does not answer."""
-    findings = [_settings(), *_clock_and_health(service), *_readiness(service), _version(service)]
+def examine(service: RemoteService, arguments: argparse.Namespace, complaint: str | None) -> list[Finding]:
+    """Return every check with its finding. ``complaint`` names the mistakes in the settings of this shell.
+
+    Raise ``ServiceUnreachable`` if Waymark does not answer.
+    """
+    findings = [_settings(complaint), *_clock_and_health(service), *_readiness(service), _version(service)]
     try:
         view = service.workers()
     except (ServiceRefused, ServiceUnreachable) as error:
@@ -71,11 +72,9 @@ def parts(findings: list[Finding]) -> list[ScreenPart]:
     ]
 
 
-def _settings() -> Finding:
-    try:
-        Settings.from_env(dict(os.environ))
-    except SettingsError as exc:
-        return Finding("failed", "settings of this shell", "; ".join(str(exc).splitlines()))
+def _settings(complaint: str | None) -> Finding:
+    if complaint is not None:
+        return Finding("failed", "settings of this shell", "; ".join(complaint.splitlines()))
     return Finding("ok", "settings of this shell", "all are known, and their values fit")
 
 

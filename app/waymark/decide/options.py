@@ -1,4 +1,4 @@
-"""The options of a replica's decisions, from the settings and the file that they name."""
+"""The options of a replica's decisions, and the files that they name."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from waymark.base.errors import InvalidValue, SettingsError
 from waymark.base.logs import fields
-from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.base.watched_file import WatchedFile
 from waymark.decide.policies.picker_config import read_picker_config
@@ -18,6 +16,7 @@ from waymark.decide.policies.policy import Preset
 from waymark.decide.policies.presets import DEFAULT, PRESETS, preset
 from waymark.decide.policies.profile import PickerConfig
 from waymark.decide.question import PolicyChoice
+from waymark.domain.hashing import DEFAULT_SEED
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +37,19 @@ class Shadow:
     def policy(self) -> PolicyChoice:
         """The policy; a file is read again when it has changed."""
         return self.source.entries[0] if isinstance(self.source, WatchedFile) else self.source
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """The bounds of the prompts in requests, and the seed of their hashes."""
+
+    hash_seed: int = DEFAULT_SEED
+    tokens_max: int = 2**21
+    """The most tokens or hashes of one request."""
+    prefix_bytes: int = 1024
+    """How many bytes of a system prompt, or of a first message, make the prefix key."""
+    deadline_seconds: float = 1.0
+    """How long a question may read the index before it is answered from the blocks found so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +76,23 @@ class SelectionOptions:
         """Return the policy of a request that does not name one; a file is read again when it has changed."""
         return PolicyChoice.of(self.policy if self.picker_file is None else self.picker_file.entries[0])
 
-    @classmethod
-    def of(cls, settings: Settings) -> Self:
-        """Read the options. Raise ``SettingsError`` if the policy is unknown, or the file cannot be read."""
-        try:
-            policy = preset(settings.policy, "WAYMARK_POLICY")
-        except InvalidValue as exc:
-            raise SettingsError(exc.sentence) from None
-        path = settings.picker_config
-        file = None if path is None else WatchedFile(Path(path), _read_picker, "picker")
-        shadows = _shadows(settings.shadow or "")
-        own = PolicyChoice.of(policy if file is None else file.entries[0])
-        if any(each.needs_gauges for each in (own, *(shadow.policy for shadow in shadows))) and (
-            settings.gauges_seconds == 0
-        ):
-            log.warning("the policy needs gauges of engines, but WAYMARK_GAUGES_SECONDS is 0: none are read")
-        return cls(
-            policy=policy,
-            picker_file=file,
-            deadline_seconds=settings.query_deadline_ms / 1000,
-            loads_seconds=settings.loads_ms / 1000,
-            target_requests_max=settings.target_requests_max,
-            reservations_max=settings.reservations_max,
-            drift_max=settings.drift_max,
-            is_speculative=settings.speculative,
-            prefill_tokens_per_second=settings.prefill_tokens_per_second,
-            shadows=shadows,
-            decisions_kept=settings.decisions_kept,
-        )
+    @property
+    def needs_gauges(self) -> bool:
+        """Whether a policy, of decisions or a shadow, needs gauges of engines."""
+        return any(each.needs_gauges for each in (self.default_policy(), *(shadow.policy for shadow in self.shadows)))
+
+
+def read_policy(name: str) -> Preset:
+    """Return the preset of this name. Raise ``SettingsError`` if it is unknown."""
+    try:
+        return preset(name, "WAYMARK_POLICY")
+    except InvalidValue as exc:
+        raise SettingsError(exc.sentence) from None
+
+
+def open_picker(path: str) -> WatchedFile[PickerConfig]:
+    """Read a picker file, and again when it has changed. Raise ``SettingsError`` if it cannot be read."""
+    return WatchedFile(Path(path), _read_picker, "picker")
 
 
 def _read_picker(path: Path) -> Sequence[PickerConfig]:
@@ -102,7 +103,7 @@ def _read_shadow(path: Path) -> Sequence[PolicyChoice]:
     return [PolicyChoice.of(read_file(str(path), "WAYMARK_SHADOW"))]
 
 
-def _shadows(text: str) -> tuple[Shadow, ...]:
+def read_shadows(text: str) -> tuple[Shadow, ...]:
     """Read the shadows: names of presets and paths of picker files. Raise ``SettingsError`` for an unknown name."""
     names = [name for each in text.split(",") if (name := each.strip())]
     if len(names) > _SHADOWS_MAX or len(set(names)) < len(names):

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.decide.fleet import Fleet, FleetMember
+from waymark.decide.options import PromptOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.served import ServedModel
 from waymark.domain import keys
@@ -76,14 +76,14 @@ class ReportedPrompts:
     """The index by addresses, with placements, of one tenant."""
 
     def __init__(
-        self, store: Store, requests: RequestSelector, settings: Settings, metrics: Metrics, tenant_id: str
+        self, store: Store, requests: RequestSelector, options: PromptOptions, metrics: Metrics, tenant_id: str
     ) -> None:
         self._store = store
         self._requests = requests
         self._metrics = metrics
         self._tenant_id = tenant_id
-        self._deadline_seconds = settings.query_deadline_ms / 1000
-        self.has_same_hashes = settings.hash_seed == DEFAULT_SEED
+        self._deadline_seconds = options.deadline_seconds
+        self.has_same_hashes = options.hash_seed == DEFAULT_SEED
         """Whether this index hashes as smg does."""
         self._asked: tuple[AskedGroup, ...] = ()
         self._asked_until = self._told_until = float("-inf")

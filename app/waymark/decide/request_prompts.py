@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from waymark.base.errors import InvalidValue
-from waymark.base.settings import Settings
 from waymark.chat.prefix_key import text_of
 from waymark.chat.requests import Form, InferenceRequest
+from waymark.decide.options import PromptOptions
 from waymark.decide.question import HashedPrompt, PromptOf
 from waymark.decide.served import ServedModel
 from waymark.domain.hashing import block_keys, namespace, pack_tokens
@@ -48,10 +48,10 @@ def estimate_tokens(messages: Sequence[Any] | None, system: Any, prompts: Sequen
 class RequestPrompts:
     """The prompts of requests, as tokens."""
 
-    def __init__(self, tokenizers: Tokenizers, settings: Settings) -> None:
+    def __init__(self, tokenizers: Tokenizers, options: PromptOptions) -> None:
         self._tokenizers = tokenizers
-        self._seed = settings.hash_seed
-        self._tokens_max = settings.max_tokens
+        self._seed = options.hash_seed
+        self._tokens_max = options.tokens_max
 
     async def tokens(self, request: InferenceRequest, served: ServedModel) -> list[SourcedTokens]:
         """Return the tokens of each prompt, of at most ``SEQUENCES_MAX``; empty for a request without a prompt.

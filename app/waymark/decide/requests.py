@@ -16,11 +16,11 @@ from typing import NamedTuple
 from waymark.base.errors import InvalidValue, NoTarget, RemoteUnavailable, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest, has_media
 from waymark.decide.fail_open import StartupGate
+from waymark.decide.options import PromptOptions
 from waymark.decide.policies.presets import DEFAULT, PRESETS
 from waymark.decide.question import (
     PolicyChoice,
@@ -92,23 +92,26 @@ class RequestSelector:
     def __init__(
         self,
         store: Store,
-        settings: Settings,
+        options: PromptOptions,
         metrics: Metrics,
         selector: Selector,
         tokenizers: Tokenizers,
         gate: StartupGate,
+        profile: ProfileName | None = None,
     ) -> None:
+        """Create the selector. ``profile`` is that of every request; None: the policy decides."""
         self.selector = selector
         self._directory = store.directory
-        deadline = settings.query_deadline_ms / 1000
-        self._served = store.incarnation.cache(ServedNames(store.directory, store.reader, store.begin, deadline))
-        self._prompts = RequestPrompts(tokenizers, settings)
+        self._served = store.incarnation.cache(
+            ServedNames(store.directory, store.reader, store.begin, options.deadline_seconds)
+        )
+        self._prompts = RequestPrompts(tokenizers, options)
         self._gate = gate
         self._metrics = metrics
         self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
-        self._profile: ProfileName | None = None if settings.profile == "auto" else settings.profile
-        self._prefix_bytes = settings.prefix_bytes
-        self._tokens_max = settings.max_tokens
+        self._profile = profile
+        self._prefix_bytes = options.prefix_bytes
+        self._tokens_max = options.tokens_max
         self._logged: set[str] = set()
         """Reasons for decisions without tokens that the log names already."""
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc
@@ -16,7 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from waymark.base.errors import SettingsError
 from waymark.base.logs import fields
-from waymark.base.settings import Settings
 from waymark.decide.reported import ReportedPrompts
 from waymark.epp import messages, tls
 from waymark.epp.process_call import CallContext, ProcessCall, StreamCut, Streams
@@ -49,20 +48,6 @@ class EppOptions:
     """How long an answer to SGLang's router may take, which waits no longer."""
     drain_seconds: float = 5.0
     finish_seconds: float = 60.0
-
-    @classmethod
-    def of(cls, settings: Settings) -> Self:
-        return cls(
-            host=settings.host,
-            port=settings.epp_port,
-            health_port=settings.epp_health_port or None,
-            has_tls=settings.epp_tls,
-            cert_file=settings.epp_cert_file,
-            key_file=settings.epp_key_file,
-            streams_max=settings.epp_streams_max,
-            drain_seconds=settings.epp_drain_seconds,
-            finish_seconds=settings.epp_finish_seconds,
-        )
 
 
 log = logging.getLogger(__name__)

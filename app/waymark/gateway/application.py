@@ -7,7 +7,9 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
 
@@ -17,7 +19,6 @@ from waymark.base.asgi import AsgiApplication, AsgiMessage, AsgiReceive, AsgiSco
 from waymark.base.errors import StoreUnavailable, UnknownModel, WaymarkError
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.chat.requests import SESSION, Form, session_of
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
@@ -62,16 +63,39 @@ class ClientGone(Exception):
     """The client does not wait any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """The keys and limits of the clients of a gateway."""
+
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    """The API keys of clients; without keys and a file of keys, every client may call."""
+    keys_file: Path | None = None
+    tenant_header: str | None = None
+    """The header with the tenant of a client, if there are no keys."""
+    origins: tuple[str, ...] = ()
+    """The origins of pages that may call."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of models that stand for others."""
+    key_requests: int = 0
+    """The requests of one key in a minute; 0: any number."""
+    key_tokens: int = 0
+    """The tokens of one key in a minute; 0: any number."""
+    body_bytes_max: int = 16 * 2**20
+    injects_cache_control: bool = False
+    """Whether prompts are marked for caching by providers."""
+
+
 class Gateway:
     """``others`` answers the paths of other parts: health, readiness, metrics, admin."""
 
     def __init__(
         self,
         store: Store,
-        settings: Settings,
+        options: GatewayOptions,
         metrics: Metrics,
         selector: Selector,
         requests: RequestSelector,
+        upstream: Upstream,
         others: AsgiApplication,
         cache: ResponseCache | None = None,
         responses: Responses | None = None,
@@ -83,18 +107,18 @@ class Gateway:
         """
         self._others = others
         self._metrics = metrics
-        self._body_bytes_max = settings.max_body_bytes
-        self._injects_cache_control = settings.cache_control_injection
+        self._body_bytes_max = options.body_bytes_max
+        self._injects_cache_control = options.injects_cache_control
         self._cache = cache
         self._responses = responses
-        self._keys = ApiKeys.of(settings)
-        self._origins = Origins(settings.gateway_origins)
-        self._aliases = settings.model_aliases
+        self._keys = ApiKeys(options.keys, options.keys_file, options.tenant_header)
+        self._origins = Origins(options.origins)
+        self._aliases = options.aliases
         self._waiting = waiting
-        self._limits = KeyLimits(settings.gateway_key_requests, settings.gateway_key_tokens)
+        self._limits = KeyLimits(options.key_requests, options.key_tokens)
         self._selector = requests
         self._directory = store.directory
-        self._upstream = Upstream.of(settings)
+        self._upstream = upstream
         under_way = RequestsUnderWay(selector, store.begin)
         self._proxy = Proxy(self._selector, under_way, self._upstream, metrics)
 

@@ -11,13 +11,13 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from waymark.base.errors import RemoteUnavailable, SettingsError, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.store.responses import QueuedResponse, StoredResponses
 from waymark.store.store import Store
 
@@ -33,6 +33,17 @@ _POLL_SECONDS = 1.0
 _AGAIN_SECONDS, _AGAIN_SECONDS_MAX = 1.0, 30.0
 #: The time after which another gateway takes over a change that was not copied.
 _CLAIM_MS = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class MongoOptions:
+    url: str = field(repr=False)
+    database: str
+    collection: str
+    ttl_seconds: int
+    """How long a copy of an answer is kept."""
+    milliseconds: int
+    """How long one operation may take."""
 
 
 class MongoArchive:
@@ -59,13 +70,11 @@ class MongoArchive:
         self._consumer = secrets.token_hex(8)
 
     @classmethod
-    def of(cls, settings: Settings, metrics: Metrics, store: Store) -> MongoArchive | None:
-        """Return the archive of the settings, or None without a URL.
+    def open(cls, options: MongoOptions, metrics: Metrics, store: Store) -> MongoArchive:
+        """Return the archive, which connects when it is first needed.
 
         Raise SettingsError if pymongo is missing, or the URL is not valid.
         """
-        if settings.responses_mongo_url is None:
-            return None
         try:
             from pymongo import MongoClient
             from pymongo.errors import PyMongoError
@@ -73,10 +82,10 @@ class MongoArchive:
             raise SettingsError(
                 "WAYMARK_RESPONSES_MONGO_URL needs pymongo: install waymark[mongo], or leave the setting out"
             ) from None
-        milliseconds = settings.responses_mongo_ms
+        milliseconds = options.milliseconds
         try:
             client: MongoClient[Any] = MongoClient(
-                settings.responses_mongo_url.get_secret_value(),
+                options.url,
                 serverSelectionTimeoutMS=milliseconds,
                 connectTimeoutMS=milliseconds,
                 socketTimeoutMS=milliseconds,
@@ -85,12 +94,12 @@ class MongoArchive:
             )
         except (PyMongoError, ValueError) as error:
             raise SettingsError(f"WAYMARK_RESPONSES_MONGO_URL cannot be used: {error}") from None
-        collection = client[settings.responses_mongo_database][settings.responses_mongo_collection]
+        collection = client[options.database][options.collection]
         return cls(
             store.responses,
             collection,
             metrics,
-            ttl_seconds=settings.responses_mongo_ttl_seconds,
+            ttl_seconds=options.ttl_seconds,
             milliseconds=milliseconds,
         )
 

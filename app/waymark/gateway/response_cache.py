@@ -15,15 +15,15 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, Literal, NamedTuple, TypeVar
 
 from waymark.base.asgi import RawHeaders
 from waymark.base.bounded_cache import CacheSize
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.chat.prefix_key import as_written, cache_key, is_cacheable, telling_headers
 from waymark.chat.requests import Form
 from waymark.contract.admin import (
@@ -204,6 +204,21 @@ class _SharedRequest(NamedTuple):
     answer: asyncio.Future[KeptAnswer | None]
 
 
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    place: Literal["memory", "redis"]
+    entries_max: int
+    bytes_max: int
+    ttl_seconds: int
+    """How old an answer may be."""
+    response_bytes: int
+    """The largest answer that is kept."""
+    stream_bytes: int
+    """The largest streamed answer that is kept."""
+    redis_ms: int
+    """How long Redis is waited for, before the gateway uses its own memory."""
+
+
 class ResponseCache:
     """The answers that a gateway gives without an engine."""
 
@@ -234,17 +249,15 @@ class ResponseCache:
         metrics.cache_backend_type.labels(backend=answers.backend).set(1)
 
     @classmethod
-    def of(cls, settings: Settings, metrics: Metrics, store: Store) -> ResponseCache | None:
-        """Return the cache of the settings, or None if it is off."""
-        if settings.response_cache == "off":
-            return None
+    def open(cls, options: CacheOptions, metrics: Metrics, store: Store) -> ResponseCache:
+        """Return the cache of a gateway over its store."""
         return cls(
-            _answers(settings, metrics, store),
+            _answers(options, metrics, store),
             metrics,
             store.begin,
             store.counts,
-            response_bytes=settings.response_cache_response_bytes,
-            stream_bytes=settings.response_cache_stream_bytes,
+            response_bytes=options.response_bytes,
+            stream_bytes=options.stream_bytes,
         )
 
     async def serve(
@@ -374,13 +387,13 @@ class ResponseCache:
         )
 
 
-def _answers(settings: Settings, metrics: Metrics, store: Store) -> AnswerStore:
-    bounds = (settings.response_cache_entries, settings.response_cache_bytes, settings.response_cache_ttl_seconds)
-    if settings.response_cache == "memory":
+def _answers(options: CacheOptions, metrics: Metrics, store: Store) -> AnswerStore:
+    bounds = (options.entries_max, options.bytes_max, options.ttl_seconds)
+    if options.place == "memory":
         return MemoryAnswers(*bounds, metrics)
     in_memory = MemoryAnswers(
         FALLBACK_ENTRIES,
-        settings.response_cache_bytes,
+        options.bytes_max,
         FALLBACK_TTL_SECONDS,
         metrics,
     )
@@ -393,7 +406,7 @@ def _answers(settings: Settings, metrics: Metrics, store: Store) -> AnswerStore:
         entries_max=entries_max,
         bytes_max=bytes_max,
         ttl_seconds=ttl_seconds,
-        milliseconds=settings.response_cache_redis_ms,
+        milliseconds=options.redis_ms,
     )
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import parse_qsl
 
 import orjson
@@ -24,7 +25,6 @@ from waymark.base.errors import RemoteUnavailable, StoreUnavailable
 from waymark.base.event_streams import EventSplitter, data_in, events_in
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.gateway.kept_answer import ENTRY_BYTES
 from waymark.gateway.security import GatewayCaller
 from waymark.gateway.shapes import RequestRejected
@@ -251,6 +251,16 @@ class RedisResponses:
         return changed.is_done
 
 
+@dataclass(frozen=True, slots=True)
+class ResponsesOptions:
+    place: Literal["memory", "redis"]
+    ttl_seconds: int
+    entry_bytes: int
+    """The largest conversation that is stored."""
+    entries_max: int
+    bytes_max: int
+
+
 class Responses:
     """The responses of the clients of one gateway. ``entry_bytes`` is the most that one may take."""
 
@@ -263,21 +273,18 @@ class Responses:
         metrics.responses_stored_bytes.set_function(lambda: backend.held.bytes)
 
     @classmethod
-    def of(cls, settings: Settings, metrics: Metrics, store: Store, archive: Archive | None = None) -> Responses | None:
-        """Return the store of the settings, or None if responses are not stored. ``archive`` is the store behind
-        Redis.
-        """
+    def open(
+        cls, options: ResponsesOptions, metrics: Metrics, store: Store, archive: Archive | None = None
+    ) -> Responses:
+        """Return the responses of a gateway. ``archive`` is the store behind Redis."""
         backend: ResponseStore
-        entries_max, bytes_max = settings.responses_entries, settings.responses_bytes
-        if settings.responses_place == "off":
-            return None
-        if settings.responses_place == "memory":
-            backend = MemoryResponses(entries_max, bytes_max, settings.responses_ttl_seconds, metrics)
+        if options.place == "memory":
+            backend = MemoryResponses(options.entries_max, options.bytes_max, options.ttl_seconds, metrics)
         else:
-            milliseconds = 1000 * settings.responses_ttl_seconds
-            bounds = ResponseBounds(milliseconds, entries_max, bytes_max, MONGO_QUEUE_MAX)
+            milliseconds = 1000 * options.ttl_seconds
+            bounds = ResponseBounds(milliseconds, options.entries_max, options.bytes_max, MONGO_QUEUE_MAX)
             backend = RedisResponses(store.responses, bounds, metrics, archive)
-        return cls(backend, metrics, store.begin, entry_bytes=settings.responses_entry_bytes)
+        return cls(backend, metrics, store.begin, entry_bytes=options.entry_bytes)
 
     async def expand(self, client: GatewayCaller, request: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the request with its earlier conversation, or None without one.

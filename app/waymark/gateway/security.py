@@ -13,7 +13,6 @@ from pathlib import Path
 
 from waymark.base.asgi import RawHeaders
 from waymark.base.errors import SettingsError
-from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.base.watched_file import WatchedFile
 from waymark.domain.names import DEFAULT_TENANT
@@ -70,10 +69,6 @@ class ApiKeys:
         self._file = None if path is None else WatchedFile(path, _read, "keys")
         self.is_open = not self._own and path is None
         """Every client may call."""
-
-    @classmethod
-    def of(cls, settings: Settings) -> ApiKeys:
-        return cls(settings.gateway_keys, settings.gateway_keys_file, settings.tenant_header)
 
     def client(self, headers: Mapping[bytes, bytes]) -> GatewayCaller:
         """Return the caller of a request. Raise RequestRejected without a known key. The time does not depend on the

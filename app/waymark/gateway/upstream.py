@@ -17,7 +17,6 @@ from yarl import URL
 from waymark.base.asker import EngineKey, is_framed, open_session
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, SettingsError
-from waymark.base.settings import Settings
 
 #: Below the five seconds after which engines close an idle connection: one closed just now costs a try.
 _KEEP_ALIVE_SECONDS = 4.0
@@ -66,16 +65,6 @@ class Upstream:
         self._key = key or EngineKey(None)
         self._ca_file = ca_file
         self._session: aiohttp.ClientSession | None = None
-
-    @classmethod
-    def of(cls, settings: Settings) -> Upstream:
-        return cls(
-            AllowedEndpoints(settings.allowed_endpoints),
-            first_byte_seconds=settings.gateway_first_byte_seconds,
-            idle_seconds=settings.gateway_idle_seconds,
-            key=EngineKey.of(settings),
-            ca_file=settings.engine_ca_file,
-        )
 
     async def send(
         self, address: str, path: str, query: bytes, body: bytes, headers: Sequence[tuple[str, str]]

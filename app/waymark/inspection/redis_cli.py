@@ -5,34 +5,34 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from waymark.base.settings import Settings
 from waymark.contract.inspections import KeysAnswer
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import HolderTable
 from waymark.inspection.inspector import InspectedGroup, Inspector, places_that_begin_with
 from waymark.store import keys
 from waymark.store.redis.address import Address, parse
+from waymark.store.redis.credentials import Credentials
 
 #: The bound on printed lines.
 LINES_MAX = 10_000
 
 
 class RedisCli:
-    """Commands for the Redis of the settings; they do not contain passwords."""
+    """Commands for one Redis; they do not contain passwords."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, url: str, credentials: Credentials) -> None:
         self._words = ["redis-cli"]
         self.notes: list[str] = []
-        if settings.redis_url == "memory://":
+        if url == "memory://":
             self.notes.append("# this Redis is inside the process of Waymark (memory://): no redis-cli reaches it")
             return
-        address = parse(settings.redis_url)
+        address = parse(url)
         self._words += _target(address)
-        if address.is_tls and settings.redis_tls_ca_file is not None:
-            self._words += ["--cacert", str(settings.redis_tls_ca_file)]
-        if username := settings.redis_username or address.username:
+        if address.is_tls and credentials.tls_ca_file is not None:
+            self._words += ["--cacert", str(credentials.tls_ca_file)]
+        if username := credentials.username or address.username:
             self._words += ["--user", username]
-        if settings.redis_password_file is not None or address.password is not None:
+        if credentials.password_file is not None or address.password is not None:
             self.notes.append("# the password goes into the environment, as REDISCLI_AUTH")
         if address.kind == "sentinel":
             host, port = address.endpoints[0]

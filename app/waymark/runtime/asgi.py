@@ -13,14 +13,12 @@ from typing import Any
 from waymark.api.application import create_app
 from waymark.base import native
 from waymark.base.asgi import AsgiReceive, AsgiScope, AsgiSend
-from waymark.base.asker import Asker
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.runtime.replica import open_store, report_redis
-from waymark.store.directory import EngineAddresses
+from waymark.runtime import parts
+from waymark.runtime.replica import report_redis
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
 
 
 class AsgiReplica:
@@ -50,16 +48,23 @@ class AsgiReplica:
             return
         is_native = native.select(settings.native) == "native"
         metrics = Metrics(role="query", is_native=is_native)
-        store = open_store(settings, metrics)
-        addresses = EngineAddresses(store.directory, store.incarnation)
-        tokenizers, asker = Tokenizers.of(settings, metrics, addresses), Asker.of(settings)
+        store = parts.open_store(settings, metrics)
+        tokenizers, asker = parts.tokenizers(settings, metrics, store), parts.asker(settings)
         try:
             await report_redis(store)
             refusal = await _refusal(store)
             if refusal is not None:
                 await send({"type": "lifespan.startup.failed", "message": refusal})
                 return
-            self._app = create_app(store, settings, metrics, tokenizers, asker, stopping)
+            self._app = create_app(
+                store,
+                parts.api_options(settings),
+                parts.selection_options(settings),
+                metrics,
+                tokenizers,
+                asker,
+                stopping,
+            )
             await send({"type": "lifespan.startup.complete"})
             await receive()
             stopping.set()

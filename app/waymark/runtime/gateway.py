@@ -16,16 +16,17 @@ from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import IngestWatch, StartupGate
-from waymark.decide.options import SelectionOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations, GivenEngines
-from waymark.gateway.application import Gateway
-from waymark.gateway.mongo import MongoArchive
-from waymark.gateway.response_cache import ResponseCache
-from waymark.gateway.responses import Responses
+from waymark.gateway.application import Gateway, GatewayOptions
+from waymark.gateway.mongo import MongoArchive, MongoOptions
+from waymark.gateway.response_cache import CacheOptions, ResponseCache
+from waymark.gateway.responses import Archive, Responses, ResponsesOptions
 from waymark.gateway.shapes import body_of_rejection
+from waymark.gateway.upstream import Upstream
+from waymark.runtime import parts
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -45,22 +46,34 @@ class GatewayRole:
         stopping: asyncio.Event,
     ) -> None:
         """Create the parts of a gateway. ``stopping`` ends the answers that would not end by themselves."""
-        self._archive = MongoArchive.of(settings, metrics, store)
-        cache = ResponseCache.of(settings, metrics, store)
+        self._archive = mongo_archive(settings, metrics, store)
+        cache = response_cache(settings, metrics, store)
         self._watch = IngestWatch(store.heartbeats)
         gate = StartupGate(store.directory, settings.min_initial_workers, self._watch)
         admin = GatewayAdmin(gate, None if cache is None else cache.operated)
+        options, selection = parts.api_options(settings, is_gateway=True), parts.selection_options(settings)
         admin_app: AsgiApplication
         if settings.redis_url == "memory://":  # no other process can serve the index of a trial
-            admin_app = create_app(store, settings, metrics, tokenizers, asker, stopping, admin)
+            admin_app = create_app(store, options, selection, metrics, tokenizers, asker, stopping, admin)
         else:
-            admin_app = create_gateway_admin(store, settings, metrics, admin)
-        responses = Responses.of(settings, metrics, store, self._archive)
+            admin_app = create_gateway_admin(store, options, metrics, admin)
+        responses = stored_responses(settings, metrics, store, self._archive)
         self._engines = _given_engines(store, settings, asker)
         waiting = self._engines.waiting
-        selector = Selector(store, SelectionOptions.of(settings), metrics, pools=AskedPools(asker, metrics))
-        requests = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
-        self.app = Gateway(store, settings, metrics, selector, requests, admin_app, cache, responses, waiting)
+        selector = Selector(store, selection, metrics, pools=AskedPools(asker, metrics))
+        requests = RequestSelector(store, options.prompts, metrics, selector, tokenizers, gate, parts.profile(settings))
+        self.app = Gateway(
+            store,
+            gateway_options(settings),
+            metrics,
+            selector,
+            requests,
+            upstream(settings),
+            admin_app,
+            cache,
+            responses,
+            waiting,
+        )
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         """Return the tasks that run until the process ends."""
@@ -81,3 +94,72 @@ def _given_engines(store: Store, settings: Settings, asker: Asker) -> GivenEngin
     allowed = AllowedEndpoints(settings.allowed_endpoints)
     engines = EngineRegistrations(Describer(asker, allowed), partial(registration_of, allowed=allowed))
     return GivenEngines(store, engines, settings.gateway_engines)
+
+
+def gateway_options(settings: Settings) -> GatewayOptions:
+    return GatewayOptions(
+        keys=settings.gateway_keys,
+        keys_file=settings.gateway_keys_file,
+        tenant_header=settings.tenant_header,
+        origins=settings.gateway_origins,
+        aliases=settings.model_aliases,
+        key_requests=settings.gateway_key_requests,
+        key_tokens=settings.gateway_key_tokens,
+        body_bytes_max=settings.max_body_bytes,
+        injects_cache_control=settings.cache_control_injection,
+    )
+
+
+def upstream(settings: Settings) -> Upstream:
+    """Return the connections of a gateway to engines."""
+    return Upstream(
+        AllowedEndpoints(settings.allowed_endpoints),
+        first_byte_seconds=settings.gateway_first_byte_seconds,
+        idle_seconds=settings.gateway_idle_seconds,
+        key=parts.engine_key(settings),
+        ca_file=settings.engine_ca_file,
+    )
+
+
+def response_cache(settings: Settings, metrics: Metrics, store: Store) -> ResponseCache | None:
+    """Return the response cache of a gateway, or None if it is off."""
+    if settings.response_cache == "off":
+        return None
+    options = CacheOptions(
+        place=settings.response_cache,
+        entries_max=settings.response_cache_entries,
+        bytes_max=settings.response_cache_bytes,
+        ttl_seconds=settings.response_cache_ttl_seconds,
+        response_bytes=settings.response_cache_response_bytes,
+        stream_bytes=settings.response_cache_stream_bytes,
+        redis_ms=settings.response_cache_redis_ms,
+    )
+    return ResponseCache.open(options, metrics, store)
+
+
+def stored_responses(settings: Settings, metrics: Metrics, store: Store, archive: Archive | None) -> Responses | None:
+    """Return the stored responses of a gateway, or None if it stores none."""
+    if settings.responses_place == "off":
+        return None
+    options = ResponsesOptions(
+        place=settings.responses_place,
+        ttl_seconds=settings.responses_ttl_seconds,
+        entry_bytes=settings.responses_entry_bytes,
+        entries_max=settings.responses_entries,
+        bytes_max=settings.responses_bytes,
+    )
+    return Responses.open(options, metrics, store, archive)
+
+
+def mongo_archive(settings: Settings, metrics: Metrics, store: Store) -> MongoArchive | None:
+    """Return the archive behind the stored responses, or None without a MongoDB."""
+    if settings.responses_mongo_url is None:
+        return None
+    options = MongoOptions(
+        settings.responses_mongo_url.get_secret_value(),
+        settings.responses_mongo_database,
+        settings.responses_mongo_collection,
+        settings.responses_mongo_ttl_seconds,
+        settings.responses_mongo_ms,
+    )
+    return MongoArchive.open(options, metrics, store)

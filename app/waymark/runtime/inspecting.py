@@ -11,9 +11,7 @@ from waymark.base.asgi import AsgiApplication
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.store.directory import EngineAddresses
-from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
+from waymark.runtime import parts
 
 
 @contextmanager
@@ -29,14 +27,14 @@ def inspecting(settings: Settings) -> Iterator[tuple[AsgiApplication, asyncio.Ru
             "(--url http://127.0.0.1:13333, GET /workers)"
         )
     with asyncio.Runner() as runner:
-        store, metrics = Store.of(settings), Metrics()
-        tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store.directory, store.incarnation))
+        store, metrics = parts.open_store(settings), Metrics()
+        tokenizers = parts.tokenizers(settings, metrics, store)
 
         async def close() -> None:
             await tokenizers.close()
             await store.close()
 
         try:
-            yield create_inspections(store, settings, metrics, tokenizers), runner
+            yield create_inspections(store, parts.api_options(settings), metrics, tokenizers), runner
         finally:
             runner.run(close())

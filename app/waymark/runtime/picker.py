@@ -8,13 +8,11 @@ from collections.abc import Sequence
 
 from waymark.api.application import create_probes
 from waymark.base import native
-from waymark.base.asker import Asker
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import IngestWatch, StartupGate
-from waymark.decide.options import SelectionOptions
 from waymark.decide.reported import ReportedPrompts
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
@@ -22,12 +20,11 @@ from waymark.decide.under_way import RequestsUnderWay
 from waymark.epp.answers import BodyBytes
 from waymark.epp.process_call import CallContext
 from waymark.epp.server import IDLE_SECONDS, EppOptions, EppServer
-from waymark.runtime.replica import freeze_heap, http_server, open_store, report_redis, stop_signal
+from waymark.runtime import parts
+from waymark.runtime.replica import freeze_heap, http_server, report_redis, stop_signal
 from waymark.serving.limits import ServerBounds, files_for
 from waymark.serving.listening import listen
-from waymark.store.directory import EngineAddresses
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
 
 
 def open_port(settings: Settings) -> list[socket.socket]:
@@ -40,22 +37,36 @@ def open_port(settings: Settings) -> list[socket.socket]:
     return listen(settings.host, settings.epp_metrics_port, host_name=names[0], port_name=names[1])
 
 
+def epp_options(settings: Settings) -> EppOptions:
+    return EppOptions(
+        host=settings.host,
+        port=settings.epp_port,
+        health_port=settings.epp_health_port or None,
+        has_tls=settings.epp_tls,
+        cert_file=settings.epp_cert_file,
+        key_file=settings.epp_key_file,
+        streams_max=settings.epp_streams_max,
+        drain_seconds=settings.epp_drain_seconds,
+        finish_seconds=settings.epp_finish_seconds,
+    )
+
+
 async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
     """Run one process, until a signal ends it. Raises SettingsError."""
     is_native = native.select(settings.native) == "native"
     metrics = Metrics(role="epp", is_native=is_native)
-    options = SelectionOptions.of(settings)
-    store = open_store(settings, metrics)
-    tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store.directory, store.incarnation))
-    asker = Asker.of(settings)
+    options, prompt_options = parts.selection_options(settings), parts.prompt_options(settings)
+    store = parts.open_store(settings, metrics)
+    tokenizers = parts.tokenizers(settings, metrics, store)
+    asker = parts.asker(settings)
     try:
         await report_redis(store)
         selector = Selector(store, options, metrics, pools=AskedPools(asker, metrics))
         watch = IngestWatch(store.heartbeats)
         gate = StartupGate(store.directory, settings.min_initial_workers, watch)
         under_way = RequestsUnderWay(selector, store.begin)
-        requests = RequestSelector(store, settings, metrics, selector, tokenizers, gate)
-        prompts = ReportedPrompts(store, requests, settings, metrics, settings.epp_tenant)
+        requests = RequestSelector(store, prompt_options, metrics, selector, tokenizers, gate, parts.profile(settings))
+        prompts = ReportedPrompts(store, requests, prompt_options, metrics, settings.epp_tenant)
         picker = CallContext(
             requests,
             under_way,
@@ -68,7 +79,7 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
         bounds = ServerBounds(
             settings.request_seconds, files_for(settings.connections_max, 0), settings.bodies_max_bytes
         )
-        http = http_server(create_probes(store, settings, metrics, gate), bounds, metrics)
+        http = http_server(create_probes(store, parts.api_options(settings), metrics, gate), bounds, metrics)
         freeze_heap()
         stop = stop_signal()
         refusals: list[str] = []
@@ -76,7 +87,7 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
         async def waits_for() -> str | None:
             return await _waits_for(store, gate, refusals, stop)
 
-        servers = EppServer(EppOptions.of(settings), picker, prompts, waits_for)
+        servers = EppServer(epp_options(settings), picker, prompts, waits_for)
         async with servers as server, asyncio.TaskGroup() as tasks:
             if sockets:
                 tasks.create_task(http.serve(list(sockets)))

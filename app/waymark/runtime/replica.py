@@ -20,19 +20,15 @@ import uvicorn
 from waymark.api.application import create_app, create_probes
 from waymark.base import native
 from waymark.base.asgi import StraightTable
-from waymark.base.asker import Asker
-from waymark.base.endpoints import openness
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.runtime import parts
 from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
 from waymark.serving.listening import listen
-from waymark.store.directory import EngineAddresses
-from waymark.store.hot import BYTES_MAX, HotRows
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -70,17 +66,6 @@ def open_port(settings: Settings, *, has_api: bool) -> list[socket.socket]:
     port = settings.port if has_api else settings.ingest_port
     names = ("--host or WAYMARK_HOST", "--port or WAYMARK_PORT") if has_api else ("WAYMARK_HOST", "WAYMARK_INGEST_PORT")
     return listen(settings.host, port, host_name=names[0], port_name=names[1]) if port else []
-
-
-def open_store(settings: Settings, metrics: Metrics, *, keeps_answers: bool = False) -> Store:
-    """Return the store of a process. It connects on the first command. ``keeps_answers``: the process is a gateway."""
-    return Store.of(
-        settings,
-        read_url=settings.redis_read_url,
-        answers_url=settings.answers_redis_url if keeps_answers else None,
-        hot=HotRows(settings.hot_block_ms / 1000, BYTES_MAX, metrics),
-        metrics=metrics,
-    )
 
 
 def http_server(
@@ -139,7 +124,7 @@ async def run(
     role = "serve" if has_api and has_worker else "query" if has_api else "gateway" if has_gateway else "ingest"
     is_native = native.select(settings.native) == "native"
     metrics = Metrics(role=role, is_native=is_native)
-    store = open_store(settings, metrics, keeps_answers=has_gateway)
+    store = parts.open_store(settings, metrics, keeps_answers=has_gateway)
     await report_redis(store)
     worker_files = 0
     if has_worker:
@@ -147,10 +132,10 @@ async def run(
     bounds = ServerBounds(
         settings.request_seconds, files_for(settings.connections_max, worker_files), settings.bodies_max_bytes
     )
-    tokenizers = Tokenizers.of(settings, metrics, EngineAddresses(store.directory, store.incarnation))
-    asker = Asker.of(settings)
+    tokenizers = parts.tokenizers(settings, metrics, store)
+    asker = parts.asker(settings)
     stop = stop_signal()
-    gateway = None
+    gateway, api_options = None, parts.api_options(settings)
     if has_gateway:
         from waymark.runtime import gateway as runtime_gateway
 
@@ -163,10 +148,10 @@ async def run(
             shape=runtime_gateway.body_of_rejection,
         )
     elif has_api:
-        app = create_app(store, settings, metrics, tokenizers, asker, stop)
+        app = create_app(store, api_options, parts.selection_options(settings), metrics, tokenizers, asker, stop)
         server = http_server(app, bounds, metrics, straight=app.straight)
     else:
-        server = http_server(create_probes(store, settings, metrics), bounds, metrics)
+        server = http_server(create_probes(store, api_options, metrics), bounds, metrics)
     freeze_heap()
     fit = asyncio.Event()
     refusals: list[str] = []
@@ -186,7 +171,7 @@ async def run(
     try:
         if sockets:
             log.info("listening", extra=fields(host=settings.host, port=sockets[0].getsockname()[1], role=role))
-        warning = openness(settings, is_gateway=has_gateway) if has_api or has_gateway else None
+        warning = parts.openness(settings, is_gateway=has_gateway) if has_api or has_gateway else None
         if warning is not None:
             log.warning(warning)
         async with asyncio.TaskGroup() as tasks:

@@ -11,13 +11,12 @@ from dataclasses import replace
 from functools import partial
 
 from waymark.api.registrations import registration_of
-from waymark.apply.options import ApplyOptions
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings, hide_password
-from waymark.base.shown import shown
+from waymark.base.settings import Settings
+from waymark.base.shown import hide_password, shown
 from waymark.discovery.describe import Describer
 from waymark.discovery.kubernetes import ApiServer
 from waymark.discovery.pods import PodPorts
@@ -27,6 +26,7 @@ from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
+from waymark.runtime import parts
 from waymark.runtime.publishers_file import read_publishers, read_wanted
 from waymark.store.store import Store
 
@@ -36,7 +36,7 @@ _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 def worker(store: Store, settings: Settings, metrics: Metrics, options: WorkerOptions) -> Worker:
     """Return the worker of a process; it connects when it runs."""
-    return Worker(store, metrics, options, Asker.of(settings))
+    return Worker(store, metrics, options, parts.asker(settings))
 
 
 def checked_options(settings: Settings) -> WorkerOptions:
@@ -60,7 +60,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
     file = settings.publishers_file
     return WorkerOptions(
         worker_id=settings.worker_id,
-        apply=ApplyOptions.of(settings),
+        apply=parts.apply_options(settings),
         replays_max=settings.replays_max,
         sweep_blocks_per_second=settings.sweep_blocks_per_second,
         gauges_seconds=settings.gauges_seconds,

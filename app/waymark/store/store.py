@@ -13,7 +13,6 @@ from typing import Any, Final, TypeVar
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.rows import FORMAT
@@ -180,32 +179,6 @@ class Store:
             are_shards_set=are_shards_set,
             hash_seed=hash_seed,
             apply_blocks_max=apply_blocks_max,
-        )
-
-    @classmethod
-    def of(
-        cls,
-        settings: Settings,
-        *,
-        read_url: str | None = None,
-        answers_url: str | None = None,
-        hot: HotRows | None = None,
-        metrics: Metrics | None = None,
-    ) -> Store:
-        """Return a store on the Redis of the settings, and let the names of all its keys begin as they say."""
-        keys.use_prefix(settings.key_prefix or "")
-        return cls.open(
-            settings.redis_url,
-            read_url,
-            answers_url=answers_url,
-            shards=settings.shards,
-            timeout_seconds=settings.redis_timeout_seconds,
-            credentials=Credentials.of(settings),
-            hot=hot,
-            metrics=metrics,
-            are_shards_set="shards" in settings.model_fields_set,
-            hash_seed=settings.hash_seed,
-            apply_blocks_max=settings.apply_blocks_max,
         )
 
     @property

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 from waymark.base.asker import Asker
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.base.shown import shown
 from waymark.domain.names import DEFAULT_TENANT, GroupName
 from waymark.tokenization.prompt import Prompt, Source, SourcedTokens
@@ -106,21 +105,6 @@ class Tokenizers:
         """The number of places of each model."""
         self._refusals: dict[bytes, tuple[float, InvalidValue]] = {}
         """Prompts that files of a model refused, and until when; the oldest first."""
-
-    @classmethod
-    def of(cls, settings: Settings, metrics: Metrics, addresses: Addresses | None = None) -> Tokenizers:
-        """Create the face from the settings; ``addresses`` finds the engines of a model."""
-        return cls(
-            settings.tokenizers,
-            settings.tokenizers_dir,
-            metrics,
-            threads=settings.tokenizer_threads,
-            cache_bytes=settings.tokens_cache_bytes,
-            text_bytes_max=settings.text_bytes_max,
-            new_asker=partial(Asker.of, settings, is_bounded=False),
-            # Their addresses are from registrations.
-            engines=None if addresses is None else Engines(addresses, Asker.of(settings), {}),
-        )
 
     async def tokens(self, model: str, prompt: Prompt, tenant_id: str = DEFAULT_TENANT) -> SourcedTokens:
         """Return the ids of a prompt, in agreement with the engines of the model. ``tenant_id`` says whose engines may

@@ -8,6 +8,7 @@ import pytest
 
 from waymark.base.errors import SettingsError
 from waymark.base.settings import Settings
+from waymark.runtime import parts
 from waymark.store.redis.address import Address, parse
 from waymark.store.redis.client import RedisClient
 from waymark.store.redis.cluster import Cluster
@@ -96,7 +97,7 @@ def test_the_settings_say_how_redis_is_entered(tmp_path: Path) -> None:
         "WAYMARK_REDIS_TLS_KEY_FILE": "/key",
         "WAYMARK_REDIS_TLS_VERIFY": "CA",
     }
-    credentials = Credentials.of(Settings.from_env(environ))
+    credentials = parts.credentials(Settings.from_env(environ))
     assert credentials == Credentials(
         "waymark", secret, "watcher", secret, Path("/ca"), Path("/cert"), Path("/key"), "ca"
     )  # fmt: skip

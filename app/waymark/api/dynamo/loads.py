@@ -15,7 +15,6 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.prompts import LocalHashKeys, hashes, token_bytes
 from waymark.base.errors import InvalidValue, NoTarget
-from waymark.base.settings import Settings
 from waymark.contract.dynamo import (
     NO_SHARED_CACHE,
     DynamoGroupLoads,
@@ -23,6 +22,7 @@ from waymark.contract.dynamo import (
     DynamoOverlap,
     DynamoOverlapScores,
 )
+from waymark.decide.options import PromptOptions
 from waymark.decide.policies.policy import Candidate, Scored
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import HashedPrompt, PolicyChoice, PromptOf, Question
@@ -39,11 +39,11 @@ _CONSTANTS = {constant.name for constant in PRESETS["dynamo"].constants}
 
 
 class DynamoInputs:
-    def __init__(self, store: Store, settings: Settings, selector: Selector) -> None:
+    def __init__(self, store: Store, options: PromptOptions, selector: Selector) -> None:
         self._store = store
-        self._deadline_seconds = settings.query_deadline_ms / 1000
-        self._max_tokens = settings.max_tokens
-        self._seed = settings.hash_seed
+        self._deadline_seconds = options.deadline_seconds
+        self._max_tokens = options.tokens_max
+        self._seed = options.hash_seed
         self._selector = selector
 
     async def workers(self, group: GroupName, *, is_newest: bool = False) -> tuple[set[str], int]:

@@ -21,7 +21,6 @@ from waymark.api.http.prompts import LocalHashKeys, TokenKeys, hashes, token_byt
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, InvalidValue, NotFound
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
 from waymark.base.shape import quick
 from waymark.base.shown import shown
 from waymark.contract.dynamo import (
@@ -37,6 +36,7 @@ from waymark.contract.dynamo import (
     TierHits,
 )
 from waymark.decide.asked_pools import AskedPools
+from waymark.decide.options import PromptOptions
 from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import namespace
 from waymark.domain.match import DynamoRank, dynamo_rows, walk_with_pool
@@ -51,14 +51,24 @@ from waymark.store.store import Store
 class Dynamo:
     """Handlers of ``/dynamo/register``, ``/unregister``, ``/query`` and ``/query_by_hash``."""
 
-    def __init__(self, store: Store, settings: Settings, metrics: Metrics, pools: AskedPools) -> None:
+    def __init__(
+        self,
+        store: Store,
+        options: PromptOptions,
+        allowed: AllowedEndpoints,
+        metrics: Metrics,
+        pools: AskedPools,
+        *,
+        names_others: bool,
+    ) -> None:
+        """Create the handlers. ``names_others``: an error may name the publishers of other tenants."""
         self._store = store
         self._pools = pools
-        self._names_others = not settings.protect_reads
-        self._max_tokens = settings.max_tokens
-        self._seed = settings.hash_seed
-        self._lookup = QueryReader(store.reader, metrics, deadline_seconds=settings.query_deadline_ms / 1000)
-        self._allowed = AllowedEndpoints(settings.allowed_endpoints)
+        self._names_others = names_others
+        self._max_tokens = options.tokens_max
+        self._seed = options.hash_seed
+        self._lookup = QueryReader(store.reader, metrics, deadline_seconds=options.deadline_seconds)
+        self._allowed = allowed
 
     async def register(self, body: Body) -> Answer:
         request = DynamoRegisterRequest.of(body.fields)

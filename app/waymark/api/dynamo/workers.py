@@ -16,7 +16,6 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, InvalidValue, NotFound, Saturated
-from waymark.base.settings import Settings
 from waymark.base.shown import shown, shown_url
 from waymark.contract.dynamo import DynamoWorkerDescription, Lifecycle
 from waymark.domain.engines import UNNAMED
@@ -33,9 +32,9 @@ _FIELDS = tuple(WorkerPatch.model_fields)
 class DynamoWorkerHandlers:
     """Handlers of the three."""
 
-    def __init__(self, store: Store, settings: Settings) -> None:
+    def __init__(self, store: Store, allowed: AllowedEndpoints) -> None:
         self._store = store
-        self._allowed = AllowedEndpoints(settings.allowed_endpoints)
+        self._allowed = allowed
 
     async def add(self, body: Body) -> Answer:
         request = WorkerRequest.of(body.fields)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
@@ -14,7 +13,6 @@ from waymark.api.http.bodies import Body
 from waymark.api.http.errors import Forbidden, Unauthorized
 from waymark.api.http.tokens_file import EVERYONE, Caller, TokensFile
 from waymark.base.asgi import RawHeaders
-from waymark.base.settings import Settings
 from waymark.base.shape import AnswerShape
 from waymark.base.shown import shown
 from waymark.domain.names import DEFAULT_TENANT
@@ -50,13 +48,6 @@ class Gate:
         self._token = token.encode() if token else None
         self._tokens = tokens
         self._protect_reads = protect_reads or tokens is not None
-
-    @classmethod
-    def of(cls, settings: Settings, *, is_closed: bool = False) -> Gate:
-        """Return the gate that the settings describe."""
-        token = None if settings.api_token is None else settings.api_token.get_secret_value()
-        tokens = None if settings.api_tokens_file is None else TokensFile(Path(settings.api_tokens_file))
-        return cls(token, protect_reads=settings.protect_reads, tokens=tokens, is_closed=is_closed)
 
     @property
     def has_tokens(self) -> bool:

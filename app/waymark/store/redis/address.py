@@ -16,8 +16,7 @@ from typing import Literal, TypeAlias, cast
 from urllib.parse import unquote
 
 from waymark.base.errors import SettingsError
-from waymark.base.settings import hide_password
-from waymark.base.shown import shown
+from waymark.base.shown import hide_password, shown
 
 HostPort: TypeAlias = tuple[str, int]
 """Host and port."""

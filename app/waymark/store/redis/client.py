@@ -23,7 +23,7 @@ from redis.exceptions import NoScriptError, RedisError
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
-from waymark.base.settings import hide_password
+from waymark.base.shown import hide_password
 from waymark.store.redis.address import Address, HostPort, parse
 from waymark.store.redis.cluster import Cluster, SharedPipeline
 from waymark.store.redis.connect import WaitingPool, behind_sentinels, found_by, server

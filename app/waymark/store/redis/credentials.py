@@ -15,7 +15,6 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
 from waymark.base.errors import SettingsError
-from waymark.base.settings import Settings
 from waymark.store.redis.address import Address
 
 
@@ -31,19 +30,6 @@ class Credentials:
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     tls_verify: Literal["full", "ca", "none"] = "full"
-
-    @classmethod
-    def of(cls, settings: Settings) -> Credentials:
-        return cls(
-            settings.redis_username,
-            settings.redis_password_file,
-            settings.redis_sentinel_username,
-            settings.redis_sentinel_password_file,
-            settings.redis_tls_ca_file,
-            settings.redis_tls_cert_file,
-            settings.redis_tls_key_file,
-            settings.redis_tls_verify,
-        )
 
     def check(self, address: Address, variable: str) -> None:
         """Check that the files can be read and that the settings fit ``address``. Raises SettingsError."""

@@ -1,0 +1,55 @@
+"""The options of the HTTP API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from waymark.apply.options import ApplyOptions
+from waymark.decide.options import PromptOptions
+from waymark.store.redis.credentials import Credentials
+
+ConductorShape: TypeAlias = Literal["auto", "published", "instances"]
+"""The form of ``/query`` answers: the older one, the newer one, or the one that the format of the body implies."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccessOptions:
+    """The tokens and endpoints that are allowed."""
+
+    token: str | None = field(default=None, repr=False)
+    """The bearer token that may do everything."""
+    tokens_file: Path | None = None
+    """The file of further tokens."""
+    protects_reads: bool = False
+    """Whether requests that only read need a token."""
+    is_closed: bool = False
+    """Whether operations that need a token are closed if there is none, since strangers are clients of this port."""
+    allowed_endpoints: tuple[str, ...] = ()
+    """The endpoints that may be registered; empty: all."""
+    warning: str | None = None
+    """The warning of a port that is open to everybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiOptions:
+    """The options of an application, without those of its decisions."""
+
+    access: AccessOptions = field(default_factory=AccessOptions)
+    prompts: PromptOptions = field(default_factory=PromptOptions)
+    apply: ApplyOptions = field(default_factory=ApplyOptions)
+    body_bytes_max: int = 16 * 2**20
+    shape: ConductorShape = "auto"
+    inspect_seconds: float = 5.0
+    """How long an inspection may take."""
+    min_initial_workers: int = 0
+    """The instances that must be registered before decisions begin."""
+    injects_cache_control: bool = False
+    """Whether a gateway beside this API marks prompts for caching, which ``/admin`` tells."""
+    has_page: bool = True
+    has_access_log: bool = False
+    redis_url: str = field(default="memory://", repr=False)
+    """The Redis that commands of ``/inspect/keys`` name."""
+    credentials: Credentials = field(default_factory=Credentials)
+    """The user and the certificates that the same commands name."""

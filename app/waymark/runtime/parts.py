@@ -1,0 +1,204 @@
+"""The parts that processes of several kinds have, made from the settings.
+
+No lower room knows the settings: each has options of its own, and this module fills them. The parts that only
+a gateway, an endpoint picker or an ingest worker has are made in the module of that process.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from waymark.api.options import AccessOptions, ApiOptions
+from waymark.apply.options import ApplyOptions
+from waymark.base.asker import Asker, EngineKey
+from waymark.base.endpoints import AllowedEndpoints, is_loopback
+from waymark.base.metrics import Metrics
+from waymark.base.settings import Settings
+from waymark.decide.options import PromptOptions, SelectionOptions, open_picker, read_policy, read_shadows
+from waymark.decide.question import ProfileName
+from waymark.store import keys
+from waymark.store.directory import EngineAddresses
+from waymark.store.hot import BYTES_MAX, HotRows
+from waymark.store.redis.credentials import Credentials
+from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Engines, Tokenizers
+
+log = logging.getLogger(__name__)
+
+
+# ---- Redis -----------------------------------------------------------------------------------------
+
+
+def credentials(settings: Settings) -> Credentials:
+    return Credentials(
+        settings.redis_username,
+        settings.redis_password_file,
+        settings.redis_sentinel_username,
+        settings.redis_sentinel_password_file,
+        settings.redis_tls_ca_file,
+        settings.redis_tls_cert_file,
+        settings.redis_tls_key_file,
+        settings.redis_tls_verify,
+    )
+
+
+def open_store(settings: Settings, metrics: Metrics | None = None, *, keeps_answers: bool = False) -> Store:
+    """Return the store of a process, and let the names of all its keys begin as the settings say.
+
+    It connects on the first command. ``metrics`` None: the process is a command, which reads the primary and remembers
+    no rows. ``keeps_answers``: the process is a gateway.
+    """
+    keys.use_prefix(settings.key_prefix or "")
+    return Store.open(
+        settings.redis_url,
+        None if metrics is None else settings.redis_read_url,
+        answers_url=settings.answers_redis_url if keeps_answers else None,
+        shards=settings.shards,
+        timeout_seconds=settings.redis_timeout_seconds,
+        credentials=credentials(settings),
+        hot=None if metrics is None else HotRows(settings.hot_block_ms / 1000, BYTES_MAX, metrics),
+        metrics=metrics,
+        are_shards_set="shards" in settings.model_fields_set,
+        hash_seed=settings.hash_seed,
+        apply_blocks_max=settings.apply_blocks_max,
+    )
+
+
+# ---- engines ---------------------------------------------------------------------------------------
+
+
+def engine_key(settings: Settings, *, is_bounded: bool = True) -> EngineKey:
+    """Return the key of the engines. ``is_bounded=False``: it may go to every host."""
+    key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
+    keys_of_hosts = {host: secret.get_secret_value() for host, secret in settings.engine_keys.items()}
+    if not is_bounded:
+        return EngineKey(key, keys=keys_of_hosts)
+    named = settings.engine_key_hosts or settings.allowed_endpoints
+    return EngineKey(key, AllowedEndpoints(named), settings.gateway_engines, keys_of_hosts)
+
+
+def asker(settings: Settings, *, is_bounded: bool = True) -> Asker:
+    """Return the client of engines. ``is_bounded=False``: for URLs from an operator, which need no permission."""
+    return Asker(
+        AllowedEndpoints(settings.allowed_endpoints if is_bounded else ()),
+        key=engine_key(settings, is_bounded=is_bounded),
+        ca_file=settings.engine_ca_file,
+    )
+
+
+def tokenizers(settings: Settings, metrics: Metrics, store: Store | None = None) -> Tokenizers:
+    """Return the sources of tokens. ``store`` finds the engines of a model; None: no engine is asked."""
+    addresses = None if store is None else EngineAddresses(store.directory, store.incarnation)
+    return Tokenizers(
+        settings.tokenizers,
+        settings.tokenizers_dir,
+        metrics,
+        threads=settings.tokenizer_threads,
+        cache_bytes=settings.tokens_cache_bytes,
+        text_bytes_max=settings.text_bytes_max,
+        new_asker=lambda: asker(settings, is_bounded=False),
+        # Their addresses are from registrations.
+        engines=None if addresses is None else Engines(addresses, asker(settings), {}),
+    )
+
+
+# ---- options ---------------------------------------------------------------------------------------
+
+
+def prompt_options(settings: Settings) -> PromptOptions:
+    return PromptOptions(
+        hash_seed=settings.hash_seed,
+        tokens_max=settings.max_tokens,
+        prefix_bytes=settings.prefix_bytes,
+        deadline_seconds=settings.query_deadline_ms / 1000,
+    )
+
+
+def profile(settings: Settings) -> ProfileName | None:
+    """Return the profile of every request; None: the policy decides."""
+    return None if settings.profile == "auto" else settings.profile
+
+
+def selection_options(settings: Settings) -> SelectionOptions:
+    """Read the options of decisions, and the files that the settings name.
+
+    Raise ``SettingsError`` if a policy is unknown, or a file cannot be read.
+    """
+    options = SelectionOptions(
+        policy=read_policy(settings.policy),
+        picker_file=None if settings.picker_config is None else open_picker(settings.picker_config),
+        deadline_seconds=settings.query_deadline_ms / 1000,
+        loads_seconds=settings.loads_ms / 1000,
+        target_requests_max=settings.target_requests_max,
+        reservations_max=settings.reservations_max,
+        drift_max=settings.drift_max,
+        is_speculative=settings.speculative,
+        prefill_tokens_per_second=settings.prefill_tokens_per_second,
+        shadows=read_shadows(settings.shadow or ""),
+        decisions_kept=settings.decisions_kept,
+    )
+    if options.needs_gauges and settings.gauges_seconds == 0:
+        log.warning("the policy needs gauges of engines, but WAYMARK_GAUGES_SECONDS is 0: none are read")
+    return options
+
+
+def apply_options(settings: Settings) -> ApplyOptions:
+    return ApplyOptions(
+        hash_seed=settings.hash_seed,
+        stream_blocks_max=settings.stream_blocks_max,
+        pool_hashes_max=settings.pool_hashes_max,
+        max_entries=settings.max_entries,
+        entry_ttl_seconds=settings.entry_ttl_seconds,
+        medium_ttl=settings.medium_ttl,
+        frame_bytes_max=settings.frame_bytes_max,
+        batch_events_max=settings.batch_events_max,
+        event_hashes_max=settings.event_hashes_max,
+        hybrid=settings.hybrid,
+    )
+
+
+def api_options(settings: Settings, *, is_gateway: bool = False) -> ApiOptions:
+    has_keys = bool(settings.gateway_keys) or settings.gateway_keys_file is not None
+    return ApiOptions(
+        access=AccessOptions(
+            token=None if settings.api_token is None else settings.api_token.get_secret_value(),
+            tokens_file=None if settings.api_tokens_file is None else Path(settings.api_tokens_file),
+            protects_reads=settings.protect_reads,
+            is_closed=is_gateway and has_keys,
+            allowed_endpoints=settings.allowed_endpoints,
+            warning=openness(settings, is_gateway=is_gateway),
+        ),
+        prompts=prompt_options(settings),
+        apply=apply_options(settings),
+        body_bytes_max=settings.max_body_bytes,
+        shape=settings.conductor_shape,
+        inspect_seconds=settings.inspect_seconds,
+        min_initial_workers=settings.min_initial_workers,
+        injects_cache_control=settings.cache_control_injection,
+        has_page=settings.ui,
+        has_access_log=settings.access_log,
+        redis_url=settings.redis_url,
+        credentials=credentials(settings),
+    )
+
+
+def openness(settings: Settings, *, is_gateway: bool = False) -> str | None:
+    """Return the warning of a process whose port is open to strangers, or None if it is not.
+
+    Loopback and a trial on the embedded Redis are closed to strangers, except for a gateway, whose port is for clients.
+    """
+    if settings.api_token is not None or settings.api_tokens_file is not None:
+        return None
+    if is_loopback(settings.host):
+        return None
+    if is_gateway:
+        if settings.gateway_keys or settings.gateway_keys_file is not None:
+            return None
+    elif settings.redis_url == "memory://":
+        return None
+    names = "WAYMARK_API_TOKEN and WAYMARK_GATEWAY_KEYS" if is_gateway else "WAYMARK_API_TOKEN"
+    return (
+        f"this port is open: every client may read and change everything; set {names}, or let only hosts that you "
+        "trust reach it"
+    )
