@@ -1,6 +1,6 @@
 -- match_history(history*; block*) -> {verdict, blocks}
 --
--- Find how much of the beginning of a prompt went to each of some targets before. It only reads.
+-- Find how much of the beginning of a prompt went to each of several targets before. It only reads.
 --
 -- KEYS  history*  zset  one for each target, at most 256: blocks of prompts that went there, each by the Redis us of the
 --                       last time

@@ -1,7 +1,7 @@
 -- note_health(load, changes, record, fence; publisher, token, calls, milliseconds) -> {verdict, calls}
 --
--- Note whether the event stream of a publisher shows that its engine cannot be reached. Whoever chooses a target leaves
--- such an engine out. The same call may arrive twice, and late: after a later call it writes nothing.
+-- Note whether the event stream of a publisher shows that its engine cannot be reached. Decisions leave such an
+-- engine out. The same call may arrive twice, and late: after a later call it writes nothing.
 --
 -- KEYS  load          hash  the load of each target; `health:<publisher>`: whether it is left out of decisions
 --       changes       zset  the targets whose loads have changed, each by the number of its last change

@@ -1,7 +1,7 @@
 -- note_history(history, holders; publisher, capacity, block*) -> {verdict, count}
 --
--- Note the blocks of a prompt that goes to a target, as the latest of all blocks that went there. The target may have a
--- number of blocks; beyond it the ones that went there longest ago are dropped.
+-- Note the blocks of a prompt that goes to a target, as the latest of all blocks that went there. The target may have
+-- `capacity` blocks; beyond that, the ones that went there longest ago are dropped.
 --
 -- KEYS  history    zset  blocks of prompts that went to the target, each by the Redis us of the last time
 --       holders    hash  the group's holder table; for a target that is not in it nothing is written

@@ -9,8 +9,8 @@
 --       answer_times  string, PX  sums over the requests of this target whose time to the first token is known, and over
 --                                 those whose time of each further token is
 --       books         hash, PX    the sums of the caller's hour, by minute and target
---       drift         string, PX  requests, and what was expected and delivered, of the target's last requests; a day
---                                 from the first of each 25
+--       drift         string, PX  the number, and the expected and delivered tokens, of the target's last requests;
+--                                 kept for a day from the first of each 25
 --       pulls         zset        copies under way from the source of the reservation, if it has one. One ends with the
 --                                 prefill, because the blocks are there then
 -- ARGV  reservation   the member as `reserve` wrote it. The script also finds it after 'prefill', which sets its tokens
@@ -29,10 +29,10 @@
 --                     `drift:<publisher>`
 --       tpot          with 'ok', ms of each token after the first one; '' if that is not known
 --
--- {'applied', tokens, requests, context, drift}  done; the load of the target is this now. Without it: the reservation
---                                         was extended, or the target was unregistered. `drift` is in thousandths, if
---                                         this request has shown that it is above the bound; 0: it has shown that it is
---                                         not, any more; else -1
+-- {'applied', tokens, requests, context, drift}  done; the load of the target is this now. Without numbers: it was
+--                                         extended, or the target was unregistered. `drift` is in thousandths, if
+--                                         this request has shown that it is above the bound; 0: it has shown that it
+--                                         no longer is; else -1
 -- {'gone'}                                the reservation does not exist, or has ended; nothing written, except that
 --                                         its copy has ended, too
 

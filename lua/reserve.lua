@@ -5,7 +5,7 @@
 -- nothing.
 --
 -- KEYS  load              hash        the load of each target; `health:<publisher>`: whether it is left out of decisions.
---                                     Such a target is passed over, unless all candidates are such
+--                                     Such a target is passed over, unless all candidates are left out
 --       changes           zset        the targets whose loads have changed, each by the number of its last change
 --       reservations      zset        decisions under way, by the Redis ms at which each is over
 --       holders           hash        the group's holder table; a target that is not in it is passed over

@@ -1,8 +1,8 @@
 -- stage_life(holders, record, fence, dead; publisher, token, calls, before, version, above, step, life, watermark, ts, newest_ts, digest, flags, main_groups, shards#2, begin*) -> {verdict, calls, holder*}
 --
 -- Prepare the holders of a new life that readers do not see, and let it take the place of the old life in one step. A
--- snapshot of an engine's cache is applied so: until it is whole, questions see the old life. The same call may arrive
--- twice, and late: the script makes the change once, and never after a later change.
+-- snapshot of an engine's cache is applied in this way: until it is whole, queries see the old life. The same call may
+-- arrive twice, and late: the script makes the change once, and never after a later change.
 --
 -- KEYS  holders  hash  the group's holder table; `version` is a new nonce after every change
 --       record   hash  the publisher's record; `staged:<name>` is the id of a holder of the new life, `late` is as in

@@ -213,7 +213,9 @@ async def test_a_chat_that_meets_a_stopped_engine_before_this_is_known_is_answer
         assert status == 200
 
         async def is_indexed() -> bool:
-            return any(sum(each.blocks.values()) for each in (await client.workers()).publishers if each.instance_id == name)
+            return any(
+                sum(each.blocks.values()) for each in (await client.workers()).publishers if each.instance_id == name
+            )
 
         await wait_until(is_indexed, "the index knows that the engine has the prompt", 40)
         (other,) = served.keys() - {name}

@@ -30,7 +30,7 @@ class _Application(Protocol):
 
 
 class AccessLog:
-    """Around the whole application, so that an id is in every answer, a 500 included."""
+    """A wrapper of the whole application, so that an id is in every answer, a 500 included."""
 
     def __init__(self, app: _Application) -> None:
         self._app = app

@@ -1,5 +1,5 @@
 """The admin paths of Continuum Router, with its names: the contents of the index, the basis of decisions, and a way to
-clear it.
+clear the index.
 
 Decisions are counted over all replicas, up to a second ago.
 """

@@ -326,7 +326,7 @@ def _inspections(store: Store, options: ApiOptions, queue: InspectionQueue) -> I
 
 
 def create_probes(store: Store, options: ApiOptions, metrics: Metrics, start: StartupGate | None = None) -> Starlette:
-    """``/health``, ``/ready`` and ``/metrics`` alone: what an ingest worker and a picker answer.
+    """Return ``/health``, ``/ready`` and ``/metrics`` alone, the paths of an ingest worker and a picker.
 
     ``start`` is the gate of a picker's decisions.
     """
@@ -344,8 +344,8 @@ def create_probes(store: Store, options: ApiOptions, metrics: Metrics, start: St
 
 
 def create_inspections(store: Store, options: ApiOptions, metrics: Metrics, tokenizers: Tokenizers) -> Starlette:
-    """Return the paths of ``waymark status`` and ``waymark inspect``, for somebody who may read Redis himself: no
-    token is asked for, and ids and other tenants are named.
+    """Return the paths of ``waymark status`` and ``waymark inspect``, for a caller that may read Redis directly:
+    no token is asked for, and ids and other tenants are named.
     """
     dependencies = _dependencies(options, metrics, Gate(None, protect_reads=False))
     queue = InspectionQueue(options.inspect_seconds)

@@ -57,7 +57,7 @@ _HEADERS = {
 class Contract:
     """Handlers of ``/openapi.json`` and ``/docs``; ``describe`` is called once, with all operations.
 
-    The document takes a tenth of a second. So the first request for it makes it, in a thread, and not each start.
+    The document takes a tenth of a second to make. So it is made at the first request, in a thread, not at each start.
     """
 
     def __init__(self, *, has_ui: bool = False) -> None:

@@ -122,7 +122,7 @@ class Decisions:
             raise NotFound(f"{exc}{suggestion}", field="model") from None
 
     async def select_without_redis(self, body: Body) -> Answer | Paused:
-        """What ``/select`` answers while Redis is unavailable."""
+        """Answer ``/select`` while Redis is unavailable."""
         decision_body = body.asked(self._select)
         request = select_request(decision_body)
         served = self._served.at_hand(decision_body.group)
@@ -175,7 +175,7 @@ class Decisions:
         return Answer(ReleaseAnswer(released=released, gone=missing + len(parsed) - len(own)))
 
     async def _own(self, reservations: Sequence[Reservation], caller: Caller) -> list[Reservation]:
-        """The reservations in groups of a caller's tenants; to the caller, the others are gone."""
+        """Return the reservations in groups of a caller's tenants; to the caller, the others are gone."""
         groups = await self._store.directory.groups()
         own = {entry.group_id for group, entry in groups.items() if caller.has(group.tenant_id)}
         return [reservation for reservation in reservations if reservation.group_id in own]
@@ -183,7 +183,7 @@ class Decisions:
     # ---- from bodies -------------------------------------------------------------------------------
 
     def _resolved(self, decision_body: DecisionBody) -> Steps[DecisionBody]:
-        """The body with the model and the adapter that its ``model`` means."""
+        """Return the body with the model and the adapter that its ``model`` means."""
         if self._store.reader.has_targets(decision_body.group):  # it is a model's own name
             return decision_body
         served = yield Waiting(self._served.of(decision_body.group))
@@ -197,7 +197,7 @@ class Decisions:
         *,
         is_sticky: bool = False,
     ) -> Steps[Answer | Paused]:
-        """The decision about a prompt, once the prompt has tokens if the policy needs them."""
+        """Return the decision about a prompt, which first gets tokens if the policy needs them."""
         policy = decision_body.policy or self._selector.default_policy
         request, text = decision_body.request, decision_body.text
         if text is not None and (text.field == "prompt" or not (is_sticky or policy.preset is PRESETS["sticky"])):
@@ -265,7 +265,7 @@ def _check_usage(request: ReleaseRequest) -> None:
 
 
 def best_by_address(scored: list[Scored]) -> list[Scored]:
-    """The best of each address; targets without one are left out."""
+    """Return the best target of each address; targets without an address are left out."""
     best: dict[str, Scored] = {}
     for candidate in scored:
         if candidate.candidate.address is not None:

@@ -45,7 +45,7 @@ class Explanations:
         *,
         is_own_redis: bool = False,
     ) -> None:
-        """``is_own_redis``: who asks may read Redis, so ids and other tenants are named."""
+        """``is_own_redis``: the caller may read Redis, so ids and other tenants are named."""
         self._is_own_redis = is_own_redis
         self._inspector = Inspector(store)
         self._tokenizer = tokenizer

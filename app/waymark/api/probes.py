@@ -33,7 +33,7 @@ class Probes:
         *,
         warning: str | None = None,
     ) -> None:
-        """``gate``: of a process that decides. ``tokenizer``: of one that accepts text. ``warning``: one that stays."""
+        """``gate``: for a process that decides. ``tokenizer``: for one that accepts text. ``warning`` always shows."""
         self._lasting = [] if warning is None else [warning]
         self._store = store
         self._tokenizer = tokenizer

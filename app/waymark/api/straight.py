@@ -69,7 +69,7 @@ class StraightOperation(Operation):
         return self._straight.steps(decode(body, body_format, long_list=self._long_list))
 
     def steps_without_redis(self, body: bytes, body_format: Format) -> Steps[Answer] | None:
-        """Return the work on a body for which Redis is unavailable; None if there is no way out."""
+        """Return the work on a body while Redis is unavailable; None if nothing can be done."""
         if self._without_redis is None:
             return None
         decoded = decode(body, body_format, long_list=self._long_list)

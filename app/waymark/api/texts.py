@@ -70,7 +70,7 @@ def prompt_of(group: GroupName, request: TextFields, others: Sequence[str] = (),
 
 
 class PromptTokenizer:
-    """The door to the tokenizers for every handler that accepts text."""
+    """The tokenizers, for every handler that accepts text."""
 
     def __init__(self, tokenizers: Tokenizers, tokens_max: int) -> None:
         self._tokenizers = tokenizers
@@ -114,7 +114,7 @@ class PromptTokenizer:
 
 
 def text_of(group: GroupName, request: PromptFields, *further_kinds: str) -> ModelPrompt | None:
-    """The text or the messages of a body; None if its prompt is of another kind, one of ``further_kinds`` too.
+    """Return the text or the messages of a body; None if its prompt is of another kind, such as ``further_kinds``.
 
     ``InvalidBody`` if it does not have exactly one prompt, or has ``features`` beside another than ``token_ids``.
     """

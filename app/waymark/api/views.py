@@ -92,7 +92,7 @@ class Views:
     async def _loads(
         self, states: Sequence[PublisherState]
     ) -> tuple[dict[tuple[int, int], Load], set[tuple[int, int]]]:
-        """The loads of the publishers, by their ids, and the publishers that decisions leave out."""
+        """Return the loads of the publishers, by their ids, and the publishers that decisions leave out."""
         groups = list(dict.fromkeys(state.group_id for state in states))
         all_loads: dict[tuple[int, int], Load] = {}
         left_out = set()

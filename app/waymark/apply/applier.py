@@ -72,7 +72,7 @@ class Applier:
         is_patient: bool = True,
         is_staged: bool = False,
     ) -> None:
-        """Create an applier. ``is_staged``: the blocks belong to a life that is hidden from readers before
+        """Create an applier. ``is_staged``: the blocks belong to a life that is hidden from readers until
         ``take_place``.
         """
         self.grant = grant
@@ -200,7 +200,7 @@ class Applier:
         await self.calls.accepted(lambda: self._store.records.set_lost(self.grant, is_lost=is_lost))
 
     async def note_health(self, milliseconds: int) -> None:
-        """Note for so long that the engine cannot be reached, or with 0 that it can."""
+        """Note that the engine cannot be reached, for this many milliseconds, or with 0 that it can."""
         await self.calls.accepted(lambda: self._store.records.note_health(self.grant, milliseconds=milliseconds))
 
     async def check_lease(self) -> None:

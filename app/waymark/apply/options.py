@@ -12,8 +12,8 @@ WAITING_BLOCKS = 10_000
 """Blocks of a stream that may wait for their parent. Engines send parents first: only a lost batch makes blocks wait,
 and what waits longer is found by a replay."""
 REJECTED_EVENTS = 1_000
-"""Undecodable events of one batch that the metrics count; all further ones of the batch count as one. So many show the
-kinds of faults of an engine, and more would only take time."""
+"""Undecodable events of one batch that the metrics count; all further ones of the batch count as one. This many are
+enough to show the kinds of an engine's faults; more would only take time."""
 
 
 @dataclass(frozen=True, slots=True)

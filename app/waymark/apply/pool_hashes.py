@@ -115,7 +115,7 @@ class PoolHashes:
         self._resolver.reported = await self.spots_of(engine_hashes)
 
     async def spots_of(self, engine_hashes: Collection[int]) -> dict[int, Spot]:
-        """The blocks that these hashes name, as far as they are kept."""
+        """Return the blocks that these hashes name, as far as they are kept."""
         wanted, spots = list(engine_hashes), dict[int, Spot]()
         for start in range(0, len(wanted), FIND_HASHES):
             batch = wanted[start : start + FIND_HASHES]

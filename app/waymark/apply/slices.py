@@ -39,7 +39,7 @@ class LoopTurns:
         return turns
 
     async def next(self) -> None:
-        """Wait for a turn, behind all who wait already."""
+        """Wait for a turn, after all tasks that wait already."""
         turn: asyncio.Future[None] = self._loop.create_future()
 
         def give() -> None:
@@ -50,7 +50,7 @@ class LoopTurns:
         await turn
 
     def call(self, work: Callable[[], object]) -> None:
-        """Call ``work`` in a turn of its own, behind all who wait already."""
+        """Call ``work`` in a turn of its own, after all tasks that wait already."""
         self._waiting.append(work)
         if len(self._waiting) == 1:
             self._loop.call_soon(self._give)

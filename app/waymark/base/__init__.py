@@ -1,1 +1,1 @@
-"""Parts that every room needs; it imports no other room."""
+"""Parts that every package needs; this package imports no other package of Waymark."""

@@ -1,10 +1,10 @@
-"""The two ways in which the server calls an application: ASGI, and beside it the straight way.
+"""The two ways in which the server calls an application: ASGI, and a direct call, the *straight way*.
 
-A server may be given a table of straight questions, whose answers follow from the body of a request and from reads. A
-usual request for such a question needs neither a task nor an ASGI message: the application gets it in the loop turn in
-which its last byte arrives, and writes the answer in the turn in which Redis replies. A usual request is a POST to that
-very path, with a body of a declared length, on a connection without another waiting request. Each other request is
-passed to the ASGI application, and gets the same answer.
+A server may have a table of straight questions: paths whose answers need only the request's body and reads of Redis.
+A *usual* request to such a path is a POST with a body of a declared length, on a connection without another waiting
+request. It needs neither a task nor an ASGI message: the application gets it in the loop turn in which its last byte
+arrives, and writes the answer in the turn in which Redis replies. Every other request is passed to the ASGI
+application, and gets the same answer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 
 class BrokenAnswer(Exception):
-    """An answer that cannot be ended, which only the end of the connection can say. It is no failure of ours."""
+    """An answer that cannot be completed: only closing the connection shows this. It is not our failure."""
 
 
 AsgiScope: TypeAlias = MutableMapping[str, Any]
@@ -31,7 +31,7 @@ RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 
 class Answering(Protocol):
-    """The place of an answer on the straight way. Exactly one of the methods is called, once."""
+    """The receiver of an answer on the straight way. Exactly one of the methods is called, once."""
 
     def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
         """Send the whole answer; ``headers`` has neither its type nor its length."""
@@ -47,10 +47,10 @@ class StraightRequest(Protocol):
     """A request on the straight way, whose head has arrived."""
 
     def begin(self, body: bytes, answering: Answering) -> None:
-        """Answer it: the body is whole. Never raises; the answer may be given before this returns."""
+        """Answer the request, whose body is complete. Never raises; may call ``answering`` before it returns."""
 
     def disconnected(self) -> None:
-        """Forget it: the client has gone away before the body was whole."""
+        """Forget the request: the client went away before the body was complete."""
 
 
 class StraightQuestion(Protocol):

@@ -49,7 +49,7 @@ class StreamBeginning(NamedTuple):
 
 
 class EngineKey:
-    """The key of the engines. It goes only to the hosts that the operator has named: a client may register any other.
+    """The key of the engines. It goes only to hosts that the operator has named, since a client may register any host.
 
     ``hosts`` None: to every host.
     """
@@ -61,7 +61,7 @@ class EngineKey:
         urls: Iterable[str] = (),
         keys: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``urls``: further places that the operator has named. ``keys``: those of single hosts, which go before."""
+        """``urls``: further places that the operator has named. ``keys``: keys of single hosts, which win."""
         self._headers = {} if key is None else _bearer(key)
         self._hosts = hosts
         self._places = frozenset(map(place_of, urls))
@@ -251,7 +251,7 @@ def _reason(error: Exception) -> str:
 
 
 async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
-    """Yield the pieces of an answer that take long to read, and give the loop back between them."""
+    """Yield an answer in pieces, and let the event loop run between them: a long one takes time to read."""
     for start in range(0, len(body), _PIECE_BYTES):
         yield body[start : start + _PIECE_BYTES]
         await asyncio.sleep(0)

@@ -20,7 +20,7 @@ class CacheSize(NamedTuple):
 
 
 class BoundedCache(Generic[K, V]):
-    """Bounded in entries and in bytes; ``size`` measures a value; ``evicted`` is called for each that makes room.
+    """Bounded in entries and in bytes; ``size`` measures a value; ``evicted`` is called for each evicted value.
 
     ``entry_bytes`` is the memory of an entry besides its value: key, tuple, dictionary.
     """
@@ -66,8 +66,8 @@ class BoundedCache(Generic[K, V]):
         return value
 
     def keep(self, key: K, value: V) -> bool:
-        """Keep a value; others go if there is no room. Return False if it is larger than the whole room, and not
-        kept.
+        """Keep a value; evict others if there is no room. Return False, and do not keep it, if it is larger than the
+        whole cache.
         """
         self.pop(key)
         size = self._size(value) + self._entry_bytes
@@ -90,7 +90,7 @@ class BoundedCache(Generic[K, V]):
         return entry[0]
 
     def clear(self) -> int:
-        """Forget all; how many there were."""
+        """Forget all values. Return how many there were."""
         count = len(self._held)
         self._held.clear()
         self.bytes = 0

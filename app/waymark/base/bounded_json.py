@@ -1,8 +1,8 @@
 """JSON of a stranger: its depth and its values are bounded, so that parsing it does not delay other requests for long.
 
 The parser holds the whole process, and a megabyte of empty lists takes it as long as fifty megabytes of text. So the
-marks of values are counted first, which takes a hundredth of the time. Marks in a text count, too: a text with as many
-is longer than any prompt.
+characters that begin or separate values are counted first, in a hundredth of the time. Those in a text count, too: a
+text with as many is longer than any prompt.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _PARTS = (b"[", b"{", b'":')
 
 
 class TooMuchJson(ValueError):
-    """The text is deeper, or has more values, than is read. The text of the error says which."""
+    """The JSON is nested more deeply, or has more values, than is allowed. The error says which."""
 
 
 def bounded_loads(text: bytes, *, values_max: int = VALUES_MAX) -> Any:
-    """Read JSON. Raise TooMuchJson, or orjson.JSONDecodeError if it is not JSON; both are a ValueError."""
+    """Read JSON. Raise TooMuchJson, or orjson.JSONDecodeError if it is not JSON; both are ValueErrors."""
     if len(text) > PARTS_MAX and (
         text.count(b",") > values_max or any(text.count(mark) > PARTS_MAX for mark in _PARTS)
     ):

@@ -54,7 +54,7 @@ class AllowedEndpoints:
 
 
 def place_of(url: str) -> str:
-    """``http://host:port`` of a URL."""
+    """Return ``http://host:port`` of a URL."""
     return _place(url)[0]
 
 

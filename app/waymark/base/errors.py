@@ -16,7 +16,7 @@
       SettingsError       the process cannot start with these settings
       StaleBuild          the C module of this checkout was built from other sources
       PortUnavailable     the process cannot listen on its port
-      ServiceUnreachable  a command gets no answer of the Waymark that it asks
+      ServiceUnreachable  a command gets no answer from the Waymark that it asks
       ServiceRefused      a command was answered with an error
 
 Driver errors are translated at the edge: a redis error never leaves ``store``, and a zmq error never leaves ``ingest``.
@@ -29,7 +29,7 @@ from waymark.base.shown import shown
 
 
 class WaymarkError(Exception):
-    """The base of all of ours. A person reads its ``sentence``."""
+    """The base class of all errors of Waymark. Its ``sentence`` is for people."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence)
@@ -146,7 +146,7 @@ class ServiceUnreachable(WaymarkError):
 
 
 class ServiceRefused(WaymarkError):
-    """The Waymark that a command asks over HTTP has answered with an error, whose sentence this is."""
+    """The Waymark that a command asks over HTTP has answered with an error; ``sentence`` is that error's."""
 
     def __init__(self, sentence: str, status: int) -> None:
         super().__init__(sentence)

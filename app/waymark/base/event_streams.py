@@ -53,8 +53,8 @@ class EventStreamParser:
         self._id = last_event_id
 
     def feed(self, piece: bytes) -> Iterator[ServerSentEvent]:
-        """Yield the events that ``piece`` ends. Raise ``EventTooLong`` after those before it; the parser is then
-        over.
+        """Yield the events that ``piece`` completes. If one is too long, yield those before it and raise
+        ``EventTooLong``; the parser cannot be used after that.
         """
         if not piece:
             return
@@ -115,7 +115,7 @@ _DATA = re.compile(rb"(?m)^data: ?([^\r\n]*)")
 
 
 class EventSplitter:
-    """The beginning of an event whose end has not arrived. Its length is that of these bytes."""
+    """A splitter of a stream into whole events. Its length is that of the unfinished event, which it holds."""
 
     def __init__(self) -> None:
         self._held = bytearray()
@@ -152,7 +152,7 @@ def events_in(text: bytes) -> Iterator[bytes]:
 
 
 def data_in(event: bytes) -> tuple[int, int]:
-    """Return where the data of an event begins and ends; an event without data has it nowhere: 0 and 0."""
+    """Return where the data of an event begins and ends; 0 and 0 for an event without data."""
     data = _DATA.search(event)
     return (0, 0) if data is None else data.span(1)
 

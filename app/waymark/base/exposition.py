@@ -1,4 +1,4 @@
-"""How Prometheus reads a table of metrics. Only the first reader imports its library, which takes long."""
+"""How Prometheus reads a table of metrics. Only the first reader imports Prometheus' library, which is slow."""
 
 from __future__ import annotations
 

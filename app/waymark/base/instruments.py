@@ -67,7 +67,7 @@ class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self.seen = [0] * (len(bounds) + 1)
-        """Observations by bucket, each in one only; the last is beyond every bound."""
+        """The number of observations in each bucket; each counts in one. The last bucket is above every bound."""
         self.sum = 0.0
 
     def observe(self, amount: float) -> None:
@@ -141,7 +141,7 @@ T_co = TypeVar("T_co", covariant=True)
 class MetricRow(Generic[T_co]):
     """One line of the table: kind, labels, help, and how several processes make one number.
 
-    The metric is called as the attribute. On an instance of the table the attribute is the instrument itself.
+    The metric has the attribute's name. On an instance of the table the attribute is the instrument itself.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class MetricRow(Generic[T_co]):
         return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
 
     def instrument(self) -> T_co:
-        """Return a new one, at zero."""
+        """Return a new instrument, at zero."""
         kinds: dict[str, Callable[[], Any]] = {"counter": Counter, "gauge": Gauge}
         make = kinds.get(self.kind) or (lambda: Histogram(self.buckets))
         return cast(T_co, Labelled(self.labels, make) if self.labels else make())

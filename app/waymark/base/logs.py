@@ -9,7 +9,7 @@ A line is a constant sentence with fields after it, so that one can search for t
     {"time": "2026-04-01T12:00:00.123Z", "level": "info", "logger": "waymark.ingest.worker",
      "message": "stream resynced", "stream": "vllm-0|default|0", "missing": 7}
 
-Fields contain numbers and names, never any text of a prompt. As a last fence, values of fields named like a secret and
+Fields contain numbers and names, never any text of a prompt. As a safeguard, values of fields named like a secret and
 passwords inside URLs are starred out, in tracebacks too. A line is one line, whatever a client's name holds; only a
 traceback in text form has several.
 """

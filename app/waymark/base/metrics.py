@@ -37,8 +37,8 @@ _SHARE_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 _ROUND_TRIP_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 
 MODELS_MAX = 100
-"""Models, and instances, with a label of their own. Each is dozens of series in Prometheus, too many to look at a
-hundred; /workers and /books have all of them."""
+"""The most models, and the most instances, with a label of their own. Each has dozens of series in Prometheus, and a
+hundred are too many to look at; /workers and /books list all of them."""
 #: The labels of models beyond the ceiling, and of queries for an unregistered model.
 OTHER_MODELS, NO_MODEL = "other", "none"
 

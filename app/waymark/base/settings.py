@@ -329,7 +329,7 @@ class Settings(BaseModel):
     picker_config: str | None = None
     """The `EndpointPickerConfig` file in YAML that ranks targets if a request names no policy."""
     shadow: str | None = None
-    """Policies that order the targets of each decision too, and decide nothing: presets and picker files, by commas."""
+    """Policies that order the targets of each decision, but decide nothing: presets and picker files, with commas."""
     decisions_kept: float = Field(0.01, ge=0, le=1)
     """The share of decisions that is kept in Redis for a day, without tokens and texts; 0 keeps none."""
     min_initial_workers: int = Field(0, ge=0, le=100_000)
@@ -337,13 +337,13 @@ class Settings(BaseModel):
     loads_ms: int = Field(100, ge=0, le=10_000)
     """How long, in milliseconds, a replica reuses the loads that it read from Redis. 0 reads them for each decision."""
     gauges_seconds: float = Field(1.0, ge=0, le=60)
-    """The seconds between two reads of an engine's metrics by its ingest worker, at most 100 a second; 0: never."""
+    """The seconds between two reads of an engine's metrics. A worker reads at most 100 engines a second. 0: never."""
     target_requests_max: int = Field(0, ge=0, le=1_000_000)
     """How many reservations a target may have at once; 0 means no limit."""
     reservations_max: int = Field(100_000, ge=1, le=10_000_000)
     """How many reservations a model may have at once."""
     drift_max: float = Field(0.2, ge=0.01, le=1)
-    """The share of the expected cached tokens that an engine may not deliver before its blocks count for less."""
+    """The share of the expected cached tokens that an engine may fail to deliver before its blocks count for less."""
     speculative: bool = False
     """Whether a target counts as having the blocks of a prompt as soon as it is picked for the prompt."""
     prefill_tokens_per_second: float = Field(0, ge=0, le=1e9)

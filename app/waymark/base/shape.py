@@ -1,4 +1,4 @@
-"""The base of every published answer: as plain values for an encoder, and from plain values for a reader."""
+"""The base class of published answers, with their conversion to plain values and back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def quick(shape: type[S], /, **values: Any) -> S:
 
 
 def plain(value: Any) -> Any:
-    """Return a value with an object in place of each shape, without the fields that it leaves out."""
+    """Return a value with a dict in place of each shape, without the fields that the shape leaves out."""
     if isinstance(value, AnswerShape):
         return {name: plain(part) for name, part in present(value).items()}
     if isinstance(value, Mapping):

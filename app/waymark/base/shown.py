@@ -73,5 +73,5 @@ def _cut(text: str) -> str:
 
 
 def several(count: int, name: str) -> str:
-    """``1 request``, ``2 requests``."""
+    """Return a count with its unit, such as ``1 request`` or ``2 requests``."""
     return f"{count} {name}{'' if count == 1 else 's'}"

@@ -48,7 +48,7 @@ def tools_for_template(tools: Sequence[Any]) -> list[Any]:
 
 
 def fields_of_tool(function: Mapping[str, Any], later: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the fields ``names`` of a function, null if they are missing, and two fields if they are not null.
+    """Return the fields ``names`` of a function, null if missing; and ``strict`` and ``defer_loading`` unless null.
 
     ``later`` is the ``defer_loading`` of the tool, for a function without it.
     """

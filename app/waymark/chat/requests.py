@@ -213,7 +213,7 @@ def _flag(fields: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 SESSION = "x-session-token"
-"""The header that carries one."""
+"""The header that carries a session token."""
 _TOKEN_BYTES_MAX = 2048
 
 

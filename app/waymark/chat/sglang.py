@@ -1,7 +1,7 @@
 """The messages of a chat request, in the form in which SGLang gives them to a chat template.
 
 It differs from vLLM's: a content of one text stays a text, parts are joined by a blank, the last message is the user's
-unless a template gets the order not to begin an answer, and tools are unchanged.
+unless the template is told not to begin an answer, and tools are unchanged.
 """
 
 from __future__ import annotations

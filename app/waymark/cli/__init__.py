@@ -1,4 +1,4 @@
-"""The ``waymark`` command: arguments and environment to one role. Beside ``console``, the only package that prints.
+"""The ``waymark`` command: arguments and environment to one role. Besides ``console``, the only package that prints.
 
 Settings come from the environment, once; the few flags are for values that a person changes by hand. ``entry`` runs a
 command, ``parser`` lists them, reads their words and has the exit codes, ``loop`` the event loop and the settings; each

@@ -16,7 +16,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run_words(words: Sequence[str]) -> int:
-    """Run the benchmarks with these words; their exit code."""
+    """Run the benchmarks with these words. Return their exit code."""
     root = Path(__file__).parents[3]
     if not (root / "pyproject.toml").is_file() or not (root / "tools" / "benchmarks").is_dir():
         print(

@@ -41,7 +41,7 @@ _CODES: dict[type[WaymarkError], int] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command. Return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         try:

@@ -61,7 +61,7 @@ def show(service: RemoteService | None, arguments: argparse.Namespace, screen: S
 
 @contextmanager
 def _service(arguments: argparse.Namespace) -> Iterator[RemoteService]:
-    """Yield a running Waymark, as its sisters ask; but with only a URL of Redis, the same handlers in this process."""
+    """Yield a running Waymark, as for other commands; with only a URL of Redis, the same handlers in this process."""
     is_redis_named = arguments.redis_url or (os.environ.get("WAYMARK_REDIS_URL") or "memory://") != "memory://"
     url = arguments.url or (None if arguments.redis_url else os.environ.get("WAYMARK_URL") or None)
     if url is None and is_redis_named:

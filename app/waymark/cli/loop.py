@@ -13,7 +13,7 @@ from waymark.base.settings import PREFIX, Settings
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    """Run it to its end on a loop of its own; its result."""
+    """Run a coroutine to its end on a loop of its own. Return its result."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
 

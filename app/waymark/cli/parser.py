@@ -24,7 +24,7 @@ EXIT_NO_PORT = 3
 EXIT_NO_REDIS = 4
 EXIT_NO_SERVICE = 5
 EXIT_INTERRUPTED = 130
-"""As shells count it: 128 and the number of SIGINT."""
+"""As shells report it: 128 plus the number of SIGINT."""
 
 MEANINGS = {
     EXIT_OK: "the command succeeded",

@@ -19,7 +19,7 @@ _WORKER_SECONDS = 3.0
 
 
 class NotRegistered(Exception):
-    """The sentence that says why."""
+    """The engine could not be registered; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,8 +79,8 @@ examples:
 
 The columns are prompt tokens that engines need not compute: AVAILABLE on the best engine, CHOSEN on the one that was
 chosen, EXPECTED by the index, DELIVERED as the engine says, RANDOM if chance had chosen, EARNED is DELIVERED - RANDOM.
-CAME is DELIVERED of EXPECTED; CREDIT multiplies what an engine has in decisions. REQUESTS are those whose usage was
-reported, NO USAGE those without; requests without token ids are in neither.
+CAME is the share of EXPECTED that was DELIVERED; decisions multiply an engine's tokens by CREDIT. REQUESTS are those
+whose usage was reported, NO USAGE those without; requests without token ids are in neither.
 """,
     "policies": """\
 examples:
@@ -241,7 +241,7 @@ def _watch(
     command: Command,
     parts: Drawing,
 ) -> int:
-    """Print the answer again and again, until Ctrl-C. A service and its Redis may be away for a while."""
+    """Print the answer again and again, until Ctrl-C. A service and its Redis may be unavailable for a while."""
     import asyncio
     import signal
 

@@ -86,7 +86,7 @@ class Client:
         block_size: int | None = None,
         **options: Unpack[QueryKeywords],
     ) -> list[Matches]:
-        """``query`` for each of several prompts of token ids, one after the other, over one connection."""
+        """Call ``query`` for each of several prompts of token ids, one after the other, over one connection."""
         return [self.query(model, prompt, block_size, **options) for prompt in prompts]
 
     def select(
@@ -205,10 +205,10 @@ class Selecting:
         prompt_tokens: int | None = None,
         completion_tokens: int | None = None,
     ) -> None:
-        """Note what the engine says of the request: its tokens, and how many of the prompt it did not compute.
+        """Note the usage that the engine reports: the tokens, and how many of the prompt were not computed.
 
-        It is sent with the end, for the books. After ``first_token`` the tokens of the answer also tell how long each
-        took. Raise Refused for numbers that no request can have; the reservation ends without them.
+        The usage is sent with the end, for the books. After ``first_token`` the tokens of the answer also tell how long
+        each took. Raise Refused for numbers that no request can have; the reservation ends without them.
         """
         self._usage = calls.usage_of(
             cached_tokens=cached_tokens, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens

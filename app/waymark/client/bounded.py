@@ -1,4 +1,4 @@
-"""A client of httpx whose timeout bounds a whole try. httpx itself counts each read anew, so a server that sends a byte
+"""A client of httpx whose timeout bounds a whole try. httpx itself bounds each read only, so a server that sends a byte
 now and then would never be given up.
 """
 

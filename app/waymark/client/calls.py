@@ -74,7 +74,7 @@ class ClientCall(Generic[T]):
     otherwise: T | object = _RAISED
     """The result if there is no answer."""
     is_named: bool = False
-    """Asked of several replicas it needs a name of its own, so that it counts once."""
+    """Whether the call needs an id, so that it counts once if several replicas get it."""
 
     @property
     def sent(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def select(
     deadline: float | None = None,
     **options: Unpack[SelectKeywords],
 ) -> ClientCall[Selection]:
-    """Return a target; a request waits for it, so a second try is the caller's. Another replica is asked at once."""
+    """Return a target. A request waits for it, so only the caller retries; another replica is asked at once."""
     return _selected(model, _prompt(token_ids), deadline, check("select", SelectKeywords, options))
 
 
@@ -220,7 +220,7 @@ def outcome_of(error: BaseException | None) -> Literal["ok", "failed"]:
 
 
 class Usage(TypedDict, total=False):
-    """What an engine says of a request."""
+    """The usage that an engine reports for a request."""
 
     cached_tokens: int | None
     prompt_tokens: int | None
@@ -265,7 +265,7 @@ def release(
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
 ) -> ClientCall[None]:
-    """End a reservation by its name, also that of another process; with ``part`` only its prefill, or renew it.
+    """End a reservation by its text, even another process's; with ``part``, only end its prefill, or renew it.
 
     ``ttft_ms`` is the time to the first token, ``tpot_ms`` that of each further one, and the numbers of tokens are what
     the engine says in its usage, as far as they are known. A reservation that cannot be released runs out.

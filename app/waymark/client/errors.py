@@ -1,4 +1,4 @@
-"""What a client raises.
+"""The errors that a client raises.
 
 ClientError
   Refused           Waymark answered with 4xx, or would
@@ -15,7 +15,7 @@ _MEANT = re.compile(r'did you mean ("(?:[^"\\]|\\.)*")\?$')
 
 
 class ClientError(Exception):
-    """The base of both."""
+    """The base class of the client's errors."""
 
 
 class Refused(ClientError):

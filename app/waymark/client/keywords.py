@@ -123,7 +123,7 @@ class PublisherKeywords(_RegistrationKeywords, total=False):
 
 
 class EngineKeywords(_RegistrationKeywords, total=False):
-    """The keywords of ``register_url``: what the engine does not say of itself, or what is not to be asked."""
+    """The keywords of ``register_url``: the fields that the engine does not report, or is not to be asked for."""
 
     instance_id: str | None
     type: str | None

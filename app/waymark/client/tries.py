@@ -86,7 +86,7 @@ class Unreached(NamedTuple):
 
     reason: str
     way_out: str | None = None
-    """What helps, if it is not to start one, or to give the URL of one that runs."""
+    """The remedy, if it is not to start a server or to give the URL of one that runs."""
 
 
 _NO_ANSWER = Unreached("there was no answer in time", "give it more time, or the URL of another one")

@@ -25,7 +25,7 @@ SUMMED = ("requests", "unreported", *_AMOUNTS)
 
 
 def books(service: RemoteService, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The answer of ``/books``, and its targets added up as ``--by`` says."""
+    """Return the answer of ``/books``, and its targets added up as ``--by`` says."""
     wanted = {"model": arguments.model, "tenant": arguments.tenant_id, "since": arguments.since}
     query = urlencode({name: value for name, value in wanted.items() if value is not None})
     answer = service.get_for(BooksAnswer, f"/books?{query}")
@@ -33,7 +33,7 @@ def books(service: RemoteService, arguments: argparse.Namespace) -> dict[str, An
 
 
 def added(targets: Sequence[BookOfTarget], by: str) -> list[dict[str, Any]]:
-    """A line for each engine, model or tenant; the one that earned most is the first."""
+    """Return a line for each engine, model or tenant; the one that earned most is the first."""
     fields = {"engine": ("tenant_id", "model_name", "instance_id"), "model": ("tenant_id", "model_name")}
     lines: dict[tuple[Any, ...], dict[str, Any]] = {}
     for target in targets:
@@ -46,7 +46,7 @@ def added(targets: Sequence[BookOfTarget], by: str) -> list[dict[str, Any]]:
 
 
 def parts(found: dict[str, Any]) -> list[ScreenPart]:
-    """How it looks."""
+    """Return the drawing of the books."""
     total: BookRow = found["total"]
     reported = total.requests - total.unreported
     if not total.requests:

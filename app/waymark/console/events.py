@@ -34,7 +34,7 @@ def newest(service: RemoteService) -> Iterator[ActivityEvent]:
 
 
 def follow(service: RemoteService) -> Iterator[ActivityEvent | ServiceUnreachable]:
-    """Yield the last events, and each further one when it happens; of a lost connection once its error.
+    """Yield the last events, and each further one when it happens; for a lost connection, its error once.
 
     The first connection must succeed.
     """

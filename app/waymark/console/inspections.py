@@ -43,13 +43,13 @@ class Cell(IntEnum):
     """The common state of the blocks of a cell."""
 
     NONE = 0
-    """The holder lacks all of its blocks."""
+    """The holder lacks all blocks of the cell."""
     SOME = 1
-    """The holder has some of its blocks."""
+    """The holder has some blocks of the cell."""
     BEHIND = 2
-    """The holder has all of its blocks, behind the end of the instance's match: queries do not count these."""
+    """The holder has all blocks of the cell, after the end of the instance's match: queries do not count these."""
     ALL = 3
-    """The holder has all of its blocks, within the match."""
+    """The holder has all blocks of the cell, within the match."""
 
 
 _CHARACTERS = ".+o#"

@@ -20,7 +20,7 @@ _FROM_INPUT = "-"
 
 
 def prompt_of(service: RemoteService, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the model and the tenant, and the prompt, of which the service tokenizes a text and messages."""
+    """Return the model and the tenant, and the prompt; the service tokenizes a text or messages."""
     prompt = _prompt(arguments)
     named = prompt.pop("model", None)
     return group_of(service, arguments.model or named, arguments.tenant_id), prompt
@@ -94,7 +94,7 @@ _DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 
 
 def read_tokens(text: str, *, option: str, stdin: TextIO | None = None) -> list[int]:
-    """Token ids and ranges between blanks, commas or brackets; ``-`` reads them from standard input."""
+    """Read token ids and ranges between blanks, commas or brackets, from standard input for ``-``."""
     words = _words((stdin or sys.stdin).read() if text == "-" else text)
     token_ids: list[int] = []
     for place, word in enumerate(words):
@@ -156,7 +156,7 @@ def read_hashes(text: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[i
 
 
 def read_hash(word: str, *, option: str) -> int:
-    """16 hex digits as in a key, or a decimal number as in ``/query_by_hash``; 16 digits are taken for hex."""
+    """Read 16 hex digits as in a key, or a decimal number as in ``/query_by_hash``; 16 digits are taken for hex."""
     if _HEX.fullmatch(word):
         return int(word, 16)
     number = int(word) if _DECIMAL.fullmatch(word) else U64_MASK + 1

@@ -69,7 +69,7 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Columns there are; in plain text always the same."""
+        """The number of columns; in plain text always the same."""
         return _PLAIN_WIDTH if self.is_plain else self.console.width
 
     def show(self, parts: Sequence[ScreenPart]) -> None:
@@ -133,7 +133,7 @@ def _drawn(part: ScreenPart, width: int) -> Iterator[RenderableType]:
 
 
 def _with_sentences(grid: Grid, at: int, width: int) -> Iterator[RenderableType]:
-    """Draw a table whose column ``at`` has sentences: beside the rows if there is room and each is of one row."""
+    """Draw a table whose column ``at`` has sentences: beside the rows if there is room and each row has its own."""
     rows_of: dict[str, list[tuple[Text, ...]]] = {}
     for row in grid.rows:
         if row[at].plain:

@@ -1,6 +1,6 @@
 """The HTTP API of a Waymark for the commands: JSON in, JSON out, and one sentence if that fails.
 
-Somebody who has only a URL of Redis gets the same answers from the same handlers, inside his own process.
+With only a URL of Redis, a command gets the same answers from the same handlers, inside its own process.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _UNREADABLE_MAX = 10
 
 
 def parts(status: StatusAnswer, *, is_plain: bool, drains: Mapping[tuple[str, str, str, int], str]) -> list[ScreenPart]:
-    """Everything, in the order of drawing; a plain table is one, so that its columns can be cut.
+    """Return everything, in drawing order; in plain text the streams are one table, for programs such as ``cut``.
 
     ``drains`` has the word of each stream with weight 0, as ``waymark publishers`` shows it, if it is known.
     """

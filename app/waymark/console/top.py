@@ -63,7 +63,7 @@ class TopView:
     is_reversed: bool = False
     filter: str = ""
     is_typing: bool = False
-    """The keys are letters of the filter."""
+    """Pressed keys are letters of the filter."""
     is_complaints: bool = False
     """The complaints are shown whole, in the place of the table."""
     first: int = 0
@@ -74,7 +74,7 @@ class TopView:
     question: str = ""
     """The key of an order, until it is confirmed."""
     order: tuple[str, dict[str, Any]] | None = None
-    """What to do, in words, and the body of ``POST /weight`` for it; the terminal does it."""
+    """A confirmed order, in words, and its body of ``POST /weight``; ``run`` sends it."""
     outcome: str = ""
     """How the last order ended."""
     is_over: bool = False
@@ -165,7 +165,7 @@ class TopView:
         return ordered
 
     def parts(self, answer: WorkersAnswer, lines: int) -> list[ScreenPart]:
-        """Return the screen, in so many lines."""
+        """Return the screen, in at most ``lines`` lines."""
         rows = self._visible = [row for row in self.rows(answer.publishers) if row.complaint or not self.is_complaints]
         room = max(1, lines - _OTHER_LINES)
         self.cursor = max(0, min(self.cursor, len(rows) - 1))
@@ -237,7 +237,7 @@ def _details(publisher: Publisher) -> list[ScreenPart]:
 
 
 def run(service: RemoteService, seconds: float, screen: Screen) -> None:
-    """Draw until ``q``; into a file or a pipe once, after a second look: a rate is of two."""
+    """Draw until ``q``; into a file or a pipe only once, after two readings, since a rate needs two."""
     view = TopView()
     answer = service.workers()
     view.saw(answer.publishers, time.monotonic())

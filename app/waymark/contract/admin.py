@@ -49,18 +49,18 @@ class PrefixRoutingConfig(AnswerShape):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixRoutingDecisions(AnswerShape):
-    """The decisions of the policy sticky, by their way."""
+    """The decisions of the policy sticky, by how the target was chosen."""
 
     total: int
     """The number of decisions."""
     prefix_hash: int
     """The decisions for the target of the prefix key."""
     overflow: int
-    """The decisions for another target, because that one had too much load."""
+    """The decisions for another target, because the target of the prefix key had too much load."""
     fallback: int
     """The decisions without a prefix key."""
     overflow_rate: str
-    """A text: a number from 0 to 1 with four decimals."""
+    """The share of ``overflow`` in all decisions, as a text: a number from 0 to 1 with four decimals."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +319,7 @@ class ResponseCacheStats(AnswerShape):
     hit_rate: str | None = None
     """A text: the share of ``hit`` in hits and misses, with four decimals."""
     evictions: int | None = None
-    """The number of answers that were removed for others."""
+    """The number of answers that were removed to make room for others."""
     size_bytes: int | None = None
     """The bytes of the answers."""
     config: ResponseCacheConfig | None = None

@@ -83,7 +83,7 @@ class ScoreAnswer(AnswerShape):
     block_size: int
     """The tokens per block."""
     degraded: bool
-    """Whether only targets are left whose engines cannot be reached."""
+    """Whether the only targets left are ones whose engines cannot be reached."""
     scores: Sequence[ScoreRow]
     """The targets, best first."""
     explanation: Explanation | None = None

@@ -312,7 +312,7 @@ class DynamoOverlap(AnswerShape):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamoSharedCache(AnswerShape):
-    """The place of a shared cache, which a pool of Waymark is not."""
+    """A placeholder for a shared cache, which a pool of Waymark is not."""
 
     enabled: Literal[False]
     """Always false."""
@@ -338,7 +338,7 @@ class DynamoOverlapScores(AnswerShape):
     workers: Sequence[DynamoOverlap]
     """The ranks, by the id of the worker."""
     shared_cache: DynamoSharedCache
-    """The place of a shared cache."""
+    """A placeholder for a shared cache."""
 
 
 @dataclass(frozen=True, kw_only=True)

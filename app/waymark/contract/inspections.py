@@ -84,7 +84,7 @@ class Explanation(AnswerShape):
 
 @dataclass(frozen=True, kw_only=True)
 class NoExplanation(AnswerShape):
-    """The place of an explanation that failed, which does not fail the answer."""
+    """A placeholder for an explanation that failed, which does not fail the answer."""
 
     reasons: Sequence[str]
     """The reasons why there is no explanation."""

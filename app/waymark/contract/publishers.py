@@ -165,7 +165,7 @@ class CopiesOfStream(AnswerShape):
 
     rule: Literal["count", "set"]
     """``count``: a removal takes one copy; ``set``: a removal takes the block, or leaves as many copies as it says
-    (without a number it takes one copy if the type of the publisher counts).
+    (without a number it takes one copy if the publisher's type counts copies).
     """
     why: str
     """The reason for the rule."""
@@ -260,7 +260,7 @@ class Publisher(AnswerShape):
 
     @property
     def model(self) -> str:
-        """Return the name of the model, which the client calls so."""
+        """The name of the model, under the name that the client uses for the field."""
         return self.model_name
 
 
@@ -339,6 +339,6 @@ class ReadyAnswer(AnswerShape):
     status: Literal["ready"]
     """Always this text."""
     answers_redis: str | None = None
-    """Of a gateway: the Redis of its answers, if it is not the one of the index."""
+    """For a gateway: the Redis that has its answers, if that is not the Redis of the index."""
     warnings: Sequence[str] = ()
     """Problems of Redis that do not stop it from answering; absent without problems."""

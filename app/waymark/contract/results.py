@@ -10,7 +10,7 @@ from waymark.base.shape import AnswerShape
 
 @dataclass(frozen=True, kw_only=True)
 class BookRow(AnswerShape):
-    """Sums over requests. Amounts are tokens of prompts; requests count whose engine reports reused tokens."""
+    """Sums over requests. Amounts are tokens of prompts; only requests whose engine reports reused tokens count."""
 
     requests: int
     """The number of requests that ended well."""
@@ -234,8 +234,8 @@ class ComparedPolicy(AnswerShape):
     policy: str
     """The name of the policy."""
     is_simulated: bool
-    """Whether tokens and times are those of a fleet with the caches and queues that its own choices leave behind, else
-    of each decision by itself.
+    """Whether tokens and times come from a simulated fleet with the caches and queues that its own choices leave; if
+    not, from each decision by itself.
     """
     decisions: int
     """The decisions in which it prefers a target."""
@@ -252,12 +252,12 @@ class ComparedPolicy(AnswerShape):
     predicted_ttft_ms_of_chosen: float | None
     """The same estimate for the targets that were chosen."""
     is_apart_from_chosen: bool
-    """Whether its simulated fleet differs from that of the choices that were made by more than chance explains; false
+    """Whether its simulated fleet differs, by more than chance explains, from that of the choices that were made; false
     without a simulation.
     """
     alike: list[str]
-    """The policies of other rows that these decisions do not tell it apart from: their order means nothing. All without
-    a simulation.
+    """The policies of other rows that these decisions cannot distinguish from it, so that their order means nothing;
+    without a simulation, all of them.
     """
 
 

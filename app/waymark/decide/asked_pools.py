@@ -1,4 +1,4 @@
-"""Asks the masters of pools which blocks of a prompt they have, where a pool sends no events.
+"""Asks the masters of pools which blocks of a prompt they have, if a pool sends no events.
 
 Mooncake's master answers over HTTP whether it has objects, and the keys of a prompt's blocks follow from its tokens:
 ``domain/pool_keys.py``. LMCache's controller, whose URL ends with ``/lookup``, is asked with the tokens themselves. If
@@ -68,7 +68,7 @@ class QueriedPool(NamedTuple):
 
 
 def queried_pools(table: HolderTable) -> tuple[QueriedPool, ...]:
-    """Return the pools that pools and engines name; none if events say what a pool has."""
+    """Return the pools to ask, as pools and engines register them; none if events say what a pool has."""
     telling = {holder.publisher for holder in table.holders.values()}
     found: dict[str, QueriedPool] = {}
     for publisher, row in sorted(table.publishers.items()):
@@ -91,7 +91,7 @@ class _Master:
     failures: int = 0
     """In a row."""
     until: float = float("-inf")
-    """It is left alone until then."""
+    """It is not asked before this time."""
 
 
 class AskedPools:

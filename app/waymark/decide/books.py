@@ -38,7 +38,7 @@ class Choices(NamedTuple):
 
     @classmethod
     def of(cls, scored: Sequence[Scored]) -> Self:
-        """The targets that were ranked."""
+        """Return the targets that were ranked."""
         return cls(
             None,
             ranked=frozenset((candidate.candidate.instance_id, candidate.candidate.dp_rank) for candidate in scored),
@@ -103,7 +103,7 @@ _NO_ROW = TargetRow()
 
 
 def believed(seen: PromptState, drifts: Mapping[int, float], members: Mapping[int, FleetMember]) -> PromptState:
-    """What was seen, with less for targets that deliver less than expected.
+    """Return the state as seen, with fewer tokens for targets that deliver less than expected.
 
     ``drifts`` are the shares that are missing, by publisher.
     """
@@ -130,7 +130,7 @@ _WAYS: Mapping[Repair, str] = {
 
 
 class Bookkeeper:
-    """Hears of each request that has ended with a usage."""
+    """A counter of the requests that have ended with a usage."""
 
     def __init__(self, store: Store, metrics: Metrics) -> None:
         self._store = store

@@ -1,7 +1,7 @@
 """Other policies over kept decisions: how often they differ, and an estimate of the consequences.
 
 A policy decides again by the kept targets of a decision, with the function that ranks them in every decision. Its
-choices change the caches and the queues that later decisions see, so that it decides in a simulated fleet. If no
+choices change the caches and the queues that later decisions see, so it decides in a simulated fleet. If no
 simulated fleet explains the tokens that were found, the estimate takes each decision by itself: the tokens that its
 target should have reused, and the time to the first token by the line that the kept decisions with a known time lie on.
 Such an estimate flatters the policy that decided, because the caches and loads are those that it has made.

@@ -1,9 +1,9 @@
-"""The rule for decisions that lack something: one table, from the cause to the deed, the same at each door.
+"""The rule for decisions that lack something: one table, from the cause to the action, the same for every API.
 
 A decision fails open: it is refused only if no target can take the request. The causes are of three kinds. Something
-else is away: the tokens of the prompt, Redis, or the ingest workers that keep the index. Engines are missing: so few
-are registered that there would be no choice, none is left by the constraints, or those that are left cannot be reached
-or have enough requests. Or nobody knows the model.
+else is unavailable: the tokens of the prompt, Redis, or the ingest workers that keep the index. Or engines are missing:
+so few are registered that there would be no choice, the constraints leave none, or those that are left cannot be
+reached or have enough requests. Or nobody knows the model.
 
 Scores take no target, so they are given at any load and from the first engine on; without Redis there are none.
 
@@ -84,7 +84,7 @@ class Deed(StrEnum):
     LAST_SNAPSHOT = "last_snapshot"
     """The targets are those of the last snapshot, with the loads of this process; the answer is ``degraded``."""
     ALL_THE_SAME = "all_the_same"
-    """The policy decides among them all the same; the answer is ``degraded``."""
+    """The policy decides nevertheless among the unreachable targets; the answer is ``degraded``."""
     REFUSE = "refuse"
     """The request is refused, with a sentence that names the way out."""
 
@@ -176,7 +176,7 @@ class StartupGate:
     """Closed until ``minimum`` different instances are registered; then open for as long as the process runs."""
 
     def __init__(self, directory: Directory, minimum: int, watch: IngestWatch | None = None) -> None:
-        """``watch`` is of a process whose decisions have to know whether the index is kept."""
+        """``watch`` is for a process whose decisions depend on whether the index is kept up to date."""
         self.watch = watch
         self._directory = directory
         self._minimum = minimum
@@ -235,7 +235,7 @@ class OwnReservations:
     def __init__(self) -> None:
         self._own: dict[str, _OwnReservation] = {}
         self._ends: list[tuple[float, str]] = []
-        """A heap of when they may be over; who was renewed has two entries, and who has ended may have one still."""
+        """A heap of the times when they may end; a renewed one has two entries, and an ended one may still have one."""
         self._requests: dict[GroupName, Counter[int]] = {}
 
     def loads(self, group: GroupName) -> Mapping[int, Load]:
@@ -255,7 +255,7 @@ class OwnReservations:
     def release(
         self, reservations: Sequence[Reservation], part: ReservationPart, milliseconds: int
     ) -> list[Reservation]:
-        """End those that were made here; the others."""
+        """End the reservations that were made here. Return the others."""
         in_redis = []
         for reservation in reservations:
             own = self._own.get(reservation.nonce)

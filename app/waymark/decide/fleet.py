@@ -125,7 +125,7 @@ class Shortlist(NamedTuple):
 
 
 class TargetSet:
-    """Targets of a fleet that what they registered as makes fit for some requests."""
+    """The targets of a fleet that their registrations make fit for some requests."""
 
     def __init__(self, members: Sequence[FleetMember]) -> None:
         self.members = members
@@ -147,7 +147,7 @@ class TargetSet:
         return sum(publisher in self._by_publisher and allowed.has(publisher) for publisher in allowed.only)
 
     def among(self, names: Iterable[tuple[str, int]], allowed: Allowed) -> list[tuple[str, int]]:
-        """Return those names that are of members that are allowed."""
+        """Return those of ``names`` that belong to allowed members."""
         if allowed.are_all:
             return [name for name in names if name in self._by_name]
         found = []

@@ -1,4 +1,4 @@
-"""The loads of one group, as they were read last, which have changed, and orders and sums that follow them.
+"""The loads of one group as last read, which of them have changed, and the orders and sums that follow them.
 
 A decision looks at the first few targets of an order, so that it costs the same however many targets there are.
 """
@@ -71,13 +71,13 @@ class GroupLoads(Mapping[int, Load]):
     def take_put(self) -> Sequence[int]:
         """Return the publishers that were put since the last call.
 
-        A decision may be put after a reading that was newer, so that the next reading has to name them.
+        A load may be put after a newer reading, so the next reading has to name its publisher.
         """
         publishers, self._put = list(self._put), set()
         return publishers
 
     def apply(self, changes: LoadChanges) -> None:
-        """What Redis says has changed."""
+        """Apply the changes that Redis reports."""
         self.last_change = changes.last
         if changes.is_all:
             self.read(changes.values)
@@ -136,7 +136,7 @@ class GroupLoads(Mapping[int, Load]):
         return frozenset(publisher for publisher, until_ms in self._left_out_until.items() if until_ms > now_ms)
 
     def drifts(self, now_ms: int) -> Mapping[int, float]:
-        """The targets that deliver less than expected, and the share that is missing."""
+        """Return the targets that deliver less than expected, and the share that is missing."""
         if not self._drifts:
             return _NO_DRIFTS
         return {publisher: drift.share for publisher, drift in self._drifts.items() if drift.until_ms > now_ms}
@@ -153,7 +153,7 @@ class GroupLoads(Mapping[int, Load]):
 
 
 class _LoadFollower(ABC):
-    """What is made of the loads of some targets, and kept right while these change one by one."""
+    """A value derived from the loads of some targets, and updated while these change one by one."""
 
     def __init__(self, weights: Mapping[int, float]) -> None:
         """``weights`` of the targets by publisher."""

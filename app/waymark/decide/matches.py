@@ -51,7 +51,7 @@ class PromptMatches(NamedTuple):
     walk: Walk | None = None
     is_partial: bool = False
     told: PromptState | None = None
-    """What the index says, where ``seen`` believes less of it; None: the same."""
+    """The state as the index reports it, if ``seen`` believes less; None: the same as ``seen``."""
 
 
 class _Aside(NamedTuple):

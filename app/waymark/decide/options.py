@@ -54,7 +54,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True)
 class SelectionOptions:
-    """Times in seconds unless the name says otherwise."""
+    """The options. Times are in seconds unless the name says otherwise."""
 
     policy: Preset = PRESETS[DEFAULT]
     picker_file: WatchedFile[PickerConfig] | None = None
@@ -65,7 +65,7 @@ class SelectionOptions:
     target_requests_max: int = 0
     reservations_max: int = 100_000
     drift_max: float = 0.2
-    """The share of what is expected of a target that may be missing before it counts for less."""
+    """The share of a target's expected tokens that may be missing before its tokens count for less."""
     is_speculative: bool = False
     prefill_tokens_per_second: float = 0.0
     shadows: tuple[Shadow, ...] = ()

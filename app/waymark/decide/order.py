@@ -1,4 +1,4 @@
-"""The order of targets for a question, by the facts alone: no I/O, no clock, and chance only as it is passed.
+"""The order of targets for a question, by the facts alone: no I/O, no clock, and no randomness except by arguments.
 
 A policy ranks candidates, which are objects with every fact that any policy uses. If the cost of a target is a sum
 independent of other targets, only these sums are computed, and a candidate is made only for a target in the answer.
@@ -92,7 +92,7 @@ class Offers(NamedTuple):
     choices: Choices = Choices(None)
     """The targets that the request could have gone to."""
     is_degraded: bool = False
-    """Whether only targets are left whose engines cannot be reached."""
+    """Whether the only targets left are ones whose engines cannot be reached."""
     active_bound: int | None = None
     """The requests that a target may have by ``sticky``."""
 
@@ -326,8 +326,8 @@ def _by_key(request: RoutingRequest, scored: Sequence[Scored]) -> tuple[Decision
 
 
 def _session_first(ranking: Ranking, session: str) -> Ranking:
-    """Put the ranks of the session's instance before all others; a session whose instance is not a candidate starts
-    anew.
+    """Put the ranks of the session's instance before all others; if it is not a candidate, the order stays the
+    same.
     """
     own = [candidate for candidate in ranking.scored if candidate.candidate.instance_id == session]
     if not own:

@@ -1,4 +1,4 @@
-"""The question that a door asks, and the answer that it gets."""
+"""The question that an API asks the selector, and the answer that it gets."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class SelectParameters:
 
 
 class Question(NamedTuple):
-    """A question of a door: which target a prompt goes to. A decision depends on nothing else but the targets."""
+    """A question: which target a prompt goes to. A decision depends on nothing else but the targets."""
 
     group: GroupName
     prompt: PromptOf
@@ -126,7 +126,7 @@ class Question(NamedTuple):
     given: Mapping[tuple[str, int], GivenValues] | None = None
     """The targets to rank, by instance and rank; None: all."""
     has_index: bool = True
-    """Whether any ingest worker keeps the index; else what it has is of the past, and does not count."""
+    """Whether any ingest worker keeps the index up to date; else its contents are old, and do not count."""
     parameters: SelectParameters = SelectParameters()
     """The constraints, and the terms of the reservation."""
     asked: AskedTimes = NO_TIMES
@@ -151,7 +151,7 @@ class RankedTargets:
     there: Set[tuple[str, int]] = frozenset()
     """Instance and rank of the given targets that exist, including those that a file's filters leave out."""
     is_degraded: bool = False
-    """Whether only targets are left whose engines cannot be reached."""
+    """Whether the only targets left are ones whose engines cannot be reached."""
 
     @property
     def is_cost(self) -> bool:
@@ -159,12 +159,12 @@ class RankedTargets:
 
 
 class CopySource(NamedTuple):
-    """The engine that has more of a prompt than the target, and the blocks that it has more."""
+    """The engine that has more of a prompt than the target, and these additional blocks."""
 
     instance_id: str
     dp_rank: int
     kv_source: str
-    """``tcp://host:port``: where the engine gives blocks away."""
+    """``tcp://host:port``: where the target copies the blocks from."""
     tokens: dict[str, int]
     """Its tokens beyond those of the target, by medium; each counts once, on the fastest medium."""
     engine_hashes: list[int]

@@ -1,6 +1,6 @@
-"""What a router outside asks and reports by block hashes: who has a prompt, and where it has sent one.
+"""The questions and reports of external routers, by block hashes: who has a prompt, and where one was sent.
 
-SGLang's router asks by the hashes that its engines name in their events. Engines keep these in Redis where it asks.
+SGLang's router asks by the hashes that its engines name in their events. Redis has those of the groups it asks about.
 
 smg and this index use the same hashes: XXH3-64 of a block's tokens, little-endian. Reports, called placements, count
 for engines without events, and for blocks of text, because no engine has events of these.
@@ -58,10 +58,10 @@ class AskedGroup(NamedTuple):
 
 
 PLACEMENT_SECONDS = 180
-"""For so long a reported prompt counts as cached. An engine without events does not say when it drops a block, and a
+"""How long a reported prompt counts as cached. An engine without events does not say when it drops a block, and a
 prompt that is sent again is reported again."""
 PLACEMENTS_MAX = 1_000_000
-"""Blocks of a model that are reported, which is 16 million tokens in blocks of 16 within the time above."""
+"""The most blocks of a model that are reported within this time: 16 million tokens in blocks of 16."""
 
 #: How many hashes of a prompt are looked up first: most new prompts have no match.
 _FIRST_HASHES = 32
@@ -108,9 +108,9 @@ class ReportedPrompts:
         return _sorted(found)
 
     async def match_engine_hashes(self, engine_hashes: Sequence[int], seconds: float) -> tuple[list[HolderMatch], int]:
-        """Who has the beginning of a prompt, by the engines' own hashes of its blocks; and how many were looked up.
+        """Return who has the beginning of a prompt, by the engines' own hashes; and how many were looked up.
 
-        A prompt that takes longer is looked up in part, so a match may be longer than it says. The hashes of a group
+        A prompt that takes longer is looked up in part, so a match may be longer than reported. The hashes of a group
         are kept from its first such query on. Raises StoreUnavailable.
         """
         until = asyncio.get_running_loop().time() + seconds
@@ -191,7 +191,7 @@ class ReportedPrompts:
         return "kept"
 
     async def drop(self, keyspace: Keyspace, holder: str) -> None:
-        """Note that a holder is gone: what was placed there before scores no more. Raises StoreUnavailable."""
+        """Note that a holder is gone: placements from before do not count any more. Raises StoreUnavailable."""
         served = await self._served(keyspace)
         entry = None if served is None else await self._entry(served)
         if entry is not None:

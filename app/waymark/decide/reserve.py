@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.1
 APPROXIMATE_MILLISECONDS = 600_000
-"""For so long a target without events counts as having a prompt, as in llm-d's approximate scorer."""
+"""How long a target without events counts as having a prompt, as in llm-d's approximate scorer."""
 #: A reservation is looked at again after this share of the time for which it is watched: a long prefill is released a
 #: little late, and one that never ends costs little.
 _SHARE = 0.2

@@ -1,8 +1,8 @@
 """Shadows: policies that order the targets of each decision, too, and decide nothing; and the kept records.
 
-A shadow runs while the decision waits for Redis, with the facts of the decision, which is the same without it.
+A shadow runs while the decision waits for Redis, with the facts of the decision, which does not depend on it.
 A share of the decisions is kept with everything that another policy needs to decide again. The nonce of a reservation
-says whether its decision is kept, so every replica knows it that hears of the end of the request.
+says whether its decision is kept, so every replica that learns of the end of the request knows it.
 
 ``Preferences`` are what other policies prefer in a decision. Each compares its best target with the chosen one and
 looks at no other. So policies that can name the targets that may win share the work: who may take the request, who has
@@ -113,7 +113,7 @@ class Preferences:
 def preferred(best: Scored, chosen: Scored | None, policy: PolicyChoice) -> Candidate:
     """Return the target that a policy prefers: the one that was chosen, if no other is better.
 
-    Of equal targets one is taken by chance, and it is no difference between two policies which one.
+    Of equal targets one is taken by chance; which one it is does not make two policies differ.
     """
     if chosen is None or _draws(policy) or not isclose(chosen.value, best.value, rel_tol=_SAME):
         return best.candidate

@@ -1,8 +1,8 @@
 """Kept decisions in a simulated fleet: the caches and queues that other choices would have left behind.
 
 Each target has an LRU cache of the blocks whose hashes are kept, and a queue of prefill work. The size of the caches
-is not known: it is the one with which the targets have as many tokens as they had in truth, if the choices that were
-made fill the caches. If no size explains what was expected, because too few decisions are kept, or the blocks behind
+is not known: it is set so that the targets have as many tokens as they really had when the choices that were made
+fill the caches. If no size explains what was expected, because too few decisions are kept, or the blocks behind
 the kept ones decide, the fleet is of no use. The speed of prefills is the one with which the queues explain the times
 to the first token.
 """

@@ -179,7 +179,7 @@ class RequestUnderWay:
         return True
 
     def end(self, *, is_ok: bool, usage: Usage = NO_USAGE) -> asyncio.Task[None] | None:
-        """It is over, well or not; what follows changes nothing. Return the task that gives its load back.
+        """End the request, well or not; a second call changes nothing. Return the task that gives its load back.
 
         ``usage`` is from the engine.
         """

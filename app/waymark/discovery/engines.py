@@ -234,7 +234,7 @@ _SAID_MAX = 3
 
 
 class GivenEngines:
-    """``run`` ends when all are registered. An engine that cannot be is tried again, later and later."""
+    """The engines of a gateway. ``run`` ends when all are registered. One that fails is tried again, more rarely."""
 
     def __init__(self, store: Store, engines: EngineRegistrations, urls: Sequence[str]) -> None:
         self._store = store

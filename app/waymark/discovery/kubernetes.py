@@ -2,7 +2,7 @@
 
 A list is read in pages; then a watch goes on from its resource version, with bookmarks, until the API server ends it. A
 watch that breaks off is followed by another from the last version that was seen. A version that the server has
-forgotten (410), or an event that cannot be read, begins again with a list. The token is read for each request, for the
+forgotten (410), or an event that cannot be read, begins again with a list. The token is read for each request, as the
 kubelet replaces it. Known pods stay known after any failure: a pod leaves only by a list or an event; and whatever the
 server answers, requests are paced.
 """
@@ -166,7 +166,7 @@ class PodWatch:
     # ---- list --------------------------------------------------------------------------------------
 
     async def _list(self) -> str:
-        """Read all pods; the resource version that a watch goes on from."""
+        """Read all pods. Return the resource version that a watch goes on from."""
         pods: dict[str, Pod] = {}
         query: dict[str, str] = {"limit": str(_PAGE_PODS)}
         odd_items = 0
@@ -240,7 +240,7 @@ class PodWatch:
         self._answered()
 
     def _event(self, line: bytes) -> str:
-        """Apply one event; its resource version, or an empty text."""
+        """Apply one event. Return its resource version, or an empty text."""
         try:
             event = orjson.loads(line)
             kind, item = event["type"], event["object"]

@@ -47,7 +47,7 @@ class WantedEngine:
 
     @property
     def key(self) -> WantedKey:
-        """One URL may be registered several times, under other names."""
+        """The origin and the names: one URL may be registered several times, under different names."""
         return self.origin, self.fields.get("instance_id"), self.fields.get("tenant_id")
 
     @property
@@ -57,7 +57,7 @@ class WantedEngine:
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """Iterate over what may be thousands, and let the loop do other things now and then."""
+    """Iterate over items, perhaps thousands, and let the event loop run now and then."""
     for number, item in enumerate(items, 1):
         yield item
         if number % _TURN_ENGINES == 0:

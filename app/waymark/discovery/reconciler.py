@@ -1,6 +1,6 @@
 """Registers the engines that a source names, and unregisters those that it names no longer; other registrations stay.
 
-An engine that does not answer is tried again, later and later, and stays registered meanwhile. A slow or wrong one does
+An engine that does not answer is tried again, at growing intervals, and stays registered. A slow or wrong one does
 not delay others: a few are asked at a time, each within its own bound.
 """
 
@@ -368,7 +368,7 @@ class _EarlierRegistrations:
         return self._by_origin.get(origin, ())
 
     def check(self, registrations: Sequence[Registration]) -> None:
-        """Nobody else's registration is changed, and no socket is subscribed to twice. Raises Conflict."""
+        """Raise Conflict for a change of another source's registration, or a second subscription to a socket."""
         for registration in registrations:
             name = registration.name if registration.name in self._foreign_names else None
             name = name or self._foreign_sockets.get((registration.endpoint or "", registration.group))

@@ -76,7 +76,7 @@ class EngineDiscovery:
         self._problems: dict[OriginKind, list[str]] = {}
 
     async def run(self) -> None:
-        """Until cancelled: wait for the lease, discover while it holds."""
+        """Wait for the lease, and discover while it holds, until cancelled."""
         working: asyncio.Task[None] | None = None
         try:
             while True:
@@ -320,7 +320,7 @@ class Restarts:
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Until the event, which is then cleared, or so long; several changes at once are one."""
+    """Wait for the event, at most ``seconds``, and clear it; several changes at once count as one."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,6 +1,6 @@
 """Pure code: no clock, no network, no Redis, no environment.
 
-Other rooms import the modules in ``__all__``.
+Other packages import only the modules in ``__all__``.
 """
 
 __all__ = [

@@ -111,7 +111,7 @@ NO_TIMES = AskedTimes()
 
 
 def asked_times_of(header: Callable[[str], str | None]) -> AskedTimes:
-    """Return the times that the headers of a request ask for. A value that is no number of ms above 0 does not count.
+    """Return the times that the headers of a request ask for. A value that is not a positive number of ms is ignored.
 
     ``header`` returns the value of a name in lower case.
     """
@@ -127,7 +127,7 @@ def asked_times_of(header: Callable[[str], str | None]) -> AskedTimes:
 def tpot_ms(seconds: float, tokens: int | None) -> float | None:
     """Return the ms of each token after the first one, if an answer took ``seconds`` from its first token to its end.
 
-    None without a second token or a number of tokens, or if the answer came at once, as no engine makes it.
+    Return None if there is no second token or no token count, or if the whole answer came at once.
     """
     if tokens is None or tokens < 2:
         return None

@@ -1,8 +1,8 @@
 """Books: the tokens that a decision promises, those that its engine delivers, and sums of both.
 
-Nothing of a prompt is in them but numbers of tokens.
+Of a prompt, they contain only numbers of tokens.
 
-What an answer says of its tokens is read from its bytes as they pass, whole or in events, of any of the paths.
+The usage that an answer reports is read from its bytes as they pass, for a whole answer or a stream of events.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PROMISE = r"\d{1,15}(?:-\d{1,15}){6}"
 """The form of a promise, as a regular expression."""
 
 PROMISE_TEXT = "%d-%d-%d-%d-%d-%d-%d"
-"""Makes the text of a promise of its numbers. Nothing is faster, and each decision does it for each offer."""
+"""Makes the text of a promise from its numbers. Nothing is faster, and each decision does this for each offer."""
 
 
 class Promise(NamedTuple):
@@ -28,10 +28,10 @@ class Promise(NamedTuple):
     disk: int
     shared: int
     expected: int
-    """What the engine should reuse: with what it will have soon, and without the tokens that an engine always
-    computes."""
+    """The tokens that the engine should reuse, including those that it will have soon, but not those that an engine
+    always computes."""
     random: int
-    """What an allowed target has on average: a random choice would have found this."""
+    """The tokens that an allowed target has on average, which a random choice would find."""
 
     @property
     def chosen(self) -> int:
@@ -42,12 +42,12 @@ class Promise(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Read the text of a promise; the texts of reservations have been looked at, see ``parse_reservations``."""
+        """Read the text of a promise; ``parse_reservations`` has checked those of reservations."""
         return cls._make(map(int, text.split("-")))
 
 
 class Usage(NamedTuple):
-    """What an engine says of a finished request; None for what it does not say."""
+    """The usage that an engine reports for a finished request; None for a number that it leaves out."""
 
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -73,9 +73,9 @@ class Drift(NamedTuple):
     """A target that delivers less than expected."""
 
     share: float
-    """The share of what was expected that did not come, up to 1."""
+    """The share of the expected tokens that was not delivered, up to 1."""
     until_ms: int
-    """When this ends by the clock of Redis, if no requests show anything else before."""
+    """When the drift ends, by the clock of Redis, unless requests show otherwise before then."""
 
     @classmethod
     def parse(cls, value: bytes) -> Self | None:

@@ -1,7 +1,7 @@
-"""Chunks: what a cache keeps as one, under one hash, though it is several of the registered blocks.
+"""Chunks: the units that a cache keeps under one hash, each of them several of the registered blocks.
 
 A cache behind an engine has chunks of several blocks of the engine. An engine registered with a smaller unit
-(``prefix_match_unit`` of vLLM) has them itself: its physical blocks, and the beginnings of those that end at a unit.
+(``prefix_match_unit`` of vLLM) has chunks, too: its physical blocks, and their beginnings that end at a unit.
 
 Here each block of a chunk has an engine hash of its own. The last block has that of the chunk, because a store that
 goes on from the chunk names it as its parent. The others have hashes derived from it.
@@ -18,7 +18,7 @@ from waymark.domain.hashing import derived_hash
 from waymark.domain.media import DEVICE
 
 CHUNK: Final = "chunk:"
-"""A flag of this life that begins so says how many blocks its largest chunk has had."""
+"""The beginning of the flag that says how many blocks the largest chunk of this life has had."""
 CHUNK_BLOCKS_MAX: Final = 128
 """A removed hash off the device takes this many positions in its batch, whether or not it was a chunk's."""
 _PIECE_BLOCKS: Final = 1024

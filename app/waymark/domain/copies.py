@@ -13,7 +13,7 @@ from waymark.domain.parts import NO_COPIES, UNCHANGED
 from waymark.domain.rows import SAME_HASH
 
 HASHES_MAX = 64
-"""Engine hashes of one block of a holder. `*<key>` names them, and is written whole each time one comes."""
+"""The most engine hashes of a block of a holder. ``*<key>`` names them, and is rewritten for each new one."""
 SEVERAL_BYTES = 300
 """The memory of a block with copies or further engine hashes, in addition to that of the tables."""
 
@@ -45,7 +45,7 @@ class HolderCopies:
         self._known = table
         self.notes_left = notes_left
         self.contradictions = 0
-        """Blocks of which the engine has another number of copies than was counted; the owner reads and clears it."""
+        """The number of blocks whose copies were miscounted; the owner reads it and sets it to 0."""
         self.restored = 0
         """Blocks that were stored again after a removal had left a copy."""
         self.are_removed_each = False
@@ -158,7 +158,7 @@ class HolderCopies:
         return (1, [first]) if several is None else (several.copies, list(several.hashes))
 
     def carry(self, key: int, copies: int, hashes: Iterable[int], *, counts: bool) -> bytes:
-        """Add another holder's copies and hashes of a block to it. Return the new text of ``*<key>``."""
+        """Add another holder's copies and hashes of a block to those here. Return the new text of ``*<key>``."""
         first = self._known.first(key)
         assert first is not None
         several = self.several.get(key) or BlockCopies(1, [first])

@@ -55,7 +55,7 @@ class EngineTraits:
     is_opaque: bool = False
     """It names prefixes by hashes of its own, in an event stream over HTTP; their blocks are unknown."""
     may_alias: bool = True
-    """On a device, too, one of its hashes can come to mean another block."""
+    """Even on a device, one of its hashes can come to mean another block."""
     names_salts_off_device: bool = False
     """Stores off the device name their salt; for other engines, such a store without a salt may still have one."""
     is_asked_by_hash: bool = False

@@ -18,7 +18,7 @@ from waymark.domain.names import Adapter
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The fields by which only a standard event names its stream, besides the medium.
+    """The fields that, with the medium, name the stream of an event; only standard events have them.
 
     None stands for the value of the registration.
     """
@@ -30,8 +30,8 @@ class Envelope:
     block_size: int | None
     dp_rank: int | None
     spelling: str = ""
-    """The name of the medium in the event, in upper case, if it is another than the medium's own: ``NFS`` and ``SSD``
-    are one medium in answers, and two streams."""
+    """The name of the medium in the event, in upper case, if it differs from the medium's normal name: ``NFS`` and
+    ``SSD`` are one medium in answers, and two streams."""
     adapter: Adapter = None
     salts: tuple[str, ...] = ()
     """The event's ``additional_salt``, if it has one; it replaces that of the registration."""
@@ -51,7 +51,7 @@ class Stored:
     parent: int | None
     """Engine hash of the block before the first; None at the root."""
     tokens: bytes
-    """Little-endian u32, pairs already undone; never empty."""
+    """Little-endian u32; of a pair, only its first token; never empty."""
     block_size: int
     """Tokens per hash as the event has it. If it is a multiple of the registered size, the hashes are of chunks."""
     medium: str
@@ -64,7 +64,7 @@ class Stored:
     group: int | None = None
     """KV-cache group of a hybrid model."""
     tells_salts: bool = field(default=True, compare=False)
-    """The event's form has a place for salts and images, so an event without any is of blocks without any."""
+    """The event's form has a place for salts and images, so an event that names none is about blocks without them."""
     may_begin: bool = False
     """It begins at the root if its parent, 0, is not a block of its publisher: a nil was written as 0."""
     part: int = 0
@@ -112,7 +112,7 @@ class StoredObject:
 
     kind: ClassVar[str] = "stored"
     engine_hashes: tuple[int, ...]
-    """The hash of the block in the events of that engine; one."""
+    """The hash of the block in the events of that engine; exactly one."""
     shard: str
     """The part of the block, as 16 hex digits."""
     medium: str
@@ -278,7 +278,7 @@ class Batch:
     def clears_device(self) -> bool:
         """Whether a clear empties only the device, because its process names itself.
 
-        In the releases that name the process, vLLM means a clear so. Blocks that were offloaded stay.
+        In the releases that name the process, this is what a clear of vLLM means: offloaded blocks stay.
         """
         if self.publisher_id is None or type(self.events) is PlainEvents:
             return False

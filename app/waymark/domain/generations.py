@@ -48,7 +48,7 @@ class BlockBounds:
         return bool(self.max_entries or self.seconds(medium))
 
     def reason_to_end(self, name: HolderName, holder: int, now: int, cut: int) -> RemovalReason | None:
-        """Why a holder is over at ``now`` (in ms); ``cut``: the newest holder of the group that its number ends."""
+        """Return why a holder ends at ``now`` (in ms), if it does; holders up to id ``cut`` end for lack of room."""
         seconds = self.seconds(name.medium)
         if name.epoch is None:
             # It has blocks from before there was a bound, and their age is unknown.

@@ -115,12 +115,12 @@ def local_keys(parent: int | None, local_hashes: array[int], *, seed: int = DEFA
 
 
 def extra_digest(leftovers: Sequence[Any], *, seed: int = DEFAULT_SEED) -> int:
-    """XXH3-64 of the msgpack (shortest forms) of a block's leftover extra keys, in their order."""
+    """Return XXH3-64 of the msgpack (shortest forms) of a block's leftover extra keys, in order."""
     return _digest()(msgpack.packb(list(leftovers), use_bin_type=True), seed)
 
 
 def text_hash(text: str) -> int:
-    """XXH3-64 of a text's UTF-8, seed 0: for places on rings and shares, never for a block."""
+    """Return XXH3-64 of a text's UTF-8, seed 0: for places on rings and shares, never for a block."""
     return xxh3_64_intdigest(text.encode())
 
 
@@ -142,9 +142,9 @@ def derived_hash(engine_hash: int, number: int) -> int:
 
 
 def dimensions_digest(backend_id: str, adapter: Adapter, salts: Sequence[str], spelling: str = "") -> str:
-    """16 hex digits that stand for the dimensions of a standard event's stream, beside rank and medium.
+    """Return 16 hex digits that stand for the dimensions of a standard event's stream besides rank and medium.
 
-    ``spelling`` is the name of the medium in the event, if it is another than the medium's own.
+    ``spelling`` is the name of the medium in the event, if it differs from the medium's normal name.
     """
     packed: bytes = msgpack.packb([backend_id, adapter, list(salts), *filter(None, [spelling])], use_bin_type=True)
     return blake2b(packed, digest_size=8).hexdigest()

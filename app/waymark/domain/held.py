@@ -25,8 +25,8 @@ from waymark.domain.slices import SLICE_WORK, Slices
 
 
 RESTORED_MAX: Final = 32
-"""After this many blocks were stored again behind a removal that left a copy, and none was removed twice, it cannot be
-an accident.
+"""If this many blocks were stored again after a removal that left a copy, and none was removed twice, the engine
+removes a block only once: it cannot be an accident.
 """
 GONE_MAX = 16_384
 """The bound on the gone hashes of one rank. At least the last half of them is remembered."""
@@ -57,11 +57,11 @@ class GoneHashes:
 
     @property
     def sets(self) -> tuple[KnownBlocks, ...]:
-        """The two sets, the newer one first; a hash that goes enters it."""
+        """The two sets, the newer one first; a removed hash enters the newer one."""
         return self._new, self._old
 
     def discard(self, engine_hashes: Sequence[int]) -> None:
-        """They are there again."""
+        """Remove hashes whose blocks are there again."""
         self._new.discard(engine_hashes)
         self._old.discard(engine_hashes)
 
@@ -411,11 +411,11 @@ class HeldBlocks:
 
 
 FULL_MAX = 8_192
-"""The bound on such places."""
+"""The most full places that are remembered."""
 
 
 class FullPlaces:
-    """Places known to be full: marked rows, and full branch rows. Bounded; a wrong one costs a reply."""
+    """Places known to be full: marked rows, and full branch rows. Bounded; a wrong entry costs one more call."""
 
     def __init__(self) -> None:
         self.places: dict[Place, None] = {}

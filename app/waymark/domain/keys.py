@@ -27,7 +27,7 @@ def pack(seq_hashes: Iterable[int], namespace: int = 0) -> bytes:
 
 
 def unpack(keys: bytes) -> tuple[int, ...]:
-    """Packed keys as numbers."""
+    """Return packed keys as numbers."""
     return struct.unpack(f">{len(keys) // KEY_BYTES}Q", keys)
 
 

@@ -47,7 +47,7 @@ class EventRun(NamedTuple):
     removed: int
     """The number of removed blocks."""
     begun: int
-    """The number of batches begun, of those that follow. ``at`` and ``position`` are of the last of them."""
+    """How many of the following batches were begun. ``at`` and ``position`` are in the last of them."""
 
 
 TakenBlocks: TypeAlias = tuple[Place, int, bytes, bytes]
@@ -105,7 +105,7 @@ class KnownBlocks(Protocol):
         """Make a hash the first one of its block. Raise ``KeyError`` if it is not here."""
 
     def pop(self, engine_hash: int, /) -> Spot | None:
-        """Take an engine hash out. If it is the first one of its block, the block is found by no key then."""
+        """Take an engine hash out. If it is the first one of its block, the block can no longer be found by its key."""
 
     def discard(self, engine_hashes: Sequence[int], /) -> None:
         """Remove engine hashes; unknown ones are ignored."""

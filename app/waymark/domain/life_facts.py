@@ -1,4 +1,4 @@
-"""The facts that the events of a life show about their engine, which later events are read by.
+"""The facts that the events of a life show about their engine, and by which later events are read.
 
 A record keeps them as ``flags`` and ``main_group``, so that a worker that takes over the stream has them.
 """
@@ -51,7 +51,7 @@ UNITS = "units"
 """Flag: a physical block of this engine has several of the registered blocks."""
 
 PUBLISHER = "publisher:"
-"""A flag that begins so names the id of the process whose life this is, in hex digits."""
+"""The beginning of the flag that names the id of the process whose life this is, in hex digits."""
 
 WINDOW = "window:"
 """Prefix of the flags that name the windows of groups other than main attention."""
@@ -156,7 +156,7 @@ class LifeFacts:
         return UNITS in self.flags
 
     def learn_publisher(self, publisher_id: bytes) -> None:
-        """Learn which process sends the batches of this life. A stream of several counters has several."""
+        """Learn which process sends the batches of this life. A stream of several counters has several processes."""
         if publisher_id != self._publisher_id and self._has_one_counter:
             self.flags -= {flag for flag in self.flags if flag.startswith(PUBLISHER)}
             self.flags.add(PUBLISHER + publisher_id.hex())

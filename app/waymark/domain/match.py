@@ -55,7 +55,7 @@ class Walk:
 
     @cached_property
     def coverage(self) -> Coverage:
-        """The blocks of each holder, of a hybrid model as far as its rank can continue from them."""
+        """The blocks of each holder; for a hybrid model, only those from which its rank can continue."""
         return _coverage(self.view, self._runs, self.blocks)
 
 
@@ -219,9 +219,9 @@ class TargetRow(NamedTuple):
 
 
 def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
-    """What each registered rank has, by instance and rank; a rank without blocks is left out.
+    """Return the blocks of each registered rank, by instance and rank; a rank without blocks is left out.
 
-    The best place is the first of device, host, shared, disk. What is held by a rank that is not registered by itself
+    The best place is the first of device, host, shared, disk. The blocks of a rank that is not registered by itself
     counts for the first registered rank of its instance: a router can pick nothing smaller. ``asked`` are the blocks
     that a pool has by its own account: bit i is block i.
     """
@@ -268,7 +268,7 @@ def walk_with_pool(walk: Walk, bitmap: int) -> Walk:
 
 
 def pool_bitmap(walk: Walk, asked: int = 0) -> int:
-    """The blocks of a pool, up to the first block without a holder: bit i is block i. ``asked`` as of target_rows."""
+    """Return the blocks of a pool, up to the first block without a holder, with ``asked`` as in ``target_rows``."""
     end = _prefix(asked | (1 << walk.blocks) - 1)
     return (walk.coverage.in_pool | asked) & (1 << end) - 1
 

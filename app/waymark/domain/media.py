@@ -18,7 +18,7 @@ class Medium:
     meaning: str
     """The place of its blocks, in the words of the published contract."""
     spellings: frozenset[str]
-    """The names of the medium in engines and in the KV Events envelope, in upper case. None has a row of its own."""
+    """The medium's names in engines and in the KV Events envelope, in upper case; no such name has a row of its own."""
     is_device: bool = False
     """An engine computes on it."""
     is_host: bool = False
@@ -61,7 +61,7 @@ HOST: Final = frozenset(medium.name for medium in MEDIA if medium.is_host)
 _NAMES = {spelling: medium.name for medium in MEDIA for spelling in medium.spellings} | {"": UNNAMED}
 _ORDER = {medium.name: place for place, medium in enumerate(MEDIA)}
 _STORAGES = "LMCACHE-L2-"
-"""The names of LMCache's storage begin so; the rest is the name of its adapter."""
+"""The beginning of the names of LMCache's storage; the rest is the name of its adapter."""
 _NEW_MEDIUM = re.compile(r"[A-Z0-9_]{1,32}", re.ASCII)
 
 

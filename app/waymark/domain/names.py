@@ -85,7 +85,7 @@ class Registration:
     model_name: str
     block_size: int
     endpoint: str | None
-    """``tcp://host:port`` or ``ipc://path``, of an event stream its URL; None if there is no socket to subscribe to."""
+    """``tcp://host:port``, ``ipc://path``, or the URL of an event stream; None if there is nothing to subscribe to."""
     replay_endpoint: str | None
     lora_name: str | None
     additional_salt: str | None
@@ -97,7 +97,7 @@ class Registration:
     prefixes: PrefixSource = DEFAULT_PREFIXES
     """The options of a source of opaque prefixes."""
     object_shards: int = 0
-    """The number of object shards of a block of a pool; 0: that of the different ones in the pool's keys so far."""
+    """The number of object shards of a block of a pool; 0: as many as the pool's keys have named so far."""
     is_further: bool = False
     """An additional socket of a rank with several: its blocks are the rank's, and it is never picked."""
     topic: str | None = None
@@ -117,9 +117,9 @@ class Registration:
 
     @property
     def repair(self) -> Repair | None:
-        """What the worker of its stream can ask for, if its blocks are not those of the engine.
+        """The request that the worker of its stream can make if its blocks are not those of the engine.
 
-        A snapshot says what the engine has. A replay only tells again what its events have told.
+        A snapshot says what the engine has. A replay only repeats the events.
         """
         if self.snapshot_endpoint is not None:
             return "snapshot"
@@ -145,7 +145,7 @@ class HolderName(NamedTuple):
     dp_rank: int
     medium: str
     digest: str = ""
-    """Standard events: of the further dimensions of their stream. ``g<n>``: of KV-cache group n of a hybrid model."""
+    """Standard events: the digest of the further dimensions of their stream. ``g<n>``: a hybrid model's group n."""
     epoch: int | None = None
     """The start of its generation, in ms; None if its blocks are in no generation."""
 

@@ -21,7 +21,7 @@ from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys
 
 
 class PlainPlacer:
-    """The memory, the waves and the marks are those of a ``Placer``."""
+    """A placer of plain events; its memory, waves and marks are those of a ``Placer``."""
 
     def __init__(self, memory: HeldBlocks, waves: Waves, applied: AppliedMarks, piece_blocks: int) -> None:
         self._memory = memory
@@ -41,7 +41,7 @@ class PlainPlacer:
         block_size: int,
         seed: int,
     ) -> bool:
-        """Hash and store the blocks of a plain store at once; whether it was plain. See ``KnownBlocks.extend``."""
+        """Hash and store a plain store's blocks at once. Return whether it was plain. See ``KnownBlocks.extend``."""
         if self._applied.marks or SAME_HASH in hashes:
             return False
         previous = self._memory.held(holder, parent) if self._waves.is_needed and parent is not None else None
@@ -65,7 +65,7 @@ class PlainPlacer:
         return True
 
     def take(self, parts: PartList, holder: int, position: int, hashes: Sequence[int]) -> bool:
-        """Remove the blocks of a plain removal at once; whether it was plain. See ``KnownBlocks.take``."""
+        """Remove the blocks of a plain removal at once. Return whether it was plain. See ``KnownBlocks.take``."""
         groups = None if self._applied.marks else self._memory.take(holder, hashes)
         if groups is None:
             return False
@@ -122,11 +122,11 @@ class PlainPlacer:
 
 
 class AppliedMarks:
-    """How far each shard is for each holder."""
+    """The last applied part of each holder on each shard."""
 
     def __init__(self, shards: int) -> None:
         self.marks: dict[tuple[int, int], tuple[int, int]] = {}
-        """The seq and the position of the last part, by holder and shard. Empty once all parts are behind."""
+        """The seq and the position of the last part, by holder and shard. Empty once all of these parts are passed."""
         self._shards = shards
 
     def restore(self, marks: Mapping[tuple[int, int], tuple[int, int]]) -> None:
@@ -194,8 +194,8 @@ class Placer:
     ) -> None:
         """Store consecutive blocks of a chain that goes on from ``parent``, or begins at the root.
 
-        ``is_reused``: those that the holder has are only announced again.
-        ``is_deep``: it begins neither there nor at the root, so its depth is not known.
+        ``is_reused``: blocks that the holder has are only announced again.
+        ``is_deep``: the chain begins neither after ``parent`` nor at the root, so its depth is not known.
         """
         start, previous = 0, parent
         while start < len(keys):

@@ -36,7 +36,7 @@ from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices
 _EVENTS_AT_ONCE = SLICE_WORK // EVENT_WORK
 MEDIA_MAX = 16
 HOLDERS_MAX = 64 * MEDIA_MAX
-"""Ranks and dimensions come from events: this many at a time, of all media."""
+"""The most holders at a time, over all media: events name ranks and dimensions freely."""
 
 # Asked several times for each event, and there are few.
 _name = lru_cache(HOLDERS_MAX)(HolderName)
@@ -63,7 +63,7 @@ class Plan:
 
 
 class Planner:
-    """The rules of one stream; they go by the facts of its life, which it learns on the way."""
+    """The planner of one stream; it goes by the facts of the stream's life, which it learns on the way."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Planner:
                         plan.last_clear[name] = (i, j)
 
     def _find_gap(self, plan: Plan, missing: int) -> None:
-        """Note so many missing event_ids, unless they are those of events that could not be read."""
+        """Note ``missing`` event_ids, unless these are the ids of events that could not be read."""
         if missing <= self._unread:
             self._unread -= missing
             return
@@ -164,7 +164,7 @@ class Planner:
         """Return the units that a clear without an envelope ends: in a stream that names its process, only the blocks
         on the device.
 
-        vLLM means a clear so in the releases that name the process: offloaded blocks stay. A clear of another engine
+        vLLM's releases that name the process mean this by a clear: offloaded blocks stay. A clear of another engine
         ends the rank.
         """
         rank = self.rank(batch, event)
@@ -305,7 +305,7 @@ class Planner:
         return None if is_main else "other_group"
 
     def _skip_reason_of_size(self, event: Stored | StoredReference) -> str | None:
-        """Why a store of another block size is skipped; None for a chunk.
+        """Return why a store of another block size is skipped; None for a chunk.
 
         LMCache puts all KV-cache groups into one chunk, so its chunks belong to no single group.
         """

@@ -1,7 +1,7 @@
 """The keys of a prompt's blocks in an object store, computed from its tokens without any event.
 
 Engines put each block under keys that contain its hash: SHA-256 over the hash of the block before it and the tokens. A
-form is such keys with a placeholder for the hash. The placeholder says who hashes:
+form is a list of such keys, with a placeholder for the hash. The placeholder says who hashes:
 
 - ``{page}``: SGLang. Its hash has neither adapter nor salt, so prompts with either are not asked for.
 - ``{sha256}``, ``{sha256_cbor}``: vLLM with this ``--prefix-caching-hash-algo``. ``{sha256:7}`` is for engines that
@@ -137,7 +137,7 @@ def sglang_forms(model: str, parts: int, tag: str = "") -> tuple[str, ...]:
 
 
 def page_hashes(tokens: bytes, block_size: int) -> Iterator[str]:
-    """The hashes by which SGLang names the pages of a prompt, as hex texts."""
+    """Yield the hashes by which SGLang names the pages of a prompt, as hex texts."""
     step, digest = _TOKEN_BYTES * block_size, b""
     for start in range(0, len(tokens) - step + 1, step):
         digest = sha256(digest + tokens[start : start + step]).digest()

@@ -1,4 +1,4 @@
-"""``Places`` and ``KnownBlocks`` in Python, for a build without the C module; and new ones, by the selected build."""
+"""``Places`` and ``KnownBlocks`` in Python, for a build without the C module; and new tables in the selected one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from waymark.domain.known import KnownBlocks, Places, Spot
 from waymark.domain.rows import PIECE_BLOCKS, Place
 
 _PURE_BYTES = 300
-"""About the memory of a block or of a place: two entries of dicts and their numbers."""
+"""The approximate memory of a block or a place: two entries of dicts and their numbers."""
 _RELEASED = 4096
 """Blocks in one call of ``release``, which take about a millisecond."""
 

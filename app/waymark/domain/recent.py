@@ -1,7 +1,7 @@
 """The blocks that a stream has stored and removed in the last two minutes, as its record keeps them.
 
-They are in slots of a few seconds. A slot without any is left out, so an idle stream needs to write nothing: the reader
-knows by its clock how long ago a slot is.
+They are counted in slots of a few seconds. An empty slot is left out, so an idle stream needs to write nothing: the
+reader knows by its clock how old a slot is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ SLOTS = 24
 
 
 class RecentBlocks:
-    """What one worker has seen of a stream."""
+    """The blocks that one worker has seen a stream store and remove."""
 
     def __init__(self) -> None:
         self._slots: dict[int, tuple[int, int]] = {}
@@ -22,7 +22,7 @@ class RecentBlocks:
     def note(self, now: float, stored: int, removed: int) -> str | None:
         """Take the totals of a stream, and return the text of its slots; None if nothing has changed.
 
-        The first totals are where this worker begins, and so are less ones, as of another life.
+        The first totals only set the starting point, and so do smaller ones, such as those of another life.
         """
         last, self._last = self._last or (stored, removed), (stored, removed)
         if stored <= last[0] and removed <= last[1]:
@@ -36,7 +36,7 @@ class RecentBlocks:
 
 
 def read(text: str, now: float) -> tuple[list[int], list[int]]:
-    """Return what was stored and what was removed in each slot, the oldest first; nothing at all of an unknown text."""
+    """Return how much was stored and removed in each slot, the oldest first; empty lists for an unknown text."""
     stored, removed = [0] * SLOTS, [0] * SLOTS
     begin = int(now // SECONDS) - SLOTS + 1
     try:

@@ -60,7 +60,7 @@ class PlainRun(NamedTuple):
 
 
 class PlainRuns:
-    """The steps are those of ``PlainPlacer``; an event that does not fit one has its rule."""
+    """A resolver of plain events in steps of ``PlainPlacer``; an event that does not fit a step is left to its rule."""
 
     def __init__(self, state: StreamBlocks, planner: Planner, tokens: TokenRule, seed: int) -> None:
         self._state = state
@@ -176,7 +176,7 @@ class PlainRuns:
     def _similar(self, plan: Plan, fold: Fold, index: int) -> list[tuple[int, Any]]:
         """Return seqs and events of the batches from number ``index`` on that may have the facts of the one before.
 
-        There is none if a rule has something to do for each batch. A clear has not: it counts for batches before it.
+        There is none if a rule has something to do for each batch. A clear does not: it counts for batches before it.
         """
         state = self._state
         has_rules = plan.epochs or state.waiting.blocks or state.facts.windows or state.is_shared
@@ -433,7 +433,7 @@ class Resolver(StreamBlocks):
     # ---- objects that wait, and batches that Redis has ---------------------------------------------
 
     def skip(self, counted: Mapping[tuple[int, int], tuple[int, int]], watermark: int | None) -> bool:
-        """Note how much of the batches behind the watermark Redis has: by holder and shard, seq and position.
+        """Note how much of the batches above the watermark Redis has: by holder and shard, seq and position.
 
         Return whether there is any. Such a batch is resolved again, without the parts that Redis has.
         """

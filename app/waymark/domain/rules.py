@@ -365,7 +365,7 @@ class ChunkRule:
             progress.rests.append((progress.position, holders, event.engine_hashes))
 
     def remove_rests(self, progress: BatchProgress, work: Slice) -> Slices[None]:
-        """Remove the rest of each chunk gone from a device, behind all positions of the batch.
+        """Remove the rest of each chunk gone from a device, after all positions of the batch.
 
         The positions of hashes on a device must not depend on whether any hash is known to be a chunk. So the rests
         have positions of their own, which follow from those of the hashes.

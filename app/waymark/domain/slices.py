@@ -11,12 +11,12 @@ from typing import TypeAlias, TypeVar
 T = TypeVar("T")
 
 Slices: TypeAlias = Generator[None, None, T]
-"""Yields after each slice of at most some ``SLICE_WORK``, and returns the outcome."""
+"""Yields after each slice of about ``SLICE_WORK`` at most, and returns the outcome."""
 
 SLICE_WORK = 1024
 """Hashes, or as much work as one costs: between a tenth of a millisecond and two."""
 EVENT_WORK = 16
-"""The cost of an event beside its hashes, counted as they are."""
+"""The cost of an event besides its hashes, in hashes."""
 
 
 class Slice:

@@ -68,9 +68,9 @@ class StreamBlocks:
         self.missing = 0
         """The approximate number of the publisher's blocks that are unknown here, besides those of the waiting room."""
         self.below_zero = 0
-        """Removals of blocks of which no copy was there; the owner of a snapshot reads it."""
+        """The number of removals of a block without a copy; the owner of a snapshot reads it."""
         self.contradictions = 0
-        """Blocks of which the engine has another number of copies than was counted."""
+        """The number of blocks whose copies were miscounted."""
         self.doubts: set[str] = set()
         """Flags of rules for copies that the events show, and that ``flags`` does not have yet; the owner adds them."""
         self.unsalted = 0
@@ -208,7 +208,7 @@ class StreamBlocks:
 
     @property
     def unknown(self) -> int:
-        """About how many blocks the publisher has in this life that the index does not know."""
+        """The approximate number of the publisher's blocks in this life that the index does not know."""
         waiting = self.waiting.blocks - self.waiting.removed + len(self.objects)
         return self.missing + self.waiting.dropped_there + waiting
 
@@ -232,7 +232,7 @@ class StreamBlocks:
         self.recover(count)
 
     def recover(self, count: int) -> None:
-        """Note that so many blocks are not missing any more."""
+        """Note that ``count`` blocks are not missing any more."""
         self.missing += self.waiting.dropped_there
         self.waiting.dropped_there = 0
         self.missing = max(0, self.missing - count)
@@ -246,7 +246,7 @@ class StreamBlocks:
         self.placer.aliased = self.placer.crowded = 0
 
     def recover_reported(self, parts: Parts, waited: int) -> None:
-        """Count the new blocks of a batch that reports known ones again as recovered ones.
+        """Count as recovered the new blocks of a batch that reports known blocks again.
 
         ``waited`` blocks had waited here, and were not missing.
         """

@@ -70,7 +70,7 @@ class HolderTable:
     publishers: Mapping[int, PublisherRow]
     holders: Mapping[int, Holder]
     incarnation: bytes = b""
-    """The version that the table began with: with another one it is a table of another filling of Redis."""
+    """The version that the table began with: another one means a table of another incarnation of Redis."""
     targets: Mapping[int, Target] = field(default_factory=dict)
     """The targets of publishers whose registration says more than a plain one, by publisher."""
     silent: frozenset[int] = frozenset()
@@ -149,8 +149,8 @@ class View:
     def presence(self, value: bytes, previous: Presence | None = None) -> Presence:
         """Return who has the blocks with this value.
 
-        It is remembered by value, up to a ceiling. Else it is computed from that of the blocks before these, which
-        mostly has the same holders: what is not equal alone takes steps of Python.
+        It is cached by value, up to a ceiling. Otherwise it is computed from that of the blocks before, which mostly
+        have the same holders: only the differences take steps of Python.
         """
         presence = self._presences.get(value)
         if presence is None:

@@ -4,8 +4,8 @@ A block cannot be placed without its parent, and placing it at the root would be
 blocks, until its parent arrives. A removal or a clear also finds its blocks here.
 
 An object of a pool waits while an object shard is missing, or no engine has reported its hash. A block is there when
-all of its object shards are: as many as the registration says, else as many as different ones stood in the keys of that
-pool so far.
+all of its object shards are: as many as the registration says, or else as many as the keys of that pool have named so
+far.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from waymark.domain.events import Stored
 from waymark.domain.slices import SLICE_WORK, Slices
 
 SHARD = "shard:"
-"""Flags of this life that begin so name the object shards that stood in its keys."""
+"""The beginning of the flags that name the object shards in the keys of this life."""
 SHARDS_MAX = 1024
 """Further ones are ignored."""
 FIND_MAX = 512
@@ -105,7 +105,7 @@ class WaitingRoom:
         return forgotten
 
     def _leave(self, group: list[WaitingStore]) -> int:
-        """They are out of the room; how many blocks."""
+        """Note that the stores have left the room. Return how many blocks they had."""
         blocks = 0
         for waiting in group:
             blocks += len(waiting.event.engine_hashes)

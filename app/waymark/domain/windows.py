@@ -2,7 +2,7 @@
 
 A layer with a sliding window needs the last blocks before the boundary, a state-space layer the state at the boundary.
 An engine has a KV-cache group for each such kind of layer, and its events say which blocks of the group it has. Here
-such a group has holders of its own. They count for no prefix; ``reuse`` finds the boundaries at which a rank can go on.
+such a group has holders of its own. They count for no prefix; ``match`` finds the boundaries at which a rank can go on.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ SHORT_BYTES: Final = 1024
 """A payload up to this size is read in one go."""
 _SHORT_EVENTS: Final = 16
 _COLLECTED_PARTS: Final = 16
-"""After so many parts the garbage collector has its turn: it reads every hash that it has not seen, once."""
+"""After this many parts the garbage collector runs: it reads every hash that it has not seen, once."""
 
 # Later than any second of this era: such a clock counts milliseconds (Mooncake's master does).
 _MILLISECONDS_FROM: Final = 1e11
@@ -113,7 +113,7 @@ def _hashes(value: Any) -> list[Any] | array[int]:
 
 
 def _go_on(part: dict[Any, Any], parent: Any) -> None:
-    """Make it one that goes on from a block: a salt and a place in the prompt belong to the first part."""
+    """Turn an event into one that continues a block: a salt and a place in the prompt belong to the first part."""
     if "event_type" in part:
         part |= {"parent_hash": parent, "base_block_idx": None}
         return
@@ -129,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 class Decoder:
-    """The batches of one dialect. ``names`` are the fields of events in list form, by tag.
+    """A decoder of the batches of one dialect. ``names`` are the fields of events in list form, by tag.
 
     ``read_plain`` reads the plain events of the dialect, faster than ``read_event`` does.
     """
@@ -168,7 +168,7 @@ class Decoder:
     def short(self, payload: bytes, plain: PlainBatch | None) -> Batch:
         """Return the batch in a payload of at most ``SHORT_BYTES``, decoded at once because all its parts are short.
 
-        ``plain`` has the events that ``plain`` has read; the batch has other events, too.
+        The argument ``plain`` is the result of the method; the batch has other events, too.
         """
         events = self._events()
         try:
@@ -339,7 +339,7 @@ def _rank(value: Any, ignored: Counter[str]) -> int | None:
 
 
 def hashes_of_first(events: Sequence[Event]) -> Sequence[int]:
-    """The hashes of the first event; the others are about the same blocks."""
+    """Return the hashes of the first event; the others are about the same blocks."""
     first = events[0]
     return () if isinstance(first, Cleared) else first.engine_hashes
 
@@ -376,7 +376,7 @@ class DistinctHashes:
     """Hashes of one long event, in many small dicts.
 
     One large one would now and then be copied as it grows, and the garbage collector would go through all of a set;
-    either takes 10 ms. It leaves out a dict of integers.
+    either takes 10 ms. The collector skips a dict of integers.
     """
 
     __slots__ = ("_dicts", "added")

@@ -52,7 +52,7 @@ class SampleParser:
         self._bytes = 0
 
     def feed(self, piece: bytes) -> Iterator[Sample]:
-        """Yield the samples whose lines ``piece`` ends; a last line ends with a piece that is a line end.
+        """Yield the samples whose lines ``piece`` ends; to end the last line, feed a line end.
 
         Raise ValueError for a line with such a name that is not Prometheus text, or that exceeds a bound.
         """

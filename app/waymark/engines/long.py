@@ -256,7 +256,7 @@ class LongPayload:
 
 
 def _integers(piece: list[Any], name: str) -> list[int]:
-    """Return elements as u64: integers by their 64 bits, hashes in bytes by their last 8, of pairs the firsts."""
+    """Return elements as u64: integers by their 64 bits, bytes by their last 8, and pairs by their first elements."""
     kinds = set(map(type, piece))
     if kinds == {int}:
         return piece if min(piece) >= 0 else [element & U64_MASK for element in piece]

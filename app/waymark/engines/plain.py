@@ -23,7 +23,7 @@ class PlainBatch(NamedTuple):
 
     ts: Any
     events: Sequence[Event | tuple[int, int]]
-    """Events; any but a plain one is its start and end in the payload."""
+    """Plain events; in place of any other event, its start and end in the payload."""
     rank: Any
     publisher_id: bytes | None
     others: int

@@ -111,7 +111,7 @@ _HASHES_AT_ONCE: Final = 1024
 
 
 def read_records(payload: bytes) -> Slices[tuple[int, list[StoredReference]]]:
-    """The number of records in a chunk, and the blocks that they name, as references.
+    """Return the number of records in a chunk, and the blocks that they name, as references.
 
     A record of version 1 has ``block_hashes``, all on the device; one of version 2 has ``block_hash``, ``tier`` and
     ``component_mask``. Raises Rejected if the chunk cannot be read whole.

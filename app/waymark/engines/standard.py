@@ -151,7 +151,7 @@ def read_event(event: Any) -> Event | Ignored:
 
 
 def read_envelope(event: Mapping[Any, Any], *, has_names: bool = True) -> Envelope:
-    """Read the envelope of an event, which names its stream; if it has ``has_names``, with its adapter and salt."""
+    """Read the envelope of an event, which names its stream; with ``has_names``, its adapter and salt, too."""
     backend_id = _text(event, "backend_id")
     if backend_id is None:
         raise Rejected("bad_envelope", "backend_id is missing or empty", field="backend_id", reason="missing")
@@ -175,7 +175,7 @@ def read_envelope(event: Mapping[Any, Any], *, has_names: bool = True) -> Envelo
 
 
 def _spelling(medium: Any) -> str:
-    """Return the name of the medium in upper case; empty if it is the medium's own, or missing."""
+    """Return the name of the medium in upper case; empty if it is the medium's normal name, or missing."""
     if not isinstance(medium, str) or medium.upper() == normal_medium(medium):
         return ""
     return medium.upper()

@@ -110,8 +110,8 @@ def tokens(value: Any, field: str = "token_ids") -> bytes:
 
 
 def tokens_of_pairs(value: list[Any], field: str = "token_ids") -> bytes:
-    """Return the tokens of a run of pairs (bigrams): their firsts. The last second does not belong to any block of the
-    event.
+    """Return the first token of each pair (bigram) of a run. The second token of the last pair belongs to no block of
+    the event.
     """
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise Rejected("bad_tokens", f"{field} holds pairs and something else", field=field)

@@ -40,7 +40,7 @@ class HeldAnswer:
         self._is_holding = True
 
     async def send(self, replies: Sequence[Any], *, size: int, is_end: bool) -> None:
-        """``size`` is the size of the body in them, in bytes."""
+        """Send messages, or hold them; ``size`` is the bytes of the body in them."""
         if self._is_holding:
             if is_end or self._bodies.exceeded(self._held, size) is not None:
                 self._is_holding = False
@@ -126,7 +126,7 @@ def _rejection(status: int, slug: str, name: str, sentence: str, form: Form | No
 
 
 class BodyBytes:
-    """The count of a process, with its bounds."""
+    """The number of bytes of all bodies that a process holds, with its bounds."""
 
     def __init__(self, one_max: int, all_max: int, metrics: Metrics) -> None:
         self.one_max = one_max
@@ -136,7 +136,7 @@ class BodyBytes:
         self._arriving: set[ArrivingBody] = set()
 
     def exceeded(self, bytes_held: int, more: int) -> Literal["one", "all"] | None:
-        """Return the bound that a body of ``bytes_held`` bytes exceeds with so many more; None if they are counted."""
+        """Return the bound that a body of ``bytes_held`` bytes exceeds with ``more``; None if they are counted."""
         if bytes_held + more > self.one_max:
             return "one"
         if self._held + more > self.all_max:
@@ -181,7 +181,7 @@ class ArrivingBody:
         self.is_given_up = False
 
     def add(self, part: bytes) -> Literal["one", "all"] | None:
-        """Hold one more part; which bound it is above, if it is above one. It is not held then."""
+        """Hold one more part. If it is above a bound, return which one; the part is not held then."""
         bound = self._bodies.exceeded(self.held, len(part))
         if bound == "all" and self._bodies.make_room(self, len(part)):
             bound = self._bodies.exceeded(self.held, len(part))

@@ -117,7 +117,7 @@ class ProcessCall:
         self._usage = UsageReader()
 
     async def run(self) -> None:
-        """Handle the request until it is over. Raise Cut if the peer does not behave like a proxy."""
+        """Handle the request until it is over. Raise StreamCut if the peer does not behave like a proxy."""
         try:
             try:
                 async with asyncio.timeout(self._picker.request_seconds) as self._place.waiting:

@@ -66,7 +66,7 @@ class PodScores:
 
     @property
     def handler(self) -> Any:
-        """What a gRPC server adds."""
+        """The handler for a gRPC server."""
         method = grpc.unary_unary_rpc_method_handler(
             self.get_pod_scores,
             request_deserializer=reader_of(CLASSES["GetPodScoresRequest"]),
@@ -116,7 +116,7 @@ class PrefixMatches:
 
     @property
     def handler(self) -> Any:
-        """What a gRPC server adds."""
+        """The handler for a gRPC server."""
         method = grpc.unary_unary_rpc_method_handler(
             self.match_external_kv_prefix,
             request_deserializer=reader_of(PREFIX_CLASSES["MatchExternalKvPrefixRequest"]),
@@ -125,7 +125,7 @@ class PrefixMatches:
         return grpc.method_handlers_generic_handler(PREFIX_SERVICE, {"MatchExternalKvPrefix": method})
 
     async def match_external_kv_prefix(self, request: Any, context: Any) -> Any:
-        """The addresses of the engines that have the beginning of a prompt, the longest match first."""
+        """Return the addresses of the engines that have the beginning of a prompt, the longest match first."""
         if request is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no MatchExternalKvPrefixRequest")
         hashes = [

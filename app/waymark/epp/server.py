@@ -23,8 +23,8 @@ from waymark.epp.radix_index import RadixIndex
 from waymark.epp.scores import PodScores, PrefixMatches
 
 IDLE_SECONDS = 600.0
-"""After so long without a message the stream of a request is ended. Envoy ends a request without bytes after 300 s, so
-such a stream is forgotten."""
+"""After this time without a message the stream of a request is ended. Envoy ends a request without bytes after 300 s,
+so such a stream is forgotten."""
 
 INDEX_STREAMS_MAX = 256
 """Streams of ``RadixIndex``. A gateway of smg opens two and keeps them, so these are 128 gateways."""
@@ -32,7 +32,7 @@ INDEX_STREAMS_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class EppOptions:
-    """Times in seconds."""
+    """The options of an endpoint picker. Times are in seconds."""
 
     host: str = "0.0.0.0"
     port: int = 9002
@@ -214,7 +214,7 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Alive from the start; the other names are ready or not, all at once.
+    """The health of the server: it is alive from the start; its other names become ready, or not, all at once.
 
     A watcher that does not read does not delay others.
     """
@@ -227,7 +227,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._changed = asyncio.Event()
 
     def set(self, *, is_ready: bool) -> None:
-        """Report it to every client that asks from now on, and to those that watch."""
+        """Report whether the server is ready, to clients that ask from now on and to those that watch."""
         self.is_ready = is_ready
         self._changed.set()
         self._changed = asyncio.Event()

@@ -24,7 +24,7 @@ _YEARS = 10
 
 
 def self_signed() -> Any:
-    """Server credentials with a key and a certificate made here."""
+    """Return server credentials with a key and a certificate made here."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -56,7 +56,7 @@ def _own_names() -> list[Any]:
 
 
 def from_files(cert_file: Path, key_file: Path) -> Any:
-    """Server credentials from PEM files, read again for new connections once they have changed.
+    """Return server credentials from PEM files, which are read again for new connections after a change.
 
     ``SettingsError`` if they cannot be read. A file that cannot be read later leaves the last pair in use.
     """

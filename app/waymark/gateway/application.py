@@ -361,7 +361,7 @@ class _AnswerSender:
 
 
 async def _while_connected(work: Awaitable[None], receive: AsgiReceive) -> None:
-    """Run ``work`` to its end; cancel it and raise Gone if the client disconnects first."""
+    """Run ``work`` to its end; cancel it and raise ClientGone if the client disconnects first."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -1,4 +1,4 @@
-"""Answers to keep: reading one on its way to the client, a store in the memory of a gateway, and sending it again."""
+"""Answers to keep: a reader of one on its way to the client, a store in memory, and a function that sends one again."""
 
 from __future__ import annotations
 

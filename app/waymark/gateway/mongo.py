@@ -47,7 +47,7 @@ class MongoOptions:
 
 
 class MongoArchive:
-    """``collection`` is one of pymongo, whose calls block; they run in a thread, with ``milliseconds`` each."""
+    """``collection`` is pymongo's, whose calls block; they run in a thread, at most ``milliseconds`` each."""
 
     def __init__(
         self,

@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 
 
 AVOID_SECONDS = 5
-"""An engine that refused a connection gets no request for so long. Each try costs a request time, and an engine takes
-longer to start again."""
+"""For how long an engine that refused a connection gets no request. Each try costs a request time, and an engine
+takes longer to start again."""
 
 #: Engines that a request is sent to at most.
 ATTEMPTS = 3
@@ -251,7 +251,7 @@ class Proxy:
         return response.status < 500
 
     async def _short(self, response: aiohttp.ClientResponse) -> bytes:
-        """The body of an error, up to a bound. Raises Interrupted."""
+        """Return the body of an error, up to a bound. Raises Interrupted."""
         pieces, size = [], 0
         async for piece in self._upstream.pieces(response):
             size += len(piece)
@@ -286,7 +286,7 @@ def _is_told(response: aiohttp.ClientResponse) -> bool:
 
 
 def _is_translated(proxied: ProxiedRequest, response: aiohttp.ClientResponse) -> bool:
-    """Return whether an error may need another shape: each of Anthropic's paths, and one that is no JSON."""
+    """Return whether an error may need another shape: each error of Anthropic's paths, and each that is not JSON."""
     if is_events(response) or response.headers.get("Content-Encoding", "identity") != "identity":
         return False
     is_json = "json" in response.headers.get("Content-Type", "").lower()

@@ -148,7 +148,7 @@ class Recorder:
 log = logging.getLogger(__name__)
 
 MONGO_QUEUE_MAX = 1_000_000
-"""About as many changes may wait for MongoDB: a hundred for each of the responses that Redis stores by default."""
+"""The approximate number of changes that may wait for MongoDB: 100 for each response that Redis stores by default."""
 
 _PREVIOUS = "previous_response_id"
 #: States in which a response does not change any more, and can be gone on from.
@@ -332,7 +332,7 @@ class Responses:
         return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(fields))
 
     async def input_items(self, client: GatewayCaller, response_id: str, query: bytes = b"") -> bytes:
-        """A page of the items that a response was made from, as JSON, the newest first. Raises as ``find``."""
+        """Return a page of the items that a response was made from, as JSON, the newest first. Raises as ``find``."""
         parameters = dict(parse_qsl(query.decode("latin-1")))
         entry = await self._entry(client, response_id)
         count = len(entry["items"]) - len(_items(entry["response"].get("output")))

@@ -209,7 +209,7 @@ class Origins:
         self._allowed = frozenset(origin.rstrip("/").encode() for origin in allowed)
 
     def headers(self, request_headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """The headers of an answer to a request with these headers; empty if its page may not read it."""
+        """Return the headers of an answer to a request with these headers; none if its page may not read the answer."""
         origin = request_headers.get(b"origin")
         if origin is None or not self._allowed & {origin, b"*"}:
             return []
@@ -220,7 +220,7 @@ class Origins:
         ]
 
     def preflight(self, request_headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """The headers of the answer to a browser that asks first whether it may send a request."""
+        """Return the headers of the answer to a browser that asks first whether it may send a request."""
         headers = self.headers(request_headers)
         if not headers or b"access-control-request-method" not in request_headers:
             return []

@@ -41,19 +41,19 @@ _WITH_V1 = frozenset({*PATHS, "/v1/models"})
 
 
 def form_of_errors(path: str) -> Form | None:
-    """The form of the errors of a path, also of one with a wrong beginning."""
+    """Return the form of the errors of a path, also of one with a wrong beginning."""
     if path.endswith(("/v1/messages", COUNT_TOKENS)):
         return Form.MESSAGES
     return PATHS.get(path)
 
 
 def is_without_v1(path: str) -> bool:
-    """Whether a client has left ``/v1`` out of its ``base_url``."""
+    """Return whether a client has left ``/v1`` out of its ``base_url``."""
     return f"/v1{path}" in _WITH_V1
 
 
 def unknown_path(path: str) -> RequestRejected:
-    """The rejection of an unknown path; it says so if the ``base_url`` of a client is wrong."""
+    """Return the rejection of an unknown path; it says if the ``base_url`` of a client is wrong."""
     if is_without_v1(path):
         sentence = f"there is no path {path}: the base_url of this client must end in /v1"
     elif path.startswith("/v1/v1/") and path.endswith(("/messages", "/messages/count_tokens")):
@@ -153,9 +153,9 @@ def body_of_rejection(path: str, status: int, sentence: str, reason: str) -> byt
 
 
 def engine_error(status: int, body: bytes, api: Form | None, *, engine: str, path: str) -> bytes:
-    """The error of an engine in the shape of its path; one that has it stays as it is.
+    """Return the error of an engine in the shape of its path; an error that has this shape stays as it is.
 
-    An engine without the path, and an answer that is no JSON, as of a proxy, get a sentence that names ``engine``.
+    An engine without the path, and an answer that is not JSON, as from a proxy, get a sentence that names ``engine``.
     """
     try:
         document = bounded_loads(body)
@@ -208,7 +208,7 @@ class InferenceBody(NamedTuple):
 
 
 def body_of_request(path: str, body: bytes, content_type: bytes = b"") -> InferenceBody:
-    """Read a body. Raises RequestRejected where it is no JSON, or too much; InvalidValue without a model.
+    """Read a body. Raise RequestRejected if it is not JSON, or has too much of it; InvalidValue without a model.
 
     Of a form with files, as of ``/v1/audio/transcriptions``, only the model is read.
     """
@@ -228,7 +228,7 @@ def body_of_request(path: str, body: bytes, content_type: bytes = b"") -> Infere
 
 
 def with_model(body: InferenceBody, original: bytes, model: str, content_type: bytes = b"") -> bytes:
-    """The bytes of a body that names another model."""
+    """Return the bytes of a body that names another model."""
     position = _model_part(original, content_type) if content_type.lower().startswith(b"multipart/form-data") else None
     if position is not None:
         return original[: position.start] + model.encode() + original[position.stop :]

@@ -79,7 +79,7 @@ class BatchDecoder:
         return Incoming(seq, digested, batch, size)
 
     async def batch(self, payload: bytes | PayloadFacts) -> Batch:
-        """Decode a payload that counts already, or is not to count."""
+        """Decode a payload without counting its rejected events."""
         try:
             if isinstance(payload, PayloadFacts):
                 raise frame_too_large(payload.size, self._decode.ceilings)

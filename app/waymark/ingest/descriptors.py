@@ -28,7 +28,7 @@ _FREE_PER_REPLAY = 16
 
 
 class WorkerCapacity(NamedTuple):
-    """What a worker may take at most."""
+    """The most that a worker may take."""
 
     streams: int
     replays: int
@@ -39,7 +39,7 @@ class WorkerCapacity(NamedTuple):
 
 
 def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> WorkerCapacity:
-    """The room in the share ``part`` of the free descriptors. Raises the soft limit of open files if that helps."""
+    """Return the room in a share ``part`` of free descriptors. Raises the soft limit of open files if that helps."""
     wanted = _files(streams_max, replays_max)
     already = _open_files()
     limit = _raised(already + int(wanted / part))
@@ -52,7 +52,7 @@ def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> Worker
 
 
 def fit(streams_max: int, replays_max: int, files: int) -> WorkerCapacity:
-    """How many streams and replays fit into ``files`` descriptors; at least one of each, however few there are."""
+    """Return how many streams and replays fit into ``files`` descriptors; at least one of each in any case."""
     wanted = _files(streams_max, replays_max)
     if wanted <= files:
         return WorkerCapacity(streams_max, replays_max, wanted, is_limited=False)

@@ -16,7 +16,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 from waymark.domain.slices import Slices
 
 DIGEST_SLICE_BYTES = 4 * 2**20
-"""To hash these bytes takes about a millisecond."""
+"""Hashing this many bytes takes about a millisecond."""
 SEQ_BYTES = 8
 """A seq is an unsigned big-endian u64."""
 
@@ -51,7 +51,7 @@ class Frame(NamedTuple):
 
 
 def parse_live(parts: Sequence[bytes], connection: int, received: float) -> Frame | None:
-    """``[topic, seq, payload]`` or ``[seq, payload]``; None for anything else."""
+    """Parse ``[topic, seq, payload]`` or ``[seq, payload]``; return None for anything else."""
     if len(parts) == 3:
         topic, seq, payload = parts
     elif len(parts) == 2:

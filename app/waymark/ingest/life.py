@@ -93,7 +93,7 @@ class Life:
         self._opened_at = seq_in(state.flags, OPENED_AT) if state.watermark is not None else None
         """The seq of the first live frame, if the life began before any replay was answered to its end; else None."""
         self._gap_at = seq_in(state.flags, GAP_AT) if state.watermark is not None else None
-        """The seq behind the first gap, if no replay was answered to its end since; else None."""
+        """The first seq after the first gap, if no replay has been answered to its end since; else None."""
         self._unproven: tuple[int, str] | None = None
         """The watermark and digest that a replay must repeat, if live frames were applied while it waited."""
         self.is_lost = state.status is StreamStatus.LOST
@@ -306,7 +306,7 @@ class Life:
         await self.found()
 
     async def spots_of(self, batch: Batch) -> dict[int, Spot]:
-        """The blocks that hashes of the batch stand for, as this life, or the engines of its group, have told them."""
+        """Return the blocks that hashes of the batch stand for, as this life or its group's engines reported them."""
         resolver = self.applier.resolver
         hashes = {
             engine_hash for event in batch.events if isinstance(event, STORES) for engine_hash in event.engine_hashes

@@ -91,7 +91,7 @@ class FrameOrder:
             self.newest_ts = ts
 
     def begin_behind(self, seq: int, ts: float | None) -> None:
-        """Begin a new life behind the batch ``seq``, whose bytes are not known."""
+        """Begin a new life after the batch ``seq``, whose bytes are not known."""
         self.watermark, self.digest, self.newest_ts = seq, "", ts
 
     def restart(self) -> None:

@@ -1,8 +1,8 @@
 """Asks an engine for a snapshot that consists of records, as SGLang makes it, and reads the reply.
 
-The request is ``snapshot-v2`` or, of an engine that refuses that, ``snapshot-v1``. The reply is a run of messages, each
+The request is ``snapshot-v2`` or, for an engine that refuses it, ``snapshot-v1``. The reply is a run of messages, each
 an empty frame, a kind and a payload: a header, chunks of records, and an end or an error. Records name blocks by the
-hashes of the engine, and have no tokens. The form is read as the source under review has it: no release sends it.
+hashes of the engine, and have no tokens. The form is that of a change to SGLang under review: no release has it yet.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class RecordReply:
         return False
 
     def snapshot(self) -> Snapshot:
-        """The whole snapshot, after its last message."""
+        """Return the whole snapshot, after its last message."""
         assert self._header is not None
         return Snapshot(self._header["barrier_seq"], None, self._chunks, self._header["record_count"])
 

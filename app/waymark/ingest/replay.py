@@ -97,7 +97,7 @@ class Replay:
 
         Replies that were not read yet stay in libzmq's queue. The queue has no high-water mark, because a ROUTER drops
         messages for a slow reader. The publisher's replay buffer bounds it: one request brings no more. Raise
-        EndlessMessage, an OSError, if a reply is longer than any.
+        EndlessMessage, an OSError, if a reply is longer than any valid one.
         """
         if self.outcome is not None:
             return []

@@ -53,7 +53,7 @@ class ReplayPlace:
         return self.is_held
 
     def yield_reason(self, *, is_slow: bool) -> YieldReason | None:
-        """Why this held place must be given up now, if it must; ``is_slow``: replies come below the lowest rate."""
+        """Return why this held place must be given up now, or None; ``is_slow``: replies come below the lowest rate."""
         return self._places.yield_reason(self, is_slow=is_slow)
 
     def release(self) -> None:

@@ -25,11 +25,11 @@ from waymark.ingest.unfinished import (
 )
 
 _GIVE_BACK_TRIES = 20
-"""How often the memory of a message without an end is given back, after a look each: libzmq frees it by and by."""
+"""How many times the memory of an endless message is given back, after a pause each: libzmq frees it gradually."""
 
 
 class EndlessMessage(OSError):
-    """A message of an answer is longer than any, and has no end yet."""
+    """A message of an answer is longer than any valid one, and has no end yet."""
 
 
 class PublisherRequest:

@@ -1,6 +1,6 @@
 """Runs one stream in a worker, from its lease to its end. A fault of one stream does not affect the others.
 
-The leases of all streams of a worker are renewed together, with a look whether Redis has lost writes to them. A stream
+The leases of all streams of a worker are renewed together, with a check whether Redis has lost writes to them. A stream
 of its own accord does nothing while its engine is silent, so a worker may have thousands of them. ``renew``
 makes a few calls for each group, and wakes only the streams for which it finds something.
 """
@@ -50,7 +50,7 @@ _ASKED_AT_ONCE = 256
 
 
 class LeaseKeeper:
-    """Keeps the leases of those who are inside ``keeping``."""
+    """A keeper of the leases of the streams that are inside ``keeping``."""
 
     def __init__(self, store: Store, seconds: float) -> None:
         """``seconds``: how long a lease lasts. It is renewed four times in this time."""

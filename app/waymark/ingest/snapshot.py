@@ -47,7 +47,7 @@ class Snapshot:
     publisher_id: bytes | None
     """The id of the process; None if the engine does not name it."""
     chunks: deque[bytes] | deque[zmq.Frame]
-    """Payloads of batches or of records. Whoever applies one takes it out, so that its memory is free."""
+    """Payloads of batches or of records. The code that applies one removes it, to free its memory."""
     records: int | None = None
     """How many records all chunks have together; None if they are batches."""
 
@@ -83,7 +83,7 @@ async def ask(
 
     ``between`` is awaited several times a second; if it returns False, the snapshot is not needed any more. Raises
     BadSnapshot; InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free or the reply is longer
-    than any.
+    than any valid one.
     """
     deadline = time.monotonic() + seconds
     request = PublisherRequest(

@@ -78,7 +78,7 @@ class Snapshots:
         message_bytes_max: int,
         tick: Callable[[], Awaitable[None]],
     ) -> None:
-        """``pause_seconds``: at least so long an engine is not asked again; after failures the pause doubles."""
+        """``pause_seconds`` is the least pause before an engine is asked again; it doubles after failures."""
         self._life = life
         self._source = source
         self._context = context
@@ -131,7 +131,7 @@ class Snapshots:
             self._pause = min(2 * self._pause, PAUSE_SECONDS_MAX)
 
     async def _take(self, deadline: float) -> tuple[SnapshotOutcome, str]:
-        """Ask, and apply the answer; the outcome, and why it is not complete."""
+        """Ask, and apply the answer. Return the outcome, and why it is not complete."""
         try:
             snapshot = await self._ask()
             if snapshot is None and not self._received.is_unbroken:
@@ -209,7 +209,7 @@ class Snapshots:
         return SnapshotOutcome.COMPLETE, ""
 
     async def _records(self, seq: int, payloads: list[bytes]) -> tuple[Incoming, int]:
-        """The batch of one or more chunks of records, and how many these are. Raises BadSnapshot."""
+        """Return the batch of one or more chunks of records, and how many these are. Raises BadSnapshot."""
         events: list[StoredReference] = []
         records = 0
         for payload in payloads:

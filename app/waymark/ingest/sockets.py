@@ -110,7 +110,7 @@ class MessageReader:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.count = 0
-        """The calls that have received anything."""
+        """The number of calls that have received anything."""
         self._socket = socket
         self._has_rest = False
 

@@ -144,11 +144,11 @@ class Stream:
         self._heard = now
         self._down_since: float | None = now
         self._news = now
-        """When there were frames, or another state of the connection, the last time."""
+        """When frames last arrived, or the state of the connection last changed."""
         self._noted = float("-inf")
         """When it was noted last that the engine cannot be reached."""
         self._reached = 0
-        """The number of the connection of which it was noted that the engine is reached."""
+        """The number of the connection for which it was last noted that the engine is reachable."""
         self._dropped_asked = 0
         self._reporter = StatusReporter(
             life, self._subscriber, self._replaying, message_bytes_max=options.message_bytes_max

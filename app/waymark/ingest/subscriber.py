@@ -169,8 +169,8 @@ class Subscriber:
 
     @property
     def note_seconds(self) -> float:
-        """How long a note that the engine cannot be reached counts: longer, as attempts are rarer, for one of thousands
-        that were never reached, so that all of them together cost a worker some hundred notes a second.
+        """How long a note that the engine cannot be reached counts. If thousands were never reached, attempts are rarer
+        and notes last longer, so that all together cost a worker about a hundred notes a second.
         """
         return UNREACHABLE_NOTE_SECONDS + (3 * self._subscribers.pause_seconds if self._is_absent else 0.0)
 

@@ -19,21 +19,21 @@ from waymark.ingest.unfinished import (
 )
 
 ATTEMPT_SECONDS = 0.01
-"""Between two attempts of a worker at publishers that it has never reached: an attempt takes up to a millisecond. Of
-thousands whose engines have not started, each is tried less often.
+"""The pause between two attempts of a worker at publishers that it has never reached: an attempt takes up to a
+millisecond. If there are thousands of them, each is tried less often.
 """
 _CHECK_SECONDS, _CHECK_BYTES = 1.0, 16 * 2**20
-"""All connections are checked after this time, or after this growth of the process since it had least."""
+"""All connections are checked after this time, or after the process has grown by this from its smallest size."""
 _GIVE_BACK_BYTES, _GIVE_BACK_SECONDS_MAX = 64 * 2**20, 32.0
-"""With so much more than the least that it had, the process gives back what is free: a burst leaves a lot. It tries
-after a second, and each time that nothing was free after twice as long, up to this time.
+"""If the process is larger than its smallest size by this, it gives free memory back: a burst leaves a lot. It tries
+after a second, and if nothing was free again after twice the pause, up to this time.
 """
 _FREED_SECONDS = 0.25
 """The parts of a connection that was ended are mostly free by then. Only after this time is another one blamed for the
 growth of the process.
 """
 _FORGOTTEN_SECONDS = 1.0
-"""They are all free by then: what the process still has more is memory that it keeps, and no connection's."""
+"""They are all free by then: any further growth is memory that the process keeps, and not a connection's."""
 
 
 class _Watched:
@@ -82,7 +82,7 @@ class Subscribers:
     async def keep_watching(self) -> None:
         """Check all connections now and then, and at once when the process grows, until cancelled.
 
-        And give memory back that is free.
+        Give free memory back to the system, too.
         """
         map_long_blocks()
         last_memory, last_time = 0, float("-inf")

@@ -25,14 +25,14 @@ import zmq
 from waymark.ingest.sockets import PublisherSocket
 
 MEMORY_BYTES_MAX = 128 * 2**20
-"""The growth of the process since the last message of a connection; then the connections with most bytes end."""
+"""If the process has grown by this since a connection's last message, the connections with the most bytes are ended."""
 UNFINISHED_BYTES_MIN = 2**20
 """With fewer bytes no connection is held responsible for the growth of the process."""
 LONGEST_PARTS = 2
-"""A message of several parts may have the bytes of so many longest ones."""
+"""A message of several parts may have as many bytes as this many of the longest messages."""
 LOOK_SECONDS = 0.05
 _HEARTBEAT_BYTES = 16
-"""The bytes of a second that are no part of a message."""
+"""The bytes per second that belong to no message."""
 _PIECE_BYTES = 2**20
 #: Numbers of ``mallopt``; from how many bytes on glibc maps a block, and how many it may keep at the end of its heap.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -43,7 +43,7 @@ _BYTES_RECEIVED = struct.Struct("=128xQ")
 
 
 class _LinkState(NamedTuple):
-    """The state of a connection when it had delivered so many messages."""
+    """The state of a connection when it had delivered ``messages`` messages."""
 
     file: int
     messages: int

@@ -1,1 +1,1 @@
-"""The index's view of a prompt, and the reasons why it is no longer: for people, in the shell and over HTTP."""
+"""The match of a prompt in the index, and why it is not longer: for people, in the shell and over HTTP."""

@@ -89,7 +89,7 @@ class InstanceLines:
     instance_id: str
     is_pool: bool
     match: int
-    """Blocks of the longest match; a pool's: 0, it counts for the others."""
+    """Blocks of the longest match; 0 for a pool, whose blocks count for the instances."""
     holders: tuple[HolderLine, ...]
 
     @property
@@ -131,7 +131,7 @@ class PromptHoldings:
 
     @property
     def blocks_held(self) -> int:
-        """How many of the blocks somebody has who counts."""
+        """How many of the blocks a counted holder has."""
         return len(_union([line for lines in self.instances for line in lines.holders if not line.not_counted]))
 
 

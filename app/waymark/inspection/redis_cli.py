@@ -65,7 +65,7 @@ class RedisCli:
         return [self.line("HGETALL", keys.holders(group.id))]
 
     def group(self, group: InspectedGroup, table: HolderTable) -> list[str]:
-        """Everything of a group but its blocks."""
+        """Return the commands for everything of a group but its blocks."""
         lines = [*self.table(group), self.line("SMEMBERS", keys.dead(group.id))]
         for publisher in sorted(table.publishers):
             lines += self.publisher(group, publisher)

@@ -4,7 +4,7 @@ The registrations and their streams come first; then the prompt is looked up onc
 usual other readings: another block size, adapter, salt, tenant, seed, or without the first token. A salt may be a
 secret of its tenant: it is tried, never shown.
 
-An explanation has each instance's share, and the reason why it is no longer; for the shell and over HTTP. Its JSON form
+An explanation has each instance's match, and why it is not longer; for the shell and over HTTP. Its JSON form
 has the ids of groups and holders only for somebody who may read Redis: they are counted over all tenants.
 """
 
@@ -139,7 +139,7 @@ async def of_prompt(
     groups: Sequence[InspectedGroup],
     states: Sequence[PublisherState],
 ) -> list[str]:
-    """Why no instance has a match, only the surest reasons; ``states`` are of the group's publishers."""
+    """Return why no instance has a match, only the surest reasons; ``states`` are those of the group's publishers."""
     if not holding.keys:
         size = holding.block_size
         return [

@@ -2,7 +2,7 @@
 
 The settings are those of the environment. The server must speak the lifespan protocol: the application opens its
 connections when it starts, and closes them when it ends. The bounds of ``waymark query`` on connections and on slow
-requests are in its own server, so another server needs its own.
+requests are in Waymark's server, so another server needs bounds of its own.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class AsgiReplica:
 
 
 async def _refusal(store: Store) -> str | None:
-    """Why the index in Redis cannot be used; None where Redis does not answer, which ``/ready`` then says."""
+    """Return why the index in Redis cannot be used; None if Redis does not answer, which ``/ready`` reports."""
     try:
         return await store.other_format()
     except StoreUnavailable:

@@ -80,7 +80,7 @@ class GatewayRole:
         return [self._begin(), *(part.run() for part in (self._archive, self._watch) if part is not None)]
 
     async def _begin(self) -> None:
-        """Register the engines that the gateway was given, and then look for what is wrong with its settings."""
+        """Register the engines that the gateway was given, and then log each alias that no engine serves."""
         await self._engines.run()
         await self.app.warn()
 

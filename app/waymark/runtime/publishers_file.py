@@ -1,6 +1,6 @@
 """The publishers that an operator names in a file, ``WAYMARK_PUBLISHERS_FILE``: read at the start, and as it changes.
 
-Three shapes, as JSON or YAML. A list of bodies of ``POST /register``, one object each, ``url`` included:
+The file is JSON or YAML, in one of three shapes: a list of bodies of ``POST /register``, also those with ``url``:
 
     - {type: vLLM, modelname: llama, instance_id: pod-1, block_size: 16, endpoint: "tcp://10.0.0.7:5557"}
 

@@ -77,7 +77,7 @@ def http_server(
     shape: Shape = lambda *_: None,
     straight: StraightTable | None = None,
 ) -> uvicorn.Server:
-    """Return an HTTP server, which ends when its ``should_exit`` is set. ``straight`` are questions of ``app``."""
+    """Return an HTTP server that ends at ``should_exit``. ``straight`` has the straight questions of ``app``."""
     return _UvicornServer(
         uvicorn.Config(
             app,
@@ -96,7 +96,7 @@ def http_server(
 
 
 def stop_signal() -> asyncio.Event:
-    """Set when SIGTERM or SIGINT arrives."""
+    """Return an event that SIGTERM or SIGINT sets."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -51,7 +51,7 @@ class HttpConnection(asyncio.Protocol):
         self._is_done = False
         """Nothing that arrives is read any more."""
         self._rejection: Rejection | None = None
-        """The last word, once all requests before it are answered."""
+        """The rejection to send once all requests before it are answered."""
         self._is_paused = False
         self._drained: asyncio.Event | None = None
         self._scope: dict[str, Any] = {}  # the common fields of all requests of the connection
@@ -219,7 +219,7 @@ class HttpConnection(asyncio.Protocol):
             self._part()
 
     def _part(self) -> None:
-        """Say the last word, if there is one, and close."""
+        """Send the rejection, if there is one, and close."""
         self._is_done = True
         if self._rejection is not None:
             body = self._rejection.body(self.all.shape, self._reader.path)

@@ -132,7 +132,7 @@ class RequestCycle:
     # ---- the request -----------------------------------------------------------------------------------
 
     def take(self, piece: bytes) -> None:
-        """Keep a piece of the body; the application is not woken for one that will soon be whole."""
+        """Keep a piece of the body; the application is not woken before the end of a short body."""
         # Mostly it is all, and need not be copied.
         if not self._body:
             self._body = piece
@@ -259,7 +259,7 @@ class RequestCycle:
     def _break_off(self) -> None:
         """End the connection, which alone shows the client that bytes are missing.
 
-        A body that ends with the connection would be whole, so that one is reset.
+        If the end of the connection ends the body, a plain close would make it look complete, so this resets.
         """
         if self.is_on_wire and not (self.is_answered or self._is_chunked or self._left is not None):
             self._connection.reset()

@@ -51,7 +51,7 @@ class Rejection:
 
     def __init__(self, why: str, status: str, reason: str, sentence: str, *lines: str) -> None:
         self.why = why
-        """Label of the metric."""
+        """The label of the metric."""
         self.status = int(status[:3])
         self.reason = reason
         self.sentence = sentence

@@ -1,7 +1,7 @@
-"""Makes requests of the bytes of one connection, within the bounds of heads.
+"""Turns the bytes of one connection into requests, within the bounds on heads.
 
 ``httptools`` parses, and ``HeadCheck`` rejects requests that httptools accepts and RFC 9112 forbids. A plain POST that
-arrived at once is read by the C module in one call, because each field costs a callback of httptools.
+arrived in one piece is read by the C module in one call: with httptools, each field costs a callback.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class HeadCheck:
     def rejection(
         self, method: str, version: str, headers: list[tuple[bytes, bytes]], named: dict[bytes, bytes]
     ) -> Rejection | None:
-        """Why the request is rejected, or None. ``named`` has the last value of each field of ``headers``."""
+        """Return why the request is rejected, or None. ``named`` has the last value of each field of ``headers``."""
         if version not in ("1.1", "1.0") or method == "CONNECT":
             return NOT_HTTP
         host = named.get(b"host")
@@ -236,7 +236,7 @@ class HeadCheck:
 
 
 def target_of(url: bytes) -> tuple[str, bytes, bytes]:
-    """ASGI's ``path``, ``raw_path`` and ``query_string`` of a request target. Raises httptools.HttpParserError."""
+    """Return ASGI's ``path``, ``raw_path`` and ``query_string`` of a target. Raises httptools.HttpParserError."""
     if _IS_PLAIN_PATH(url):
         return url.decode("ascii"), url, b""
     target = httptools.parse_url(url)

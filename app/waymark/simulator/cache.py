@@ -83,7 +83,7 @@ class MediumBlocks:
         self._next_copy += 1
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Use one copy of each present block of a chain, parents last, so that they are the younger."""
+        """Use one copy of each present block of a chain, parents last, so that they are the more recently used."""
         used = [self._copies[block.key][-1] for block in blocks if block.key in self._copies]
         for copy in reversed(used):
             self._order.move_to_end(copy)
@@ -136,8 +136,8 @@ class PrefixCache:
     ``repeat_rate`` is the chance, per prompt with a hit, that a part of the hit is stored again; at 0 every block
     has one copy per medium. With ``dense_offload``, stores off the GPU have tokens. ``removals_together`` puts the
     removals of one call and medium in one event, as SGLang does, instead of one event each. ``standard_hashes``
-    names blocks by their seq_hash, as a publisher of the KV Events envelope does. With ``removes_once`` a block is told
-    as removed after its last copy only.
+    names blocks by their seq_hash, as a publisher of the KV Events envelope does. With ``removes_once`` a block is
+    reported as removed after its last copy only.
     """
 
     def __init__(
@@ -259,14 +259,14 @@ class PrefixCache:
         ]
 
     def contents(self) -> dict[str, frozenset[Prefix]]:
-        """Per medium every block held, each as its whole prefix; meant for small caches."""
+        """Return by medium every block held, each as its whole prefix; meant for small caches."""
         return {
             medium: frozenset(_prefix(b) for b in medium_blocks.blocks())
             for medium, medium_blocks in self._media.items()
         }
 
     def copies(self) -> dict[str, Counter[int]]:
-        """Per medium the number of physical copies by the hash the events name."""
+        """Return by medium the number of physical copies, by the hash in events."""
         counts: dict[str, Counter[int]] = {}
         for medium, medium_blocks in self._media.items():
             counts[medium] = Counter()
@@ -300,7 +300,7 @@ class PrefixCache:
         return chunks
 
     def size(self) -> dict[str, int]:
-        """Per medium the number of different blocks held."""
+        """Return by medium the number of different blocks held."""
         return {medium: sum(1 for _ in medium_blocks.blocks()) for medium, medium_blocks in self._media.items()}
 
     @property
@@ -357,7 +357,7 @@ class PrefixCache:
         )
 
     def _grouped(self, events: list[WireEvent]) -> list[WireEvent]:
-        """Neighbouring removals that differ in their hashes only, as one; parents first, as SGLang lists them."""
+        """Join neighbouring removals that differ in their hashes only; parents first, as SGLang lists them."""
         grouped: list[WireEvent] = []
         for event in events:
             last = grouped[-1] if grouped else None

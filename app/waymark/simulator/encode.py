@@ -129,7 +129,7 @@ class Encoder:
         self._standard = _Standard(dialect == "standard-tokens", dimensions or Dimensions())
 
     def payload(self, events: Sequence[WireEvent], *, ts: float, rank: int | None = 0) -> bytes:
-        """``[ts, events, rank]``; vLLM 0.9.0 had no rank: ``vllm-list-6`` leaves out a rank of None."""
+        """Pack ``[ts, events, rank]``; vLLM 0.9.0 had no rank: ``vllm-list-6`` leaves out a rank of None."""
         packed = [event_bytes for event in events for event_bytes in self._packed(event, ts, rank)]
         without_rank = rank is None and self.dialect == "vllm-list-6"
         head = msgpack.Packer(autoreset=False)

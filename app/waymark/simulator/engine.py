@@ -63,7 +63,7 @@ class SimulatedEngine:
         return await self._publish(events, rank) if events else None
 
     async def clear(self, rank: int = 0) -> int:
-        """Reset the prefix cache of one rank; the seq of the batch that says so."""
+        """Reset the prefix cache of one rank. Return the seq of the batch that says so."""
         return await self._publish(self.caches[rank].clear(), rank)
 
     async def restart(self, *, rebind: bool = False) -> None:
@@ -117,7 +117,7 @@ def build_engine(
 
     SGLang's stores off the GPU have tokens, and it removes several blocks in one event. A standard publisher counts no
     copies, so its blocks are never repeated. With ``removes_once`` a block with several copies is removed after the
-    last one only. Raise ``InvalidValue`` if a dialect without media shall have more than the GPU.
+    last one only. Raise ``InvalidValue`` if more than the GPU is asked for in a dialect without media.
     """
     if cpu_blocks and dialect in WITHOUT_MEDIUM:
         raise InvalidValue(f"{dialect} names no medium, so cpu_blocks is 0 there, not {cpu_blocks}", field="cpu_blocks")

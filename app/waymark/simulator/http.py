@@ -40,7 +40,7 @@ _CREATED = 1_700_000_000
 
 
 class Messages:
-    """The handlers of both."""
+    """The handlers of ``/v1/messages`` and ``/v1/responses``."""
 
     def __init__(self, generator: Generator, openai: OpenAi) -> None:
         self._generator = generator

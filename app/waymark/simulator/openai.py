@@ -168,7 +168,7 @@ class OpenAi:
     # ---- common parts of bodies ------------------------------------------------------------------------
 
     def prompt(self, body: Mapping[str, Any], tokens: tuple[int, ...]) -> SimulatedPrompt:
-        """Return the prompt of a body. Raise Refused if its model is not served."""
+        """Return the prompt of a body. Raise BadRequest if its model is not served."""
         model = body.get("model")
         if model is None or model == self._served.model_name:
             return SimulatedPrompt(tokens, cache_salt=body.get("cache_salt"))
@@ -256,7 +256,7 @@ def _sum(answers: Sequence[Completion]) -> dict[str, Any]:
 
 
 async def body_of(request: web.Request) -> dict[str, Any]:
-    """Return the object of a body. Raises Refused."""
+    """Return the object of a body. Raises BadRequest."""
     try:
         body = await request.json()
     except ValueError:
@@ -268,7 +268,7 @@ async def body_of(request: web.Request) -> dict[str, Any]:
 
 
 def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a list that must have an element. Raises Refused."""
+    """Return a list that must have an element. Raises BadRequest."""
     value = body.get(name)
     if not isinstance(value, list) or not value:
         raise BadRequest(400, f"{name} must be a list with an element")

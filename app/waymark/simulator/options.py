@@ -88,7 +88,7 @@ class AnswerFaults(Options):
 
 
 def is_due(period: int, count: int) -> bool:
-    """Return whether the ``count``-th (from 1) is one of each ``period``-th."""
+    """Return whether ``count``, from 1, is a multiple of ``period``; 0 means never."""
     return period > 0 and count % period == 0
 
 

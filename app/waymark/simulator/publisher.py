@@ -172,7 +172,7 @@ class SimulatedPublisher:
     # ---- live ------------------------------------------------------------------------------------------
 
     def publish(self, events: list[WireEvent], *, ts: float, rank: int | None = 0) -> int:
-        """Send one batch and keep it for replay; its seq."""
+        """Send one batch and keep it for replay. Return its seq."""
         return self._send(self.encoder.payload(events, ts=ts, rank=rank))
 
     def publish_garbage(self) -> int:

@@ -1,6 +1,6 @@
 """The only package that talks to Redis.
 
-Other rooms import the modules in ``__all__``; the others are reached by the attributes of a ``Store``.
+Other packages import the modules in ``__all__``; the rest is reached by the attributes of a ``Store``.
 """
 
 __all__ = [

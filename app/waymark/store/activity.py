@@ -104,7 +104,7 @@ class Activity:
         return await self._read("XRANGE", f"({entry_id}", "+", count)
 
     async def newest(self, count: int) -> list[ActivityEntry]:
-        """Return at most ``count`` entries, oldest first."""
+        """Return the newest entries, at most ``count``, oldest first."""
         return (await self._read("XREVRANGE", "+", "-", count))[::-1]
 
     async def _read(self, command: str, start: str, end: str, count: int) -> list[ActivityEntry]:

@@ -44,8 +44,8 @@ class Directory:
         """The claims of the last list, each good for as long as Redis has the same bytes."""
         self._tenants = _Tenants()
         self.writes = 0
-        """How many claims this process has written. Whoever remembers registrations reads them again after a write, so
-        that an acknowledged registration is known at once.
+        """How many claims this process has written. A part that remembers registrations reads them again after a
+        write, so that an acknowledged registration is known at once.
         """
 
     async def claim(self, name: PublisherName) -> Claim | None:

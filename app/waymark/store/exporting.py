@@ -37,7 +37,7 @@ _APPLIED = re.compile(rb"([0-9]{1,15}) [0-9]{1,16}")
 
 @dataclass(slots=True)
 class Exported:
-    """What an export has written."""
+    """The result of an export."""
 
     publishers: int = 0
     blocks: int = 0

@@ -47,7 +47,7 @@ class ReportedBlock(NamedTuple):
 
 
 class AskedGroups:
-    """The groups that somebody has asked about within some time, so that workers do for them what costs more."""
+    """The groups that a client has asked about recently; workers do costly work for these only."""
 
     def __init__(self, client: RedisClient, scripts: Scripts, key: str, seconds: float) -> None:
         self._client = client

@@ -1,12 +1,12 @@
 """Puts the publishers and blocks of a file into this Redis, one publisher after the other.
 
 The blocks of a publisher get holders hidden from readers, as those of a snapshot, and take their place in
-one step when all are there. So no answer counts only a part. A second import goes on where one was cut: it
-replaces what that one has registered.
+one step when all are there. So no answer counts only a part. An import that was cut short can be
+repeated: it replaces the publishers that the first one registered.
 
 An import acts as a worker with the lease: the stream has the watermark and the digest of the file afterwards,
 and the status ``starting``. The ingest worker that takes it over goes on as after another worker. It asks for the
-batches behind the watermark, and ends the life if the engine is another process than the one in the file.
+batches after the watermark, and ends the life if the engine is another process than the one in the file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAMES_SHOWN: Final = 5
 
 @dataclass(slots=True)
 class Imported:
-    """What an import has written."""
+    """The result of an import."""
 
     publishers: int = 0
     blocks: int = 0

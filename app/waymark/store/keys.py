@@ -130,7 +130,7 @@ def load(group_id: int) -> str:
 
 
 def load_changes(group_id: int) -> str:
-    """Which loads have changed, in the order in which they did."""
+    """Return the key of the targets whose loads have changed, in the order of their changes."""
     return f"{_root}{_tag(group_id)}:changes"
 
 
@@ -157,7 +157,7 @@ def worth(group_id: int) -> str:
 
 
 def valuing(group_id: int) -> str:
-    """Return the key of the walk over the rows of a group that finds this."""
+    """Return the key of the walk over the rows of a group that computes ``worth``."""
     return f"{_root}{_tag(group_id)}:valuing"
 
 
@@ -174,12 +174,12 @@ def answer_times(group_id: int, publisher: int) -> str:
 
 
 def books(group_id: int, hour: int) -> str:
-    """The sums of one hour since 1970."""
+    """Return the key of the sums of one hour, counted since 1970."""
     return f"{_root}{_tag(group_id)}:books:{hour}"
 
 
 def decisions(group_id: int) -> str:
-    """The kept decisions."""
+    """Return the key of the kept decisions."""
     return f"{_root}{_tag(group_id)}:decisions"
 
 
@@ -188,12 +188,12 @@ def drift(group_id: int, publisher: int) -> str:
 
 
 def request(group_id: int, request_id: str) -> str:
-    """``request_id`` has 16 hex digits."""
+    """Return the key of the reservation of a request. ``request_id`` has 16 hex digits."""
     return f"{_root}{_tag(group_id)}:request:{request_id}"
 
 
 def selection(selection_id: str) -> str:
-    """``selection_id`` has 16 hex digits. Clients name a selection without its group."""
+    """Return the key of a selection, which clients name without its group. ``selection_id`` has 16 hex digits."""
     return f"{_root}selection:{selection_id}"
 
 
@@ -202,7 +202,7 @@ _PREFILL = 0x7072656669_6C6C21
 
 
 def pulls(group_id: int, publisher: int) -> str:
-    """The copies under way from one engine."""
+    """Return the key of the copies under way from one engine."""
     return f"{_root}{_tag(group_id)}:pulls:{publisher}"
 
 
@@ -212,7 +212,7 @@ def history(group_id: int, publisher: int) -> str:
 
 
 def spec(group_id: int, block_key: int, *, of_prefill: bool = False) -> str:
-    """A speculative entry: the target that will soon have the prompt up to this block.
+    """Return the key of a speculative entry: the target that will soon have the prompt up to this block.
 
     ``of_prefill``: the target that prefilled it for another one, which will have it, too.
     """

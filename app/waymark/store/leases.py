@@ -28,7 +28,7 @@ _RENEWED_AT_ONCE = 256
 
 
 def random_nonce() -> str:
-    """64 random bits as 16 hex digits, so that no two lives, tokens or versions are equal."""
+    """Return 64 random bits as 16 hex digits, so that no two lives, tokens or versions are equal."""
     return secrets.token_hex(8)
 
 
@@ -172,7 +172,7 @@ class Leases:
     async def take_for(
         self, ids: PublisherIds, worker: str, seconds: float, *, force: bool = False
     ) -> TakenLease | None:
-        """``take`` for any publisher."""
+        """Take a lease like ``take``, for any publisher."""
         own, counter_above, milliseconds = "", 0, max(1, int(seconds * 1000))
         record, lease = keys.record(ids.group_id, ids.publisher), keys.lease(ids.group_id, ids.publisher)
         while True:

@@ -36,7 +36,7 @@ _NAME_MAX = 200
 
 
 def pairs_of(reply: list[bytes] | dict[bytes, bytes] | None) -> Mapping[bytes, bytes] | None:
-    """The reply to an HGETALL in a pipeline of raw commands, which the client returns as a flat list or as a dict."""
+    """Return the pairs of an HGETALL in a pipeline of raw commands, which the client returns as a list or a dict."""
     if reply is None or isinstance(reply, dict):
         return reply
     return dict(zip(reply[::2], reply[1::2], strict=True))

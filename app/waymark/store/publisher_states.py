@@ -118,7 +118,7 @@ class PublisherStates:
         ]
 
     async def drifts(self, claims: Sequence[Claim]) -> list[Drift | None]:
-        """The drift of each target that delivers less than expected."""
+        """Return the drift of each target, None unless it delivers less than expected."""
         now = 1000 * time.time()
         values = await self._client.several(
             [("HGET", keys.load(claim.group_id), DRIFT + b"%d" % claim.publisher) for claim in claims], is_lenient=True

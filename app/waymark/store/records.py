@@ -1,6 +1,6 @@
 """Publishers' records: the state of each stream, and the lives of its holders.
 
-Only the worker with the grant writes a record. Where a method returns None or False, another worker has the stream
+Only the worker with the grant writes a record. If a method returns None or False, another worker has the stream
 now (the caller is *fenced*): the caller discards its state of the stream.
 
 A newer release, a person or a fault may have written any field of a record (``wm:{g}:publisher:<id>``), so each field
@@ -69,7 +69,7 @@ class StreamFields:
         return any(name.startswith(beginnings) for name in self._damaged)
 
     def has_any(self, beginning: str) -> bool:
-        """Return whether there is a field whose name begins so."""
+        """Return whether there is a field whose name begins with ``beginning``."""
         return any(name.startswith(beginning) for name in self._fields)
 
     def text(self, name: str) -> str:
@@ -416,7 +416,7 @@ class Records:
         return grant.counted(outcome)
 
     async def note_health(self, grant: Grant, *, milliseconds: int) -> bool:
-        """Note for so long that the engine cannot be reached, or with 0 that it can; False if fenced."""
+        """Note that the engine cannot be reached, for this many ms, or with 0 that it can; False if fenced."""
         outcome = await self._scripts.note_health(
             load=keys.load(grant.group_id),
             changes=keys.load_changes(grant.group_id),

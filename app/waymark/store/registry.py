@@ -72,7 +72,7 @@ class Registry:
         ``is_known`` a publisher that was unregistered meanwhile stays so, and the result is False.
 
         Raises Conflict, with the field, if the publisher is registered with another model, block size, type, adapter,
-        salt or scope, or if its registration cannot be read; InvalidValue if its tenant may not be named so. Nothing
+        salt or scope, or if its registration cannot be read; InvalidValue if its tenant may not have this name. Nothing
         changes then.
         """
         if registration.tenant_id in RESERVED_TENANTS:
@@ -115,9 +115,9 @@ class Registry:
     async def register_several(
         self, registrations: Sequence[Registration], *, known: Set[PublisherName] = frozenset()
     ) -> dict[PublisherName, bool]:
-        """Register many publishers in a few round trips; whether each one is new.
+        """Register many publishers in a few round trips. Return whether each one is new.
 
-        The result lacks those that take more, for example because a registration changes or a name is refused:
+        The result lacks those that need more steps, for example because a registration changes or a name is refused:
         ``register`` registers them, or says why not. It also lacks a name of ``known`` that was unregistered meanwhile.
         """
         return await self._claims.write_several(

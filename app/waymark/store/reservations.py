@@ -358,7 +358,7 @@ class Reservations:
     def take_back(self, made: Sequence[Reservation], milliseconds: int) -> None:
         """End reservations that no caller waits for, as soon as Redis answers, in the background.
 
-        ``milliseconds``: they last so long.
+        ``milliseconds`` is how long they last.
         """
         if self._begin is not None:
             self._begin(self._take_back(made, milliseconds))
@@ -389,8 +389,8 @@ class Reservations:
 
         ``ttft_ms`` is the time to the first token. It counts for the first target that computed a prompt. ``tpot_ms``
         is the time of each further token. It counts for the first target of all, which answered. ``usage`` is compared
-        with what was promised of the one target that something was promised of. ``saw`` is told what each target has to
-        do now, and ``booked`` what the usage has shown.
+        with the promise, if exactly one reservation has one. ``saw`` gets the remaining load of each target, and
+        ``booked`` the drift that the usage has shown.
         """
         minute = int(time.time() // 60)
         # A request of several sequences has several reservations of one target, and is one outcome.

@@ -217,7 +217,7 @@ class ReplicaCounts:
         self._prefixes: set[str] = set()
         self._task: asyncio.Task[None] | None = None
         self.prefixes_seen = 0
-        """About how many different prefix keys all replicas had seen when this replica last added its own."""
+        """The approximate number of prefix keys that all replicas had seen when this one last added its own."""
 
     def add(self, name: str, prefix_key: bytes | None = None, *, number: int = 1) -> None:
         """Count a decision, and the prefix key of its request, or ``number`` of something else."""

@@ -109,7 +109,7 @@ def run(steps: Steps[T], receiver: ReplyReceiver[T]) -> None:
 
 
 def never() -> bool:
-    """Whether a result is not wanted any more, for a receiver that wants it in any case."""
+    """Return False: a receiver that wants its result in any case is never done."""
     return False
 
 

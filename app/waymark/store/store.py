@@ -196,7 +196,7 @@ class Store:
         return await self.incarnation.read(self.scripts)
 
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Work in the background that ends with the store at the latest."""
+        """Start work in the background, which ends with the store at the latest."""
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -230,7 +230,7 @@ class Store:
         await self._client.publish(keys.CONTROL, "released")
 
     async def other_format(self) -> str | None:
-        """Why this release cannot use the index in this Redis, as a sentence; None if it can."""
+        """Return why this release cannot use the index in this Redis, as a sentence; None if it can."""
         words = [("HGET", keys.GROUPS, field) for field in _FORMAT_FIELDS]
         return _complaint_of_format(*await self._client.several(words))
 
@@ -262,7 +262,7 @@ class Store:
         )
 
     async def check(self) -> list[str]:
-        """Why queries and events cannot be served, as sentences; empty if Redis answers and has the scripts."""
+        """Return why queries and events cannot be served, as sentences; empty if Redis answers and has the scripts."""
         try:
             await self._client.load_scripts()
             # A Cluster that is down accepts scripts and pings, and refuses every key.

@@ -4,10 +4,10 @@ A worker walks, at the pace of the sweep, if somebody has asked about the group 
 result costs work. One walk at a time holds ``wm:{g}:valuing``, and its result is kept in ``wm:{g}:worth`` for
 a while. A request reads that result and never walks itself.
 
-The walk reads each row once, whichever number of holders have it, because it remembers the names of the rows that it
+The walk reads each row once, however many holders have it, because it remembers the names of the rows that it
 has read. This is bounded: if the holders of the group have more than ``ROWS_MAX`` entries together, it reads the rows
-whose names begin with certain digits, and the sums are estimated from this share. Names are hashes, so that the share
-is a fair sample.
+whose names begin with certain digits, and the sums are estimated from this share. Names are hashes, so the share is
+a fair sample.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A tokenizer in this process: ``tokenizer.json``, ``tokenizer_config.json`` and the chat template of a model.
 
 ``encode_batch_fast`` alone is called, and in the pool's threads: ``encode`` holds the GIL as long as it takes.
-Remembered results, all work on a short text but its encoding, and the encoding of a few words cost less than the way to
-a thread and back.
+Looking up a result, all work on a short text but its encoding, and encoding a few words are done on the event loop:
+they cost less than a switch to a thread and back.
 """
 
 from __future__ import annotations

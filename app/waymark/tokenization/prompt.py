@@ -16,7 +16,7 @@ class TextPrompt:
 
     text: str
     add_special_tokens: bool = True
-    """Such as the BOS of the model, as its tokenizer adds them."""
+    """Whether the tokenizer adds its special tokens, such as the BOS of the model."""
     truncation: Truncation | None = None
 
     @property
@@ -35,7 +35,7 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    """The template writes them itself."""
+    """Whether the tokenizer adds its special tokens; mostly the template writes them itself."""
     system: Any = None
     """A text or a list of blocks that stands before the messages, as in Anthropic's form."""
     truncation: Truncation | None = None

@@ -1,8 +1,8 @@
 """The program of a process that renders one chat template; ``renderers`` starts it, and talks to it over a socket.
 
 A template comes with a model's files, and messages come from clients. Some templates double a text at each step, and
-some end the library that renders them. So they are rendered in a process of its own, with bounds on memory and CPU that
-the kernel enforces. The process ends at the end of its socket, and so with the process that started it.
+some end the library that renders them. So each template is rendered in a process of its own, with bounds on memory and
+CPU that the kernel enforces. The process ends at the end of its socket, and so with the process that started it.
 
 It is run as a file without importing Waymark, so that it begins within a few milliseconds.
 """

@@ -41,7 +41,7 @@ def no_tokenizer(model: str) -> InvalidValue:
 
 
 def found_in(directory: Path) -> dict[str, str]:
-    """URLs by model: each ``tokenizer.json`` one or two levels down, its model named by the path of its directory."""
+    """Return URLs by model: each ``tokenizer.json`` one or two levels down, with its directory's path as the model."""
     names: dict[str, str] = {}
     looked_at = 0
     for path in _directories(directory):

@@ -251,7 +251,7 @@ def dates_of(source: str) -> tuple[str, ...] | None:
 
 
 def takes_parts_for_sglang(source: str) -> bool:
-    """Return ``takes_parts`` by the rules of SGLang. It knows fewer loops, and takes words of the source for a sign."""
+    """Return ``takes_parts`` by the rules of SGLang. SGLang knows fewer loops, and goes by words in the source."""
     loops = _LOOP.findall(source)
     return any(word in source for word in _MEDIA_WORDS) or any(
         of_message and name in ("message", "msg", "m") for name, of_message in loops

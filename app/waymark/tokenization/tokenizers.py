@@ -1,7 +1,7 @@
-"""The one face: text or messages of a model to token ids, within bounds, or a refusal that names the way out.
+"""The entry point: text or messages of a model to token ids, within bounds, or a refusal that names the way out.
 
 A text that many send at once is made into tokens once. At most ``UNDER_WAY_MAX`` are worked on; one more is refused at
-once. A model has at most three times as many as there are free places: one with slow files leaves places to all others.
+once. A model may take at most three times as many as are free: one with slow files leaves places to all others.
 A request waits ``SECONDS`` at most, and the work that it waited for keeps its place until it ends.
 """
 
@@ -78,7 +78,7 @@ class Tokenizers:
         new_asker: Callable[[], Asker] = Asker,
         engines: Engines | None = None,
     ) -> None:
-        """Create the face. ``engines`` are asked for the tokens of a source ``engine:``, and of models without a
+        """Create the entry point. ``engines`` are asked for the tokens of a source ``engine:``, and of models without a
         source.
         """
         self._configured = dict(sources)

@@ -93,7 +93,7 @@ class DynamoInputs:
 
 
 def remembered(prompt_of: PromptOf, cache: dict[int, HashedPrompt]) -> PromptOf:
-    """``prompt_of``, with each prompt that it makes kept in ``cache`` by its block size."""
+    """Return ``prompt_of`` with a cache: each prompt that it makes is kept in ``cache`` by its block size."""
 
     def of(block_size: int) -> HashedPrompt:
         cache[block_size] = prompt_of(block_size)

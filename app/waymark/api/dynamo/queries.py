@@ -243,7 +243,7 @@ def in_tiers(rows: dict[str, dict[int, DynamoRank]]) -> DynamoTiers:
 
 
 def is_worker_id(instance_id: str) -> bool:
-    """Return whether an instance of the root API is one here: a decimal u64, without leading zeros."""
+    """Return whether an instance of the root API is a worker here: its id is a decimal u64 without leading zeros."""
     if not (instance_id.isascii() and instance_id.isdigit() and len(instance_id) <= 20):
         return False
     return int(instance_id) <= U64_MASK and (instance_id == "0" or instance_id[0] != "0")
@@ -256,8 +256,8 @@ def _group(partition: str | None, model_name: str) -> GroupName:
 def _check_new(new: Registration, registrations: list[Registration], *, names_others: bool) -> None:
     """Raise ``Conflict`` if the rank is registered already, or its group has another block size.
 
-    As released, an instance is also of one model and routing group; the message names them if ``names_others`` allows
-    it.
+    As in the released indexer, an instance has only one model and routing group; the message names them if
+    ``names_others`` allows it.
     """
     first = next((old for old in registrations if old.group == new.group), None)
     old_registration = next(

@@ -33,7 +33,7 @@ class _Grouped(RequestBody):
 
     @property
     def partition(self) -> str | None:
-        """The one partition key; None where the request names none."""
+        """The one partition key; None if the request does not name one."""
         return self.routing_group or self.tenant_id
 
 

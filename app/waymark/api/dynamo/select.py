@@ -279,7 +279,7 @@ def _no_reservation(body: Body) -> NotFound:
 
 
 def _tokens(body: Body, name: str) -> int | None:
-    """A parameter of the usage. Raises InvalidValue if it is not a number of tokens."""
+    """Return a parameter of the usage. Raises InvalidValue if it is not a number of tokens."""
     text = body.path.get(name)
     if text is None:
         return None

@@ -30,7 +30,7 @@ _FIELDS = tuple(WorkerPatch.model_fields)
 
 
 class DynamoWorkerHandlers:
-    """Handlers of the three."""
+    """Handlers of the three operations on workers."""
 
     def __init__(self, store: Store, allowed: AllowedEndpoints) -> None:
         self._store = store

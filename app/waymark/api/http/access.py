@@ -161,7 +161,7 @@ class Doc:
     """404 and 409, if it has them."""
     needs_redis: bool = True
     may_be_list: bool = False
-    """A list of bodies is as good as one."""
+    """Whether the body may also be a list of bodies."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """The headers of a successful answer, each with its meaning."""
     parameters: tuple[str, ...] = ()

@@ -95,7 +95,7 @@ class RequestCache:
         return text
 
     def keep(self, key: bytes, text: ParsedFields) -> None:
-        """``key`` is new; it names operation and list, too, since each makes something else of a text."""
+        """Keep a text under a new key, which also names operation and list: each parses a text differently."""
         values = sum(map(key.count, (b",", b"[", b"{")))
         size = len(key) + _ENTRY_BYTES + _VALUE_BYTES * values
         if self.bytes + size > self._bytes_max:

@@ -240,7 +240,7 @@ class Ranking:
     home: int | None = None
     """The publisher of the target that the prefix key names, if that counted."""
     is_degraded: bool = False
-    """Whether only targets are left whose engines cannot be reached."""
+    """Whether the only targets left are ones whose engines cannot be reached."""
 
 
 class Linear(NamedTuple):
@@ -268,7 +268,7 @@ class LoadCost(NamedTuple):
     first: LoadWeights
     second: LoadWeights | None = None
     of: Callable[[float, float], float] = _first
-    """Makes the cost, or what orders targets as the cost does, of the values of both parts."""
+    """Makes the cost, or a value with the same order, from the values of both parts."""
 
 
 class Inputs(NamedTuple):
@@ -341,7 +341,7 @@ def least_is_one(costs: Sequence[float]) -> list[float]:
 def ranked(
     scored: Sequence[Scored], random: Random, *, is_cost: bool, decision: Decision = Decision.KV_AWARE
 ) -> Ranking:
-    """Best first; equal ones in an order by chance, so that many callers do not all take the same one."""
+    """Order best first, equal ones by chance, so that many callers do not all take the same one."""
     draw = random.random
     sign = 1 if is_cost else -1
     return Ranking(sorted(scored, key=lambda candidate: (sign * candidate.value, draw())), decision)

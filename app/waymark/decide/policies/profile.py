@@ -1,6 +1,6 @@
 """A profile: filters, then scorers with their weights, then a picker; and which profiles a request goes through.
 
-A picker goes from scores to the chosen candidate, and the next best behind it.
+A picker turns scores into the chosen candidate and the next best ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Picker: TypeAlias = Callable[[Sequence[Scored], Random], Sequence[Scored]]
 
 
 def max_score(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
-    """Greatest score first; equal ones by chance."""
+    """Order by score, greatest first; equal ones by chance."""
     return ranked(scored, random, is_cost=False).scored
 
 
@@ -56,7 +56,7 @@ PICKERS: Mapping[str, Picker] = {
 
 
 Decider: TypeAlias = Callable[[RoutingRequest, Candidate], bool]
-"""Asked with the target that decode was given to."""
+"""Called with the target of decode."""
 
 
 def prefix_based(non_cached_tokens: int) -> Decider:

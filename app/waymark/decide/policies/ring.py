@@ -38,7 +38,7 @@ class Ring:
     def clockwise(self, key: bytes) -> Iterator[tuple[str, int]]:
         """Yield the names of all targets, each once, in the order in which the key meets them.
 
-        A caller that stops at the first few has cost no more than these few points.
+        A caller that stops after the first few costs no more than these few points.
         """
         start, names = bisect_left(self._points, int.from_bytes(key[:8], "big")), self._names
         visited: set[tuple[str, int]] = set()

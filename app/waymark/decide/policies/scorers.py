@@ -247,5 +247,5 @@ SCORERS: Mapping[str, Scorer] = {scorer.name: scorer for scorer in _SCORERS}
 
 
 def scored_by_label(request: RoutingRequest, candidates: Sequence[Candidate], label: str) -> Scores:
-    """``context-length-aware``: by the range of lengths in each candidate's label."""
+    """Score as ``context-length-aware`` does: by the range of lengths in each candidate's label."""
     return [context_score(request.tokens, candidate.labels.get(label)) for candidate in candidates]

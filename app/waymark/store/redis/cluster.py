@@ -9,7 +9,7 @@ whole map doubtful, and then it is read again.
 
 The commands of many callers to one node go in few round trips: those that arrive during a round trip go with the next.
 A worker has thousands of streams, which begin and report at the same time. A connection for each call would be more
-than a pool has, so that callers fail that Redis would have answered.
+than a pool has, and calls would fail that Redis could have answered.
 """
 
 from __future__ import annotations
