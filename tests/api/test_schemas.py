@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from waymark.api.http.errors import InvalidBody
-from waymark.api.http.fields import NAME_BYTES_MAX
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.registration_schemas import RegisterRequest, UnregisterRequest
+from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import InvalidValue
 from waymark.domain.engines import EngineKind
-from waymark.domain.names import GroupName, Registration
+from waymark.domain.names import NAME_BYTES_MAX, GroupName, Registration
 from waymark.domain.prefixes import PrefixSource
 from waymark.domain.targets import Role, Target
 
@@ -26,7 +26,7 @@ QUERY: dict[str, Any] = {"model": "m", "block_size": 2, "token_ids": [1]}
 
 
 def registration(**fields: Any) -> Registration:
-    return RegisterRequest.of(REGISTER | fields).registration()
+    return RegisterRequest.of(REGISTER | fields).draft().registration(AllowedEndpoints())
 
 
 def test_published_registration_is_taken_whole() -> None:
@@ -42,7 +42,7 @@ def test_published_registration_is_taken_whole() -> None:
         "dp_rank": 0,
         "additionalsalt": "w8a8",
     }
-    assert RegisterRequest.of(published).registration() == Registration(
+    assert RegisterRequest.of(published).draft().registration(AllowedEndpoints()) == Registration(
         kind=EngineKind.VLLM,
         instance_id="vllm-prefill-node1",
         tenant_id="default",
@@ -78,7 +78,7 @@ def test_absent_null_and_empty_are_the_same(nothing: Any, field: str, attribute:
 @pytest.mark.parametrize("spelling", ["modelname", "model_name", "model"])
 def test_names_of_the_model(spelling: str) -> None:
     fields = {name: value for name, value in REGISTER.items() if name != "modelname"}
-    assert RegisterRequest.of(fields | {spelling: "x"}).registration().model_name == "x"
+    assert RegisterRequest.of(fields | {spelling: "x"}).draft().registration(AllowedEndpoints()).model_name == "x"
     query = {name: value for name, value in QUERY.items() if name != "model"}
     assert QueryRequest.of(query | {spelling: "x"}).group == GroupName("default", "x")
 
@@ -145,7 +145,7 @@ def test_what_it_is_as_a_target() -> None:
     ],
 )
 def test_a_target_that_does_not_fit_is_named(field: str, value: Any, reason: str) -> None:
-    with pytest.raises(InvalidBody) as caught:
+    with pytest.raises(InvalidValue) as caught:
         registration(**{field: value})
     assert (caught.value.field, caught.value.reason) == (field, reason)
     assert caught.value.sentence.startswith(f"{field} is ")
@@ -189,7 +189,7 @@ def test_a_source_of_opaque_prefixes_is_a_url_with_options(kind: str) -> None:
     ],
 )
 def test_a_source_that_does_not_fit_is_named(fields: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidBody) as caught:
+    with pytest.raises(InvalidValue) as caught:
         registration(**({"type": "continuum", "endpoint": SOURCE} | fields))
     assert caught.value.field == field
 
@@ -202,14 +202,14 @@ def test_a_snapshot_endpoint_belongs_to_one_counter() -> None:
         {"topic": "kv"},
         {"sequence": "rank"},
     ):
-        with pytest.raises(InvalidBody, match="one ZMQ endpoint") as caught:
+        with pytest.raises(InvalidValue, match="one ZMQ endpoint") as caught:
             registration(**{"snapshot_endpoint": "tcp://1.1.1.1:5757", **fields})
         assert caught.value.field == "snapshot_endpoint"
 
 
 def test_type_none_has_no_endpoint() -> None:
     assert registration(type="none", endpoint=None).kind is EngineKind.NONE
-    with pytest.raises(InvalidBody) as caught:
+    with pytest.raises(InvalidValue) as caught:
         registration(type="none")
     assert caught.value.field == "endpoint"
 
@@ -217,10 +217,10 @@ def test_type_none_has_no_endpoint() -> None:
 def test_only_a_standard_publisher_needs_no_endpoint() -> None:
     assert registration(type="standard", endpoint=None).endpoint is None
     for nothing in (None, ""):
-        with pytest.raises(InvalidBody) as caught:
+        with pytest.raises(InvalidValue) as caught:
             registration(endpoint=nothing)
         assert (caught.value.field, caught.value.reason) == ("endpoint", "missing")
-    with pytest.raises(InvalidBody) as caught:
+    with pytest.raises(InvalidValue) as caught:
         registration(type="standard", endpoint=None, replay_endpoint="tcp://a:1")
     assert caught.value.field == "replay_endpoint"
 
@@ -228,8 +228,8 @@ def test_only_a_standard_publisher_needs_no_endpoint() -> None:
 @pytest.mark.parametrize("field", ["endpoint", "type", "modelname", "instance_id", "block_size"])
 def test_required_fields_are_named_when_missing_or_null(field: str) -> None:
     for fields in ({name: value for name, value in REGISTER.items() if name != field}, REGISTER | {field: None}):
-        with pytest.raises(InvalidBody) as caught:
-            RegisterRequest.of(fields).registration()
+        with pytest.raises(InvalidValue) as caught:
+            RegisterRequest.of(fields).draft().registration(AllowedEndpoints())
         assert (caught.value.field, caught.value.reason) == (field, "missing")
         assert caught.value.sentence.startswith(f"{field} is missing; ")
 
@@ -272,7 +272,7 @@ def test_required_fields_are_named_when_missing_or_null(field: str) -> None:
     ],
 )
 def test_what_does_not_fit_is_named(fields: dict[str, Any], field: str, reason: str) -> None:
-    with pytest.raises(InvalidBody) as caught:
+    with pytest.raises(InvalidValue) as caught:
         registration(**fields)
     assert (caught.value.field, caught.value.reason) == (field, reason)
     assert "it must be" in caught.value.sentence
@@ -294,14 +294,14 @@ def test_what_does_not_fit_is_named(fields: dict[str, Any], field: str, reason: 
     ],
 )
 def test_what_does_not_fit_in_a_query_is_named(fields: dict[str, Any], field: str, reason: str) -> None:
-    with pytest.raises(InvalidBody) as caught:
+    with pytest.raises(InvalidValue) as caught:
         QueryRequest.of(QUERY | fields)
     assert (caught.value.field, caught.value.reason) == (field, reason)
     assert "12345678" not in caught.value.sentence
 
 
 def test_hashes_missing_under_every_name() -> None:
-    with pytest.raises(InvalidBody) as caught:
+    with pytest.raises(InvalidValue) as caught:
         QueryByHashRequest.of({"model": "m", "block_size": 2})
     assert (caught.value.field, caught.value.reason) == ("seq_hashes", "missing")
 
@@ -315,7 +315,7 @@ def test_names_are_any_text_of_bounded_length(name: str) -> None:
 @pytest.mark.parametrize("name", ["x" * 2**20, "x" * (NAME_BYTES_MAX + 1), "é" * 2049])
 @pytest.mark.parametrize("field", ["instance_id", "modelname", "tenant_id", "lora_name", "additionalsalt"])
 def test_longer_names_are_refused_and_shown_short(name: str, field: str) -> None:
-    with pytest.raises(InvalidBody) as caught:
+    with pytest.raises(InvalidValue) as caught:
         registration(**{field: name})
     assert (caught.value.field, caught.value.reason) == (field, "out_of_range")
     assert len(caught.value.sentence) < 250

@@ -17,7 +17,6 @@ import pytest
 from tests.conftest import wait_until
 from tests.discovery.api_server import SELECTOR, ApiServerStub, pod
 from tests.discovery.conftest import Engine
-from waymark.api.registrations import registration_of
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
@@ -25,9 +24,10 @@ from waymark.discovery import kubernetes, run
 from waymark.discovery import pods as pods_module
 from waymark.discovery import reconciler as reconciler_module
 from waymark.discovery.describe import Describer
+from waymark.discovery.drafts import Draft, WantedEngine
 from waymark.discovery.engines import EngineRegistrations
 from waymark.discovery.kubernetes import ApiServer
-from waymark.discovery.pods import DELETION_COST, Pod, PodPorts, WantedEngine, WantedPods, pod_of, wanted_of
+from waymark.discovery.pods import DELETION_COST, Pod, PodPorts, WantedPods, pod_of, wanted_of
 from waymark.discovery.reconciler import Reconciler
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery
 from waymark.domain.names import BY_CLIENT, Registration
@@ -89,7 +89,7 @@ async def discovering(
         confirm_seconds=0.2,
     )
     describer = Describer(Asker(allowed), allowed, seconds=20)
-    discovery = EngineDiscovery(store, metrics, options, describer, partial(registration_of, allowed=allowed))
+    discovery = EngineDiscovery(store, metrics, options, describer)
     task = asyncio.ensure_future(discovery.run())
     try:
         yield metrics
@@ -372,8 +372,7 @@ async def test_an_odd_list_is_right_within_five_seconds_at_the_defaults(
 
     monkeypatch.setattr(run, "_wait", wait)
     describer = Describer(Asker(AllowedEndpoints()), AllowedEndpoints(), seconds=20)
-    of = partial(registration_of, allowed=AllowedEndpoints())
-    discovery = EngineDiscovery(store, Metrics(), options, describer, of)
+    discovery = EngineDiscovery(store, Metrics(), options, describer)
     task = asyncio.ensure_future(discovery._follow_pods(Rounds(), watch))  # type: ignore[arg-type]
     try:
         await until(seen.done, "all pods are there")
@@ -443,8 +442,8 @@ async def test_only_what_discovery_registered_is_unregistered(
     engine.is_vllm("no_replay")
     port = int(engine.url.rpartition(":")[2])
     server.put(pod("a", "127.0.0.1"))
-    body = {"type": "vLLM", "modelname": "m", "block_size": 16, "endpoint": "tcp://127.0.0.1:1"}
-    by_hand = registration_of(body | {"instance_id": "by-hand"}, AllowedEndpoints())
+    body: dict[str, Any] = {"type": "vLLM", "modelname": "m", "block_size": 16, "endpoint": "tcp://127.0.0.1:1"}
+    by_hand = Draft(**body, instance_id="by-hand").registration(AllowedEndpoints())
     await store.registry.register(by_hand)
     async with discovering(store, server.url, port=port):
         await until_named(store, "by-hand|default|0", "serving/a|default|0")
@@ -599,7 +598,7 @@ async def test_thousands_of_pods_are_registered_in_few_round_trips(store: Store,
         assert all(life for life, _ in await store.discovery.lives(claims))
 
 
-async def test_pods_that_need_no_question_leave_turns_to_others(store: Store) -> None:
+async def test_pods_that_need_no_question_leave_turns_to_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand registrations in one turn of the loop would hold up all streams for seconds."""
     turns = 0
     made: Counter[int] = Counter()
@@ -611,12 +610,14 @@ async def test_pods_that_need_no_question_leave_turns_to_others(store: Store) ->
             turns += 1
             await asyncio.sleep(0)
 
-    def of(given: dict[str, Any]) -> Registration:
+    def registered(draft: Draft, allowed: AllowedEndpoints) -> Registration:
         made[turns] += 1
-        return registration_of(given, allowed=AllowedEndpoints())
+        return registration(draft, allowed)
 
-    engines = EngineRegistrations(Describer(Asker(), AllowedEndpoints()), of)  # nobody is asked
-    reconciler = Reconciler("discovery", store, engines, of, Metrics(), again_seconds=300)
+    registration = Draft.registration
+    monkeypatch.setattr(Draft, "registration", registered)
+    engines = EngineRegistrations(Describer(Asker(), AllowedEndpoints()))  # nobody is asked
+    reconciler = Reconciler("discovery", store, engines, Metrics(), again_seconds=300)
     ports = PodPorts(8000, 5557, 0)
     pods = [pod_of(pod(f"p{i:04}", f"127.1.{i // 250}.{i % 250 + 1}", annotations=SAID)) for i in range(600)]
     turning = asyncio.create_task(turn())
@@ -645,10 +646,10 @@ async def test_a_round_reads_only_pods_that_have_changed(monkeypatch: pytest.Mon
 
     for _ in range(5):
         wanted, problems = await engines.of(listed())
-        assert ([each.fields["instance_id"] for each in wanted], problems) == ([f"serving/p{i}" for i in range(9)], [])
+        assert ([each.draft.instance_id for each in wanted], problems) == ([f"serving/p{i}" for i in range(9)], [])
     assert len(read) == 9
     wanted, _ = await engines.of(listed(model="other"))
-    assert (read[9:], wanted[3].fields["modelname"]) == (["serving/p3"], "other")
+    assert (read[9:], wanted[3].draft.modelname) == (["serving/p3"], "other")
     wanted, problems = await engines.of(listed(ranks="many"))
     assert (len(wanted), len(problems), "ranks" in problems[0]) == (8, 1, True)
     await engines.of([])
@@ -671,9 +672,8 @@ async def test_a_round_asks_for_longer_than_it_looked_at_what_is_known(
         asked.append(seconds)
         return 0
 
-    of = partial(registration_of, allowed=AllowedEndpoints())
-    engines = EngineRegistrations(Describer(Asker(), AllowedEndpoints()), of)  # nobody is asked
-    reconciler = Reconciler("discovery", store, engines, of, Metrics(), again_seconds=300)
+    engines = EngineRegistrations(Describer(Asker(), AllowedEndpoints()))  # nobody is asked
+    reconciler = Reconciler("discovery", store, engines, Metrics(), again_seconds=300)
     monkeypatch.setattr(reconciler_module, "monotonic", lambda: now)
     await reconciler.reconcile([], reading=1)
     monkeypatch.setattr(reconciler, "_ask_and_register", ask)
@@ -683,16 +683,18 @@ async def test_a_round_asks_for_longer_than_it_looked_at_what_is_known(
     assert asked == [5.0, 28.0]
 
 
-async def test_new_pods_come_before_those_that_are_asked_again(store: Store) -> None:
+async def test_new_pods_come_before_those_that_are_asked_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines out of reach are asked again in each round, and may take all its time."""
     order: list[str] = []
 
-    def of(given: dict[str, Any]) -> Registration:
-        order.append(given["instance_id"])
-        return registration_of(given, allowed=AllowedEndpoints())
+    def registered(draft: Draft, allowed: AllowedEndpoints) -> Registration:
+        order.append(str(draft.instance_id))
+        return registration(draft, allowed)
 
-    engines = EngineRegistrations(Describer(Asker(), AllowedEndpoints()), of)  # nobody is asked
-    reconciler = Reconciler("discovery", store, engines, of, Metrics(), again_seconds=300)
+    registration = Draft.registration
+    monkeypatch.setattr(Draft, "registration", registered)
+    engines = EngineRegistrations(Describer(Asker(), AllowedEndpoints()))  # nobody is asked
+    reconciler = Reconciler("discovery", store, engines, Metrics(), again_seconds=300)
     pods = [pod_of(pod(f"p{i:02}", f"127.1.0.{i + 1}", annotations=SAID)) for i in range(40)]
     wanted = [wanted_of(each, PodPorts(8000, 5557, 0)) for each in pods if each is not None]
     await reconciler.reconcile(wanted[:35], reading=1)
@@ -700,7 +702,7 @@ async def test_new_pods_come_before_those_that_are_asked_again(store: Store) -> 
     order.clear()
     reconciler.ask_again(each.origin for each in wanted[:35])
     await reconciler.reconcile(wanted, reading=2)
-    assert sorted(order) == sorted(each.fields["instance_id"] for each in wanted)
+    assert sorted(order) == sorted(str(each.draft.instance_id) for each in wanted)
     assert not set(order[:5]) & set(earlier)
 
 

@@ -17,12 +17,12 @@ from aiohttp import web
 from tests.conftest import wait_until
 from tests.discovery.conftest import Engine, vllm_models
 from tests.discovery.test_kubernetes import names, until_named, until_said
-from waymark.api.registrations import registration_of
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
 from waymark.discovery.describe import Describer
+from waymark.discovery.drafts import Draft, WantedEngine
 from waymark.discovery.engines import EngineRegistrations
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery, Restarts
 from waymark.domain.names import Origin
@@ -32,7 +32,7 @@ from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside
 
-ENTRY = {"type": "vLLM", "modelname": "m", "block_size": 16}
+ENTRY: dict[str, Any] = {"type": "vLLM", "modelname": "m", "block_size": 16}
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ async def discovering(store: Store, file: Path | None = None, *, again_seconds: 
         "w", again_seconds, file=str(file), read_file=read, round_seconds=0.1, confirm_seconds=0.3
     )
     describer = Describer(Asker(), allowed, seconds=20)
-    discovery = EngineDiscovery(store, Metrics(), options, describer, partial(registration_of, allowed=allowed))
+    discovery = EngineDiscovery(store, Metrics(), options, describer)
     task = asyncio.ensure_future(discovery.run())
     try:
         yield
@@ -63,9 +63,9 @@ async def discovering(store: Store, file: Path | None = None, *, again_seconds: 
 async def by_url(store: Store, engine: Engine, **given: Any) -> None:
     """What ``POST /register {"url": ...}`` does."""
     describer = Describer(Asker(), AllowedEndpoints(), seconds=20)
-    engines = EngineRegistrations(describer, partial(registration_of, allowed=AllowedEndpoints()))
+    wanted = WantedEngine(Origin("url", engine.url), Draft(**given), engine.url)
     try:
-        for each in await engines.of(engine.url, given, Origin("url", engine.url)):
+        for each in await EngineRegistrations(describer).of(wanted):
             await store.registry.register(each)
     finally:
         await describer.close()
@@ -170,10 +170,10 @@ async def test_a_file_that_changes_is_followed(store: Store, engine: Engine, tmp
     def entry(i: int) -> dict[str, Any]:
         return ENTRY | {"instance_id": f"i{i}", "endpoint": f"tcp://127.0.0.1:{i + 1}"}
 
-    by_hand = registration_of(ENTRY | {"instance_id": "by-hand", "endpoint": "tcp://127.0.0.1:99"}, AllowedEndpoints())
+    by_hand = Draft(**ENTRY, instance_id="by-hand", endpoint="tcp://127.0.0.1:99").registration(AllowedEndpoints())
     await store.registry.register(by_hand)
     other_file = Origin("file", "/etc/other.json i9|default|0")
-    await store.registry.register(replace(registration_of(entry(9), AllowedEndpoints()), origin=other_file))
+    await store.registry.register(replace(Draft(**entry(9)).registration(AllowedEndpoints()), origin=other_file))
     also = "i9|default|0"
     always = "by-hand|default|0"
     write(entry(0), entry(1), {"url": engine.url, "instance_id": "asked"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -19,7 +18,6 @@ from tests.patience import patient, within
 from tests.serving.wire import served
 from waymark.api.application import create_app
 from waymark.api.options import ApiOptions
-from waymark.api.registrations import registration_of
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
@@ -142,7 +140,7 @@ async def given(running: Running, *engines: Engine, **settings: str) -> AsyncIte
     """``--engine`` for each of them, until all are registered."""
     allowed = AllowedEndpoints()
     asker = parts.asker(Settings(redis_url="memory://", **settings))
-    found = EngineRegistrations(Describer(asker, allowed, seconds=20), partial(registration_of, allowed=allowed))
+    found = EngineRegistrations(Describer(asker, allowed, seconds=20))
     try:
         async with within(30):
             await GivenEngines(running.store, found, [each.url for each in engines]).run()

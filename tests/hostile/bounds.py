@@ -11,7 +11,6 @@ from waymark.api.activity import CLIENTS_MAX
 from waymark.api.decision_schemas import NAMES_MAX, RELEASES_MAX
 from waymark.api.events import EVENT_HASHES_MAX
 from waymark.api.http.bodies import CONTAINERS_MAX
-from waymark.api.http.fields import NAME_BYTES_MAX
 from waymark.api.policies import DECISIONS_MAX, FILE_MAX
 from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
 from waymark.base.event_streams import EVENT_BYTES_MAX
@@ -19,6 +18,7 @@ from waymark.base.settings import PREFIX, Settings
 from waymark.discovery.describe import RANKS_MAX
 from waymark.discovery.kubernetes import PODS_MAX
 from waymark.domain.multimodal import ITEMS_MAX
+from waymark.domain.names import NAME_BYTES_MAX
 from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX
 from waymark.engines.gauges import LINE_BYTES_MAX, LINES_MAX
 from waymark.engines.wire import BLOCK_SIZE_MAX

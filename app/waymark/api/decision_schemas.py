@@ -7,19 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from waymark.api.http.fields import (
-    NAME,
-    OPTIONAL_NAME,
-    RANK,
-    BlockSize,
-    NonEmptyName,
-    OptionalName,
-    RankNumber,
-    RequestBody,
-)
+from waymark.api.http.fields import RANK, BlockSize, NonEmptyName, OptionalName, RankNumber, RequestBody
 from waymark.api.query_schemas import OPTIONAL_BLOCK_SIZE, Named, PromptFields
 from waymark.decide.policies.presets import PRESETS
 from waymark.domain.books import USAGE_MAX
+from waymark.domain.names import NAME, OPTIONAL_NAME
 
 #: Candidates, and instances in ``only`` or ``exclude``, that one request may name.
 NAMES_MAX = 4096

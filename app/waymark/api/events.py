@@ -19,7 +19,7 @@ from pydantic import Field, WithJsonSchema
 
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
-from waymark.api.http.fields import BLOCK_SIZE, RANK, BlockSize, Hash, HashList, Model, RankNumber, Root, TokenIds
+from waymark.api.http.fields import RANK, BlockSize, Hash, HashList, Model, RankNumber, Root, TokenIds
 from waymark.api.http.prompts import check_count
 from waymark.apply import resuming
 from waymark.apply.applier import Applier, Incoming
@@ -33,7 +33,7 @@ from waymark.contract.publishers import EventsAnswer
 from waymark.domain.engines import OVER_HTTP
 from waymark.domain.events import Batch, Envelope, Event
 from waymark.domain.media import UNNAMED
-from waymark.domain.names import DEFAULT_TENANT, U64_MASK, PublisherName
+from waymark.domain.names import BLOCK_SIZE, DEFAULT_TENANT, U64_MASK, PublisherName
 from waymark.domain.status import StreamStatus
 from waymark.engines.standard import decode_event
 from waymark.store.claims import Claim

@@ -14,11 +14,12 @@ from pydantic import Field
 from waymark.api.http.admission import AdmissionQueue
 from waymark.api.http.answers import Answer, Paused
 from waymark.api.http.bodies import Body
-from waymark.api.http.fields import OPTIONAL_NAME, OptionalName, RequestBody
+from waymark.api.http.fields import OptionalName, RequestBody
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.shape import AnswerShape
 from waymark.base.shown import shown
 from waymark.contract.inspections import BlockAnswer, HolderAnswer, KeysAnswer
+from waymark.domain.names import OPTIONAL_NAME
 from waymark.domain.status import StreamStatus
 from waymark.inspection.holders import find_block, find_holder
 from waymark.inspection.inspector import InspectedGroup, Inspector, pick

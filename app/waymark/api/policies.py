@@ -13,12 +13,13 @@ from waymark.api.books import since_seconds
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
-from waymark.api.http.fields import OPTIONAL_NAME, OptionalName, RequestBody
+from waymark.api.http.fields import OptionalName, RequestBody
 from waymark.decide.comparison import compare, replay
 from waymark.decide.options import Shadow
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.presets import preset
 from waymark.decide.question import PolicyChoice
+from waymark.domain.names import OPTIONAL_NAME
 from waymark.store.kept_decisions import KeptDecision
 from waymark.store.store import Store
 

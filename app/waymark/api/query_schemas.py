@@ -8,20 +8,10 @@ from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from waymark.api.http.errors import InvalidBody
-from waymark.api.http.fields import (
-    BLOCK_SIZE,
-    NAME,
-    OPTIONAL_NAME,
-    BlockSize,
-    HashList,
-    NonEmptyName,
-    OptionalName,
-    RequestBody,
-    TokenIds,
-)
+from waymark.api.http.fields import BlockSize, HashList, NonEmptyName, OptionalName, RequestBody, TokenIds
 from waymark.chat.requests import Truncation
 from waymark.domain.multimodal import PromptItems, items_of
-from waymark.domain.names import DEFAULT_TENANT, Adapter, GroupName
+from waymark.domain.names import BLOCK_SIZE, DEFAULT_TENANT, NAME, OPTIONAL_NAME, Adapter, GroupName
 
 
 def _text_or_list(value: Any) -> Any:

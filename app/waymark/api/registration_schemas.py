@@ -5,38 +5,30 @@ The models that validate a body are the ones that the contract publishes.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from waymark.api.http.errors import InvalidBody
-from waymark.api.http.fields import (
+from waymark.api.http.fields import RANK, BlockSize, NonEmptyName, OptionalName, RankNumber, RequestBody, Root
+from waymark.discovery.drafts import MUST_BE, Draft
+from waymark.domain.engines import KINDS, Copies, EngineKind, Scope, kinds_where
+from waymark.domain.names import (
     BLOCK_SIZE,
+    DEFAULT_TENANT,
+    ENDPOINT,
     NAME,
     OPTIONAL_NAME,
-    RANK,
-    BlockSize,
-    NonEmptyName,
-    OptionalName,
-    RankNumber,
-    RequestBody,
-    Root,
+    SeqCounter,
+    is_endpoint,
 )
-from waymark.base.shown import shown
-from waymark.domain.engines import TRAITS, Copies, EngineKind, Scope, kinds_where
-from waymark.domain.media import normal_medium, order_of
-from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, Registration, SeqCounter, is_endpoint
 from waymark.domain.pool_keys import FORMS, are_forms
 from waymark.domain.prefixes import (
     DEFAULT,
     ENTRIES_MAX,
     ENTRIES_MIN,
     RECONNECT_MILLISECONDS_MAX,
-    SOURCE,
     TTL_SECONDS_MAX,
-    PrefixSource,
     is_source,
 )
 from waymark.domain.targets import (
@@ -47,19 +39,12 @@ from waymark.domain.targets import (
     URL,
     WEIGHT_MAX,
     Role,
-    Target,
     is_engine_url,
     is_url,
 )
 from waymark.domain.waiting import SHARDS_MAX
 
 # The types of a registration's fields: each takes a value from JSON, or explains its mistake.
-
-
-#: Each kind by its name and its aliases, in lower case.
-KINDS = {kind.lower(): kind for kind in EngineKind} | {
-    alias: kind for kind, traits in TRAITS.items() for alias in traits.aliases
-}
 
 
 def _kind(value: Any) -> Any:
@@ -147,17 +132,12 @@ KvSource = Annotated[str | None, BeforeValidator(_kv_source)]
 KvNumber = Annotated[float, Field(ge=0, le=KV_NUMBER_MAX, allow_inf_nan=False)]
 
 
-_TYPE = f"one of {', '.join(EngineKind)}, in upper or lower case"
 _MODEL_NAMES = AliasChoices("modelname", "model_name", "model")
 _OPAQUE = f"for type {kinds_where('is_opaque', True)}"
 
 
 class _PublisherFields(RequestBody):
-    endpoint: Endpoint = Field(
-        default=None,
-        description=f"{ENDPOINT}; for type {kinds_where('is_opaque', True)} {SOURCE}; only types "
-        f"{kinds_where('needs_endpoint', False)} may leave it out",
-    )
+    endpoint: Endpoint = Field(default=None, description=MUST_BE["endpoint"])
     replay_endpoint: Endpoint = Field(default=None, description=ENDPOINT)
     snapshot_endpoint: Endpoint = Field(
         default=None, description=f"{ENDPOINT}: the socket that answers with a snapshot of the engine's cache"
@@ -173,7 +153,7 @@ class _PublisherFields(RequestBody):
         "medium_endpoints, the request registers the store itself, as a pool",
     )
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
-    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
+    tenant_id: OptionalName = Field(default=None, description=MUST_BE["tenant_id"])
     additionalsalt: OptionalName = Field(
         default=None,
         validation_alias=AliasChoices("additionalsalt", "additional_salt"),
@@ -207,10 +187,8 @@ class _PublisherFields(RequestBody):
         default=None,
         description=f"{FORMS}. The master has a block if it has all keys of one text; the default is SGLang's keys",
     )
-    address: OptionalEngineUrlField = Field(
-        default=None, description=f"{ENGINE_URL}: the address that requests are sent to"
-    )
-    role: ARole = Field(default=Role.BOTH, description=f"one of {', '.join(Role)}")
+    address: OptionalEngineUrlField = Field(default=None, description=MUST_BE["address"])
+    role: ARole = Field(default=Role.BOTH, description=MUST_BE["role"])
     weight: Weight = Field(
         default=1.0, description=f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"
     )
@@ -248,13 +226,17 @@ class _PublisherFields(RequestBody):
         description=f"an integer of {ENTRIES_MIN}..{ENTRIES_MAX}: {_OPAQUE}, how many entries the publisher may have",
     )
 
+    def draft(self) -> Draft:
+        """Return the fields without the URL of the engine, as every source of registrations gives them."""
+        return Draft(**{name: value for name, value in self if name != "url"})
+
 
 class RegisterRequest(_PublisherFields):
     """The publisher of KV events that Waymark subscribes to."""
 
-    type: Kind = Field(description=_TYPE)
-    modelname: NonEmptyName = Field(validation_alias=_MODEL_NAMES, description=f"{NAME}, the name of the model")
-    instance_id: NonEmptyName = Field(description=f"{NAME}, the name of the engine in answers")
+    type: Kind = Field(description=MUST_BE["type"])
+    modelname: NonEmptyName = Field(validation_alias=_MODEL_NAMES, description=MUST_BE["modelname"])
+    instance_id: NonEmptyName = Field(description=MUST_BE["instance_id"])
     block_size: BlockSize = Field(description=BLOCK_SIZE)
     dp_rank: RankNumber = Field(default=0, description=RANK)
     topic: OptionalName = Field(
@@ -263,144 +245,12 @@ class RegisterRequest(_PublisherFields):
         "socket with one counter. Its blocks are added to the blocks of the instance or, if scope is shared, of a pool",
     )
 
-    def registrations(self) -> list[Registration]:
-        """Return a registration for each socket of the rank, the pickable one first. Raise ``InvalidBody`` like
-        ``registration``.
-        """
-        sockets = sorted((self.medium_endpoints or {}).items(), key=lambda item: order_of(normal_medium(item[0]) or ""))
-        endpoints = list(dict.fromkeys(endpoint for _, endpoint in sockets))
-        if not endpoints:
-            return [self.registration()]
-        if self.topic is not None:
-            raise InvalidBody(
-                f"topic is {shown(self.topic)} beside medium_endpoints; register the socket with a topic by itself",
-                field="topic",
-            )
-        if self.endpoint is not None and self.endpoint not in endpoints:
-            raise InvalidBody(
-                f"endpoint is {shown(self.endpoint)}, but medium_endpoints does not contain it; send only "
-                "medium_endpoints",
-                field="endpoint",
-            )
-        first = self.model_copy(update={"endpoint": endpoints[0], "store_backend": None}).registration()
-        further = replace(
-            first,
-            replay_endpoint=None,
-            snapshot_endpoint=None,
-            is_further=True,
-            target=replace(first.target, weight=0.0, metrics_url=None, kv_source=None),
-        )
-        return [first, *(replace(further, endpoint=endpoint) for endpoint in endpoints[1:])]
-
-    def registration(self) -> Registration:
-        """Return the registration with its defaults filled in. Raise ``InvalidBody`` if fields contradict each
-        other.
-        """
-        if self.store_backend is not None and self.endpoint is not None:
-            pool = KINDS.get(self.store_backend.lower(), self.type)
-            kind = pool if pool.traits.scope == "shared" else self.type
-            return self.model_copy(update={"type": kind, "scope": "shared", "store_backend": None}).registration()
-        traits = self.type.traits
-        self._check_endpoints()
-        scope = self.scope or traits.scope
-        is_further = self.topic is not None and scope == "instance"
-        return Registration(
-            kind=self.type,
-            instance_id=self.instance_id,
-            tenant_id=self.tenant_id or DEFAULT_TENANT,
-            dp_rank=self.dp_rank,
-            model_name=self.modelname,
-            block_size=self.block_size,
-            endpoint=self.endpoint,
-            replay_endpoint=self.replay_endpoint,
-            lora_name=self.lora_name,
-            additional_salt=self.additionalsalt,
-            scope=scope,
-            copies=self.copies or traits.copies,
-            sequence=self.sequence,
-            target=Target(weight=0.0)
-            if is_further
-            else Target(
-                self.address,
-                self.role,
-                self.weight,
-                self.labels,
-                self.metrics_url,
-                query_endpoint=self.query_endpoint,
-                query_parts=0 if self.query_endpoint is None else self.shards or 0,
-                query_keys=tuple(self.query_keys or ()),
-                kv_source=self.kv_source,
-                kv_bytes_per_token=self.kv_bytes_per_token,
-                transfer_gbps=self.transfer_gbps,
-                takes_kv_hints=self.kv_hints,
-            ),
-            prefixes=self._prefixes() if traits.is_opaque else DEFAULT,
-            object_shards=self.shards or 0 if scope == "shared" else 0,
-            is_further=is_further,
-            topic=self.topic,
-            snapshot_endpoint=self.snapshot_endpoint,
-        )
-
-    def _check_endpoints(self) -> None:
-        """Raise ``InvalidBody`` if the endpoints fit neither each other, nor the type and the topic."""
-        traits = self.type.traits
-        if not traits.tells_events and self.endpoint is not None:
-            raise InvalidBody(
-                f"endpoint is {shown(self.endpoint)}; an engine of type {self.type} sends no events: "
-                "leave the endpoint out, or choose a type that sends events",
-                field="endpoint",
-            )
-        is_queried_pool = self.query_endpoint is not None and (self.scope or traits.scope) == "shared"
-        if self.endpoint is None and traits.needs_endpoint and not is_queried_pool:
-            raise InvalidBody(
-                f"endpoint is missing; for type {self.type} it must be {ENDPOINT}", reason="missing", field="endpoint"
-            )
-        if self.endpoint is not None and is_source(self.endpoint) != traits.is_opaque:
-            raise InvalidBody(
-                f"endpoint is {shown(self.endpoint)}; for type {self.type} it must be "
-                f"{SOURCE if traits.is_opaque else ENDPOINT}",
-                field="endpoint",
-            )
-        if traits.is_opaque and self.replay_endpoint is not None:
-            raise InvalidBody(
-                f"an event source of type {self.type} has no replay_endpoint; leave it out", field="replay_endpoint"
-            )
-        if self.replay_endpoint is not None and self.endpoint is None:
-            raise InvalidBody("replay_endpoint is given without an endpoint; send both", field="replay_endpoint")
-        if self.snapshot_endpoint is not None and (
-            self.endpoint is None
-            or traits.is_opaque
-            or self.topic is not None
-            or self.sequence == "rank"
-            or self.medium_endpoints
-        ):
-            raise InvalidBody(
-                f"snapshot_endpoint is {shown(self.snapshot_endpoint)}, but a snapshot is of all that one ZMQ endpoint "
-                'sends under one counter; send that endpoint, without topic, medium_endpoints or "sequence": "rank"',
-                field="snapshot_endpoint",
-            )
-        if self.topic is not None and (self.endpoint is None or traits.is_opaque or self.sequence == "rank"):
-            raise InvalidBody(
-                f"topic is {shown(self.topic)}, but a topic needs a ZMQ endpoint whose topics share one counter; "
-                'remove topic, or send such an endpoint without "sequence": "rank"',
-                field="topic",
-            )
-
-    def _prefixes(self) -> PrefixSource:
-        return PrefixSource(
-            self.storage_offloading,
-            self.treat_eviction_as_offload,
-            self.entry_ttl_seconds,
-            self.max_entries,
-            self.reconnect_interval_ms,
-        )
-
 
 class RegisterByUrlRequest(_PublisherFields):
     """The URL of an engine. Waymark asks the engine for each field that the request leaves out."""
 
     url: EngineUrlField = Field(description=f"{ENGINE_URL}: the HTTP API of the engine")
-    type: Kind | None = Field(default=None, description=_TYPE)
+    type: Kind | None = Field(default=None, description=MUST_BE["type"])
     modelname: OptionalName = Field(
         default=None, validation_alias=_MODEL_NAMES, description=f"{OPTIONAL_NAME}, a model that the engine serves"
     )
@@ -410,12 +260,6 @@ class RegisterByUrlRequest(_PublisherFields):
     )
     block_size: BlockSize | None = Field(default=None, description=BLOCK_SIZE)
     dp_rank: RankNumber | None = Field(default=None, description=f"{RANK}; the default is every rank of the engine")
-
-    def fields(self) -> dict[str, Any]:
-        """Return the client's fields, by their names in ``RegisterRequest``."""
-        values = self.model_dump(exclude_unset=True, exclude_none=True)
-        del values["url"]
-        return values
 
 
 class AnyRegisterRequest(Root[RegisterRequest | RegisterByUrlRequest]):

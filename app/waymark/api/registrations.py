@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from waymark.api.http.answers import Answer, Paused
 from waymark.api.http.bodies import Body
@@ -29,6 +28,7 @@ from waymark.contract.publishers import (
     WeightAnswer,
 )
 from waymark.discovery.describe import Describer, base_of
+from waymark.discovery.drafts import WantedEngine
 from waymark.discovery.engines import EngineRegistrations
 from waymark.domain.names import DEFAULT_TENANT, Origin, PublisherName, Registration
 from waymark.store.store import Store
@@ -57,48 +57,22 @@ def _warnings(registrations: Sequence[Registration], *, is_by_url: bool = False)
     return sentences
 
 
-def registrations_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> list[Registration]:
-    """Return a registration for each socket in the fields of ``POST /register``. Raise ``InvalidValue`` if one is
-    unfit.
-    """
-    registrations = RegisterRequest.of(fields).registrations()
-    for further in registrations[1:]:
-        allowed.check(further.endpoint, "medium_endpoints")
-    return [_checked(registrations[0], allowed), *registrations[1:]]
-
-
-def registration_of(fields: dict[str, Any], allowed: AllowedEndpoints) -> Registration:
-    """Return the registration from the fields of ``POST /register``. Raise ``InvalidValue`` if one does not fit."""
-    return _checked(RegisterRequest.of(fields).registration(), allowed)
-
-
-def _checked(registration: Registration, allowed: AllowedEndpoints) -> Registration:
-    allowed.check(registration.endpoint, "endpoint")
-    allowed.check(registration.replay_endpoint, "replay_endpoint")
-    allowed.check(registration.snapshot_endpoint, "snapshot_endpoint")
-    allowed.check(registration.target.address, "address")
-    allowed.check(registration.target.metrics_url, "metrics_url")
-    allowed.check(registration.target.query_endpoint, "query_endpoint")
-    allowed.check(registration.target.kv_source, "kv_source")
-    return registration
-
-
 class Registrations:
     """Handlers of ``/register``, ``/weight`` and ``/unregister``."""
 
     def __init__(self, store: Store, allowed: AllowedEndpoints, asker: Asker) -> None:
         self._store = store
         self._allowed = allowed
-        self._registration_of = partial(registration_of, allowed=self._allowed)
-        self._engines = EngineRegistrations(Describer(asker, self._allowed), self._registration_of)
+        self._engines = EngineRegistrations(Describer(asker, allowed))
 
     async def register(self, body: Body) -> Answer | Paused:
         if body.fields.get("url"):
             request = RegisterByUrlRequest.of(body.fields)
             self._allowed.check(request.url, "url")
-            origin = Origin("url", base_of(request.url))
-            return Paused(partial(self._engines.of, origin.source, request.fields(), origin), self._register_ranks)
-        sockets = registrations_of(body.fields, self._allowed)
+            url = base_of(request.url)
+            wanted = WantedEngine(Origin("url", url), request.draft(), url)
+            return Paused(partial(self._engines.of, wanted), self._register_ranks)
+        sockets = RegisterRequest.of(body.fields).draft().registrations(self._allowed)
         await self._register_sockets(sockets)
         self._store.reader.forget_rows()
         return Answer(

@@ -91,6 +91,7 @@ class Describer:
 
     def __init__(self, asker: Asker, allowed: AllowedEndpoints, *, seconds: float = SECONDS) -> None:
         self._asker = asker
+        self.allowed = allowed
         self._names = HostNames(allowed)
         self._seconds = seconds
 

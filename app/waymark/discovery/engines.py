@@ -1,4 +1,4 @@
-"""The registrations of an engine: the fields of a client, a file or a pod, and for the rest the engine's own
+"""The registrations of a wanted engine: the fields of a client, a file or a pod, and for the rest the engine's own
 answers. ``GivenEngines`` registers the engines that a gateway was given by their URLs.
 """
 
@@ -6,140 +6,121 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
 
 from waymark.base.errors import Conflict, InvalidValue, RemoteUnavailable, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.shown import shown, shown_url
 from waymark.discovery.describe import Describer, Description, RankSockets, base_of, host_of, instance_id_of
-from waymark.domain.engines import UNNAMED, WITHOUT_EVENTS, EngineKind
+from waymark.discovery.drafts import Draft, WantedEngine, kind_of
+from waymark.domain.engines import UNNAMED, WITHOUT_EVENTS
 from waymark.domain.names import BY_CLIENT, Origin, Registration
 from waymark.store.store import Store
 
 #: The tokens of a block for a server without blocks of its own: estimates of its cache count in these.
 _BLOCK_SIZE = 16
 
-RegistrationOf = Callable[[dict[str, Any]], Registration]
-"""Makes a registration from the fields of ``POST /register``; raises InvalidValue if one does not fit."""
-
 
 class EngineRegistrations:
-    def __init__(self, describer: Describer, registration_of: RegistrationOf) -> None:
+    def __init__(self, describer: Describer) -> None:
         self._describer = describer
-        self._registration_of = registration_of
+        self._allowed = describer.allowed
 
-    async def of(
-        self,
-        url: str,
-        given: dict[str, Any],
-        origin: Origin,
-        *,
-        ports: tuple[int, int, int] = (0, 0, 0),
-        known: Mapping[str, Any] = MappingProxyType({}),
-    ) -> list[Registration]:
-        """Return one registration for each rank of the engine at ``url``, at least one, by rank.
+    async def of(self, wanted: WantedEngine) -> list[Registration]:
+        """Return one registration for each rank of an engine, at least one, by rank.
 
-        ``given`` are fields of ``POST /register``; they are not taken from the engine. ``ports`` and ``known`` fill in
-        the fields that the engine does not report. A server of another make has a registration for each of its models,
-        of the kind without events; so has an engine that does not name sockets, if ``known`` has that kind. Raise
-        RemoteUnavailable if the engine does not answer, and InvalidValue that names each missing field.
+        Fields of its draft are not taken from the engine. A server of another make has a registration for each of its
+        models, of the kind without events; so has an engine that does not name sockets, if it was known with that kind.
+        Raise RemoteUnavailable if the engine does not answer, and InvalidValue that names each missing field.
         """
-        kind = _kind_of(given.get("type"))
-        description = await self._describer.describe(url, None if kind == WITHOUT_EVENTS else kind)
-        _check_given(description, given)
-        sockets = _sockets(description, given) or _usual_sockets(description, ports)
-        if _is_without_events(description, given, known, sockets):
-            return self._without_events(description, given, known, origin)
-        if _kind_of(known.get("type")) == WITHOUT_EVENTS:
-            known = {}  # it was registered before it named its sockets, with a block size that it had not said
-        fields = {
-            "instance_id": instance_id_of(description.url),
-            "type": description.kind,
-            "modelname": description.model_name,
-            "block_size": description.block_size,
-            "address": description.url,
-        } | given
-        for name, value in known.items():
-            if fields.get(name) is None:
-                fields[name] = value
-        missing = [name for name in ("type", "modelname", "block_size") if fields[name] is None]
+        draft, known, origin = wanted.draft, wanted.known, wanted.origin
+        if wanted.url is None:
+            sockets: Sequence[RankSockets | None] = _usual_sockets(str(draft.address), wanted.ports) or [None]
+            return [replace(_at(draft, socket).registration(self._allowed), origin=origin) for socket in sockets]
+        kind = kind_of(draft.type)
+        description = await self._describer.describe(wanted.url, None if kind == WITHOUT_EVENTS else kind)
+        _check_given(description, draft)
+        sockets = _sockets(description, draft)
+        if not sockets and not description.names_sockets:  # it has no path to name them
+            sockets = _usual_sockets(description.url, wanted.ports)
+        if _is_without_events(description, draft, known, sockets):
+            return self._without_events(description, wanted)
+        if known.type == WITHOUT_EVENTS:
+            known = Draft()  # it was registered before it named its sockets, with a block size that it had not said
+        if origin.kind == "url" and (draft.endpoint is not None or draft.dp_rank is not None):
+            origin = BY_CLIENT  # the client has named the sockets, or the one rank that it wants
+        own = Draft(
+            type=description.kind,
+            modelname=description.model_name,
+            instance_id=instance_id_of(description.url),
+            block_size=description.block_size,
+            address=description.url,
+        )
+        draft = draft.filled(own).filled(known)
+        missing = [name for name in ("type", "modelname", "block_size") if getattr(draft, name) is None]
         if not sockets:
             missing.append("endpoint")
         if missing:
             raise _unsaid(description, missing)
-        if origin.kind == "url" and (given.get("endpoint") is not None or given.get("dp_rank") is not None):
-            origin = BY_CLIENT  # the client has named the sockets, or the one rank that it wants
         registrations = []
         for socket in sockets:
-            registrations.append(_known(self._registration_of(fields | fields_of(socket)), description, origin))
+            registrations.append(_known(_at(draft, socket).registration(self._allowed), description, origin))
             await asyncio.sleep(0)  # an engine with many ranks does not block other tasks
         return registrations
 
-    def _without_events(
-        self, description: Description, client_fields: dict[str, Any], engine_fields: Mapping[str, Any], origin: Origin
-    ) -> list[Registration]:
+    def _without_events(self, description: Description, wanted: WantedEngine) -> list[Registration]:
         """Return one registration for each model of a server without events."""
         # Further names of an engine are those of one model; another server has as many models as names.
         has_several = description.kind is None and bool(description.aliases)
-        model_name = client_fields.get("modelname") or engine_fields.get("modelname")
+        model_name = wanted.draft.modelname or wanted.known.modelname
         names = [model_name or description.model_name]
         if has_several and model_name is None:
             names += description.aliases
         if names[0] is None:
             raise _unsaid(description, ["modelname"])
-        fields = {
-            "instance_id": instance_id_of(description.url),
-            "type": str(WITHOUT_EVENTS),
-            "block_size": description.block_size or engine_fields.get("block_size") or _BLOCK_SIZE,
-            "address": description.url,
-        } | client_fields
+        own = Draft(
+            type=WITHOUT_EVENTS,
+            instance_id=instance_id_of(description.url),
+            block_size=description.block_size or wanted.known.block_size or _BLOCK_SIZE,
+            address=description.url,
+        )
+        draft = wanted.draft.filled(own)
         registrations = []
         for name in names:
-            own = dict(fields, modelname=name)
-            if has_several and (model_name is None or "instance_id" not in client_fields):
-                own["instance_id"] = f"{fields['instance_id']}/{name}"
+            instance_id = draft.instance_id
+            if has_several and (model_name is None or wanted.draft.instance_id is None):
+                instance_id = f"{instance_id}/{name}"
             about = replace(description, model_name=name, aliases=()) if has_several else description
-            registrations.append(_known(self._registration_of(own), about, origin))
+            of_model = replace(draft, modelname=name, instance_id=instance_id)
+            registrations.append(_known(of_model.registration(self._allowed), about, wanted.origin))
         return registrations
 
 
 def _is_without_events(
-    description: Description,
-    client_fields: dict[str, Any],
-    engine_fields: Mapping[str, Any],
-    sockets: Sequence[RankSockets | None],
+    description: Description, draft: Draft, known: Draft, sockets: Sequence[RankSockets | None]
 ) -> bool:
     """Return whether it is registered as a server without events: by its fields, as known before, or for want of
     sockets.
     """
-    if client_fields.get("type") is not None:
-        return _kind_of(client_fields["type"]) == WITHOUT_EVENTS
-    if any(sockets) or client_fields.get("endpoint") is not None:
+    if draft.type is not None:
+        return kind_of(draft.type) == WITHOUT_EVENTS
+    if any(sockets) or draft.endpoint is not None:
         return False
-    return description.is_foreign or _kind_of(engine_fields.get("type")) == WITHOUT_EVENTS
+    return description.is_foreign or known.type == WITHOUT_EVENTS
 
 
-def _kind_of(text: str | None) -> EngineKind | None:
-    if text is None:
-        return None
-    for kind in EngineKind:
-        if kind.lower() == text.lower():
-            return kind
-    raise InvalidValue(f"type is {shown(text)}; it must be one of {', '.join(EngineKind)}", field="type")
-
-
-def fields_of(rank_sockets: RankSockets | None) -> dict[str, Any]:
-    if rank_sockets is None:
-        return {}
-    return {
-        "dp_rank": rank_sockets.dp_rank,
-        "endpoint": rank_sockets.endpoint,
-        "replay_endpoint": rank_sockets.replay_endpoint,
-        "snapshot_endpoint": rank_sockets.snapshot_endpoint,
-    }
+def _at(draft: Draft, sockets: RankSockets | None) -> Draft:
+    """Return the draft of the rank with these sockets."""
+    if sockets is None:
+        return draft
+    return replace(
+        draft,
+        dp_rank=sockets.dp_rank,
+        endpoint=sockets.endpoint,
+        replay_endpoint=sockets.replay_endpoint,
+        snapshot_endpoint=sockets.snapshot_endpoint,
+    )
 
 
 def _known(registration: Registration, description: Description, origin: Origin) -> Registration:
@@ -159,23 +140,15 @@ def _aliases(registration: Registration, description: Description) -> tuple[str,
     return tuple(name for name in served if name != registration.model_name)
 
 
-def _sockets(description: Description, client_fields: dict[str, Any]) -> list[RankSockets | None]:
+def _sockets(description: Description, draft: Draft) -> Sequence[RankSockets | None]:
     """Return the ranks to register; None is a rank with explicit sockets, or without a need for them."""
-    kind = _kind_of(client_fields.get("type")) or description.kind or UNNAMED
-    if client_fields.get("endpoint") is not None or not kind.traits.needs_endpoint:
+    kind = kind_of(draft.type) or description.kind or UNNAMED
+    if draft.endpoint is not None or not kind.traits.needs_endpoint:
         return [None]
-    ranks = description.ranks
-    if client_fields.get("dp_rank") is not None:
-        ranks = tuple(rank for rank in ranks if rank.dp_rank == client_fields["dp_rank"])
-    return list(ranks)
+    return [sockets for sockets in description.ranks if draft.dp_rank in (None, sockets.dp_rank)]
 
 
-def _usual_sockets(description: Description, ports: tuple[int, int, int]) -> list[RankSockets | None]:
-    """Return the sockets of an engine without a path to name them, at the ports that its source expects."""
-    return [] if description.names_sockets else list(usual_sockets(description.url, ports))
-
-
-def usual_sockets(url: str, ports: tuple[int, int, int]) -> list[RankSockets]:
+def _usual_sockets(url: str, ports: tuple[int, int, int]) -> list[RankSockets]:
     """Return the sockets of an engine at ``url``, from event port and replay port of rank 0, and the number of
     ranks.
     """
@@ -189,12 +162,12 @@ def usual_sockets(url: str, ports: tuple[int, int, int]) -> list[RankSockets]:
     ]
 
 
-def _check_given(description: Description, client_fields: dict[str, Any]) -> None:
+def _check_given(description: Description, draft: Draft) -> None:
     """Check that the client's fields do not contradict the engine: blocks of another size or model would never
     match.
     """
     served = () if description.model_name is None else (description.model_name, *description.aliases)
-    model, block_size = client_fields.get("modelname"), client_fields.get("block_size")
+    model, block_size = draft.modelname, draft.block_size
     if model is not None and served and model not in served:
         raise InvalidValue(
             f"modelname {shown(model)} is not served by {description.url}, which serves {shown(served[0])}; leave "
@@ -273,9 +246,8 @@ class GivenEngines:
 
     async def _register(self, url: str) -> Registration:
         """Register all ranks of an engine, by its own description. Return the first one."""
-        registrations = await self._engines.of(
-            url, {}, Origin("url", base_of(url)), known={"type": str(WITHOUT_EVENTS)}
-        )
+        known = Draft(type=WITHOUT_EVENTS)
+        registrations = await self._engines.of(WantedEngine(Origin("url", base_of(url)), url=url, known=known))
         if not registrations[0].kind.traits.tells_events:
             log.warning(
                 "an engine reports no event socket; until it does, requests go by the beginnings of their prompts",

@@ -1,59 +1,24 @@
-"""A pod of Kubernetes, and the engine that it wants registered.
-
-Other sources name engines, too: an entry of a file, and an engine that was registered by its URL.
-"""
+"""A pod of Kubernetes, and the engine that it wants registered."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.discovery.describe import RANKS_MAX
+from waymark.discovery.drafts import Draft, WantedEngine
 from waymark.domain.engines import UNNAMED
-from waymark.domain.names import Origin
+from waymark.domain.names import BLOCK_SIZE_MAX, Origin
 from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX, Role
 
 T = TypeVar("T")
-WantedKey: TypeAlias = tuple[Origin, str | None, str | None]
 
 #: The engines of one turn of the loop, which takes a few milliseconds.
 _TURN_ENGINES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class WantedEngine:
-    """An engine that should be registered."""
-
-    origin: Origin
-    """The origin of its registrations. It is unique in its source."""
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of ``POST /register`` that the source knows."""
-    url: str | None = None
-    """The URL of the engine, which reports the other fields; None: there are no others."""
-    ports: tuple[int, int, int] = (0, 0, 0)
-    """Event port and replay port of rank 0, and the number of ranks, for an engine that names no sockets; 0:
-    unknown."""
-    known: Mapping[str, Any] = field(default_factory=dict)
-    """Fields used if the engine does not report them: those of its last registration."""
-    since: str = ""
-    """The start of the engine, as a text that grows. Of two engines at one address the later one counts."""
-
-    def __str__(self) -> str:
-        return f"{self.origin.kind} {self.origin.source}"
-
-    @property
-    def key(self) -> WantedKey:
-        """The origin and the names: one URL may be registered several times, under different names."""
-        return self.origin, self.fields.get("instance_id"), self.fields.get("tenant_id")
-
-    @property
-    def address(self) -> str | None:
-        """The key that differs between any two engines of a source."""
-        return self.url or (self.fields.get("address") if self.ports[0] else None)
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
@@ -69,8 +34,6 @@ ANNOTATION = "waymark.dev/"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 #: Labels that name a role; the annotation comes first.
 _ROLE_LABELS = ("llm-d.ai/role", "mif.moreh.io/role")
-#: Annotation -> the field of a registration.
-_FIELDS = {"model": "modelname", "type": "type", "role": "role", "tenant": "tenant_id"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +89,15 @@ def pod_of(item: Any) -> Pod | None:
 def wanted_of(pod: Pod, ports: PodPorts) -> WantedEngine:
     """Return the engine in a ready pod. Raise InvalidValue with the name of an annotation that does not fit."""
     own = {key.removeprefix(ANNOTATION): text for key, text in pod.annotations.items()}
-    fields: dict[str, Any] = {"instance_id": pod.name, "labels": _fitting(pod.labels)}
-    fields |= {field: own[name] for name, field in _FIELDS.items() if own.get(name)}
-    if "role" not in fields:
-        role = role_in(pod.labels)
-        if role is not None:
-            fields["role"] = role
-    if "block-size" in own:
-        fields["block_size"] = _number(own, "block-size", 65536)
+    draft = Draft(
+        type=own.get("type") or None,
+        modelname=own.get("model") or None,
+        instance_id=pod.name,
+        block_size=_number(own, "block-size", BLOCK_SIZE_MAX) if "block-size" in own else None,
+        tenant_id=own.get("tenant") or None,
+        role=own.get("role") or role_in(pod.labels) or Role.BOTH,
+        labels=_fitting(pod.labels),
+    )
     ranks = _number(own, "ranks", RANKS_MAX) if "ranks" in own else 1
     api = _number(own, "api-port", 65535) if "api-port" in own else ports.api
     events = _number(own, "port", 65535) if "port" in own else ports.events
@@ -141,10 +105,10 @@ def wanted_of(pod: Pod, ports: PodPorts) -> WantedEngine:
     host = f"[{pod.address}]" if ":" in pod.address else pod.address
     url = f"http://{host}:{api}"
     origin, sockets = Origin("discovery", pod.name), (events, replay, ranks)
-    if "modelname" in fields and "block_size" in fields:  # every field is known
-        fields = {"type": UNNAMED, "address": url} | fields
-        return WantedEngine(origin, fields, None, sockets, since=pod.started)
-    return WantedEngine(origin, fields, url, sockets, since=pod.started)
+    if draft.modelname is not None and draft.block_size is not None:  # every field is known
+        draft = draft.filled(Draft(type=UNNAMED, address=url))
+        return WantedEngine(origin, draft, None, sockets, since=pod.started)
+    return WantedEngine(origin, draft, url, sockets, since=pod.started)
 
 
 class WantedPods:

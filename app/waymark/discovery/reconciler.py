@@ -11,15 +11,16 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from waymark.base.errors import Conflict, InvalidValue, RecordDamaged, RemoteUnavailable, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.discovery.engines import EngineRegistrations, RegistrationOf, fields_of, usual_sockets
-from waymark.discovery.pods import WantedEngine, WantedKey, in_turns
+from waymark.discovery.drafts import WantedEngine, WantedKey
+from waymark.discovery.engines import EngineRegistrations
+from waymark.discovery.pods import in_turns
 from waymark.domain.names import Origin, OriginKind, PublisherName, Registration
 from waymark.store.store import Store
 
@@ -63,7 +64,6 @@ class Reconciler:
         kind: OriginKind,
         store: Store,
         engines: EngineRegistrations,
-        registration_of: RegistrationOf,
         metrics: Metrics,
         *,
         again_seconds: float,
@@ -74,7 +74,6 @@ class Reconciler:
         self._kind = kind
         self._store = store
         self._engines = engines
-        self._registration_of = registration_of
         self._metrics = metrics
         self._again_seconds = again_seconds
         self._confirm_seconds = confirm_seconds
@@ -176,7 +175,7 @@ class Reconciler:
     async def _ask(self, known_engine: _KnownEngine, there: _EarlierRegistrations, ready: deque[_Ready]) -> None:
         """Append the registrations of an engine to ``ready``, if it has any now."""
         with self._noting_failure(known_engine):
-            registrations = await self._registrations(known_engine.wanted)
+            registrations = await self._engines.of(known_engine.wanted)
             there.check(registrations)
             ready.append(_Ready(known_engine, registrations))
 
@@ -236,15 +235,6 @@ class Reconciler:
         """Return whether it is a registration of this engine; a URL may be registered under several names."""
         is_name = self._kind != "url" or wanted.key[1:] == (registration.instance_id, registration.tenant_id)
         return is_name and registration.origin == wanted.origin
-
-    async def _registrations(self, wanted: WantedEngine) -> list[Registration]:
-        if wanted.url is None:
-            return [
-                replace(self._registration_of(rank_fields), origin=wanted.origin) for rank_fields in _complete(wanted)
-            ]
-        return await self._engines.of(
-            wanted.url, dict(wanted.fields), wanted.origin, ports=wanted.ports, known=wanted.known
-        )
 
     async def _are_any_registered(self, names: Sequence[PublisherName]) -> bool:
         claims = [await self._store.directory.claim(name) for name in names]
@@ -319,14 +309,6 @@ def _some_of(ready: deque[_Ready]) -> list[_Ready]:
         batch.append(ready.popleft())
         ranks += len(batch[-1].registrations)
     return batch
-
-
-def _complete(wanted: WantedEngine) -> list[dict[str, Any]]:
-    """Return the fields of each rank of an engine that need not be asked."""
-    fields = dict(wanted.fields)
-    if not wanted.ports[0]:
-        return [fields]
-    return [fields | fields_of(socket) for socket in usual_sockets(str(fields["address"]), wanted.ports)]
 
 
 def _ghosts(wanted: Sequence[WantedEngine]) -> Mapping[WantedKey, Origin]:

@@ -14,9 +14,10 @@ from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.discovery.describe import Describer
-from waymark.discovery.engines import EngineRegistrations, RegistrationOf
+from waymark.discovery.drafts import Draft, WantedEngine, WantedKey
+from waymark.discovery.engines import EngineRegistrations
 from waymark.discovery.kubernetes import ApiServer, PodWatch
-from waymark.discovery.pods import PodPorts, WantedEngine, WantedKey, WantedPods
+from waymark.discovery.pods import PodPorts, WantedPods
 from waymark.discovery.reconciler import CONFIRM_SECONDS, Reconciler
 from waymark.domain.names import Origin, OriginKind
 from waymark.domain.status import Discovery, StreamStatus
@@ -65,13 +66,11 @@ class EngineDiscovery:
         metrics: Metrics,
         options: DiscoveryOptions,
         describer: Describer,
-        registration_of: RegistrationOf,
     ) -> None:
         self._store = store
         self._metrics = metrics
         self._options = options
-        self._engines = EngineRegistrations(describer, registration_of)
-        self._registration_of = registration_of
+        self._engines = EngineRegistrations(describer)
         self._reconcilers: list[Reconciler] = []
         self._problems: dict[OriginKind, list[str]] = {}
 
@@ -149,7 +148,6 @@ class EngineDiscovery:
             kind,
             self._store,
             self._engines,
-            self._registration_of,
             self._metrics,
             again_seconds=self._options.again_seconds,
             confirm_seconds=self._options.confirm_seconds,
@@ -257,35 +255,11 @@ class EngineDiscovery:
         engines: dict[WantedKey, WantedEngine] = {}
         for registration in await self._store.directory.registrations():
             if registration.origin.kind == "url":
-                target = registration.target
-                client_fields = {
-                    "instance_id": registration.instance_id,
-                    "tenant_id": registration.tenant_id,
-                    "lora_name": registration.lora_name,
-                    "additionalsalt": registration.additional_salt,
-                    "scope": registration.scope,
-                    "copies": registration.copies,
-                    "sequence": registration.sequence,
-                    "shards": registration.object_shards or None,
-                    "address": target.address,
-                    "role": target.role,
-                    "weight": target.weight,
-                    "labels": dict(target.labels),
-                    "metrics_url": target.metrics_url,
-                    "kv_source": target.kv_source,
-                    "kv_bytes_per_token": target.kv_bytes_per_token,
-                    "transfer_gbps": target.transfer_gbps,
-                    "kv_hints": target.takes_kv_hints,
-                }
-                client_fields = {name: value for name, value in client_fields.items() if value is not None}
-                engine_fields = {
-                    "type": registration.kind,
-                    "modelname": registration.model_name,
-                    "block_size": registration.block_size,
-                }
-                wanted = WantedEngine(
-                    registration.origin, client_fields, registration.origin.source, known=engine_fields
+                known = Draft(
+                    type=registration.kind, modelname=registration.model_name, block_size=registration.block_size
                 )
+                origin = registration.origin
+                wanted = WantedEngine(origin, Draft.of(registration), origin.source, known=known)
                 engines.setdefault(wanted.key, wanted)
         return list(engines.values())
 

@@ -100,6 +100,11 @@ TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
     }
 )
 
+KINDS: Final[Mapping[str, EngineKind]] = MappingProxyType(
+    {kind.lower(): kind for kind in EngineKind}
+    | {alias: kind for kind, traits in TRAITS.items() for alias in traits.aliases}
+)
+"""Each kind by its name and its aliases, in lower case."""
 UNNAMED: Final = EngineKind.VLLM
 """The kind of a registration in a dialect that does not name kinds."""
 WITHOUT_EVENTS: Final = next(kind for kind, traits in TRAITS.items() if not traits.tells_events)

@@ -208,6 +208,21 @@ class Holder:
     """
 
 
+# ---- names and sizes that strangers choose --------------------------------------------------------
+
+#: Bytes of UTF-8 that a name may have: names are kept in Redis with every registration.
+NAME_BYTES_MAX = 4096
+NAME = f"a text of 1 to {NAME_BYTES_MAX} bytes"
+OPTIONAL_NAME = f"a text of at most {NAME_BYTES_MAX} bytes"
+BLOCK_SIZE_MAX = 65_536
+BLOCK_SIZE = f"an integer of 1..{BLOCK_SIZE_MAX}, tokens per block"
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text is what ``NAME`` says, in the words of an error."""
+    return 0 < len(text) <= NAME_BYTES_MAX and len(text.encode()) <= NAME_BYTES_MAX
+
+
 # ---- endpoints -------------------------------------------------------------------------------------
 
 _HOST = r"\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?\]|[A-Za-z0-9._-]+"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from functools import partial
 from typing import Any
 
 from waymark.api.application import GatewayAdmin, create_app, create_gateway_admin
-from waymark.api.registrations import registration_of
 from waymark.base.asgi import AsgiApplication
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
@@ -92,7 +90,7 @@ class GatewayRole:
 
 def _given_engines(store: Store, settings: Settings, asker: Asker) -> GivenEngines:
     allowed = AllowedEndpoints(settings.allowed_endpoints)
-    engines = EngineRegistrations(Describer(asker, allowed), partial(registration_of, allowed=allowed))
+    engines = EngineRegistrations(Describer(asker, allowed))
     return GivenEngines(store, engines, settings.gateway_engines)
 
 

@@ -21,13 +21,13 @@ from typing import Any
 import orjson
 import yaml
 
-from waymark.api.registration_schemas import RegisterByUrlRequest
-from waymark.api.registrations import registration_of
+from waymark.api.registration_schemas import RegisterByUrlRequest, RegisterRequest
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, SettingsError
 from waymark.base.shown import kind, shown
 from waymark.discovery.describe import instance_id_of
-from waymark.discovery.pods import WantedEngine, role_in
+from waymark.discovery.drafts import WantedEngine
+from waymark.discovery.pods import role_in
 from waymark.domain.names import DEFAULT_TENANT, Origin, Registration
 
 _FILE_BYTES_MAX = 16 * 2**20
@@ -47,7 +47,7 @@ def read_publishers(path: str, allowed_endpoints: Sequence[str] = ()) -> list[Re
     """
     allowed = AllowedEndpoints(allowed_endpoints)
     return [
-        replace(registration_of(dict(engine.fields), allowed), origin=engine.origin)
+        replace(engine.draft.registration(allowed), origin=engine.origin)
         for engine in read_wanted(path, allowed_endpoints)
         if engine.url is None
     ]
@@ -97,15 +97,16 @@ def _wanted(
     if entry.get("url"):
         request = RegisterByUrlRequest.of(entry)
         allowed.check(request.url, "url")
-        name = (request.instance_id or instance_id_of(request.url), request.tenant_id or DEFAULT_TENANT, -1)
-        fields, url = request.fields(), request.url
-    else:
-        fields, url = _with_endpoint(entry), None
-        registered_name = registration_of(fields, allowed).name
-        name = (registered_name.instance_id, registered_name.tenant_id, registered_name.dp_rank)
-    return name, WantedEngine(
-        Origin("file", f"{path} {'|'.join(map(str, name))}"), fields, url, ports if url else (0, 0, 0)
-    )
+        draft, url = request.draft(), request.url
+        name = (draft.instance_id or instance_id_of(url), draft.tenant_id or DEFAULT_TENANT, -1)
+        return name, WantedEngine(_origin(path, name), draft, url, ports)
+    draft = RegisterRequest.of(_with_endpoint(entry)).draft()
+    name = draft.registration(allowed).name.rank
+    return name, WantedEngine(_origin(path, name), draft)
+
+
+def _origin(path: str, name: tuple[str, str, int]) -> Origin:
+    return Origin("file", f"{path} {'|'.join(map(str, name))}")
 
 
 def _with_endpoint(entry: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from waymark.api.registrations import registration_of
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import SettingsError
@@ -115,10 +114,4 @@ def _api_server(settings: Settings, environ: Mapping[str, str]) -> ApiServer:
 
 def discovery(store: Store, settings: Settings, metrics: Metrics, asker: Asker) -> EngineDiscovery:
     allowed = AllowedEndpoints(settings.allowed_endpoints)
-    return EngineDiscovery(
-        store,
-        metrics,
-        discovery_options(settings, os.environ),
-        Describer(asker, allowed),
-        partial(registration_of, allowed=allowed),
-    )
+    return EngineDiscovery(store, metrics, discovery_options(settings, os.environ), Describer(asker, allowed))

@@ -6,18 +6,8 @@ from typing import Annotated
 
 from pydantic import AliasChoices, Field
 
-from waymark.api.http.fields import (
-    NAME,
-    OPTIONAL_NAME,
-    HashList,
-    Model,
-    NonEmptyName,
-    OptionalName,
-    RankNumber,
-    RequestBody,
-    TokenIds,
-)
-from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U32_MAX, U64_MASK
+from waymark.api.http.fields import HashList, Model, NonEmptyName, OptionalName, RankNumber, RequestBody, TokenIds
+from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, NAME, OPTIONAL_NAME, U32_MAX, U64_MASK
 
 _GROUP = f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'"
 _RANK = f"an integer of 0..{U32_MAX}"

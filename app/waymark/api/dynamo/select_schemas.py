@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from pydantic import AliasChoices, Field, WithJsonSchema
 
 from waymark.api.dynamo.schemas import InstanceId
-from waymark.api.http.fields import NAME, OPTIONAL_NAME, HashList, NonEmptyName, OptionalName, RequestBody, TokenIds
-from waymark.domain.names import DEFAULT_TENANT, U32_MAX
+from waymark.api.http.fields import HashList, NonEmptyName, OptionalName, RequestBody, TokenIds
+from waymark.domain.names import DEFAULT_TENANT, NAME, OPTIONAL_NAME, U32_MAX
 
 DEFAULT_MODEL = "default"
 

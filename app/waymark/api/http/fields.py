@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from waymark.api.http.errors import InvalidBody, unfit
-from waymark.domain.names import U32_MAX, U64_MASK
+from waymark.domain.names import BLOCK_SIZE_MAX, NAME_BYTES_MAX, U32_MAX, U64_MASK
 
 T = TypeVar("T")
 
@@ -43,13 +43,7 @@ class Root(RootModel[T], Generic[T]):
     model_config = ConfigDict(defer_build=True)
 
 
-NAME = "a text of 1 to 4096 bytes"
-OPTIONAL_NAME = "a text of at most 4096 bytes"
-BLOCK_SIZE = "an integer of 1..65536, tokens per block"
 RANK = f"an integer of 0..{U32_MAX}"
-
-#: Bytes of UTF-8 that a name from a client may have: names are kept in Redis with every registration.
-NAME_BYTES_MAX = 4096
 
 
 def _within_bounds(text: str) -> str:
@@ -88,7 +82,7 @@ _HASH: dict[str, Any] = {
 }
 Hash = Annotated[Any, WithJsonSchema(_HASH)]
 HashList = Annotated[Any, WithJsonSchema({"type": "array", "items": _HASH})]
-BlockSize = Annotated[int, Field(ge=1, le=65536)]
+BlockSize = Annotated[int, Field(ge=1, le=BLOCK_SIZE_MAX)]
 RankNumber = Annotated[int, Field(ge=0, le=U32_MAX)]
 
 
