@@ -274,7 +274,7 @@ def picture(tree: Path) -> str:
     floors = floors_of(arrows)
     lines = ["flowchart TD"]
     for floor in sorted(set(floors.values()), reverse=True):
-        lines.append(f'  subgraph floor{floor}["floor {floor}"]')
+        lines.append(f'  subgraph floor{floor}["level {floor}"]')
         lines += [f'    {_node(room)}["{room.replace(".", "/")}"]' for room in sorted(floors) if floors[room] == floor]
         lines.append("  end")
     for room in sorted(arrows):

@@ -113,7 +113,7 @@ def test_the_picture_has_each_room_on_its_floor_and_no_arrow_that_a_longer_way_s
         "room_a --> room_b",
         "room_b --> room_c",
     ]
-    assert picture.index('"floor 3"') < picture.index('["a"]') < picture.index('"floor 2"') < picture.index('["b"]')
+    assert picture.index('"level 3"') < picture.index('["a"]') < picture.index('"level 2"') < picture.index('["b"]')
 
 
 def test_the_design_shows_the_rooms_as_they_are() -> None:
