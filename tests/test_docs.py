@@ -175,7 +175,7 @@ AGES = {
     "the same, answered by another": "store/test_row_reader::test_only_rows_that_eight_holders_share_may_be_old",
     "blocks of an event stream": "store/test_chain::test_no_row_is_used_longer_than_it_may_be_kept",
     "an engine that was unregistered": "store/test_row_reader::test_hot_rows_are_not_asked_for_again_and_ended_holders",
-    "an engine that is gone": "ingest/test_stream::test_a_publisher_that_is_away_for_too_long_is_lost",
+    "an engine that disappears": "ingest/test_stream::test_a_publisher_that_is_away_for_too_long_is_lost",
     "any of these, with": "e2e/test_read_replica::test_what_is_written_to_the_primary_is_answered_from_the_replica",
 }
 

@@ -47,7 +47,7 @@ async def test_the_further_paths_of_engines_are_passed_on(start: Start, path: st
 
 def test_the_further_paths_are_those_that_the_page_names() -> None:
     page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
-    (row,) = re.findall(r"^\| `POST (/v1/rerank`.*?) \| what engines", page, re.MULTILINE)
+    (row,) = re.findall(r"^\| `POST (/v1/rerank`.*?) \| other paths of engines", page, re.MULTILINE)
     named = re.findall(r"[/\w*]+", row)
     for path in FURTHER:
         assert path in named or f"{path.rpartition('/')[0]}/*" in named, path

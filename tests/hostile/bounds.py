@@ -107,7 +107,11 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("memory of a chat template", rendering.MEMORY_BYTES_MAX, "400", _BYTES),
     ),
     "Others": (
-        Bound("streams of a picker", "epp_streams_max", "the oldest of the connection with most that waits is ended"),
+        Bound(
+            "streams of a picker",
+            "epp_streams_max",
+            "of the connection with the most waiting streams, the oldest waiting one is ended",
+        ),
         Bound("a message to a picker", MESSAGE_BYTES_MAX, "the stream is ended", _BYTES),
         Bound("blocks of one call of the RadixIndex", radix_index.BLOCKS_MAX, "it is answered as too long"),
         Bound("a record of a file to import", RECORD_BYTES_MAX, "the file is refused", _BYTES),

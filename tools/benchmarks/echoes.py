@@ -139,7 +139,7 @@ def main() -> int:
     for name in SERVERS:
         for is_parsed in (True, False):
             costs = " | ".join(f"{cost:.0f}" for cost in cost_us(name, is_parsed=is_parsed, messages=options.messages))
-            print(f"| {name} | {'read and made' if is_parsed else 'as bytes'} | {costs} |", flush=True)
+            print(f"| {name} | {'parsed and built' if is_parsed else 'as bytes'} | {costs} |", flush=True)
     return 0
 
 

@@ -331,7 +331,7 @@ def report(findings: Findings, sessions: int) -> str:
         "## Differences on purpose, case by case",
         "",
         "Each row is a history of a few events and one request at its end. `python -m tools.conformance.differences`",
-        "sends it to both, and fails if one of them answers anything else than this table says. For a query the table",
+        "sends it to both, and fails if one of them answers anything other than this table says. For a query the table",
         "shows how many tokens of the prompt the worker has according to the answer.",
         "",
         *differences.MARKS,
