@@ -409,7 +409,11 @@ async def snapshot(redis: Redis, *, has_activity: bool = False) -> dict[bytes, t
     The activity is left out unless it is asked for: it is written in the background, at any moment.
     """
     names = sorted(cast("list[bytes]", await redis.keys("*")))
-    names = [name for name in names if has_activity or name != keys.ACTIVITY.encode()]
+    return await held_by(redis, [name for name in names if has_activity or name != keys.ACTIVITY.encode()])
+
+
+async def held_by(redis: Redis, names: Sequence[bytes]) -> dict[bytes, tuple[str, bool, Any]]:
+    """A snapshot of these keys."""
     async with redis.pipeline(transaction=False) as pipeline:
         for name in names:
             pipeline.type(cast("str", name))

@@ -13,7 +13,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
-from tests.store.factories import Stream, begins, registration, removed, snapshot, stored, stream_of
+from tests.store.factories import Stream, begins, held_by, registration, removed, stored, stream_of
 from tests.store.flow import swept
 from tests.store.key_table import README, Held, KeyTable, Row, facts
 from waymark.domain.books import Usage
@@ -45,6 +45,14 @@ NS = namespace("adapter", ["salt"])
 BLOCKS = list(range(0xA0, 0xB0))
 HEAD, DEEP, ALONE = 0x1000, 0x5000, 0x6000
 TAILS = list(range(0x2000, 0x2000 + 66, 1))
+#: Every key, whether it runs out by itself, and all it holds as bytes.
+DUMPS = """
+local found = {}
+for i, name in ipairs(redis.call('KEYS', '*')) do
+    found[i] = {name, tostring(redis.call('PTTL', name) >= 0), redis.call('DUMP', name)}
+end
+return found
+"""
 
 
 class Watched(RedisClient):
@@ -59,13 +67,15 @@ class Watched(RedisClient):
         self.scripts: set[str] = set()
         self._one_at_a_time = asyncio.Lock()
         self._seen: Held = {}
+        self._dumps: dict[bytes, tuple[bytes, bytes]] = {}
+        self._held: Held = {}
 
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
         async with self._one_at_a_time:
             assert isinstance(self._redis, Redis)
-            before = await snapshot(self._redis, has_activity=True)
+            before = await self._look(self._redis)
             reply = await super().run(name, keys, args)
-            after = await snapshot(self._redis, has_activity=True)
+            after = await self._look(self._redis)
         self.scripts.add(name)
         # What is as it was has been looked at already.
         self.strangers.update(self.table.strangers(_others(after, self._seen)))
@@ -80,6 +90,15 @@ class Watched(RedisClient):
             if fact[:4] not in places_left:
                 self._note(self.removed, fact, name)
         return reply
+
+    async def _look(self, redis: Redis) -> Held:
+        """Everything that Redis holds, of which only what is not as it was is read again."""
+        found: Any = await redis.eval(DUMPS, 0)
+        dumps = {name: (runs_out, dump) for name, runs_out, dump in found}
+        changed = [name for name, dump in dumps.items() if self._dumps.get(name) != dump]
+        same = {name: held for name, held in self._held.items() if self._dumps[name] == dumps.get(name)}
+        self._dumps, self._held = dumps, same | await held_by(redis, changed)
+        return self._held
 
     def _note(self, where: defaultdict[Row, set[str]], fact: Any, script: str) -> None:
         row = self.table.row_of(*fact)
