@@ -148,7 +148,7 @@ async def test_an_apply_that_arrives_in_the_next_life_of_the_engine_hides_nothin
         return await run(self, name, keys, args)
 
     monkeypatch.setattr(Mortal, "run", noting)
-    worker = await bench.worker(options=WITHOUT_PROBES)
+    worker = await bench.worker()  # a probe finds the new life
     pod = await bench.pod()
     await pod.at_work(5)
     late = sent[-1]
