@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import certifi
 import pytest
 from fakeredis import FakeAsyncRedis, FakeServer
 from redis import Redis as SyncRedis
@@ -39,6 +40,18 @@ SERVER_START_SECONDS = 10.0
 @pytest.fixture(scope="session", autouse=True)
 def _no_patience_in_the_environment() -> None:
     os.environ.pop(VARIABLE, None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """httpx reads the certificates of every authority for each client, which takes 20 ms; no test asks the Internet."""
+    end = "-----END CERTIFICATE-----\n"
+    first, _, _ = Path(certifi.where()).read_text(encoding="utf-8").partition(end)
+    path = tmp_path_factory.mktemp("authority") / "ca.pem"
+    path.write_text(first + end, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(certifi, "where", lambda: str(path))
+        yield
 
 
 @pytest.fixture(autouse=True)
