@@ -8,6 +8,7 @@ measured each process is started in the usual way, and so it is where there is n
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import gc
 import json
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO, Protocol
 
 from tests.patience import patient, patient_settings
@@ -45,21 +47,54 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-def start(words: Sequence[str], environ: Mapping[str, str], output: BinaryIO, directory: Path) -> Process:
-    """``waymark`` with these words, and with nothing in its environment but ``environ`` and patient deadlines."""
+def start(
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    output: BinaryIO | int,
+    directory: Path,
+    *,
+    error: BinaryIO | None = None,
+    stdin: BinaryIO | None = None,
+) -> Process:
+    """``waymark`` with these words, and with nothing in its environment but ``environ`` and patient deadlines.
+
+    Its errors are in ``output``, too, unless ``error`` is given. ``subprocess.DEVNULL`` is an output that nobody reads.
+    """
     environ = {f"WAYMARK_{name.upper()}": str(value) for name, value in patient_settings().items()} | dict(environ)
     if "COVERAGE_PROCESS_START" in os.environ or not hasattr(os, "pidfd_open"):
         command = [sys.executable, "-m", "waymark", *words]
-        return subprocess.Popen(command, cwd=directory, env=environ, stdout=output, stderr=output)
+        told = output if error is None else error
+        return subprocess.Popen(command, cwd=directory, env=environ, stdin=stdin, stdout=output, stderr=told)
     server = _server()
     ours, theirs = os.pipe()
+    nothing = os.open(os.devnull, os.O_RDWR)
     try:
         request = json.dumps([list(words), environ, str(directory)]).encode()
-        socket.send_fds(server, [request], [output.fileno(), theirs])
+        written = nothing if isinstance(output, int) else output.fileno()
+        read, told = nothing if stdin is None else stdin.fileno(), written if error is None else error.fileno()
+        socket.send_fds(server, [request], [read, written, told, theirs])
         (pid,) = _STATUS.unpack(server.recv(_STATUS.size))
     finally:
         os.close(theirs)
+        os.close(nothing)
     return _Forked(pid, ours)
+
+
+async def run(
+    words: Sequence[str], environ: Mapping[str, str], directory: Path, stdin: bytes = b"", seconds: float = 60.0
+) -> tuple[int, str, str]:
+    """A command until its end: its exit code, what it printed, and its errors."""
+    with TemporaryFile() as given, TemporaryFile() as output, TemporaryFile() as error:
+        given.write(stdin)
+        given.seek(0)
+        process = start(words, environ, output, directory, error=error, stdin=given)
+        try:
+            code = await asyncio.to_thread(process.wait, patient(seconds))
+        finally:
+            process.kill()
+        output.seek(0)
+        error.seek(0)
+        return code, output.read().decode(), error.read().decode()
 
 
 class _Forked:
@@ -127,14 +162,14 @@ def _serve(requests: socket.socket) -> list[str]:
             os.close(pidfd)
         if requests.fileno() not in ready:
             continue
-        request, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_MAX, 2)
+        request, descriptors, _, _ = socket.recv_fds(requests, _REQUEST_MAX, 4)
         if not request:
             os._exit(0)
-        output, pipe = descriptors
+        *streams, pipe = descriptors
         pid = os.fork()
         if pid == 0:
-            os.dup2(output, 1)
-            os.dup2(output, 2)
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
             requests.detach()
             os.closerange(3, 1024)
             words, environ, directory = json.loads(request)
@@ -143,7 +178,8 @@ def _serve(requests: socket.socket) -> list[str]:
             os.chdir(directory)
             sys.argv = ["waymark", *words]
             return list(words)
-        os.close(output)
+        for stream in streams:
+            os.close(stream)
         running[os.pidfd_open(pid)] = pid, pipe
         requests.send(_STATUS.pack(pid))
 

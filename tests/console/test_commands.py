@@ -18,6 +18,7 @@ from typing import Any, ClassVar, cast
 import httpx
 import pytest
 
+from tests import forked
 from tests.conftest import wait_until
 from tests.factories import publisher_row, workers_answer
 from tests.listening import listening, port_of
@@ -43,6 +44,7 @@ pytestmark = pytest.mark.outside
 TOKENS = list(range(100, 132))
 SIZE = 4
 TOKEN = "secret"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -67,16 +69,10 @@ async def run(live: Live | None, *words: str, stdin: str = "", **environ: str) -
     """A command as a process: its exit code, and what it printed."""
     url = {} if live is None else {"WAYMARK_URL": live.url, "WAYMARK_API_TOKEN": TOKEN}
     coverage = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "waymark", *words,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "160"} | coverage | url | environ,
-    )  # fmt: skip
-    async with within(60):
-        output, error = await process.communicate(stdin.encode())
-    assert process.returncode is not None
-    assert b"Traceback" not in error
-    return process.returncode, output.decode(), error.decode()
+    given = {"PATH": "/usr/bin:/bin", "COLUMNS": "160"} | coverage | url | environ
+    code, output, error = await forked.run(words, given, ROOT, stdin.encode())
+    assert "Traceback" not in error
+    return code, output, error
 
 
 async def json_of(live: Live, *words: str, stdin: str = "") -> Any:

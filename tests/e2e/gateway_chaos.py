@@ -13,16 +13,20 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 
+from tests import forked
 from tests.conftest import wait_until
 from tests.e2e.redis_server import RedisServer, redis_server
+from tests.forked import Process
 from tests.patience import patient, within
 from tests.ports import unused_port
 from waymark.simulator.workload import mark_of
@@ -40,26 +44,21 @@ class Fleet:
     redis: RedisServer
     gateways: list[str] = field(default_factory=list)
     ports: list[int] = field(default_factory=list)
-    engines: dict[int, asyncio.subprocess.Process] = field(default_factory=dict)
+    engines: dict[int, Process] = field(default_factory=dict)
 
     async def start_engine(self, number: int) -> None:
         words = ["--engines", "1", "--instance-prefix", f"engine-{number}", "--http-port", str(self.ports[number])]
         words += ["--base-port", "0", "--prompts", "0", "--stay", "--tokens-per-second", "200"]
-        self.engines[number] = await _process("simulate", *words, "--answer-tokens", str(TOKENS))
+        self.engines[number] = _process("simulate", *words, "--answer-tokens", str(TOKENS))
 
     async def kill_engine(self, number: int) -> None:
         self.engines[number].kill()
-        await self.engines[number].wait()
+        self.engines[number].wait()
 
 
-async def _process(*words: str, **environ: str) -> asyncio.subprocess.Process:
+def _process(*words: str, **environ: str) -> Process:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "waymark", *words),
-        env=clean | environ,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
+    return forked.start(words, clean | environ, subprocess.DEVNULL, Path(__file__).parents[2])
 
 
 @asynccontextmanager
@@ -69,16 +68,16 @@ async def fleet() -> AsyncIterator[Fleet]:
         server = stack.enter_context(redis_server())
         await server.start()
         running = Fleet(server, ports=[unused_port() for _ in range(ENGINES)])
-        started: list[asyncio.subprocess.Process] = []
+        started: list[Process] = []
         stack.push_async_callback(_end, running, started)
         for number in range(ENGINES):
             await running.start_engine(number)
-        started.append(await _process("ingest", WAYMARK_REDIS_URL=server.url))
+        started.append(_process("ingest", WAYMARK_REDIS_URL=server.url))
         urls = ",".join(f"http://127.0.0.1:{port}" for port in running.ports)
         for _ in range(2):
             port = unused_port()
             environ = {"WAYMARK_REDIS_URL": server.url, "WAYMARK_GATEWAY_ENGINES": urls, "WAYMARK_HOST": "127.0.0.1"}
-            started.append(await _process("gateway", "--port", str(port), **environ))
+            started.append(_process("gateway", "--port", str(port), **environ))
             running.gateways.append(f"http://127.0.0.1:{port}")
         async with httpx.AsyncClient(trust_env=False, timeout=patient(10)) as client:
             for url in running.gateways:
@@ -86,11 +85,10 @@ async def fleet() -> AsyncIterator[Fleet]:
         yield running
 
 
-async def _end(running: Fleet, started: list[asyncio.subprocess.Process]) -> None:
+async def _end(running: Fleet, started: list[Process]) -> None:
     for each in (*started, *running.engines.values()):
-        if each.returncode is None:
-            each.kill()
-        await each.wait()
+        each.kill()
+        each.wait()
 
 
 async def _serves(client: httpx.AsyncClient, url: str) -> bool:

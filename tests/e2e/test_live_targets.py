@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,11 +17,13 @@ import grpc
 import httpx
 import pytest
 
+from tests import forked
 from tests.conftest import wait_until
-from tests.e2e.conftest import Service, Start
+from tests.e2e.conftest import ROOT, Service, Start
 from tests.e2e.redis_server import RedisServer, redis_server
 from tests.e2e.test_envoy import Picker
 from tests.epp.proxy import Stream, destinations
+from tests.forked import Process
 from tests.grpc_loops import events_of_this_loop
 from tests.patience import patient
 from tests.ports import unused_port
@@ -31,6 +34,8 @@ __all__ = ["events_of_this_loop"]
 ENGINES, CLIENTS = 4, 12
 #: Decisions after which the share of an engine is known.
 DECISIONS = 200
+#: Seconds between the requests of a client.
+SHORT, LONG = 0.02, 0.2
 
 Ask = Callable[[int], Awaitable[str]]
 """One request of a client: the engine that the decision named."""
@@ -50,18 +55,13 @@ class Engines:
     count: int = ENGINES
     http: list[int] = field(default_factory=lambda: [unused_port() for _ in range(ENGINES)])
     events: list[int] = field(default_factory=lambda: [unused_port() for _ in range(ENGINES)])
-    running: dict[int, asyncio.subprocess.Process] = field(default_factory=dict)
+    running: dict[int, Process] = field(default_factory=dict)
 
     async def start(self, number: int) -> None:
         words = ["--engines", "1", "--instance-prefix", f"e{number}", "--http-port", str(self.http[number])]
         words += ["--base-port", str(self.events[number]), "--no-replay", "--prompts", "0", "--stay"]
         clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-        self.running[number] = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "waymark", "simulate", *words),
-            env=clean,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
+        self.running[number] = forked.start(["simulate", *words], clean, subprocess.DEVNULL, ROOT)
         async with httpx.AsyncClient(base_url=self.address(number), trust_env=False) as client:
 
             async def is_up() -> bool:
@@ -75,7 +75,7 @@ class Engines:
     async def kill(self, number: int) -> None:
         process = self.running.pop(number)
         process.kill()
-        await process.wait()
+        process.wait()
 
     def address(self, number: int) -> str:
         return f"http://127.0.0.1:{self.http[number]}"
@@ -112,6 +112,7 @@ class Load:
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
         self.named: list[str] = []
+        self._pause = SHORT
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Load:
@@ -126,7 +127,7 @@ class Load:
     async def _client(self, number: int) -> None:
         while True:
             self.named.append(await self._ask(number))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(self._pause)
 
     async def share(self, name: str) -> float:
         """The share of an engine in the next decisions."""
@@ -135,9 +136,11 @@ class Load:
         return self.named.count(name) / len(self.named)
 
     async def names(self, name: str, seconds: float) -> None:
-        """An engine is named within this time."""
+        """An engine is named within this time, in which clients ask less often."""
         self.named.clear()
+        self._pause = LONG
         await self._until(lambda: name in self.named, f"{name} is named", seconds)
+        self._pause = SHORT
 
     async def _until(self, is_so: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
         def is_so_and_goes_on() -> bool:
@@ -210,28 +213,6 @@ async def test_a_killed_engine_is_left_out_by_the_outcomes_of_all_replicas(serve
         await wait_until(are_all_out, "nobody else is left", 30)
         answer = await selection(1)
         assert answer["target"]["instance_id"] in {f"e{number}" for number in range(ENGINES)}
-
-
-async def test_a_killed_engine_is_left_out_by_plain_requests(server: RedisServer, start: Start) -> None:
-    async with AsyncExitStack() as stack:
-        found = await stack.enter_async_context(engines())
-        replicas = [await start("query", server.url) for _ in range(2)]
-        await found.register(replicas[0], has_events=False)
-        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=patient(10)))
-
-        async def ask(number: int) -> str:
-            replica = replicas[number % 2]
-            taken = await replica.post("/select", model="demo", token_ids=prompt(number), expect=False)
-            outcome = "ok"
-            try:
-                await chat(http, taken["target"]["address"])
-            except httpx.TransportError:
-                outcome = "failed"
-            await replica.post("/release", reservation=taken["reservation"], outcome=outcome)
-            return str(taken["target"]["instance_id"])
-
-        async with Load(ask) as load:
-            await killed_and_back(load, found, back_seconds=15)
 
 
 @asynccontextmanager
