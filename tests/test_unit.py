@@ -59,6 +59,17 @@ def test_what_runs_once_more() -> None:
     assert [(mark.name, mark.kwargs) for mark in marks["outside"]] == [("flaky", {"reruns": 1})]
 
 
+@pytest.mark.parametrize(
+    ("processes", "expected"),
+    [(1, "CFI ABDEGH"), (2, "CI AB F DEGH"), (3, "C AB F DE I GH"), (9, "C F I A B D E G H")],
+)
+def test_each_process_begins_with_its_part_of_the_long_tests(processes: int, expected: str) -> None:
+    tests = [item(mark="long" if name in "CFI" else "", path=name) for name in "ABCDEFGHI"]
+    ordered = unit.long_first(tests, processes)
+    assert "".join(test.path.name for test in ordered) == expected.replace(" ", "")
+    assert sorted(test.path.name for test in ordered) == list("ABCDEFGHI"), "none is lost"
+
+
 @pytest.mark.parametrize("event", ["socket.bind", "socket.connect", "subprocess.Popen"])
 def test_what_a_unit_test_may_not_do(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
     with pytest.raises(RuntimeError, match=r"mark it with @pytest\.mark\.outside"):

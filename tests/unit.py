@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def _is_left_out(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = long_first(items, getattr(config, "workerinput", {}).get("workercount", 1))
     outside = [item for item in items if is_outside(item)]
     if config.getoption("--unit"):
         config.hook.pytest_deselected(items=outside)
@@ -107,6 +109,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # run again, and one that fails twice has failed.
         for item in outside:
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def long_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
+    """Let each process begin with its part of the tests that are marked ``long``: one that begins last is waited for.
+
+    xdist gives each process as many tests as the others, in their order, and later to an idle one of another's last.
+    """
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = iter([item for item in items if not item.get_closest_marker("long")])
+    ordered: list[pytest.Item] = []
+    for process in range(processes):
+        begins = long[process::processes]
+        share = (len(items) - len(ordered)) // (processes - process)
+        ordered += [*begins, *islice(others, max(0, share - len(begins)))]
+    return [*ordered, *others]
 
 
 @pytest.hookimpl(wrapper=True)

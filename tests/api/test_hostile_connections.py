@@ -24,6 +24,8 @@ QUERY = {"model": "m", "block_size": 2, "token_ids": [1, 2, 3, 4]}
 ROW = {"longest_matched": 0, "GPU": 0, "DP": {"0": 0}, "CPU": 0, "DISK": 0}
 REGISTER = {"type": "vLLM", "endpoint": "tcp://127.0.0.1:9", "model": "m", "instance_id": "i", "block_size": 2}
 SECONDS = 30.0
+#: Between two requests of a client that behaves: without it the processor would be his while the others wait.
+PAUSE_SECONDS = 0.05
 
 
 @asynccontextmanager
@@ -41,6 +43,7 @@ async def served(redis_url: str, tmp_path: Path, **settings: object) -> AsyncIte
             while not is_over.is_set():
                 await ask(live)
                 answers += 1
+                await asyncio.sleep(PAUSE_SECONDS)
 
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(behave())

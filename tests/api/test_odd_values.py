@@ -48,6 +48,7 @@ def contents(body: dict[str, Any]) -> list[tuple[str, bytes]]:
     return found
 
 
+@pytest.mark.long
 async def test_no_value_of_any_field_is_a_500(api: httpx.AsyncClient) -> None:
     contract = (await api.get("/openapi.json")).json()
     asked = 0

@@ -118,6 +118,7 @@ def explore(document: dict[str, Any], url: str) -> tuple[int, int, int]:
     return made, rows, applied
 
 
+@pytest.mark.long
 async def test_no_answer_is_undocumented(redis_url: str, tmp_path: Path) -> None:
     async with start("query", redis_url, tmp_path / "log") as live:
         async with live.client() as client:

@@ -227,6 +227,7 @@ async def same(ways: tuple[Way, Way], path: str, body: bytes, *lines: bytes) -> 
     return straight
 
 
+@pytest.mark.long
 async def test_every_body_has_the_same_answer_on_both_ways(ways: tuple[Way, Way], implementation: str) -> None:
     """Most have fields beside the prompt that an earlier one had, too, and which are known then."""
     seen = set()
@@ -278,6 +279,7 @@ def decision_bodies() -> Iterator[bytes]:
             yield json.dumps({"model": "m"} | prompt | more).encode()
 
 
+@pytest.mark.long
 async def test_every_decision_has_the_same_answer_on_both_ways(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads are read for each decision, and equal targets are taken in the same order."""
     monkeypatch.setattr(selector, "Random", lambda: Random(7))

@@ -410,6 +410,7 @@ class Load:
         await asyncio.gather(*self._tasks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 async def test_a_picker_that_ends_and_comes_back_under_load_costs_no_request(fleet: Fleet, how: str) -> None:
     load = Load(fleet)

@@ -62,6 +62,7 @@ async def test_primaries_that_come_back_empty_one_after_the_other_are_filled_aga
         await service.stop()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("has_record", [True, False], ids=["the-shard-with-the-watermark", "another-shard"])
 async def test_no_answer_stays_wrong_after_writes_were_lost(
     cluster: Cluster, start: Start, engines: Engines, has_record: bool

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import httpx2
 import pytest
 
+from tests import forked
 from tests.conftest import wait_until
-from tests.patience import patient, within
+from tests.forked import Process
+from tests.patience import patient
 from tests.ports import unused_port
 from waymark.simulator.workload import mark_of
 
@@ -41,7 +42,7 @@ class Pair:
     """The two processes that the page starts."""
 
     url: str
-    gateway: asyncio.subprocess.Process
+    gateway: Process
     engines: list[str]
 
     def openai(self) -> openai.AsyncOpenAI:
@@ -87,31 +88,33 @@ async def pair(*more: str, **environ: str) -> AsyncIterator[Pair]:
     assert simulate.count("8000") == 1
     simulate[simulate.index("8000")] = "0"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-    engines = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "waymark", *simulate, "--base-port", "0", *more),
-        stdout=asyncio.subprocess.PIPE,
-        env=clean,
-    )
-    process = None
-    try:
-        assert engines.stdout is not None
-        urls: list[str] = []
-        async with within(60):
-            while len(urls) < 2:
-                line = (await engines.stdout.readline()).decode()
-                assert line, "waymark simulate has ended"
-                urls += re.findall(r"http://[\d.:]+", line)
-        words = " ".join(gateway).replace("http://127.0.0.1:8000", urls[0]).replace("http://127.0.0.1:8001", urls[1])
-        port = unused_port()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "waymark", *words.split(), "--port", str(port)), env=clean | environ
-        )
+    async with AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(TemporaryDirectory(prefix="wm-")))
+
+        def started(log: Path, words: list[str], **environ: str) -> Process:
+            with log.open("wb") as output:
+                process = forked.start(words, clean | environ, output, ROOT)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        told = directory / "engines"
+        engines = started(told, [*simulate, "--base-port", "0", *more])
+
+        def urls() -> list[str]:
+            assert engines.poll() is None, told.read_text()
+            return re.findall(r"http://[\d.:]+(?=\s)", told.read_text())
+
+        await wait_until(lambda: len(urls()) >= 2, "both engines are there", 60)
+        first, second = urls()[:2]
+        words = " ".join(gateway).replace("http://127.0.0.1:8000", first).replace("http://127.0.0.1:8001", second)
+        port, log = unused_port(), directory / "gateway"
+        process = started(log, [*words.split(), "--port", str(port)], **environ)
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=patient(10)) as client:
 
             async def is_up() -> bool:
-                assert process is not None
-                assert process.returncode is None
+                assert process.poll() is None, log.read_text()
                 try:
                     if 'waymark_streams{status="active"} 2.0' not in (await client.get("/metrics")).text:
                         return False
@@ -120,16 +123,10 @@ async def pair(*more: str, **environ: str) -> AsyncIterator[Pair]:
                     return False
 
             await wait_until(is_up, "the gateway follows both engines", 60)
-        yield Pair(url, process, urls)
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-        async with within(60):
-            assert await process.wait() == 0
-    finally:
-        for each in (process, engines):
-            if each is not None and each.returncode is None:
-                each.kill()
-                await each.wait()
+        yield Pair(url, process, [first, second])
+        process.send_signal(signal.SIGTERM)
+        await wait_until(lambda: process.poll() is not None, "the gateway has ended", 60)
+        assert process.returncode == 0, log.read_text()
 
 
 async def test_the_second_turn_goes_to_the_engine_that_has_the_first() -> None:
@@ -196,13 +193,9 @@ async def test_the_gateway_of_a_trial_is_a_whole_waymark() -> None:
             ["doctor"],
             ["select", "--text", "x"],
         ):
-            command = [sys.executable, "-m", "waymark", *words, "--url", both.url]
-            process = await asyncio.create_subprocess_exec(
-                *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-            )
-            out, err = await process.communicate()
-            assert process.returncode == 0, (words, out, err)
-            assert b"127.0.0.1:" in out or words == ["doctor"], (words, out)
+            code, out, err = await forked.run([*words, "--url", both.url], dict(os.environ), ROOT)
+            assert code == 0, (words, out, err)
+            assert "127.0.0.1:" in out or words == ["doctor"], (words, out)
 
 
 async def test_openai_s_client_gets_what_an_engine_gives() -> None:
@@ -294,5 +287,5 @@ async def test_a_client_that_cancels_and_sigterm_in_the_middle_of_a_stream() -> 
                 running.gateway.send_signal(signal.SIGTERM)
             text += chunk.choices[0].delta.content or ""
         assert text == "".join(f"{mark_of('hello')}.{n} " for n in range(16))
-        async with within(60):
-            assert await running.gateway.wait() == 0
+        await wait_until(lambda: running.gateway.poll() is not None, "the gateway has ended", 60)
+        assert running.gateway.returncode == 0

@@ -176,6 +176,7 @@ def prompt(number: int) -> list[int]:
     return [1000 * number + n for n in range(64)]
 
 
+@pytest.mark.long
 async def test_a_killed_engine_is_left_out_by_the_outcomes_of_all_replicas(server: RedisServer, start: Start) -> None:
     async with AsyncExitStack() as stack:
         found = await stack.enter_async_context(engines())
@@ -244,6 +245,7 @@ async def client_processes(urls: Sequence[str]) -> AsyncIterator[Ask]:
             await process.wait()
 
 
+@pytest.mark.long
 async def test_a_killed_engine_is_left_out_by_clients_in_other_processes(server: RedisServer, start: Start) -> None:
     async with AsyncExitStack() as stack:
         found = await stack.enter_async_context(engines())
@@ -254,6 +256,7 @@ async def test_a_killed_engine_is_left_out_by_clients_in_other_processes(server:
             await killed_and_back(load, found, back_seconds=15)
 
 
+@pytest.mark.long
 async def test_a_killed_engine_is_left_out_by_its_event_stream(server: RedisServer, start: Start) -> None:
     async with AsyncExitStack() as stack:
         found = await stack.enter_async_context(engines())
@@ -395,6 +398,7 @@ async def test_a_picker_without_an_ingest_worker_says_so(server: RedisServer, st
         assert {await decision(number) for number in range(8)} == {"kv_aware"}
 
 
+@pytest.mark.long
 async def test_a_killed_engine_draws_hardly_an_attempt_of_a_gateway(server: RedisServer, start: Start) -> None:
     async with AsyncExitStack() as stack:
         found = await stack.enter_async_context(engines())
@@ -429,6 +433,7 @@ async def test_a_killed_engine_draws_hardly_an_attempt_of_a_gateway(server: Redi
             await load.names("e0", 15)
 
 
+@pytest.mark.long
 async def test_a_killed_engine_is_left_out_by_a_picker(server: RedisServer, start: Start, tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
         found = await stack.enter_async_context(engines())

@@ -81,6 +81,7 @@ class Lag:
         monkeypatch.setattr("waymark.apply.slices.SLICE_SECONDS", 0.0)
 
 
+@pytest.mark.long
 async def test_neighbours_go_on_and_a_hostile_stream_is_not_taken_over(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

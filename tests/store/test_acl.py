@@ -110,6 +110,7 @@ async def test_every_command_of_the_scripts_is_permitted_by_the_page() -> None:
     assert called <= {word.upper().partition("|")[0] for word in re.findall(r" \+(\S+)", LINES[0])}
 
 
+@pytest.mark.long
 async def test_the_service_runs_under_the_documented_user(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hunter2\n")

@@ -28,11 +28,12 @@ from tools.chaos.session import Options, Outcome
 from tools.chaos.trace import Trace
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [700])
 def test_every_answer_is_the_models_whatever_breaks(seed: int) -> None:
-    outcome, found = run(Options(seed, seconds=math.inf, rounds=2))
+    outcome, found = run(Options(seed, seconds=math.inf, rounds=1))
     assert not found, "\n".join(found)
-    assert outcome.rounds == 3
+    assert outcome.rounds == 2
     assert outcome.answers > 0
     assert sum(outcome.done.values()) > 0
 
