@@ -36,7 +36,7 @@ PARTS: dict[str, set[str]] = {
     "apply": {"base", "domain", "store"},
     "tokenization": {"base", "domain", "chat"},
     "discovery": {"base", "domain", "store", "engines"},
-    "inspection": {"base", "domain", "contract", "store", "store.redis"},
+    "inspection": {"base", "domain", "contract", "store"},
     "decide": {"base", "domain", "contract", "store", "chat", "tokenization", "decide.policies"},
     "console": {"base", "domain", "contract", "client"},
     "ingest": {"base", "domain", "store", "engines", "apply"},
@@ -46,7 +46,7 @@ PARTS: dict[str, set[str]] = {
     "epp": {"base", "domain", "chat", "decide", "decide.policies"},
     "api.dynamo": {"base", "domain", "contract", "store", "decide", "decide.policies", "api.http"},
     "api": {
-        *("base", "domain", "store", "store.redis", "engines", "chat", "apply", "tokenization", "decide"),
+        *("base", "domain", "store", "engines", "chat", "apply", "tokenization", "decide"),
         *("decide.policies", "discovery", "inspection", "contract", "api.http", "api.dynamo"),
     },
     "runtime": {

@@ -23,6 +23,7 @@ from waymark.inspection.inspector import InspectedGroup
 from waymark.inspection.redis_cli import RedisCli
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
+from waymark.store.redis.address import parse
 from waymark.store.redis.credentials import Credentials
 from waymark.store.store import Store
 
@@ -256,7 +257,7 @@ async def test_the_keys_of_a_group_are_all_there_is_but_rows(streams: list[Strea
     ],
 )
 def test_redis_cli_is_told_which_redis(url: str, options: str, note: str | None) -> None:
-    cli = RedisCli(url, Credentials())
+    cli = RedisCli(*Credentials().redis_cli(parse(url)))
     (line,) = cli.table(InspectedGroup(GroupName("default", "m"), GroupEntry(3, 1)))
     assert line.split() == ["redis-cli", *options.split(), "HGETALL", "'wm:{3}:holders'"]
     assert "sesame" not in " ".join([line, *cli.notes])
@@ -266,7 +267,8 @@ def test_redis_cli_is_told_which_redis(url: str, options: str, note: str | None)
 
 def test_files_of_access_are_told_to_redis_cli(tmp_path: Path) -> None:
     password, ca = tmp_path / "password", tmp_path / "ca"
-    cli = RedisCli("rediss://redis:6380", Credentials("me", password, tls_ca_file=ca))
+    credentials = Credentials("me", password, tls_ca_file=ca)
+    cli = RedisCli(*credentials.redis_cli(parse("rediss://redis:6380")))
     assert cli.base()[0] == f"redis-cli -h redis -p 6380 --tls --cacert {ca} --user me HGETALL wm:groups"
     assert cli.notes == ["# the password goes into the environment, as REDISCLI_AUTH"]
 

@@ -222,7 +222,7 @@ def _operations(
     events = Events(store, options.apply, metrics, tokens_max=prompts.tokens_max)
     page = Page(is_shown=options.has_page)
     queue = InspectionQueue(options.inspect_seconds)
-    explanations, inspected = Explanations(store, prompts, tokenizer, queue), _inspections(store, options, queue)
+    explanations, inspected = Explanations(store, prompts, tokenizer, queue), _inspections(store, queue)
     explained = explanations.explained
     without_redis: dict[str, Handler] = {
         "/select": decisions.select_without_redis,
@@ -321,8 +321,8 @@ def _admin(store: Store, options: ApiOptions) -> Admin:
     return Admin(store, options.prompts.prefix_bytes, injects_cache_control=options.injects_cache_control)
 
 
-def _inspections(store: Store, options: ApiOptions, queue: InspectionQueue) -> Inspections:
-    return Inspections(store, RedisCli(options.redis_url, options.credentials), queue)
+def _inspections(store: Store, queue: InspectionQueue) -> Inspections:
+    return Inspections(store, RedisCli(*store.client.redis_cli), queue)
 
 
 def create_probes(store: Store, options: ApiOptions, metrics: Metrics, start: StartupGate | None = None) -> Starlette:
@@ -350,7 +350,7 @@ def create_inspections(store: Store, options: ApiOptions, metrics: Metrics, toke
     dependencies = _dependencies(options, metrics, Gate(None, protect_reads=False))
     queue = InspectionQueue(options.inspect_seconds)
     tokenizer = PromptTokenizer(tokenizers, options.prompts.tokens_max)
-    inspected = _inspections(store, options, queue)
+    inspected = _inspections(store, queue)
 
     async def ready(_: Body) -> Answer:
         return Answer({"status": "ready", "warnings": await tokenizers.file_warnings()})

@@ -8,7 +8,6 @@ from typing import Literal, TypeAlias
 
 from waymark.apply.options import ApplyOptions
 from waymark.decide.options import PromptOptions
-from waymark.store.redis.credentials import Credentials
 
 ConductorShape: TypeAlias = Literal["auto", "published", "instances"]
 """The form of ``/query`` answers: the older one, the newer one, or the one that the format of the body implies."""
@@ -49,7 +48,3 @@ class ApiOptions:
     """Whether a gateway beside this API marks prompts for caching, which ``/admin`` tells."""
     has_page: bool = True
     has_access_log: bool = False
-    redis_url: str = field(default="memory://", repr=False)
-    """The Redis that commands of ``/inspect/keys`` name."""
-    credentials: Credentials = field(default_factory=Credentials)
-    """The user and the certificates that the same commands name."""

@@ -10,8 +10,6 @@ from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import HolderTable
 from waymark.inspection.inspector import InspectedGroup, Inspector, places_that_begin_with
 from waymark.store import keys
-from waymark.store.redis.address import Address, parse
-from waymark.store.redis.credentials import Credentials
 
 #: The bound on printed lines.
 LINES_MAX = 10_000
@@ -20,24 +18,10 @@ LINES_MAX = 10_000
 class RedisCli:
     """Commands for one Redis; they do not contain passwords."""
 
-    def __init__(self, url: str, credentials: Credentials) -> None:
-        self._words = ["redis-cli"]
-        self.notes: list[str] = []
-        if url == "memory://":
-            self.notes.append("# this Redis is inside the process of Waymark (memory://): no redis-cli reaches it")
-            return
-        address = parse(url)
-        self._words += _target(address)
-        if address.is_tls and credentials.tls_ca_file is not None:
-            self._words += ["--cacert", str(credentials.tls_ca_file)]
-        if username := credentials.username or address.username:
-            self._words += ["--user", username]
-        if credentials.password_file is not None or address.password is not None:
-            self.notes.append("# the password goes into the environment, as REDISCLI_AUTH")
-        if address.kind == "sentinel":
-            host, port = address.endpoints[0]
-            asked = shlex.join(["redis-cli", "-h", host, "-p", str(port), "SENTINEL", "GET-MASTER-ADDR-BY-NAME"])
-            self.notes.append(f"# on the primary, with -h and -p of what this answers: {asked} {address.name}")
+    def __init__(self, words: Sequence[str], notes: Sequence[str]) -> None:
+        """``words`` begin each command, and ``notes`` are comments for the shell."""
+        self._words = words
+        self.notes = notes
 
     def line(self, *words: str | bytes | int) -> str:
         """Return one command, quoted for a shell."""
@@ -152,15 +136,3 @@ def _quoted(word: str | bytes | int) -> str:
     text = word.decode() if isinstance(word, bytes) else str(word)
     # shlex leaves braces as they are, but most shells expand them.
     return f"'{text}'" if "{" in text else shlex.quote(text)
-
-
-def _target(address: Address) -> list[str]:
-    """Return the options that name the Redis; the defaults of redis-cli are left out."""
-    options = ["-s", address.path] if address.kind == "socket" else []
-    if address.kind in ("server", "cluster"):
-        host, port = address.endpoints[0]
-        options += ["-h", host] if host not in ("localhost", "127.0.0.1") else []
-        options += ["-p", str(port)] if port != 6379 else []
-    options += ["-c"] if address.kind == "cluster" else []
-    options += ["--tls"] if address.is_tls else []
-    return options + (["-n", str(address.db)] if address.db else [])

@@ -178,8 +178,6 @@ def api_options(settings: Settings, *, is_gateway: bool = False) -> ApiOptions:
         injects_cache_control=settings.cache_control_injection,
         has_page=settings.ui,
         has_access_log=settings.access_log,
-        redis_url=settings.redis_url,
-        credentials=credentials(settings),
     )
 
 

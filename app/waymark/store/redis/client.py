@@ -27,7 +27,7 @@ from waymark.base.shown import hide_password
 from waymark.store.redis.address import Address, HostPort, parse
 from waymark.store.redis.cluster import Cluster, SharedPipeline
 from waymark.store.redis.connect import WaitingPool, behind_sentinels, found_by, server
-from waymark.store.redis.credentials import Credentials
+from waymark.store.redis.credentials import Credentials, RedisCliCall
 from waymark.store.redis.failures import is_damage, kind_of, unavailable
 from waymark.store.redis.read_connection import Dialer, FindServers, ReadConnection, ReadPool, Replies, ReplyReader
 
@@ -78,6 +78,8 @@ class RedisClient:
         self._variable = variable
         self._pipelines: dict[object, SharedPipeline] = {}
         self.url = hide_password(url)
+        note = "# this Redis is inside the process of Waymark (memory://): no redis-cli reaches it"
+        self.redis_cli = RedisCliCall(["redis-cli"], [note] if self.is_embedded else [])
         self.metrics: Metrics | None = None
         """The metrics of its store."""
 
@@ -103,7 +105,9 @@ class RedisClient:
         address = parse(url, variable)
         credentials.check(address, variable)
         redis, reads = connected(address, credentials, timeout_seconds, connections)
-        return cls(redis, url, variable, reads)
+        client = cls(redis, url, variable, reads)
+        client.redis_cli = credentials.redis_cli(address)
+        return client
 
     @property
     def is_embedded(self) -> bool:

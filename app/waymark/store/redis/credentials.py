@@ -6,16 +6,25 @@ checked when the process starts; an error names the setting.
 
 from __future__ import annotations
 
+import shlex
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
 from waymark.base.errors import SettingsError
 from waymark.store.redis.address import Address
+
+
+class RedisCliCall(NamedTuple):
+    """The beginning of a ``redis-cli`` command, without passwords, and comments for the shell."""
+
+    words: Sequence[str]
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,21 @@ class Credentials:
                 context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
         except OSError as exc:  # ssl.SSLError is one
             raise SettingsError(f"{names} cannot be used: {exc.strerror or exc}; give PEM files") from None
+
+    def redis_cli(self, address: Address) -> RedisCliCall:
+        """Return the beginning of each ``redis-cli`` command for Redis. The defaults of redis-cli are left out."""
+        words, notes = ["redis-cli", *_place(address)], []
+        if address.is_tls and self.tls_ca_file is not None:
+            words += ["--cacert", str(self.tls_ca_file)]
+        if username := self.username or address.username:
+            words += ["--user", username]
+        if self.password_file is not None or address.password is not None:
+            notes.append("# the password goes into the environment, as REDISCLI_AUTH")
+        if address.kind == "sentinel":
+            host, port = address.endpoints[0]
+            asked = shlex.join(["redis-cli", "-h", host, "-p", str(port), "SENTINEL", "GET-MASTER-ADDR-BY-NAME"])
+            notes.append(f"# on the primary, with -h and -p of what this answers: {asked} {address.name}")
+        return RedisCliCall(words, notes)
 
     def options(self, address: Address) -> dict[str, Any]:
         """Return the arguments of redis-py for a connection to Redis itself."""
@@ -152,3 +176,14 @@ def _credentials(username: str | None, password: str | None, path: Path | None, 
     if path is not None:
         return {"credential_provider": _FileCredentials(username, path, variable)}
     return {"username": username, "password": password}
+
+
+def _place(address: Address) -> list[str]:
+    options = ["-s", address.path] if address.kind == "socket" else []
+    if address.kind in ("server", "cluster"):
+        host, port = address.endpoints[0]
+        options += ["-h", host] if host not in ("localhost", "127.0.0.1") else []
+        options += ["-p", str(port)] if port != 6379 else []
+    options += ["-c"] if address.kind == "cluster" else []
+    options += ["--tls"] if address.is_tls else []
+    return options + (["-n", str(address.db)] if address.db else [])
