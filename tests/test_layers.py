@@ -43,7 +43,7 @@ PARTS: dict[str, set[str]] = {
     "gateway": {
         *("base", "domain", "contract", "store", "chat", "decide"),
     },
-    "epp": {"base", "domain", "chat", "decide", "decide.policies"},
+    "epp": {"base", "domain", "chat", "decide"},
     "api.dynamo": {"base", "domain", "contract", "store", "decide", "decide.policies", "api.http"},
     "api": {
         *("base", "domain", "store", "engines", "chat", "apply", "tokenization", "decide"),

@@ -8,7 +8,6 @@ blocks by the hashes that its engines name in their events. Engines without bloc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,7 +17,6 @@ from waymark.base.errors import InvalidValue, RemoteUnavailable, StoreUnavailabl
 from waymark.base.metrics import Metrics
 from waymark.base.protobuf import message_classes, reader_of
 from waymark.chat.requests import Form, InferenceRequest
-from waymark.decide.policies.policy import Candidate
 from waymark.decide.reported import ReportedPrompts
 from waymark.decide.requests import RequestSelector
 from waymark.domain.targets import host_and_port
@@ -95,9 +93,11 @@ class PodScores:
         if ranked is not None:
             wanted = frozenset(request.pod_identifiers)
             best: dict[str, float] = {}
-            for candidate in ranked.scored:
-                score = _score(candidate.candidate, ranked.block_size)
-                for name in _names(candidate.candidate) & wanted if wanted else {candidate.candidate.instance_id}:
+            for candidate in (scored.candidate for scored in ranked.scored):
+                lower = candidate.host + candidate.disk + candidate.shared
+                score = (candidate.device + _BELOW_DEVICE * lower) / ranked.block_size
+                names = _names(candidate.instance_id, candidate.address)
+                for name in names & wanted if wanted else {candidate.instance_id}:
                     best[name] = max(score, best.get(name, 0.0))  # ranks of one pod are one pod
             for name, score in best.items():
                 if score > 0:
@@ -152,17 +152,12 @@ class PrefixMatches:
         return answer
 
 
-def _score(candidate: Candidate, block_size: int) -> float:
-    lower = candidate.host + candidate.disk + candidate.shared
-    return (candidate.device + _BELOW_DEVICE * lower) / block_size
-
-
-def _names(candidate: Candidate) -> set[str]:
+def _names(instance_id: str, address: str | None) -> set[str]:
     """Return a caller's possible names for a pod: its instance, ``namespace/name`` without the namespace, its address,
     its IP.
     """
-    names: Iterable[str] = (candidate.instance_id, candidate.instance_id.rpartition("/")[2])
-    if candidate.address is None:
-        return set(names)
-    host = urlsplit(candidate.address).hostname
-    return {*names, candidate.address, host_and_port(candidate.address), *([host] if host else [])}
+    names = {instance_id, instance_id.rpartition("/")[2]}
+    if address is None:
+        return names
+    host = urlsplit(address).hostname
+    return names | {address, host_and_port(address)} | ({host} if host else set())
