@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.decide.policies.tables import TABLES
 from waymark.decide.policies.plugins import PLUGINS, PluginKind
 from waymark.decide.policies.presets import DEFAULT, PRESETS
 from waymark.decide.policies.scorers import SCORERS
-from waymark.decide.policies.tables import TABLES
 
 PAGE = Path(__file__).parents[3] / "docs" / "routing.md"
 
