@@ -12,7 +12,7 @@ from tests.store.factories import registration
 from tests.store.key_table import Held, KeyTable
 from waymark.base.errors import SettingsError
 from waymark.base.settings import Settings
-from waymark.cli.entry import main
+from waymark.cli import main
 from waymark.domain.rows import FORMAT
 from waymark.runtime import replica
 from waymark.store import keys

@@ -1,14 +1,27 @@
 """The ``waymark`` command: arguments and environment to one role. Besides ``console``, the only package that prints.
 
-Settings come from the environment, once; the few flags are for values that a person changes by hand. ``entry`` runs a
+Settings come from the environment, once; the few flags are for values that a person changes by hand. ``main`` runs a
 command, ``parser`` lists them, reads their words and has the exit codes, ``loop`` the event loop and the settings; each
 other module is a command, or several.
 """
 
 from __future__ import annotations
 
-from waymark.cli.entry import main
+import os
+import sys
+from collections.abc import Sequence
+
+from waymark.base.errors import (
+    NotFound,
+    PortUnavailable,
+    ServiceRefused,
+    ServiceUnreachable,
+    StoreUnavailable,
+    WaymarkError,
+)
+from waymark.cli import completion
 from waymark.cli.parser import (
+    COMMANDS,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_NO_PORT,
@@ -17,6 +30,7 @@ from waymark.cli.parser import (
     EXIT_OK,
     EXIT_USAGE,
     parse,
+    parser_of,
 )
 
 __all__ = [
@@ -30,3 +44,54 @@ __all__ = [
     "main",
     "parse",
 ]
+
+#: A package that only a trial needs.
+_TRIAL_PACKAGES = {"fakeredis", "lupa"}
+#: The codes of errors; of any other it is ``EXIT_USAGE``.
+_CODES: dict[type[WaymarkError], int] = {
+    StoreUnavailable: EXIT_NO_REDIS,
+    PortUnavailable: EXIT_NO_PORT,
+    ServiceUnreachable: EXIT_NO_SERVICE,
+    ServiceRefused: EXIT_FAILED,
+    NotFound: EXIT_FAILED,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Return its exit code."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # `| head`: the rest of the buffer cannot be written, and the interpreter would complain at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _run(words: Sequence[str]) -> int:
+    if completion.ASKED in os.environ:
+        completion.answer()
+    if not words:
+        parser_of("").print_help()
+        return EXIT_OK
+    command = words[0]
+    if command == "bench":  # all its words, options too, are the benchmarks' own
+        return int(COMMANDS[command].load().run_words(words[1:]))
+    try:
+        arguments = parse(words)
+        return int(COMMANDS[command].load().run(arguments))
+    except ModuleNotFoundError as exc:
+        package = (exc.name or "").partition(".")[0]
+        if package in ("", "waymark"):
+            raise
+        extra = "demo" if package in _TRIAL_PACKAGES else COMMANDS[command].extra
+        print(f"waymark {command}: {package} is not installed; pip install 'waymark[{extra}]'", file=sys.stderr)
+        return EXIT_USAGE
+    except WaymarkError as exc:
+        print(f"waymark {command}: {exc}", file=sys.stderr)
+        return next((code for kind, code in _CODES.items() if isinstance(exc, kind)), EXIT_USAGE)
