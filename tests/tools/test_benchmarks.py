@@ -28,6 +28,7 @@ from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.rows import SLOT_CHARS
 
 
+@pytest.mark.long
 @pytest.mark.outside
 def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = tmp_path / "rows.json"

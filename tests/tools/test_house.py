@@ -90,7 +90,10 @@ def test_figures_are_of_code_names_and_prose(tmp_path: Path) -> None:
     assert figures["names that are pronouns, prepositions or participles, %"] == f"{100 / 4:.1f}"
 
 
-def test_trees_are_columns_of_one_table(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trees_are_columns_of_one_table(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(house, "ROOT", build(tmp_path / "now", FILES))
     assert house.main([str(tree), str(house.ROOT)]) == 0
     head, rule, rooms, *_ = capsys.readouterr().out.splitlines()
     assert str(tree) in head

@@ -11,6 +11,7 @@ from tools.benchmarks.placement import figures
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_the_cheapest_engine_is_cheap_and_a_warmed_one_is_soon_as_good_as_the_fleet() -> None:
     found = [figures(seed) for seed in (2, 3)]
     assert 2 * mean(each.cheapest for each in found) <= mean(each.mean for each in found)

@@ -68,6 +68,7 @@ def ways(course: Course) -> list[int]:
 # ---- Waymark itself --------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.outside
 async def test_waymark_routes_as_the_caches_would_and_knows_all_again_after_everything_but_redis_was_killed() -> None:
     requests = [replace(request, at_seconds=FASTER * request.at_seconds) for request in FAST.read()]
