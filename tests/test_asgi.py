@@ -28,6 +28,8 @@ STRAIGHT: dict[str, tuple[dict[str, list[int]], str]] = {
     "/query_by_hash": ({"seq_hashes": [1, 2]}, "default"),
     "/dynamo/query": ({"token_ids": [1, 2, 3, 4]}, "scores"),
     "/dynamo/query_by_hash": ({"block_hashes": [1, 2]}, "scores"),
+    "/select": ({"token_ids": [1, 2, 3, 4]}, "target"),
+    "/score": ({"token_ids": [1, 2, 3, 4]}, "scores"),
 }
 
 

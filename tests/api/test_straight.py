@@ -9,7 +9,9 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import count
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -279,6 +281,15 @@ def decision_bodies() -> Iterator[bytes]:
             yield json.dumps({"model": "m"} | prompt | more).encode()
 
 
+def packed_decision_bodies() -> Iterator[bytes]:
+    """Decisions in msgpack: each list as numbers and as a binary, and each further field."""
+    yield from packed_bodies()
+    for more in ({"model": "unknown"}, *OF_DECISION):
+        for prompt in ({"token_ids": TOKENS}, {"token_ids": token_bytes(TOKENS)}, {"seq_hashes": HASHES}, {}):
+            body: bytes = msgpack.packb({"model": "m"} | prompt | more)
+            yield body
+
+
 @pytest.mark.long
 async def test_every_decision_has_the_same_answer_on_both_ways(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads are read for each decision, and equal targets are taken in the same order."""
@@ -288,19 +299,23 @@ async def test_every_decision_has_the_same_answer_on_both_ways(store: Store, mon
         way(store, is_straight=True, loads_ms=0) as straight,
         way(store, is_straight=False, loads_ms=0) as ordinary,
     ):
-        for body in decision_bodies():
+        packed = ((body, b"content-type: application/msgpack") for body in packed_decision_bodies())
+        for body, *lines in (*((body,) for body in decision_bodies()), *packed):
             for path in DECISIONS:
-                answers = [await decided(each, path, body) for each in (straight, ordinary)]
-                assert answers[0] == answers[1], (path, body[:300])
-                seen.add(answers[0][9:12])
-    assert {b"200", b"400", b"404", b"413", b"503"} >= seen >= {b"200", b"400", b"404", b"503"}
+                answers = [await decided(each, path, body, *lines) for each in (straight, ordinary)]
+                assert answers[0] == answers[1], (path, body[:300], lines)
+                seen.add((answers[0][9:12], bool(lines)))
+    for is_packed in (False, True):
+        statuses = {status for status, of_packed in seen if of_packed is is_packed}
+        assert {b"200", b"400", b"404", b"413", b"503"} >= statuses >= {b"200", b"400", b"404", b"503"}
     assert straight.said.count("replied") > 0.8 * straight.said.count("begun")
 
 
-async def decided(way: Way, path: str, body: bytes) -> bytes:
+async def decided(way: Way, path: str, body: bytes, *lines: bytes) -> bytes:
     """The answer without what is random in it; what it reserves is released."""
-    answer = _ID.sub(b"x-request-id", await way.post(path, body))
-    reservation = re.search(rb'"reservation":"([^"]+)"', answer)
+    answer = _ID.sub(b"x-request-id", await way.post(path, body, *lines))
+    # A text in JSON, or in msgpack.
+    reservation = re.search(rb'reservation(?:":"|\xd9[\x00-\xff]|[\xa0-\xbf])([!#-~]+)', answer)
     if reservation is not None:
         released = await way.post("/release", b'{"reservation":"%b"}' % reservation[1])
         assert b'"released":1' in released or b'"released":2' in released, released
@@ -346,6 +361,49 @@ QUERY = json.dumps({"model": "m", "block_size": 2, "token_ids": TOKENS}).encode(
 )
 async def test_every_head_has_the_same_answer_on_both_ways(ways: tuple[Way, Way], lines: tuple[bytes, ...]) -> None:
     await same(ways, "/query", QUERY, *lines)
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "is_taken"),
+    [
+        ((), b"200", True),
+        ((b"sec-fetch-site: same-origin", b"origin: http://elsewhere"), b"200", True),
+        ((b"origin: http://x",), b"200", True),
+        ((b"origin: http://elsewhere",), b"403", False),
+        ((b"origin: http://elsewhere", b"x-forwarded-host: elsewhere"), b"200", True),
+        ((b"sec-fetch-site: cross-site",), b"403", False),
+    ],
+)
+async def test_a_decision_from_another_site_is_refused_on_both_ways(
+    ways: tuple[Way, Way], lines: tuple[bytes, ...], status: bytes, is_taken: bool
+) -> None:
+    body = json.dumps({"model": "m", "token_ids": TOKENS, "reserve": False, "policy": "least-work"}).encode()
+    assert (await same(ways, "/select", body, *lines))[9:12] == status
+    assert ways[0].said == (["begun", "replied"] if is_taken else [])
+
+
+async def test_the_callers_of_a_tokens_file_are_the_same_on_both_ways(store: Store, tmp_path: Path) -> None:
+    """Only a caller without limits goes the straight way."""
+    entries: list[dict[str, Any]] = [
+        {"name": "all", "tenants": ["*"], "access": "write"},
+        {"name": "reads", "tenants": ["default"], "access": "read"},
+        {"name": "own", "tenants": ["default"], "access": "write"},
+        {"name": "other", "tenants": ["b"], "access": "write"},
+    ]
+    file = tmp_path / "tokens.json"
+    file.write_text(json.dumps([entry | {"sha256": sha256(entry["name"].encode()).hexdigest()} for entry in entries]))
+    given = {"api_token": "root", "api_tokens_file": str(file)}
+    prompts = {"/query_by_hash": {"seq_hashes": HASHES}, "/dynamo/query_by_hash": {"block_hashes": LOCAL}}
+    async with way(store, is_straight=True, **given) as straight, way(store, is_straight=False, **given) as ordinary:
+        for token in ("root", "all", "reads", "own", "other", "nobody", ""):
+            for path in (*PATHS, *DECISIONS):
+                straight.said.clear()
+                lines = [b"authorization: Bearer %b" % token.encode()] if token else []
+                asked = {"model": "m", "model_name": "m", "reserve": False} | prompts.get(path, {"token_ids": TOKENS})
+                status = (await same((straight, ordinary), path, json.dumps(asked).encode(), *lines))[9:12]
+                may_not = {"other": b"403", "reads": b"403" if path == "/select" else b"200"}
+                assert status == (b"401" if token in ("nobody", "") else may_not.get(token, b"200")), (token, path)
+                assert straight.said == (["begun", "replied"] if token == "root" else []), (token, path)
 
 
 @pytest.mark.parametrize("path", ["/query?explain=true", "/query/", "//query", "/%71uery", "/Query", "/tokenize"])
