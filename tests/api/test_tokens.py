@@ -14,20 +14,15 @@ import httpx
 import pytest
 
 from tests.api.conftest import Hold, MakeClient
-from waymark.api.activity import ActivityFeed
-from waymark.api.application import _by_path, _dependencies, _operations
-from waymark.api.contract import Contract
+from waymark.api.application import _admin_rows, _ApiParts, _by_path, _operations
 from waymark.api.http.access import Gate
 from waymark.api.http.tokens_file import Caller, TokensFile
 from waymark.api.operations import Operation, Resource
 from waymark.api.options import ApiOptions
-from waymark.api.texts import PromptTokenizer
-from waymark.base.asker import Asker
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.decide.options import SelectionOptions
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
 
 PROMPT = [1, 2, 3, 4]
 SECRET = "zebra"
@@ -321,15 +316,10 @@ BODIES: dict[tuple[str, str], Any] = {
 
 def paths() -> list[tuple[str, str]]:
     """Every operation of the application."""
-    options = ApiOptions()
-    store, metrics = Store.open("memory://"), Metrics()
-    tokenizer = PromptTokenizer(Tokenizers({}, None, metrics), 1)
-    gate = Gate(None, protect_reads=False)
-    feed = ActivityFeed(store.activity, metrics)
-    dependencies = _dependencies(options, metrics, gate)
-    operations: list[Operation] = _operations(
-        store, options, SelectionOptions(), Contract(), dependencies, tokenizer, feed, Asker()
-    )
+    options, metrics = ApiOptions(), Metrics()
+    store = Store.open("memory://")
+    rows = _ApiParts(store, options, SelectionOptions(), metrics).rows() + _admin_rows(store, options)
+    operations = _operations(rows, options, metrics, Gate(None, protect_reads=False))
     assert all(isinstance(each, Operation | Resource) for each in _by_path(operations).values())
     # Its answer has no end; test_activity.py asks it.
     return [(operation.method, operation.path) for operation in operations if operation.path != "/activity"]

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from tests.patience import patient, patient_settings
 from tests.serving.wire import connections, served
-from waymark.api.application import GatewayAdmin, create_gateway_admin
+from waymark.api.application import GatewayParts, create_gateway_admin
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.asked_pools import AskedPools
@@ -129,7 +129,7 @@ async def start(redis_url: str) -> AsyncIterator[Start]:
             stack.push_async_callback(asker.close)
             options = parts.api_options(settings, is_gateway=True)
             gate = StartupGate(store.directory, settings.min_initial_workers)
-            admin_parts = GatewayAdmin(gate, None if cache is None else cache.operated)
+            admin_parts = GatewayParts(gate, cache)
             admin = create_gateway_admin(store, options, metrics, admin_parts)
             responses = runtime_gateway.stored_responses(settings, metrics, store, archive)
             selector = Selector(store, parts.selection_options(settings), metrics, pools=AskedPools(asker, metrics))

@@ -385,7 +385,7 @@ async def test_the_cache_has_a_bound_in_entries_and_in_bytes() -> None:
     answers = MemoryAnswers(3, 4000, 10, metrics, clock=lambda: now[0])
 
     async def has(name: bytes) -> bool:
-        return (await answers.find(name)).kept == KeptAnswer(b"", name)
+        return (await answers.find(name)).answer == KeptAnswer(b"", name)
 
     for name in (b"a", b"b", b"c"):
         await answers.keep(name, KeptAnswer(b"", name), 0)
@@ -395,10 +395,10 @@ async def test_the_cache_has_a_bound_in_entries_and_in_bytes() -> None:
     await answers.keep(b"e", KeptAnswer(b"", b"e" * 3000), 0)
     assert (answers.held.entries, answers.held.bytes <= 4000) == (1, True)
     await answers.keep(b"f", KeptAnswer(b"", b"f" * 4000), 0)
-    assert ((await answers.find(b"f")).kept, answers.held.entries) == (None, 1)
+    assert ((await answers.find(b"f")).answer, answers.held.entries) == (None, 1)
     assert metrics.registry.get_sample_value("waymark_response_cache_evictions_total") == 4
     now[0] = 10.0
-    assert ((await answers.find(b"e")).kept, answers.held) == (None, CacheSize(0, 0))
+    assert ((await answers.find(b"e")).answer, answers.held) == (None, CacheSize(0, 0))
     none = MemoryAnswers(0, 4000, 10, metrics)
     await none.keep(b"a", KeptAnswer(b"", b"a"), 0)
     assert none.held == CacheSize(0, 0)
@@ -539,12 +539,12 @@ async def test_answers_are_in_memory_while_redis_is_away() -> None:
         async with shared(server) as (answers, metrics):
             found = await answers.find(KEY)
             await answers.keep(KEY, KEPT, found.clearing)
-            assert (await answers.find(KEY)).kept == KEPT
+            assert (await answers.find(KEY)).answer == KEPT
             server.kill()
             found = await answers.find(OTHER)
             assert answers.is_away
             await answers.keep(OTHER, KEPT, found.clearing)
-            assert (await answers.find(OTHER)).kept == KEPT
+            assert (await answers.find(OTHER)).answer == KEPT
             assert answers.held.entries == 1
             assert metrics.registry.get_sample_value("waymark_cache_fallback_active") == 1
             errors = {"type": "connection"}
@@ -554,7 +554,7 @@ async def test_answers_are_in_memory_while_redis_is_away() -> None:
             )
             with pytest.raises(StoreUnavailable):
                 await answers.clear()
-            assert (await answers.find(OTHER)).kept is None, "this gateway's own are cleared"
+            assert (await answers.find(OTHER)).answer is None, "this gateway's own are cleared"
             before = await answers.find(OTHER)
             await answers.keep(OTHER, KEPT, before.clearing)
             await server.start()
@@ -563,7 +563,7 @@ async def test_answers_are_in_memory_while_redis_is_away() -> None:
             # What was kept meanwhile is forgotten, and an answer that began then is not kept.
             await answers.keep(OTHER, KEPT, before.clearing)
             assert await answers.count() == CacheSize(0, 0)
-            assert (await answers.find(OTHER)).kept is None
+            assert (await answers.find(OTHER)).answer is None
 
 
 async def test_a_slow_redis_costs_one_request_its_time() -> None:
@@ -574,7 +574,7 @@ async def test_a_slow_redis_costs_one_request_its_time() -> None:
             assert not answers.is_away
             server.freeze()
             try:
-                assert (await answers.find(KEY)).kept is None
+                assert (await answers.find(KEY)).answer is None
                 assert (answers.is_away, answers.errors["timeout"]) == (True, 1)
                 await answers.keep(KEY, KEPT, clearing)
                 assert answers.held.entries == 0

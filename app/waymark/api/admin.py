@@ -6,10 +6,10 @@ Decisions are counted over all replicas, up to a second ago.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections import Counter
 from datetime import UTC, datetime
 from time import time
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import Field
 
@@ -40,6 +40,7 @@ from waymark.decide.policies.presets import PRESETS
 from waymark.domain.prefixes import DEFAULT
 from waymark.domain.status import StreamStatus
 from waymark.store.publisher_states import PublisherState
+from waymark.store.reservations import NO_LOAD
 from waymark.store.store import Store
 
 _CONNECTED = frozenset({StreamStatus.ACTIVE, StreamStatus.REPLAYING, StreamStatus.DEGRADED})
@@ -66,20 +67,23 @@ class InvalidateRequest(RequestBody):
     )
 
 
+class OperatedCache(Protocol):
+    """A response cache, as its operator uses it."""
+
+    async def stats(self) -> ResponseCacheStats: ...
+
+    async def clear(self, key: bytes | None = None) -> int: ...
+
+
 class ResponseCacheAdmin:
     """Handlers of the paths about the response cache of a gateway."""
 
-    def __init__(
-        self,
-        stats: Callable[[], Awaitable[ResponseCacheStats]] | None = None,
-        clear: Callable[[bytes | None], Awaitable[int]] | None = None,
-    ) -> None:
-        """``stats`` describes the cache, ``clear`` empties it, whole or by key; both are None if the cache is off."""
-        self._stats = stats
-        self._clear = clear
+    def __init__(self, cache: OperatedCache | None = None) -> None:
+        """``cache`` is None if the cache is off."""
+        self._cache = cache
 
     async def stats(self, _: Body) -> Answer:
-        return Answer(ResponseCacheStats(enabled=False) if self._stats is None else await self._stats())
+        return Answer(ResponseCacheStats(enabled=False) if self._cache is None else await self._cache.stats())
 
     async def invalidate(self, body: Body) -> Answer:
         request = InvalidateRequest.of(body.fields)
@@ -90,7 +94,7 @@ class ResponseCacheAdmin:
                 field="clear_all",
             )
         key = None if request.key is None else bytes.fromhex(request.key)
-        cleared = 0 if self._clear is None else await self._clear(key)
+        cleared = 0 if self._cache is None else await self._cache.clear(key)
         action = "clear_all" if key is None else "clear_key"
         return Answer(InvalidateAnswer(success=True, action=action, cleared_entries=cleared))
 
@@ -129,23 +133,14 @@ class Admin:
 
     async def _distribution(self, body: Body) -> list[BackendLoad]:
         """Return the requests under way by instance, over its ranks and models."""
-        requests: dict[str, int] = {}
-        claims = [
-            publisher_claim
-            for publisher_claim in await self._store.directory.claims()
-            if not publisher_claim.is_leaving
-        ]
-        loads = {
-            group: await self._store.reservations.loads(group)
-            for group in {publisher_claim.group_id for publisher_claim in claims}
-        }
+        requests: Counter[str] = Counter()
+        claims = [claim for claim in await self._store.directory.claims() if not claim.is_leaving]
+        groups = {claim.group_id for claim in claims}
+        loads = {group_id: await self._store.reservations.loads(group_id) for group_id in groups}
         for claim in claims:
             registration = claim.registration
             if registration.scope == "instance" and body.caller.has(registration.tenant_id):
-                load = loads[claim.group_id].get(claim.publisher)
-                requests[registration.instance_id] = requests.get(registration.instance_id, 0) + (
-                    0 if load is None else load.requests
-                )
+                requests[registration.instance_id] += loads[claim.group_id].get(claim.publisher, NO_LOAD).requests
         return [BackendLoad(backend=name, in_flight_requests=n) for name, n in requests.items()]
 
     async def kv_index_stats(self, body: Body) -> Answer:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, get_args
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from waymark.api import path_docs as docs
 from waymark.api.access_log import AccessLog
 from waymark.api.activity import ActivityFeed
-from waymark.api.admin import Admin, ResponseCacheAdmin
+from waymark.api.admin import Admin, OperatedCache, ResponseCacheAdmin
 from waymark.api.books import BooksView
 from waymark.api.conductor import Conductor
 from waymark.api.contract import Contract
@@ -31,7 +30,7 @@ from waymark.api.events import Events
 from waymark.api.explanations import Explanations
 from waymark.api.http.access import Access, Doc, Gate, Queue
 from waymark.api.http.admission import AT_ONCE, AdmissionQueue
-from waymark.api.http.answers import Answer, Handler
+from waymark.api.http.answers import Answer, Handler, Paused
 from waymark.api.http.bodies import CACHE_BYTES_MAX, Body, Format, RequestCache, encode
 from waymark.api.http.tokens_file import TokensFile
 from waymark.api.inspections import InspectionQueue, Inspections
@@ -49,7 +48,6 @@ from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
-from waymark.contract.admin import ResponseCacheStats
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import StartupGate
 from waymark.decide.options import SelectionOptions
@@ -57,6 +55,7 @@ from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
 from waymark.inspection.redis_cli import RedisCli
 from waymark.store.directory import EngineAddresses
+from waymark.store.steps import Steps
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Engines, Tokenizers
 
@@ -69,25 +68,190 @@ _QUERIES = frozenset(
 )
 
 
-_OperationRow: TypeAlias = tuple[Method, str, Access, Handler, Doc]
+_RESERVED = "/dynamo/reservations/{reservation_id}"
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayAdmin:
-    """The parts of a gateway's API that a replica's lacks."""
+class _PathRow(NamedTuple):
+    """An operation, with its handler."""
+
+    method: Method
+    path: str
+    access: Access
+    handler: Handler
+    doc: Doc
+    without_redis: Handler | None = None
+
+
+class GatewayParts(NamedTuple):
+    """The parts of a gateway that its API needs."""
 
     start: StartupGate
     """The gate of its decisions, so that it is ready exactly while it decides."""
-    cache: tuple[Callable[[], Awaitable[ResponseCacheStats]], Callable[[bytes | None], Awaitable[int]]] | None = None
-    """The functions that describe and empty its response cache; None: it is off."""
+    cache: OperatedCache | None = None
+    """Its response cache; None: it is off."""
 
-    def rows(self) -> list[_OperationRow]:
-        """Return the operations on the response cache."""
-        answers = ResponseCacheAdmin(*self.cache or ())
+    def rows(self, store: Store, options: ApiOptions) -> list[_PathRow]:
+        """Return the operations on the index and on the response cache."""
+        answers = ResponseCacheAdmin(self.cache)
         return [
-            ("GET", "/admin/response-cache/stats", "admin", answers.stats, docs.CACHE_STATS),
-            ("POST", "/admin/response-cache/invalidate", "write", answers.invalidate, docs.CACHE_CLEAR),
+            *_admin_rows(store, options),
+            _PathRow("GET", "/admin/response-cache/stats", "admin", answers.stats, docs.CACHE_STATS),
+            _PathRow("POST", "/admin/response-cache/invalidate", "write", answers.invalidate, docs.CACHE_CLEAR),
         ]
+
+
+class _ApiParts:
+    """The handlers of a process. The caller closes what it gives."""
+
+    def __init__(
+        self,
+        store: Store,
+        options: ApiOptions,
+        selection: SelectionOptions,
+        metrics: Metrics,
+        tokenizers: Tokenizers | None = None,
+        asker: Asker | None = None,
+        stopping: asyncio.Event | None = None,
+        gateway: GatewayParts | None = None,
+    ) -> None:
+        asker, prompts, access = asker or Asker(), options.prompts, options.access
+        tokenizer = PromptTokenizer(tokenizers or _tokenizers(store, metrics, asker), prompts.tokens_max)
+        start = StartupGate(store.directory, options.min_initial_workers) if gateway is None else gateway.start
+        pools, allowed = AskedPools(asker, metrics), AllowedEndpoints(access.allowed_endpoints)
+        seconds, names_others = prompts.deadline_seconds, not access.protects_reads
+        served = store.incarnation.cache(ServedNames(store.directory, store.reader, store.begin, seconds))
+        selector, queue = Selector(store, selection, metrics, pools=pools), InspectionQueue(options.inspect_seconds)
+        self.tokenizer = tokenizer
+        self.contract, self.page = Contract(has_ui=options.has_page), Page(is_shown=options.has_page)
+        self.probes = Probes(store, metrics, start, tokenizer, warning=access.warning)
+        self.conductor = Conductor(store, prompts, options.shape, metrics, tokenizer, pools, served)
+        self.decisions = Decisions(store, prompts, selector, metrics, tokenizer, start, served)
+        self.registrations = Registrations(store, allowed, asker)
+        self.events = Events(store, options.apply, metrics, tokens_max=prompts.tokens_max)
+        self.explanations = Explanations(store, prompts, tokenizer, queue)
+        self.inspections = _inspections(store, queue)
+        self.views, self.books, self.placement = Views(store), BooksView(store), PlacementView(store)
+        self.policies = PoliciesView(store, selector.shadow_policies)
+        self.feed = ActivityFeed(store.activity, metrics, stopping)
+        self.dynamo = Dynamo(store, prompts, allowed, metrics, pools, names_others=names_others)
+        self.dynamo_views = DynamoViews(store, metrics, self.probes.metrics)
+        self.dynamo_workers, inputs = DynamoWorkerHandlers(store, allowed), DynamoInputs(store, prompts, selector)
+        self.dynamo_select = DynamoSelect(store, selector, inputs, start)
+        self.dynamo_loads = DynamoLoadHandlers(store, selector, inputs)
+
+    def rows(self) -> list[_PathRow]:
+        """Return the operations of a replica in the order of the contract. Routes are tried in this order, too."""
+        subjects = self.question_rows, self.publisher_rows, self.view_rows, self.process_rows, self.dynamo_rows
+        return [row for rows in subjects for row in rows()]
+
+    def question_rows(self) -> list[_PathRow]:
+        """Return the operations about prompts."""
+
+        def explained(steps: Callable[[Body], Steps[Answer | Paused] | Paused]) -> Handler:
+            return self.explanations.explained(Straight(steps))
+
+        conductor, decisions, dynamo = self.conductor, self.decisions, self.dynamo
+        select, by_hash = explained(decisions.select), Straight(dynamo.query_by_hash)
+        tiered = dynamo.query_tiered_by_hash
+        return [
+            _PathRow("POST", "/query", "read", explained(conductor.query), docs.QUERY),
+            _PathRow("POST", "/query_by_hash", "read", explained(conductor.query_by_hash), docs.QUERY_BY_HASH),
+            _PathRow("POST", "/select", "write", select, docs.SELECT, decisions.select_without_redis),
+            _PathRow("POST", "/release", "write", decisions.release, docs.RELEASE),
+            _PathRow("POST", "/score", "read", explained(decisions.score), docs.SCORE),
+            _PathRow("POST", "/dynamo/query", "read", Straight(dynamo.query), docs.DYNAMO_QUERY),
+            _PathRow("POST", "/dynamo/query_by_hash", "read", by_hash, docs.DYNAMO_QUERY_BY_HASH),
+            _PathRow("POST", "/dynamo/query_tiered_by_hash", "read", tiered, docs.DYNAMO_QUERY_TIERED),
+            _PathRow("POST", "/tokenize", "read", self.tokenizer.tokenize, docs.TOKENIZE),
+            _PathRow("POST", "/detokenize", "read", self.tokenizer.detokenize, docs.DETOKENIZE),
+        ]
+
+    def publisher_rows(self) -> list[_PathRow]:
+        """Return the operations that register publishers, and that take their events."""
+        return [
+            _PathRow("POST", "/register", "write", self.registrations.register, docs.REGISTER),
+            _PathRow("POST", "/unregister", "write", self.registrations.unregister, docs.UNREGISTER),
+            _PathRow("POST", "/weight", "write", self.registrations.weight, docs.WEIGHT),
+            _PathRow("POST", "/repair", "write", self.registrations.repair, docs.REPAIR),
+            _PathRow("POST", "/events", "write", self.events.events, docs.EVENTS),
+        ]
+
+    def view_rows(self) -> list[_PathRow]:
+        """Return the operations that show the state of the index."""
+        return [
+            _PathRow("POST", "/inspect/prompt", "read", self.explanations.inspect, docs.INSPECT_PROMPT),
+            _PathRow("GET", "/inspect/status", "admin", self.inspections.status, docs.INSPECT_STATUS),
+            _PathRow("POST", "/inspect/block", "admin", self.inspections.block, docs.INSPECT_BLOCK),
+            _PathRow("POST", "/inspect/holder", "admin", self.inspections.holder, docs.INSPECT_HOLDER),
+            _PathRow("POST", "/inspect/keys", "admin", self.inspections.keys, docs.INSPECT_KEYS),
+            _PathRow("GET", "/services", "read", self.views.services, docs.SERVICES),
+            _PathRow("GET", "/workers", "read", self.views.workers, docs.WORKERS),
+            _PathRow("GET", "/books", "read", self.books.books, docs.BOOKS),
+            _PathRow("GET", "/policies/compare", "read", self.policies.compare, docs.COMPARE),
+            _PathRow("POST", "/policies/replay", "admin", self.policies.replay, docs.REPLAY),
+            _PathRow("GET", "/placement", "read", self.placement.placement, docs.PLACEMENT),
+            _PathRow("GET", "/placement/warm", "read", self.placement.warm, docs.PLACEMENT_WARM),
+            _PathRow("GET", "/activity", "read", self.feed.follow, docs.ACTIVITY),
+            _PathRow("GET", "/global_view", "read", self.views.global_view, docs.GLOBAL_VIEW),
+        ]
+
+    def process_rows(self) -> list[_PathRow]:
+        """Return the operations about the process, its contract and its page."""
+        return [
+            *_probe_rows(self.probes, access="read", ready=docs.READY),
+            _PathRow("GET", "/openapi.json", "read", self.contract.openapi, docs.OPENAPI),
+            _PathRow("GET", "/", "open", self.page.root, docs.ROOT),
+            _PathRow("GET", "/ui", "open", self.page.index, docs.PAGE),
+            _PathRow("GET", "/ui/{name}", "open", self.page.file, docs.PAGE_FILE),
+            _PathRow("GET", "/docs", "read", self.contract.docs, docs.CONTRACT_PAGE),
+        ]
+
+    def dynamo_rows(self) -> list[_PathRow]:
+        """Return the operations of Dynamo's indexer and selector that are not about the cached blocks of a prompt."""
+        views, workers, select, loads = self.dynamo_views, self.dynamo_workers, self.dynamo_select, self.dynamo_loads
+        return [
+            _PathRow("POST", "/dynamo/register", "write", self.dynamo.register, docs.DYNAMO_REGISTER),
+            _PathRow("POST", "/dynamo/unregister", "write", self.dynamo.unregister, docs.DYNAMO_UNREGISTER),
+            _PathRow("GET", "/dynamo/workers", "read", views.workers, docs.DYNAMO_WORKERS),
+            _PathRow("GET", "/dynamo/dump", "read", views.dump, docs.DUMP),
+            _PathRow("GET", "/dynamo/health", "open", views.health, docs.DYNAMO_HEALTH),
+            _PathRow("GET", "/dynamo/metrics", "read", views.metrics, docs.DYNAMO_METRICS),
+            _PathRow("POST", "/dynamo/register_peer", "write", views.register_peer, docs.REGISTER_PEER),
+            _PathRow("POST", "/dynamo/deregister_peer", "write", views.deregister_peer, docs.DEREGISTER_PEER),
+            _PathRow("GET", "/dynamo/peers", "read", views.peers, docs.PEERS),
+            _PathRow("POST", "/dynamo/workers", "write", workers.add, docs.ADD_WORKER),
+            _PathRow("PATCH", "/dynamo/workers/{worker_id}", "write", workers.change, docs.CHANGE_WORKER),
+            _PathRow("DELETE", "/dynamo/workers/{worker_id}", "write", workers.remove, docs.REMOVE_WORKER),
+            _PathRow("POST", "/dynamo/select", "write", select.select, docs.DYNAMO_SELECT, select.select_without_redis),
+            _PathRow("POST", "/dynamo/select_and_reserve", "write", select.select_and_reserve, docs.SELECT_AND_RESERVE),
+            _PathRow("POST", "/dynamo/reservations", "write", select.reserve, docs.RESERVE),
+            _PathRow("POST", f"{_RESERVED}/prefill_complete", "write", select.prefill_complete, docs.PREFILL_COMPLETE),
+            _PathRow("POST", f"{_RESERVED}/output_block", "write", select.output_block, docs.OUTPUT_BLOCK),
+            _PathRow("DELETE", _RESERVED, "write", select.end, docs.END_RESERVATION),
+            _PathRow("POST", "/dynamo/overlap_scores", "read", loads.overlap_scores, docs.OVERLAP_SCORES),
+            _PathRow("POST", "/dynamo/potential_loads", "read", loads.potential_loads, docs.POTENTIAL_LOADS),
+            _PathRow("GET", "/dynamo/loads", "read", loads.loads, docs.LOADS),
+        ]
+
+
+def _tokenizers(store: Store, metrics: Metrics, asker: Asker) -> Tokenizers:
+    """Return tokenizers without sources, so that engines are asked."""
+    engines = Engines(EngineAddresses(store.directory, store.incarnation), asker, {})
+    return Tokenizers({}, None, metrics, engines=engines)
+
+
+def _inspections(store: Store, queue: InspectionQueue) -> Inspections:
+    return Inspections(store, RedisCli(*store.client.redis_cli), queue)
+
+
+def _admin_rows(store: Store, options: ApiOptions) -> list[_PathRow]:
+    admin = Admin(store, options.prompts.prefix_bytes, injects_cache_control=options.injects_cache_control)
+    return [
+        _PathRow("GET", "/admin/prefix-routing/stats", "admin", admin.prefix_routing_stats, docs.PREFIX_STATS),
+        _PathRow("GET", "/admin/kv-index/stats", "admin", admin.kv_index_stats, docs.INDEX_STATS),
+        _PathRow("GET", "/admin/kv-index/backends", "admin", admin.kv_index_backends, docs.INDEX_BACKENDS),
+        _PathRow("POST", "/admin/kv-index/clear", "write", admin.kv_index_clear, docs.INDEX_CLEAR),
+    ]
 
 
 def create_app(
@@ -98,7 +262,7 @@ def create_app(
     tokenizers: Tokenizers | None = None,
     asker: Asker | None = None,
     stopping: asyncio.Event | None = None,
-    gateway: GatewayAdmin | None = None,
+    gateway: GatewayParts | None = None,
 ) -> Shortcut | AccessLog:
     """Return the ASGI application over an open store, with its straight questions.
 
@@ -106,21 +270,10 @@ def create_app(
 
     ``stopping`` ends the answers that would not end by themselves. ``gateway``: the process is a gateway, too.
     """
-    asker = asker or Asker()
-    contract = Contract(has_ui=options.has_page)
-    dependencies = _dependencies(options, metrics, _gate(options.access))
-    operations = _operations(
-        store,
-        options,
-        selection,
-        contract,
-        dependencies,
-        PromptTokenizer(tokenizers or _tokenizers(store, metrics, asker), options.prompts.tokens_max),
-        ActivityFeed(store.activity, metrics, stopping),
-        asker,
-        gateway,
-    )
-    contract.describe(operations)
+    parts = _ApiParts(store, options, selection, metrics, tokenizers, asker, stopping, gateway)
+    rows = parts.rows() + (_admin_rows(store, options) if gateway is None else gateway.rows(store, options))
+    operations = _operations(rows, options, metrics, _gate(options.access))
+    parts.contract.describe(operations)
 
     async def not_routed(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -128,7 +281,8 @@ def create_app(
         sentence = "there is no such path; GET /docs lists the paths that exist"
         if gateway is None and request.url.path.startswith("/v1/"):
             sentence = "this is no gateway: 'waymark gateway' has the paths under /v1; GET /docs lists the paths here"
-        return _json({"error": sentence, "reason": "not_found"}, error.status_code)
+        content = encode({"error": sentence, "reason": "not_found"}, Format.JSON)
+        return Response(content, error.status_code, media_type="application/json")
 
     app = Starlette(
         routes=[Route(path, endpoint) for path, endpoint in _by_path(operations).items()],
@@ -137,6 +291,29 @@ def create_app(
     app.router.redirect_slashes = False
     routed = Shortcut(app, {operation.path: operation for operation in operations if operation.path in _QUERIES})
     return AccessLog(routed) if options.has_access_log else routed
+
+
+def _gate(access: AccessOptions) -> Gate:
+    tokens = None if access.tokens_file is None else TokensFile(access.tokens_file)
+    return Gate(access.token, protect_reads=access.protects_reads, tokens=tokens, is_closed=access.is_closed)
+
+
+def _operations(rows: Iterable[_PathRow], options: ApiOptions, metrics: Metrics, gate: Gate) -> list[Operation]:
+    admission = {queue: AdmissionQueue(AT_ONCE) for queue in get_args(Queue)}
+    cache = RequestCache(CACHE_BYTES_MAX, metrics)
+    dependencies = Dependencies(metrics, gate, options.body_bytes_max, options.prompts.tokens_max, admission, cache)
+    return [
+        (StraightOperation if isinstance(row.handler, Straight) else Operation)(
+            row.method,
+            row.path,
+            row.handler,
+            access=row.access,
+            doc=row.doc,
+            dependencies=dependencies,
+            without_redis=row.without_redis,
+        )
+        for row in rows
+    ]
 
 
 def _by_path(operations: Sequence[Operation]) -> dict[str, Operation | Resource]:
@@ -164,237 +341,55 @@ class Shortcut:
         return (query or self._app)(scope, receive, send)
 
 
-def _gate(access: AccessOptions) -> Gate:
-    tokens = None if access.tokens_file is None else TokensFile(access.tokens_file)
-    return Gate(access.token, protect_reads=access.protects_reads, tokens=tokens, is_closed=access.is_closed)
-
-
-def _dependencies(options: ApiOptions, metrics: Metrics, gate: Gate) -> Dependencies:
-    admission: dict[Queue, AdmissionQueue] = {
-        "read": AdmissionQueue(AT_ONCE),
-        "write": AdmissionQueue(AT_ONCE),
-        "decide": AdmissionQueue(AT_ONCE),
-    }
-    cache = RequestCache(CACHE_BYTES_MAX, metrics)
-    return Dependencies(metrics, gate, options.body_bytes_max, options.prompts.tokens_max, admission, cache)
-
-
-def _json(content: Any, status: int) -> Response:
-    return Response(encode(content, Format.JSON), status, media_type="application/json")
-
-
-def _operations(
-    store: Store,
-    options: ApiOptions,
-    selection: SelectionOptions,
-    contract: Contract,
-    dependencies: Dependencies,
-    tokenizer: PromptTokenizer,
-    feed: ActivityFeed,
-    asker: Asker,
-    gateway: GatewayAdmin | None = None,
-) -> list[Operation]:
-    metrics, prompts = dependencies.metrics, options.prompts
-    allowed = AllowedEndpoints(options.access.allowed_endpoints)
-    gate = StartupGate(store.directory, options.min_initial_workers) if gateway is None else gateway.start
-    pools = AskedPools(asker, metrics)
-    served = store.incarnation.cache(ServedNames(store.directory, store.reader, store.begin, prompts.deadline_seconds))
-    selector = Selector(store, selection, metrics, pools=pools)
-    root, views, probes = (
-        Conductor(store, prompts, options.shape, metrics, tokenizer, pools, served),
-        Views(store),
-        Probes(store, metrics, gate, tokenizer, warning=options.access.warning),
-    )
-    registrations = Registrations(store, allowed, asker)
-    dynamo = Dynamo(store, prompts, allowed, metrics, pools, names_others=not options.access.protects_reads)
-    dynamo_views = DynamoViews(store, metrics, probes.metrics)
-    decisions = Decisions(store, prompts, selector, metrics, tokenizer, gate, served)
-    inputs, workers = DynamoInputs(store, prompts, selector), DynamoWorkerHandlers(store, allowed)
-    select, loads = (
-        DynamoSelect(store, selector, inputs, gate),
-        DynamoLoadHandlers(store, selector, inputs),
-    )
-    admin, placement, policies = (
-        _admin(store, options),
-        PlacementView(store),
-        PoliciesView(store, selector.shadow_policies),
-    )
-    events = Events(store, options.apply, metrics, tokens_max=prompts.tokens_max)
-    page = Page(is_shown=options.has_page)
-    queue = InspectionQueue(options.inspect_seconds)
-    explanations, inspected = Explanations(store, prompts, tokenizer, queue), _inspections(store, queue)
-    explained = explanations.explained
-    without_redis: dict[str, Handler] = {
-        "/select": decisions.select_without_redis,
-        "/dynamo/select": select.select_without_redis,
-    }
-    # Starlette tries routes in order: queries first.
-    table: list[_OperationRow] = [
-        ("POST", "/query", "read", explained(Straight(root.query)), docs.QUERY),
-        ("POST", "/query_by_hash", "read", explained(Straight(root.query_by_hash)), docs.QUERY_BY_HASH),
-        ("POST", "/select", "write", explained(Straight(decisions.select)), docs.SELECT),
-        ("POST", "/release", "write", decisions.release, docs.RELEASE),
-        ("POST", "/score", "read", explained(Straight(decisions.score)), docs.SCORE),
-        ("POST", "/dynamo/query", "read", Straight(dynamo.query), docs.DYNAMO_QUERY),
-        ("POST", "/dynamo/query_by_hash", "read", Straight(dynamo.query_by_hash), docs.DYNAMO_QUERY_BY_HASH),
-        ("POST", "/dynamo/query_tiered_by_hash", "read", dynamo.query_tiered_by_hash, docs.DYNAMO_QUERY_TIERED),
-        ("POST", "/tokenize", "read", tokenizer.tokenize, docs.TOKENIZE),
-        ("POST", "/detokenize", "read", tokenizer.detokenize, docs.DETOKENIZE),
-        ("POST", "/register", "write", registrations.register, docs.REGISTER),
-        ("POST", "/unregister", "write", registrations.unregister, docs.UNREGISTER),
-        ("POST", "/weight", "write", registrations.weight, docs.WEIGHT),
-        ("POST", "/repair", "write", registrations.repair, docs.REPAIR),
-        ("POST", "/events", "write", events.events, docs.EVENTS),
-        ("POST", "/inspect/prompt", "read", explanations.inspect, docs.INSPECT_PROMPT),
-        ("GET", "/inspect/status", "admin", inspected.status, docs.INSPECT_STATUS),
-        ("POST", "/inspect/block", "admin", inspected.block, docs.INSPECT_BLOCK),
-        ("POST", "/inspect/holder", "admin", inspected.holder, docs.INSPECT_HOLDER),
-        ("POST", "/inspect/keys", "admin", inspected.keys, docs.INSPECT_KEYS),
-        ("GET", "/services", "read", views.services, docs.SERVICES),
-        ("GET", "/workers", "read", views.workers, docs.WORKERS),
-        ("GET", "/books", "read", BooksView(store).books, docs.BOOKS),
-        ("GET", "/policies/compare", "read", policies.compare, docs.COMPARE),
-        ("POST", "/policies/replay", "admin", policies.replay, docs.REPLAY),
-        ("GET", "/placement", "read", placement.placement, docs.PLACEMENT),
-        ("GET", "/placement/warm", "read", placement.warm, docs.PLACEMENT_WARM),
-        ("GET", "/activity", "read", feed.follow, docs.ACTIVITY),
-        ("GET", "/global_view", "read", views.global_view, docs.GLOBAL_VIEW),
-        ("GET", "/health", "open", probes.health, docs.HEALTH),
-        ("GET", "/ready", "open", probes.ready, docs.READY),
-        ("GET", "/metrics", "read", probes.metrics, docs.METRICS),
-        ("GET", "/openapi.json", "read", contract.openapi, docs.OPENAPI),
-        ("GET", "/", "open", page.root, docs.ROOT),
-        ("GET", "/ui", "open", page.index, docs.PAGE),
-        ("GET", "/ui/{name}", "open", page.file, docs.PAGE_FILE),
-        ("GET", "/docs", "read", contract.docs, docs.CONTRACT_PAGE),
-        ("POST", "/dynamo/register", "write", dynamo.register, docs.DYNAMO_REGISTER),
-        ("POST", "/dynamo/unregister", "write", dynamo.unregister, docs.DYNAMO_UNREGISTER),
-        ("GET", "/dynamo/workers", "read", dynamo_views.workers, docs.DYNAMO_WORKERS),
-        ("GET", "/dynamo/dump", "read", dynamo_views.dump, docs.DUMP),
-        ("GET", "/dynamo/health", "open", dynamo_views.health, docs.DYNAMO_HEALTH),
-        ("GET", "/dynamo/metrics", "read", dynamo_views.metrics, docs.DYNAMO_METRICS),
-        ("POST", "/dynamo/register_peer", "write", dynamo_views.register_peer, docs.REGISTER_PEER),
-        ("POST", "/dynamo/deregister_peer", "write", dynamo_views.deregister_peer, docs.DEREGISTER_PEER),
-        ("GET", "/dynamo/peers", "read", dynamo_views.peers, docs.PEERS),
-        ("POST", "/dynamo/workers", "write", workers.add, docs.ADD_WORKER),
-        ("PATCH", "/dynamo/workers/{worker_id}", "write", workers.change, docs.CHANGE_WORKER),
-        ("DELETE", "/dynamo/workers/{worker_id}", "write", workers.remove, docs.REMOVE_WORKER),
-        ("POST", "/dynamo/select", "write", select.select, docs.DYNAMO_SELECT),
-        ("POST", "/dynamo/select_and_reserve", "write", select.select_and_reserve, docs.SELECT_AND_RESERVE),
-        ("POST", "/dynamo/reservations", "write", select.reserve, docs.RESERVE),
-        (
-            "POST",
-            "/dynamo/reservations/{reservation_id}/prefill_complete",
-            "write",
-            select.prefill_complete,
-            docs.PREFILL_COMPLETE,
-        ),
-        ("POST", "/dynamo/reservations/{reservation_id}/output_block", "write", select.output_block, docs.OUTPUT_BLOCK),
-        ("DELETE", "/dynamo/reservations/{reservation_id}", "write", select.end, docs.END_RESERVATION),
-        ("POST", "/dynamo/overlap_scores", "read", loads.overlap_scores, docs.OVERLAP_SCORES),
-        ("POST", "/dynamo/potential_loads", "read", loads.potential_loads, docs.POTENTIAL_LOADS),
-        ("GET", "/dynamo/loads", "read", loads.loads, docs.LOADS),
-        ("GET", "/admin/prefix-routing/stats", "admin", admin.prefix_routing_stats, docs.PREFIX_STATS),
-        ("GET", "/admin/kv-index/stats", "admin", admin.kv_index_stats, docs.INDEX_STATS),
-        ("GET", "/admin/kv-index/backends", "admin", admin.kv_index_backends, docs.INDEX_BACKENDS),
-        ("POST", "/admin/kv-index/clear", "write", admin.kv_index_clear, docs.INDEX_CLEAR),
-        *(() if gateway is None else gateway.rows()),
-    ]
-    operations: list[Operation] = []
-    for method, path, access, handler, doc in table:
-        named: dict[str, Any] = {"access": access, "doc": doc, "without_redis": without_redis.get(path)}
-        if isinstance(handler, Straight):
-            operations.append(StraightOperation(method, path, handler, dependencies=dependencies, **named))
-        else:
-            operations.append(Operation(method, path, handler, dependencies=dependencies, **named))
-    return operations
-
-
-def _tokenizers(store: Store, metrics: Metrics, asker: Asker) -> Tokenizers:
-    """Return tokenizers without sources, so that engines are asked."""
-    return Tokenizers(
-        {}, None, metrics, engines=Engines(EngineAddresses(store.directory, store.incarnation), asker, {})
-    )
-
-
-def _admin(store: Store, options: ApiOptions) -> Admin:
-    return Admin(store, options.prompts.prefix_bytes, injects_cache_control=options.injects_cache_control)
-
-
-def _inspections(store: Store, queue: InspectionQueue) -> Inspections:
-    return Inspections(store, RedisCli(*store.client.redis_cli), queue)
-
-
 def create_probes(store: Store, options: ApiOptions, metrics: Metrics, start: StartupGate | None = None) -> Starlette:
     """Return ``/health``, ``/ready`` and ``/metrics`` alone, the paths of an ingest worker and a picker.
 
     ``start`` is the gate of a picker's decisions.
     """
-    gate = Gate(None, protect_reads=False)
-    probes = Probes(store, metrics, start)
-    dependencies = _dependencies(options, metrics, gate)
-    return _routed(
-        [
-            ("GET", "/health", "open", probes.health, docs.HEALTH),
-            ("GET", "/ready", "open", probes.ready, docs.WORKER_READY),
-            ("GET", "/metrics", "open", probes.metrics, docs.METRICS),
-        ],
-        dependencies,
-    )
+    rows = _probe_rows(Probes(store, metrics, start), access="open", ready=docs.WORKER_READY)
+    return _routed(rows, options, metrics, Gate(None, protect_reads=False))
+
+
+def _probe_rows(probes: Probes, *, access: Access, ready: Doc) -> list[_PathRow]:
+    """Return the operations of a process without the API; ``access`` is that of its metrics."""
+    return [
+        _PathRow("GET", "/health", "open", probes.health, docs.HEALTH),
+        _PathRow("GET", "/ready", "open", probes.ready, ready),
+        _PathRow("GET", "/metrics", access, probes.metrics, docs.METRICS),
+    ]
 
 
 def create_inspections(store: Store, options: ApiOptions, metrics: Metrics, tokenizers: Tokenizers) -> Starlette:
     """Return the paths of ``waymark status`` and ``waymark inspect``, for a caller that may read Redis directly:
     no token is asked for, and ids and other tenants are named.
     """
-    dependencies = _dependencies(options, metrics, Gate(None, protect_reads=False))
-    queue = InspectionQueue(options.inspect_seconds)
-    tokenizer = PromptTokenizer(tokenizers, options.prompts.tokens_max)
-    inspected = _inspections(store, queue)
+    queue, prompts = InspectionQueue(options.inspect_seconds), options.prompts
+    inspections = _inspections(store, queue)
+    tokenizer = PromptTokenizer(tokenizers, prompts.tokens_max)
+    explanations = Explanations(store, prompts, tokenizer, queue, is_own_redis=True)
 
     async def ready(_: Body) -> Answer:
         return Answer({"status": "ready", "warnings": await tokenizers.file_warnings()})
 
-    table: list[_OperationRow] = [
-        ("GET", "/ready", "open", ready, docs.READY),
-        ("GET", "/services", "open", Views(store).services, docs.SERVICES),
-        ("GET", "/inspect/status", "open", inspected.status, docs.INSPECT_STATUS),
-        ("POST", "/inspect/block", "open", inspected.block, docs.INSPECT_BLOCK),
-        ("POST", "/inspect/holder", "open", inspected.holder, docs.INSPECT_HOLDER),
-        ("POST", "/inspect/keys", "open", inspected.keys, docs.INSPECT_KEYS),
-        (
-            "POST",
-            "/inspect/prompt",
-            "open",
-            Explanations(store, options.prompts, tokenizer, queue, is_own_redis=True).inspect,
-            docs.INSPECT_PROMPT,
-        ),
+    rows = [
+        _PathRow("GET", "/ready", "open", ready, docs.READY),
+        _PathRow("GET", "/services", "open", Views(store).services, docs.SERVICES),
+        _PathRow("GET", "/inspect/status", "open", inspections.status, docs.INSPECT_STATUS),
+        _PathRow("POST", "/inspect/block", "open", inspections.block, docs.INSPECT_BLOCK),
+        _PathRow("POST", "/inspect/holder", "open", inspections.holder, docs.INSPECT_HOLDER),
+        _PathRow("POST", "/inspect/keys", "open", inspections.keys, docs.INSPECT_KEYS),
+        _PathRow("POST", "/inspect/prompt", "open", explanations.inspect, docs.INSPECT_PROMPT),
     ]
-    return _routed(table, dependencies)
+    return _routed(rows, options, metrics, Gate(None, protect_reads=False))
 
 
-def _routed(table: Sequence[_OperationRow], dependencies: Dependencies) -> Starlette:
-    return Starlette(
-        routes=[
-            Route(path, Operation(method, path, handler, access=access, doc=doc, dependencies=dependencies))
-            for method, path, access, handler, doc in table
-        ]
-    )
+def _routed(rows: Iterable[_PathRow], options: ApiOptions, metrics: Metrics, gate: Gate) -> Starlette:
+    operations = _operations(rows, options, metrics, gate)
+    return Starlette(routes=[Route(operation.path, operation) for operation in operations])
 
 
-def create_gateway_admin(store: Store, options: ApiOptions, metrics: Metrics, gateway: GatewayAdmin) -> Starlette:
+def create_gateway_admin(store: Store, options: ApiOptions, metrics: Metrics, gateway: GatewayParts) -> Starlette:
     """Return the paths of a gateway on a real Redis besides its clients' paths: probes, and the admin paths."""
-    dependencies = _dependencies(options, metrics, _gate(options.access))
     probes = Probes(store, metrics, gateway.start, warning=options.access.warning)
-    admin = _admin(store, options)
-    table: list[_OperationRow] = [
-        ("GET", "/health", "open", probes.health, docs.HEALTH),
-        ("GET", "/ready", "open", probes.ready, docs.READY),
-        ("GET", "/metrics", "read", probes.metrics, docs.METRICS),
-        ("GET", "/admin/prefix-routing/stats", "admin", admin.prefix_routing_stats, docs.PREFIX_STATS),
-        ("GET", "/admin/kv-index/stats", "admin", admin.kv_index_stats, docs.INDEX_STATS),
-        ("GET", "/admin/kv-index/backends", "admin", admin.kv_index_backends, docs.INDEX_BACKENDS),
-        ("POST", "/admin/kv-index/clear", "write", admin.kv_index_clear, docs.INDEX_CLEAR),
-        *gateway.rows(),
-    ]
-    return _routed(table, dependencies)
+    rows = [*_probe_rows(probes, access="read", ready=docs.READY), *gateway.rows(store, options)]
+    return _routed(rows, options, metrics, _gate(options.access))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 from waymark.api.http.answers import Answer
@@ -48,17 +48,15 @@ class BooksView:
             targets[target] = targets[target].plus(line.sums)
             by_minute[line.minute] = by_minute[line.minute].plus(line.sums)
         claims = {(claim.group_id, claim.publisher): claim for claim in await self._store.directory.claims()}
-        named = [claims[target] for target in targets if target in claims]
-        drifts = dict(zip(map(id, named), await self._store.publisher_states.drifts(named), strict=True))
-        total = Sums()
-        for sums in targets.values():
-            total = total.plus(sums)
+        registered = {target: claims[target] for target in targets if target in claims}
+        drifts = await self._store.publisher_states.drifts(list(registered.values()))
+        drift_of = dict(zip(registered, drifts, strict=True))
         return Answer(
             BooksAnswer(
                 minutes=minutes,
-                total=BookRow(**_amounts(total)),
+                total=BookRow(**_amounts(reduce(Sums.plus, targets.values(), Sums()))),
                 targets=[
-                    _target(groups[target[0]], claims.get(target), drifts, sums)
+                    _target(groups[target[0]], registered.get(target), drift_of.get(target), sums)
                     for target, sums in sorted(targets.items())
                 ],
                 by_minute=[
@@ -80,8 +78,7 @@ def since_seconds(text: str) -> int:
     return seconds
 
 
-def _target(group: GroupName, claim: Claim | None, drifts: Mapping[int, Drift | None], sums: Sums) -> BookOfTarget:
-    drift = None if claim is None else drifts[id(claim)]
+def _target(group: GroupName, claim: Claim | None, drift: Drift | None, sums: Sums) -> BookOfTarget:
     return BookOfTarget(
         tenant_id=group.tenant_id,
         model_name=group.model_name,

@@ -223,11 +223,7 @@ class Conductor:
                 return Answer(self._shaped({}, {}, body_format), headers=(yield Waiting(self._unknown(group))))
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         if reading is None or not reading.walk.view.size:
-            sizes = self._sizes(group)
-            if not sizes:
-                headers = {**headers, **(yield Waiting(self._unknown(group)))}
-            elif block_size not in sizes:
-                headers = {**headers, **_other_size(block_size, sizes)}
+            headers = {**headers, **(yield from self._note(group, block_size))}
         if body_format is Format.JSON and self._shape != "instances":
             if instance_id is not None:
                 row = counted.rows.get(instance_id) or in_tokens(ConductorRow(), block_size)
@@ -250,23 +246,24 @@ class Conductor:
             return published
         return published | {"instances": instances}
 
-    def _sizes(self, group: GroupName) -> set[int]:
-        """Return the block sizes of the group's engines."""
+    def _note(self, group: GroupName, block_size: int) -> Steps[dict[str, str]]:
+        """Return the headers of an answer of zeros; a header cannot hold every size."""
         table = self._store.reader.table_at_hand(group)
-        return set() if table is None else {row.block_size for row in table.publishers.values()}
+        sizes = set() if table is None else {row.block_size for row in table.publishers.values()}
+        if not sizes:
+            unknown: dict[str, str] = yield Waiting(self._unknown(group))
+            return unknown
+        if block_size in sizes:
+            return {}
+        choices = ", ".join(map(str, sorted(sizes)[:_SIZES_MAX]))
+        note = f"no engine of this model has block_size {block_size}; they have {choices}"
+        return {"X-Waymark-Note": note, "X-Waymark-Unknown": "block_size"}
 
     async def _unknown(self, group: GroupName) -> dict[str, str]:
         """Return the headers of an answer about a model without engines, which say so. A header has ASCII only."""
         near = await self._served.nearest_now(group)
         way_out = _NAMED if near is None else f"did you mean {json.dumps(near)}?"
         return {"X-Waymark-Note": f"{_UNKNOWN}; {way_out}", "X-Waymark-Unknown": "model"}
-
-
-def _other_size(block_size: int, sizes: set[int]) -> dict[str, str]:
-    """Return the headers of an answer of zeros; a header cannot hold every size."""
-    choices = ", ".join(map(str, sorted(sizes)[:_SIZES_MAX]))
-    note = f"no engine of this model has block_size {block_size}; they have {choices}"
-    return {"X-Waymark-Note": note, "X-Waymark-Unknown": "block_size"}
 
 
 class _QueryFields(NamedTuple):

@@ -98,6 +98,31 @@ def statuses(operation: Operation) -> list[int]:
 
 def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the operations."""
+    contents, schemas = _schemas(operations)
+    paths: dict[str, Any] = {}
+    examples = orjson.loads(_EXAMPLES.read_bytes())
+    for operation in operations:
+        described = _operation(operation, contents)
+        if (example := examples.get(f"{operation.method} {operation.path}")) is not None:
+            _add_example(described, operation.path, example)
+        paths.setdefault(operation.path, {})[operation.method.lower()] = described
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Waymark",
+            "version": __version__,
+            "description": "Waymark reports which inference engine already has a prefix in its KV cache.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _schemas(operations: Sequence[Operation]) -> tuple[dict[BodyType, dict[str, Any]], dict[str, Any]]:
+    """Return the schema of each body, and those by name that the schemas refer to."""
     models: dict[BodyType, None] = dict.fromkeys((ErrorBody, DynamoErrorBody, InstanceRow))
     for operation in operations:
         models |= dict.fromkeys(model for model in (operation.doc.request, operation.doc.answer) if model is not None)
@@ -121,26 +146,7 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
         if _is(model, RequestBody):
             _add_spellings(schemas[model.__name__], model)
             _allow_null(schemas[model.__name__])
-    paths: dict[str, Any] = {}
-    examples = orjson.loads(_EXAMPLES.read_bytes())
-    for operation in operations:
-        described = _operation(operation, contents)
-        if (example := examples.get(f"{operation.method} {operation.path}")) is not None:
-            _add_example(described, operation.path, example)
-        paths.setdefault(operation.path, {})[operation.method.lower()] = described
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "Waymark",
-            "version": __version__,
-            "description": "Waymark reports which inference engine already has a prefix in its KV cache.",
-        },
-        "paths": paths,
-        "components": {
-            "schemas": schemas,
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-        },
-    }
+    return contents, schemas
 
 
 def _inherit_descriptions(schema: dict[str, Any], heir: type[AnswerShape]) -> None:

@@ -14,19 +14,13 @@ from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
 from waymark.decide.policies.presets import preset
-from waymark.decide.question import (
-    GivenValues,
-    HashedPrompt,
-    PolicyChoice,
-    PromptOf,
-    Question,
-    SelectParameters,
-)
+from waymark.decide.question import GivenValues, HashedPrompt, PolicyChoice, PromptOf, Question, SelectParameters
+from waymark.decide.request_prompts import no_prompt
 from waymark.decide.served import ServedModel
 from waymark.domain.answer_times import AskedTimes
 from waymark.domain.hashing import namespace, text_hash
 from waymark.domain.multimodal import PromptItems
-from waymark.domain.names import Adapter, GroupName
+from waymark.domain.names import Adapter
 from waymark.domain.targets import Gauges
 from waymark.store.reader import KeysOf
 
@@ -34,31 +28,26 @@ T = TypeVar("T", ScoreRequest, SelectRequest)
 
 
 class DecisionBody(NamedTuple):
-    """A body without its prompt, validated."""
+    """A validated body, with its question except for the prompt."""
 
     request: ScoreRequest | SelectRequest
-    policy: PolicyChoice | None
-    group: GroupName
-    """The model itself, if the request names it by an alias or by an adapter."""
+    question: Question
+    """Its group is the model itself, if the request names it by an alias or by an adapter. The default policy may be
+    another one later.
+    """
     adapter: Adapter
-    served_as: str | None
     namespace: int
-    session: str | None
-    prefix_key: bytes | None
     text: ModelPrompt | None
     """The prompt, if it has no tokens yet."""
     items: PromptItems
     """The images and other items among its tokens."""
-    given: Mapping[tuple[str, int], GivenValues] | None
-    asked: AskedTimes
-    is_multimodal: bool
-    parameters: SelectParameters
-    """The parameters of ``/select`` only."""
 
 
-def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) -> DecisionBody:
+def read_decision(
+    model: type[T], default_policy: PolicyChoice, prefix_bytes: int, fields: dict[str, Any]
+) -> DecisionBody:
     request = model.of(fields)
-    policy = None
+    policy = default_policy
     if request.policy is not None:
         chosen = preset(request.policy)
         policy = PolicyChoice(chosen, chosen.values(request.overrides))
@@ -73,22 +62,22 @@ def read_decision(model: type[T], fields: dict[str, Any], *, prefix_bytes: int) 
     if isinstance(request, ScoreRequest) and request.candidates is not None:
         values = _given(request.candidates)
     text = text_of(request.group, request, "prefix_hash")
-    return DecisionBody(
-        request,
-        policy,
+    adapter, items = request.adapter, request.items
+    question = Question(
         request.group,
-        request.adapter,
-        None,
-        namespace(request.adapter, request.salts),
-        _session(request),
-        key,
-        text,
-        request.items,
-        values,
-        AskedTimes(request.slo_ttft_ms, request.slo_tpot_ms),
-        bool(request.items) or _is_multimodal(request.messages),
-        _taking(request),
+        no_prompt,
+        policy,
+        request.block_size,
+        prefix_key=key,
+        lora_name=adapter if isinstance(adapter, str) else None,
+        cache_salt=request.cache_salt,
+        session=_session(request),
+        is_multimodal=bool(items) or _is_multimodal(request.messages),
+        given=values,
+        parameters=_parameters(request),
+        asked=AskedTimes(request.slo_ttft_ms, request.slo_tpot_ms),
     )
+    return DecisionBody(request, question, adapter, namespace(adapter, request.salts), text, items)
 
 
 def _session(request: DecisionRequest) -> str | None:
@@ -148,16 +137,17 @@ def check_known(values: Mapping[tuple[str, int], GivenValues], present: Set[tupl
 
 def as_served(body: DecisionBody, served: ServedModel) -> DecisionBody:
     adapter = body.adapter if served.adapter is None else served.adapter
+    name = body.question.group.model_name
     if body.adapter not in (None, adapter):
         raise InvalidBody(
-            f"model {shown(body.group.model_name)} is an adapter of {shown(served.group.model_name)}, and the request "
-            f"names the adapter {shown(body.adapter)}, too; send one of them",
+            f"model {shown(name)} is an adapter of {shown(served.group.model_name)}, and the request names the adapter "
+            f"{shown(body.adapter)}, too; send one of them",
             field="model",
         )
+    lora_name = adapter if isinstance(adapter, str) else None
     return body._replace(
-        group=served.group,
+        question=body.question._replace(group=served.group, served_as=name, lora_name=lora_name),
         adapter=adapter,
-        served_as=body.group.model_name,
         namespace=namespace(adapter, body.request.salts),
         text=None if body.text is None else body.text._replace(group=served.group),
     )
@@ -168,7 +158,7 @@ def select_request(body: DecisionBody) -> SelectRequest:
     return body.request
 
 
-def _taking(request: ScoreRequest | SelectRequest) -> SelectParameters:
+def _parameters(request: ScoreRequest | SelectRequest) -> SelectParameters:
     if not isinstance(request, SelectRequest):
         return SelectParameters()
     return SelectParameters(
@@ -180,25 +170,6 @@ def _taking(request: ScoreRequest | SelectRequest) -> SelectParameters:
         expects=request.expect,
         milliseconds=int(1000 * request.timeout_seconds),
         request_id=None if request.request_id is None else f"{text_hash(request.request_id):016x}",
-    )
-
-
-def asked_of(body: DecisionBody, policy: PolicyChoice, prompt: PromptOf) -> Question:
-    request = body.request
-    return Question(
-        group=body.group,
-        prompt=prompt,
-        policy=policy,
-        block_size=request.block_size,
-        prefix_key=body.prefix_key,
-        lora_name=body.adapter if isinstance(body.adapter, str) else None,
-        cache_salt=request.cache_salt,
-        served_as=body.served_as,
-        session=body.session,
-        is_multimodal=body.is_multimodal,
-        given=body.given,
-        asked=body.asked,
-        parameters=body.parameters,
     )
 
 

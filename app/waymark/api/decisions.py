@@ -9,14 +9,13 @@ from time import perf_counter
 from waymark.api.decision_bodies import (
     DecisionBody,
     as_served,
-    asked_of,
     check_known,
     keys_of_all,
     read_decision,
     select_request,
 )
 from waymark.api.decision_schemas import RELEASES_MAX, ReleaseRequest, ScoreRequest, SelectRequest
-from waymark.api.http.answers import Answer, Paused
+from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.tokens_file import Caller
@@ -29,15 +28,14 @@ from waymark.chat.prefix_key import prefix_key
 from waymark.contract.decisions import GaugesRow, ReleaseAnswer, ScoreAnswer, ScoreRow, SelectAnswer, SourceAnswer
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, StartupGate, cause_of
 from waymark.decide.options import PromptOptions
-from waymark.decide.policies.policy import Candidate, Scored
+from waymark.decide.policies.policy import Scored
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import Question, SelectedTarget
-from waymark.decide.request_prompts import estimate_tokens, no_prompt, unread_prompt
+from waymark.decide.request_prompts import estimate_tokens, unread_prompt
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
 from waymark.domain.books import NO_USAGE, Usage, more_cached
 from waymark.domain.status import Decision
-from waymark.domain.targets import Gauges
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
@@ -67,8 +65,9 @@ class Decisions:
         self._without_tokens = metrics.decisions_without_tokens
         self._prefix_bytes = options.prefix_bytes
         self._max_tokens = options.tokens_max
-        self._score = partial(read_decision, ScoreRequest, prefix_bytes=options.prefix_bytes)
-        self._select = partial(read_decision, SelectRequest, prefix_bytes=options.prefix_bytes)
+        policy, prefix_bytes = selector.default_policy, options.prefix_bytes
+        self._score = partial(read_decision, ScoreRequest, policy, prefix_bytes)
+        self._select = partial(read_decision, SelectRequest, policy, prefix_bytes)
 
     def score(self, body: Body) -> Steps[Answer | Paused]:
         decision_body = yield from self._resolved(body.asked(self._score))
@@ -83,8 +82,8 @@ class Decisions:
         else:
             candidates, tokens, block_size = list(ranked.scored), ranked.tokens, ranked.block_size
             decision = ranked.decision
-        if decision_body.given is not None:
-            check_known(decision_body.given, set() if ranked is None else ranked.there)
+        if question.given is not None:
+            check_known(question.given, set() if ranked is None else ranked.there)
         if decision_body.request.by == "address":
             candidates = best_by_address(candidates)
         is_cost = question.policy.preset is not None and question.policy.preset.is_cost
@@ -101,7 +100,7 @@ class Decisions:
                     for candidate in candidates
                 ],
             ),
-            headers={"X-Waymark-Partial": "true"} if ranked is not None and ranked.is_partial else {},
+            headers=PARTIAL if ranked is not None and ranked.is_partial else {},
         )
 
     def select(self, body: Body) -> Steps[Answer | Paused]:
@@ -117,7 +116,7 @@ class Decisions:
             selected = yield from self._selector.selecting(question, self._gate, passed_on=Cause.NO_REDIS)
             return select_answer(selected, select_request(decision_body))
         except UnknownModel as exc:
-            near = self._served.nearest(decision_body.group)
+            near = self._served.nearest(question.group)
             suggestion = "" if near is None else f"; did you mean {shown(near)}?"
             raise NotFound(f"{exc}{suggestion}", field="model") from None
 
@@ -125,7 +124,7 @@ class Decisions:
         """Answer ``/select`` while Redis is unavailable."""
         decision_body = body.asked(self._select)
         request = select_request(decision_body)
-        served = self._served.at_hand(decision_body.group)
+        served = self._served.at_hand(decision_body.question.group)
         decision_body = decision_body if served is None else as_served(decision_body, served)
 
         def selected(question: Question) -> Steps[Answer]:
@@ -184,9 +183,10 @@ class Decisions:
 
     def _resolved(self, decision_body: DecisionBody) -> Steps[DecisionBody]:
         """Return the body with the model and the adapter that its ``model`` means."""
-        if self._store.reader.has_targets(decision_body.group):  # it is a model's own name
+        group = decision_body.question.group
+        if self._store.reader.has_targets(group):  # it is a model's own name
             return decision_body
-        served = yield Waiting(self._served.of(decision_body.group))
+        served = yield Waiting(self._served.of(group))
         return decision_body if served is None else as_served(decision_body, served)
 
     def _with_prompt(
@@ -198,22 +198,23 @@ class Decisions:
         is_sticky: bool = False,
     ) -> Steps[Answer | Paused]:
         """Return the decision about a prompt, which first gets tokens if the policy needs them."""
-        policy = decision_body.policy or self._selector.default_policy
-        request, text = decision_body.request, decision_body.text
-        if text is not None and (text.field == "prompt" or not (is_sticky or policy.preset is PRESETS["sticky"])):
+        request, question, text = decision_body.request, decision_body.question, decision_body.text
+        if request.policy is None:
+            question = question._replace(policy=self._selector.default_policy)
+        is_sticky = is_sticky or question.policy.preset is PRESETS["sticky"]
+        if text is not None and (text.field == "prompt" or not is_sticky):
 
             async def resumed(tokens: SourcedTokens | None) -> Answer:
                 if tokens is None:
-                    prompt = unread_prompt(self._estimate(request))
-                    return await finished(decide(asked_of(self._keyed(decision_body), policy, prompt)))
+                    return await finished(decide(self._unread(request, question)))
                 keys_of = self._given.of_tokens(tokens.ids, decision_body.namespace, tokens.items)
-                return await finished(decide(asked_of(decision_body, policy, keys_of_all(keys_of))))
+                return await finished(decide(question._replace(prompt=keys_of_all(keys_of))))
 
             return Paused(partial(self._tokens, text), resumed)
         if text is not None or request.prefix_hash is not None:
-            return (yield from decide(asked_of(decision_body, policy, no_prompt)))
+            return (yield from decide(question))
         given_keys = self._given.keys_of(type(request), body, decision_body.namespace, decision_body.items)
-        return (yield from decide(asked_of(decision_body, policy, keys_of_all(given_keys))))
+        return (yield from decide(question._replace(prompt=keys_of_all(given_keys))))
 
     async def _tokens(self, text: ModelPrompt) -> SourcedTokens | None:
         """Return the tokens of a text; None if it cannot be tokenized now; then the decision does without tokens."""
@@ -230,19 +231,15 @@ class Decisions:
         self._without_tokens.labels(reason=reason).inc()
         return None
 
-    def _keyed(self, decision_body: DecisionBody) -> DecisionBody:
-        """Return the body with a prefix key; a text has one only if it is decided without tokens."""
-        request = decision_body.request
-        if decision_body.prefix_key is not None or request.prompt is None:
-            return decision_body
-        messages = [{"role": "user", "content": request.prompt}]
-        return decision_body._replace(
-            prefix_key=prefix_key(request.model, messages, None, prefix_bytes=self._prefix_bytes)
-        )
-
-    def _estimate(self, request: ScoreRequest | SelectRequest) -> int:
+    def _unread(self, request: ScoreRequest | SelectRequest, question: Question) -> Question:
+        """Return the question about a text without tokens; only then it has a prefix key."""
         prompts = () if request.prompt is None else (request.prompt,)
-        return min(estimate_tokens(request.messages, request.system, prompts)[0], self._max_tokens)
+        tokens = min(estimate_tokens(request.messages, request.system, prompts)[0], self._max_tokens)
+        key = question.prefix_key
+        if key is None and request.prompt is not None:
+            messages = [{"role": "user", "content": request.prompt}]
+            key = prefix_key(request.model, messages, None, prefix_bytes=self._prefix_bytes)
+        return question._replace(prompt=unread_prompt(tokens), prefix_key=key)
 
 
 def _check_usage(request: ReleaseRequest) -> None:
@@ -295,12 +292,9 @@ def score_row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, ex
     )
     if explain:
         gauges = candidate.gauges
-        vars(row).update(parts=dict(scored.parts), gauges=None if gauges is None else _gauges(gauges))
+        reported = gauges and GaugesRow(waiting=gauges.waiting, running=gauges.running, kv_usage=gauges.kv_usage)
+        vars(row).update(parts=dict(scored.parts), gauges=reported)
     return row
-
-
-def _gauges(gauges: Gauges) -> GaugesRow:
-    return GaugesRow(waiting=gauges.waiting, running=gauges.running, kv_usage=gauges.kv_usage)
 
 
 def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
@@ -312,11 +306,11 @@ def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
 
     by_address = request.by == "address"
     source = selected.source
-    others = [name for each in selected.others if (name := _name(each, by_address=by_address)) is not None]
+    names = (candidate.address if by_address else candidate.instance_id for candidate in selected.others)
     return Answer(
         SelectAnswer(
             target=row(selected.target),
-            others=others,
+            others=[name for name in names if name is not None],
             prefill=None if selected.prefill is None else row(selected.prefill),
             encode=list(map(row, selected.encode)),
             policy=selected.policy.name,
@@ -328,7 +322,3 @@ def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
             source=None if source is None else SourceAnswer(**source._asdict()),
         )
     )
-
-
-def _name(candidate: Candidate, *, by_address: bool) -> str | None:
-    return candidate.address if by_address else candidate.instance_id

@@ -6,11 +6,13 @@ the tenant that was asked for, and of no other: whether another one exists is no
 
 from __future__ import annotations
 
+from functools import partial
+
 import orjson
 
-from waymark.api.http.answers import Answer, Handler, Paused
+from waymark.api.http.answers import Answer, Paused, resumed
 from waymark.api.http.bodies import Body
-from waymark.api.http.prompts import hashes, packed_hashes, token_bytes
+from waymark.api.http.prompts import hashes_in, tokens_in
 from waymark.api.inspections import InspectionQueue
 from waymark.api.query_schemas import InspectRequest
 from waymark.api.straight import Straight
@@ -75,31 +77,22 @@ class Explanations:
 
         return Paused(inspected, answer)
 
-    def explained(self, handler: Handler) -> Handler:
+    def explained(self, handler: Straight) -> Straight:
         """Return the handler with an explanation beside its answer if a body asks for it."""
 
-        async def handle(body: Body) -> Answer | Paused:
-            return beside(body) if body.fields.get("explain") is True else await handler(body)
-
         def steps(body: Body) -> Steps[Answer | Paused] | Paused:
-            assert isinstance(handler, Straight)
-            return beside(body) if body.fields.get("explain") is True else handler.steps(body)
+            return explaining(body) if body.fields.get("explain") is True else handler.steps(body)
 
-        def beside(body: Body) -> Paused:
-            async def work() -> Explanation | NoExplanation:
-                return await self._beside(body)
-
+        def explaining(body: Body) -> Paused:
             async def resume(explanation: Explanation | NoExplanation) -> Answer:
-                answer = await handler(body)
-                if isinstance(answer, Paused):  # its text has been tokenized for the explanation
-                    answer = await answer.resume(await answer.work())
+                answer = await resumed(handler(body))  # its text has been tokenized for the explanation
                 content = answer.content
                 answer_fields = orjson.loads(content) if isinstance(content, bytes) else plain(content)
                 return Answer(answer_fields | {"explanation": plain(explanation)}, answer.status, answer.headers)
 
-            return Paused(work, resume)
+            return Paused(partial(self._beside, body), resume)
 
-        return Straight(steps) if isinstance(handler, Straight) else handle
+        return Straight(steps)
 
     async def _beside(self, body: Body) -> Explanation | NoExplanation:
         """Return an explanation, or an error in its place: it never fails the answer; of a wrong body, that answer is
@@ -158,14 +151,8 @@ class Explanations:
             sourced = await self._tokenizer.tokens(text)
             tokens, items = sourced.ids, sourced.items
         elif body.fields.get("token_ids") is not None:
-            tokens = body.numbers
-            if tokens is None:
-                tokens = token_bytes(body.fields["token_ids"], field="token_ids", max_tokens=self._max_tokens)
+            tokens = tokens_in(body, "token_ids", self._max_tokens)
         else:
             field = InspectRequest.spelling("seq_hashes", body.fields)
-            seq_hashes = (
-                hashes(body.fields[field], field=field, max_tokens=self._max_tokens)
-                if body.numbers is None
-                else packed_hashes(body.numbers)
-            )
+            seq_hashes = hashes_in(body, field, self._max_tokens)
         return InspectedPrompt(tokens, seq_hashes, request.adapter, tuple(request.salts), self._seed, items)

@@ -176,11 +176,11 @@ def _wanted(parameters: Mapping[str, str]) -> PublisherFilter:
     does not exist.
     """
     statuses = tuple(filter(None, parameters.get("status", "").split(",")))
-    known = [status.value for status in StreamStatus]
+    names = [status.value for status in StreamStatus]
     for word in statuses:
-        if word not in known:
+        if word not in names:
             raise InvalidValue(
-                f"status is {shown(word)}; send one or more of {', '.join(known)}, separated by commas",
+                f"status is {shown(word)}; send one or more of {', '.join(names)}, separated by commas",
                 field="status",
             )
     return PublisherFilter(parameters.get("tenant_id") or None, parameters.get("model") or None, statuses)

@@ -58,7 +58,6 @@ BOOKS = Doc(
     answer=results.BooksAnswer,
     parameters=books.PARAMETERS,
     errors=(400,),
-    queue="read",
     reach="filtered",
 )
 COMPARE = Doc(
@@ -66,21 +65,18 @@ COMPARE = Doc(
     answer=results.PoliciesAnswer,
     parameters=policies.PARAMETERS,
     errors=(400,),
-    queue="read",
     reach="filtered",
 )
 REPLAY = Doc(
     "Returns the same for a policy or a picker file that decides again over the kept decisions.",
     policies.TryPolicyRequest,
     results.PoliciesAnswer,
-    queue="read",
     reach="filtered",
 )
 PLACEMENT = Doc(
     "Returns the tokens that would be lost with the cache of each engine, the cheapest of a model first.",
     answer=results.PlacementAnswer,
     parameters=placement.PARAMETERS,
-    queue="read",
     reach="filtered",
 )
 PLACEMENT_WARM = Doc(
@@ -88,7 +84,6 @@ PLACEMENT_WARM = Doc(
     answer=results.WarmAnswer,
     parameters=placement.WARM_PARAMETERS,
     errors=(400, 404),
-    queue="read",
     reach="filtered",
 )
 ROOT = Doc("Redirects to the page, /ui.", status=307, media_type=_TEXT, needs_redis=False, reach="none")
@@ -143,7 +138,6 @@ INSPECT_STATUS = Doc(
     answer=inspection_answers.StatusAnswer,
     parameters=inspections.PARAMETERS,
     errors=(400,),
-    queue="read",
 )
 INSPECT_BLOCK = Doc(
     "Returns where a block is in the index and which engines have it. 'waymark inspect block' prints the same.",
@@ -166,15 +160,13 @@ INSPECT_KEYS = Doc(
 PREFIX_STATS = Doc(
     "Returns how many decisions the policy sticky made, in all replicas together.",
     answer=admin_answers.PrefixRoutingStats,
-    queue="read",
 )
 INDEX_STATS = Doc(
     "Returns what the index contains, and how many decisions used it, in all replicas together.",
     answer=admin_answers.IndexStats,
-    queue="read",
 )
 INDEX_BACKENDS = Doc(
-    "Returns the event counts of each publisher.", answer=admin_answers.IndexBackends, reach="filtered", queue="read"
+    "Returns the event counts of each publisher.", answer=admin_answers.IndexBackends, reach="filtered"
 )
 INDEX_CLEAR = Doc(
     "Removes all opaque prefixes from the index, or the entries of all publishers.",

@@ -95,11 +95,9 @@ class DetokenizeRequest(OfModel):
     )
 
 
-class Named(RequestBody):
+class Named(OfModel):
     """The model, tenant, adapter and salts of the blocks that a request is about."""
 
-    model: NonEmptyName = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
-    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     lora_id: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
         default=None,
@@ -111,10 +109,6 @@ class Named(RequestBody):
         validation_alias=AliasChoices("additional_salt", "additionalsalt"),
         description=f"{OPTIONAL_NAME}; empty means none",
     )
-
-    @property
-    def group(self) -> GroupName:
-        return GroupName(self.tenant_id or DEFAULT_TENANT, self.model)
 
     @property
     def adapter(self) -> Adapter:

@@ -15,7 +15,7 @@ from waymark.api.http.access import check_site
 from waymark.api.http.answers import Answer, Paused, encoded, more_headers, resumed
 from waymark.api.http.bodies import Body, Format, decode, format_of
 from waymark.api.http.tokens_file import EVERYONE
-from waymark.api.operations import Method, Operation
+from waymark.api.operations import Operation
 from waymark.base.asgi import Answering, RawHeaders, StraightRequest
 from waymark.base.errors import StoreUnavailable, WaymarkError
 from waymark.store.steps import Steps, finished, never, run, waited
@@ -39,11 +39,12 @@ class Straight:
 class StraightOperation(Operation):
     """An operation whose handler is ``Straight``; a ``StraightQuestion`` of the server."""
 
-    def __init__(self, method: Method, path: str, handler: Straight, **given: Any) -> None:
-        super().__init__(method, path, handler, **given)
-        assert self._admission is not None, f"{path} is without Redis"
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        assert self._admission is not None, f"{self.path} is without Redis"
+        assert isinstance(self.handler, Straight)
         self.admission = self._admission
-        self._straight = handler
+        self._straight = self.handler
         self._length_max = min(_BODY_BYTES_MAX, self._max_body_bytes)
 
     def open(self, headers: RawHeaders, request_id: str | None = None) -> StraightRequest | None:

@@ -14,7 +14,7 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.fields import RequestBody
-from waymark.api.http.prompts import SeqHashKeys, TokenKeys, check_count, hashes, packed_hashes, token_bytes
+from waymark.api.http.prompts import SeqHashKeys, TokenKeys, check_count, hashes_in, tokens_in
 from waymark.api.query_schemas import DetokenizeRequest, PromptFields, TextFields, TokenizeRequest
 from waymark.contract.queries import DetokenizeAnswer, TokenizeAnswer
 from waymark.decide.options import PromptOptions
@@ -35,13 +35,13 @@ class ModelPrompt(NamedTuple):
     field: str
 
 
-def prompt_of(group: GroupName, request: TextFields, others: Sequence[str] = (), *, missing: str) -> ModelPrompt | None:
+def prompt_of(group: GroupName, request: TextFields, kinds: Sequence[str] = (), *, missing: str) -> ModelPrompt | None:
     """Return the text or the messages of a body, or None if it has a prompt of another kind.
 
-    ``others`` are the prompts of other kinds in the body, and ``missing`` names the field that it lacks if it has no
+    ``kinds`` are the prompts of other kinds in the body, and ``missing`` names the field that it lacks if it has no
     prompt. Raise ``InvalidBody`` if it does not have exactly one prompt.
     """
-    named = [*others, *(name for name in ("prompt", "messages") if getattr(request, name) is not None)]
+    named = [*kinds, *(name for name in ("prompt", "messages") if getattr(request, name) is not None)]
     if len(named) > 1:
         raise InvalidBody(
             f"a request has one prompt, and this has {' and '.join(named)}; send one of them", field=named[1]
@@ -105,10 +105,7 @@ class PromptTokenizer:
 
     async def detokenize(self, body: Body) -> Answer:
         request = DetokenizeRequest.of(body.fields)
-        ids = body.numbers
-        if ids is None:
-            field = DetokenizeRequest.spelling("tokens", body.fields)
-            ids = token_bytes(body.fields[field], field=field, max_tokens=self._max_tokens)
+        ids = tokens_in(body, DetokenizeRequest.spelling("tokens", body.fields), self._max_tokens)
         text = await self._tokenizers.text(request.model, unpack_tokens(ids), request.group.tenant_id)
         return Answer(DetokenizeAnswer(prompt=text))
 
@@ -137,24 +134,10 @@ class GivenPrompts:
 
         ``items`` are the images and other items among the tokens.
         """
-        numbers, fields = body.numbers, body.fields
-        has_tokens = fields.get("token_ids") is not None and "token_ids" in model.wire_names
-        if has_tokens:
-            if numbers is None:
-                numbers = token_bytes(
-                    fields["token_ids"],
-                    field="token_ids",
-                    max_tokens=self._max_tokens,
-                    may_hold_booleans=body.may_hold_booleans,
-                )
-            return self.of_tokens(numbers, namespace, items)
-        if numbers is not None:
-            return partial(_of_hashes, packed_hashes(numbers), namespace)
-        field = model.spelling("seq_hashes", fields)
-        seq_hashes = hashes(
-            fields[field], field=field, max_tokens=self._max_tokens, may_hold_booleans=body.may_hold_booleans
-        )
-        return partial(_of_hashes, seq_hashes, namespace)
+        if body.fields.get("token_ids") is not None and "token_ids" in model.wire_names:
+            return self.of_tokens(tokens_in(body, "token_ids", self._max_tokens), namespace, items)
+        field = model.spelling("seq_hashes", body.fields)
+        return partial(_of_hashes, hashes_in(body, field, self._max_tokens), namespace)
 
     def of_tokens(self, tokens: bytes, namespace: int, items: PromptItems = ()) -> KeysOf:
         """Return the keys of token ids as little-endian u32."""

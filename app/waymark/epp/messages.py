@@ -82,29 +82,17 @@ def _mutation(headers: Mapping[str, str], remove: Iterable[str] = ()) -> Any:
     return pb.HeaderMutation(set_headers=options, remove_headers=remove)
 
 
-def _picked(headers: Mapping[str, str], remove: Iterable[str]) -> tuple[Any, Any]:
-    """Return the common part of an answer, and the metadata next to it."""
+def picked(headers: Mapping[str, str], remove: Iterable[str], *, by_body: bool) -> Any:
+    """Return the targets; ``headers`` has ``DESTINATION``, and ``remove`` are headers to remove from the request.
+
+    ``by_body``: in the answer to a body sent as a whole, else in the answer to the request's headers.
+    """
     common = pb.CommonResponse(header_mutation=_mutation(headers, remove), clear_route_cache=True)
     inner = Struct(fields={DESTINATION: Value(string_value=headers[DESTINATION])})
-    return common, Struct(fields={_LB: Value(struct_value=inner)})
-
-
-def picked_by_headers(headers: Mapping[str, str], remove: Iterable[str]) -> Any:
-    """Return the targets, in the answer to the request's headers; ``headers`` has ``DESTINATION``.
-
-    ``remove`` are headers to remove from the request.
-    """
-    common, metadata = _picked(headers, remove)
+    metadata = Struct(fields={_LB: Value(struct_value=inner)})
+    if by_body:
+        return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common), dynamic_metadata=metadata)
     return pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common), dynamic_metadata=metadata)
-
-
-def picked_by_body(headers: Mapping[str, str], remove: Iterable[str]) -> Any:
-    """Return the targets, in the answer to a body sent as a whole; ``headers`` has ``DESTINATION``.
-
-    ``remove`` are headers to remove from the request.
-    """
-    common, metadata = _picked(headers, remove)
-    return pb.ProcessingResponse(request_body=pb.BodyResponse(response=common), dynamic_metadata=metadata)
 
 
 def pieces(parts: Sequence[bytes], *, is_request: bool, is_end: bool) -> Iterator[Any]:

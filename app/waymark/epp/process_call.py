@@ -146,14 +146,7 @@ class ProcessCall:
         first = await self._read()
         if first is None:
             return False
-        if first.WhichOneof("request") != "request_headers":
-            raise StreamCut("unexpected", "a stream begins with the headers of a request")
-        self._headers = messages.headers_of(first.request_headers)
-        self._form = form_of(self._headers.get(":path", ""))
-        self._subset = messages.subset_of(first)
-        if first.HasField("protocol_config"):
-            self._request_mode = first.protocol_config.request_body_mode
-            self._response_mode = first.protocol_config.response_body_mode
+        self._take_head(first)
         if self._request_mode not in (messages.DUPLEX, messages.BUFFERED, messages.NONE):
             return await self._refuse(misconfigured(_MODES, self._form))
         is_whole = first.request_headers.end_of_stream or self._request_mode == messages.NONE
@@ -174,17 +167,26 @@ class ProcessCall:
             return await self._refuse(picked)
         # The client's headers about engines, except those that the decision sets.
         remove = [name for name in self._headers if names_engines(name) and name not in picked]
-        if self._request_mode == messages.BUFFERED and not is_whole:
-            await self._write(messages.picked_by_body(picked, remove))
-        else:
-            await self._write(messages.picked_by_headers(picked, remove))
-            if not is_whole:
-                for piece in messages.pieces(self._held.parts, is_request=True, is_end=not has_trailers):
-                    await self._write(piece)
+        by_body = self._request_mode == messages.BUFFERED and not is_whole
+        await self._write(messages.picked(picked, remove, by_body=by_body))
+        if not (by_body or is_whole):
+            for piece in messages.pieces(self._held.parts, is_request=True, is_end=not has_trailers):
+                await self._write(piece)
         if has_trailers:
             await self._write(messages.GO_ON["request_trailers"])
         self._held.drop()
         return True
+
+    def _take_head(self, first: Any) -> None:
+        """Take the first message of the stream."""
+        if first.WhichOneof("request") != "request_headers":
+            raise StreamCut("unexpected", "a stream begins with the headers of a request")
+        self._headers = messages.headers_of(first.request_headers)
+        self._form = form_of(self._headers.get(":path", ""))
+        self._subset = messages.subset_of(first)
+        if first.HasField("protocol_config"):
+            self._request_mode = first.protocol_config.request_body_mode
+            self._response_mode = first.protocol_config.response_body_mode
 
     async def _body(self) -> Literal["body", "trailers"] | ImmediateAnswer | None:
         """Read the body to its end. Return how it ended, or None if the client went away."""

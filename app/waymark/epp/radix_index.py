@@ -116,23 +116,11 @@ class RadixIndex:
                 if rejection is not None:
                     self._metrics.placements.labels(outcome="refused").inc()
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, rejection)
-                ack = CLASSES["PublishAck"](holder=update.holder, epoch=update.epoch)
-                for event in update.events:
-                    if event.HasField("stored_digest"):
-                        # Its blocks are missing here, so the publisher is asked to send them.
-                        ack.digest_miss_tip = event.stored_digest.tip_seq_hash
-                        continue
-                    try:
-                        await self._place(update, event.stored)
-                    except StoreUnavailable as exc:
-                        self._metrics.placements.labels(outcome="unavailable").inc()
-                        await context.abort(grpc.StatusCode.UNAVAILABLE, exc.sentence)
-                if update.dropped:
-                    try:
-                        await self._prompts.drop(_keyspace(update.keyspace), update.holder)
-                    except StoreUnavailable as exc:
-                        self._metrics.placements.labels(outcome="unavailable").inc()
-                        await context.abort(grpc.StatusCode.UNAVAILABLE, exc.sentence)
+                try:
+                    ack = await self._applied(update)
+                except StoreUnavailable as exc:
+                    self._metrics.placements.labels(outcome="unavailable").inc()
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, exc.sentence)
                 await context.write(ack)
 
     async def pull(self, _: Any, context: Any) -> AsyncIterator[Any]:
@@ -142,11 +130,11 @@ class RadixIndex:
         except StoreUnavailable as exc:
             await context.abort(grpc.StatusCode.UNAVAILABLE, exc.sentence)
         for keyspace, match in holders:
-            of = CLASSES["Keyspace"](
+            named = CLASSES["Keyspace"](
                 model=keyspace.model_name, symbol_kind=TOKENS, block_size=keyspace.block_size, hash_scheme=1
             )
             added = CLASSES["Added"](event_fed=match.tells_events)
-            yield CLASSES["Update"](keyspace=of, holder=match.holder, epoch=1, added=added)
+            yield CLASSES["Update"](keyspace=named, holder=match.holder, epoch=1, added=added)
 
     # ---- one message -------------------------------------------------------------------------------
 
@@ -171,6 +159,19 @@ class RadixIndex:
         except StoreUnavailable:
             return "unavailable", ()
         return "match" if matches else "empty", matches
+
+    async def _applied(self, update: Any) -> Any:
+        """Keep the contents of an update. Return its acknowledgement."""
+        ack = CLASSES["PublishAck"](holder=update.holder, epoch=update.epoch)
+        for event in update.events:
+            if event.HasField("stored_digest"):
+                # Its blocks are missing here, so the publisher is asked to send them.
+                ack.digest_miss_tip = event.stored_digest.tip_seq_hash
+            else:
+                await self._place(update, event.stored)
+        if update.dropped:
+            await self._prompts.drop(_keyspace(update.keyspace), update.holder)
+        return ack
 
     async def _place(self, update: Any, stored: Any) -> None:
         parent = stored.parent_seq_hash if stored.HasField("parent_seq_hash") else None

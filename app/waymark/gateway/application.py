@@ -86,7 +86,7 @@ class GatewayOptions:
 
 
 class Gateway:
-    """``others`` answers the paths of other parts: health, readiness, metrics, admin."""
+    """``fallback`` answers the paths of other parts: health, readiness, metrics, admin."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Gateway:
         selector: Selector,
         requests: RequestSelector,
         upstream: Upstream,
-        others: AsgiApplication,
+        fallback: AsgiApplication,
         cache: ResponseCache | None = None,
         responses: Responses | None = None,
         waiting: Callable[[], str | None] = lambda: None,
@@ -105,7 +105,7 @@ class Gateway:
 
         Raise SettingsError if the keys or the policy cannot be used.
         """
-        self._others = others
+        self._fallback = fallback
         self._metrics = metrics
         self._body_bytes_max = options.body_bytes_max
         self._injects_cache_control = options.injects_cache_control
@@ -129,7 +129,7 @@ class Gateway:
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         path: str = scope["path"]
         if scope["type"] != "http" or not (path.startswith("/v1/") or path in FURTHER or is_without_v1(path)):
-            await self._others(scope, receive, send)
+            await self._fallback(scope, receive, send)
             return
         headers = dict(scope["headers"])
         header = headers.get(_HEADER, b"")

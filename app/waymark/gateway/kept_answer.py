@@ -122,7 +122,7 @@ def _is_finished(api: Form, body: bytes) -> bool:
 class CacheLookup(NamedTuple):
     """The cached answer to a request, and the last clearing. A new answer is kept if no other clearing follows."""
 
-    kept: KeptAnswer | None
+    answer: KeptAnswer | None
     clearing: bytes | int
 
 

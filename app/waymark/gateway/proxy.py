@@ -149,34 +149,40 @@ class Proxy:
                 raise
             # It goes to an engine that is unreachable only if all are; without a walk it may not be known which are.
             is_every_one = routed.selected.is_degraded and routed.selected.walk is not None
-            failure = ""
-            request = self._under_way.add(routed)
+            answered = await self._attempted(proxied, routed, is_last=attempt == ATTEMPTS)
+            if isinstance(answered, EngineAnswer):
+                return answered
+            self._metrics.gateway_retries.labels(reason=answered).inc()
             instance_id = routed.selected.target.candidate.instance_id
-            is_kept = False
-            try:
-                response = await self._send(proxied, routed)
-                self._avoided.answered(instance_id)
-                is_last = attempt == ATTEMPTS
-                if response.status not in _PASSED_ON or is_last:
-                    is_kept = True
-                    return EngineAnswer(request, response)
-                failure = str(response.status)
-                response.close()
-            except Unreachable as error:
-                failure = str(error)
-                if error.is_connect:
-                    self._avoided.failed(instance_id)
-            finally:
-                if not is_kept:
-                    request.end(is_ok=not failure)
-            self._metrics.gateway_retries.labels(reason=failure).inc()
             log.info(
                 "an engine did not answer; the request goes to another engine",
-                extra=fields(request_id=proxied.request_id, engine=instance_id, reason=failure),
+                extra=fields(request_id=proxied.request_id, engine=instance_id, reason=answered),
             )
-            failures[instance_id] = failure
+            failures[instance_id] = answered
         sentence = _no_answer(prepared.question.group.model_name, failures, is_every_one=is_every_one)
         raise RequestRejected(502, sentence, "no_answer", retry_after_seconds=1)
+
+    async def _attempted(self, proxied: ProxiedRequest, routed: RoutedRequest, *, is_last: bool) -> EngineAnswer | str:
+        """Send a request to one engine. Return the head of its answer, or why another engine should answer."""
+        answer, failure = None, ""
+        request = self._under_way.add(routed)
+        instance_id = routed.selected.target.candidate.instance_id
+        try:
+            response = await self._send(proxied, routed)
+            self._avoided.answered(instance_id)
+            if response.status not in _PASSED_ON or is_last:
+                answer = EngineAnswer(request, response)
+            else:
+                failure = str(response.status)
+                response.close()
+        except Unreachable as error:
+            failure = str(error)
+            if error.is_connect:
+                self._avoided.failed(instance_id)
+        finally:
+            if answer is None:
+                request.end(is_ok=not failure)
+        return failure if answer is None else answer
 
     async def _take(self, prepared: PreparedRequest, tried: frozenset[str]) -> RoutedRequest:
         """Return an untried target; an avoided one only if there is no other. Raise NoTarget without any."""
@@ -206,34 +212,31 @@ class Proxy:
         """Forward the answer. Return whether the engine is free of blame."""
         response = answered.response
         proxied.status = response.status
-        is_fine = response.status < 400
+        is_translated = response.status >= 400 and _is_translated(proxied, response)
+        headers = [*_headers(answered, is_translated=is_translated), *extra]
+        await proxied.send({"type": "http.response.start", "status": response.status, "headers": headers})
+        if is_translated:
+            text, name = await self._short(response), _instance(answered)
+            body = engine_error(response.status, text, proxied.api, engine=name, path=proxied.path)
+        else:
+            body = b""
+            await self._relay_body(proxied, answered)
+        await answered.request.give_back(is_ok=response.status < 500)
+        await proxied.send({"type": "http.response.body", "body": body, "more_body": False})
+        return response.status < 500
+
+    async def _relay_body(self, proxied: ProxiedRequest, answered: EngineAnswer) -> None:
+        """Forward the body of an answer. Raise Interrupted without its end."""
+        response, request = answered.response, answered.request
         marker = _CONTENT.get(proxied.api, b"") if proxied.api and is_events(response) else b""
-        waits = is_fine
+        waits = response.status < 400
         has_end = proxied.api is not None and _is_told(response) and response.status == 200
         end = StreamEnd(is_framed=is_framed(response)) if has_end else None
-        is_translated = not is_fine and _is_translated(proxied, response)
-        reader = UsageReader() if response.headers.get("Content-Encoding", "identity") == "identity" else None
-        headers = to_client(response.raw_headers)
-        if _is_told(response) or is_translated:  # an error may follow it, or have another length
-            headers = [header for header in headers if header[0] != b"content-length"]
-        if is_translated:
-            headers = [header for header in headers if header[0] != b"content-type"]
-            headers.append((b"content-type", b"application/json"))
-        own = [(name.encode(), value.encode()) for name, value in answered.request.answer_headers.items()]
-        own.append((b"x-waymark-engine", quote(_instance(answered), safe=" /:@|,;=+()[]").encode()))
-        start = {"type": "http.response.start", "status": response.status, "headers": [*headers, *own, *extra]}
-        await proxied.send(start)
-        if is_translated:
-            text = await self._short(response)
-            name = _instance(answered)
-            body = engine_error(response.status, text, proxied.api, engine=name, path=proxied.path)
-            await answered.request.give_back(is_ok=response.status < 500)
-            await proxied.send({"type": "http.response.body", "body": body, "more_body": False})
-            return response.status < 500
+        reader = UsageReader() if _is_plain(response) else None
         async for piece in self._upstream.pieces(response):
             if waits and marker in piece:
                 waits = False
-                answered.request.prefilled()
+                request.prefilled()
                 self._metrics.ttft_seconds.observe(perf_counter() - proxied.began)
             if end is not None:
                 end.take(piece)
@@ -242,13 +245,10 @@ class Proxy:
             # A client may take the last event for the end, and go on with its next turn.
             if response.content.at_eof() if end is None else end.is_whole:
                 usage = NO_USAGE if reader is None else reader.usage
-                await answered.request.give_back(is_ok=response.status < 500, usage=usage)
+                await request.give_back(is_ok=response.status < 500, usage=usage)
             await proxied.send({"type": "http.response.body", "body": piece, "more_body": True})
         if end is not None and not end.is_whole:
             raise Interrupted("no_end")
-        await answered.request.give_back(is_ok=response.status < 500)
-        await proxied.send({"type": "http.response.body", "body": b"", "more_body": False})
-        return response.status < 500
 
     async def _short(self, response: aiohttp.ClientResponse) -> bytes:
         """Return the body of an error, up to a bound. Raises Interrupted."""
@@ -280,14 +280,32 @@ def _no_answer(model: str, failures: Mapping[str, str], *, is_every_one: bool) -
     return f"all engines of model {shown(model)} are unreachable; tried were {names}; start them, or try again later"
 
 
+def _headers(answered: EngineAnswer, *, is_translated: bool) -> list[tuple[bytes, bytes]]:
+    """Return the headers for the client: those of the engine that still hold, and those of the decision."""
+    headers = to_client(answered.response.raw_headers)
+    if _is_told(answered.response) or is_translated:  # an error may follow it, or have another length
+        headers = [header for header in headers if header[0] != b"content-length"]
+    if is_translated:
+        headers = [header for header in headers if header[0] != b"content-type"]
+        headers.append((b"content-type", b"application/json"))
+    headers += [(name.encode(), value.encode()) for name, value in answered.request.answer_headers.items()]
+    headers.append((b"x-waymark-engine", quote(_instance(answered), safe=" /:@|,;=+()[]").encode()))
+    return headers
+
+
+def _is_plain(response: aiohttp.ClientResponse) -> bool:
+    """Return whether the bytes of an answer are not compressed."""
+    return response.headers.get("Content-Encoding", "identity") == "identity"
+
+
 def _is_told(response: aiohttp.ClientResponse) -> bool:
     """Return whether the gateway reads the events of an answer, and may add one."""
-    return is_events(response) and response.headers.get("Content-Encoding", "identity") == "identity"
+    return is_events(response) and _is_plain(response)
 
 
 def _is_translated(proxied: ProxiedRequest, response: aiohttp.ClientResponse) -> bool:
     """Return whether an error may need another shape: each error of Anthropic's paths, and each that is not JSON."""
-    if is_events(response) or response.headers.get("Content-Encoding", "identity") != "identity":
+    if is_events(response) or not _is_plain(response):
         return False
     is_json = "json" in response.headers.get("Content-Type", "").lower()
     return proxied.api is Form.MESSAGES or response.status in WITHOUT_PATH or not is_json

@@ -283,16 +283,16 @@ class ResponseCache:
         self._counts.add(_COUNT + result)
 
     async def _find(self, key: bytes) -> CacheLookup:
-        answer = await self._answers.find(key)
+        lookup = await self._answers.find(key)
         flight = self._under_way.get(key)
         # An answer requested before the cache was cleared must not serve a later request.
-        if answer.kept is None and flight is not None and flight.clearing == answer.clearing:
+        if lookup.answer is None and flight is not None and flight.clearing == lookup.clearing:
             try:
                 async with asyncio.timeout(_FLIGHT_SECONDS):
-                    return answer._replace(kept=await asyncio.shield(flight.answer))
+                    return lookup._replace(answer=await asyncio.shield(flight.answer))
             except TimeoutError:
-                return answer
-        return answer
+                pass  # it is sent to an engine itself
+        return lookup
 
     async def _lead(self, key: bytes, clearing: bytes | int, proxied: ProxiedRequest, proceed: Proceed) -> None:
         """Let an engine answer; equal requests wait meanwhile. Without effect if another request leads already."""
@@ -343,11 +343,6 @@ class ResponseCache:
         )
 
     # ---- for operators -----------------------------------------------------------------------------
-
-    @property
-    def operated(self) -> tuple[Callable[[], Awaitable[ResponseCacheStats]], Callable[[bytes | None], Awaitable[int]]]:
-        """The operations of an operator: reading its state, and clearing it."""
-        return self.stats, self.clear
 
     @property
     def hit_rate(self) -> float:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from waymark.api.application import GatewayAdmin, create_app, create_gateway_admin
+from waymark.api.application import GatewayParts, create_app, create_gateway_admin
 from waymark.base.asgi import AsgiApplication
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
@@ -48,7 +48,7 @@ class GatewayRole:
         cache = response_cache(settings, metrics, store)
         self._watch = IngestWatch(store.heartbeats)
         gate = StartupGate(store.directory, settings.min_initial_workers, self._watch)
-        admin = GatewayAdmin(gate, None if cache is None else cache.operated)
+        admin = GatewayParts(gate, cache)
         options, selection = parts.api_options(settings, is_gateway=True), parts.selection_options(settings)
         admin_app: AsgiApplication
         if settings.redis_url == "memory://":  # no other process can serve the index of a trial

@@ -21,19 +21,19 @@ from waymark.serving.limits import AHEAD, AHEAD_MAX, CONNECTIONS, SLOW, Connecti
 from waymark.serving.request_reader import RequestReader, Stop
 
 
-def protocol(connections: Connections) -> type[asyncio.Protocol]:
+def protocol(shared: Connections) -> type[asyncio.Protocol]:
     """Return the class that uvicorn takes as ``http``."""
 
     class Bounded(HttpConnection):
-        all = connections
+        connections = shared
 
     return Bounded
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection; ``all`` contains it and the others."""
+    """One connection; ``connections`` contains it and the others."""
 
-    all: ClassVar[Connections]
+    connections: ClassVar[Connections]
 
     def __init__(
         self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None
@@ -43,7 +43,7 @@ class HttpConnection(asyncio.Protocol):
         """Whether the client reads more slowly than the answer is written."""
         self._app: AsgiApplication = config.loaded_app
         self._server = server_state
-        self.all.keep_alive_seconds = config.timeout_keep_alive
+        self.connections.keep_alive_seconds = config.timeout_keep_alive
         self._cycles: deque[RequestCycle] = deque()
         """Requests that have begun and are not answered; the answer of the first is under way."""
         self._reading: RequestCycle | None = None
@@ -71,13 +71,13 @@ class HttpConnection(asyncio.Protocol):
             "extensions": {WHOLE: {}},
         }
         self._server.connections.add(self)  # type: ignore[arg-type]  # uvicorn calls shutdown() of each
-        self.all.opened(self)
+        self.connections.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
         self._is_done = True
         self._drop_requests()
-        self.all.closed(self)
+        self.connections.closed(self)
         self.resume_writing()
         self._reader.close()
 
@@ -87,12 +87,12 @@ class HttpConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.is_full = True
-        self.all.unread.setdefault(self, self.loop.time())
+        self.connections.unread.setdefault(self, self.loop.time())
 
     def resume_writing(self) -> None:
         self.is_full = False
         if not self._transport.is_closing():
-            self.all.unread.pop(self, None)
+            self.connections.unread.pop(self, None)
         if self._drained is not None:
             self._drained.set()
 
@@ -101,15 +101,15 @@ class HttpConnection(asyncio.Protocol):
     def request_begins(self) -> None:
         if self._is_done:
             raise Stop  # the request before was the last one
-        self.all.idle.pop(self, None)
+        self.connections.idle.pop(self, None)
         if not self._cycles:
-            self.all.arriving.setdefault(self, self.loop.time())
+            self.connections.arriving.setdefault(self, self.loop.time())
 
     def take_head(self, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None:
         self._reading = cycle = RequestCycle(self, scope, keep_alive=keep_alive, expects_continue=expects_continue)
         self._cycles.append(cycle)
         if len(self._cycles) == 1:
-            if self.is_full or expects_continue or not cycle.open_straight(self.all.straight):
+            if self.is_full or expects_continue or not cycle.open_straight(self.connections.straight):
                 self.start(cycle)
             return
         self.pause_reading()
@@ -123,18 +123,18 @@ class HttpConnection(asyncio.Protocol):
             raise Stop  # rejected within these bytes
         if not cycle.is_answered:
             cycle.take(piece)
-            self.all.take_body(self, len(piece))
+            self.connections.take_body(self, len(piece))
 
     def request_ends(self) -> None:
         cycle, self._reading = self._reading, None
         if cycle is None:
             raise Stop
         self._is_done = not cycle.keep_alive
-        self.all.arriving.pop(self, None)
+        self.connections.arriving.pop(self, None)
         if not cycle.is_answered:
             cycle.end_body()
         elif not self._transport.is_closing():
-            self.all.idle[self] = self.loop.time()
+            self.connections.idle[self] = self.loop.time()
 
     # ---- requests and answers --------------------------------------------------------------------------
 
@@ -161,9 +161,9 @@ class HttpConnection(asyncio.Protocol):
             self.resume_reading()
         if self._reader.is_open:
             if len(self._cycles) <= (self._reading is not None):
-                self.all.arriving.setdefault(self, self.loop.time())
+                self.connections.arriving.setdefault(self, self.loop.time())
         elif not self._cycles:
-            self.all.idle[self] = self.loop.time()
+            self.connections.idle[self] = self.loop.time()
 
     def ended(self, cycle: RequestCycle) -> None:
         """Note that the application has finished the request."""
@@ -183,7 +183,7 @@ class HttpConnection(asyncio.Protocol):
         return self._reading is not None and self._reading.held > 0
 
     def _release(self, cycle: RequestCycle) -> None:
-        self.all.bodies_bytes -= cycle.held
+        self.connections.bodies_bytes -= cycle.held
         cycle.held = 0
 
     def _drop_requests(self) -> None:
@@ -202,7 +202,7 @@ class HttpConnection(asyncio.Protocol):
         if self._is_done:
             return
         self._is_done = True
-        self.all.count_cut(rejection.why)
+        self.connections.count_cut(rejection.why)
         reading, self._reading = self._reading, None
         if reading is None:
             # Without a request there is no answer to give, but a rejected client gets one.
@@ -222,14 +222,14 @@ class HttpConnection(asyncio.Protocol):
         """Send the rejection, if there is one, and close."""
         self._is_done = True
         if self._rejection is not None:
-            body = self._rejection.body(self.all.shape, self._reader.path)
+            body = self._rejection.body(self.connections.shape, self._reader.path)
             self.write(self._rejection.answer(self.default_lines, body))
         # A connection that makes room is closed at once, whatever its client is sending.
         may_be_sending = self._rejection is not CONNECTIONS and (self._reader.is_open or self._rejection is not None)
         if may_be_sending and self._transport.can_write_eof() and not self._transport.is_closing():
             self.resume_reading()
             self._transport.write_eof()
-            self.all.linger(self)
+            self.connections.linger(self)
         else:
             self.close()
 
@@ -239,7 +239,7 @@ class HttpConnection(asyncio.Protocol):
         self._drop_requests()
         if not self._transport.is_closing():
             self._transport.close()
-            self.all.closing(self)
+            self.connections.closing(self)
 
     def abort(self) -> None:
         """Close, and drop the bytes that were written and not sent."""
@@ -264,7 +264,7 @@ class HttpConnection(asyncio.Protocol):
     @property
     def default_lines(self) -> bytes:
         """The lines of every answer."""
-        return self.all.default_lines(self._server.default_headers)
+        return self.connections.default_lines(self._server.default_headers)
 
     def write(self, piece: bytes) -> None:
         if not self._transport.is_closing():

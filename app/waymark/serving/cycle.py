@@ -46,7 +46,7 @@ class Carrier(Protocol):
     """The connection that a request arrived on, as the request uses it."""
 
     @property
-    def all(self) -> Connections: ...
+    def connections(self) -> Connections: ...
 
     @property
     def is_full(self) -> bool: ...
@@ -252,7 +252,7 @@ class RequestCycle:
             self._break_off()
             return
         self.keep_alive = False
-        body = rejection.body(self._connection.all.shape, self.scope["path"])
+        body = rejection.body(self._connection.connections.shape, self.scope["path"])
         self._write(rejection.answer(self._connection.default_lines, body, has_body=self.scope["method"] != "HEAD"))
         self._end()
 

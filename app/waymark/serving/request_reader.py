@@ -34,7 +34,7 @@ class Receiver(Protocol):
     """A connection, as its reader uses it. All methods but ``reject`` raise ``Stop`` to end the reading."""
 
     @property
-    def all(self) -> Connections: ...
+    def connections(self) -> Connections: ...
 
     def request_begins(self) -> None: ...
 
@@ -141,7 +141,7 @@ class RequestReader:
         if self._head_fields > HEAD_FIELDS_MAX or self._head_bytes > HEAD_BYTES_MAX:
             self._stop(HEAD)
         if self._is_after_head:  # behind the body: an unwanted line, which must not pass for a part of the head
-            self._connection.all.count_trailer_field()
+            self._connection.connections.count_trailer_field()
         else:
             name = name.lower()
             # RFC 9112, 5.1: whitespace behind a value does not belong to it, and the parser leaves it there. Behind a

@@ -13,7 +13,7 @@ from waymark.api.dynamo.queries import is_worker_id
 from waymark.api.dynamo.select_schemas import DynamoPromptRequest, DynamoReservationRequest, DynamoSelectRequest
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
-from waymark.api.http.prompts import LocalHashKeys, hashes, token_bytes
+from waymark.api.http.prompts import LocalHashKeys, hashes_in, tokens_in
 from waymark.base.errors import InvalidValue, NoTarget
 from waymark.contract.dynamo import (
     NO_SHARED_CACHE,
@@ -70,24 +70,14 @@ class DynamoInputs:
     def prompt(self, request: PromptRequest, body: Body) -> PromptOf:
         """Return the prompt that a body has as tokens or as hashes. Raise ``InvalidValue`` if it has neither."""
         if body.numbers is not None or request.token_ids is not None:
-            tokens = token_bytes(
-                request.token_ids if body.numbers is None else body.numbers,
-                field="token_ids",
-                max_tokens=self._max_tokens,
-                may_hold_booleans=body.may_hold_booleans,
-            )
+            tokens = tokens_in(body, "token_ids", self._max_tokens)
             ns = namespace(request.lora_name, [] if request.cache_salt is None else [request.cache_salt])
             return partial(_of_tokens, tokens, ns, self._seed)
         if request.block_hashes is None:
             raise InvalidValue("block_hashes is required without token_ids", field="block_hashes")
         if request.sequence_hashes is None:
             raise InvalidValue("sequence_hashes is required without token_ids", field="sequence_hashes")
-        local_hashes = hashes(
-            request.block_hashes,
-            field="block_hashes",
-            max_tokens=self._max_tokens,
-            may_hold_booleans=body.may_hold_booleans,
-        )
+        local_hashes = hashes_in(body, "block_hashes", self._max_tokens)
         packed = LocalHashKeys(local_hashes, self._seed)(len(local_hashes))
         return partial(_of_keys, packed, request.isl_tokens)
 
@@ -203,7 +193,7 @@ class DynamoLoadHandlers:
     async def _all(self, body: Body) -> tuple[Sequence[Candidate], Walk | None, HashedPrompt, int]:
         """Return every worker for a prompt."""
         request = DynamoPromptRequest.of(body.fields)
-        group = GroupName(request.partition, request.model_name)
+        group = request.group
         cache: dict[int, HashedPrompt] = {}
         _, block_size = await self._inputs.workers(group)
         question = Question(

@@ -17,7 +17,7 @@ from waymark.api.dynamo.schemas import (
 from waymark.api.http.answers import PARTIAL, Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import short
-from waymark.api.http.prompts import LocalHashKeys, TokenKeys, hashes, token_bytes
+from waymark.api.http.prompts import LocalHashKeys, TokenKeys, hashes_in, tokens_in
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, InvalidValue, NotFound
 from waymark.base.metrics import Metrics
@@ -124,20 +124,14 @@ class Dynamo:
 
     def query(self, body: Body) -> Steps[Answer]:
         request = body.asked(DynamoQueryRequest.of)
-        tokens = token_bytes(
-            request.token_ids if body.numbers is None else body.numbers,
-            field="token_ids",
-            max_tokens=self._max_tokens,
-            may_hold_booleans=body.may_hold_booleans,
-        )
-        group = _group(request.partition, request.model_name)
+        tokens = tokens_in(body, "token_ids", self._max_tokens)
         ns = namespace(request.lora_name, [] if request.cache_salt is None else [request.cache_salt])
 
         def prompt(block_size: int) -> PromptKeys:
             keys = TokenKeys(tokens, block_size, ns, self._seed)
             return PromptKeys(keys, len(tokens) // (4 * block_size), len(tokens) // 4, PromptIds(tokens, ns))
 
-        return self._answer(group, prompt, request.cache_salt)
+        return self._answer(request.group, prompt, request.cache_salt)
 
     def query_by_hash(self, body: Body) -> Steps[Answer]:
         return self._answer(*self._by_hash(body))
@@ -158,19 +152,14 @@ class Dynamo:
                 "cache_salt is not used here, because block_hashes already depend on it; leave it out, or use query",
                 field="cache_salt",
             )
-        local_hashes = hashes(
-            request.block_hashes if body.numbers is None else body.numbers,
-            field="block_hashes",
-            max_tokens=self._max_tokens,
-            may_hold_booleans=body.may_hold_booleans,
-        )
+        local_hashes = hashes_in(body, "block_hashes", self._max_tokens)
 
         def prompt(block_size: int) -> PromptKeys:
             # Only the base model is found: a client's local hashes have adapter and salt in their seed.
             keys = LocalHashKeys(local_hashes, self._seed)
             return PromptKeys(keys, len(local_hashes), len(local_hashes) * block_size)
 
-        return _group(request.partition, request.model_name), prompt
+        return request.group, prompt
 
     def _answer(self, group: GroupName, keys_of: KeysOf, salt: str | None = None) -> Steps[Answer]:
         """Return the answer for a prompt in blocks of its group's size."""
@@ -247,10 +236,6 @@ def is_worker_id(instance_id: str) -> bool:
     if not (instance_id.isascii() and instance_id.isdigit() and len(instance_id) <= 20):
         return False
     return int(instance_id) <= U64_MASK and (instance_id == "0" or instance_id[0] != "0")
-
-
-def _group(partition: str | None, model_name: str) -> GroupName:
-    return GroupName(partition or DEFAULT_TENANT, model_name)
 
 
 def _check_new(new: Registration, registrations: list[Registration], *, names_others: bool) -> None:

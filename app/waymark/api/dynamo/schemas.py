@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AliasChoices, Field
 
 from waymark.api.http.fields import HashList, Model, NonEmptyName, OptionalName, RankNumber, RequestBody, TokenIds
-from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, NAME, OPTIONAL_NAME, U32_MAX, U64_MASK
+from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, NAME, OPTIONAL_NAME, U32_MAX, U64_MASK, GroupName
 
 _GROUP = f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'"
 _RANK = f"an integer of 0..{U32_MAX}"
@@ -25,6 +25,10 @@ class _Grouped(RequestBody):
     def partition(self) -> str | None:
         """The one partition key; None if the request does not name one."""
         return self.routing_group or self.tenant_id
+
+    @property
+    def group(self) -> GroupName:
+        return GroupName(self.partition or DEFAULT_TENANT, self.model_name)
 
 
 class DynamoRegisterRequest(_Grouped):

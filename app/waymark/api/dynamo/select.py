@@ -64,18 +64,13 @@ class DynamoSelect:
 
     async def select_without_redis(self, body: Body) -> Answer:
         """Pick a worker while Redis is unavailable."""
-        return await self._select(body, without=Cause.NO_REDIS)
+        return await self._select(body, Cause.NO_REDIS)
 
-    async def _select(self, body: Body, without: Cause | None = None) -> Answer:
+    async def _select(self, body: Body, cause: Cause | None = None) -> Answer:
         request = DynamoSelectRequest.of(body.fields)
-        answer, reservation_text, _ = await self._selected(request, body, is_reserved=False, without=without)
+        answer, reservation_text, _ = await self._selected(request, body, is_reserved=False, cause=cause)
         if request.selection_id is not None:
-            pending = f"{_PENDING}{reservation_text}"
-            old_state = await self._store.selections.find(request.selection_id)
-            if old_state.startswith((_BEGUN, _RESERVED)) or not await self._store.selections.change(
-                request.selection_id, old_state, pending, _PENDING_MS
-            ):
-                raise _taken(request.selection_id)
+            await self._begin(request.selection_id, f"{_PENDING}{reservation_text}")
         return Answer(answer)
 
     async def select_and_reserve(self, body: Body) -> Answer:
@@ -96,7 +91,7 @@ class DynamoSelect:
     async def reserve(self, body: Body) -> Answer:
         """Reserve the worker of an earlier /select, or one that the client has picked."""
         request = DynamoReservationRequest.of(body.fields)
-        group = GroupName(request.partition, request.model_name)
+        group = request.group
         old_state = await self._store.selections.find(request.selection_id)
         if request.worker_id is None:
             if not old_state.startswith(_PENDING):
@@ -163,26 +158,20 @@ class DynamoSelect:
     # ---- one selection -----------------------------------------------------------------------------
 
     async def _selected(
-        self, request: DynamoSelectRequest, body: Body, *, is_reserved: bool, without: Cause | None = None
+        self, request: DynamoSelectRequest, body: Body, *, is_reserved: bool, cause: Cause | None = None
     ) -> tuple[DynamoSelectAnswer, str, HashedPrompt]:
         """Return the answer of a selection, the text of its reservation as it is or would be, and its prompt."""
-        group = GroupName(request.partition, request.model_name)
+        group = request.group
         cache: dict[int, HashedPrompt] = {}
         prompt_of = remembered(self._inputs.prompt(request, body), cache)
-        allowed = None if request.allowed_worker_ids is None else set(map(str, request.allowed_worker_ids))
-        workers, block_size = await self._inputs.workers(group)
-        if allowed is not None and not allowed <= workers:
-            workers, block_size = await self._inputs.workers(group, is_newest=True)
-        only = frozenset(workers if allowed is None else allowed & workers)
-        if not only:
-            raise NoTarget("no endpoints available to route work")
+        only, block_size = await self._allowed(request)
         parameters = SelectParameters(
             only=only, profile="single", is_reserved=is_reserved, milliseconds=_RESERVATION_MS
         )
         policy = self._inputs.policy(request.router_config_override)
         question = Question(group, prompt_of, policy, block_size, cache_salt=request.cache_salt, parameters=parameters)
         try:
-            selected = await self._selector.select_open(question, self._gate, without=without, passed_on=Cause.NO_REDIS)
+            selected = await self._selector.select_open(question, self._gate, without=cause, passed_on=Cause.NO_REDIS)
         except NoTarget:
             raise none_schedulable(group) from None
         candidate, prompt = selected.target.candidate, cache[block_size]
@@ -204,6 +193,17 @@ class DynamoSelect:
         )
         return answer, text, prompt
 
+    async def _allowed(self, request: DynamoSelectRequest) -> tuple[frozenset[str], int]:
+        """Return the workers that a request allows, and the block size of its group. Raise NoTarget without any."""
+        allowed = None if request.allowed_worker_ids is None else set(map(str, request.allowed_worker_ids))
+        workers, block_size = await self._inputs.workers(request.group)
+        if allowed is not None and not allowed <= workers:
+            workers, block_size = await self._inputs.workers(request.group, is_newest=True)
+        only = frozenset(workers if allowed is None else allowed & workers)
+        if not only:
+            raise NoTarget("no endpoints available to route work")
+        return only, block_size
+
     async def _wanted(self, request: DynamoReservationRequest, group: GroupName, body: Body) -> Reservation:
         """Return the reservation of a worker that the client has picked."""
         context = request.isl_tokens
@@ -212,11 +212,7 @@ class DynamoSelect:
         tokens = (context or 0) if request.track_prefill_tokens else 0
         fleet = await self._selector.snapshots.newest_fleet(group)
         worker = str(request.worker_id)
-        members = (
-            []
-            if fleet is None
-            else [candidate_member for candidate_member in fleet.members if candidate_member.name[0] == worker]
-        )
+        members = [] if fleet is None else [member for member in fleet.members if member.name[0] == worker]
         if not members:
             raise NotFound(
                 f"schedulable worker {worker} not found for model={group.model_name} routing_group={group.tenant_id}"
@@ -233,10 +229,11 @@ class DynamoSelect:
 
     # ---- the state of an id --------------------------------------------------------------------------
 
-    async def _begin(self, selection_id: str) -> None:
+    async def _begin(self, selection_id: str, state: str = _BEGUN) -> None:
+        """Give a new id its first state. Raise Conflict if it is not new."""
         old_state = await self._store.selections.find(selection_id)
         if old_state.startswith((_BEGUN, _RESERVED)) or not await self._store.selections.change(
-            selection_id, old_state, _BEGUN, _PENDING_MS
+            selection_id, old_state, state, _PENDING_MS
         ):
             raise _taken(selection_id)
 

@@ -8,7 +8,7 @@ from pydantic import AliasChoices, Field, WithJsonSchema
 
 from waymark.api.dynamo.schemas import InstanceId
 from waymark.api.http.fields import HashList, NonEmptyName, OptionalName, RequestBody, TokenIds
-from waymark.domain.names import DEFAULT_TENANT, NAME, OPTIONAL_NAME, U32_MAX
+from waymark.domain.names import DEFAULT_TENANT, NAME, OPTIONAL_NAME, U32_MAX, GroupName
 
 DEFAULT_MODEL = "default"
 
@@ -31,6 +31,10 @@ class _InGroup(RequestBody):
     @property
     def partition(self) -> str:
         return self.routing_group or DEFAULT_TENANT
+
+    @property
+    def group(self) -> GroupName:
+        return GroupName(self.partition, self.model_name)
 
 
 class WorkerPatch(RequestBody):

@@ -129,12 +129,12 @@ class Body(NamedTuple):
     caller: Caller = EVERYONE
     """The sender of the request."""
 
-    def asked(self, read: Callable[[dict[str, Any]], T]) -> T:
-        """Return the result of ``read`` on the fields beside the long list, from a cache if possible."""
+    def asked(self, parse: Callable[[dict[str, Any]], T]) -> T:
+        """Return the result of ``parse`` on the fields beside the long list, from a cache if possible."""
         if self.text is None:
-            return read(self.fields)
+            return parse(self.fields)
         if self.text.asked is None:
-            self.text.asked = read(self.text.fields)
+            self.text.asked = parse(self.text.fields)
         asked: T = self.text.asked
         return asked
 

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody, is_beyond_64_bits
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import kind, shown
@@ -61,6 +62,18 @@ def hashes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool =
         except (TypeError, OverflowError):
             pass  # signed ones, strings, or other values
     return array("Q", (_hash(element, field, index) for index, element in enumerate(value)))
+
+
+def tokens_in(body: Body, field: str, max_tokens: int) -> bytes:
+    """Return the token ids in a field of a body, as ``token_bytes`` does."""
+    value = body.fields[field] if body.numbers is None else body.numbers
+    return token_bytes(value, field=field, max_tokens=max_tokens, may_hold_booleans=body.may_hold_booleans)
+
+
+def hashes_in(body: Body, field: str, max_tokens: int) -> array[int]:
+    """Return the hashes in a field of a body, as ``hashes`` does."""
+    value = body.fields[field] if body.numbers is None else body.numbers
+    return hashes(value, field=field, max_tokens=max_tokens, may_hold_booleans=body.may_hold_booleans)
 
 
 def packed_hashes(value: bytes) -> array[int]:
