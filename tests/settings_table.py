@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-from itertools import pairwise
+import re
+from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from waymark.base.settings import PREFIX, Settings, default_text, type_text
@@ -17,13 +19,15 @@ class Described(NamedTuple):
     type: str
     default: str
     sentence: str
+    group: str
+    """The comment above the group that it is in."""
 
 
 def describe() -> list[Described]:
     """Every setting in the order of declaration."""
-    sentences = _sentences()
+    sentences, groups = _sentences(), _groups()
     return [
-        Described(PREFIX + name.upper(), type_text(field), default_text(field), sentences[name])
+        Described(PREFIX + name.upper(), type_text(field), default_text(field), sentences[name], groups[name])
         for name, field in Settings.model_fields.items()
     ]
 
@@ -42,10 +46,23 @@ def _sentences() -> dict[str, str]:
     return found
 
 
+def _groups() -> dict[str, str]:
+    """The group of each field."""
+    group, found = "", dict[str, str]()
+    for comment, name in re.findall(r"^    (?:# (.+)|(\w+): .+)$", inspect.getsource(Settings), re.MULTILINE):
+        if comment:
+            group = comment
+        elif name:
+            found[name] = group
+    return found
+
+
 def markdown_table() -> str:
     """The table that stands in ``docs/configuration.md``, without a final newline."""
     lines = ["| Variable | Type | Default | What it is |", "|---|---|---|---|"]
-    for variable, kind, default, sentence in describe():
-        shown = default if default == "none" or " " in default else f"`{default}`"
-        lines.append(f"| `{variable}` | {kind} | {shown} | {sentence} |")
+    for group, settings in groupby(describe(), attrgetter("group")):
+        lines.append(f"| **{group}** | | | |")
+        for variable, kind, default, sentence, _ in settings:
+            shown = default if default == "none" or " " in default else f"`{default}`"
+            lines.append(f"| `{variable}` | {kind} | {shown} | {sentence} |")
     return "\n".join(lines)

@@ -44,7 +44,8 @@ def test_streams_and_requests_write_by_one_pipeline() -> None:
 
 def test_options_of_the_pipeline_are_settings() -> None:
     assert ApplyOptions() == parts.apply_options(Settings()), "a field and its setting have the same default"
-    assert set(ApplyOptions.__slots__) - {"waiting_blocks", "rejected_events"} <= set(Settings.model_fields)
+    others = {"waiting_blocks", "rejected_events", "batch_events_max", "event_hashes_max"}
+    assert set(ApplyOptions.__slots__) - others <= set(Settings.model_fields)
 
 
 def test_the_applier_lists_its_states() -> None:

@@ -90,7 +90,7 @@ REFUSED: Mapping[str, tuple[bytes, str, int, str]] = {
 async def api(memory_store: Store, make_client: MakeClient, tmp_path: Path) -> httpx.AsyncClient:
     for model, template in (("m", small.CHATML), ("loops", LOOPS), ("grows", GROWS)):
         small.directory(tmp_path / model, template=template)
-    return await make_client(memory_store, tokenizers_dir=tmp_path, text_bytes_max=TEXT_BYTES_MAX)
+    return await make_client(memory_store, tokenizers_dir=tmp_path, max_tokens=TEXT_BYTES_MAX)
 
 
 @pytest.mark.parametrize("door", DOORS)

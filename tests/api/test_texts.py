@@ -126,7 +126,7 @@ async def test_a_prompt_that_does_not_fit_is_refused(
     reason: str,
     field: str | None,
 ) -> None:
-    api = await make_client(memory_store, tokenizers_dir=models, text_bytes_max=1024)
+    api = await make_client(memory_store, tokenizers_dir=models, max_tokens=1024)
     answer = await api.post(path, json=fields | {"block_size": 2})
     assert (answer.status_code, answer.json()["reason"]) == (status, reason), answer.text
     if field is not None:

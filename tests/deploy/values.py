@@ -39,8 +39,6 @@ def every_setting() -> dict[str, Any]:
         "WAYMARK_GATEWAY_ENGINES": "http://10.0.0.7:8000",
         "WAYMARK_TENANT_HEADER": "X-Tenant",
         "WAYMARK_KEY_PREFIX": "staging:",
-        "WAYMARK_RESPONSES_MONGO_DATABASE": "other",
-        "WAYMARK_RESPONSES_MONGO_COLLECTION": "other",
     }
 
 

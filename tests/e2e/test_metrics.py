@@ -321,7 +321,7 @@ async def test_every_metric_moves(start: Start, redis_url: str, evicting: Redis,
         redis_url,
         port=port,
         lease_seconds=min(60.0, patient(4)),
-        stream_buffer_frames=40,
+        stream_buffer_bytes=40 * 3356,  # 40 frames
         sweep_blocks_per_second=20,
         replay_idle_seconds=0.2,
         redis_timeout_seconds=1,

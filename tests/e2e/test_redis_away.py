@@ -116,7 +116,8 @@ async def test_redis_goes_away_and_comes_back_by_itself(server: RedisServer, sta
     port, ingest_port = unused_port(), unused_port()
     deadline = int(1000 * DEADLINE_SECONDS)
     replica = await start("query", server.url, port=port, redis_timeout_seconds=1, query_deadline_ms=deadline)
-    worker = await start("ingest", server.url, port=ingest_port, redis_timeout_seconds=1, stream_buffer_frames=5)
+    room = 5 * 3356  # of 5 frames
+    worker = await start("ingest", server.url, port=ingest_port, redis_timeout_seconds=1, stream_buffer_bytes=room)
     for name in ("a", "b"):
         engine = await engines.open(replica, name, gpu_blocks=800)
         await engine.prefill(SimulatedPrompt(CHAT))

@@ -294,7 +294,7 @@ def test_ceilings_hold_in_c_too() -> None:
         in_python, in_c = outcomes(EngineKind.VLLM, msgpack.packb([1.5, [*events[:-3], 7, 7, 7], 0]), ceilings)
         assert in_c == in_python
     native.select(True)
-    with pytest.raises(OverCeiling, match="WAYMARK_BATCH_EVENTS_MAX allows 19"):
+    with pytest.raises(OverCeiling, match="WAYMARK_FRAME_BYTES_MAX allows 19"):
         decoder(EngineKind.VLLM, seed=1, ceilings=Ceilings(batch_events=19))(msgpack.packb([1.5, events, 0]))
 
 

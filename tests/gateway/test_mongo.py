@@ -183,7 +183,7 @@ async def test_a_full_store_waits_for_mongodb_and_says_so(
         place = place_of(store, archive, entries_max=1)
         assert await place.keep(NAME, b"{}")
         assert not await place.keep(OTHER, b"{}")
-        with pytest.raises(StoreUnavailable, match="raise WAYMARK_RESPONSES_ENTRIES"):
+        with pytest.raises(StoreUnavailable, match="raise WAYMARK_RESPONSES_BYTES"):
             await place.delete(OTHER)
         async with copying(archive):
             await wait_until(lambda: is_copied(redis), "the first is copied", 20)
@@ -194,4 +194,11 @@ async def test_a_full_store_waits_for_mongodb_and_says_so(
 
 async def test_a_url_that_is_none_ends_the_start(store: Store) -> None:
     with pytest.raises(SettingsError, match="WAYMARK_RESPONSES_MONGO_URL cannot be used"):
-        MongoArchive.open(MongoOptions("postgres://db", "d", "c", 1, 1), Metrics(), store)
+        MongoArchive.open(MongoOptions("postgres://db", 1, 1), Metrics(), store)
+
+
+@pytest.mark.parametrize(("path", "name"), [("", "waymark.responses"), ("/other", "other.responses")])
+async def test_the_url_names_the_database(store: Store, path: str, name: str) -> None:
+    archive = MongoArchive.open(MongoOptions(f"mongodb://127.0.0.1:1{path}", 1, 1), Metrics(), store)
+    assert archive._collection.full_name == name
+    archive.close()

@@ -207,7 +207,7 @@ async def test_what_may_not_be_kept_passes_by(start: Start) -> None:
     ids=["unfinished", "without-an-end", "failed", "aborted", "too-long"],
 )
 async def test_a_stream_that_is_not_whole_is_not_kept(start: Start, pieces: tuple[bytes, ...]) -> None:
-    running = await start(1, response_cache="memory", response_cache_stream_bytes=1000)
+    running = await start(1, response_cache="memory", response_cache_response_bytes=100)
     streaming(running, *pieces)
     body = chat("a", stream=True)
     assert await results(running, body, body) == ["MISS", "MISS"]
@@ -515,7 +515,7 @@ async def test_gateways_share_answers_and_one_of_them_clears_all(start: Start) -
 
 
 async def test_what_is_kept_in_redis_has_bounds(start: Start) -> None:
-    running = await start(1, response_cache="redis", response_cache_entries=2)
+    running = await start(1, response_cache="redis", response_cache_bytes=2 * 2**28 // 1000 + 1)
     answering(running)
     assert await results(running, *map(chat, "abcd")) == ["MISS"] * 4
     await wait_until(lambda: running.value("response_cache_evictions_total") == 2, "all were kept", 10)
@@ -586,11 +586,9 @@ async def test_a_slow_redis_costs_one_request_its_time() -> None:
     ("name", "value"),
     [
         ("RESPONSE_CACHE", "disk"),
-        ("RESPONSE_CACHE_ENTRIES", "0"),
         ("RESPONSE_CACHE_BYTES", "1"),
         ("RESPONSE_CACHE_TTL_SECONDS", "0"),
         ("RESPONSE_CACHE_RESPONSE_BYTES", "0"),
-        ("RESPONSE_CACHE_STREAM_BYTES", "0"),
         ("RESPONSE_CACHE_REDIS_MS", "0"),
     ],
 )

@@ -12,6 +12,7 @@ from waymark.api.decision_schemas import NAMES_MAX, RELEASES_MAX
 from waymark.api.events import EVENT_HASHES_MAX
 from waymark.api.http.bodies import CONTAINERS_MAX
 from waymark.api.policies import DECISIONS_MAX, FILE_MAX
+from waymark.apply.options import ApplyOptions
 from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
 from waymark.base.event_streams import EVENT_BYTES_MAX
 from waymark.base.settings import PREFIX, Settings
@@ -41,10 +42,13 @@ class Bound:
     above: str
     """What happens above it."""
     unit: str = ""
+    follows: str | None = None
+    """The name of the setting that a bound of the code follows in proportion."""
 
     @property
     def setting(self) -> str | None:
-        return PREFIX + self.source.upper() if isinstance(self.source, str) else None
+        name = self.follows if isinstance(self.source, int) else self.source
+        return None if name is None else PREFIX + name.upper()
 
     @property
     def value(self) -> int:
@@ -75,7 +79,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     ),
     "Fields": (
         Bound("token ids, or hashes, of a request", "max_tokens", "413"),
-        Bound("the text of a request", "text_bytes_max", "413", _BYTES),
+        Bound("the text of a request", 2 * 2**20, "413", _BYTES, "max_tokens"),
         Bound("a name of a model, tenant, instance or salt", NAME_BYTES_MAX, _NO_ENTRY, _BYTES),
         Bound("candidates of a decision", NAMES_MAX, _NO_ENTRY),
         Bound("reservations of one release", RELEASES_MAX, _NO_ENTRY),
@@ -88,8 +92,8 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     ),
     "Engines": (
         Bound("a frame", "frame_bytes_max", _LOST, _BYTES),
-        Bound("events of a batch", "batch_events_max", _LOST),
-        Bound("hashes of an event", "event_hashes_max", _LOST),
+        Bound("events of a batch", ApplyOptions().batch_events_max, _LOST, "", "frame_bytes_max"),
+        Bound("hashes of an event", ApplyOptions().event_hashes_max, _LOST, "", "frame_bytes_max"),
         Bound("tokens of a block", BLOCK_SIZE_MAX, "the event is ignored and counted"),
         Bound("blocks of a stream", "stream_blocks_max", "further blocks are ignored and counted"),
         Bound("growth of a worker by messages without an end", unfinished.MEMORY_BYTES_MAX, _ENDED, _BYTES),
@@ -109,7 +113,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
     "Others": (
         Bound(
             "streams of a picker",
-            "epp_streams_max",
+            "connections_max",
             "of the connection with the most waiting streams, the oldest waiting one is ended",
         ),
         Bound("a message to a picker", MESSAGE_BYTES_MAX, "the stream is ended", _BYTES),

@@ -199,7 +199,7 @@ async def picker_stream(redis_url: str, directory: Path) -> AsyncIterator[Opened
                 epp_port=port,
                 epp_health_port=0,
                 epp_tls="false",
-                epp_streams_max=256,
+                connections_max=256,
                 epp_drain_seconds=0,
                 epp_finish_seconds=1,
                 max_body_bytes=4 * _MIB,

@@ -32,9 +32,9 @@ async def publish(pod: Pod, events: list[Any]) -> int:
 @pytest.mark.parametrize(
     ("events", "ceiling", "setting"),
     [
-        (TOO_MANY_EVENTS, "batch_events", "WAYMARK_BATCH_EVENTS_MAX"),
-        (TOO_MANY_HASHES, "event_hashes", "WAYMARK_EVENT_HASHES_MAX"),
-        (TOO_MANY_BYTES, "frame_bytes", "WAYMARK_FRAME_BYTES_MAX"),
+        (TOO_MANY_EVENTS, "batch_events", "WAYMARK_FRAME_BYTES_MAX allows 1024"),
+        (TOO_MANY_HASHES, "event_hashes", "WAYMARK_FRAME_BYTES_MAX allows 3000"),
+        (TOO_MANY_BYTES, "frame_bytes", "WAYMARK_FRAME_BYTES_MAX allows 100000"),
     ],
     ids=["events", "hashes", "bytes"],
 )

@@ -17,6 +17,14 @@ def test_ceilings_of_what_a_publisher_may_send_are_as_published() -> None:
     assert options.stream.message_bytes_max == 4 * 16 * 2**20
     changed = worker_options(Settings(frame_bytes_max=65_536))
     assert (changed.apply.frame_bytes_max, changed.stream.message_bytes_max) == (65_536, 4 * 65_536)
+    assert (changed.apply.batch_events_max, changed.apply.event_hashes_max) == (1024, 1024), "small frames have events"
+    raised = worker_options(Settings(frame_bytes_max=32 * 2**20)).apply
+    assert (raised.batch_events_max, raised.event_hashes_max) == (131_072, 524_288)
+
+
+def test_the_bound_on_waiting_frames_follows_that_on_their_bytes() -> None:
+    bounds = [worker_options(Settings(stream_buffer_bytes=size)).stream for size in (1024, 2**27)]
+    assert [bound.stream_buffer_frames for bound in bounds] == [1, 40_000]
 
 
 def test_options_of_streams_are_settings() -> None:
@@ -24,6 +32,6 @@ def test_options_of_streams_are_settings() -> None:
     assert worker_options(Settings()).stream == StreamOptions()
     names = {each.name for each in fields(StreamOptions)} - {"message_bytes_max"}
     names -= {"snapshot_answer_seconds", "snapshot_seconds", "snapshot_pause_seconds", "replay_bytes_per_second_min"}
-    names -= {"fold_batches"}
+    names -= {"fold_batches", "stream_buffer_frames"}
     assert names <= set(Settings.model_fields)
     assert worker_options(Settings()).apply == ApplyOptions()

@@ -231,7 +231,7 @@ async def test_a_hostile_text_as_long_as_may_be_does_not_stop_the_loop(opened: O
         (TextPrompt("x" * 1001), "too_large", "prompt makes a text of 1001 bytes"),
         (TextPrompt("é" * 501), "too_large", "1002 bytes"),
         (TextPrompt("a\ud800"), "invalid_value", "surrogate"),
-        (ChatPrompt([{"role": "user", "content": "x" * 1001}]), "too_large", "WAYMARK_TEXT_BYTES_MAX"),
+        (ChatPrompt([{"role": "user", "content": "x" * 1001}]), "too_large", "WAYMARK_MAX_TOKENS"),
     ],
 )
 async def test_a_text_that_cannot_be_read_is_refused_by_its_field(

@@ -1,9 +1,9 @@
 """Every setting once: its name, type, bounds and default, and its meaning in one or two sentences.
 
-The variable of a field is ``WAYMARK_`` and the field's name in capitals. Settings are read once, in the command line,
-and handed down as arguments; lower layers never read the environment. A wrong or unknown variable stops the process
-with a sentence for each, and one of ``FORMER`` is named in a warning: it must not stop an upgrade. Passwords and the
-token are in no ``repr`` and in no error.
+The variable of a field is ``WAYMARK_`` and the field's name in capitals. Settings are read once, in the command line.
+``waymark.runtime`` fills the options of all other rooms from them, and no other room knows them. A wrong or unknown
+variable stops the process with a sentence for each, and one of ``FORMER`` is named in a warning: it must not stop an
+upgrade. Passwords and the token are in no ``repr`` and in no error. The comment above a group is its title in the docs.
 """
 
 from __future__ import annotations
@@ -178,16 +178,27 @@ class Settings(BaseModel):
         frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
     )
 
+    # What has to be set
     redis_url: _RedisUrl = "memory://"
     """The URL of the Redis that holds the index; `memory://` is an emulated Redis inside this process, for a trial."""
+    hash_seed: int = Field(1337, ge=0, le=2**64 - 1)
+    """The seed of the block hashes; all processes that share a Redis need the same seed."""
+    tokenizers: Annotated[dict[str, _TokenSource], BeforeValidator(_parsed_sources)] = Field(default_factory=dict)
+    """The source of token ids for each model, such as `{"llama": "file:///models/llama"}`."""
+    allowed_endpoints: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    """The globs and CIDRs that registered endpoints must match; the default allows every endpoint."""
+    api_token: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
+    """The bearer token for requests that write; without this setting every client may write."""
+
+    # Redis
     redis_read_url: _RedisUrl | None = None
     """The URL of the Redis that queries read from, such as a replica; the default is `WAYMARK_REDIS_URL`."""
     answers_redis_url: _RedisUrl | None = None
     """The URL of the Redis for the response cache and stored responses of a gateway; the default is the main one."""
     key_prefix: _KeyPrefix | None = None
     """The beginning of all keys and of the channel, so that several Waymarks can use one Redis, such as `staging:`."""
-    redis_timeout_seconds: float = Field(2.0, ge=0.05, le=60)
-    """How long to wait for a connection to Redis, and for a reply."""
+    shards: int = Field(1, ge=1, le=256)
+    """The number of Redis Cluster slots that the blocks of a new group are spread over."""
     redis_username: str | None = Field(None, min_length=1)
     """The user name for Redis, if its URL contains none."""
     redis_password_file: Path | None = None
@@ -204,104 +215,46 @@ class Settings(BaseModel):
     """The PEM file with the key of the client certificate, if the certificate file does not contain it."""
     redis_tls_verify: Annotated[Literal["full", "ca", "none"], BeforeValidator(_lower)] = "full"
     """What is checked of a certificate of Redis: its CA and host name, its CA only, or nothing."""
+    redis_timeout_seconds: float = Field(2.0, ge=0.05, le=60)
+    """How long to wait for a connection to Redis, and for a reply."""
+
+    # Ports and access
     host: str = Field("0.0.0.0", min_length=1)
     """The address that the HTTP API listens on; for a trial on `memory://` the default is `127.0.0.1`."""
     port: int = Field(13333, ge=1, le=65535)
     """The TCP port that the HTTP API listens on."""
     ingest_port: int = Field(0, ge=0, le=65535)
     """The TCP port on which an ingest worker answers `/health`, `/ready` and `/metrics`; 0 means no port."""
-    hash_seed: int = Field(1337, ge=0, le=2**64 - 1)
-    """The seed of the block hashes; all processes that share a Redis need the same seed."""
-    shards: int = Field(1, ge=1, le=256)
-    """The number of Redis Cluster slots that the blocks of a new group are spread over."""
-    conductor_shape: Literal["auto", "published", "instances"] = "auto"
-    """The form of `/query` answers: `published` (old), `instances` (new), or `auto`: JSON is old, msgpack has both."""
-    query_deadline_ms: int = Field(1000, ge=1, le=60_000)
-    """How long a query may take before it answers with what it has found."""
-    inspect_seconds: float = Field(5.0, ge=0.01, le=60)
-    """How long one inspection may take, in seconds."""
-    native: bool = True
-    """Whether the native module is used if it was built; `false` selects the pure-Python path."""
-    hot_block_ms: int = Field(200, ge=0, le=60_000)
-    """How long, in milliseconds, a replica keeps a row of the index that many holders share; 0 disables this cache."""
-    tokenizers: Annotated[dict[str, _TokenSource], BeforeValidator(_parsed_sources)] = Field(default_factory=dict)
-    """The source of token ids for each model, such as `{"llama": "file:///models/llama"}`."""
+    epp_port: int = Field(9002, ge=1, le=65535)
+    """The TCP port on which an endpoint picker answers Envoy over gRPC."""
+    epp_health_port: int = Field(9003, ge=0, le=65535)
+    """The TCP port for gRPC health checks of an endpoint picker, without TLS; 0 means only on `WAYMARK_EPP_PORT`."""
+    epp_metrics_port: int = Field(9090, ge=0, le=65535)
+    """The TCP port on which an endpoint picker answers `/health`, `/ready` and `/metrics`; 0 means no port."""
+    epp_tls: bool = True
+    """Whether the gRPC port of an endpoint picker has TLS."""
+    epp_cert_file: Path | None = None
+    """The PEM file with the certificate of an endpoint picker; by default the picker makes one when it starts."""
+    epp_key_file: Path | None = None
+    """The PEM file with the key of the certificate of an endpoint picker."""
+    api_tokens_file: str | None = None
+    """The JSON file with the SHA-256 of further tokens, and their tenants; with it, reads need a token, too."""
+    protect_reads: bool = False
+    """Whether requests that only read need the token, too."""
+    ui: bool = True
+    """Whether `GET /ui` shows the page."""
+
+    # Models and tokenizers
     tokenizers_dir: Path | None = None
     """A directory with tokenizers: each model is a directory there, with a `tokenizer.json`."""
     tokenizer_threads: int = Field(4, ge=1, le=64)
     """How many threads encode text."""
     tokens_cache_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
     """The size of the token cache of a replica, which reuses the token ids of known text; 0 disables it."""
-    text_bytes_max: int = Field(2 * _MIB, ge=1024, le=64 * _MIB)
-    """The largest text that is tokenized, in bytes."""
-    max_body_bytes: int = Field(16 * _MIB, ge=1024, le=1024 * _MIB)
-    """The largest request body that is accepted, in bytes."""
-    max_tokens: int = Field(2**21, ge=1, le=2**26)
-    """The most tokens or hashes that one request may contain."""
-    bodies_max_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of request bodies are held at once; above it, the request that has taken longest is closed."""
-    request_seconds: float = Field(30.0, ge=0.1, le=3600)
-    """How long a client may take to send a request, and to read the answer, before its connection is closed."""
-    connections_max: int = Field(4096, ge=1, le=1_000_000)
-    """How many HTTP connections are open at once; above it, the connection that is idle longest is closed."""
-    api_token: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
-    """The bearer token for requests that write; without this setting every client may write."""
-    api_tokens_file: str | None = None
-    """The JSON file with the SHA-256 of further tokens, and their tenants; with it, reads need a token, too."""
-    protect_reads: bool = False
-    """Whether requests that only read need the token, too."""
-    allowed_endpoints: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
-    """The globs and CIDRs that registered endpoints must match; the default allows every endpoint."""
-    engine_api_key: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
-    """The bearer token in requests to engines; it goes only to the hosts of `WAYMARK_ENGINE_KEY_HOSTS`."""
-    engine_key_hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
-    """The globs and CIDRs of the hosts that get the key of the engines; the default is `WAYMARK_ALLOWED_ENDPOINTS`."""
-    engine_keys: Annotated[dict[str, SecretStr], BeforeValidator(_split_keys)] = Field(default_factory=dict)
-    """Keys of single engines or providers, by the host that gets them: `api.example.com=KEY,10.0.0.0/8=OTHER`."""
-    engine_ca_file: str | None = None
-    """The PEM file with the CA that signs the certificates of engines; the default is the CAs of the system."""
-    on_gap: Annotated[Literal["keep", "reset"], BeforeValidator(_lower)] = "keep"
-    """What happens to the blocks of a stream when batches are lost: `keep` leaves them, `reset` ends the life."""
-    probe_seconds: float = Field(30.0, ge=1, le=3600)
-    """After how many seconds without a frame, or after an unanswered replay, a worker asks for a replay."""
-    replay_idle_seconds: float = Field(2.0, ge=0.05, le=60)
-    """How long to wait for the next message of a replay."""
-    replay_seconds: float = Field(120.0, ge=1, le=3600)
-    """How long one replay may take in total."""
-    replays_max: int = Field(8, ge=1, le=256)
-    """How many replays one ingest worker runs at once; each holds unapplied batches in memory."""
-    publisher_timeout: float = Field(60.0, ge=0, le=7 * _DAY)
-    """After how many seconds without a connection queries no longer count a publisher's blocks; 0 means never."""
-    lease_seconds: float = Field(8.0, ge=1, le=300)
-    """After how long without a heartbeat an ingest worker loses the lease of a stream."""
-    worker_id: str = Field(default_factory=_new_worker_id, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
-    """The name of this ingest worker; no two running workers may have the same name."""
-    stream_buffer_bytes: int = Field(64 * _MIB, ge=1024, le=64 * 1024 * _MIB)
-    """How many bytes of frames a stream keeps while they cannot be applied; a worker keeps four times as many."""
-    stream_buffer_frames: int = Field(20_000, ge=1, le=10_000_000)
-    """How many frames a stream keeps while they cannot be applied."""
-    apply_blocks_max: int = Field(512, ge=0, le=1_000_000)
-    """How many blocks all ingest workers together may be writing to one Redis server at once; 0 means no limit."""
-    frame_bytes_max: int = Field(16 * _MIB, ge=65_536, le=256 * _MIB)
-    """The largest frame that is read, in bytes; a connection that sends a frame four times as large is closed."""
-    batch_events_max: int = Field(65_536, ge=1024, le=16_777_216)
-    """The most events that a batch may have; a batch with more is lost."""
-    event_hashes_max: int = Field(262_144, ge=1024, le=16_777_216)
-    """The most blocks that an event may have; a batch that contains a larger event is lost."""
-    stream_blocks_max: int = Field(4_000_000, ge=1, le=100_000_000)
-    """The most blocks of one stream that a worker remembers and indexes. Further blocks are ignored and counted."""
-    sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
-    """How many blocks of dead holders an ingest worker sweeps per second, and how many it reads for /placement."""
-    hybrid: Annotated[Literal["boundary", "off"], BeforeValidator(_lower)] = "boundary"
-    """What a match of a hybrid model needs: blocks of full attention (`off`), or also its windows (`boundary`)."""
-    pool_hashes_max: int = Field(1_000_000, ge=1_000, le=10**9)
-    """The most engine hashes that Waymark keeps for a model with a pool. Above it, the oldest tenth is deleted."""
-    max_entries: Annotated[int, AfterValidator(_zero_or_hundred)] = Field(0, ge=0, le=10**9)
-    """The most blocks of one tenant and model: 0 for no limit, else 100 or more. The oldest are removed first."""
-    entry_ttl_seconds: int = Field(0, ge=0, le=_DAY)
-    """After how many seconds a block expires if it was not stored again; 0 means never."""
-    medium_ttl: Annotated[dict[_MediumName, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
-    """After how many seconds blocks on a medium expire, for media without removal events: `DISK=3600,CPU=600`."""
+    model_aliases: Annotated[dict[str, str], BeforeValidator(_split_names)] = Field(default_factory=dict)
+    """Further names of models in a gateway: `gpt-4o=llama,fast=qwen`. A client's name stays when the model changes."""
+
+    # Engines and their events
     publishers_file: str | None = None
     """A JSON or YAML file of publishers that workers register when they start, and when Redis has lost its data."""
     discovery: Annotated[Literal["off", "kubernetes"], BeforeValidator(_lower)] = "off"
@@ -316,56 +269,90 @@ class Settings(BaseModel):
     """The event port of rank 0, if neither the pod nor the engine's API names it; rank r uses this port plus r."""
     discovery_replay_port: int = Field(5657, ge=0, le=65535)
     """The replay port of rank 0, if neither the pod nor the engine's API names it; 0 means that there is none."""
-    deletion_cost: Annotated[Literal["off", "on"], BeforeValidator(_lower)] = "off"
-    """Whether discovery annotates pods with the worth of their caches, so that Kubernetes stops the cheapest first."""
     discovery_url: str | None = None
-    """The URL of the API server of Kubernetes; the default is in the pod's environment."""
+    """The URL of the API server of Kubernetes, with its CA in `SSL_CERT_FILE`; the default is the one of the pod."""
     discovery_token_file: str | None = None
     """The file with the token for the API server, which is read for each request; the default is the pod's."""
-    discovery_ca_file: str | None = None
-    """The PEM file with the CA of the API server; the default is the pod's."""
+    deletion_cost: Annotated[Literal["off", "on"], BeforeValidator(_lower)] = "off"
+    """Whether discovery annotates pods with the worth of their caches, so that Kubernetes stops the cheapest first."""
+    engine_api_key: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
+    """The bearer token in requests to engines; it goes only to the hosts of `WAYMARK_ENGINE_KEY_HOSTS`."""
+    engine_key_hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    """The globs and CIDRs of the hosts that get the key of the engines; the default is `WAYMARK_ALLOWED_ENDPOINTS`."""
+    engine_keys: Annotated[dict[str, SecretStr], BeforeValidator(_split_keys)] = Field(default_factory=dict)
+    """Keys of single engines or providers, by the host that gets them: `api.example.com=KEY,10.0.0.0/8=OTHER`."""
+    engine_ca_file: str | None = None
+    """The PEM file with the CA that signs the certificates of engines; the default is the CAs of the system."""
+    worker_id: str = Field(default_factory=_new_worker_id, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    """The name of this ingest worker; no two running workers may have the same name."""
+    lease_seconds: float = Field(8.0, ge=1, le=300)
+    """After how long without a heartbeat an ingest worker loses the lease of a stream."""
+    publisher_timeout: float = Field(60.0, ge=0, le=7 * _DAY)
+    """After how many seconds without a connection queries no longer count a publisher's blocks; 0 means never."""
+    on_gap: Annotated[Literal["keep", "reset"], BeforeValidator(_lower)] = "keep"
+    """What happens to the blocks of a stream when batches are lost: `keep` leaves them, `reset` ends the life."""
+    probe_seconds: float = Field(30.0, ge=1, le=3600)
+    """After how many seconds without a frame, or after an unanswered replay, a worker asks for a replay."""
+    replay_seconds: float = Field(120.0, ge=1, le=3600)
+    """How long one replay may take in total."""
+    replay_idle_seconds: float = Field(2.0, ge=0.05, le=60)
+    """How long to wait for the next message of a replay."""
+    replays_max: int = Field(8, ge=1, le=256)
+    """How many replays one ingest worker runs at once; each holds unapplied batches in memory."""
+    hybrid: Annotated[Literal["boundary", "off"], BeforeValidator(_lower)] = "boundary"
+    """What a match of a hybrid model needs: blocks of full attention (`off`), or also its windows (`boundary`)."""
+    medium_ttl: Annotated[dict[_MediumName, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
+    """After how many seconds blocks on a medium expire, for media without removal events: `DISK=3600,CPU=600`."""
+    entry_ttl_seconds: int = Field(0, ge=0, le=_DAY)
+    """After how many seconds a block expires if it was not stored again; 0 means never."""
+    max_entries: Annotated[int, AfterValidator(_zero_or_hundred)] = Field(0, ge=0, le=10**9)
+    """The most blocks of one tenant and model: 0 for no limit, else 100 or more. The oldest are removed first."""
+
+    # Decisions
     policy: str = Field("least-work", min_length=1)
     """The policy that ranks targets if a request names none; `docs/routing.md` describes the policies."""
     picker_config: str | None = None
     """The `EndpointPickerConfig` file in YAML that ranks targets if a request names no policy."""
+    profile: Annotated[Literal["auto", "single", "disagg"], BeforeValidator(_lower)] = "auto"
+    """Whether one engine (`single`) or two (`disagg`) prefill and decode a request; with `auto` the policy decides."""
+    min_initial_workers: int = Field(0, ge=0, le=100_000)
+    """How many engines must be registered before a replica is ready and decides; 0 means none."""
+    target_requests_max: int = Field(0, ge=0, le=1_000_000)
+    """How many reservations a target may have at once; 0 means no limit."""
+    prefill_tokens_per_second: float = Field(0, ge=0, le=1e9)
+    """The assumed prefill speed of a target without events. With 0, the prefill ends when the request ends."""
+    gauges_seconds: float = Field(1.0, ge=0, le=60)
+    """The seconds between two reads of an engine's metrics. A worker reads at most 100 engines a second. 0: never."""
+    loads_ms: int = Field(100, ge=0, le=10_000)
+    """How long, in milliseconds, a replica reuses the loads that it read from Redis. 0 reads them for each decision."""
+    speculative: bool = False
+    """Whether a target counts as having the blocks of a prompt as soon as it is picked for the prompt."""
+    drift_max: float = Field(0.2, ge=0.01, le=1)
+    """The share of the expected cached tokens that an engine may fail to deliver before its blocks count for less."""
     shadow: str | None = None
     """Policies that order the targets of each decision, but decide nothing: presets and picker files, with commas."""
     decisions_kept: float = Field(0.01, ge=0, le=1)
     """The share of decisions that is kept in Redis for a day, without tokens and texts; 0 keeps none."""
-    min_initial_workers: int = Field(0, ge=0, le=100_000)
-    """How many engines must be registered before a replica is ready and decides; 0 means none."""
-    loads_ms: int = Field(100, ge=0, le=10_000)
-    """How long, in milliseconds, a replica reuses the loads that it read from Redis. 0 reads them for each decision."""
-    gauges_seconds: float = Field(1.0, ge=0, le=60)
-    """The seconds between two reads of an engine's metrics. A worker reads at most 100 engines a second. 0: never."""
-    target_requests_max: int = Field(0, ge=0, le=1_000_000)
-    """How many reservations a target may have at once; 0 means no limit."""
-    reservations_max: int = Field(100_000, ge=1, le=10_000_000)
-    """How many reservations a model may have at once."""
-    drift_max: float = Field(0.2, ge=0.01, le=1)
-    """The share of the expected cached tokens that an engine may fail to deliver before its blocks count for less."""
-    speculative: bool = False
-    """Whether a target counts as having the blocks of a prompt as soon as it is picked for the prompt."""
-    prefill_tokens_per_second: float = Field(0, ge=0, le=1e9)
-    """The assumed prefill speed of a target without events. With 0, the prefill ends when the request ends."""
     prefix_bytes: int = Field(1024, ge=1, le=_MIB)
     """How many bytes of a system prompt, or of a first message, make the prefix key."""
+    epp_tenant: str = Field("default", min_length=1)
+    """The tenant whose targets an endpoint picker picks."""
+
+    # Gateway
     gateway_engines: Annotated[tuple[_EngineUrl, ...], BeforeValidator(_split)] = ()
     """The URLs of engines that a gateway registers when it starts."""
     gateway_keys: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """The keys of clients, each as `name:sha256` or `name:sha256:tenant`; without keys every client has access."""
     gateway_keys_file: Path | None = None
     """A file with further keys, one in each line; it is read again if it changes."""
-    gateway_origins: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
-    """The origins of pages whose scripts may use a gateway (CORS), `https://chat.example.com`; `*` is every page."""
-    model_aliases: Annotated[dict[str, str], BeforeValidator(_split_names)] = Field(default_factory=dict)
-    """Further names of models in a gateway: `gpt-4o=llama,fast=qwen`. A client's name stays when the model changes."""
+    tenant_header: str | None = Field(None, pattern=r"^[A-Za-z0-9-]{1,64}$")
+    """The header that names the tenant of a request to a gateway without keys."""
     gateway_key_requests: int = Field(0, ge=0, le=1_000_000)
     """How many requests of one key a gateway runs at once; 0 means no limit."""
     gateway_key_tokens: int = Field(0, ge=0, le=10**12)
     """How many prompt tokens the running requests of one key may have in a gateway; 0 means no limit."""
-    tenant_header: str | None = Field(None, pattern=r"^[A-Za-z0-9-]{1,64}$")
-    """The header that names the tenant of a request to a gateway without keys."""
+    gateway_origins: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    """The origins of pages whose scripts may use a gateway (CORS), `https://chat.example.com`; `*` is every page."""
     gateway_first_byte_seconds: float = Field(600.0, ge=0.1, le=_DAY)
     """How long a gateway waits for an engine to begin its answer."""
     gateway_idle_seconds: float = Field(300.0, ge=0.1, le=_DAY)
@@ -376,16 +363,12 @@ class Settings(BaseModel):
     """Whether a gateway marks the system prompt of `/v1/messages` with `cache_control`, if no block of it has one."""
     response_cache: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] = "off"
     """Where a gateway caches answers to equal requests without a `temperature` or with 0; gateways share `redis`."""
-    response_cache_entries: int = Field(1000, ge=1, le=10_000_000)
-    """How many answers the response cache keeps, in a gateway or in Redis."""
     response_cache_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of answers the response cache keeps, in a gateway or in Redis."""
+    """How many bytes of answers the response cache keeps, in a gateway or in Redis; in 256 MiB, at most 1,000."""
     response_cache_ttl_seconds: int = Field(300, ge=1, le=30 * _DAY)
     """How long, in seconds, the response cache keeps an answer."""
     response_cache_response_bytes: int = Field(_MIB, ge=1, le=1024 * _MIB)
-    """The largest answer that the response cache keeps, in bytes."""
-    response_cache_stream_bytes: int = Field(10 * _MIB, ge=1, le=1024 * _MIB)
-    """The largest streamed answer that the response cache keeps, in bytes."""
+    """The largest answer that the response cache keeps, in bytes; a streamed answer may be ten times as large."""
     response_cache_redis_ms: int = Field(1000, ge=10, le=60_000)
     """How long, in milliseconds, a gateway waits for the response cache in Redis before it uses its own memory."""
     responses: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] | None = None
@@ -394,38 +377,52 @@ class Settings(BaseModel):
     """How long, in seconds, an answer of `/v1/responses` is stored, in memory or in Redis."""
     responses_entry_bytes: int = Field(_MIB, ge=1024, le=64 * _MIB)
     """The largest conversation of `/v1/responses` that is stored, in bytes."""
-    responses_entries: int = Field(10_000, ge=1, le=10_000_000)
-    """How many answers of `/v1/responses` are stored, in a gateway or in Redis."""
     responses_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of answers of `/v1/responses` are stored, in a gateway or in Redis."""
+    """How many bytes of answers of `/v1/responses` a gateway or Redis stores; in 256 MiB, 10,000 answers at most."""
     responses_mongo_url: SecretStr | None = None
-    """The URL of the MongoDB that gets a copy of every answer of `/v1/responses` in Redis."""
-    responses_mongo_database: str = Field("waymark", pattern=r"^[A-Za-z0-9_-]{1,63}$")
-    """The MongoDB database for the copies of answers."""
-    responses_mongo_collection: str = Field("responses", pattern=r"^[A-Za-z0-9_-]{1,63}$")
-    """The MongoDB collection for the copies of answers."""
+    """The URL of the MongoDB that gets a copy of every stored answer, such as `mongodb://host/waymark`."""
     responses_mongo_ttl_seconds: int = Field(30 * _DAY, ge=1, le=3650 * _DAY)
     """How long, in seconds, MongoDB keeps a copy of an answer."""
     responses_mongo_ms: int = Field(500, ge=10, le=60_000)
     """How long one operation of MongoDB may take."""
-    profile: Annotated[Literal["auto", "single", "disagg"], BeforeValidator(_lower)] = "auto"
-    """Whether one engine (`single`) or two (`disagg`) prefill and decode a request; with `auto` the policy decides."""
-    epp_port: int = Field(9002, ge=1, le=65535)
-    """The TCP port on which an endpoint picker answers Envoy over gRPC."""
-    epp_health_port: int = Field(9003, ge=0, le=65535)
-    """The TCP port for gRPC health checks of an endpoint picker, without TLS; 0 means only on `WAYMARK_EPP_PORT`."""
-    epp_metrics_port: int = Field(9090, ge=0, le=65535)
-    """The TCP port on which an endpoint picker answers `/health`, `/ready` and `/metrics`; 0 means no port."""
-    epp_tls: bool = True
-    """Whether the gRPC port of an endpoint picker has TLS."""
-    epp_cert_file: Path | None = None
-    """The PEM file with the certificate of an endpoint picker; by default the picker makes one when it starts."""
-    epp_key_file: Path | None = None
-    """The PEM file with the key of the certificate of an endpoint picker."""
-    epp_tenant: str = Field("default", min_length=1)
-    """The tenant whose targets an endpoint picker picks."""
-    epp_streams_max: int = Field(4096, ge=1, le=1_000_000)
-    """How many requests an endpoint picker handles at once; it refuses further requests."""
+
+    # Limits
+    max_body_bytes: int = Field(16 * _MIB, ge=1024, le=1024 * _MIB)
+    """The largest request body that is accepted, in bytes."""
+    max_tokens: int = Field(2**21, ge=1, le=2**26)
+    """The most tokens or hashes that one request may contain, and the most bytes of a text that is tokenized."""
+    bodies_max_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
+    """How many bytes of request bodies are held at once; above it, the request that has taken longest is closed."""
+    connections_max: int = Field(4096, ge=1, le=1_000_000)
+    """How many HTTP connections, or streams of a picker, are open at once; above it, the one idle longest is closed."""
+    request_seconds: float = Field(30.0, ge=0.1, le=3600)
+    """How long a client may take to send a request, and to read the answer, before its connection is closed."""
+    query_deadline_ms: int = Field(1000, ge=1, le=60_000)
+    """How long a query may take before it answers with what it has found."""
+    inspect_seconds: float = Field(5.0, ge=0.01, le=60)
+    """How long one inspection may take, in seconds."""
+    frame_bytes_max: int = Field(16 * _MIB, ge=65_536, le=256 * _MIB)
+    """The largest frame, in bytes. Of 16 MiB, a batch has 65,536 events at most, and an event 262,144 hashes."""
+    stream_blocks_max: int = Field(4_000_000, ge=1, le=100_000_000)
+    """The most blocks of one stream that a worker remembers and indexes. Further blocks are ignored and counted."""
+    stream_buffer_bytes: int = Field(64 * _MIB, ge=1024, le=64 * 1024 * _MIB)
+    """How many bytes of waiting frames a stream keeps, in 64 MiB at most 20,000; a worker keeps four times as many."""
+    apply_blocks_max: int = Field(512, ge=0, le=1_000_000)
+    """How many blocks all ingest workers together may be writing to one Redis server at once; 0 means no limit."""
+    sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
+    """How many blocks of dead holders an ingest worker sweeps per second, and how many it reads for /placement."""
+    pool_hashes_max: int = Field(1_000_000, ge=1_000, le=10**9)
+    """The most engine hashes that Waymark keeps for a model with a pool. Above it, the oldest tenth is deleted."""
+    reservations_max: int = Field(100_000, ge=1, le=10_000_000)
+    """How many reservations a model may have at once."""
+
+    # The rest
+    conductor_shape: Literal["auto", "published", "instances"] = "auto"
+    """The form of `/query` answers: `published` (old), `instances` (new), or `auto`: JSON is old, msgpack has both."""
+    native: bool = True
+    """Whether the native module is used if it was built; `false` selects the pure-Python path."""
+    hot_block_ms: int = Field(200, ge=0, le=60_000)
+    """How long, in milliseconds, a replica keeps a row of the index that many holders share; 0 disables this cache."""
     epp_drain_seconds: float = Field(5.0, ge=0, le=3600)
     """How long an endpoint picker accepts requests after SIGTERM; its health check already reports that it stops."""
     epp_finish_seconds: float = Field(60.0, ge=0, le=_DAY)
@@ -434,8 +431,6 @@ class Settings(BaseModel):
     """The lowest level of log lines that are written."""
     log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = "text"
     """The format of log lines: `text` for people, `json` for programs."""
-    ui: bool = True
-    """Whether `GET /ui` shows the page."""
     access_log: bool = False
     """Whether every HTTP request is logged."""
 
@@ -525,6 +520,17 @@ _REDIS_URLS = frozenset({"redis_url", "redis_read_url", "answers_redis_url"})
 #: The variables of settings that are constants now, with the value and the place of each.
 FORMER: Final = {
     PREFIX + "METRICS_MODELS_MAX": "100, MODELS_MAX in waymark.base.metrics",
+    PREFIX + "STREAM_BUFFER_FRAMES": "20,000 for 64 MiB of WAYMARK_STREAM_BUFFER_BYTES, and follows that setting",
+    PREFIX + "BATCH_EVENTS_MAX": "65,536 for 16 MiB of WAYMARK_FRAME_BYTES_MAX, and follows that setting",
+    PREFIX + "EVENT_HASHES_MAX": "262,144 for 16 MiB of WAYMARK_FRAME_BYTES_MAX, and follows that setting",
+    PREFIX + "TEXT_BYTES_MAX": "a byte for each token of WAYMARK_MAX_TOKENS",
+    PREFIX + "RESPONSE_CACHE_ENTRIES": "1,000 for 256 MiB of WAYMARK_RESPONSE_CACHE_BYTES, and follows that setting",
+    PREFIX + "RESPONSE_CACHE_STREAM_BYTES": "ten times WAYMARK_RESPONSE_CACHE_RESPONSE_BYTES",
+    PREFIX + "RESPONSES_ENTRIES": "10,000 for 256 MiB of WAYMARK_RESPONSES_BYTES, and follows that setting",
+    PREFIX + "RESPONSES_MONGO_DATABASE": "the path of WAYMARK_RESPONSES_MONGO_URL, or waymark",
+    PREFIX + "RESPONSES_MONGO_COLLECTION": "responses, COLLECTION in waymark.gateway.mongo",
+    PREFIX + "EPP_STREAMS_MAX": "WAYMARK_CONNECTIONS_MAX",
+    PREFIX + "DISCOVERY_CA_FILE": "the CA of the pod, or with WAYMARK_DISCOVERY_URL the file of SSL_CERT_FILE",
     PREFIX + "INSPECT_AT_ONCE": "2, AT_ONCE in waymark.api.inspections",
     PREFIX + "HOT_BLOCK_BYTES": "64 MiB, BYTES_MAX in waymark.store.hot",
     PREFIX + "EVENT_MEMORY_BYTES": "64 MiB, BYTES_MAX in waymark.apply.resuming",

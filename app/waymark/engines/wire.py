@@ -163,12 +163,12 @@ def frame_too_large(size: int, ceilings: Ceilings) -> OverCeiling:
 
 
 def too_many_events(events: int, ceilings: Ceilings) -> OverCeiling:
-    most = f"WAYMARK_BATCH_EVENTS_MAX allows {ceilings.batch_events}"
+    most = f"WAYMARK_FRAME_BYTES_MAX allows {ceilings.batch_events}"
     return OverCeiling("batch_events", f"a batch of {events} events is not read: {most}")
 
 
 def too_many_hashes(hashes: int, ceilings: Ceilings) -> OverCeiling:
-    most = f"WAYMARK_EVENT_HASHES_MAX allows {ceilings.event_hashes}"
+    most = f"WAYMARK_FRAME_BYTES_MAX allows {ceilings.event_hashes}"
     return OverCeiling("event_hashes", f"a batch with an event of {hashes} hashes is not read: {most}")
 
 

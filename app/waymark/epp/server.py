@@ -59,7 +59,7 @@ _HEALTH_STREAMS_MAX = 256
 _LOOK_SECONDS = 1.0
 #: Streams that gRPC takes for each that may be there: those that give up their place need a moment to end.
 _HEADROOM = 4
-_TOO_MANY = "as many requests as WAYMARK_EPP_STREAMS_MAX allows are under way; try again in a moment"
+_TOO_MANY = "as many requests as WAYMARK_CONNECTIONS_MAX allows are under way; try again in a moment"
 
 _STATUS_OF: Mapping[str, Any] = {
     "late": grpc.StatusCode.DEADLINE_EXCEEDED,

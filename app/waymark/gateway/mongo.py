@@ -35,11 +35,16 @@ _AGAIN_SECONDS, _AGAIN_SECONDS_MAX = 1.0, 30.0
 _CLAIM_MS = 30_000
 
 
+#: The database of a URL without a path.
+_DATABASE = "waymark"
+COLLECTION = "responses"
+"""The collection of the copies. Several Waymarks use several databases."""
+
+
 @dataclass(frozen=True, slots=True)
 class MongoOptions:
     url: str = field(repr=False)
-    database: str
-    collection: str
+    """The URL, whose path may name the database."""
     ttl_seconds: int
     """How long a copy of an answer is kept."""
     milliseconds: int
@@ -94,7 +99,7 @@ class MongoArchive:
             )
         except (PyMongoError, ValueError) as error:
             raise SettingsError(f"WAYMARK_RESPONSES_MONGO_URL cannot be used: {error}") from None
-        collection = client[options.database][options.collection]
+        collection = client.get_default_database(_DATABASE)[COLLECTION]
         return cls(
             store.responses,
             collection,

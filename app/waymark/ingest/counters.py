@@ -68,8 +68,7 @@ REASONS = {
     REPLAY_WAITING: "this stream waits for a place to replay (WAYMARK_REPLAYS_MAX); live frames are applied meanwhile",
     COPIES_DOUBTED: "copies of blocks were counted by a rule that the events of the engine contradict",
     SNAPSHOT_FAILED: "no snapshot of the engine's cache could be had; it is asked for again",
-    BUFFER_FULL: "frames were dropped that no replay can recover: WAYMARK_STREAM_BUFFER_BYTES "
-    "or WAYMARK_STREAM_BUFFER_FRAMES was reached",
+    BUFFER_FULL: "frames were dropped that no replay can recover: WAYMARK_STREAM_BUFFER_BYTES was reached",
 }
 
 

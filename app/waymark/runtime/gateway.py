@@ -125,11 +125,11 @@ def response_cache(settings: Settings, metrics: Metrics, store: Store) -> Respon
         return None
     options = CacheOptions(
         place=settings.response_cache,
-        entries_max=settings.response_cache_entries,
+        entries_max=parts.in_proportion(1000, settings, "response_cache_bytes"),
         bytes_max=settings.response_cache_bytes,
         ttl_seconds=settings.response_cache_ttl_seconds,
         response_bytes=settings.response_cache_response_bytes,
-        stream_bytes=settings.response_cache_stream_bytes,
+        stream_bytes=10 * settings.response_cache_response_bytes,
         redis_ms=settings.response_cache_redis_ms,
     )
     return ResponseCache.open(options, metrics, store)
@@ -143,7 +143,7 @@ def stored_responses(settings: Settings, metrics: Metrics, store: Store, archive
         place=settings.responses_place,
         ttl_seconds=settings.responses_ttl_seconds,
         entry_bytes=settings.responses_entry_bytes,
-        entries_max=settings.responses_entries,
+        entries_max=parts.in_proportion(10_000, settings, "responses_bytes"),
         bytes_max=settings.responses_bytes,
     )
     return Responses.open(options, metrics, store, archive)
@@ -155,8 +155,6 @@ def mongo_archive(settings: Settings, metrics: Metrics, store: Store) -> MongoAr
         return None
     options = MongoOptions(
         settings.responses_mongo_url.get_secret_value(),
-        settings.responses_mongo_database,
-        settings.responses_mongo_collection,
         settings.responses_mongo_ttl_seconds,
         settings.responses_mongo_ms,
     )

@@ -96,11 +96,19 @@ def tokenizers(settings: Settings, metrics: Metrics, store: Store | None = None)
         metrics,
         threads=settings.tokenizer_threads,
         cache_bytes=settings.tokens_cache_bytes,
-        text_bytes_max=settings.text_bytes_max,
+        text_bytes_max=max(1024, settings.max_tokens),  # a token has at least one byte
         new_asker=lambda: asker(settings, is_bounded=False),
         # Their addresses are from registrations.
         engines=None if addresses is None else Engines(addresses, asker(settings), {}),
     )
+
+
+# ---- bounds ----------------------------------------------------------------------------------------
+
+
+def in_proportion(count: int, settings: Settings, name: str, *, least: int = 1) -> int:
+    """Return a bound that is ``count`` at the default of the setting ``name``, and grows and shrinks with it."""
+    return max(least, count * int(getattr(settings, name)) // int(Settings.model_fields[name].default))
 
 
 # ---- options ---------------------------------------------------------------------------------------
@@ -152,8 +160,8 @@ def apply_options(settings: Settings) -> ApplyOptions:
         entry_ttl_seconds=settings.entry_ttl_seconds,
         medium_ttl=settings.medium_ttl,
         frame_bytes_max=settings.frame_bytes_max,
-        batch_events_max=settings.batch_events_max,
-        event_hashes_max=settings.event_hashes_max,
+        batch_events_max=in_proportion(65_536, settings, "frame_bytes_max", least=1024),
+        event_hashes_max=in_proportion(262_144, settings, "frame_bytes_max", least=1024),
         hybrid=settings.hybrid,
     )
 

@@ -45,7 +45,7 @@ def epp_options(settings: Settings) -> EppOptions:
         has_tls=settings.epp_tls,
         cert_file=settings.epp_cert_file,
         key_file=settings.epp_key_file,
-        streams_max=settings.epp_streams_max,
+        streams_max=settings.connections_max,
         drain_seconds=settings.epp_drain_seconds,
         finish_seconds=settings.epp_finish_seconds,
     )

@@ -73,7 +73,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
             publisher_timeout=settings.publisher_timeout,
             lease_seconds=settings.lease_seconds,
             stream_buffer_bytes=settings.stream_buffer_bytes,
-            stream_buffer_frames=settings.stream_buffer_frames,
+            stream_buffer_frames=parts.in_proportion(20_000, settings, "stream_buffer_bytes"),
             message_bytes_max=4 * settings.frame_bytes_max,
         ),
     )
@@ -97,7 +97,7 @@ def discovery_options(settings: Settings, environ: Mapping[str, str]) -> Discove
 
 
 def _api_server(settings: Settings, environ: Mapping[str, str]) -> ApiServer:
-    url, token_file, ca_file = settings.discovery_url, settings.discovery_token_file, settings.discovery_ca_file
+    url, token_file, ca_file = settings.discovery_url, settings.discovery_token_file, None
     if url is not None and not is_url(url):
         raise SettingsError(f"WAYMARK_DISCOVERY_URL is {shown(hide_password(url))}: it must be {URL}")
     if url is None:
@@ -108,7 +108,7 @@ def _api_server(settings: Settings, environ: Mapping[str, str]) -> ApiServer:
                 "API server, or leave WAYMARK_DISCOVERY out"
             )
         url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-        token_file, ca_file = token_file or f"{_ACCOUNT}/token", ca_file or f"{_ACCOUNT}/ca.crt"
+        token_file, ca_file = token_file or f"{_ACCOUNT}/token", f"{_ACCOUNT}/ca.crt"
     return ApiServer(url, token_file, ca_file, settings.discovery_namespace or "", settings.discovery_selector)
 
 

@@ -343,7 +343,7 @@ class LocalTokenizer:
         if size > self._bytes_max:
             raise InvalidValue(
                 f"{field} makes a text of {size} bytes and at most {self._bytes_max} are read; send less, or raise "
-                "WAYMARK_TEXT_BYTES_MAX",
+                "WAYMARK_MAX_TOKENS",
                 reason="too_large",
                 field=field,
             )

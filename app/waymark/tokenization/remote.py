@@ -144,7 +144,7 @@ class RemoteTokenizer:
         if len(payload) > 2 * self._bytes_max:
             raise InvalidValue(
                 f"{field} is {len(payload)} bytes of JSON and at most {2 * self._bytes_max} are sent on; send less, or "
-                "raise WAYMARK_TEXT_BYTES_MAX",
+                "raise WAYMARK_MAX_TOKENS",
                 reason="too_large",
                 field=field,
             )

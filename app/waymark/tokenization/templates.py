@@ -179,7 +179,7 @@ class ChatTemplate:
     def _too_large(self) -> InvalidValue:
         return _RenderingOverCeiling(
             f"the chat template makes more than {self._bytes_max} bytes of the messages; send less, or raise "
-            "WAYMARK_TEXT_BYTES_MAX",
+            "WAYMARK_MAX_TOKENS",
             reason="too_large",
             field="messages",
         )

@@ -92,7 +92,7 @@ class UdsTokenizer:
         if request.ByteSize() > 2 * self._bytes_max:
             raise InvalidValue(
                 f"{field} is {request.ByteSize()} bytes and at most {2 * self._bytes_max} are sent on; send less, or "
-                "raise WAYMARK_TEXT_BYTES_MAX",
+                "raise WAYMARK_MAX_TOKENS",
                 reason="too_large",
                 field=field,
             )
