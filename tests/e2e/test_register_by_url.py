@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.live import start
 from tests.patience import patient, within
 
@@ -43,16 +44,8 @@ async def simulate(*flags: str) -> AsyncIterator[list[str]]:
 async def waymark(*words: str) -> tuple[int, str]:
     """A command as a process: its exit code and all that it printed."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "waymark", *words),
-        env=environ,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    async with within(60):
-        output, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, output.decode()
+    code, output, error = await forked.run(words, environ, Path(__file__).parents[2])
+    return code, output + error
 
 
 @pytest.mark.parametrize("dialect", ["vllm-map", "sglang-map"])

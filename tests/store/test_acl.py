@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 
-import anyio
 import pytest
 
+from tests import forked
 from tests.live import start
 from tests.store.flow import live_and_end
 from tests.topologies import Server, farm, start_cluster
@@ -139,7 +138,6 @@ async def _waymark(url: str, secret: Path, *words: str) -> str:
     """What the command line says, as the documented user."""
     environment = {"WAYMARK_REDIS_URL": url, "WAYMARK_REDIS_USERNAME": "waymark"}
     environment |= {"WAYMARK_REDIS_PASSWORD_FILE": str(secret), "PATH": os.environ["PATH"]}
-    done = await anyio.run_process(
-        [sys.executable, "-m", "waymark", *words], env=environment, cwd=Path(__file__).parents[2]
-    )
-    return done.stdout.decode()
+    code, output, error = await forked.run(words, environment, Path(__file__).parents[2])
+    assert code == 0, error
+    return output
