@@ -22,7 +22,7 @@ PARTS: dict[str, set[str]] = {
     "__init__": set(),
     "base": {"_native"},
     "domain": {"base.errors", "base.native", "base.shape"},
-    "engines": LOW | {"domain"},
+    "engines": LOW | {"base.samples", "domain"},
     # What handlers return and the client reads: the client may import it, since it needs only the words of ``domain``.
     "contract": {"base.shape", "domain"},
     "chat": LOW,
@@ -35,7 +35,7 @@ PARTS: dict[str, set[str]] = {
     "store": {"base", "domain", "store.redis"},
     "apply": {"base", "domain", "store"},
     "tokenization": {"base", "domain", "chat"},
-    "discovery": {"base", "domain", "store", "engines"},
+    "discovery": {"base", "domain", "store"},
     "inspection": {"base", "domain", "contract", "store"},
     "decide": {"base", "domain", "contract", "store", "chat", "tokenization", "decide.policies"},
     "console": {"base", "domain", "contract", "client"},

@@ -6,10 +6,10 @@ from contextlib import suppress
 from time import thread_time
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
+from waymark.base.samples import BYTES_MAX, LINE_BYTES_MAX
 from waymark.domain.targets import Gauges
-from waymark.engines.gauges import BYTES_MAX, LINE_BYTES_MAX, GaugesParser, Sample, SampleParser, gauges_of
+from waymark.engines.gauges import GaugesParser, gauges_of
 
 VLLM = b"""\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -112,22 +112,6 @@ def test_impossible_numbers_become_possible_ones(value: str) -> None:
 @pytest.mark.parametrize("text", [VLLM, RANKS, SGLANG.replace(b"\n", b"\r\n"), TRTLLM.rstrip(b"\n")])
 def test_pieces_of_any_size_are_one_text(text: bytes, size: int) -> None:
     assert read_gauges(text, size) == read_gauges(text)
-
-
-def test_labels_are_read_as_the_library_of_prometheus_reads_them() -> None:
-    lines = [
-        'x{a="1",b="2"} 3',
-        'x { a = "1" , b="2",} 3 1700000000',
-        'x{a="q\\"u\\\\o\\nte",b="}, c=\\"1\\""} 1e3',
-        "x 4.5",
-        "x\t+Inf",
-        "x{} -1",
-        'x{a="é{"} 0',
-    ]
-    for line in lines:
-        (family,) = text_string_to_metric_families(line + "\n")
-        (theirs,) = family.samples
-        assert [*SampleParser(["x"]).feed(line.encode() + b"\n")] == [Sample("x", theirs.labels, theirs.value)]
 
 
 WAITING = b"vllm:num_requests_waiting"

@@ -15,13 +15,13 @@ from waymark.api.policies import DECISIONS_MAX, FILE_MAX
 from waymark.apply.options import ApplyOptions
 from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
 from waymark.base.event_streams import EVENT_BYTES_MAX
+from waymark.base.samples import LINE_BYTES_MAX, LINES_MAX
 from waymark.base.settings import PREFIX, Settings
 from waymark.discovery.describe import RANKS_MAX
 from waymark.discovery.kubernetes import PODS_MAX
 from waymark.domain.multimodal import ITEMS_MAX
 from waymark.domain.names import NAME_BYTES_MAX
 from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX
-from waymark.engines.gauges import LINE_BYTES_MAX, LINES_MAX
 from waymark.engines.wire import BLOCK_SIZE_MAX
 from waymark.epp import radix_index
 from waymark.epp.server import MESSAGE_BYTES_MAX

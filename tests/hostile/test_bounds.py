@@ -24,10 +24,10 @@ from waymark.base.bounded_json import TooMuchJson, bounded_loads
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue
 from waymark.base.event_streams import EventStreamParser, EventTooLong
+from waymark.base.samples import SampleParser
 from waymark.discovery.describe import Describer
 from waymark.domain.engines import EngineKind
 from waymark.engines import decoder
-from waymark.engines.gauges import SampleParser
 from waymark.engines.wire import OverCeiling
 from waymark.serving.connection import protocol
 from waymark.store.store import Store

@@ -21,13 +21,13 @@ from waymark.base.asker import Asker, HttpReply, in_pieces
 from waymark.base.bounded_json import bounded_loads
 from waymark.base.endpoints import AllowedEndpoints, is_loopback
 from waymark.base.errors import InvalidValue, RemoteUnavailable, Unanswered
+from waymark.base.samples import SampleParser
 from waymark.base.shown import shown
 from waymark.domain.chunks import CHUNK_BLOCKS_MAX
 from waymark.domain.engines import EngineKind, naming_sockets_at
 from waymark.domain.names import ENDPOINT, is_endpoint
 from waymark.domain.pool_keys import key_forms, sglang_forms
 from waymark.domain.targets import ADAPTERS_MAX, is_engine_url
-from waymark.engines.gauges import SampleParser
 
 #: How long an engine may take for all of its answers.
 SECONDS = 5.0
