@@ -126,6 +126,7 @@ def _compile(source: Path, target: Path) -> str:
     flags = sysconfig.get_config_var("CCSHARED") or ""
     paths = {sysconfig.get_path("include"), sysconfig.get_path("platinclude")}
     command = [*shlex.split(os.environ.get("LDSHARED") or link), *shlex.split(flags), "-O3", "-fvisibility=hidden"]
+    command += ["-ffp-contract=off"]  # sums are those of Python on every processor
     command += [f"-DPy_LIMITED_API={_API}"] if _HAS_LIMITED_API else []
     command += [f'-DWAYMARK_SOURCES="{_digest(source)}"']
     command += [*shlex.split(os.environ.get("CFLAGS", "")), *(f"-I{path}" for path in sorted(paths))]

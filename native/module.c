@@ -11,6 +11,8 @@
  *     row_runs     block keys and rows  ->  runs of equal holders                                 row_runs.c
  *     piece_runs   the same for one piece, from all its values                                    row_runs.c
  *                  the value of a row                                                             rows.c
+ *     rank_sums    targets and what is known of them  ->  the same, least cost first                  sums.c
+ *     offer_sums   the first of these  ->  offers, promises and words of a reservation                sums.c
  *     Places       the places of a stream                                                         places.c
  *     KnownBlocks  engine hashes, and the block of each, at a place                               known.c
  *                  its table, and an index by hash                                                blocks.c, index.c
@@ -47,6 +49,12 @@ static PyMethodDef methods[] = {
           "The plain events of a batch; None where the batch is unusual."),
     ENTRY(row_runs, "keys, rows", "Runs of equal holders, as far as the row of each piece decides by itself."),
     ENTRY(piece_runs, "keys, values", "Runs of equal holders in one piece, by its row and branch rows."),
+    ENTRY(rank_sums,
+          "members, rows, loads, expected, draw, tokens, least, size, device_credit, host_credit, disk_credit, "
+          "shared_credit, weight_new, weight_active",
+          "The targets of a decision, least cost first, if their costs are sums."),
+    ENTRY(offer_sums, "offer, sums, most, blocks, size, weight_new, available, reusable, random",
+          "Offers, promises and words of a reservation."),
     {NULL, NULL, 0, NULL},
 };
 

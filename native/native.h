@@ -24,6 +24,7 @@ EntryPoint plain_post;                  /* heads.c */
 EntryPoint digest, hash_blocks, chain;  /* hashing.c */
 EntryPoint read_batch;                  /* batches.c */
 EntryPoint row_runs, piece_runs;        /* row_runs.c */
+EntryPoint rank_sums, offer_sums;       /* sums.c */
 /* Each puts its types into the module. -1 with an exception. */
 int add_events(PyObject *module);       /* events.c */
 int add_known(PyObject *module);        /* known.c */

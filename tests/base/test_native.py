@@ -21,6 +21,7 @@ from waymark.domain.events import Cleared, Removed, Stored, StoredReference
 from waymark.domain.known import KnownBlocks, Places
 from waymark.domain.media import normal_medium
 from waymark.domain.parts import PackedParts
+from waymark.store.reservations import Offer
 
 ROOT = Path(__file__).parents[2]
 
@@ -96,6 +97,14 @@ def test_a_type_has_the_methods_and_attributes_that_are_declared(
         assert built_parameters == parameters, each
 
 
+#: Two targets with what is known of them, and their sums.
+MEMBERS: list[Any] = [(number, name, SimpleNamespace(weight=2.0)) for number, name in ((1, "a"), (2, "b"))]
+ROWS, LOADS = {"a": (1, 0, 0, 0)}, {1: (100, 2)}
+SUMS: list[Any] = [
+    (9.0, 0.5, 1, MEMBERS[0], 15.5, ROWS["a"], LOADS[1], 0),
+    (9.5, 0.5, 2, MEMBERS[1], 16.0, None, None, 1),
+]
+
 #: Of each function: arguments that it works on, and some that it refuses.
 CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "cut": ((b'{"t":[1,2]}', b'"t"', 9), (b'{"t":[1,x]}', b'"t"', 9), (b"", "t", 9), ("", b"", 1), (b"", b"", "1")),
@@ -122,6 +131,30 @@ CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
         (b"x" * 300, []),
         (b"x" * 8, [None] * 65),
         (b"", ()),
+    ),
+    "rank_sums": (
+        (MEMBERS, {}.get, {}.get, None, float, 8, 1, 4, 1.0, 0.75, 0.25, 0.5, 3.0, 512.0),
+        (MEMBERS, ROWS.get, LOADS.get, {1: 2}.get, float, 8, 1, 4, 1.0, 0.75, 0.25, 0.5, 3.0, 512.0),
+        (MEMBERS, {"a": (1,)}.get, LOADS.get, None, float, 8, 1, 4, 1.0, 0.75, 0.25, 0.5, 3.0, 512.0),
+        (MEMBERS, ROWS.get, {1: (1, "2")}.get, None, float, 8, 1, 4, 1.0, 0.75, 0.25, 0.5, 3.0, 512.0),
+        (MEMBERS, ROWS.get, LOADS.get, {1: "2"}.get, float, 8, 1, 4, 1.0, 0.75, 0.25, 0.5, 3.0, 512.0),
+        (MEMBERS, ROWS.get, LOADS.get, None, str, 8, 1, 4, 1.0, 0.75, 0.25, 0.5, 3.0, 512.0),
+        (MEMBERS, ROWS.get, LOADS.get, 5, float, 8, 1, 4, 1.0, 0.75, 0.25, 0.5, 3.0, 512.0),
+        ([*MEMBERS, (1,)], ROWS.get, LOADS.get, None, float, 8, 1, 4, 1.0, 0.75, 0.25, 0.5, 3.0, 512.0),
+        (5, ROWS.get, LOADS.get, None, float, 8, 1, 4, 1.0, 0.75, 0.25, 0.5, 3.0, "512"),
+    ),
+    "offer_sums": (
+        (Offer, SUMS, 8, 1, 16, 3.0, 16, 15, 8),
+        (Offer, SUMS, 1, 0, 16, 3.0, 16, 15, 8),
+        (Offer, SUMS, -1, 1, 16, 3.0, 16, 15, 8),
+        (Offer, [*SUMS, (1, 2)], 8, 1, 16, 3.0, 16, 15, 8),
+        (Offer, [(*SUMS[0][:4], 2.0**60, None, None, 0)], 8, 1, 16, 3.0, 16, 15, 8),
+        (Offer, [(*SUMS[0][:4], 2.0, (1, 2, 3), None, 0)], 8, 1, 16, 3.0, 16, 15, 8),
+        (Offer, [(*SUMS[0][:4], 2.0, (1, 2, 3, 2**31), None, 0)], 8, 1, 16, 3.0, 16, 15, 8),
+        (Offer, SUMS, 8, 1, 0, 3.0, 16, 15, 8),
+        (dict, SUMS, 8, 1, 16, 3.0, 16, 15, 8),
+        (Offer, tuple(SUMS), 8, 1, 16, 3.0, 16, 15, 8),
+        (Offer, SUMS, 8, 1, 16, "3", 16, 15, 2**64),
     ),
     "read_batch": (
         *((payload, 99, Stored, StoredReference, Removed, Cleared(), normal_medium, 10, 3) for payload in BATCHES),

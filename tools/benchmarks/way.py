@@ -1,10 +1,11 @@
 """What each part of the straight way of a query costs, without the sockets: microseconds, and calls of Python.
 
-    python -m tools.benchmarks.way [--only hash,tokens,short] [--pure] [--rounds 40]
+    python -m tools.benchmarks.way [--only hash,tokens,short,select] [--pure] [--rounds 40]
 
 Each rung is a server of more parts, in this process, over transports that only remember: the system calls are the
 same on all of them. A figure is the least of the rounds, so it means something on a busy machine, too. The caches of
-the processor are warm, and a replica that waits between queries spends up to twice as much.
+the processor are warm, and a replica that waits between queries spends up to twice as much. ``select`` is a whole
+decision of the prompt of ``tokens`` among eight targets, of which one has it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,6 +31,7 @@ import uvloop
 from uvicorn.server import ServerState
 
 from tools.benchmarks import prompts
+from tools.benchmarks.decisions import register_idle_targets
 from tools.benchmarks.feed import publishers, wait_for
 from tools.benchmarks.processes import RedisServer, redis_server, waymark
 from tools.benchmarks.report import aligned
@@ -58,6 +61,9 @@ KINDS: dict[str, tuple[str, Callable[[prompts.Prompt], bytes]]] = {
     "tokens": ("/query", prompts.by_tokens),
     "short": ("/query", prompts.by_few_tokens),
 }
+SELECT = "select"
+#: The targets of a decision.
+TARGETS = 8
 #: Queries of a round.
 QUERIES = 200
 
@@ -141,6 +147,60 @@ class Served:
         self._asked.written.clear()
 
 
+class Decided:
+    """A connection of the server, and those to Redis that a decision uses one after the other."""
+
+    def __init__(self, app: Any, store: Store, redis: RedisServer, request: bytes) -> None:
+        self._store, self._redis, self._request = store, redis, request
+        self._asked: list[ReadConnection] = []
+        self._replies: list[bytes] = []
+        self._client = Remembering()
+        self._connection = connection(app, app.straight)
+        self._connection.connection_made(self._client)
+
+    async def learn(self) -> None:
+        """Decide in earnest, so that the readings are young, and then keep what Redis says."""
+        self._client.written.clear()
+        self._connection.data_received(self._request)
+        while not self._client.written:  # noqa: ASYNC110  # a few turns of a loop that has nothing else to do
+            await asyncio.sleep(0.001)
+        self._client.written.clear()
+        self._replies.clear()
+        reads = self._store.reader._client.reads
+        assert reads is not None
+        assert reads.scripts.connection is not None
+        self._asked = [read_connection(self._store), reads.scripts.connection]
+        with self.silent():
+            self._connection.data_received(self._request)
+            for each, count in zip(self._asked, (2, 1), strict=True):
+                packed = b"".join(each._unsent)
+                each._write()
+                self._replies.append(asked_of(self._redis, packed, count))
+                each.data_received(self._replies[-1])
+        assert len(self._client.written) == 1
+        self._client.written.clear()
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Send nothing to Redis in the meantime."""
+        real = [each._transport for each in self._asked]
+        for each in self._asked:
+            each._transport = Remembering()
+        try:
+            yield
+        finally:
+            for each, transport in zip(self._asked, real, strict=True):
+                each._transport = transport
+
+    def query(self) -> None:
+        self._connection.data_received(self._request)
+        for each, replies in zip(self._asked, self._replies, strict=True):
+            each._write()
+            each.data_received(replies)
+        assert len(self._client.written) == 1
+        self._client.written.clear()
+
+
 class AtOnce:
     """A question that is answered without a look at it, at once or with the reply of Redis."""
 
@@ -204,12 +264,29 @@ def connection(app: Any, table: StraightTable) -> HttpConnection:
     return made
 
 
+def post(path: str, content: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: "
+    return head.encode() + b"%d\r\n\r\n%b" % (len(content), content)
+
+
+def asked_of(redis: RedisServer, packed: bytes, count: int) -> bytes:
+    """So many replies of Redis to packed commands."""
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.connect(redis.path)
+        opened.sendall(packed)
+        parser, replies, seen = hiredis.Reader(), b"", 0
+        while seen < count:
+            replies += (piece := opened.recv(2**20))
+            parser.feed(piece)
+            while parser.gets() is not False:
+                seen += 1
+    return replies
+
+
 async def exchanged(kind: str, prompt: prompts.Prompt, app: Any, redis: RedisServer, store: Store) -> Exchange:
     """What passes in a query of a prompt whose table and connection are known."""
     path, body = KINDS[kind]
-    content = body(prompt)
-    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: "
-    request = head.encode() + b"%d\r\n\r\n%b" % (len(content), content)
+    request = post(path, body(prompt))
     served, client = connection(app, app.straight), Remembering()
     served.connection_made(client)
     for _ in range(20):  # so that the portions have their size
@@ -224,15 +301,7 @@ async def exchanged(kind: str, prompt: prompts.Prompt, app: Any, redis: RedisSer
     reads._write()
     reads._transport = real
     packed = b"".join(asked.written)
-    with socket.socket(socket.AF_UNIX) as opened:
-        opened.connect(redis.path)
-        opened.sendall(packed)
-        parser, replies, count = hiredis.Reader(), b"", 0
-        while count < 2:
-            replies += (piece := opened.recv(2**20))
-            parser.feed(piece)
-            while parser.gets() is not False:
-                count += 1
+    replies = asked_of(redis, packed, 2)
     answer = client.written[0]
     reads.data_received(replies)
     return Exchange(path, request, packed, replies, answer)
@@ -260,7 +329,7 @@ def rungs(
     yield "the access log", Served(exchange, logged, logged.straight, redis)
 
 
-def measured(server: Bare | Served, rounds: int) -> tuple[float, int]:
+def measured(server: Bare | Served | Decided, rounds: int) -> tuple[float, int]:
     """The least microseconds of a query, and its calls of Python."""
     least = float("inf")
     for _ in range(rounds):
@@ -280,20 +349,36 @@ def measured(server: Bare | Served, rounds: int) -> tuple[float, int]:
     return least * 1e6, calls - 1
 
 
+async def decided(app: Any, store: Store, redis: RedisServer, prompt: prompts.Prompt, rounds: int) -> list[str]:
+    """The row of a whole decision. Its readings grow old, so they are repeated before each round."""
+    server = Decided(app, store, redis, post("/select", prompts.by_tokens(prompt)))
+    least, calls = float("inf"), 0
+    for _ in range(rounds):
+        await server.learn()
+        with server.silent():
+            microseconds, calls = measured(server, 1)
+        least = min(least, microseconds)
+    return ["the whole decision", f"{least:.1f}", "", str(calls)]
+
+
 async def ladder(kinds: list[str], rounds: int) -> list[list[str]]:
-    settings, metrics = Settings(), Metrics()
+    settings, metrics = Settings(loads_ms=10_000), Metrics()
     rows = [["query", "with also", "us", "more", "calls"]]
     with tempfile.TemporaryDirectory(prefix="wm-") as name, redis_server(Path(name)) as redis:
         (prompt,) = islice(prompts.fresh(), 1)
         with waymark(Path(name), "serve", redis.url) as server, publishers(1) as (engine,):
             engine.register(server)
             engine.store(prompt)
+            register_idle_targets(server, range(engine.number + 1, engine.number + TARGETS))
             wait_for([server], {engine.number: prompt})
         store, asker = Store.open(redis.url), parts.asker(settings)
         app = create_app(store, parts.api_options(settings), parts.selection_options(settings), metrics, asker=asker)
         assert isinstance(app, Shortcut)
         try:
             for kind in kinds:
+                if kind == SELECT:
+                    rows.append([kind, *await decided(app, store, redis, prompt, rounds)])
+                    continue
                 exchange, before = await exchanged(kind, prompt, app, redis, store), 0.0
                 reads = read_connection(store)
                 real = reads._transport
@@ -311,13 +396,13 @@ async def ladder(kinds: list[str], rounds: int) -> list[list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.way")
-    parser.add_argument("--only", default=",".join(KINDS), help=f"some of {', '.join(KINDS)}")
+    parser.add_argument("--only", default=",".join(KINDS), help=f"some of {', '.join(KINDS)}, {SELECT}")
     parser.add_argument("--pure", action="store_true", help="without the C module")
     parser.add_argument("--rounds", type=int, default=40)
     given = parser.parse_args()
     kinds = given.only.split(",")
-    if unknown := set(kinds) - KINDS.keys():
-        print(f"--only: '{min(unknown)}' is none of {', '.join(KINDS)}", file=sys.stderr)
+    if unknown := set(kinds) - {*KINDS, SELECT}:
+        print(f"--only: '{min(unknown)}' is none of {', '.join(KINDS)}, {SELECT}", file=sys.stderr)
         return 2
     native.select(not given.pure)
     with Path(os.devnull).open("w") as nowhere, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

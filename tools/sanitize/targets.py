@@ -17,7 +17,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from tests.domain.known_model import STEPS, Model, play
-from tools.sanitize import batches, runs
+from tools.sanitize import batches, runs, sums
 from waymark.base import native
 from waymark.domain.events import Cleared, Removed, Stored, StoredReference
 from waymark.domain.known import Spot
@@ -447,6 +447,20 @@ TARGETS: dict[str, Target] = {
     ),
     "KnownBlocks": Target(
         known, [(bytes(range(256)),), (CONTENT[:1024],), (CONTENT[5:2000],)], [bytes(4)], use=use_known
+    ),
+    "rank_sums": Target(
+        sums.rank_sums,
+        [(script, tokens, 16) for script in sums.SCRIPTS for tokens in (0, 16, 33, 100)],
+        [bytes(8)],
+        {1: [0, 1, 15, 16, 17, 64, 2**20], 2: [1, 3, 16, 60]},
+        use=sums.use_rank,
+    ),
+    "offer_sums": Target(
+        sums.offer_sums,
+        [(script, tokens, 16, 2) for script in sums.SCRIPTS for tokens in (0, 16, 33, 100)],
+        [bytes(8)],
+        {1: [0, 1, 15, 16, 17, 64, 2**20], 2: [1, 3, 16, 60], 3: [*COUNTS]},
+        use=sums.use_offer,
     ),
     "row_runs": Target(row_runs, PIECES, ROW_WORDS),
     "piece_runs": Target(piece_runs, PIECES, ROW_WORDS),

@@ -3,8 +3,8 @@
 The C module is built from ``native/`` if there is a compiler; a build without one continues in Python. Each loop has
 both implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, the knowledge
 of a stream in ``domain.pure_known``, parts in ``domain.parts`` and ``store.calls``, lists in ``api.http.bodies``,
-events in ``engines.plain``, requests in ``serving.request_reader``. Both give the same for every input, and the same
-tests run over both.
+events in ``engines.plain``, requests in ``serving.request_reader``, orders in ``decide.pure_sums``. Both give the same
+for every input, and the same tests run over both.
 
 In a checkout, ``native/`` may change without a new build; a module built from other sources is refused.
 """
@@ -64,6 +64,39 @@ class NativeFunctions(Protocol):
     def row_runs(self, keys: bytes, rows: list[bytes | None], /) -> tuple[list[tuple[bytes, int]], int, bool]: ...
 
     def piece_runs(self, keys: bytes, values: list[bytes | None], /) -> tuple[list[tuple[bytes, int]], int, int]: ...
+
+    def rank_sums(
+        self,
+        members: Any,
+        rows: Callable[[Any], Any],
+        loads: Callable[[Any], Any],
+        expected: Callable[[Any], Any] | None,
+        draw: Callable[[], float],
+        tokens: int,
+        least: int,
+        size: int,
+        device_credit: float,
+        host_credit: float,
+        disk_credit: float,
+        shared_credit: float,
+        weight_new: float,
+        weight_active: float,
+        /,
+    ) -> list[Any]: ...
+
+    def offer_sums(
+        self,
+        offer: type,
+        sums: list[Any],
+        most: int,
+        blocks: int,
+        size: int,
+        weight_new: float,
+        available: int,
+        reusable: int,
+        random: int,
+        /,
+    ) -> tuple[list[Any], list[str], list[str]]: ...
 
 
 def digest_of(sources: Path) -> str:

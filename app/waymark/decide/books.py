@@ -59,14 +59,9 @@ def promises_of(
     publishers: Sequence[int], seen: PromptState, request: RoutingRequest, fleet: Fleet, choices: Choices
 ) -> list[str]:
     """Return what can be promised of each target, for one prompt: the texts that their reservations have."""
-    rows, size, soon = seen.rows, request.block_size, seen.expected
-    if seen.prefixes:
-        amounts = {name: sum(_held(seen, name, size)) for name in choices.among({*rows, *seen.prefixes})}
-    else:
-        amounts = {name: size * sum(rows[name]) for name in choices.among(rows)}
-    available = random = 0
-    if amounts:
-        available, random = max(amounts.values()), round(sum(amounts.values()) / choices.number)
+    size, soon = request.block_size, seen.expected
+    amounts = _amounts(seen, size, choices)
+    available, random = _best_and_random(amounts, choices)
     # Most targets have nothing, and each decision needs eight texts.
     of_nothing = PROMISE_TEXT % (available, *_NOTHING, 0, random)
     if not (amounts or soon):
@@ -83,6 +78,25 @@ def promises_of(
         expected = min(max(amount or 0, soon.get(publisher, 0) * size), reusable)
         texts.append(PROMISE_TEXT % (available, *tokens, expected, random))
     return texts
+
+
+def promised_to_all(seen: PromptState, size: int, choices: Choices) -> tuple[int, int]:
+    """Return ``available`` and ``random`` of all promises of one prompt."""
+    return _best_and_random(_amounts(seen, size, choices), choices)
+
+
+def _amounts(seen: PromptState, size: int, choices: Choices) -> dict[_Name, int]:
+    """Return the tokens of the prompt that each choice has, for those that have any."""
+    rows = seen.rows
+    if seen.prefixes:
+        return {name: sum(_held(seen, name, size)) for name in choices.among({*rows, *seen.prefixes})}
+    return {name: size * sum(rows[name]) for name in choices.among(rows)}
+
+
+def _best_and_random(amounts: Mapping[_Name, int], choices: Choices) -> tuple[int, int]:
+    if not amounts:
+        return 0, 0
+    return max(amounts.values()), round(sum(amounts.values()) / choices.number)
 
 
 def _held(seen: PromptState, name: _Name, size: int) -> tuple[int, int, int, int]:

@@ -175,23 +175,19 @@ class MatchReader:
 
     def _aside_at_hand(self, question: Question, entry: GroupEntry, fleet: Fleet) -> _Aside | None:
         """Return the values beside the blocks, if the snapshot alone is needed and it is young enough."""
-        if (question.prefix_key is not None and fleet.has_sources) or self._expects(question, fleet):
+        if (question.prefix_key is not None and fleet.has_sources) or has_entries(question, fleet, self._options):
             return None
         if history_of(question) is not None:
             return None
         snapshot = self._snapshots.at_hand(entry, fleet, needs_of(question, fleet))
         return None if snapshot is None else _Aside(snapshot, {}, {})
 
-    def _expects(self, question: Question, fleet: Fleet) -> bool:
-        """Return whether speculative entries are read."""
-        return fleet.has_silent or speculation_of(question, self._options).is_on
-
     async def _aside(self, question: Question, entry: GroupEntry, fleet: Fleet, prompt: HashedPrompt) -> _Aside:
         """Read the values beside the blocks: the snapshot, opaque prefixes, histories and speculative entries."""
         snapshot = await self._snapshots.of(entry, fleet, needs_of(question, fleet))
         until = asyncio.get_running_loop().time() + self._options.deadline_seconds
         prefixes = await self._prefixes(question, entry, fleet, prompt, until)
-        at = depths(len(prompt.keys) // KEY_BYTES) if self._expects(question, fleet) else []
+        at = depths(len(prompt.keys) // KEY_BYTES) if has_entries(question, fleet, self._options) else []
         history = None
         if (terms := history_of(question)) is not None and prompt.keys:
             blocks = unpack(prompt.keys[: terms.prompt_blocks * KEY_BYTES])
@@ -255,6 +251,11 @@ def history_of(question: Question) -> HistoryTerms | None:
     """Return the terms of the history of prompts, if the policy has a scorer of it."""
     file = question.policy.file
     return None if file is None else file.history
+
+
+def has_entries(question: Question, fleet: Fleet, options: SelectionOptions) -> bool:
+    """Return whether speculative entries are read and written."""
+    return fleet.has_silent or speculation_of(question, options).is_on
 
 
 def speculation_of(question: Question, options: SelectionOptions) -> Speculation:

@@ -13,6 +13,8 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple, Protocol
 
+from waymark.base import native
+from waymark.decide import pure_sums
 from waymark.decide.books import Choices
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed
 from waymark.decide.fleet import (
@@ -52,7 +54,6 @@ _PLACE = 2.0**44
 BY_PLACE = Linear(0.0, 0.0)
 _CREDITS = read_constants(CREDITS, {}, "overrides")
 _EVERYBODY = Allowed()
-_NO_ROW = TargetRow()
 
 
 class StageOffers(Protocol):
@@ -423,45 +424,43 @@ class SumOffers:
         assert policy.values is not None
         assert policy.values.credits is not None
         self.linear = linear = policy.linear
-        self._sum_of, self._values, self._request = policy.preset.sum_of, policy.values, request
-        self._blocks = blocks or None
-        device_credit, host_credit, disk_credit, shared_credit = policy.values.credits
-        rows, loads, expected, draw = seen.rows, seen.loads.get, seen.expected, random.random
-        tokens, least, size = request.tokens, least_new(request), request.block_size
-        weight_new, weight_active = linear
-        new_of_nothing = max(tokens - 0.0, least)
-        sums: list[_Sum] = []
         self.is_cold = seen.is_cold
-        for member in members:
-            publisher, name, target, _, _, _ = member
-            row, load, soon, new = rows.get(name), loads(publisher), 0, new_of_nothing
-            if expected:
-                soon = expected.get(publisher, 0)
-            if row is not None or soon:
-                device, host, shared, disk = row or _NO_ROW
-                has = device_credit * device + host_credit * host + disk_credit * disk + shared_credit * shared
-                new = max(tokens - size * max(has, soon), least)
-            cost = weight_new * new
-            if load is not None:
-                cost += (load.tokens + weight_active * load.requests) / target.weight
-            sums.append((cost, draw(), publisher, member, new, row, load, soon))
-        sums.sort()
-        self._sums = sums
+        self._sum_of, self._values, self._request = policy.preset.sum_of, policy.values, request
+        self._blocks = blocks
+        self._least = least_new(request)
+        self._sums: list[_Sum] = (native.selected or pure_sums).rank_sums(
+            members,
+            seen.rows.get,
+            seen.loads.get,
+            seen.expected.get if seen.expected else None,
+            random.random,
+            request.tokens,
+            self._least,
+            request.block_size,
+            *policy.values.credits,
+            *linear,
+        )
 
     def offers(self) -> list[Offer]:
-        linear, size, offers = self.linear, self._request.block_size, []
-        of_nothing: Offer | None = None
-        for _, _, publisher, member, new, row, _, soon in self._sums[:CANDIDATES_MAX]:
-            weight, has_nothing = member.target.weight, row is None and not soon
-            if has_nothing and of_nothing is not None:  # mostly it is that of the target before
-                offers.append(tuple.__new__(Offer, (publisher, *of_nothing[1:3], weight, 0, 0)))
-                continue
-            is_whole = row is not None and not row.shared and sum(row) == self._blocks and new <= size
-            offer = _offer(publisher, new, 0.0, weight, linear, is_reserved=not is_whole)
-            offers.append(offer)
-            if has_nothing:
-                of_nothing = offer
-        return offers
+        return self.promised(0, 0)[0]
+
+    def promised(self, available: int, random: int) -> tuple[list[Offer], list[str], list[str]]:
+        """Return the offers, what is promised of each, and their terms as ``reserve`` reads them.
+
+        ``available`` and ``random`` are those of ``Promise``.
+        """
+        request = self._request
+        return (native.selected or pure_sums).offer_sums(
+            Offer,
+            self._sums,
+            CANDIDATES_MAX,
+            self._blocks,
+            request.block_size,
+            self.linear.new,
+            available,
+            request.tokens - self._least,
+            random,
+        )
 
     def matched_blocks(self) -> list[int]:
         return [0 if row is None else sum(row) for _, _, _, _, _, row, _, _ in self._sums[:CANDIDATES_MAX]]

@@ -22,11 +22,11 @@ from waymark.base.errors import Saturated, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
-from waymark.decide.books import Choices, promises_of
+from waymark.decide.books import Choices, promised_to_all, promises_of
 from waymark.decide.fleet import Fleet
-from waymark.decide.matches import PromptMatches, history_of, speculation_of
+from waymark.decide.matches import PromptMatches, has_entries, history_of, speculation_of
 from waymark.decide.options import SelectionOptions
-from waymark.decide.order import Offers, StageOffers
+from waymark.decide.order import Offers, StageOffers, SumOffers
 from waymark.decide.policies.policy import Candidate, Scored
 from waymark.decide.policies.profile import HistoryTerms
 from waymark.decide.question import Question, SelectedTarget
@@ -240,15 +240,12 @@ class TargetReserver:
 
     def _one(self, stage: _OfferedStage) -> Steps[tuple[int, Reservation] | None]:
         """Return the place of the chosen target."""
-        ranked, of, choices, is_prefill_elsewhere, _, peers = stage
+        ranked, of, _, is_prefill_elsewhere, _, peers = stage
         parameters, matches = of.question.parameters, of.matches
-        offers, spec_keys = self._with_entries(stage)
-        publishers = [offer.publisher for offer in offers]
-        promises: Sequence[str] = ()
-        if choices is not None:
-            seen = matches.told or matches.seen
-            promises = promises_of(publishers, seen, matches.request, of.snapshot.fleet, choices)
-        pulls = None if peers is None else peers.pulls(publishers, ranked.matched_blocks())
+        offers, promises, words, spec_keys = self._offered(stage)
+        pulls = None
+        if peers is not None:
+            pulls = peers.pulls([offer.publisher for offer in offers], ranked.matched_blocks())
         terms = ReservationTerms(
             context=matches.request.tokens,
             weight_new=ranked.linear.new,
@@ -261,6 +258,7 @@ class TargetReserver:
             request_id=parameters.request_id,
             pulls=pulls,
             promises=promises,
+            words=words,
         )
         found = yield from self._reservations.reserving(of.snapshot.entry.group_id, offers, terms)
         if found.overdue:
@@ -279,6 +277,18 @@ class TargetReserver:
             return (yield from self._one(stage.as_request(None)))
         assert at is not None
         return at, reservation
+
+    def _offered(self, stage: _OfferedStage) -> tuple[list[Offer], Sequence[str], Sequence[str] | None, Sequence[str]]:
+        """Return the offers, what is promised of each, the words of both if they are known, and the keys of entries."""
+        ranked, ((_, fleet, *_), matches, question), choices = stage[:3]
+        has_more = matches.told is not None or has_entries(question, fleet, self._options)
+        if choices is not None and isinstance(ranked, SumOffers) and not has_more:
+            return *ranked.promised(*promised_to_all(matches.seen, matches.request.block_size, choices)), ()
+        offers, spec_keys = self._with_entries(stage)
+        if choices is None:
+            return offers, (), None, spec_keys
+        seen, publishers = matches.told or matches.seen, [offer.publisher for offer in offers]
+        return offers, promises_of(publishers, seen, matches.request, fleet, choices), None, spec_keys
 
     def _with_entries(self, stage: _OfferedStage) -> tuple[list[Offer], Sequence[str]]:
         """Return the offers with the speculative entries that each would get, and the keys of all entries."""

@@ -269,8 +269,8 @@ def walk_with_pool(walk: Walk, bitmap: int) -> Walk:
 
 def pool_bitmap(walk: Walk, asked: int = 0) -> int:
     """Return the blocks of a pool, up to the first block without a holder, with ``asked`` as in ``target_rows``."""
-    end = _prefix(asked | (1 << walk.blocks) - 1)
-    return (walk.coverage.in_pool | asked) & (1 << end) - 1
+    pool = walk.coverage.in_pool | asked
+    return pool and pool & (1 << _prefix(asked | (1 << walk.blocks) - 1)) - 1
 
 
 # Hybrid models: how far a rank can reuse a prefix, by the windows that it has.

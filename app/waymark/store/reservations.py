@@ -235,12 +235,25 @@ class ReservationTerms(NamedTuple):
     pulls: Pulls | None = None
     """The engines that the targets may copy from."""
     promises: Sequence[str] = ()
-    """For each offer what the books will say of it, if it gets the prompt: the text of a ``Promise``. Empty: nothing
-    is promised."""
+    """For each offer the text of the ``Promise`` to it; empty: nothing is promised."""
+    words: Sequence[str] | None = None
+    """What ``words_of`` makes of the offers and the promises, if that is known already."""
 
     def promise(self, index: int) -> str:
         """Return what was promised of an offer."""
         return self.promises[index] if self.promises else ""
+
+
+def words_of(offers: Sequence[Offer], promises: Sequence[str]) -> list[str]:
+    """Return the terms of offers as ``reserve`` reads them: a word for each run of equal ones."""
+    words: list[str] = []
+    last, last_promise = None, ""
+    for place, (offer, promise) in enumerate(zip(offers, promises, strict=False), 1):
+        if offer[1:] != last or promise != last_promise:  # mostly they are those of the candidate before
+            last, last_promise = offer[1:], promise
+            _, new, handicap, weight, first, lasting = offer
+            words.append(f"{place} {new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting} {promise}")
+    return words
 
 
 class Reserved(NamedTuple):
@@ -296,16 +309,10 @@ class Reservations:
         """Return the steps of ``reserve``."""
         if not 1 <= len(offers) <= CANDIDATES_MAX:
             raise ValueError(f"{len(offers)} candidates; reserve ranks 1 to {CANDIDATES_MAX}")
-        pulls, promises = terms.pulls or NO_PULLS, terms.promises or _NO_PROMISES
+        pulls = terms.pulls or NO_PULLS
         load, changes, reservations, holders = _names(group_id, keys.ALL)
         nonce = os.urandom(8).hex()
-        words: list[str] = []
-        last, last_promise = None, ""
-        for place, (offer, promise) in enumerate(zip(offers, promises, strict=False), 1):
-            if offer[1:] != last or promise != last_promise:  # mostly they are those of the candidate before
-                last, last_promise = offer[1:], promise
-                _, new, handicap, weight, first, lasting = offer
-                words.append(f"{place} {new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting} {promise}")
+        words = words_of(offers, terms.promises or _NO_PROMISES) if terms.words is None else terms.words
         try:
             reply = yield from self._scripts.reserve(
                 load=load,

@@ -1,0 +1,79 @@
+"""The order of targets whose costs are sums, and what Redis is told of the best, in Python; see ``native/sums.c``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from waymark.domain.books import PROMISE_TEXT
+from waymark.domain.match import TargetRow
+from waymark.store.reservations import Offer, words_of
+
+_NO_ROW = TargetRow()
+
+
+def rank_sums(
+    members: Sequence[Any],
+    rows: Callable[[Any], Any],
+    loads: Callable[[Any], Any],
+    expected: Callable[[Any], Any] | None,
+    draw: Callable[[], float],
+    tokens: int,
+    least: int,
+    size: int,
+    device_credit: float,
+    host_credit: float,
+    disk_credit: float,
+    shared_credit: float,
+    weight_new: float,
+    weight_active: float,
+) -> list[Any]:
+    """Return the sums of all members, least first.
+
+    ``rows``, ``loads`` and ``expected`` return what is known of a name, or of a publisher.
+    """
+    new_of_nothing = max(tokens - 0.0, least)
+    sums = []
+    for member in members:
+        publisher, name, target = member[:3]
+        row, load, soon, new = rows(name), loads(publisher), 0, new_of_nothing
+        if expected is not None:
+            soon = expected(publisher) or 0
+        if row is not None or soon:
+            device, host, shared, disk = row or _NO_ROW
+            has = device_credit * device + host_credit * host + disk_credit * disk + shared_credit * shared
+            new = max(tokens - size * max(has, soon), least)
+        cost = weight_new * new
+        if load is not None:
+            cost += (load.tokens + weight_active * load.requests) / target.weight
+        sums.append((cost, draw(), publisher, member, new, row, load, soon))
+    sums.sort()
+    return sums
+
+
+def offer_sums(
+    offer: type[Offer],
+    sums: list[Any],
+    most: int,
+    blocks: int,
+    size: int,
+    weight_new: float,
+    available: int,
+    reusable: int,
+    random: int,
+) -> tuple[list[Offer], list[str], list[str]]:
+    """Return the first ``most`` sums as offers, what is promised of each, and the words of a reservation."""
+    offers, promises = [], []
+    for _, _, publisher, member, new, row, _, soon in sums[:most]:
+        device, host, shared, disk = row or _NO_ROW
+        matched = device + host + shared + disk
+        # A target with all complete blocks gives nothing back, so its last tokens count in the cost alone.
+        is_whole = row is not None and not shared and blocks and matched == blocks and new <= size
+        reserved = 0 if is_whole else math.ceil(new)
+        offers.append(offer(publisher, reserved, 0.0 + weight_new * (new - reserved), member.target.weight))
+        will_have = min(max(matched, soon) * size, reusable)
+        promises.append(
+            PROMISE_TEXT % (available, size * device, size * host, size * disk, size * shared, will_have, random)
+        )
+    return offers, promises, words_of(offers, promises)
