@@ -276,7 +276,7 @@ class Settings(BaseModel):
     deletion_cost: Annotated[Literal["off", "on"], BeforeValidator(_lower)] = "off"
     """Whether discovery annotates pods with the worth of their caches, so that Kubernetes stops the cheapest first."""
     engine_api_key: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
-    """The bearer token in requests to engines; it goes only to the hosts of `WAYMARK_ENGINE_KEY_HOSTS`."""
+    """The bearer token for engines, only on hosts of `WAYMARK_ENGINE_KEY_HOSTS` and `WAYMARK_GATEWAY_ENGINES`."""
     engine_key_hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """The globs and CIDRs of the hosts that get the key of the engines; the default is `WAYMARK_ALLOWED_ENDPOINTS`."""
     engine_keys: Annotated[dict[str, SecretStr], BeforeValidator(_split_keys)] = Field(default_factory=dict)
