@@ -30,6 +30,20 @@ def build(directory: Path, **environ: str) -> tuple[subprocess.CompletedProcess[
     return done, list(directory.glob("*.whl"))
 
 
+def files() -> list[str]:
+    """What is in the package of the checkout."""
+    return sorted(path.name for path in (ROOT / "app" / "waymark").iterdir())
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str, Path]:
+    """The files of the checkout before it was built with a compiler, what was said, and the wheel."""
+    before = files()
+    done, (wheel,) = build(tmp_path_factory.mktemp("wheel"))
+    assert done.returncode == 0, done.stderr
+    return before, done.stdout + done.stderr, wheel
+
+
 @pytest.mark.parametrize(
     ("environ", "reason"),
     [
@@ -57,22 +71,22 @@ def test_a_wheel_that_needs_the_c_is_not_built_without_it(tmp_path: Path) -> Non
         assert "BUILD_NATIVE is 'maybe'; give one of" in done.stderr or "was not built" in done.stderr
 
 
-def test_with_a_compiler_the_module_is_in_the_wheel_and_the_checkout_is_as_before(tmp_path: Path) -> None:
-    before = sorted(path.name for path in (ROOT / "app" / "waymark").iterdir())
-    done, (wheel,) = build(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in (ROOT / "app" / "waymark").iterdir()) == before
+def test_with_a_compiler_the_module_is_in_the_wheel_and_the_checkout_is_as_before(
+    compiled: tuple[list[str], str, Path],
+) -> None:
+    before, said, wheel = compiled
+    assert files() == before
     names = zipfile.ZipFile(wheel).namelist()
     has_module = MODULE in names
-    assert has_module == ("built with its C part" in done.stdout + done.stderr)
+    assert has_module == ("built with its C part" in said)
     assert wheel.name.endswith("-py3-none-any.whl") != has_module
     if has_module and HAS_LIMITED_API:
         assert "-cp311-abi3-" in wheel.name, "one wheel for every CPython from 3.11 on"
 
 
-def test_a_checkout_refuses_a_module_of_other_sources(tmp_path: Path) -> None:
+def test_a_checkout_refuses_a_module_of_other_sources(compiled: tuple[list[str], str, Path], tmp_path: Path) -> None:
     """What a checkout is after a pull that changed the C: newer sources beside the module that was built before."""
-    _, (wheel,) = build(tmp_path)
+    wheel = compiled[2]
     if MODULE not in zipfile.ZipFile(wheel).namelist():
         pytest.skip("built without the C part")
     zipfile.ZipFile(wheel).extractall(tmp_path / "app")
