@@ -37,6 +37,18 @@ pytestmark = [
 
 HASHES: Final = 60
 GROUPS: Final[tuple[list[int], ...]] = ([], [], [], [0], [0], [1])
+#: What the events of a release tell besides, and what few of them do.
+RELEASES: Final[tuple[dict[str, Any], ...]] = (
+    {},
+    {"locality": "LOCAL"},
+    {"locality": None, "origin": "NEW", "session_id": "s", "ownership": "o"},
+)
+OTHER_FIELDS: Final[tuple[dict[str, Any], ...]] = (
+    *RELEASES,
+    {"locality": "REMOTE"},
+    {"origin": "REUSED"},
+    {"origin": "MOVED"},
+)
 
 
 class Stream:
@@ -117,6 +129,7 @@ class Engine:
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.chains: list[list[int]] = []
+        self.release = chance.choice(RELEASES)
 
     def payload(self) -> bytes:
         chance = self.chance
@@ -129,7 +142,8 @@ class Engine:
         ]
         if chance.random() < 0.1:
             events.insert(chance.randrange(len(events) + 1), self.unusual())
-        packed_batch: bytes = msgpack.packb([1.5, events, chance.choice([None, 0, 0, 1])])
+        process = chance.choice([[], [], [None], [b"p" * 16], [b"p" * 16], [b"q" * 16], ["p"]])
+        packed_batch: bytes = msgpack.packb([1.5, events, chance.choice([None, 0, 0, 1]), *process])
         return packed_batch
 
     def store(self, medium: str | None, group: list[int], adapter: str | None) -> Any:
@@ -157,8 +171,14 @@ class Engine:
         }
         event |= {"group_idx": group[0]} if group else {}
         if chance.random() < 0.5:
-            return event
+            return event | self.fields_of_new_releases()
         return ["BlockStored", *list(event.values())[1:5], None, medium, adapter, None, *group]
+
+    def fields_of_new_releases(self, *, is_removal: bool = False) -> dict[str, Any]:
+        """Fields that mean nothing here, and now and then some that do."""
+        chance = self.chance
+        told = self.release if chance.random() < 0.9 else chance.choice(OTHER_FIELDS)
+        return {name: value for name, value in told.items() if name == "locality" or not is_removal}
 
     def removal(self, medium: str | None, group: list[int]) -> Any:
         chance = self.chance
@@ -169,7 +189,11 @@ class Engine:
             hashes = hashes[: chance.randint(1, len(hashes))]
         if chance.random() < 0.5:
             hashes.reverse()
-        return ["BlockRemoved", hashes, medium, *group]
+        if chance.random() < 0.5:
+            return ["BlockRemoved", hashes, medium, *group]
+        event = {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
+        event |= {"group_idx": group[0]} if group else {}
+        return event | self.fields_of_new_releases(is_removal=True)
 
     def unusual(self) -> Any:
         return self.chance.choice(
@@ -185,7 +209,12 @@ class Engine:
 
 def history(chance: random.Random, kind: EngineKind, steps: int) -> int:
     """A random history in all three ways; how many batches were plain."""
-    options = {"of": registration(kind), "blocks_max": chance.choice([30, 100_000]), "waiting_blocks": 20}
+    options = {
+        "of": registration(kind),
+        "blocks_max": chance.choice([30, 100_000]),
+        "waiting_blocks": 20,
+        "shards": chance.choice([1, 1, 1, 2, 3]),
+    }
     ways = ((True, True), (True, False), (False, False))
     streams = [Stream(is_native=is_native, is_whole=is_whole, **options) for is_native, is_whole in ways]
     engine = Engine(chance)
