@@ -45,6 +45,7 @@ ELSEWHERE = {
     "api.operations:Operation": "children of a counter",
     "store.reader:QueryCounts": "children of a counter",
     "store.steps:_tasks": "tasks under way",
+    "ingest.unfinished:_memory_file": "an open file of the system",
     "api.conductor:AnswerCache": "made by the incarnation, and bound to views of tables",
     "api.conductor:MatchRows._instances": "rows of one answer, kept and dropped with it",
     "api.conductor:AddressTables": "made by the incarnation, and bound to tables",

@@ -314,6 +314,19 @@ class Bench:
         self._addresses += 1
         return "tcp://127.0.0.1:0" if transport == "tcp" else f"ipc://{self._directory}/{self._addresses}"
 
+    async def at_watermark_by_another_loop(self, publisher: int, seq: int) -> None:
+        """Wait for the watermark of a publisher's record by the clock of another loop."""
+
+        def wait() -> None:
+            with SyncRedis.from_url(self._url) as redis:
+                record = keys.record(1, publisher)
+                reached = wait_until(
+                    lambda: redis.hget(record, "watermark") == b"%d" % seq, f"{record} is at {seq}", PATIENCE_SECONDS
+                )
+                asyncio.run(reached)
+
+        await asyncio.to_thread(wait)
+
     async def pod(
         self,
         instance_id: str = "pod-1",

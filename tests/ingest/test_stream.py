@@ -463,3 +463,17 @@ async def test_a_second_restart_is_one_though_its_clock_went_back(bench: Bench) 
         await pod.work(1)
         await pod.agrees()
         await pod.counted(restarts=restarts)
+
+
+async def test_a_lone_frame_waits_for_no_timer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the loop stands still, so nothing that waits for a time goes on."""
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.at_work(1)
+    loop = asyncio.get_running_loop()
+    now, seq = loop.time(), pod.last_seq + 1
+    with monkeypatch.context() as still:
+        still.setattr(loop, "time", lambda: now)
+        await pod.work(1)
+        await bench.at_watermark_by_another_loop(1, seq)
+    await pod.agrees()

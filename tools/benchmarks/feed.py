@@ -16,6 +16,7 @@ from tools.benchmarks.processes import Server, wait_until
 from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, PIECE_BLOCKS, PIECE_TOKENS, Prompt
 
 STORE_BLOCKS = 64
+PUBLISHER_ID = bytes(range(16))
 
 
 def stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int], rank: int = 0) -> bytes:
@@ -47,6 +48,13 @@ def _stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence
 
 def removed(block_hashes: Sequence[int]) -> bytes:
     return _batch({"type": "BlockRemoved", "block_hashes": list(block_hashes), "medium": "GPU", "group_idx": 0})
+
+
+def as_new_release(payload: bytes) -> bytes:
+    """The same batch as releases publish it that name the process and where its blocks are."""
+    ts, events, rank = msgpack.unpackb(payload)
+    told: bytes = msgpack.packb([ts, [event | {"locality": "LOCAL"} for event in events], rank, PUBLISHER_ID])
+    return told
 
 
 def cleared() -> bytes:

@@ -1,22 +1,33 @@
-"""What a frame costs a worker in each step, in one process and without Redis.
+"""What a frame costs a worker in each step: first in one process and without Redis, then in a real worker.
 
-    python -m tools.benchmarks.frames
+    python -m tools.benchmarks.frames [--no-worker | --only-worker]
 
 A stream stores and removes 32,768 blocks in each round. A figure is the least of eight rounds, in microseconds of CPU a
-frame. The rest of a frame's cost is not in it: sockets, the order of frames, the calls of the script, and what a worker
-does while nothing comes.
+frame. The rest of a frame's cost is not in the first table: sockets, the order of frames, the calls of the script, and
+what a worker does while nothing comes. The second table has all of it, of a worker with clocks around its steps
+(``hops``), which takes in the backlogs of ``streams``; a figure is the median of its rounds.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import islice
+from pathlib import Path
+from statistics import median
 from typing import Final
 
 from tests.factories import registration
-from tools.benchmarks import feed, prompts
+from tools.benchmarks import feed, hops, prompts
+from tools.benchmarks.feed import publishers
+from tools.benchmarks.processes import redis_server, wait_until, waymark
 from tools.benchmarks.report import aligned
+from tools.benchmarks.streams import Bench, as_published, backlogs, taken_in
 from waymark.apply.applier import portions_of
 from waymark.domain.engines import EngineKind
 from waymark.domain.moves import Moves
@@ -29,6 +40,7 @@ STEPS = ("decode", "plan", "resolve", "pack")
 SIZES = (64, 512)
 _BLOCKS, _ROUNDS, _FOLD, _HOLDER = 32_768, 9, 64, 5
 _SEED: Final = 1337
+_CALLS = "calls of scripts"
 
 
 class Stream:
@@ -71,7 +83,7 @@ class Stream:
         return seconds
 
 
-def main() -> None:
+def in_one_process() -> None:
     lines: list[tuple[str, ...]] = [("a frame of", *STEPS, "together")]
     for size in SIZES:
         stream, rounds = Stream(), dict[str, list[list[float]]]()
@@ -85,6 +97,53 @@ def main() -> None:
             least = [min(figures) for figures in zip(*found[1:], strict=True)]  # the first round warms up
             lines.append((f"{size} blocks {what}", *(f"{each:.1f}" for each in [*least, sum(least)])))
     print(aligned(lines))
+
+
+def in_a_worker(rounds: int) -> None:
+    """Print what each step of a real worker costs a frame, for each backlog."""
+    found: dict[str, list[Counter[str]]] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
+        clocks = folder / "clocks"
+        redis = stack.enter_context(redis_server(folder))
+        replica = stack.enter_context(waymark(folder, "query", redis.url))
+        command = (sys.executable, "-m", "tools.benchmarks.hops", str(clocks))
+        worker = stack.enter_context(waymark(folder, "ingest", redis.url, command=command))
+        (publisher,) = stack.enter_context(publishers(1))
+        publisher.register(replica)
+        bench = Bench(folder, redis, worker, replica, None)
+        for number in range(rounds + 1):
+            for name, backlog in backlogs(_BLOCKS):
+                before = hops.read(worker.pid, clocks, wait_until)
+                _, of_redis, calls = taken_in(bench, publisher, as_published(name, backlog))
+                spent = hops.read(worker.pid, clocks, wait_until)
+                spent.subtract(before)
+                if number:  # the first round warms up
+                    spent |= Counter({"Redis": int(1e9 * of_redis), _CALLS: calls * 1000})
+                    found.setdefault(name, []).append(Counter({k: v / len(backlog) for k, v in spent.items()}))
+    steps = [*hops.STEPS, *hops.TASKS.values(), hops.OTHERS, hops.LOOP, hops.THREADS]
+    lines: list[tuple[str, ...]] = [("us a frame", *found)]
+    figures = {
+        step: [median(each[step] for each in of) / 1000 for of in found.values()] for step in [*steps, "Redis", _CALLS]
+    }
+    figures["together"] = [sum(each) for each in zip(*(figures[step] for step in steps), strict=True)]
+    for step in [*steps, "together", "Redis"]:
+        lines.append((step, *(f"{each:.1f}" for each in figures[step])))
+    lines.append((_CALLS, *(f"{each:.3f}" for each in figures[_CALLS])))
+    print(aligned(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--no-worker", action="store_true", help="print the first table only")
+    which.add_argument("--only-worker", action="store_true", help="print the second table only")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of the second table")
+    given = parser.parse_args()
+    if not given.only_worker:
+        in_one_process()
+    if not given.no_worker:
+        in_a_worker(given.rounds)
 
 
 if __name__ == "__main__":

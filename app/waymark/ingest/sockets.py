@@ -7,7 +7,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import zmq
 
@@ -31,6 +31,8 @@ PARTS_MAX = 4
 
 #: Parts of a longer message that one call throws away: they take as long as a few frames.
 _REST_PER_CALL = 8
+#: As a plain number: pyzmq's own is looked up and converted with each call.
+_NOBLOCK = int(zmq.NOBLOCK)
 _NEVER_MILLISECONDS = 24 * 3600 * 1000
 _UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
 # The first such event ends a connection, or an attempt at one. If a name does not resolve, only the last one comes.
@@ -119,7 +121,7 @@ class MessageReader:
         if self._has_rest:
             self._drop_rest()
             return []
-        return self._parts(is_copied=True)
+        return [part.bytes for part in self._parts()]
 
     def receive_within(self, has_room: Callable[[int], bool]) -> list[bytes] | None:
         """Receive like ``receive``, but copy nothing before ``has_room`` has said that there is room for the longest
@@ -128,26 +130,29 @@ class MessageReader:
         if self._has_rest:
             self._drop_rest()
             return []
-        parts = self._parts(is_copied=False)
+        parts = self._parts()
         return [part.bytes for part in parts] if has_room(max(map(len, parts))) else None
 
     def _drop_rest(self) -> None:
         self.count += 1
         for _ in range(_REST_PER_CALL):
-            # Not copied, because it is dropped.
-            if not self._socket.recv(zmq.NOBLOCK, copy=False).more:
+            if not self._socket.recv(_NOBLOCK, copy=False).more:
                 self._has_rest = False
                 break
 
-    def _parts(self, *, is_copied: bool) -> list[Any]:
-        socket = self._socket
-        parts = [socket.recv(zmq.NOBLOCK, copy=is_copied)]
+    def _parts(self) -> list[zmq.Frame]:
+        # pyzmq tells of an uncopied part whether others follow. Of a copied one it has to be asked, which takes longer
+        # than to receive it.
+        receive = self._socket.recv
+        part = receive(_NOBLOCK, copy=False)
+        parts = [part]
         self.count += 1
-        while socket.getsockopt(zmq.RCVMORE):
+        while part.more:
             if len(parts) > PARTS_MAX:
                 self._has_rest = True
                 break
-            parts.append(socket.recv(zmq.NOBLOCK, copy=is_copied))
+            part = receive(_NOBLOCK, copy=False)
+            parts.append(part)
         return parts
 
 

@@ -159,9 +159,11 @@ class Subscriber:
         """
         if not self._has_news() and timeout_seconds > 0:
             self._waiter = self._loop.create_future()
+            timer = self._loop.call_later(timeout_seconds, self.wake)
             try:
-                await asyncio.wait([self._waiter], timeout=timeout_seconds)
+                await self._waiter
             finally:
+                timer.cancel()
                 self._waiter = None
         has_news = self._has_news()
         self._seen_version = self.state_version

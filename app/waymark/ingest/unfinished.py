@@ -18,6 +18,7 @@ import struct
 import sys
 import termios
 from contextlib import suppress
+from functools import cache
 from typing import NamedTuple
 
 import zmq
@@ -123,16 +124,18 @@ def _unread_bytes(file: int) -> int:
     return size[0]
 
 
+@cache
+def _memory_file() -> int | None:
+    """Open the file with the memory of this process. It stays open, because it is read twenty times a second."""
+    with suppress(OSError):
+        return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    return None
+
+
 def process_memory() -> int:
     """Return the resident bytes of the process; 0 without ``/proc``."""
-    with suppress(OSError):
-        # This is called twenty times a second, and ``pathlib`` takes more than twice as long.
-        file = os.open("/proc/self/statm", os.O_RDONLY)
-        try:
-            return int(os.read(file, 256).split()[1]) * _PAGE_BYTES
-        finally:
-            os.close(file)
-    return 0
+    file = _memory_file()
+    return 0 if file is None else int(os.pread(file, 256, 0).split()[1]) * _PAGE_BYTES
 
 
 def give_back_memory() -> None:

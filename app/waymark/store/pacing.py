@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 #: The fixed cost of a call, in blocks.
 _CALL_COST = 32
@@ -74,12 +75,28 @@ class Pacer:
             queue.leave(cost, self._clock() - began, is_answered=is_answered)
 
 
+@dataclass(slots=True)
+class _WaitingCall:
+    """A call that waits to be let through."""
+
+    cost: int
+    woken: asyncio.Future[None]
+    """Done when it is let through, or when it is time to call ``while_waiting``."""
+    is_let_through: bool = False
+    is_over: bool = False
+    """Its caller waits no longer."""
+
+    def wake(self) -> None:
+        if not self.woken.done():
+            self.woken.set_result(None)
+
+
 class _ServerQueue:
     """The calls to one server: those that were sent and have no reply yet, and those that wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.share = 0.0
-        self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self.waiting: deque[_WaitingCall] = deque()
         self._clock = clock
         self._under_way = 0
         self._not_before = 0.0
@@ -98,19 +115,26 @@ class _ServerQueue:
         if not self.waiting and self._has_room(cost):
             self._under_way += cost
             return
-        let_through: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.waiting.append((cost, let_through))
+        loop = asyncio.get_running_loop()
+        call = _WaitingCall(cost, loop.create_future())
+        self.waiting.append(call)
         self._let_through()
+        timer: asyncio.TimerHandle | None = None
         try:
-            while not let_through.done():
-                await asyncio.wait([let_through], timeout=_WAITING_SECONDS)
-                if while_waiting is not None and not let_through.done():
-                    await while_waiting()
+            while not call.is_let_through:
+                timer = loop.call_later(_WAITING_SECONDS, call.wake)
+                await call.woken
+                timer.cancel()
+                if not call.is_let_through:
+                    call.woken = loop.create_future()
+                    if while_waiting is not None:
+                        await while_waiting()
         except BaseException:
-            if let_through.done():
+            if timer is not None:
+                timer.cancel()
+            if call.is_let_through:
                 self._under_way -= cost
-            else:
-                let_through.cancel()
+            call.is_over = True
             self._let_through()
             raise
 
@@ -142,13 +166,14 @@ class _ServerQueue:
 
     def _let_through(self) -> None:
         while self.waiting:
-            cost, let_through = self.waiting[0]
-            if let_through.done():  # the caller waits no longer
+            call = self.waiting[0]
+            if call.is_over:
                 self.waiting.popleft()
-            elif self._has_room(cost):
+            elif self._has_room(call.cost):
                 self.waiting.popleft()
-                self._under_way += cost
-                let_through.set_result(None)
+                self._under_way += call.cost
+                call.is_let_through = True
+                call.wake()
             else:
                 break
         if self.waiting and not self._under_way and self._timer is None:
