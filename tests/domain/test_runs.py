@@ -142,7 +142,7 @@ class Engine:
         ]
         if chance.random() < 0.1:
             events.insert(chance.randrange(len(events) + 1), self.unusual())
-        process = chance.choice([[], [], [None], [b"p" * 16], [b"p" * 16], [b"q" * 16], ["p"]])
+        process: list[Any] = chance.choice([[], [], [None], [b"p" * 16], [b"p" * 16], [b"q" * 16], ["p"]])
         packed_batch: bytes = msgpack.packb([1.5, events, chance.choice([None, 0, 0, 1]), *process])
         return packed_batch
 
@@ -191,7 +191,7 @@ class Engine:
             hashes.reverse()
         if chance.random() < 0.5:
             return ["BlockRemoved", hashes, medium, *group]
-        event = {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
+        event: dict[str, Any] = {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
         event |= {"group_idx": group[0]} if group else {}
         return event | self.fields_of_new_releases(is_removal=True)
 
