@@ -36,7 +36,6 @@ MAY_SLEEP = {
     "e2e/test_behind_nginx.py": "the pace of a load",
     "e2e/test_hostile_metrics.py": "the pace of a load",
     "e2e/test_hostile_template.py": "the pace of a load",
-    "e2e/test_live_targets.py": "the pace of a load",
     "e2e/test_redis_away.py": "the pace of a load, and of a fault",
     "gateway/test_long_streams.py": "the pace of looks at what is to last for a while",
     "hostile/api_server.py": "the pace of an API server's answer to a watch",
