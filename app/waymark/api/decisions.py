@@ -308,8 +308,7 @@ def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
     source = selected.source
     names = (candidate.address if by_address else candidate.instance_id for candidate in selected.others)
     return Answer(
-        quick(
-            SelectAnswer,
+        SelectAnswer(
             target=row(selected.target),
             others=[name for name in names if name is not None],
             prefill=None if selected.prefill is None else row(selected.prefill),
@@ -321,6 +320,5 @@ def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
             reservation=",".join(map(str, selected.reservations)) or None,
             headers=dict(selected.headers),
             source=None if source is None else SourceAnswer(**source._asdict()),
-            explanation=None,
         )
     )
