@@ -13,7 +13,7 @@ from tests.discovery.conftest import Engine, recorded, vllm_metrics, vllm_models
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, RemoteUnavailable
-from waymark.discovery.describe import RANKS_MAX, Describer, RankSockets, host_of, instance_id_of
+from waymark.discovery.describe import RANKS_MAX, Describer, RankSockets, instance_id_of
 from waymark.domain.engines import EngineKind
 
 pytestmark = pytest.mark.outside
@@ -305,10 +305,3 @@ async def test_an_engine_is_asked_over_one_connection_and_not_for_what_it_has_to
     await describer.describe(engine.url)
     assert engine.asked == paths
     assert len(engine.connections) == 1
-
-
-def test_an_address_whose_brackets_hold_none_is_named() -> None:
-    assert host_of("http://[::1]:8000") == "[::1]"
-    with pytest.raises(InvalidValue, match="cannot be read") as caught:
-        host_of("http://[[::1]:8000")
-    assert caught.value.field == "address"

@@ -491,6 +491,20 @@ async def test_a_wrong_annotation_is_named_and_costs_its_pod(
         await until_said(store, "serving/bad")
 
 
+@pytest.mark.parametrize("address", ["[[::1", "1]:2", "pod.example", "10.0.0.7/x?", "10.0.0.999"])
+async def test_an_address_that_is_none_is_named_and_costs_its_pod(
+    store: Store, server: ApiServerStub, engine: Engine, address: str
+) -> None:
+    engine.is_vllm("no_replay")
+    port = int(engine.url.rpartition(":")[2])
+    server.put(pod("bad", address), pod("said", address, annotations=SAID), pod("good", "127.0.0.3", annotations=SAID))
+    async with discovering(store, server.url, port=port):
+        await until_named(store, "serving/good|default|0")
+        await until_said(store, "is no IP address")
+        await until_said(store, "serving/bad")
+        await until_said(store, "serving/said")
+
+
 async def test_a_pod_that_is_not_allowed_is_neither_asked_nor_registered(
     store: Store, server: ApiServerStub, engine: Engine
 ) -> None:

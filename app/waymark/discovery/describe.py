@@ -418,11 +418,8 @@ def base_of(url: str) -> str:
 
 
 def host_of(url: str) -> str:
-    """Return the host of a URL as an endpoint has it: an IPv6 address in brackets. Raise InvalidValue without one."""
-    try:
-        host = urlsplit(url).hostname or ""
-    except ValueError as exc:  # an address in brackets that is none, such as that of a pod's status
-        raise InvalidValue(f"address {shown(url)} cannot be read: {exc}", field="address") from exc
+    """Return the host of a URL as an endpoint has it: an IPv6 address in brackets."""
+    host = urlsplit(url).hostname or ""
     return f"[{host}]" if ":" in host else host
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any, TypeVar
 
 from waymark.base.errors import InvalidValue
@@ -87,7 +88,9 @@ def pod_of(item: Any) -> Pod | None:
 
 
 def wanted_of(pod: Pod, ports: PodPorts) -> WantedEngine:
-    """Return the engine in a ready pod. Raise InvalidValue with the name of an annotation that does not fit."""
+    """Return the engine in a ready pod. Raise InvalidValue with the name of an annotation that does not fit, or if the
+    pod's address is none.
+    """
     own = {key.removeprefix(ANNOTATION): text for key, text in pod.annotations.items()}
     draft = Draft(
         type=own.get("type") or None,
@@ -102,7 +105,11 @@ def wanted_of(pod: Pod, ports: PodPorts) -> WantedEngine:
     api = _number(own, "api-port", 65535) if "api-port" in own else ports.api
     events = _number(own, "port", 65535) if "port" in own else ports.events
     replay = _number(own, "replay-port", 65535) if "replay-port" in own else ports.replay
-    host = f"[{pod.address}]" if ":" in pod.address else pod.address
+    try:
+        is_ipv6 = ip_address(pod.address).version == 6
+    except ValueError:
+        raise InvalidValue(f"the pod's address {shown(pod.address)} is no IP address", field="podIP") from None
+    host = f"[{pod.address}]" if is_ipv6 else pod.address
     url = f"http://{host}:{api}"
     origin, sockets = Origin("discovery", pod.name), (events, replay, ranks)
     if draft.modelname is not None and draft.block_size is not None:  # every field is known
