@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.grpc_loops import events_of_this_loop
 from waymark.api.options import ApiOptions
 from waymark.apply.options import ApplyOptions
 from waymark.base.settings import Settings
@@ -13,6 +14,8 @@ from waymark.gateway.application import GatewayOptions
 from waymark.runtime import parts
 from waymark.runtime.gateway import gateway_options
 from waymark.runtime.picker import epp_options
+
+__all__ = ["events_of_this_loop"]
 
 
 def test_options_have_the_defaults_of_their_settings() -> None:
