@@ -1,7 +1,7 @@
 """P11 beside the peer: a whole decision, of a replica and Redis, and of ``dynamo.select_service``, 512 blocks.
 
 Both get the same frames of eight engines and the same prompts, each of which an engine has and nobody asked about
-before. With 100 targets the others have nothing. Reservations are ended after they were measured.
+before. The other targets have nothing. Reservations are ended after they were measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, Prompt
 from tools.benchmarks.report import Row
 
 ENGINES = 8
-TARGETS = (8, 100)
+TARGETS = (10, 100, 1_000)
 #: Of the peer's CPU.
 BARS = {"tokens": 0.8, "hashes": 1.25}
 _START_SECONDS = 30.0
@@ -63,7 +63,7 @@ def _row(found: Sequence[tuple[float, float]], targets: int, by: str) -> Row:
     ours, theirs = (median(each) for each in zip(*found, strict=True))
     return Row(
         "P11",
-        f"/select, {targets} targets, 512 blocks by {by}, an engine has them: CPU of replica and Redis",
+        f"/select, {targets:,} targets, 512 blocks by {by}, an engine has them: CPU of replica and Redis",
         ours,
         "ms",
         theirs,
