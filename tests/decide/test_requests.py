@@ -26,6 +26,7 @@ from waymark.base.errors import (
 from waymark.base.metrics import Metrics
 from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest, read_request
+from waymark.decide import matches
 from waymark.decide.fail_open import StartupGate
 from waymark.decide.fleet import Fleet
 from waymark.decide.policies.ring import Ring
@@ -91,8 +92,16 @@ async def served(selector: RequestSelector, request: InferenceRequest) -> Routed
 
 @pytest.mark.outside
 async def test_a_conversation_goes_where_its_beginning_is(
-    store: Store, pods: list[str], make_selector: MakeSelector, tmp_path: Path, metrics: Metrics
+    store: Store,
+    pods: list[str],
+    make_selector: MakeSelector,
+    tmp_path: Path,
+    metrics: Metrics,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # On a busy machine two seconds may pass between two decisions.
+    for each in ("_SPECULATIVE", "_CERTAIN"):
+        monkeypatch.setattr(matches, each, getattr(matches, each)._replace(milliseconds=600_000))
     small.directory(tmp_path / "llama", template=small.CHATML)
     selector = make_selector(store, tokenizers_dir=str(tmp_path), loads_ms=0)
     first = await served(selector, chat("What is the weather in Paris? " * 20))

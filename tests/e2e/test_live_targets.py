@@ -183,7 +183,7 @@ async def test_a_killed_engine_is_left_out_by_the_outcomes_of_all_replicas(serve
         replicas = [await start("query", server.url) for _ in range(2)]
         await found.register(replicas[0], has_events=False)
         http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=patient(10)))
-        clients = [await stack.enter_async_context(AsyncClient([each.url])) for each in replicas]
+        clients = [await stack.enter_async_context(AsyncClient([each.url], timeout=patient(5))) for each in replicas]
 
         async def ask(number: int) -> str:
             target = clients[number % 2].select("demo", prompt(number), expect=False)
@@ -269,7 +269,7 @@ async def test_a_killed_engine_is_left_out_by_its_event_stream(server: RedisServ
                 return (await replicas[0].publisher(f"e{number}"))["status"] == "active"
 
             await wait_until(is_active, f"the stream of engine {number} is active", 30)
-        clients = [await stack.enter_async_context(AsyncClient([each.url])) for each in replicas]
+        clients = [await stack.enter_async_context(AsyncClient([each.url], timeout=patient(5))) for each in replicas]
 
         async def ask(number: int) -> str:
             # No outcome says that an engine has failed.
