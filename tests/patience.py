@@ -61,9 +61,6 @@ def patient_settings() -> dict[str, Any]:
     defaults = {
         "redis_timeout_seconds": 2.0,
         "query_deadline_ms": 1000,
-        "inspect_seconds": 5.0,
-        "response_cache_redis_ms": 1000,
-        "responses_mongo_ms": 500,
     }
     most = {name: 60_000 if name.endswith("_ms") else 60.0 for name in defaults}
     return {name: type(value)(min(most[name], patient(value))) for name, value in defaults.items()}

@@ -99,7 +99,7 @@ spec:
         - name: {{ get (dict "query" "WAYMARK_PORT" "ingest" "WAYMARK_INGEST_PORT" "gateway" "WAYMARK_PORT" "epp" "WAYMARK_EPP_METRICS_PORT") .role }}
           value: "13333"
         {{- if $isGateway }}
-        - name: WAYMARK_GATEWAY_DRAIN_SECONDS
+        - name: WAYMARK_FINISH_SECONDS
           value: {{ .values.finishSeconds | quote }}
         {{- if $hasKeys }}
         - name: WAYMARK_GATEWAY_KEYS_FILE
@@ -127,7 +127,7 @@ spec:
           value: "9003"
         - name: WAYMARK_EPP_DRAIN_SECONDS
           value: {{ .values.drainSeconds | quote }}
-        - name: WAYMARK_EPP_FINISH_SECONDS
+        - name: WAYMARK_FINISH_SECONDS
           value: {{ .values.finishSeconds | quote }}
         {{- with $certificate }}
         - name: WAYMARK_EPP_CERT_FILE

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tests.settings_table import describe
 from waymark.base.errors import SettingsError
-from waymark.base.settings import FORMER, Settings
+from waymark.base.settings import FORMER, RENAMED, Settings
 from waymark.base.shown import hide_password
 
 
@@ -111,6 +111,17 @@ def test_a_former_setting_is_warned_of_and_what_it_names_is_there(caplog: pytest
         count = number.replace(",", "")
         expected = float(count) * (2**20 if unit else 1) if count.isdigit() else count
         assert getattr(import_module(module), name) == expected, variable
+
+
+@pytest.mark.parametrize(("name", "now"), RENAMED.items())
+def test_a_renamed_setting_has_its_value_under_the_new_name(
+    name: str, now: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    field = now.removeprefix("WAYMARK_").lower()
+    assert name.removeprefix("WAYMARK_").lower() not in Settings.model_fields
+    assert str(getattr(Settings.from_env({name: "7"}), field)) == "7"
+    assert caplog.messages == [f"{name} is called {now} now; its value is used"]
+    assert str(getattr(Settings.from_env({name: "7", now: "8"}), field)) == "8"
 
 
 def test_all_complaints_come_at_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -83,7 +84,8 @@ def test_a_text_is_cut_between_characters(text: str, prefix_bytes: int) -> None:
     encoded = text.encode("utf-8", "replace")[:prefix_bytes]
     whole = encoded.decode("utf-8", "ignore").encode()
 
-    key = prefix_key("m", [{"role": "user", "content": text}], prefix_bytes=prefix_bytes)
+    with mock.patch("waymark.chat.prefix_key.PREFIX_BYTES", prefix_bytes):
+        key = prefix_key("m", [{"role": "user", "content": text}])
 
     assert key == by_rule("m", b"M", whole)
 

@@ -192,13 +192,27 @@ async def test_a_full_store_waits_for_mongodb_and_says_so(
         assert [await place.find(name) for name in (NAME, OTHER)] == [b"{}", b'{"b":1}']
 
 
+@pytest.mark.parametrize(
+    ("url", "milliseconds"),
+    [
+        ("mongodb://db/waymark", 500),
+        ("mongodb://db/waymark?timeoutMS=2000&w=1", 2000),
+        ("mongodb://db/?w=1&timeoutms=70", 70),
+        ("mongodb://db/?xtimeoutMS=70", 500),
+        ("mongodb://db/timeoutMS=70", 500),
+    ],
+)
+def test_the_url_has_the_time_of_an_operation(url: str, milliseconds: int) -> None:
+    assert MongoOptions(url, 1).milliseconds == milliseconds
+
+
 async def test_a_url_that_is_none_ends_the_start(store: Store) -> None:
     with pytest.raises(SettingsError, match="WAYMARK_RESPONSES_MONGO_URL cannot be used"):
-        MongoArchive.open(MongoOptions("postgres://db", 1, 1), Metrics(), store)
+        MongoArchive.open(MongoOptions("postgres://db", 1), Metrics(), store)
 
 
 @pytest.mark.parametrize(("path", "name"), [("", "waymark.responses"), ("/other", "other.responses")])
 async def test_the_url_names_the_database(store: Store, path: str, name: str) -> None:
-    archive = MongoArchive.open(MongoOptions(f"mongodb://127.0.0.1:1{path}", 1, 1), Metrics(), store)
+    archive = MongoArchive.open(MongoOptions(f"mongodb://127.0.0.1:1{path}", 1), Metrics(), store)
     assert archive._collection.full_name == name
     archive.close()

@@ -120,7 +120,7 @@ async def test_a_response_can_be_deleted(start: Start, where: str) -> None:
 async def test_some_answers_are_not_stored(
     start: Start, where: str, more: dict[str, Any], status: str, of_engine: dict[str, Any]
 ) -> None:
-    running = await start(1, responses=where, responses_entry_bytes=1500)
+    running = await start(1, responses=where, responses_bytes=1500 * 256)
     answering(running, status, **of_engine)
     for is_stream in (False, True):
         found = await respond(running, "one", **more, stream=is_stream)
@@ -216,8 +216,20 @@ async def test_what_is_stored_has_bounds_altogether(start: Start, where: str) ->
     assert 1024 < running.value("responses_stored_bytes") <= room
     large = await respond(running, "x" * room)
     assert (await running.client.get(f"{PATH}/{large['id']}")).status_code == 404
-    assert running.value("responses_total", outcome="full") == 1
+    assert running.value("responses_total", outcome="too_large") == 1
     assert (await running.client.get(f"{PATH}/{found[2]['id']}")).status_code == 200
+
+
+async def test_a_response_without_room_is_counted(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def keep(self: MemoryResponses, name: str, value: bytes) -> bool:
+        return False
+
+    monkeypatch.setattr(MemoryResponses, "keep", keep)
+    running = await start(1, responses="memory")
+    answering(running)
+    found = await respond(running, "one")
+    assert (await running.client.get(f"{PATH}/{found['id']}")).status_code == 404
+    assert running.value("responses_total", outcome="full") == 1
 
 
 async def test_what_is_in_memory_has_bounds() -> None:

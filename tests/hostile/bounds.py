@@ -72,7 +72,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("time for a request to arrive, and for its answer to be read", "request_seconds", "408", _SECONDS),
         Bound("connections", "connections_max", "the one that is idle longest is closed"),
         Bound("the body of a request", "max_body_bytes", "413", _BYTES),
-        Bound("bodies at once", "bodies_max_bytes", "503 to the one that has taken longest", _BYTES),
+        Bound("bodies at once", 16 * 16 * 2**20, "503 to the one that has taken longest", _BYTES, "max_body_bytes"),
         Bound("lists and objects of a body", CONTAINERS_MAX, "413"),
         Bound("lists and objects of a body of the gateway", PARTS_MAX, "413"),
         Bound("lists and objects within each other, at the gateway", DEPTH_MAX, "400"),
@@ -103,7 +103,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("a line of an engine's metrics that is read", LINE_BYTES_MAX, _NO_GAUGES, _BYTES),
         Bound("such lines", LINES_MAX, _NO_GAUGES),
         Bound("an event of an answer that the gateway reads", EVENT_BYTES_MAX, "it is not read", _BYTES),
-        Bound("a conversation that is stored", "responses_entry_bytes", "it is not stored", _BYTES),
+        Bound("a conversation that is stored", 2**20, "it is not stored", _BYTES, "responses_bytes"),
     ),
     "Files of models": (
         Bound("characters of a chat template", SOURCE_MAX, _NO_TEMPLATE),

@@ -156,7 +156,7 @@ async def gateway(redis_url: str, directory: Path) -> AsyncIterator[Opened]:
         stack.push_async_callback(store.close)
         await store.registry.register(target_of(HONEST, http.url, HONEST))
         await store.registry.register(target_of(HOSTILE, f"http://127.0.0.1:{port}", HOSTILE))
-        settings = {"response_cache": "memory", "gateway_first_byte_seconds": 5, "gateway_idle_seconds": 5}
+        settings = {"response_cache": "memory", "gateway_idle_seconds": 5}
         live = await stack.enter_async_context(start("gateway", redis_url, directory / "log", **settings))
         client = await stack.enter_async_context(live.client())
         numbers = count()
@@ -201,9 +201,8 @@ async def picker_stream(redis_url: str, directory: Path) -> AsyncIterator[Opened
                 epp_tls="false",
                 connections_max=256,
                 epp_drain_seconds=0,
-                epp_finish_seconds=1,
-                max_body_bytes=4 * _MIB,
-                bodies_max_bytes=16 * _MIB,
+                finish_seconds=1,
+                max_body_bytes=2 * _MIB,
                 request_seconds=5,
             )
         )

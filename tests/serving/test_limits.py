@@ -59,7 +59,7 @@ async def test_a_body_that_comes_with_its_head_is_under_the_ceiling_too() -> Non
                 await wait_until(lambda: connections.bodies_bytes == 600, "the other's body is held")
                 writer.write(post(b"x" * 600))
                 assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 503")
-                assert b"WAYMARK_BODIES_MAX_BYTES" in await reader.read()
+                assert b"WAYMARK_MAX_BODY_BYTES" in await reader.read()
                 may_go_on.set()
                 assert (await other_reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
             await wait_until(lambda: connections.bodies_bytes == 0, "what was answered is held no more")

@@ -172,7 +172,7 @@ async def test_a_plain_body_above_the_ceiling_of_all_bodies_is_rejected(
     async with served(echo, protocol(connections(bodies_max_bytes=1000))) as port:
         (given,) = answers(await wire(port, sent), ["POST"])
     assert (given.status, given.reason) == (503, "unavailable")
-    assert "WAYMARK_BODIES_MAX_BYTES" in given.body.decode()
+    assert "WAYMARK_MAX_BODY_BYTES" in given.body.decode()
     assert caplog.records == []
 
 

@@ -17,6 +17,7 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.fields import RequestBody
+from waymark.chat.prefix_key import PREFIX_BYTES
 from waymark.contract.admin import (
     BackendConnection,
     BackendEvents,
@@ -102,9 +103,8 @@ class ResponseCacheAdmin:
 class Admin:
     """Handlers of the paths under ``/admin``."""
 
-    def __init__(self, store: Store, prefix_bytes: int, *, injects_cache_control: bool) -> None:
+    def __init__(self, store: Store, *, injects_cache_control: bool) -> None:
         self._store = store
-        self._prefix_bytes = prefix_bytes
         self._injects_cache_control = injects_cache_control
 
     async def prefix_routing_stats(self, body: Body) -> Answer:
@@ -116,7 +116,7 @@ class Admin:
             PrefixRoutingStats(
                 enabled=True,
                 config=PrefixRoutingConfig(
-                    max_prefix_length=self._prefix_bytes,
+                    max_prefix_length=PREFIX_BYTES,
                     load_factor_epsilon=constants.number("load_factor_epsilon"),
                     virtual_nodes=int(constants.number("virtual_nodes")),
                     anthropic_cache_control_injection=self._injects_cache_control,

@@ -245,7 +245,7 @@ def _inspections(store: Store, queue: InspectionQueue) -> Inspections:
 
 
 def _admin_rows(store: Store, options: ApiOptions) -> list[_PathRow]:
-    admin = Admin(store, options.prompts.prefix_bytes, injects_cache_control=options.injects_cache_control)
+    admin = Admin(store, injects_cache_control=options.injects_cache_control)
     return [
         _PathRow("GET", "/admin/prefix-routing/stats", "admin", admin.prefix_routing_stats, docs.PREFIX_STATS),
         _PathRow("GET", "/admin/kv-index/stats", "admin", admin.kv_index_stats, docs.INDEX_STATS),

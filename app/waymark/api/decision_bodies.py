@@ -43,9 +43,7 @@ class DecisionBody(NamedTuple):
     """The images and other items among its tokens."""
 
 
-def read_decision(
-    model: type[T], default_policy: PolicyChoice, prefix_bytes: int, fields: dict[str, Any]
-) -> DecisionBody:
+def read_decision(model: type[T], default_policy: PolicyChoice, fields: dict[str, Any]) -> DecisionBody:
     request = model.of(fields)
     policy = default_policy
     if request.policy is not None:
@@ -57,7 +55,7 @@ def read_decision(
     if request.prefix_hash is not None:
         key = bytes.fromhex(request.prefix_hash)
     elif request.messages is not None:
-        key = prefix_key(request.model, request.messages, request.system, prefix_bytes=prefix_bytes)
+        key = prefix_key(request.model, request.messages, request.system)
     values = None
     if isinstance(request, ScoreRequest) and request.candidates is not None:
         values = _given(request.candidates)

@@ -63,11 +63,9 @@ class Decisions:
         self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
         self._served = served
         self._without_tokens = metrics.decisions_without_tokens
-        self._prefix_bytes = options.prefix_bytes
         self._max_tokens = options.tokens_max
-        policy, prefix_bytes = selector.default_policy, options.prefix_bytes
-        self._score = partial(read_decision, ScoreRequest, policy, prefix_bytes)
-        self._select = partial(read_decision, SelectRequest, policy, prefix_bytes)
+        self._score = partial(read_decision, ScoreRequest, selector.default_policy)
+        self._select = partial(read_decision, SelectRequest, selector.default_policy)
 
     def score(self, body: Body) -> Steps[Answer | Paused]:
         decision_body = yield from self._resolved(body.asked(self._score))
@@ -238,7 +236,7 @@ class Decisions:
         key = question.prefix_key
         if key is None and request.prompt is not None:
             messages = [{"role": "user", "content": request.prompt}]
-            key = prefix_key(request.model, messages, None, prefix_bytes=self._prefix_bytes)
+            key = prefix_key(request.model, messages)
         return question._replace(prompt=unread_prompt(tokens), prefix_key=key)
 
 

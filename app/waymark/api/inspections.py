@@ -55,7 +55,8 @@ class InspectionQueue:
             raise
         except TimeoutError:
             raise StoreUnavailable(
-                f"the {name} was not done within WAYMARK_INSPECT_SECONDS, {self._seconds:g} s; try again, or {remedy}"
+                f"the {name} was not done within {self._seconds:g} s; try again, {remedy}, or raise "
+                "WAYMARK_REDIS_TIMEOUT_SECONDS"
             ) from None
         finally:
             self._admission.leave(is_unavailable=is_unavailable)

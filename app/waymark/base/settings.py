@@ -247,8 +247,6 @@ class Settings(BaseModel):
     # Models and tokenizers
     tokenizers_dir: Path | None = None
     """A directory with tokenizers: each model is a directory there, with a `tokenizer.json`."""
-    tokenizer_threads: int = Field(4, ge=1, le=64)
-    """How many threads encode text."""
     tokens_cache_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
     """The size of the token cache of a replica, which reuses the token ids of known text; 0 disables it."""
     model_aliases: Annotated[dict[str, str], BeforeValidator(_split_names)] = Field(default_factory=dict)
@@ -333,8 +331,6 @@ class Settings(BaseModel):
     """Policies that order the targets of each decision, but decide nothing: presets and picker files, with commas."""
     decisions_kept: float = Field(0.01, ge=0, le=1)
     """The share of decisions that is kept in Redis for a day, without tokens and texts; 0 keeps none."""
-    prefix_bytes: int = Field(1024, ge=1, le=_MIB)
-    """How many bytes of a system prompt, or of a first message, make the prefix key."""
     epp_tenant: str = Field("default", min_length=1)
     """The tenant whose targets an endpoint picker picks."""
 
@@ -353,66 +349,48 @@ class Settings(BaseModel):
     """How many prompt tokens the running requests of one key may have in a gateway; 0 means no limit."""
     gateway_origins: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """The origins of pages whose scripts may use a gateway (CORS), `https://chat.example.com`; `*` is every page."""
-    gateway_first_byte_seconds: float = Field(600.0, ge=0.1, le=_DAY)
-    """How long a gateway waits for an engine to begin its answer."""
     gateway_idle_seconds: float = Field(300.0, ge=0.1, le=_DAY)
-    """How long an engine may pause within an answer before the gateway ends the answer."""
-    gateway_drain_seconds: int = Field(30, ge=1, le=3600)
-    """How long requests to a gateway may take to end after SIGTERM."""
+    """How long an engine may pause within an answer at a gateway; twice as long before the answer begins."""
     cache_control_injection: bool = False
     """Whether a gateway marks the system prompt of `/v1/messages` with `cache_control`, if no block of it has one."""
     response_cache: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] = "off"
     """Where a gateway caches answers to equal requests without a `temperature` or with 0; gateways share `redis`."""
     response_cache_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of answers the response cache keeps, in a gateway or in Redis; in 256 MiB, at most 1,000."""
+    """How many bytes of answers the response cache keeps, in a gateway or in Redis: 1,000 in 256 MiB, of 1 MiB each."""
     response_cache_ttl_seconds: int = Field(300, ge=1, le=30 * _DAY)
     """How long, in seconds, the response cache keeps an answer."""
-    response_cache_response_bytes: int = Field(_MIB, ge=1, le=1024 * _MIB)
-    """The largest answer that the response cache keeps, in bytes; a streamed answer may be ten times as large."""
-    response_cache_redis_ms: int = Field(1000, ge=10, le=60_000)
-    """How long, in milliseconds, a gateway waits for the response cache in Redis before it uses its own memory."""
     responses: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] | None = None
     """Where answers of `/v1/responses` are stored; the default is `redis`, but `memory` on the emulated Redis."""
     responses_ttl_seconds: int = Field(_DAY, ge=1, le=30 * _DAY)
     """How long, in seconds, an answer of `/v1/responses` is stored, in memory or in Redis."""
-    responses_entry_bytes: int = Field(_MIB, ge=1024, le=64 * _MIB)
-    """The largest conversation of `/v1/responses` that is stored, in bytes."""
     responses_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of answers of `/v1/responses` a gateway or Redis stores; in 256 MiB, 10,000 answers at most."""
+    """How many bytes of answers of `/v1/responses` are stored: in 256 MiB, 10,000 conversations of at most 1 MiB."""
     responses_mongo_url: SecretStr | None = None
-    """The URL of the MongoDB that gets a copy of every stored answer, such as `mongodb://host/waymark`."""
+    """The MongoDB that gets a copy of every stored answer: `mongodb://host/waymark?timeoutMS=500`."""
     responses_mongo_ttl_seconds: int = Field(30 * _DAY, ge=1, le=3650 * _DAY)
     """How long, in seconds, MongoDB keeps a copy of an answer."""
-    responses_mongo_ms: int = Field(500, ge=10, le=60_000)
-    """How long one operation of MongoDB may take."""
 
     # Limits
     max_body_bytes: int = Field(16 * _MIB, ge=1024, le=1024 * _MIB)
-    """The largest request body that is accepted, in bytes."""
+    """The largest request body that is accepted, in bytes. Sixteen of this size may be in memory at once."""
     max_tokens: int = Field(2**21, ge=1, le=2**26)
     """The most tokens or hashes that one request may contain, and the most bytes of a text that is tokenized."""
-    bodies_max_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of request bodies are held at once; above it, the request that has taken longest is closed."""
     connections_max: int = Field(4096, ge=1, le=1_000_000)
     """How many HTTP connections, or streams of a picker, are open at once; above it, the one idle longest is closed."""
     request_seconds: float = Field(30.0, ge=0.1, le=3600)
     """How long a client may take to send a request, and to read the answer, before its connection is closed."""
     query_deadline_ms: int = Field(1000, ge=1, le=60_000)
     """How long a query may take before it answers with what it has found."""
-    inspect_seconds: float = Field(5.0, ge=0.01, le=60)
-    """How long one inspection may take, in seconds."""
     frame_bytes_max: int = Field(16 * _MIB, ge=65_536, le=256 * _MIB)
     """The largest frame, in bytes. Of 16 MiB, a batch has 65,536 events at most, and an event 262,144 hashes."""
     stream_blocks_max: int = Field(4_000_000, ge=1, le=100_000_000)
-    """The most blocks of one stream that a worker remembers and indexes. Further blocks are ignored and counted."""
+    """The most blocks of one stream that a worker indexes; more are ignored. A pool has a quarter as many hashes."""
     stream_buffer_bytes: int = Field(64 * _MIB, ge=1024, le=64 * 1024 * _MIB)
     """How many bytes of waiting frames a stream keeps, in 64 MiB at most 20,000; a worker keeps four times as many."""
     apply_blocks_max: int = Field(512, ge=0, le=1_000_000)
     """How many blocks all ingest workers together may be writing to one Redis server at once; 0 means no limit."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
     """How many blocks of dead holders an ingest worker sweeps per second, and how many it reads for /placement."""
-    pool_hashes_max: int = Field(1_000_000, ge=1_000, le=10**9)
-    """The most engine hashes that Waymark keeps for a model with a pool. Above it, the oldest tenth is deleted."""
     reservations_max: int = Field(100_000, ge=1, le=10_000_000)
     """How many reservations a model may have at once."""
 
@@ -425,8 +403,8 @@ class Settings(BaseModel):
     """How long, in milliseconds, a replica keeps a row of the index that many holders share; 0 disables this cache."""
     epp_drain_seconds: float = Field(5.0, ge=0, le=3600)
     """How long an endpoint picker accepts requests after SIGTERM; its health check already reports that it stops."""
-    epp_finish_seconds: float = Field(60.0, ge=0, le=_DAY)
-    """How long the requests of an endpoint picker may take to end after it stopped accepting new ones."""
+    finish_seconds: int = Field(60, ge=0, le=_DAY)
+    """How long the requests of a gateway or picker may take to end after it stopped accepting new ones."""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
     """The lowest level of log lines that are written."""
     log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = "text"
@@ -459,11 +437,6 @@ class Settings(BaseModel):
                 "WAYMARK_ANSWERS_REDIS_URL is memory://, which no other gateway can see: leave it out, and set "
                 "WAYMARK_RESPONSE_CACHE and WAYMARK_RESPONSES to memory"
             )
-        if self.max_body_bytes > self.bodies_max_bytes:
-            raise ValueError(
-                f"WAYMARK_MAX_BODY_BYTES is {self.max_body_bytes}, more than all bodies together may hold:"
-                f" give at most WAYMARK_BODIES_MAX_BYTES, {self.bodies_max_bytes}"
-            )
         if (self.epp_cert_file is None) != (self.epp_key_file is None):
             raise ValueError("WAYMARK_EPP_CERT_FILE and WAYMARK_EPP_KEY_FILE belong together: set both, or neither")
         if self.replay_idle_seconds > self.replay_seconds:
@@ -493,6 +466,9 @@ class Settings(BaseModel):
         }
         if not variables.get(_MIN_WORKERS) and environ.get(_DYNAMO_MIN_WORKERS):
             variables[_MIN_WORKERS] = environ[_DYNAMO_MIN_WORKERS]
+        for name in sorted(variables.keys() & RENAMED.keys()):
+            log.warning("%s is called %s now; its value is used", name, RENAMED[name])
+            variables.setdefault(RENAMED[name], variables.pop(name))
         for name in sorted(variables.keys() & FORMER.keys()):
             log.warning("%s is not a setting any more, and has no effect: it is %s", name, FORMER[name])
         complaints = [_unknown(name) for name in sorted(variables) if name not in _FIELDS and name not in FORMER]
@@ -517,16 +493,33 @@ class Settings(BaseModel):
 CLIENT_URL = PREFIX + "URL"
 
 _REDIS_URLS = frozenset({"redis_url", "redis_read_url", "answers_redis_url"})
+#: The variables of settings that have another name now, under which their values are used.
+RENAMED: Final = {
+    PREFIX + "GATEWAY_DRAIN_SECONDS": PREFIX + "FINISH_SECONDS",
+    PREFIX + "EPP_FINISH_SECONDS": PREFIX + "FINISH_SECONDS",
+}
 #: The variables of settings that are constants now, with the value and the place of each.
 FORMER: Final = {
     PREFIX + "METRICS_MODELS_MAX": "100, MODELS_MAX in waymark.base.metrics",
     PREFIX + "STREAM_BUFFER_FRAMES": "20,000 for 64 MiB of WAYMARK_STREAM_BUFFER_BYTES, and follows that setting",
     PREFIX + "BATCH_EVENTS_MAX": "65,536 for 16 MiB of WAYMARK_FRAME_BYTES_MAX, and follows that setting",
     PREFIX + "EVENT_HASHES_MAX": "262,144 for 16 MiB of WAYMARK_FRAME_BYTES_MAX, and follows that setting",
+    PREFIX + "BODIES_MAX_BYTES": "16 times WAYMARK_MAX_BODY_BYTES",
+    PREFIX + "INSPECT_SECONDS": "2.5 times WAYMARK_REDIS_TIMEOUT_SECONDS",
+    PREFIX + "POOL_HASHES_MAX": "a quarter of WAYMARK_STREAM_BLOCKS_MAX, at least 1,000",
+    PREFIX + "TOKENIZER_THREADS": "4, THREADS in waymark.tokenization.tokenizers",
+    PREFIX + "PREFIX_BYTES": "1,024, PREFIX_BYTES in waymark.chat.prefix_key",
     PREFIX + "TEXT_BYTES_MAX": "a byte for each token of WAYMARK_MAX_TOKENS",
     PREFIX + "RESPONSE_CACHE_ENTRIES": "1,000 for 256 MiB of WAYMARK_RESPONSE_CACHE_BYTES, and follows that setting",
-    PREFIX + "RESPONSE_CACHE_STREAM_BYTES": "ten times WAYMARK_RESPONSE_CACHE_RESPONSE_BYTES",
+    PREFIX
+    + "RESPONSE_CACHE_RESPONSE_BYTES": "1 MiB for 256 MiB of WAYMARK_RESPONSE_CACHE_BYTES, and follows that setting",
+    PREFIX
+    + "RESPONSE_CACHE_STREAM_BYTES": "10 MiB for 256 MiB of WAYMARK_RESPONSE_CACHE_BYTES, and follows that setting",
+    PREFIX + "RESPONSE_CACHE_REDIS_MS": "half of WAYMARK_REDIS_TIMEOUT_SECONDS",
+    PREFIX + "GATEWAY_FIRST_BYTE_SECONDS": "twice WAYMARK_GATEWAY_IDLE_SECONDS",
     PREFIX + "RESPONSES_ENTRIES": "10,000 for 256 MiB of WAYMARK_RESPONSES_BYTES, and follows that setting",
+    PREFIX + "RESPONSES_ENTRY_BYTES": "1 MiB for 256 MiB of WAYMARK_RESPONSES_BYTES, and follows that setting",
+    PREFIX + "RESPONSES_MONGO_MS": "timeoutMS in the query of WAYMARK_RESPONSES_MONGO_URL, or 500",
     PREFIX + "RESPONSES_MONGO_DATABASE": "the path of WAYMARK_RESPONSES_MONGO_URL, or waymark",
     PREFIX + "RESPONSES_MONGO_COLLECTION": "responses, COLLECTION in waymark.gateway.mongo",
     PREFIX + "EPP_STREAMS_MAX": "WAYMARK_CONNECTIONS_MAX",

@@ -1,7 +1,7 @@
 """The prefix key: 32 bytes that are equal for requests with the same beginning, made without tokens.
 
 ``SHA256(model ++ 00 ++ "S" ++ system)`` if the request has a system prompt, else ``SHA256(model ++ 00 ++ "M" ++ first
-message that is not system)``. The text is limited to ``prefix_bytes``, at a boundary of UTF-8. Continuum Router's
+message that is not system)``. The text is limited to ``PREFIX_BYTES``, at a boundary of UTF-8. Continuum Router's
 prefix-aware routing has the same rule.
 """
 
@@ -15,11 +15,10 @@ from typing import Any
 import orjson
 
 PREFIX_BYTES = 1024
+"""The part of a text that counts, as in Continuum Router. All gateways of an installation need the same."""
 
 
-def prefix_key(
-    model: str, messages: Sequence[Any], system: Any = None, *, prefix_bytes: int = PREFIX_BYTES
-) -> bytes | None:
+def prefix_key(model: str, messages: Sequence[Any], system: Any = None) -> bytes | None:
     """Return the prefix key, 32 bytes, or None if there is no text to hash.
 
     ``messages`` come from a chat request: JSON objects with ``role`` and ``content``, the content a text or a list of
@@ -27,17 +26,17 @@ def prefix_key(
     """
     anchor = text_of(system)
     if anchor:
-        return _digest(model, b"S", anchor, prefix_bytes)
+        return _digest(model, b"S", anchor)
     first: str | None = None
     for message in messages:  # one pass: a stranger's request may have a quarter of a million
         role = message.get("role") if isinstance(message, dict) else None
         if role == "system":
             anchor = text_of(message.get("content"))
             if anchor:
-                return _digest(model, b"S", anchor, prefix_bytes)
+                return _digest(model, b"S", anchor)
         elif first is None and isinstance(role, str):
             first = text_of(message.get("content"))
-    return _digest(model, b"M", first, prefix_bytes) if first else None
+    return _digest(model, b"M", first) if first else None
 
 
 def text_of(content: Any) -> str:
@@ -50,9 +49,9 @@ def text_of(content: Any) -> str:
     return ""
 
 
-def _digest(model: str, tag: bytes, text: str, prefix_bytes: int) -> bytes:
+def _digest(model: str, tag: bytes, text: str) -> bytes:
     # A lone surrogate of JSON's \\ud800 has no UTF-8; it counts as a question mark, as any other one does.
-    head = text[:prefix_bytes].encode("utf-8", "replace")[:prefix_bytes]
+    head = text[:PREFIX_BYTES].encode("utf-8", "replace")[:PREFIX_BYTES]
     return sha256(model.encode("utf-8", "replace") + b"\0" + tag + _whole_characters(head)).digest()
 
 

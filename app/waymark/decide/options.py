@@ -46,8 +46,6 @@ class PromptOptions:
     hash_seed: int = DEFAULT_SEED
     tokens_max: int = 2**21
     """The most tokens or hashes of one request."""
-    prefix_bytes: int = 1024
-    """How many bytes of a system prompt, or of a first message, make the prefix key."""
     deadline_seconds: float = 1.0
     """How long a question may read the index before it is answered from the blocks found so far."""
 

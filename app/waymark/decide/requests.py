@@ -110,7 +110,6 @@ class RequestSelector:
         self._metrics = metrics
         self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
         self._profile = profile
-        self._prefix_bytes = options.prefix_bytes
         self._tokens_max = options.tokens_max
         self._logged: set[str] = set()
         """Reasons for decisions without tokens that the log names already."""
@@ -238,7 +237,7 @@ class RequestSelector:
             messages, system = [{"role": "user", "content": request.prompts[0]}], None
         else:
             return None
-        return prefix_key(request.model, messages, system, prefix_bytes=self._prefix_bytes)
+        return prefix_key(request.model, messages, system)
 
     def _count(self, refused: InvalidValue | RemoteUnavailable | StoreUnavailable) -> None:
         reason = "unavailable"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ _CLAIM_MS = 30_000
 
 #: The database of a URL without a path.
 _DATABASE = "waymark"
+#: The time of one operation, if the URL has no ``timeoutMS``: a client waits for an answer that only MongoDB has.
+_MILLISECONDS = 500
 COLLECTION = "responses"
 """The collection of the copies. Several Waymarks use several databases."""
 
@@ -47,8 +50,12 @@ class MongoOptions:
     """The URL, whose path may name the database."""
     ttl_seconds: int
     """How long a copy of an answer is kept."""
-    milliseconds: int
-    """How long one operation may take."""
+
+    @property
+    def milliseconds(self) -> int:
+        """How long one operation may take: ``timeoutMS`` of the URL, as drivers of MongoDB read it."""
+        match = re.search(r"[?&]timeoutMS=([1-9]\d{0,8})(?=[&#]|$)", self.url, re.IGNORECASE)
+        return _MILLISECONDS if match is None else int(match[1])
 
 
 class MongoArchive:

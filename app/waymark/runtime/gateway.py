@@ -112,7 +112,7 @@ def upstream(settings: Settings) -> Upstream:
     """Return the connections of a gateway to engines."""
     return Upstream(
         AllowedEndpoints(settings.allowed_endpoints),
-        first_byte_seconds=settings.gateway_first_byte_seconds,
+        first_byte_seconds=2 * settings.gateway_idle_seconds,
         idle_seconds=settings.gateway_idle_seconds,
         key=parts.engine_key(settings),
         ca_file=settings.engine_ca_file,
@@ -123,14 +123,15 @@ def response_cache(settings: Settings, metrics: Metrics, store: Store) -> Respon
     """Return the response cache of a gateway, or None if it is off."""
     if settings.response_cache == "off":
         return None
+    response_bytes = parts.in_proportion(2**20, settings, "response_cache_bytes")
     options = CacheOptions(
         place=settings.response_cache,
         entries_max=parts.in_proportion(1000, settings, "response_cache_bytes"),
         bytes_max=settings.response_cache_bytes,
         ttl_seconds=settings.response_cache_ttl_seconds,
-        response_bytes=settings.response_cache_response_bytes,
-        stream_bytes=10 * settings.response_cache_response_bytes,
-        redis_ms=settings.response_cache_redis_ms,
+        response_bytes=response_bytes,
+        stream_bytes=10 * response_bytes,  # a stream repeats its frame around each token
+        redis_ms=int(500 * settings.redis_timeout_seconds),  # a client waits for it before any engine is asked
     )
     return ResponseCache.open(options, metrics, store)
 
@@ -142,7 +143,7 @@ def stored_responses(settings: Settings, metrics: Metrics, store: Store, archive
     options = ResponsesOptions(
         place=settings.responses_place,
         ttl_seconds=settings.responses_ttl_seconds,
-        entry_bytes=settings.responses_entry_bytes,
+        entry_bytes=parts.in_proportion(2**20, settings, "responses_bytes", least=1024),
         entries_max=parts.in_proportion(10_000, settings, "responses_bytes"),
         bytes_max=settings.responses_bytes,
     )
@@ -153,9 +154,5 @@ def mongo_archive(settings: Settings, metrics: Metrics, store: Store) -> MongoAr
     """Return the archive behind the stored responses, or None without a MongoDB."""
     if settings.responses_mongo_url is None:
         return None
-    options = MongoOptions(
-        settings.responses_mongo_url.get_secret_value(),
-        settings.responses_mongo_ttl_seconds,
-        settings.responses_mongo_ms,
-    )
+    options = MongoOptions(settings.responses_mongo_url.get_secret_value(), settings.responses_mongo_ttl_seconds)
     return MongoArchive.open(options, metrics, store)

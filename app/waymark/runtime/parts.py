@@ -94,7 +94,6 @@ def tokenizers(settings: Settings, metrics: Metrics, store: Store | None = None)
         settings.tokenizers,
         settings.tokenizers_dir,
         metrics,
-        threads=settings.tokenizer_threads,
         cache_bytes=settings.tokens_cache_bytes,
         text_bytes_max=max(1024, settings.max_tokens),  # a token has at least one byte
         new_asker=lambda: asker(settings, is_bounded=False),
@@ -111,6 +110,11 @@ def in_proportion(count: int, settings: Settings, name: str, *, least: int = 1) 
     return max(least, count * int(getattr(settings, name)) // int(Settings.model_fields[name].default))
 
 
+def bodies_bytes_max(settings: Settings) -> int:
+    """Return how many bytes of bodies are held at once: a few large ones, or many usual ones."""
+    return 16 * settings.max_body_bytes
+
+
 # ---- options ---------------------------------------------------------------------------------------
 
 
@@ -118,7 +122,6 @@ def prompt_options(settings: Settings) -> PromptOptions:
     return PromptOptions(
         hash_seed=settings.hash_seed,
         tokens_max=settings.max_tokens,
-        prefix_bytes=settings.prefix_bytes,
         deadline_seconds=settings.query_deadline_ms / 1000,
     )
 
@@ -155,7 +158,7 @@ def apply_options(settings: Settings) -> ApplyOptions:
     return ApplyOptions(
         hash_seed=settings.hash_seed,
         stream_blocks_max=settings.stream_blocks_max,
-        pool_hashes_max=settings.pool_hashes_max,
+        pool_hashes_max=max(1000, settings.stream_blocks_max // 4),
         max_entries=settings.max_entries,
         entry_ttl_seconds=settings.entry_ttl_seconds,
         medium_ttl=settings.medium_ttl,
@@ -181,7 +184,7 @@ def api_options(settings: Settings, *, is_gateway: bool = False) -> ApiOptions:
         apply=apply_options(settings),
         body_bytes_max=settings.max_body_bytes,
         shape=settings.conductor_shape,
-        inspect_seconds=settings.inspect_seconds,
+        inspect_seconds=2.5 * settings.redis_timeout_seconds,  # a look at the whole index reads often, but in bulk
         min_initial_workers=settings.min_initial_workers,
         injects_cache_control=settings.cache_control_injection,
         has_page=settings.ui,

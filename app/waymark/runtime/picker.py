@@ -21,8 +21,7 @@ from waymark.epp.answers import BodyBytes
 from waymark.epp.process_call import CallContext
 from waymark.epp.server import IDLE_SECONDS, EppOptions, EppServer
 from waymark.runtime import parts
-from waymark.runtime.replica import freeze_heap, http_server, report_redis, stop_signal
-from waymark.serving.limits import ServerBounds, files_for
+from waymark.runtime.replica import freeze_heap, http_server, report_redis, server_bounds, stop_signal
 from waymark.serving.listening import listen
 from waymark.store.store import Store
 
@@ -47,7 +46,7 @@ def epp_options(settings: Settings) -> EppOptions:
         key_file=settings.epp_key_file,
         streams_max=settings.connections_max,
         drain_seconds=settings.epp_drain_seconds,
-        finish_seconds=settings.epp_finish_seconds,
+        finish_seconds=settings.finish_seconds,
     )
 
 
@@ -71,14 +70,12 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
             requests,
             under_way,
             metrics,
-            BodyBytes(settings.max_body_bytes, settings.bodies_max_bytes, metrics),
+            BodyBytes(settings.max_body_bytes, parts.bodies_bytes_max(settings), metrics),
             settings.epp_tenant,
             settings.request_seconds,
             IDLE_SECONDS,
         )
-        bounds = ServerBounds(
-            settings.request_seconds, files_for(settings.connections_max, 0), settings.bodies_max_bytes
-        )
+        bounds = server_bounds(settings, 0)
         http = http_server(create_probes(store, parts.api_options(settings), metrics, gate), bounds, metrics)
         freeze_heap()
         stop = stop_signal()

@@ -68,6 +68,12 @@ def open_port(settings: Settings, *, has_api: bool) -> list[socket.socket]:
     return listen(settings.host, port, host_name=names[0], port_name=names[1]) if port else []
 
 
+def server_bounds(settings: Settings, worker_files: int) -> ServerBounds:
+    """Return the bounds of an HTTP server, of whose process an ingest worker takes ``worker_files`` open files."""
+    connections = files_for(settings.connections_max, worker_files)
+    return ServerBounds(settings.request_seconds, connections, parts.bodies_bytes_max(settings))
+
+
 def http_server(
     app: Any,
     bounds: ServerBounds,
@@ -129,9 +135,7 @@ async def run(
     worker_files = 0
     if has_worker:
         options, worker_files = runtime_worker.within_files(options, is_alone=not (has_api or has_gateway))
-    bounds = ServerBounds(
-        settings.request_seconds, files_for(settings.connections_max, worker_files), settings.bodies_max_bytes
-    )
+    bounds = server_bounds(settings, worker_files)
     tokenizers = parts.tokenizers(settings, metrics, store)
     asker = parts.asker(settings)
     stop = stop_signal()
@@ -144,7 +148,7 @@ async def run(
             gateway.app,
             bounds,
             metrics,
-            shutdown_seconds=settings.gateway_drain_seconds,
+            shutdown_seconds=settings.finish_seconds,
             shape=runtime_gateway.body_of_rejection,
         )
     elif has_api:

@@ -120,7 +120,7 @@ CONNECTIONS = _busy(
     "connections", "more connections are open than WAYMARK_CONNECTIONS_MAX allows; try again in a moment"
 )
 BODIES = _busy(
-    "bodies", "request bodies hold more bytes at once than WAYMARK_BODIES_MAX_BYTES allows; try again in a moment"
+    "bodies", "request bodies hold more bytes at once than WAYMARK_MAX_BODY_BYTES allows; try again in a moment"
 )
 
 

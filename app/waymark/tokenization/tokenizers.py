@@ -39,6 +39,8 @@ from waymark.tokenization.sources import (
 
 T = TypeVar("T")
 
+THREADS = 4
+"""The threads that encode texts: with the one that answers requests, as many as a process keeps busy."""
 UNDER_WAY_MAX = 32
 _SHARE = 3
 """The most places of a model for each free one: 24 of 32 if no other model has any."""
@@ -71,7 +73,6 @@ class Tokenizers:
         directory: Path | None,
         metrics: Metrics,
         *,
-        threads: int = 4,
         cache_bytes: int = 64 * 2**20,
         text_bytes_max: int = 2 * 2**20,
         seconds: float | None = None,
@@ -93,7 +94,7 @@ class Tokenizers:
         self._memo = SegmentMemo(cache_bytes - cache_bytes // 4)
         metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes + self._prompts.bytes)
         metrics.tokenizers_whole.set_function(lambda: len(self._whole()))
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokens")
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
         self._renderers = Renderers(metrics)
         self._discovered: dict[str, str] = {}
         self._search_again = 0.0
