@@ -28,7 +28,7 @@ COPY --from=build /opt/waymark /opt/waymark
 COPY deploy/healthcheck.py /opt/waymark/healthcheck.py
 # An ingest worker answers on the port on which a query replica does, so that one health check fits both. A trial, too,
 # listens on all addresses of its container: which of them can be reached, the container's user decides.
-ENV PATH=/opt/waymark/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 WAYMARK_HOST=0.0.0.0 WAYMARK_INGEST_PORT=13333
+ENV PATH=/opt/waymark/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 WAYMARK_HOST=0.0.0.0 WAYMARK_PROBE_PORT=13333
 USER 10001:10001
 WORKDIR /
 EXPOSE 13333

@@ -27,7 +27,7 @@ def is_healthy(host: str, port: int) -> bool:
 if __name__ == "__main__":
     given = os.environ.get("WAYMARK_HOST", "")
     address = ASKED.get(given, given)
-    numbers = (os.environ.get("WAYMARK_PORT") or "13333", os.environ.get("WAYMARK_INGEST_PORT") or "0")
+    numbers = (os.environ.get("WAYMARK_PORT") or "13333", os.environ.get("WAYMARK_PROBE_PORT") or "0")
     ports = sorted({int(number) for number in numbers if number.isdecimal() and int(number)})
     if not any(is_healthy(address, port) for port in ports):
         sys.exit(f"nothing answers /health on {address}, port {' or '.join(map(str, ports))}")

@@ -44,7 +44,14 @@ def test_streams_and_requests_write_by_one_pipeline() -> None:
 
 def test_options_of_the_pipeline_are_settings() -> None:
     assert ApplyOptions() == parts.apply_options(Settings()), "a field and its setting have the same default"
-    others = {"waiting_blocks", "rejected_events", "batch_events_max", "event_hashes_max", "pool_hashes_max"}
+    others = {
+        "waiting_blocks",
+        "rejected_events",
+        "batch_events_max",
+        "event_hashes_max",
+        "pool_hashes_max",
+        "entry_ttl_seconds",
+    }
     assert set(ApplyOptions.__slots__) - others <= set(Settings.model_fields)
 
 

@@ -96,14 +96,14 @@ spec:
         - configMapRef:
             name: {{ $fullname }}
       env:
-        - name: {{ get (dict "query" "WAYMARK_PORT" "ingest" "WAYMARK_INGEST_PORT" "gateway" "WAYMARK_PORT" "epp" "WAYMARK_EPP_METRICS_PORT") .role }}
+        - name: {{ get (dict "query" "WAYMARK_PORT" "ingest" "WAYMARK_PROBE_PORT" "gateway" "WAYMARK_PORT" "epp" "WAYMARK_PROBE_PORT") .role }}
           value: "13333"
         {{- if $isGateway }}
         - name: WAYMARK_FINISH_SECONDS
           value: {{ .values.finishSeconds | quote }}
         {{- if $hasKeys }}
-        - name: WAYMARK_GATEWAY_KEYS_FILE
-          value: /etc/waymark/gateway-keys/{{ .values.keysSecret.key }}
+        - name: WAYMARK_GATEWAY_KEYS
+          value: {{ with $root.Values.config.WAYMARK_GATEWAY_KEYS }}{{ . }},{{ end }}/etc/waymark/gateway-keys/{{ .values.keysSecret.key }}
         {{- end }}
         {{- with .values.mongoSecret.name }}
         - name: WAYMARK_RESPONSES_MONGO_URL
@@ -130,10 +130,8 @@ spec:
         - name: WAYMARK_FINISH_SECONDS
           value: {{ .values.finishSeconds | quote }}
         {{- with $certificate }}
-        - name: WAYMARK_EPP_CERT_FILE
-          value: /etc/waymark/certificate/{{ .certKey }}
-        - name: WAYMARK_EPP_KEY_FILE
-          value: /etc/waymark/certificate/{{ .keyKey }}
+        - name: WAYMARK_EPP_TLS_FILES
+          value: cert=/etc/waymark/certificate/{{ .certKey }},key=/etc/waymark/certificate/{{ .keyKey }}
         {{- end }}
         {{- end }}
         - name: WAYMARK_REDIS_URL
@@ -168,12 +166,14 @@ spec:
           value: /etc/waymark/redis-sentinel-password/password
         {{- end }}
         {{- if $redis.tlsSecret.name }}
-        {{- range $variable, $key := dict "CA" $redis.tlsSecret.caKey "CERT" $redis.tlsSecret.certKey "KEY" $redis.tlsSecret.keyKey }}
+        {{- $tls := list }}
+        {{- range $label, $key := dict "ca" $redis.tlsSecret.caKey "cert" $redis.tlsSecret.certKey "key" $redis.tlsSecret.keyKey }}
         {{- if $key }}
-        - name: WAYMARK_REDIS_TLS_{{ $variable }}_FILE
-          value: /etc/waymark/redis-tls/{{ $key }}
+        {{- $tls = append $tls (printf "%s=/etc/waymark/redis-tls/%s" $label $key) }}
         {{- end }}
         {{- end }}
+        - name: WAYMARK_REDIS_TLS_FILES
+          value: {{ join "," $tls }}
         {{- end }}
         {{- with $root.Values.apiToken.existingSecret }}
         - name: WAYMARK_API_TOKEN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
@@ -47,20 +48,22 @@ class Hold(Protocol):
 
 @pytest.fixture
 async def make_client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeClient]:
-    """Builds clients of an application; what the application raises becomes its 500."""
+    """Builds clients of an application; what the application raises becomes its 500. It has the options of decisions
+    that are not settings, too.
+    """
     monkeypatch.setattr(tokenizers, "SECONDS", patient(tokenizers.SECONDS))
     async with AsyncExitStack() as stack:
 
         async def make(store: Store, *, metrics: Metrics | None = None, **settings: Any) -> httpx.AsyncClient:
+            own = {name: settings.pop(name) for name in settings.keys() - Settings.model_fields.keys()}
             given = Settings(**patient_settings() | settings)
+            options = replace(parts.selection_options(given), **own)
             asker = parts.asker(given)
             stack.push_async_callback(asker.close)
             numbers = metrics or Metrics()
             of_text = parts.tokenizers(given, numbers, store)
             stack.push_async_callback(of_text.close)
-            app = create_app(
-                store, parts.api_options(given), parts.selection_options(given), numbers, of_text, asker=asker
-            )
+            app = create_app(store, parts.api_options(given), options, numbers, of_text, asker=asker)
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             return await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://waymark"))
 

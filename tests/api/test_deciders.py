@@ -41,7 +41,7 @@ schedulingProfiles:
 - name: decode
   plugins: [{{pluginRef: decode-filter}}, {{pluginRef: active-request-scorer}}]
 """)
-        return await make_client(store, picker_config=str(file))
+        return await make_client(store, policy=str(file))
 
     return configured
 

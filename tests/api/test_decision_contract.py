@@ -186,7 +186,7 @@ schedulingProfiles:
     for role in ("prefill", "decode"):
         for number in (1, 2):
             await register(f"{role}-{number}", role=role)
-    replica = await make_client(store, picker_config=str(file), loads_ms=0)
+    replica = await make_client(store, policy=str(file), loads_ms=0)
     taken = [await post(replica, "/select", token_ids=[n] * 8) for n in range(4)]
     for stage in ("prefill", "target"):
         names = [each[stage]["instance_id"] for each in taken]

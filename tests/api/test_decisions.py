@@ -256,7 +256,7 @@ async def test_targets_and_models_have_their_limits(store: Store, make_client: M
     assert "WAYMARK_TARGET_REQUESTS_MAX" in refused.json()["error"]
     assert refused.headers["retry-after"] == "1"
     few = await make_client(store, reservations_max=4)
-    assert "WAYMARK_RESERVATIONS_MAX" in (await post(few, "/select", 429))["error"]
+    assert "has 4 reservations under way" in (await post(few, "/select", 429))["error"]
     await post(limited, "/release", reservation=found[0]["reservation"])
     assert (await post(limited, "/select"))["target"]["instance_id"] == found[0]["target"]["instance_id"]
     assert (await post(limited, "/select", 429, policy="sticky"))["reason"] == "saturated"
@@ -317,7 +317,7 @@ async def test_a_session_goes_to_the_picker_configuration(
     )
     for name in ("pod-1", "pod-2", "pod-3"):
         await register(name)
-    configured = await make_client(store, picker_config=str(file))
+    configured = await make_client(store, policy=str(file))
     for name in ("pod-1", "pod-2", "pod-3"):
         token = base64.b64encode(name.encode()).decode()
         found = await post(configured, "/select", session_token=token)
@@ -335,7 +335,7 @@ async def test_a_file_may_pick_by_the_predicted_time_to_the_first_token(
     )
     for name in ("slow", "fast"):
         await register(name)
-    configured = await make_client(store, picker_config=str(file))
+    configured = await make_client(store, policy=str(file))
     parts = [row["parts"]["predicted-latency-scorer"] for row in (await scores(configured, explain=True)).values()]
     assert parts == [pytest.approx(1 / 3)] * 2, "of three things without a prediction, only the short queues are there"
     for name, ttft_ms in (("slow", 300), ("fast", 100)):
@@ -368,7 +368,7 @@ async def test_a_caller_may_ask_for_times(
             taken = await post(before, "/select", only=[name])
             times = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms}
             assert await post(before, "/release", reservation=taken["reservation"], **times) == _released(1)
-    configured = await make_client(store, picker_config=str(file), loads_ms=0)
+    configured = await make_client(store, policy=str(file), loads_ms=0)
 
     async def named(**asked: float) -> str:
         return str((await post(configured, "/select", reserve=False, **asked))["target"]["instance_id"])

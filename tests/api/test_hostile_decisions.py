@@ -195,7 +195,7 @@ async def test_a_candidate_is_a_target_whatever_a_file_filters(
         "plugins: [{type: prefill-filter}]\n"
         "schedulingProfiles: [{name: default, plugins: [{pluginRef: prefill-filter}]}]\n"
     )
-    replica = await make_client(store, picker_config=str(file))
+    replica = await make_client(store, policy=str(file))
     error = await refused(replica, "/score", PROMPT | {"candidates": [{"instance_id": "pod-2"}]})
     assert (error["field"], error["index"]) == ("candidates", 0)
     answer = await replica.post("/score", json=PROMPT | {"candidates": [{"instance_id": "pod-1"}]})

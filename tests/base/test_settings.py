@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -67,14 +69,14 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
         pytest.param("WAYMARK_ON_GAP", "drop", ['"drop"', "`keep` or `reset`"], id="no-such-choice"),
         pytest.param("WAYMARK_ACCESS_LOG", "maybe", ['"maybe"', "`true` or `false`"], id="not-a-truth"),
         pytest.param("WAYMARK_REDIS_URL", "cache:6379", ['"cache:6379"', "redis://"], id="url-without-scheme"),
-        pytest.param("WAYMARK_MEDIUM_TTL", "DISK", ['"DISK"', "NAME=SECONDS"], id="ttl-without-seconds"),
+        pytest.param("WAYMARK_MEDIUM_TTL", "DISK", ['"DISK"', "NAME=VALUE"], id="ttl-without-seconds"),
         pytest.param("WAYMARK_MEDIUM_TTL", "DISK=1,disk=2", ["once"], id="ttl-given-twice"),
         pytest.param("WAYMARK_TOKENIZERS", "a=b", ["JSON object"], id="sources-that-are-no-json"),
         pytest.param("WAYMARK_TOKENIZERS", '{"a": "ftp://x"}', ['"ftp://x"', "file:///"], id="no-such-source"),
         pytest.param(
             "WAYMARK_TOKENIZERS", '{"a": "file:///m?engine=x"}', ['"engine=x"', "engine=sglang"], id="no-such-reader"
         ),
-        pytest.param("WAYMARK_MEDIUM_TTL", "DISK=0", ['"DISK=0"'], id="ttl-of-nothing"),
+        pytest.param("WAYMARK_MEDIUM_TTL", "DISK=-1", ['"DISK=-1"'], id="ttl-of-less-than-nothing"),
     ],
 )
 def test_a_wrong_value_names_the_variable_the_value_and_the_way_out(
@@ -113,15 +115,49 @@ def test_a_former_setting_is_warned_of_and_what_it_names_is_there(caplog: pytest
         assert getattr(import_module(module), name) == expected, variable
 
 
-@pytest.mark.parametrize(("name", "now"), RENAMED.items())
+@pytest.mark.parametrize(
+    ("environ", "values"),
+    [
+        ({"GATEWAY_DRAIN_SECONDS": "7", "FINISH_SECONDS": "8"}, {"finish_seconds": 7}),
+        ({"EPP_FINISH_SECONDS": "", "FINISH_SECONDS": "8"}, {"finish_seconds": 8}),
+        ({"EPP_FINISH_SECONDS": "0"}, {"finish_seconds": 0}),
+        ({"INGEST_PORT": "7"}, {"probe_port": 7}),
+        ({"EPP_METRICS_PORT": "0"}, {"probe_port": 0}),
+        ({"PICKER_CONFIG": "/picker.yaml", "POLICY": "llm-d"}, {"policy": "/picker.yaml"}),
+        (
+            {"REDIS_TLS_CA_FILE": "/ca", "REDIS_TLS_CERT_FILE": "/cert", "REDIS_TLS_KEY_FILE": "/key"},
+            {"redis_tls_files": {"ca": Path("/ca"), "cert": Path("/cert"), "key": Path("/key")}},
+        ),
+        (
+            {"REDIS_TLS_FILES": "cert=/c", "REDIS_TLS_CA_FILE": "/ca"},
+            {"redis_tls_files": {"ca": Path("/ca"), "cert": Path("/c")}},
+        ),
+        ({"EPP_CERT_FILE": "/c", "EPP_KEY_FILE": "/k"}, {"epp_tls_files": {"cert": Path("/c"), "key": Path("/k")}}),
+        (
+            {"DISCOVERY_API_PORT": "1", "DISCOVERY_PORT": "2", "DISCOVERY_REPLAY_PORT": "0"},
+            {"discovery_ports": {"api": 1, "events": 2, "replay": 0}},
+        ),
+        ({"ENTRY_TTL_SECONDS": "0", "MEDIUM_TTL": "disk=5"}, {"medium_ttl": {"*": 0, "DISK": 5}}),
+        ({"GATEWAY_KEYS": "a:1", "GATEWAY_KEYS_FILE": "/keys"}, {"gateway_keys": ("a:1", "/keys")}),
+        (
+            {"GATEWAY_KEY_REQUESTS": "1", "GATEWAY_KEY_TOKENS": "2"},
+            {"gateway_key_limits": {"requests": 1, "tokens": 2}},
+        ),
+    ],
+)
 def test_a_renamed_setting_has_its_value_under_the_new_name(
-    name: str, now: str, caplog: pytest.LogCaptureFixture
+    environ: dict[str, str], values: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    field = now.removeprefix("WAYMARK_").lower()
-    assert name.removeprefix("WAYMARK_").lower() not in Settings.model_fields
-    assert str(getattr(Settings.from_env({name: "7"}), field)) == "7"
-    assert caplog.messages == [f"{name} is called {now} now; its value is used"]
-    assert str(getattr(Settings.from_env({name: "7", now: "8"}), field)) == "8"
+    settings = Settings.from_env({f"WAYMARK_{name}": value for name, value in environ.items()})
+    assert settings == Settings(worker_id=settings.worker_id, **values)
+    former = [name for name in environ if f"WAYMARK_{name}" in RENAMED and environ[name]]
+    assert sorted(message.split()[0] for message in caplog.messages) == sorted(f"WAYMARK_{name}" for name in former)
+
+
+def test_what_a_renamed_setting_is_called_now_is_a_setting() -> None:
+    settings = {f"WAYMARK_{name.upper()}" for name in Settings.model_fields}
+    assert {new for new, _ in RENAMED.values()} <= settings
+    assert RENAMED.keys() & (settings | FORMER.keys()) == set()
 
 
 def test_all_complaints_come_at_once() -> None:
@@ -158,8 +194,8 @@ def test_an_empty_value_counts_as_none_but_an_empty_token_is_refused() -> None:
         pytest.param({"WAYMARK_PROTECT_READS": "true"}, "WAYMARK_API_TOKEN", id="reads-protected-by-no-token"),
         pytest.param({"WAYMARK_REDIS_READ_URL": "memory://"}, "WAYMARK_REDIS_READ_URL", id="reading-nowhere"),
         pytest.param(
-            {"WAYMARK_REPLAY_IDLE_SECONDS": "9", "WAYMARK_REPLAY_SECONDS": "8"},
-            "WAYMARK_REPLAY_SECONDS",
+            {"WAYMARK_REDIS_TLS_FILES": "ca=/ca,key=/key"},
+            "WAYMARK_REDIS_TLS_FILES",
             id="idle-for-longer-than-in-all",
         ),
     ],

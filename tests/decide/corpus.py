@@ -275,7 +275,7 @@ async def _answering(scenario: Scenario, draw: int) -> AsyncIterator[_Answering]
         if scenario.picker_file is not None:
             file = directory / "picker.yaml"
             file.write_text(PICKER_FILES[scenario.picker_file], encoding="utf-8")
-            values["picker_config"] = str(file)
+            values["policy"] = str(file)
         settings = Settings(**patient_settings() | values)
         store = Store.open("memory://")
         stack.push_async_callback(store.close)

@@ -11,6 +11,7 @@ from waymark.base import watched_file
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
+from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.selector import Selector
 from waymark.runtime import parts
@@ -19,22 +20,21 @@ from waymark.store.store import Store
 
 def test_the_settings_are_taken_in_their_units() -> None:
     options = parts.selection_options(Settings(policy="lmetric", loads_ms=250, query_deadline_ms=500))
-    assert (options.policy.name, options.picker_file) == ("lmetric", None)
+    assert options.default_policy().preset == PRESETS["lmetric"]
+    assert parts.selection_options(Settings()).default_policy().preset == PRESETS["least-work"]
+    assert SelectionOptions().default_policy().preset == PRESETS["least-work"]
     assert (options.loads_seconds, options.deadline_seconds) == (0.25, 0.5)
 
 
 @pytest.mark.parametrize(
     ("settings", "name", "expected"),
     [
-        ({}, "policy", PRESETS["least-work"]),
-        ({"policy": "sticky"}, "policy", PRESETS["sticky"]),
         ({}, "deadline_seconds", 1.0),
         ({"query_deadline_ms": 20}, "deadline_seconds", 0.02),
         ({}, "loads_seconds", 0.1),
         ({"loads_ms": 0}, "loads_seconds", 0.0),
         ({}, "target_requests_max", 0),
         ({"target_requests_max": 7}, "target_requests_max", 7),
-        ({"reservations_max": 9}, "reservations_max", 9),
         ({"drift_max": 0.5}, "drift_max", 0.5),
         ({}, "is_speculative", False),
         ({"speculative": True}, "is_speculative", True),
@@ -65,12 +65,11 @@ def picker(path: Path, *types: str) -> str:
         ({"policy": "least-work"}, None, False),
         ({"policy": "least-work", "shadow": "lmetric, llm-d"}, None, True),
         ({"policy": "least-work", "shadow": "lmetric"}, None, False),
-        ({}, "picker_config", True),
-        # The file decides, and not the policy beside it.
-        ({"policy": "llm-d"}, "", False),
+        ({}, "policy", True),
+        ({}, "", False),
         ({}, "shadow", True),
         ({"policy": "llm-d", "gauges_seconds": 1}, None, False),
-        ({"gauges_seconds": 0.5}, "picker_config", False),
+        ({"gauges_seconds": 0.5}, "policy", False),
     ],
 )
 def test_a_policy_of_gauges_that_nobody_reads_is_warned_of(
@@ -79,7 +78,7 @@ def test_a_policy_of_gauges_that_nobody_reads_is_warned_of(
     given = {"gauges_seconds": 0} | settings
     if gauged is not None:
         scorer = "queue-scorer" if gauged else "active-request-scorer"
-        given[gauged or "picker_config"] = picker(tmp_path / "picker.yaml", scorer)
+        given[gauged or "policy"] = picker(tmp_path / "picker.yaml", scorer)
     parts.selection_options(Settings(**given))
     assert ("WAYMARK_GAUGES_SECONDS is 0" in caplog.text) is is_warned
 
@@ -88,7 +87,7 @@ def test_the_policy_of_a_request_that_names_none_is_that_of_the_file(tmp_path: P
     of_preset = parts.selection_options(Settings(policy="lmetric")).default_policy()
     assert (of_preset.preset, of_preset.file) == (PRESETS["lmetric"], None)
     path = picker(tmp_path / "picker.yaml", "session-affinity-scorer")
-    of_file = parts.selection_options(Settings(policy="lmetric", picker_config=path)).default_policy()
+    of_file = parts.selection_options(Settings(policy=path)).default_policy()
     assert of_file.preset is None
     assert of_file.file is not None
     assert [scorer.name for scorer in of_file.file.profiles["one"].scorers] == ["session-affinity-scorer"]
@@ -135,7 +134,7 @@ def test_a_word_is_a_policy_and_a_path_is_a_file(text: str, sentence: str) -> No
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "picker.yaml"
     path.write_bytes(b"\xff\xfe")
-    for variable, settings in (("WAYMARK_PICKER_CONFIG", "picker_config"), ("WAYMARK_SHADOW", "shadow")):
+    for variable, settings in (("WAYMARK_POLICY", "policy"), ("WAYMARK_SHADOW", "shadow")):
         with pytest.raises(SettingsError, match=rf"{variable} .*picker\.yaml cannot be used: .*utf-8"):
             parts.selection_options(Settings(**{settings: str(path)}))
 
@@ -148,10 +147,10 @@ def test_an_unknown_policy_is_named_with_the_nearest_one() -> None:
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     wrong = tmp_path / "picker.yaml"
     wrong.write_text("kind: Nope", encoding="utf-8")
-    with pytest.raises(SettingsError, match=r'WAYMARK_PICKER_CONFIG .*picker.yaml.*kind is "Nope"'):
-        parts.selection_options(Settings(picker_config=str(wrong)))
-    with pytest.raises(SettingsError, match=r"WAYMARK_PICKER_CONFIG .*cannot be used"):
-        parts.selection_options(Settings(picker_config=str(tmp_path / "none.yaml")))
+    with pytest.raises(SettingsError, match=r'WAYMARK_POLICY .*picker.yaml.*kind is "Nope"'):
+        parts.selection_options(Settings(policy=str(wrong)))
+    with pytest.raises(SettingsError, match=r"WAYMARK_POLICY .*cannot be used"):
+        parts.selection_options(Settings(policy=str(tmp_path / "none.yaml")))
 
 
 def test_the_log_says_what_does_the_work_of_a_plugin_that_belongs_elsewhere(
@@ -160,9 +159,10 @@ def test_the_log_says_what_does_the_work_of_a_plugin_that_belongs_elsewhere(
     file = tmp_path / "picker.yaml"
     file.write_text("plugins: [{type: tokenizer}]\nschedulingProfiles: [{name: one}]\n", encoding="utf-8")
     with caplog.at_level("INFO"):
-        options = parts.selection_options(Settings(picker_config=str(file)))
-    assert options.picker_file is not None
-    (note,) = options.picker_file.entries[0].notes
+        options = parts.selection_options(Settings(policy=str(file)))
+    file_policy = options.default_policy().file
+    assert file_policy is not None
+    (note,) = file_policy.notes
     assert [record.__dict__["fields"] for record in caplog.records] == [{"note": note}]
 
 
@@ -188,7 +188,7 @@ async def test_a_picker_file_that_changes_counts_without_a_restart_and_a_wrong_o
 
     write("1")
     store = Store.open("memory://")
-    selector = Selector(store, parts.selection_options(Settings(picker_config=str(file))), Metrics())
+    selector = Selector(store, parts.selection_options(Settings(policy=str(file))), Metrics())
     assert weight() == 1.0
     before = selector.default_policy
     write("22")

@@ -201,7 +201,7 @@ async def test_a_file_holds_without_tokens_and_without_redis(
     (tmp_path / "picker.yaml").write_text(_GOLD)
     for name in ADDRESSES:
         await register(store, name, labels={"tier": "iron" if name == "pod-2" else "gold"})
-    selector = make_selector(store, picker_config=str(tmp_path / "picker.yaml"), loads_ms=0)
+    selector = make_selector(store, policy=str(tmp_path / "picker.yaml"), loads_ms=0)
     asked = [read_request("/v1/completions", {"model": "llama", "prompt": f"question {n}"}) for n in range(20)]
     found = [await served(selector, each) for each in asked]
     assert {taken(each) for each in found} == {"pod-1", "pod-3"}
@@ -247,7 +247,7 @@ async def test_a_prompt_goes_where_its_beginning_went_at_both_stages_and_through
         for number in range(3):
             target = Target(address=f"http://{stage}-{number}:8000", role=stage)
             await store.registry.register(registration(f"{stage}-{number}", model_name="llama", target=target))
-    first, second = (make_selector(store, picker_config=str(tmp_path / "picker.yaml"), loads_ms=0) for _ in range(2))
+    first, second = (make_selector(store, policy=str(tmp_path / "picker.yaml"), loads_ms=0) for _ in range(2))
 
     async def ask(selector: RequestSelector, blocks: int) -> tuple[str, str, float | None]:
         tokens = list(range(1, 16 * blocks + 1))
@@ -287,7 +287,7 @@ async def test_a_decider_sees_the_estimate_of_a_prompt_without_tokens(
     (tmp_path / "picker.yaml").write_text(_APART)
     await register(store, "pod-1", role="prefill")
     await register(store, "pod-2", role="decode")
-    selector = make_selector(store, picker_config=str(tmp_path / "picker.yaml"))
+    selector = make_selector(store, policy=str(tmp_path / "picker.yaml"))
     routed = await selector.select(chat("x" * characters), TAKING)
     assert taken(routed) == "pod-2"
     assert (routed.selected.prefill is not None) == has_prefill

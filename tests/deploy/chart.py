@@ -32,9 +32,7 @@ ELSEWHERE: dict[str, str | None] = {
     "WAYMARK_REDIS_READ_URL": "redis.readUrl",
     "WAYMARK_REDIS_PASSWORD_FILE": "redis.passwordSecret.name",
     "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE": "redis.sentinelPasswordSecret.name",
-    "WAYMARK_REDIS_TLS_CA_FILE": "redis.tlsSecret.caKey",
-    "WAYMARK_REDIS_TLS_CERT_FILE": "redis.tlsSecret.certKey",
-    "WAYMARK_REDIS_TLS_KEY_FILE": "redis.tlsSecret.keyKey",
+    "WAYMARK_REDIS_TLS_FILES": "redis.tlsSecret.name",
     "WAYMARK_API_TOKEN": "apiToken.existingSecret",
     "WAYMARK_API_TOKENS_FILE": "apiTokensSecret.name",
     "WAYMARK_ENGINE_API_KEY": "engineApiKey.existingSecret",
@@ -45,17 +43,14 @@ ELSEWHERE: dict[str, str | None] = {
     "WAYMARK_DISCOVERY_NAMESPACE": "discovery.namespace",
     "WAYMARK_DELETION_COST": "discovery.deletionCost",
     "WAYMARK_FINISH_SECONDS": "gateway.finishSeconds",
-    "WAYMARK_GATEWAY_KEYS_FILE": "gateway.keysSecret.name",
     "WAYMARK_RESPONSES_MONGO_URL": "gateway.mongoSecret.name",
     "WAYMARK_ANSWERS_REDIS_URL": "gateway.answersRedisSecret.name",
     "WAYMARK_EPP_DRAIN_SECONDS": "epp.drainSeconds",
-    "WAYMARK_EPP_CERT_FILE": "epp.certSecret.name",
-    "WAYMARK_EPP_KEY_FILE": "epp.certSecret.keyKey",
+    "WAYMARK_EPP_TLS_FILES": "epp.certSecret.name",
     "WAYMARK_EPP_PORT": None,
     "WAYMARK_EPP_HEALTH_PORT": None,
-    "WAYMARK_EPP_METRICS_PORT": None,
     "WAYMARK_PORT": None,
-    "WAYMARK_INGEST_PORT": None,
+    "WAYMARK_PROBE_PORT": None,
     "WAYMARK_WORKER_ID": None,
 }
 
@@ -203,7 +198,7 @@ def settings_schema() -> dict[str, Any]:
         "additionalProperties": False,
         "properties": {setting.variable: _with_empty(setting, _setting_schema(setting.type)) for setting in in_config()}
         # A text for the settings, because they are read without the policies.
-        | {"WAYMARK_POLICY": {"enum": [*PRESETS]}},
+        | {"WAYMARK_POLICY": {"anyOf": [{"enum": [*PRESETS]}, {"type": "string", "pattern": "[/.]"}]}},
     }
 
 

@@ -149,8 +149,7 @@ def test_a_process_takes_every_setting_the_chart_gives_it(role: str) -> None:
     assert {setting.variable for setting in in_config()} <= set(environ)
     assert settings.max_body_bytes == settings_schema()["properties"]["WAYMARK_MAX_BODY_BYTES"]["maximum"]
     assert settings.hash_seed == 2**64 - 1
-    ports = {"ingest": settings.ingest_port, "epp": settings.epp_metrics_port}
-    assert ports.get(role, settings.port) == 13333
+    assert (settings.probe_port if role in ("ingest", "epp") else settings.port) == 13333
 
 
 def test_what_is_set_elsewhere_reaches_the_pods() -> None:

@@ -114,8 +114,8 @@ async def test_a_process_writes_no_file_and_the_health_check_tells_it_from_none(
         "TMPDIR": "/nonexistent",
     }
     environ |= image_environment() | {"WAYMARK_REDIS_URL": redis_url}
-    environ |= {"WAYMARK_PORT": str(unused_port()), "WAYMARK_INGEST_PORT": "0"}
-    environ["WAYMARK_PORT" if role == "query" else "WAYMARK_INGEST_PORT"] = str(port)
+    environ |= {"WAYMARK_PORT": str(unused_port()), "WAYMARK_PROBE_PORT": "0"}
+    environ["WAYMARK_PORT" if role == "query" else "WAYMARK_PROBE_PORT"] = str(port)
     async with started([sys.executable, "-c", WATCHED, role], environ, "/", log) as process:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
 
@@ -150,6 +150,6 @@ async def test_a_process_writes_no_file_and_the_health_check_tells_it_from_none(
 def test_the_image_and_the_chart_ask_where_it_listens() -> None:
     _, final = stages()
     assert "EXPOSE 13333" in final
-    assert image_environment()["WAYMARK_INGEST_PORT"] == "13333"
+    assert image_environment()["WAYMARK_PROBE_PORT"] == "13333"
     (check,) = [line for line in final if line.startswith("HEALTHCHECK")]
     assert check.endswith('CMD ["python", "-I", "/opt/waymark/healthcheck.py"]')

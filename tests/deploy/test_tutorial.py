@@ -26,6 +26,7 @@ from tests.discovery.api_server import ApiServerStub, pod
 from tests.live import start
 from tests.ports import unused_port
 from waymark.base.settings import Settings
+from waymark.discovery.pods import PodPorts
 
 PAGE = (CHART.parent / "docs" / "tutorial-kubernetes.md").read_text(encoding="utf-8")
 YAML = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
@@ -56,7 +57,7 @@ def test_a_cluster_takes_the_engines_and_discovery_finds_them(name: str) -> None
     label, _, value = settings.discovery_selector.partition("=")
     assert labels[label] == value
     ports = {port["name"]: port["containerPort"] for port in engine(name)["ports"]}
-    assert ports["http"] == settings.discovery_api_port
+    assert ports["http"] == PodPorts(**settings.discovery_ports).api
     assert engine(name)["readinessProbe"]["httpGet"]["port"] == "http"
 
 
@@ -183,10 +184,9 @@ async def test_the_engine_of_the_page_is_found_and_answers(tmp_path: Path) -> No
                 "memory://",
                 tmp_path / "log",
                 discovery="kubernetes",
-                discovery_url=api_server.url,
+                discovery_url=f"{api_server.url}?token_file={tmp_path}/token",
                 discovery_namespace="serving",
-                discovery_token_file=tmp_path / "token",
-                discovery_api_port=port,
+                discovery_ports=f"api={port}",
             ) as live,
             live.client() as client,
         ):

@@ -39,12 +39,14 @@ def every_setting() -> dict[str, Any]:
         "WAYMARK_GATEWAY_ENGINES": "http://10.0.0.7:8000",
         "WAYMARK_TENANT_HEADER": "X-Tenant",
         "WAYMARK_KEY_PREFIX": "staging:",
+        "WAYMARK_DISCOVERY_PORTS": "api=8001,events=5558",
+        "WAYMARK_GATEWAY_KEY_LIMITS": "requests=8,tokens=9000",
     }
 
 
 def _sample(rule: dict[str, Any]) -> Any:
     if "anyOf" in rule:
-        return str(2**64 - 1)
+        return _sample(rule["anyOf"][0]) if "enum" in rule["anyOf"][0] else str(2**64 - 1)
     if "enum" in rule:
         return rule["enum"][-1]
     return {"boolean": True, "string": "DISK=60"}.get(rule["type"], rule.get("maximum"))

@@ -154,7 +154,7 @@ async def starting(directory: Path) -> AsyncIterator[Start]:
             port = str(settings.pop("port", unused_port()))
             environ = {f"WAYMARK_{name.upper()}": str(value) for name, value in settings.items()}
             environ |= {"WAYMARK_REDIS_URL": redis_url, "WAYMARK_HOST": "127.0.0.1"}
-            environ["WAYMARK_INGEST_PORT" if role == "ingest" else "WAYMARK_PORT"] = port
+            environ["WAYMARK_PROBE_PORT" if role == "ingest" else "WAYMARK_PORT"] = port
             process = spawn(role, environ, directory / f"{role}-{len(services)}.log", open_files)
             stack.callback(process.wait)
             stack.callback(process.kill)

@@ -53,7 +53,7 @@ class Member(Service):
 
     @property
     def port(self) -> int:
-        return int(self._environ["WAYMARK_INGEST_PORT" if self.role == "ingest" else "WAYMARK_PORT"])
+        return int(self._environ["WAYMARK_PROBE_PORT" if self.role == "ingest" else "WAYMARK_PORT"])
 
     def _spawn(self) -> tuple[Process, Path]:
         self._starts += 1
@@ -86,7 +86,7 @@ async def new_member(
 ) -> Member:
     """A process that ends with ``stack``; it is not ready at once. ``settings`` are by their field names."""
     port = unused_port()
-    own = {"ingest_port": port, "worker_id": name} if role == "ingest" else {"port": port}
+    own = {"probe_port": port, "worker_id": name} if role == "ingest" else {"port": port}
     values = {"host": "127.0.0.1"} | own | dict(settings)
     environ = {f"WAYMARK_{key.upper()}": str(value) for key, value in values.items()}
     client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(HTTP_SECONDS), trust_env=False)

@@ -115,7 +115,7 @@ async def test_a_picker_books_the_usage_in_the_body_of_the_answer(redis_url: str
         replica = await new_member(stack, tmp_path, "replica", "query", {"redis_url": redis_url})
         environ = {
             "WAYMARK_REDIS_URL": redis_url, "WAYMARK_HOST": "127.0.0.1", "WAYMARK_EPP_PORT": str(port),
-            "WAYMARK_EPP_HEALTH_PORT": "0", "WAYMARK_EPP_METRICS_PORT": str(metrics_port), "WAYMARK_EPP_TLS": "false",
+            "WAYMARK_EPP_HEALTH_PORT": "0", "WAYMARK_PROBE_PORT": str(metrics_port), "WAYMARK_EPP_TLS": "false",
             "WAYMARK_EPP_DRAIN_SECONDS": "0",
         }  # fmt: skip
         picker = spawn("epp", environ, tmp_path / "epp.log")

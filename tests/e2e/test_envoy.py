@@ -48,7 +48,7 @@ class Picker:
         self._starts = 0
         values = {
             "redis_url": redis_url, "host": "127.0.0.1", "epp_port": self.port, "epp_health_port": 0,
-            "epp_metrics_port": self._metrics_port, "epp_drain_seconds": 2, "finish_seconds": 60,
+            "probe_port": self._metrics_port, "epp_drain_seconds": 2, "finish_seconds": 60,
         } | settings  # fmt: skip
         self._environ = {f"WAYMARK_{name.upper()}": str(value) for name, value in values.items()}
         self._process: Process | None = None

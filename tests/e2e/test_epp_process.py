@@ -35,7 +35,7 @@ async def test_health_is_asked_on_a_port_of_its_own_until_the_process_has_ended(
     port, health_port = unused_port(), unused_port()
     flags = ["--redis-url", redis_url, "--host", "127.0.0.1", "--port", str(port), "--health-port", str(health_port)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-    environ |= {"WAYMARK_EPP_METRICS_PORT": "0", "WAYMARK_EPP_DRAIN_SECONDS": "2"}
+    environ |= {"WAYMARK_PROBE_PORT": "0", "WAYMARK_EPP_DRAIN_SECONDS": "2"}
     log = tmp_path / "epp.log"
     process = begun(flags, environ, log)
     try:

@@ -37,7 +37,7 @@ async def test_bodies_that_are_held_cost_no_other_request(redis_url: str, tmp_pa
     await store.close()
     port, metrics_port = unused_port(), unused_port()
     settings: dict[str, Any] = {"epp_port": port, "epp_health_port": 0, "epp_drain_seconds": 0, "epp_tls": "false"}
-    settings |= {"port": metrics_port, "epp_metrics_port": metrics_port, "request_seconds": 120}
+    settings |= {"port": metrics_port, "probe_port": metrics_port, "request_seconds": 120}
     async with start("epp", redis_url, tmp_path / "log", **settings) as live, channel_to(port) as honest:
         # Each on a connection of its own, as from so many proxies: none waits for another's window.
         channels = [channel_to(port) for _ in range(GREEDY)]

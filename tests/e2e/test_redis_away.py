@@ -288,7 +288,7 @@ async def test_a_redis_that_does_not_answer_is_the_first_line_of_the_log(tmp_pat
     environ = {
         "WAYMARK_REDIS_URL": f"redis://:secret@127.0.0.1:{unused_port()}/0",
         "WAYMARK_HOST": "127.0.0.1",
-        "WAYMARK_INGEST_PORT" if role == "ingest" else "WAYMARK_PORT": str(port),
+        "WAYMARK_PROBE_PORT" if role == "ingest" else "WAYMARK_PORT": str(port),
     }
     process = spawn(role, environ, log)
     try:

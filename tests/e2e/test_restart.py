@@ -148,7 +148,7 @@ async def test_a_port_that_is_taken_ends_the_process_with_an_error(tmp_path: Pat
         taken.listen()
         port = str(taken.getsockname()[1])
         environ = {"WAYMARK_REDIS_URL": redis_url, "WAYMARK_HOST": "127.0.0.1"}
-        environ["WAYMARK_INGEST_PORT" if role == "ingest" else "WAYMARK_PORT"] = port
+        environ["WAYMARK_PROBE_PORT" if role == "ingest" else "WAYMARK_PORT"] = port
         process = spawn(role, environ, tmp_path / "log")
         try:
             await wait_until(lambda: process.poll() is not None, "the process has ended")

@@ -468,7 +468,7 @@ schedulingProfiles:
   plugins: [{pluginRef: decode-filter}]
 """
     )
-    epp = await start_epp(store, picker_config=str(tmp_path / "picker.yaml"))
+    epp = await start_epp(store, policy=str(tmp_path / "picker.yaml"))
     answer = await epp.stream().ask(TOKENS, "/v1/completions")
     assert destinations(answer) == ["10.0.0.2:8000"]
     assert mutation(answer.request_headers.response)["x-prefiller-host-port"] == "10.0.0.1:8000"
@@ -614,7 +614,7 @@ async def test_the_times_of_answers_decide_where_a_client_asks_for_some(
     store: Store, pods: dict[str, str], start_epp: StartEpp, tmp_path: Path
 ) -> None:
     (tmp_path / "picker.yaml").write_text(BY_LATENCY)
-    epp = await start_epp(store, picker_config=str(tmp_path / "picker.yaml"))
+    epp = await start_epp(store, policy=str(tmp_path / "picker.yaml"))
     table = await store.reader.table(GroupName("default", "llama"))
     assert table is not None
     publishers = {row.instance_id: number for number, row in table.publishers.items()}

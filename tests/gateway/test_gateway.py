@@ -62,7 +62,7 @@ async def test_a_client_needs_a_key_where_keys_are_set(start: Start) -> None:
 async def test_keys_of_a_file_change_without_a_restart(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(f"# clients\n\na:{digest('one')}\n")
-    running = await start(1, gateway_keys_file=path)
+    running = await start(1, gateway_keys=(str(path),))
     assert (await running.post(headers={"x-api-key": "one"})).status_code == 200
     path.write_text(f"b:{digest('two')}\n")
     os.utime(path, (1, 1))
@@ -84,7 +84,7 @@ def test_an_entry_that_is_no_key_ends_the_start_and_is_not_shown(entry: str, tmp
     assert entry not in str(error.value)
     (tmp_path / "keys").write_text(f"\n{entry}\n")
     with pytest.raises(SettingsError, match="line 2"):
-        ApiKeys([], tmp_path / "keys")
+        ApiKeys([str(tmp_path / "keys")])
 
 
 def test_the_command_of_the_page_and_of_the_error_prints_what_a_key_needs() -> None:
@@ -138,7 +138,7 @@ async def test_no_body_and_no_key_is_logged(start: Start, caplog: pytest.LogCapt
 
 async def test_a_key_has_so_many_requests_and_tokens_under_way(start: Start) -> None:
     running = await start(
-        1, gateway_keys=(f"a:{digest('one')}", f"b:{digest('two')}"), gateway_key_requests=1, gateway_key_tokens=4
+        1, gateway_keys=(f"a:{digest('one')}", f"b:{digest('two')}"), gateway_key_limits={"requests": 1, "tokens": 4}
     )
     go_on = asyncio.Event()
     running.engines[0].handler = lambda request: events(request, b"", DONE, until=go_on)
@@ -148,9 +148,9 @@ async def test_a_key_has_so_many_requests_and_tokens_under_way(start: Start) -> 
     await wait_until(lambda: running.asked == [1], "the first request is under way", 10)
     refused = await running.post(body, "/v1/completions", headers=one)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert "WAYMARK_GATEWAY_KEY_REQUESTS" in refused.text
+    assert "WAYMARK_GATEWAY_KEY_LIMITS" in refused.text
     refused = await running.post({"model": "demo", "prompt": [1, 2, 3, 4, 5]}, "/v1/completions", headers=two)
-    assert (refused.status_code, "WAYMARK_GATEWAY_KEY_TOKENS" in refused.text) == (429, True)
+    assert (refused.status_code, "WAYMARK_GATEWAY_KEY_LIMITS" in refused.text) == (429, True)
     go_on.set()
     assert (await first).status_code == 200
     for _ in range(3):

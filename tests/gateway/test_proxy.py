@@ -432,7 +432,7 @@ async def test_a_client_may_ask_for_times(start: Start, tmp_path: Path) -> None:
         "kind: EndpointPickerConfig\nplugins: [{type: predicted-latency-scorer}]\n"
         "schedulingProfiles: [{name: default, plugins: [{pluginRef: predicted-latency-scorer}]}]\n"
     )
-    running = await start(2, picker_config=str(picker), loads_ms=0)
+    running = await start(2, policy=str(picker), loads_ms=0)
     claims = {each.registration.target.address: each.publisher for each in await running.store.directory.claims()}
     for engine, ttft_ms, tpot_ms in ((0, 50.0, 40.0), (1, 250.0, 10.0)):
         await answered_before(running.store, claims[running.engines[engine].url], ttft_ms, tpot_ms)

@@ -119,7 +119,7 @@ async def api_server(redis_url: str, directory: Path) -> AsyncIterator[Opened]:
         discovery="kubernetes",
         discovery_url=f"http://127.0.0.1:{port}",
         discovery_namespace="serving",
-        discovery_api_port=engine_port,
+        discovery_ports=f"api={engine_port}",
     ) as opened:
         target = {**opened.target, "api_port": port, "engine_port": engine_port}
         yield Opened(opened.processes, target, opened.checks, opened.slow)
@@ -195,7 +195,7 @@ async def picker_stream(redis_url: str, directory: Path) -> AsyncIterator[Opened
                 redis_url,
                 directory / "log",
                 port=metrics_port,
-                epp_metrics_port=metrics_port,
+                probe_port=metrics_port,
                 epp_port=port,
                 epp_health_port=0,
                 epp_tls="false",

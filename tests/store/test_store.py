@@ -70,7 +70,7 @@ async def test_no_role_runs_on_another_format(
     fields = {"last_group": "1", "last_publisher": "1"} | ({} if found is None else {"format": found})
     for field, value in fields.items():
         await redis.hset(keys.GROUPS, field, value)
-    settings = Settings(redis_url=redis_url, port=free_port, ingest_port=0, host="127.0.0.1")
+    settings = Settings(redis_url=redis_url, port=free_port, probe_port=0, host="127.0.0.1")
     sockets = replica.open_port(settings, has_api=roles[0])
     async with within(30):
         with pytest.raises(SettingsError, match="waymark reset --yes") as refused:

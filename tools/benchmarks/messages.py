@@ -92,7 +92,7 @@ def _picker(folder: Path, url: str) -> Iterator[tuple[int, int]]:
     port = unused_port()
     values = {
         "REDIS_URL": url, "HOST": "127.0.0.1", "LOG_LEVEL": "warning", "EPP_PORT": str(port), "EPP_TLS": "false",
-        "EPP_HEALTH_PORT": "0", "EPP_METRICS_PORT": str(unused_port()),
+        "EPP_HEALTH_PORT": "0", "PROBE_PORT": str(unused_port()),
     }  # fmt: skip
     environ = {f"WAYMARK_{name}": value for name, value in values.items()} | _REDIS_SECONDS
 

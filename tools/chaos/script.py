@@ -105,7 +105,6 @@ def settings(rng: random.Random, *, is_cluster: bool = False) -> dict[str, Any]:
         "redis_timeout_seconds": rng.choice((0.5, 1)),
         "probe_seconds": 2,
         "replay_idle_seconds": 0.5,
-        "replay_seconds": 20,
         "publisher_timeout": rng.choice((60, 3)),
         "sweep_blocks_per_second": rng.choice((40, 400, 20_000)),
         "on_gap": rng.choice(("keep", "reset")),

@@ -60,7 +60,7 @@ class Stores:
 
 
 @contextmanager
-def serving(**settings: int) -> Iterator[Stores]:
+def serving(**settings: int | str) -> Iterator[Stores]:
     with tempfile.TemporaryDirectory() as name, redis_server(Path(name)) as redis:
         environ = {f"WAYMARK_{setting.upper()}": str(value) for setting, value in settings.items()}
         with waymark(Path(name), "serve", redis.url, environ) as server, publishers(ENGINES) as engines:
@@ -75,7 +75,7 @@ def serving(**settings: int) -> Iterator[Stores]:
 def measure_time(ttl: int, seconds: float) -> bool:
     """Print the lifetimes of stores; whether all of them are met."""
     lifetimes: list[float] = []
-    with serving(entry_ttl_seconds=ttl) as stores:
+    with serving(medium_ttl=f"*={ttl}") as stores:
         born: deque[tuple[int, float]] = deque()
         began = time.monotonic()
         while born or time.monotonic() - began < seconds:

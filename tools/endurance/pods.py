@@ -56,13 +56,11 @@ async def main(pods: int, seconds: float, *, is_asked: bool) -> bool:
         await stack.enter_async_context(listening(_serve, port, host="0.0.0.0"))
         settings = patient_settings() | {
             "port": probes,
-            "ingest_port": probes,
+            "probe_port": probes,
             "discovery": "kubernetes",
             "discovery_url": api.url,
             "discovery_namespace": "serving",
-            "discovery_api_port": port,
-            "discovery_port": 9,
-            "discovery_replay_port": 0,
+            "discovery_ports": f"api={port},events=9,replay=0",
         }
         live = await stack.enter_async_context(start("ingest", server.url, directory / "log", **settings))
         api.status = 200

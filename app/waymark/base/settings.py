@@ -79,17 +79,21 @@ def _zero_or_hundred(number: int) -> int:
     return number
 
 
-def _split_seconds(text: Any) -> Any:
-    """``DISK=3600,CPU=600`` as a dict; a part without ``=`` or a name given twice is refused."""
+def _split_values(text: Any) -> Any:
+    """``a=1,b=2`` as a dict; a part without ``=`` or a name given twice is refused."""
     if not isinstance(text, str):
         return text
-    seconds: dict[str, str] = {}
+    values: dict[str, str] = {}
     for part in _split(text):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or name.upper() in seconds:
-            raise ValueError(f"{shown(part)} is not NAME=SECONDS with a name given once")
-        seconds[name.upper()] = value
-    return seconds
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if not name or not value or name in values:
+            raise ValueError(f"{shown(part)} is not NAME=VALUE with a name given once")
+        values[name] = value
+    return values
+
+
+def _split_seconds(text: Any) -> Any:
+    return _split_values(text.upper() if isinstance(text, str) else text)
 
 
 def _split_keys(text: Any) -> Any:
@@ -103,19 +107,6 @@ def _split_keys(text: Any) -> Any:
             raise ValueError(f"entry {number} is not HOST=KEY with a host named once and a key of printable ASCII")
         keys[host] = key
     return keys
-
-
-def _split_names(text: Any) -> Any:
-    """``ALIAS=NAME,ALIAS=NAME`` as a dict."""
-    if not isinstance(text, str):
-        return text
-    names: dict[str, str] = {}
-    for part in _split(text):
-        alias, _, name = (piece.strip() for piece in part.partition("="))
-        if not alias or not name or alias in names:
-            raise ValueError(f"{shown(part)} is not ALIAS=NAME with an alias given once")
-        names[alias] = name
-    return names
 
 
 def _parsed_sources(text: Any) -> Any:
@@ -164,8 +155,10 @@ _RedisUrl = Annotated[str, AfterValidator(_checked_url)]
 _KeyPrefix = Annotated[str, AfterValidator(_checked_prefix)]
 _EngineUrl = Annotated[str, AfterValidator(_checked_engine)]
 _TokenSource = Annotated[str, AfterValidator(_checked_source)]
-_MediumName = Annotated[str, Field(pattern=r"^[A-Z0-9_]{1,32}$")]
-_Ttl = Annotated[int, Field(ge=1, le=365 * _DAY)]
+_MediumName = Annotated[str, Field(pattern=r"^([A-Z0-9_]{1,32}|\*)$")]
+_Ttl = Annotated[int, Field(ge=0, le=365 * _DAY)]
+_Port = Annotated[int, Field(ge=0, le=65535)]
+_Limit = Annotated[int, Field(ge=0, le=10**12)]
 
 
 # ---- the settings ----------------------------------------------------------------------------------
@@ -207,12 +200,10 @@ class Settings(BaseModel):
     """The user name for the Sentinels; it is separate from that for Redis."""
     redis_sentinel_password_file: Path | None = None
     """The file with the password for the Sentinels; it is read for every new connection."""
-    redis_tls_ca_file: Path | None = None
-    """The PEM file with the CA that signs the certificates of Redis; the default is the CAs of the system."""
-    redis_tls_cert_file: Path | None = None
-    """The PEM file with the client certificate, if Redis requires one."""
-    redis_tls_key_file: Path | None = None
-    """The PEM file with the key of the client certificate, if the certificate file does not contain it."""
+    redis_tls_files: Annotated[dict[Literal["ca", "cert", "key"], Path], BeforeValidator(_split_values)] = Field(
+        default_factory=dict
+    )
+    """PEM files: `ca` signs the certificate of Redis, by default one of the system; `cert` and `key` of a client."""
     redis_tls_verify: Annotated[Literal["full", "ca", "none"], BeforeValidator(_lower)] = "full"
     """What is checked of a certificate of Redis: its CA and host name, its CA only, or nothing."""
     redis_timeout_seconds: float = Field(2.0, ge=0.05, le=60)
@@ -223,20 +214,18 @@ class Settings(BaseModel):
     """The address that the HTTP API listens on; for a trial on `memory://` the default is `127.0.0.1`."""
     port: int = Field(13333, ge=1, le=65535)
     """The TCP port that the HTTP API listens on."""
-    ingest_port: int = Field(0, ge=0, le=65535)
-    """The TCP port on which an ingest worker answers `/health`, `/ready` and `/metrics`; 0 means no port."""
+    probe_port: int | None = Field(None, ge=0, le=65535)
+    """The TCP port of `/health`, `/ready` and `/metrics` of a worker, or of a picker (9090 by default); 0: none."""
     epp_port: int = Field(9002, ge=1, le=65535)
     """The TCP port on which an endpoint picker answers Envoy over gRPC."""
     epp_health_port: int = Field(9003, ge=0, le=65535)
     """The TCP port for gRPC health checks of an endpoint picker, without TLS; 0 means only on `WAYMARK_EPP_PORT`."""
-    epp_metrics_port: int = Field(9090, ge=0, le=65535)
-    """The TCP port on which an endpoint picker answers `/health`, `/ready` and `/metrics`; 0 means no port."""
     epp_tls: bool = True
     """Whether the gRPC port of an endpoint picker has TLS."""
-    epp_cert_file: Path | None = None
-    """The PEM file with the certificate of an endpoint picker; by default the picker makes one when it starts."""
-    epp_key_file: Path | None = None
-    """The PEM file with the key of the certificate of an endpoint picker."""
+    epp_tls_files: Annotated[dict[Literal["cert", "key"], Path], BeforeValidator(_split_values)] = Field(
+        default_factory=dict
+    )
+    """The PEM files of an endpoint picker, `cert=FILE,key=FILE`; by default it makes a certificate when it starts."""
     api_tokens_file: str | None = None
     """The JSON file with the SHA-256 of further tokens, and their tenants; with it, reads need a token, too."""
     protect_reads: bool = False
@@ -249,7 +238,7 @@ class Settings(BaseModel):
     """A directory with tokenizers: each model is a directory there, with a `tokenizer.json`."""
     tokens_cache_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
     """The size of the token cache of a replica, which reuses the token ids of known text; 0 disables it."""
-    model_aliases: Annotated[dict[str, str], BeforeValidator(_split_names)] = Field(default_factory=dict)
+    model_aliases: Annotated[dict[str, str], BeforeValidator(_split_values)] = Field(default_factory=dict)
     """Further names of models in a gateway: `gpt-4o=llama,fast=qwen`. A client's name stays when the model changes."""
 
     # Engines and their events
@@ -261,16 +250,12 @@ class Settings(BaseModel):
     """The namespace of the pods to register; the default is every namespace that the ServiceAccount may list."""
     discovery_selector: str = "llm-d.ai/inference-serving=true"
     """The label selector of the pods of engines."""
-    discovery_api_port: int = Field(8000, ge=1, le=65535)
-    """The port of the HTTP API of an engine, if its pod has no annotation `waymark.dev/api-port`."""
-    discovery_port: int = Field(5557, ge=1, le=65535)
-    """The event port of rank 0, if neither the pod nor the engine's API names it; rank r uses this port plus r."""
-    discovery_replay_port: int = Field(5657, ge=0, le=65535)
-    """The replay port of rank 0, if neither the pod nor the engine's API names it; 0 means that there is none."""
+    discovery_ports: Annotated[dict[Literal["api", "events", "replay"], _Port], BeforeValidator(_split_values)] = Field(
+        default_factory=dict
+    )
+    """The ports of rank 0 that a pod and its engine do not name: `api=8000,events=5557,replay=5657`; 0: no replays."""
     discovery_url: str | None = None
-    """The URL of the API server of Kubernetes, with its CA in `SSL_CERT_FILE`; the default is the one of the pod."""
-    discovery_token_file: str | None = None
-    """The file with the token for the API server, which is read for each request; the default is the pod's."""
+    """The API server of Kubernetes, with its CA in `SSL_CERT_FILE`: `https://host:6443?token_file=/run/token`."""
     deletion_cost: Annotated[Literal["off", "on"], BeforeValidator(_lower)] = "off"
     """Whether discovery annotates pods with the worth of their caches, so that Kubernetes stops the cheapest first."""
     engine_api_key: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
@@ -291,8 +276,6 @@ class Settings(BaseModel):
     """What happens to the blocks of a stream when batches are lost: `keep` leaves them, `reset` ends the life."""
     probe_seconds: float = Field(30.0, ge=1, le=3600)
     """After how many seconds without a frame, or after an unanswered replay, a worker asks for a replay."""
-    replay_seconds: float = Field(120.0, ge=1, le=3600)
-    """How long one replay may take in total."""
     replay_idle_seconds: float = Field(2.0, ge=0.05, le=60)
     """How long to wait for the next message of a replay."""
     replays_max: int = Field(8, ge=1, le=256)
@@ -300,17 +283,13 @@ class Settings(BaseModel):
     hybrid: Annotated[Literal["boundary", "off"], BeforeValidator(_lower)] = "boundary"
     """What a match of a hybrid model needs: blocks of full attention (`off`), or also its windows (`boundary`)."""
     medium_ttl: Annotated[dict[_MediumName, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
-    """After how many seconds blocks on a medium expire, for media without removal events: `DISK=3600,CPU=600`."""
-    entry_ttl_seconds: int = Field(0, ge=0, le=_DAY)
-    """After how many seconds a block expires if it was not stored again; 0 means never."""
+    """After how many seconds blocks expire if they were not stored again, by medium: `DISK=3600,*=600`; 0: never."""
     max_entries: Annotated[int, AfterValidator(_zero_or_hundred)] = Field(0, ge=0, le=10**9)
     """The most blocks of one tenant and model: 0 for no limit, else 100 or more. The oldest are removed first."""
 
     # Decisions
     policy: str = Field("least-work", min_length=1)
-    """The policy that ranks targets if a request names none; `docs/routing.md` describes the policies."""
-    picker_config: str | None = None
-    """The `EndpointPickerConfig` file in YAML that ranks targets if a request names no policy."""
+    """The policy that ranks targets if a request names none, or the path of an `EndpointPickerConfig` file in YAML."""
     profile: Annotated[Literal["auto", "single", "disagg"], BeforeValidator(_lower)] = "auto"
     """Whether one engine (`single`) or two (`disagg`) prefill and decode a request; with `auto` the policy decides."""
     min_initial_workers: int = Field(0, ge=0, le=100_000)
@@ -338,15 +317,13 @@ class Settings(BaseModel):
     gateway_engines: Annotated[tuple[_EngineUrl, ...], BeforeValidator(_split)] = ()
     """The URLs of engines that a gateway registers when it starts."""
     gateway_keys: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
-    """The keys of clients, each as `name:sha256` or `name:sha256:tenant`; without keys every client has access."""
-    gateway_keys_file: Path | None = None
-    """A file with further keys, one in each line; it is read again if it changes."""
+    """Keys of clients, `name:sha256` or `name:sha256:tenant`, and `/file` with one in each line; none: all may call."""
     tenant_header: str | None = Field(None, pattern=r"^[A-Za-z0-9-]{1,64}$")
     """The header that names the tenant of a request to a gateway without keys."""
-    gateway_key_requests: int = Field(0, ge=0, le=1_000_000)
-    """How many requests of one key a gateway runs at once; 0 means no limit."""
-    gateway_key_tokens: int = Field(0, ge=0, le=10**12)
-    """How many prompt tokens the running requests of one key may have in a gateway; 0 means no limit."""
+    gateway_key_limits: Annotated[dict[Literal["requests", "tokens"], _Limit], BeforeValidator(_split_values)] = Field(
+        default_factory=dict
+    )
+    """What one key may have under way in a gateway, such as `requests=8,tokens=100000` of prompts; 0: no limit."""
     gateway_origins: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
     """The origins of pages whose scripts may use a gateway (CORS), `https://chat.example.com`; `*` is every page."""
     gateway_idle_seconds: float = Field(300.0, ge=0.1, le=_DAY)
@@ -391,8 +368,6 @@ class Settings(BaseModel):
     """How many blocks all ingest workers together may be writing to one Redis server at once; 0 means no limit."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
     """How many blocks of dead holders an ingest worker sweeps per second, and how many it reads for /placement."""
-    reservations_max: int = Field(100_000, ge=1, le=10_000_000)
-    """How many reservations a model may have at once."""
 
     # The rest
     conductor_shape: Literal["auto", "published", "instances"] = "auto"
@@ -437,13 +412,10 @@ class Settings(BaseModel):
                 "WAYMARK_ANSWERS_REDIS_URL is memory://, which no other gateway can see: leave it out, and set "
                 "WAYMARK_RESPONSE_CACHE and WAYMARK_RESPONSES to memory"
             )
-        if (self.epp_cert_file is None) != (self.epp_key_file is None):
-            raise ValueError("WAYMARK_EPP_CERT_FILE and WAYMARK_EPP_KEY_FILE belong together: set both, or neither")
-        if self.replay_idle_seconds > self.replay_seconds:
-            raise ValueError(
-                f"WAYMARK_REPLAY_IDLE_SECONDS is {self.replay_idle_seconds:g}, longer than a whole replay may take:"
-                f" give at most WAYMARK_REPLAY_SECONDS, {self.replay_seconds:g}"
-            )
+        if len(self.epp_tls_files) == 1:
+            raise ValueError("WAYMARK_EPP_TLS_FILES needs cert and key: give cert=FILE,key=FILE, or leave it out")
+        if "key" in self.redis_tls_files and "cert" not in self.redis_tls_files:
+            raise ValueError("WAYMARK_REDIS_TLS_FILES has a key without cert: give both")
         return self
 
     @property
@@ -466,9 +438,7 @@ class Settings(BaseModel):
         }
         if not variables.get(_MIN_WORKERS) and environ.get(_DYNAMO_MIN_WORKERS):
             variables[_MIN_WORKERS] = environ[_DYNAMO_MIN_WORKERS]
-        for name in sorted(variables.keys() & RENAMED.keys()):
-            log.warning("%s is called %s now; its value is used", name, RENAMED[name])
-            variables.setdefault(RENAMED[name], variables.pop(name))
+        _rename(variables)
         for name in sorted(variables.keys() & FORMER.keys()):
             log.warning("%s is not a setting any more, and has no effect: it is %s", name, FORMER[name])
         complaints = [_unknown(name) for name in sorted(variables) if name not in _FIELDS and name not in FORMER]
@@ -493,10 +463,25 @@ class Settings(BaseModel):
 CLIENT_URL = PREFIX + "URL"
 
 _REDIS_URLS = frozenset({"redis_url", "redis_read_url", "answers_redis_url"})
-#: The variables of settings that have another name now, under which their values are used.
+#: The variables of settings that have another name now, or are a part of another setting, which has their values then.
 RENAMED: Final = {
-    PREFIX + "GATEWAY_DRAIN_SECONDS": PREFIX + "FINISH_SECONDS",
-    PREFIX + "EPP_FINISH_SECONDS": PREFIX + "FINISH_SECONDS",
+    PREFIX + "GATEWAY_DRAIN_SECONDS": (PREFIX + "FINISH_SECONDS", None),
+    PREFIX + "EPP_FINISH_SECONDS": (PREFIX + "FINISH_SECONDS", None),
+    PREFIX + "INGEST_PORT": (PREFIX + "PROBE_PORT", None),
+    PREFIX + "EPP_METRICS_PORT": (PREFIX + "PROBE_PORT", None),
+    PREFIX + "PICKER_CONFIG": (PREFIX + "POLICY", None),
+    PREFIX + "REDIS_TLS_CA_FILE": (PREFIX + "REDIS_TLS_FILES", "ca="),
+    PREFIX + "REDIS_TLS_CERT_FILE": (PREFIX + "REDIS_TLS_FILES", "cert="),
+    PREFIX + "REDIS_TLS_KEY_FILE": (PREFIX + "REDIS_TLS_FILES", "key="),
+    PREFIX + "EPP_CERT_FILE": (PREFIX + "EPP_TLS_FILES", "cert="),
+    PREFIX + "EPP_KEY_FILE": (PREFIX + "EPP_TLS_FILES", "key="),
+    PREFIX + "DISCOVERY_API_PORT": (PREFIX + "DISCOVERY_PORTS", "api="),
+    PREFIX + "DISCOVERY_PORT": (PREFIX + "DISCOVERY_PORTS", "events="),
+    PREFIX + "DISCOVERY_REPLAY_PORT": (PREFIX + "DISCOVERY_PORTS", "replay="),
+    PREFIX + "ENTRY_TTL_SECONDS": (PREFIX + "MEDIUM_TTL", "*="),
+    PREFIX + "GATEWAY_KEYS_FILE": (PREFIX + "GATEWAY_KEYS", ""),
+    PREFIX + "GATEWAY_KEY_REQUESTS": (PREFIX + "GATEWAY_KEY_LIMITS", "requests="),
+    PREFIX + "GATEWAY_KEY_TOKENS": (PREFIX + "GATEWAY_KEY_LIMITS", "tokens="),
 }
 #: The variables of settings that are constants now, with the value and the place of each.
 FORMER: Final = {
@@ -509,6 +494,9 @@ FORMER: Final = {
     PREFIX + "POOL_HASHES_MAX": "a quarter of WAYMARK_STREAM_BLOCKS_MAX, at least 1,000",
     PREFIX + "TOKENIZER_THREADS": "4, THREADS in waymark.tokenization.tokenizers",
     PREFIX + "PREFIX_BYTES": "1,024, PREFIX_BYTES in waymark.chat.prefix_key",
+    PREFIX + "REPLAY_SECONDS": "600, REPLAY_SECONDS in waymark.ingest.stream",
+    PREFIX + "RESERVATIONS_MAX": "1,000,000, RESERVATIONS_MAX in waymark.decide.options",
+    PREFIX + "DISCOVERY_TOKEN_FILE": "token_file in the query of WAYMARK_DISCOVERY_URL, or the file of the pod",
     PREFIX + "TEXT_BYTES_MAX": "a byte for each token of WAYMARK_MAX_TOKENS",
     PREFIX + "RESPONSE_CACHE_ENTRIES": "1,000 for 256 MiB of WAYMARK_RESPONSE_CACHE_BYTES, and follows that setting",
     PREFIX
@@ -564,6 +552,18 @@ _SERVICE_LINK = re.compile(
 )
 
 
+def _rename(variables: dict[str, str]) -> None:
+    """Give the values of former variables to the settings that have them now."""
+    for name in sorted(variables.keys() & RENAMED.keys()):
+        new, label = RENAMED[name]
+        value = variables.pop(name)
+        if not value:
+            continue
+        log.warning("%s is %s now; its value is used", name, f"{new}={label}..." if label else new)
+        parts = [value] if label is None else [variables.get(new), label + value]
+        variables[new] = ",".join(filter(None, parts))
+
+
 def _is_service_link(name: str, value: str) -> bool:
     if name.endswith("_PORT") and re.match(r"(tcp|udp|sctp)://", value):
         return True
@@ -617,7 +617,7 @@ def type_text(field: FieldInfo) -> str:
     if get_origin(kind) is tuple:
         return "list, separated by commas"
     if get_origin(kind) is dict:
-        return "`NAME=SECONDS`, separated by commas" if int in _leaves(get_args(kind)[1]) else "JSON object"
+        return "JSON object" if field.annotation == dict[str, _TokenSource] else "`NAME=VALUE`, separated by commas"
     if kind is bool:
         return "`true` or `false`"
     if kind in (int, float):

@@ -46,7 +46,7 @@ examples:
 examples (run as many of these processes as you like):
   $ waymark epp --redis-url redis://redis:6379/0
   $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark epp --port 9002 --health-port 9003
-  $ WAYMARK_PICKER_CONFIG=/etc/waymark/picker.yaml WAYMARK_REDIS_URL=redis://redis:6379/0 waymark epp
+  $ WAYMARK_POLICY=/etc/waymark/picker.yaml WAYMARK_REDIS_URL=redis://redis:6379/0 waymark epp
 """,
 }
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from waymark.base.errors import InvalidValue, SettingsError
@@ -12,7 +11,6 @@ from waymark.base.logs import fields
 from waymark.base.shown import shown
 from waymark.base.watched_file import WatchedFile
 from waymark.decide.policies.picker_config import read_picker_config
-from waymark.decide.policies.policy import Preset
 from waymark.decide.policies.presets import DEFAULT, PRESETS, preset
 from waymark.decide.policies.profile import PickerConfig
 from waymark.decide.question import PolicyChoice
@@ -21,8 +19,18 @@ from waymark.domain.hashing import DEFAULT_SEED
 log = logging.getLogger(__name__)
 
 
+PolicySource = PolicyChoice | WatchedFile[PolicyChoice]
+"""A preset, or the one entry of an ``EndpointPickerConfig`` file, which is read again when it has changed."""
+RESERVATIONS_MAX = 1_000_000
+"""The reservations of one model: those of a thousand engines with a thousand requests each. Without a bound, a client
+that releases none would fill Redis."""
 #: The most shadows: each one ranks the targets of every decision.
 _SHADOWS_MAX = 4
+
+
+def current(source: PolicySource) -> PolicyChoice:
+    """Return the policy of a source as it is now."""
+    return source if isinstance(source, PolicyChoice) else source.entries[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +39,12 @@ class Shadow:
 
     name: str
     """The name of a preset, or the path of a picker file."""
-    source: PolicyChoice | WatchedFile[PolicyChoice]
+    source: PolicySource
 
     @property
     def policy(self) -> PolicyChoice:
         """The policy; a file is read again when it has changed."""
-        return self.source.entries[0] if isinstance(self.source, WatchedFile) else self.source
+        return current(self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +62,13 @@ class PromptOptions:
 class SelectionOptions:
     """The options. Times are in seconds unless the name says otherwise."""
 
-    policy: Preset = PRESETS[DEFAULT]
-    picker_file: WatchedFile[PickerConfig] | None = None
-    """An ``EndpointPickerConfig``, which decides if a request names no policy. It has one entry."""
+    policy: PolicySource = field(default_factory=lambda: PolicyChoice.of(PRESETS[DEFAULT]))
+    """The policy of a request that names none."""
     deadline_seconds: float = 1.0
     loads_seconds: float = 0.1
     """The greatest age of loads that candidates are ranked by; 0: they are read for each decision."""
     target_requests_max: int = 0
-    reservations_max: int = 100_000
+    reservations_max: int = RESERVATIONS_MAX
     drift_max: float = 0.2
     """The share of a target's expected tokens that may be missing before its tokens count for less."""
     is_speculative: bool = False
@@ -72,7 +79,7 @@ class SelectionOptions:
 
     def default_policy(self) -> PolicyChoice:
         """Return the policy of a request that does not name one; a file is read again when it has changed."""
-        return PolicyChoice.of(self.policy if self.picker_file is None else self.picker_file.entries[0])
+        return current(self.policy)
 
     @property
     def needs_gauges(self) -> bool:
@@ -80,25 +87,16 @@ class SelectionOptions:
         return any(each.needs_gauges for each in (self.default_policy(), *(shadow.policy for shadow in self.shadows)))
 
 
-def read_policy(name: str) -> Preset:
-    """Return the preset of this name. Raise ``SettingsError`` if it is unknown."""
+def read_policy(name: str, variable: str, what: str = "picker") -> PolicySource:
+    """Return the preset of this name, or the policy of the picker file at this path, which is read again when it has
+    changed. Raise ``SettingsError``, which names ``variable``, if there is none.
+    """
+    if set(name) & {"/", "."}:
+        return WatchedFile(Path(name), lambda path: [PolicyChoice.of(read_file(str(path), variable))], what)
     try:
-        return preset(name, "WAYMARK_POLICY")
+        return PolicyChoice.of(preset(name, variable))
     except InvalidValue as exc:
-        raise SettingsError(exc.sentence) from None
-
-
-def open_picker(path: str) -> WatchedFile[PickerConfig]:
-    """Read a picker file, and again when it has changed. Raise ``SettingsError`` if it cannot be read."""
-    return WatchedFile(Path(path), _read_picker, "picker")
-
-
-def _read_picker(path: Path) -> Sequence[PickerConfig]:
-    return [read_file(str(path), "WAYMARK_PICKER_CONFIG")]
-
-
-def _read_shadow(path: Path) -> Sequence[PolicyChoice]:
-    return [PolicyChoice.of(read_file(str(path), "WAYMARK_SHADOW"))]
+        raise SettingsError(f"{exc.sentence}, or write the path of a picker file") from None
 
 
 def read_shadows(text: str) -> tuple[Shadow, ...]:
@@ -106,18 +104,7 @@ def read_shadows(text: str) -> tuple[Shadow, ...]:
     names = [name for each in text.split(",") if (name := each.strip())]
     if len(names) > _SHADOWS_MAX or len(set(names)) < len(names):
         raise SettingsError(f"WAYMARK_SHADOW is {shown(text)}; name at most {_SHADOWS_MAX} different policies")
-    shadows = list[Shadow]()
-    for name in names:
-        source: PolicyChoice | WatchedFile[PolicyChoice]
-        if not set(name) & {"/", "."}:
-            try:
-                source = PolicyChoice.of(preset(name, "WAYMARK_SHADOW"))
-            except InvalidValue as exc:
-                raise SettingsError(f"{exc.sentence}, or write the path of a picker file") from None
-        else:
-            source = WatchedFile(Path(name), _read_shadow, "shadow")
-        shadows.append(Shadow(name, source))
-    return tuple(shadows)
+    return tuple(Shadow(name, read_policy(name, "WAYMARK_SHADOW", "shadow")) for name in names)
 
 
 def read_file(path: str, variable: str) -> PickerConfig:

@@ -320,7 +320,7 @@ class TargetReserver:
         if found.verdict is Verdict.FULL:
             raise Saturated(
                 f"model {model} has {self._options.reservations_max} reservations under way; "
-                "release those that have ended, or raise WAYMARK_RESERVATIONS_MAX"
+                "release those that have ended"
             )
         if self._options.target_requests_max:
             raise Saturated(

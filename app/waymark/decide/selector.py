@@ -88,8 +88,6 @@ class Selector:
         self._own = OwnReservations()
         self._matches = MatchReader(store, options, self.snapshots, pools)
         self._away_until = float("-inf")
-        self._own_policy = PolicyChoice.of(options.policy) if options.picker_file is None else None
-        """The policy of the settings, without a file."""
         self._observe_walk = metrics.decision_duration_seconds.labels(part="walk").observe
         self._observe_policy = metrics.decision_duration_seconds.labels(part="policy").observe
         metrics.prefix_routing_prefix_cardinality.set_function(lambda: store.counts.prefixes_seen)
@@ -100,7 +98,7 @@ class Selector:
     @property
     def default_policy(self) -> PolicyChoice:
         """The policy of a request that does not name one."""
-        return self._options.default_policy() if self._own_policy is None else self._own_policy
+        return self._options.default_policy()
 
     # ---- without a reservation ---------------------------------------------------------------------
 

@@ -58,9 +58,9 @@ class Pod:
 class PodPorts:
     """The ports of a pod that does not name any."""
 
-    api: int
-    events: int
-    replay: int
+    api: int = 8000
+    events: int = 5557
+    replay: int = 5657
     """The replay port; 0 if the pod has no such port."""
 
 

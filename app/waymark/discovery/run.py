@@ -47,7 +47,7 @@ class DiscoveryOptions:
     worker_id: str
     again_seconds: float = AGAIN_SECONDS
     api_server: ApiServer | None = None
-    ports: PodPorts = field(default_factory=lambda: PodPorts(8000, 5557, 5657))
+    ports: PodPorts = field(default_factory=PodPorts)
     file: str = ""
     """The path of the file of publishers."""
     read_file: Callable[[], Sequence[WantedEngine]] | None = None

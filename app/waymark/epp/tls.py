@@ -63,7 +63,7 @@ def from_files(cert_file: Path, key_file: Path) -> Any:
     try:
         first = _read(cert_file, key_file)
     except OSError as exc:
-        raise SettingsError(f"the certificate of WAYMARK_EPP_CERT_FILE cannot be used: {exc}") from None
+        raise SettingsError(f"the certificate of WAYMARK_EPP_TLS_FILES cannot be used: {exc}") from None
     return grpc.dynamic_ssl_server_credentials(_configuration(first), _reader(cert_file, key_file, first), False)
 
 

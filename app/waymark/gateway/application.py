@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
 
@@ -68,8 +67,7 @@ class GatewayOptions:
     """The keys and limits of the clients of a gateway."""
 
     keys: tuple[str, ...] = field(default=(), repr=False)
-    """The API keys of clients; without keys and a file of keys, every client may call."""
-    keys_file: Path | None = None
+    """The API keys of clients, and paths of files with further ones; without any, every client may call."""
     tenant_header: str | None = None
     """The header with the tenant of a client, if there are no keys."""
     origins: tuple[str, ...] = ()
@@ -111,7 +109,7 @@ class Gateway:
         self._injects_cache_control = options.injects_cache_control
         self._cache = cache
         self._responses = responses
-        self._keys = ApiKeys(options.keys, options.keys_file, options.tenant_header)
+        self._keys = ApiKeys(options.keys, options.tenant_header)
         self._origins = Origins(options.origins)
         self._aliases = options.aliases
         self._waiting = waiting

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hmac
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 
 from waymark.base.asgi import RawHeaders
@@ -60,14 +61,15 @@ class GatewayCaller:
 
 
 class ApiKeys:
-    """The keys of clients, from a setting and from a file, which is read again when it changes."""
+    """The keys of clients, from a setting and from the files that it names, which are read again when they change."""
 
-    def __init__(self, entries: Iterable[str], path: Path | None = None, tenant_header: str | None = None) -> None:
-        """Read the keys. Raise SettingsError if an entry, or the file, cannot be used."""
-        self._own = [_parsed(entry, "WAYMARK_GATEWAY_KEYS") for entry in entries]
+    def __init__(self, entries: Sequence[str], tenant_header: str | None = None) -> None:
+        """Read the keys. Raise SettingsError if an entry, or a file, cannot be used."""
+        paths = [entry for entry in entries if entry.startswith(("/", "./"))]
+        self._own = [_parsed(entry, "WAYMARK_GATEWAY_KEYS") for entry in entries if entry not in paths]
         self._tenant_header = None if tenant_header is None else tenant_header.lower().encode()
-        self._file = None if path is None else WatchedFile(path, _read, "keys")
-        self.is_open = not self._own and path is None
+        self._files = [WatchedFile(Path(path), _read, "keys") for path in paths]
+        self.is_open = not entries
         """Every client may call."""
 
     def client(self, headers: Mapping[bytes, bytes]) -> GatewayCaller:
@@ -81,7 +83,7 @@ class ApiKeys:
             return GatewayCaller(tenant_id=tenant or DEFAULT_TENANT)
         digest = sha256(_key_of(headers)).hexdigest()
         match = None
-        for key, client in (*self._own, *(() if self._file is None else self._file.entries)):
+        for key, client in chain(self._own, *(file.entries for file in self._files)):
             if hmac.compare_digest(key, digest):
                 match = client
         if match is None:
@@ -103,12 +105,12 @@ def _read(path: Path) -> list[tuple[str, GatewayCaller]]:
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES_MAX + 1).decode()
     except (OSError, UnicodeDecodeError) as exc:
-        raise SettingsError(f"WAYMARK_GATEWAY_KEYS_FILE {shown(str(path))} cannot be read: {exc}") from None
+        raise SettingsError(f"WAYMARK_GATEWAY_KEYS: {shown(str(path))} cannot be read: {exc}") from None
     if len(text) > _FILE_BYTES_MAX:
-        raise SettingsError(f"WAYMARK_GATEWAY_KEYS_FILE {shown(str(path))} is longer than {_FILE_BYTES_MAX} bytes")
+        raise SettingsError(f"WAYMARK_GATEWAY_KEYS: {shown(str(path))} is longer than {_FILE_BYTES_MAX} bytes")
     lines = enumerate(map(str.strip, text.splitlines()), 1)
     return [
-        _parsed(line, f"WAYMARK_GATEWAY_KEYS_FILE, line {number}")
+        _parsed(line, f"{shown(str(path))}, line {number},")
         for number, line in lines
         if line and not line.startswith("#")
     ]
@@ -137,7 +139,7 @@ class KeyLimits:
         """Count a request while it is under way. Raise RequestRejected if the key has as many as it may have."""
         name = client.name
         if self._requests_max and self._requests[name] >= self._requests_max:
-            raise _too_much(f"{self._requests_max} requests", "WAYMARK_GATEWAY_KEY_REQUESTS")
+            raise _too_much(f"{self._requests_max} requests", "WAYMARK_GATEWAY_KEY_LIMITS")
         self._requests[name] += 1
         share = TokenShare(self, name)
         try:
@@ -150,7 +152,7 @@ class KeyLimits:
 
     def take(self, name: str, tokens: int) -> None:
         if self._tokens_max and self._tokens[name] + tokens > self._tokens_max:
-            raise _too_much(f"{self._tokens_max} prompt tokens", "WAYMARK_GATEWAY_KEY_TOKENS")
+            raise _too_much(f"{self._tokens_max} prompt tokens", "WAYMARK_GATEWAY_KEY_LIMITS")
         self._tokens[name] += tokens
 
 

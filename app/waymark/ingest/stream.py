@@ -47,6 +47,10 @@ BYTES_PER_SECOND_MIN = 16_384
 """A replay that is slower than this lets a waiting stream replay first. Over a network that
 works, every replay is faster; only one that has nearly come to a halt is not."""
 
+REPLAY_SECONDS = 600.0
+"""The time of one replay. A slow one lets others go first, and one that halts ends sooner, so this is for one that
+would never end."""
+
 FOLD_BATCHES = 64
 """Waiting batches that go to Redis in one call. A call ends after some hundred blocks anyway,
 so that queries need not wait for it."""
@@ -59,7 +63,7 @@ class StreamOptions:
     on_gap: Literal["keep", "reset"] = "keep"
     probe_seconds: float = 30.0
     replay_idle_seconds: float = 2.0
-    replay_seconds: float = 120.0
+    replay_seconds: float = REPLAY_SECONDS
     replay_bytes_per_second_min: int = BYTES_PER_SECOND_MIN
     publisher_timeout: float = 60.0
     lease_seconds: float = 8.0

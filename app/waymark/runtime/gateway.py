@@ -97,12 +97,11 @@ def _given_engines(store: Store, settings: Settings, asker: Asker) -> GivenEngin
 def gateway_options(settings: Settings) -> GatewayOptions:
     return GatewayOptions(
         keys=settings.gateway_keys,
-        keys_file=settings.gateway_keys_file,
         tenant_header=settings.tenant_header,
         origins=settings.gateway_origins,
         aliases=settings.model_aliases,
-        key_requests=settings.gateway_key_requests,
-        key_tokens=settings.gateway_key_tokens,
+        key_requests=settings.gateway_key_limits.get("requests", 0),
+        key_tokens=settings.gateway_key_limits.get("tokens", 0),
         body_bytes_max=settings.max_body_bytes,
         injects_cache_control=settings.cache_control_injection,
     )

@@ -15,7 +15,7 @@ from waymark.base.asker import Asker, EngineKey
 from waymark.base.endpoints import AllowedEndpoints, is_loopback
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.decide.options import PromptOptions, SelectionOptions, open_picker, read_policy, read_shadows
+from waymark.decide.options import PromptOptions, SelectionOptions, read_policy, read_shadows
 from waymark.decide.question import ProfileName
 from waymark.store import keys
 from waymark.store.directory import EngineAddresses
@@ -36,9 +36,9 @@ def credentials(settings: Settings) -> Credentials:
         settings.redis_password_file,
         settings.redis_sentinel_username,
         settings.redis_sentinel_password_file,
-        settings.redis_tls_ca_file,
-        settings.redis_tls_cert_file,
-        settings.redis_tls_key_file,
+        settings.redis_tls_files.get("ca"),
+        settings.redis_tls_files.get("cert"),
+        settings.redis_tls_files.get("key"),
         settings.redis_tls_verify,
     )
 
@@ -137,12 +137,10 @@ def selection_options(settings: Settings) -> SelectionOptions:
     Raise ``SettingsError`` if a policy is unknown, or a file cannot be read.
     """
     options = SelectionOptions(
-        policy=read_policy(settings.policy),
-        picker_file=None if settings.picker_config is None else open_picker(settings.picker_config),
+        policy=read_policy(settings.policy, "WAYMARK_POLICY"),
         deadline_seconds=settings.query_deadline_ms / 1000,
         loads_seconds=settings.loads_ms / 1000,
         target_requests_max=settings.target_requests_max,
-        reservations_max=settings.reservations_max,
         drift_max=settings.drift_max,
         is_speculative=settings.speculative,
         prefill_tokens_per_second=settings.prefill_tokens_per_second,
@@ -160,8 +158,8 @@ def apply_options(settings: Settings) -> ApplyOptions:
         stream_blocks_max=settings.stream_blocks_max,
         pool_hashes_max=max(1000, settings.stream_blocks_max // 4),
         max_entries=settings.max_entries,
-        entry_ttl_seconds=settings.entry_ttl_seconds,
-        medium_ttl=settings.medium_ttl,
+        entry_ttl_seconds=settings.medium_ttl.get("*", 0),
+        medium_ttl={medium: seconds for medium, seconds in settings.medium_ttl.items() if medium != "*"},
         frame_bytes_max=settings.frame_bytes_max,
         batch_events_max=in_proportion(65_536, settings, "frame_bytes_max", least=1024),
         event_hashes_max=in_proportion(262_144, settings, "frame_bytes_max", least=1024),
@@ -170,13 +168,12 @@ def apply_options(settings: Settings) -> ApplyOptions:
 
 
 def api_options(settings: Settings, *, is_gateway: bool = False) -> ApiOptions:
-    has_keys = bool(settings.gateway_keys) or settings.gateway_keys_file is not None
     return ApiOptions(
         access=AccessOptions(
             token=None if settings.api_token is None else settings.api_token.get_secret_value(),
             tokens_file=None if settings.api_tokens_file is None else Path(settings.api_tokens_file),
             protects_reads=settings.protect_reads,
-            is_closed=is_gateway and has_keys,
+            is_closed=is_gateway and bool(settings.gateway_keys),
             allowed_endpoints=settings.allowed_endpoints,
             warning=openness(settings, is_gateway=is_gateway),
         ),
@@ -202,7 +199,7 @@ def openness(settings: Settings, *, is_gateway: bool = False) -> str | None:
     if is_loopback(settings.host):
         return None
     if is_gateway:
-        if settings.gateway_keys or settings.gateway_keys_file is not None:
+        if settings.gateway_keys:
             return None
     elif settings.redis_url == "memory://":
         return None

@@ -25,15 +25,16 @@ from waymark.runtime.replica import freeze_heap, http_server, report_redis, serv
 from waymark.serving.listening import listen
 from waymark.store.store import Store
 
+#: The port of llm-d's picker for metrics.
+_PROBE_PORT = 9090
+
 
 def open_port(settings: Settings) -> list[socket.socket]:
     """Open the sockets of its HTTP port; without a port, return an empty list. Raise ``PortUnavailable`` if it is
     taken.
     """
-    names = ("WAYMARK_HOST", "WAYMARK_EPP_METRICS_PORT")
-    if not settings.epp_metrics_port:
-        return []
-    return listen(settings.host, settings.epp_metrics_port, host_name=names[0], port_name=names[1])
+    port = _PROBE_PORT if settings.probe_port is None else settings.probe_port
+    return listen(settings.host, port, host_name="WAYMARK_HOST", port_name="WAYMARK_PROBE_PORT") if port else []
 
 
 def epp_options(settings: Settings) -> EppOptions:
@@ -42,8 +43,8 @@ def epp_options(settings: Settings) -> EppOptions:
         port=settings.epp_port,
         health_port=settings.epp_health_port or None,
         has_tls=settings.epp_tls,
-        cert_file=settings.epp_cert_file,
-        key_file=settings.epp_key_file,
+        cert_file=settings.epp_tls_files.get("cert"),
+        key_file=settings.epp_tls_files.get("key"),
         streams_max=settings.connections_max,
         drain_seconds=settings.epp_drain_seconds,
         finish_seconds=settings.finish_seconds,

@@ -63,8 +63,8 @@ def open_port(settings: Settings, *, has_api: bool) -> list[socket.socket]:
     """Open the sockets that a process listens on; a worker may have no port. Raise ``PortUnavailable`` if a port
     is taken.
     """
-    port = settings.port if has_api else settings.ingest_port
-    names = ("--host or WAYMARK_HOST", "--port or WAYMARK_PORT") if has_api else ("WAYMARK_HOST", "WAYMARK_INGEST_PORT")
+    port = settings.port if has_api else settings.probe_port
+    names = ("--host or WAYMARK_HOST", "--port or WAYMARK_PORT") if has_api else ("WAYMARK_HOST", "WAYMARK_PROBE_PORT")
     return listen(settings.host, port, host_name=names[0], port_name=names[1]) if port else []
 
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from urllib.parse import parse_qsl
 
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
@@ -69,7 +70,6 @@ def worker_options(settings: Settings) -> WorkerOptions:
             on_gap=settings.on_gap,
             probe_seconds=settings.probe_seconds,
             replay_idle_seconds=settings.replay_idle_seconds,
-            replay_seconds=settings.replay_seconds,
             publisher_timeout=settings.publisher_timeout,
             lease_seconds=settings.lease_seconds,
             stream_buffer_bytes=settings.stream_buffer_bytes,
@@ -83,7 +83,7 @@ def discovery_options(settings: Settings, environ: Mapping[str, str]) -> Discove
     """Return the options of discovery, from the settings and a pod's environment. Raise ``SettingsError`` if one is
     missing.
     """
-    ports = PodPorts(settings.discovery_api_port, settings.discovery_port, settings.discovery_replay_port)
+    ports = PodPorts(**settings.discovery_ports)
     path = settings.publishers_file
     usual = (ports.events, ports.replay, 1)
     return DiscoveryOptions(
@@ -97,9 +97,14 @@ def discovery_options(settings: Settings, environ: Mapping[str, str]) -> Discove
 
 
 def _api_server(settings: Settings, environ: Mapping[str, str]) -> ApiServer:
-    url, token_file, ca_file = settings.discovery_url, settings.discovery_token_file, None
-    if url is not None and not is_url(url):
-        raise SettingsError(f"WAYMARK_DISCOVERY_URL is {shown(hide_password(url))}: it must be {URL}")
+    url, ca_file = settings.discovery_url, None
+    url, _, query = (None, "", "") if url is None else url.partition("?")
+    fields = dict(parse_qsl(query))
+    token_file = fields.pop("token_file", None)
+    if url is not None and (not is_url(url) or fields):
+        raise SettingsError(
+            f"WAYMARK_DISCOVERY_URL is {shown(hide_password(url))}: it must be {URL}, and may have ?token_file=/path"
+        )
     if url is None:
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
@@ -108,7 +113,7 @@ def _api_server(settings: Settings, environ: Mapping[str, str]) -> ApiServer:
                 "API server, or leave WAYMARK_DISCOVERY out"
             )
         url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-        token_file, ca_file = token_file or f"{_ACCOUNT}/token", f"{_ACCOUNT}/ca.crt"
+        token_file, ca_file = f"{_ACCOUNT}/token", f"{_ACCOUNT}/ca.crt"
     return ApiServer(url, token_file, ca_file, settings.discovery_namespace or "", settings.discovery_selector)
 
 

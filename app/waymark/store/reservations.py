@@ -227,7 +227,7 @@ class ReservationTerms(NamedTuple):
     milliseconds: int = 120_000
     limit: int = 0
     """A target with this many requests gets no more; 0 means no limit."""
-    reservations_max: int = 100_000
+    reservations_max: int = 1_000_000
     is_cold: bool = False
     spec_keys: Sequence[str] = ()
     request_id: str | None = None

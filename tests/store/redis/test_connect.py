@@ -92,9 +92,7 @@ def test_the_settings_say_how_redis_is_entered(tmp_path: Path) -> None:
         "WAYMARK_REDIS_PASSWORD_FILE": str(secret),
         "WAYMARK_REDIS_SENTINEL_USERNAME": "watcher",
         "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE": str(secret),
-        "WAYMARK_REDIS_TLS_CA_FILE": "/ca",
-        "WAYMARK_REDIS_TLS_CERT_FILE": "/cert",
-        "WAYMARK_REDIS_TLS_KEY_FILE": "/key",
+        "WAYMARK_REDIS_TLS_FILES": "ca=/ca,cert=/cert,key=/key",
         "WAYMARK_REDIS_TLS_VERIFY": "CA",
     }
     credentials = parts.credentials(Settings.from_env(environ))
@@ -123,10 +121,9 @@ def test_a_password_file_is_read_for_every_connection(tmp_path: Path) -> None:
         ("redis+sentinel://a/m", {"sentinel_password_file": "missing"}, "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"),
         ("redis://:p@cache", {"password_file": "good"}, "REDIS_URL has a password, .*WAYMARK_REDIS_PASSWORD_FILE"),
         ("redis://u@cache", {"username": "v"}, "WAYMARK_REDIS_URL has a user, .*WAYMARK_REDIS_USERNAME"),
-        ("rediss://cache", {"tls_key_file": "good"}, "WAYMARK_REDIS_TLS_KEY_FILE .*WAYMARK_REDIS_TLS_CERT_FILE"),
-        ("rediss://cache", {"tls_ca_file": "missing"}, "WAYMARK_REDIS_TLS_CA_FILE .*missing cannot be used: No such"),
-        ("rediss://cache", {"tls_ca_file": "good"}, "WAYMARK_REDIS_TLS_CA_FILE .*good cannot be used: .*PEM"),
-        ("rediss://cache", {"tls_cert_file": "good"}, "WAYMARK_REDIS_TLS_CERT_FILE .*good .*cannot be used: .*PEM"),
+        ("rediss://cache", {"tls_ca_file": "missing"}, "WAYMARK_REDIS_TLS_FILES ca=.*missing cannot be used: No such"),
+        ("rediss://cache", {"tls_ca_file": "good"}, "WAYMARK_REDIS_TLS_FILES ca=.*good cannot be used: .*PEM"),
+        ("rediss://cache", {"tls_cert_file": "good"}, "WAYMARK_REDIS_TLS_FILES cert=.*good .*cannot be used: .*PEM"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_said_at_the_start(

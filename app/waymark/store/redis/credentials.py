@@ -57,17 +57,15 @@ class Credentials:
             )
         if address.username is not None and self.username is not None:
             raise SettingsError(f"{variable} has a user, and so has WAYMARK_REDIS_USERNAME: keep one of them")
-        if self.tls_key_file is not None and self.tls_cert_file is None:
-            raise SettingsError("WAYMARK_REDIS_TLS_KEY_FILE is a key without WAYMARK_REDIS_TLS_CERT_FILE: give both")
         if address.is_tls:
             self._check_tls()
 
     def _check_tls(self) -> None:
-        names = f"WAYMARK_REDIS_TLS_CA_FILE {self.tls_ca_file}"
+        names = f"WAYMARK_REDIS_TLS_FILES ca={self.tls_ca_file}"
         try:
             context = ssl.create_default_context(cafile=self.tls_ca_file)
             if self.tls_cert_file is not None:
-                names = f"WAYMARK_REDIS_TLS_CERT_FILE {self.tls_cert_file} and _KEY_FILE {self.tls_key_file}"
+                names = f"WAYMARK_REDIS_TLS_FILES cert={self.tls_cert_file} and key={self.tls_key_file}"
                 context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
         except OSError as exc:  # ssl.SSLError is one
             raise SettingsError(f"{names} cannot be used: {exc.strerror or exc}; give PEM files") from None

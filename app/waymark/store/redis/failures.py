@@ -48,8 +48,8 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
             )
         if isinstance(cause, ssl.SSLError):
             return StoreUnavailable(
-                f"Redis at {url} has no trusted TLS certificate ({cause}): check WAYMARK_REDIS_TLS_CA_FILE, "
-                f"WAYMARK_REDIS_TLS_CERT_FILE, WAYMARK_REDIS_TLS_VERIFY, and whether {variable} has the right scheme"
+                f"Redis at {url} has no trusted TLS certificate ({cause}): check WAYMARK_REDIS_TLS_FILES, "
+                f"WAYMARK_REDIS_TLS_VERIFY, and whether {variable} has the right scheme"
             )
     if is_damage(exc):
         return RecordDamaged(
