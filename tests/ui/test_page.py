@@ -18,7 +18,7 @@ from tests.live import Live
 from tests.live import start as start_live
 from tests.patience import patient
 from tests.ui.browser import tab
-from waymark.api.page import HEADERS
+from waymark.api.probes import HEADERS
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.simulator.workload import SimulatedPrompt
 from waymark.store.store import Store

@@ -36,10 +36,9 @@ from waymark.api.http.tokens_file import TokensFile
 from waymark.api.inspections import InspectionQueue, Inspections
 from waymark.api.operations import Dependencies, Method, Operation, Resource
 from waymark.api.options import AccessOptions, ApiOptions
-from waymark.api.page import Page
 from waymark.api.placement import PlacementView
 from waymark.api.policies import PoliciesView
-from waymark.api.probes import Probes
+from waymark.api.probes import Page, Probes
 from waymark.api.registrations import Registrations
 from waymark.api.straight import Straight, StraightOperation
 from waymark.api.texts import PromptTokenizer
