@@ -30,7 +30,7 @@ from waymark.base.errors import ServiceUnreachable
 from waymark.base.settings import Settings
 from waymark.base.shape import parse
 from waymark.cli import remote
-from waymark.console import ask, books, events, policies, select
+from waymark.console import ask, books, decisions, events
 from waymark.console.publishers import not_used
 from waymark.console.screen import Grid
 from waymark.console.service import RemoteService
@@ -593,7 +593,7 @@ def test_a_reservation_is_made_last_so_that_it_is_always_shown() -> None:
             return {"scores": [], "total_tokens": 1}
 
     words = ["select", "--model", "m", "--tokens", "1", "--block-size", "4", "--reserve"]
-    select.select(cast(RemoteService, Answers()), cli.parse(words))
+    decisions.select(cast(RemoteService, Answers()), cli.parse(words))
     assert Answers.asked[-1] == "/select"
     assert "/workers" in Answers.asked[:-1]
 
@@ -724,7 +724,7 @@ def test_policies_say_which_orders_mean_nothing() -> None:
         alike=["dynamo", "longest"],
     )
     far = replace(near, policy="sticky", is_apart_from_chosen=False, alike=[])
-    _, grid = policies.parts(PoliciesAnswer(chosen=chosen, policies=[near, far], unreadable=0))
+    _, grid = decisions.parts_of_policies(PoliciesAnswer(chosen=chosen, policies=[near, far], unreadable=0))
     assert isinstance(grid, Grid)
     lines = [[cell.plain for cell in line] for line in grid.rows]
     assert [(line[0], *line[-2:]) for line in lines] == [

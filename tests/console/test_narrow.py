@@ -19,7 +19,7 @@ from tests.ports import unused_port
 from waymark import cli
 from waymark.cli import demonstration as demo
 from waymark.cli.parser import COMMANDS as COMMANDS_OF_THE_SHELL
-from waymark.console import ask, books, progress, publishers, select
+from waymark.console import ask, books, decisions, progress, publishers
 from waymark.console.screen import Screen, ScreenPart
 from waymark.domain.hashing import extend, token_bytes
 
@@ -66,7 +66,9 @@ def drawn() -> dict[str, Sequence[ScreenPart]]:
     return {
         "publishers": publishers.parts(of_publishers | {"publishers": [PUBLISHER]}),
         "books": books.parts({"total": SimpleNamespace(**LINE), "minutes": 60, "lines": [LINE]}),
-        "select": select.parts({"selected": selection, "scores": [SCORE], "total_tokens": 132, "not_considered": {}}),
+        "select": decisions.parts_of_selection(
+            {"selected": selection, "scores": [SCORE], "total_tokens": 132, "not_considered": {}}
+        ),
         "ask": ask.parts({"model": "m", "tokens": 1, "instances": {"vllm-decode-0": row}, "reasons": []}),
     }
 

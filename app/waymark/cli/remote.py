@@ -206,11 +206,11 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
             from waymark.console.ask import ask as command
             from waymark.console.ask import parts
         case "select":
-            from waymark.console.select import parts
-            from waymark.console.select import select as command
+            from waymark.console.decisions import parts_of_selection as parts
+            from waymark.console.decisions import select as command
         case "policies":
-            from waymark.console.policies import parts
-            from waymark.console.policies import policies as command
+            from waymark.console.decisions import parts_of_policies as parts
+            from waymark.console.decisions import policies as command
         case "placement":
             from waymark.console.placement import parts
             from waymark.console.placement import placement as command
