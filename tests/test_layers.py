@@ -50,7 +50,7 @@ PARTS: dict[str, set[str]] = {
         *("decide.policies", "discovery", "inspection", "contract", "api.http", "api.dynamo"),
     },
     "runtime": {
-        *("base", "domain", "store", "store.redis", "apply", "tokenization", "decide", "discovery", "serving"),
+        *("base", "store", "store.redis", "apply", "tokenization", "decide", "discovery", "serving"),
         *("api", "gateway", "epp", "ingest"),
     },
     "cli": {"base", "domain", "store", "console", "simulator", "client", "runtime"},
@@ -113,7 +113,6 @@ LIBRARIES: dict[str, set[str]] = {
         "gateway",
         "serving",
         "cli",
-        "runtime",
     },
     "prometheus_client": {"base.exposition", "base.metrics"},
     "bson": {"gateway.mongo"},
@@ -127,7 +126,7 @@ LIBRARIES: dict[str, set[str]] = {
     "uvicorn": {"serving", "runtime"},
     "uvloop": {"cli", "runtime"},
     "xxhash": {"domain.hashing", "ingest", "tokenization"},
-    "yaml": {"runtime", "decide.policies.picker_config"},
+    "yaml": {"api.publishers_file", "decide.policies.picker_config"},
     "yarl": {"gateway.upstream"},
     "zmq": {"ingest", "simulator"},
 }

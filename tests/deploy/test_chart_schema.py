@@ -30,9 +30,9 @@ from tests.deploy.chart import (
 )
 from tests.deploy.values import every_value, given
 from tests.settings_table import describe
+from waymark.api.publishers_file import read_publishers
 from waymark.api.registration_schemas import RegisterRequest
 from waymark.base.settings import Settings
-from waymark.runtime.publishers_file import read_publishers
 
 # ---- the schema ------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from tests.discovery.api_server import SELECTOR, ApiServerStub, pod
 from tests.discovery.conftest import Engine
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
+from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.discovery import kubernetes, run
 from waymark.discovery import pods as pods_module
@@ -820,3 +821,15 @@ async def test_pods_are_left_alone_without_the_setting(store: Store, server: Api
     async with discovering(store, server.url):
         await until_named(store, "serving/vllm-0|default|0")
     assert (server.patches, await store.valuations.asked.read()) == ([], set())
+
+
+def test_the_url_of_an_api_server_may_name_the_file_of_its_token() -> None:
+    assert ApiServer.at("https://api:6443", "", "a=b") == ApiServer("https://api:6443", None, None, "", "a=b")
+    named = ApiServer.at("https://api:6443?token_file=/run/a%20token", "serving", "a=b")
+    assert named == ApiServer("https://api:6443", "/run/a token", None, "serving", "a=b")
+
+
+@pytest.mark.parametrize("url", ["api:6443", "https://api:6443?token=secret", "https://api?token_file=/t&x=1"])
+def test_another_url_of_an_api_server_is_refused(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"WAYMARK_DISCOVERY_URL is .*\?token_file=/path"):
+        ApiServer.at(url, "", "")

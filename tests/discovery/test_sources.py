@@ -17,6 +17,7 @@ from aiohttp import web
 from tests.conftest import wait_until
 from tests.discovery.conftest import Engine, vllm_models
 from tests.discovery.test_kubernetes import names, until_named, until_said
+from waymark.api.publishers_file import read_wanted
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue
@@ -26,7 +27,6 @@ from waymark.discovery.drafts import Draft, WantedEngine
 from waymark.discovery.engines import EngineRegistrations
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery, Restarts
 from waymark.domain.names import Origin
-from waymark.runtime.publishers_file import read_wanted
 from waymark.store import keys
 from waymark.store.store import Store
 

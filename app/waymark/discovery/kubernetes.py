@@ -17,16 +17,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import parse_qsl, quote, urlencode
 
 import orjson
 
 from waymark.base.asker import Asker
-from waymark.base.errors import InvalidValue, Unanswered
+from waymark.base.errors import InvalidValue, SettingsError, Unanswered
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.base.shown import shown
+from waymark.base.shown import hide_password, shown
 from waymark.discovery.pods import DELETION_COST, Pod, pod_of
+from waymark.domain.targets import URL, is_url
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,21 @@ class ApiServer:
     namespace: str
     """The namespace whose pods are listed; empty: all."""
     selector: str
+
+    @classmethod
+    def at(cls, url: str, namespace: str, selector: str) -> ApiServer:
+        """Return the server at an operator's URL, whose query may name the file of the token. Raise ``SettingsError``
+        if it is not such a URL.
+        """
+        place, _, query = url.partition("?")
+        names = dict(parse_qsl(query, keep_blank_values=True))
+        token_file = names.pop("token_file", None)
+        if not is_url(place) or names:
+            raise SettingsError(
+                f"WAYMARK_DISCOVERY_URL is {shown(hide_password(url))}: it must be {URL}, and may end in "
+                "?token_file=/path"
+            )
+        return cls(place, token_file, None, namespace, selector)
 
 
 class _ListAgain(Unanswered):

@@ -9,25 +9,22 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from urllib.parse import parse_qsl
 
+from waymark.api.publishers_file import read_publishers, read_wanted
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.base.shown import hide_password, shown
 from waymark.discovery.describe import Describer
 from waymark.discovery.kubernetes import ApiServer
 from waymark.discovery.pods import PodPorts
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery
-from waymark.domain.targets import URL, is_url
 from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
 from waymark.runtime import parts
-from waymark.runtime.publishers_file import read_publishers, read_wanted
 from waymark.store.store import Store
 
 #: Where a pod has the token and the CA of its ServiceAccount.
@@ -97,24 +94,17 @@ def discovery_options(settings: Settings, environ: Mapping[str, str]) -> Discove
 
 
 def _api_server(settings: Settings, environ: Mapping[str, str]) -> ApiServer:
-    url, ca_file = settings.discovery_url, None
-    url, _, query = (None, "", "") if url is None else url.partition("?")
-    fields = dict(parse_qsl(query))
-    token_file = fields.pop("token_file", None)
-    if url is not None and (not is_url(url) or fields):
+    place = (settings.discovery_namespace or "", settings.discovery_selector)
+    if settings.discovery_url is not None:
+        return ApiServer.at(settings.discovery_url, *place)
+    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
+    if not host:
         raise SettingsError(
-            f"WAYMARK_DISCOVERY_URL is {shown(hide_password(url))}: it must be {URL}, and may have ?token_file=/path"
+            "WAYMARK_DISCOVERY is kubernetes, and this process runs in no pod: set WAYMARK_DISCOVERY_URL to the "
+            "API server, or leave WAYMARK_DISCOVERY out"
         )
-    if url is None:
-        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
-        if not host:
-            raise SettingsError(
-                "WAYMARK_DISCOVERY is kubernetes, and this process runs in no pod: set WAYMARK_DISCOVERY_URL to the "
-                "API server, or leave WAYMARK_DISCOVERY out"
-            )
-        url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-        token_file, ca_file = f"{_ACCOUNT}/token", f"{_ACCOUNT}/ca.crt"
-    return ApiServer(url, token_file, ca_file, settings.discovery_namespace or "", settings.discovery_selector)
+    url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+    return ApiServer(url, f"{_ACCOUNT}/token", f"{_ACCOUNT}/ca.crt", *place)
 
 
 def discovery(store: Store, settings: Settings, metrics: Metrics, asker: Asker) -> EngineDiscovery:

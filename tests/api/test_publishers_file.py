@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from waymark.api import publishers_file
+from waymark.api.publishers_file import read_publishers
 from waymark.base.errors import SettingsError
 from waymark.cli import EXIT_USAGE, main
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import BY_CLIENT, Origin, Registration
-from waymark.runtime import publishers_file
-from waymark.runtime.publishers_file import read_publishers
 
 POD = {
     "type": "vLLM",
