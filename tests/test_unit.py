@@ -18,10 +18,18 @@ from tests.patience import patient
 ROOT = Path(__file__).parents[1]
 
 
+class Item(SimpleNamespace):
+    """Two of them are the same only if they are one, as with pytest's."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 def item(fixtures: tuple[str, ...] = (), mark: str = "", path: str = "tests/test_it.py", **parameters: str) -> Any:
     """A test as pytest has collected it, as far as the choice looks at it."""
-    return SimpleNamespace(
+    return Item(
         path=Path(path),
+        nodeid=path,
         fixturenames=fixtures,
         callspec=SimpleNamespace(params=parameters),
         get_closest_marker=lambda name: name if name == mark else None,
@@ -46,15 +54,35 @@ def test_what_is_outside(test: Any, is_outside: bool) -> None:
     assert unit.is_outside(test) is is_outside
 
 
+def configuration(*, is_unit: bool) -> Any:
+    plugins = SimpleNamespace(hasplugin=lambda name: name == "rerunfailures")
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    return SimpleNamespace(getoption=lambda _: is_unit, pluginmanager=plugins, hook=hook)
+
+
+@pytest.mark.parametrize(
+    ("is_unit", "expected"),
+    [
+        (True, ["store emulated", "only emulated", "redis emulated"]),
+        (False, ["store real", "only emulated", "redis emulated", "redis real"]),
+    ],
+)
+def test_above_the_store_a_test_has_one_redis(is_unit: bool, expected: list[str]) -> None:
+    tests = [item(("store",), path=f"store {kind}", store=kind) for kind in ("emulated", "real")]
+    tests.append(item(("store",), path="only emulated", store="emulated"))
+    tests += [item(("redis",), path=f"redis {kind}", redis=kind) for kind in ("emulated", "real")]
+    for test in tests:
+        test.add_marker = lambda _: None
+    unit.pytest_collection_modifyitems(configuration(is_unit=is_unit), tests)
+    assert [str(test.path) for test in tests] == expected
+
+
 def test_what_runs_once_more() -> None:
     marks: dict[str, list[Any]] = {"unit": [], "outside": []}
     tests = [item(), item(mark="outside")]
     for test, added in zip(tests, marks.values(), strict=True):
         test.add_marker = added.append
-    config: Any = SimpleNamespace(
-        getoption=lambda _: False, pluginmanager=SimpleNamespace(hasplugin=lambda name: name == "rerunfailures")
-    )
-    unit.pytest_collection_modifyitems(config, tests)
+    unit.pytest_collection_modifyitems(configuration(is_unit=False), tests)
     assert not marks["unit"]
     assert [(mark.name, mark.kwargs) for mark in marks["outside"]] == [("flaky", {"reruns": 1})]
 

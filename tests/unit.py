@@ -2,6 +2,9 @@
 
 A test is left out when it needs a real Redis, when it is marked ``outside`` (it opens a socket or starts a process) or
 ``slow`` (it takes a second, or as much in all its cases). A socket or a process in one of the others is an error.
+
+A test above the store has the fixture ``store``, which is emulated in the inner loop and real in the whole suite: what
+differs between the two is below. The tests of the store and of its scripts have the fixture ``redis`` and run on both.
 """
 
 from __future__ import annotations
@@ -99,16 +102,28 @@ def _is_left_out(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:] = long_first(items, getattr(config, "workerinput", {}).get("workercount", 1))
     outside = [item for item in items if is_outside(item)]
-    if config.getoption("--unit"):
-        config.hook.pytest_deselected(items=outside)
-        items[:] = [item for item in items if item not in set(outside)]
-    elif config.pluginmanager.hasplugin("rerunfailures"):
+    is_unit = config.getoption("--unit")
+    left_out = outside if is_unit else emulated_twins(items)
+    config.hook.pytest_deselected(items=left_out)
+    remaining = [item for item in items if item not in set(left_out)]
+    items[:] = long_first(remaining, getattr(config, "workerinput", {}).get("workercount", 1))
+    if not is_unit and config.pluginmanager.hasplugin("rerunfailures"):
         # A machine that stops for seconds breaks what no deadline covers. The closing lines name each test that was
         # run again, and one that fails twice has failed.
         for item in outside:
             item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def emulated_twins(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests above the store that are also there on a real Redis."""
+    names = {item.nodeid for item in items}
+
+    def is_twin(item: pytest.Item) -> bool:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        return parameters.get("store") == "emulated" and item.nodeid.replace("emulated", "real") in names
+
+    return [item for item in items if is_twin(item)]
 
 
 def long_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
