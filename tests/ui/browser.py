@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,13 +39,14 @@ class Tab:
 
 
 @asynccontextmanager
-async def browser(*more: str) -> AsyncIterator[Browser]:
-    """The system's Chromium, without a window, with ``more`` flags."""
+async def browser() -> AsyncIterator[Browser]:
+    """The system's Chromium, without a window."""
     path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     assert path is not None, "there is no Chromium; 'make chromium' installs it"
     async with async_playwright() as playwright:
         # In a container there is no user namespace for its sandbox; it sees our own page only.
-        flags = ["--no-sandbox", "--disable-dev-shm-usage", *more]
+        # Names of .test are this machine, for pages of other sites.
+        flags = ["--no-sandbox", "--disable-dev-shm-usage", "--host-resolver-rules=MAP *.test 127.0.0.1"]
         opened = await playwright.chromium.launch(executable_path=path, args=flags)
         try:
             yield opened
@@ -53,12 +54,49 @@ async def browser(*more: str) -> AsyncIterator[Browser]:
             await opened.close()
 
 
+class _Shared:
+    """A browser for many visitors, which the first of them starts."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self._browser: Browser | None = None
+
+    async def get(self) -> Browser:
+        if self._browser is None or not self._browser.is_connected():
+            self._browser = await self._stack.enter_async_context(browser())
+        return self._browser
+
+
+_shared: _Shared | None = None
+
+
+@asynccontextmanager
+async def one_browser() -> AsyncIterator[None]:
+    """Meanwhile all visitors have one browser, which takes as long to start as a test. None has cookies of another."""
+    global _shared
+    async with AsyncExitStack() as stack:
+        _shared = _Shared(stack)
+        try:
+            yield
+        finally:
+            _shared = None
+
+
+@asynccontextmanager
+async def visitor(**options: Any) -> AsyncIterator[Page]:
+    """An empty page."""
+    async with AsyncExitStack() as stack:
+        opened = await (_shared or _Shared(stack)).get()
+        page = await opened.new_page(**options)
+        stack.push_async_callback(page.close)
+        page.set_default_timeout(1000 * patient(15.0))
+        yield page
+
+
 @asynccontextmanager
 async def tab(url: str, fragment: str = "", **options: Any) -> AsyncIterator[Tab]:
     """The page of a service in a tab, which must meet no error and ask nobody else."""
-    async with browser() as opened:
-        page = await opened.new_page(**options)
-        page.set_default_timeout(1000 * patient(15.0))
+    async with visitor(**options) as page:
         made = Tab(page, url)
         made.watch()
         await page.goto(f"{url}/ui{fragment}")

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from tests.conftest import wait_until
 from tests.live import Live, start
-from tests.ui.browser import browser
+from tests.ui.browser import visitor
 
 pytestmark = pytest.mark.outside
 
@@ -66,16 +66,14 @@ async def weight(live: Live) -> float:
 async def test_a_page_of_another_site_changes_nothing(
     redis_url: str, tmp_path: Path, host: str, elsewhere: str
 ) -> None:
-    names = ["--host-resolver-rules=MAP *.test 127.0.0.1"]
     async with (
         start("serve", redis_url, tmp_path / "log", access_log=True) as live,
         other_site() as port,
-        browser(*names) as opened,
+        visitor() as page,
     ):
         async with live.client() as client:
             body = {"type": "standard", "modelname": "m", "instance_id": "pod-1", "block_size": 4}
             (await client.post("/register", json=body)).raise_for_status()
-        page = await opened.new_page()
         await page.goto(f"http://{elsewhere}:{port}/")
         own = f"http://{host}:{live.port}"
         await page.evaluate(WRITES, [f"{own}/weight", '{"instance_id": "pod-1", "weight": 0}'])
