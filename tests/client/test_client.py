@@ -225,13 +225,19 @@ async def test_a_selection_is_released_with_its_outcome(redis_url: str, tmp_path
         assert refused.value.status == 404
 
         def select_blocking() -> str:
-            with Client(live.url) as blocking, blocking.select("m", [1, 2, 3, 4], expect=False) as target:
-                target.first_token()
-                target.used(2, prompt_tokens=4, completion_tokens=1)
+            with Client(live.url) as blocking:
+                with blocking.select("m", [1, 2, 3, 4], expect=False) as target:
+                    target.first_token()
+                    target.used(2, prompt_tokens=4, completion_tokens=1)
+                with (
+                    pytest.raises(RuntimeError, match="the engine is gone"),
+                    blocking.select("m", [1, 2, 3, 4], expect=False),
+                ):
+                    raise RuntimeError("the engine is gone")
                 return target.selection.instance_id
 
         assert await asyncio.to_thread(select_blocking) == "i"
-        await are({"i": (0, 0, 4 / 6)})
+        await are({"i": (0, 0, 4 / 7)})
         assert (await http.get("/books")).json()["total"]["delivered"] == 5
 
 

@@ -6,8 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,7 @@ __all__ = ["events_of_this_loop"]
 
 ENGINES, CLIENTS = 4, 12
 #: Decisions after which the share of an engine is known.
-DECISIONS = 200
+DECISIONS = 100
 #: Seconds between the requests of a client.
 SHORT, LONG = 0.02, 0.2
 
@@ -214,46 +213,6 @@ async def test_a_killed_engine_is_left_out_by_the_outcomes_of_all_replicas(serve
         await wait_until(are_all_out, "nobody else is left", 30)
         answer = await selection(1)
         assert answer["target"]["instance_id"] in {f"e{number}" for number in range(ENGINES)}
-
-
-@asynccontextmanager
-async def client_processes(urls: Sequence[str]) -> AsyncIterator[Ask]:
-    """Clients in processes of their own, one for each URL: one request at a time each."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-    words = (sys.executable, "-m", "tests.e2e.selecting")
-    pipe = asyncio.subprocess.PIPE
-    processes = [await asyncio.create_subprocess_exec(*words, url, env=clean, stdin=pipe, stdout=pipe) for url in urls]
-    free: asyncio.Queue[asyncio.subprocess.Process] = asyncio.Queue()
-    for process in processes:
-        free.put_nowait(process)
-
-    async def ask(number: int) -> str:
-        process = await free.get()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(b"%d\n" % number)
-        name = (await process.stdout.readline()).decode().strip()
-        assert name, "the client has ended"
-        free.put_nowait(process)
-        return name
-
-    try:
-        yield ask
-    finally:
-        for process in processes:
-            process.kill()
-            await process.wait()
-
-
-@pytest.mark.long
-async def test_a_killed_engine_is_left_out_by_clients_in_other_processes(server: RedisServer, start: Start) -> None:
-    async with AsyncExitStack() as stack:
-        found = await stack.enter_async_context(engines())
-        replicas = [await start("query", server.url) for _ in range(2)]
-        await found.register(replicas[0], has_events=False)
-        ask = await stack.enter_async_context(client_processes([each.url for each in replicas] * 2))
-        async with Load(ask) as load:
-            await killed_and_back(load, found, back_seconds=15)
 
 
 @pytest.mark.long
