@@ -40,12 +40,12 @@ def names(contract: dict[str, Any], schema: dict[str, Any], seen: frozenset[str]
     return set(schema.get("properties", {})).union(*(names(contract, each, seen) for each in inner))
 
 
-def contents(body: dict[str, Any]) -> list[tuple[str, bytes]]:
-    """The body in each format that can express it."""
-    found = [("application/msgpack", msgpack.packb(body))]
-    with suppress(TypeError, ValueError):  # JSON has no such value
-        found.append(("application/json", json.dumps(body, allow_nan=False).encode()))
-    return found
+def content(body: dict[str, Any], *, is_json: bool) -> tuple[str, bytes]:
+    """The body, and its format: JSON if that is asked for and has such a value."""
+    if is_json:
+        with suppress(TypeError, ValueError):
+            return "application/json", json.dumps(body, allow_nan=False).encode()
+    return "application/msgpack", msgpack.packb(body)
 
 
 @pytest.mark.long
@@ -60,14 +60,14 @@ async def test_no_value_of_any_field_is_a_500(api: httpx.AsyncClient) -> None:
             body = BODIES.get((method.upper(), path), {})
             body = body if isinstance(body, dict) else {}
             url = path.replace("{worker_id}", "1").replace("{reservation_id}", "1.1.3.3.5f0c2a9e11d04b7c")
-            for name in sorted(names(contract, schema) | {"unknown"}):
-                for value in ODD:
-                    for media_type, content in contents(body | {name: value}):
-                        headers = {"content-type": media_type}
-                        answer = await api.request(method, url, content=content, headers=headers)
-                        about = f"{method} {path} {name} {media_type} {str(value)[:40]}: {answer.text[:200]}"
-                        assert answer.status_code < 500 or answer.status_code == 503, about
-                        if answer.status_code >= 400:
-                            assert answer.json() if media_type.endswith("json") else msgpack.unpackb(answer.content)
-                        asked += 1
-    assert asked > 5000
+            for field, name in enumerate(sorted(names(contract, schema) | {"unknown"})):
+                for number, value in enumerate(ODD):
+                    asked += 1
+                    # Each field and each value comes in both formats.
+                    media_type, sent = content(body | {name: value}, is_json=(field + number) % 2 == 0)
+                    answer = await api.request(method, url, content=sent, headers={"content-type": media_type})
+                    about = f"{method} {path} {name} {media_type} {str(value)[:40]}: {answer.text[:200]}"
+                    assert answer.status_code < 500 or answer.status_code == 503, about
+                    if answer.status_code >= 400:
+                        assert answer.json() if media_type.endswith("json") else msgpack.unpackb(answer.content)
+    assert asked > 3000
