@@ -14,6 +14,7 @@ import pytest
 
 from tests.patience import patient, patient_settings
 from tests.store.factories import Change, apply_changes
+from tests.tokenization.bounds import be_patient
 from waymark.api.application import create_app
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
@@ -23,7 +24,6 @@ from waymark.runtime import parts
 from waymark.store.records import NewHolder
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
-from waymark.tokenization import tokenizers
 
 
 class MakeClient(Protocol):
@@ -51,7 +51,7 @@ async def make_client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeClie
     """Builds clients of an application; what the application raises becomes its 500. It has the options of decisions
     that are not settings, too.
     """
-    monkeypatch.setattr(tokenizers, "SECONDS", patient(tokenizers.SECONDS))
+    be_patient(monkeypatch)
     async with AsyncExitStack() as stack:
 
         async def make(store: Store, *, metrics: Metrics | None = None, **settings: Any) -> httpx.AsyncClient:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import pytest
 
 from tests.patience import patient, patient_settings
+from tests.tokenization.bounds import be_patient
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.fail_open import StartupGate
@@ -28,7 +29,8 @@ def metrics() -> Metrics:
 
 
 @pytest.fixture
-async def make_selector(metrics: Metrics) -> AsyncIterator[MakeSelector]:
+async def make_selector(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeSelector]:
+    be_patient(monkeypatch)
     async with AsyncExitStack() as stack:
 
         def make(store: Store, **settings: Any) -> RequestSelector:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from tests.patience import patient, patient_settings
 from tests.serving.wire import connections, served
+from tests.tokenization.bounds import be_patient
 from waymark.api.application import GatewayParts, create_gateway_admin
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
@@ -108,8 +109,9 @@ class Start(Protocol):
 
 
 @pytest.fixture
-async def start(redis_url: str) -> AsyncIterator[Start]:
+async def start(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """Starts a gateway with that many engines and those settings; ``redis_url`` among them wins."""
+    be_patient(monkeypatch)
     async with AsyncExitStack() as stack:
 
         async def begin(engines: int = 2, *, archive: Archive | None = None, **given: Any) -> Running:

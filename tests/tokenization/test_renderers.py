@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.patience import patient, wait_for
+from tests.patience import wait_for
+from tests.tokenization.bounds import be_patient
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.metrics import Metrics
 from waymark.tokenization import renderers, rendering
@@ -57,9 +58,7 @@ def pool() -> Iterator[Renderers]:
 
 @pytest.fixture(autouse=True)
 def _patiently(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a second of CPU takes longer."""
-    monkeypatch.setattr(renderers, "WALL_SECONDS", patient(renderers.WALL_SECONDS))
-    monkeypatch.setattr(renderers, "_START_SECONDS", patient(10))
+    be_patient(monkeypatch)
 
 
 def children() -> set[int]:
