@@ -87,7 +87,7 @@ async def running(redis_url: str, log: Path) -> AsyncIterator[Fleet]:
         live = await stack.enter_async_context(
             start("serve", redis_url, log, tokenizers=f'{{"{MODEL}": "engine:"}}', query_deadline_ms=10_000)
         )
-        waymark = await stack.enter_async_context(AsyncClient(live.url))
+        waymark = await stack.enter_async_context(AsyncClient(live.url, timeout=patient(5.0)))
         engines = []
         for n, text in enumerate(TEXTS):
             engine = build_engine("tcp://127.0.0.1:0", block_size=BLOCK_SIZE, seed=n)

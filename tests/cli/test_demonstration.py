@@ -190,7 +190,7 @@ async def test_a_chat_that_meets_a_stopped_engine_before_this_is_known_is_answer
     async with (
         start("gateway", "memory://", tmp_path / "log") as live,
         live.client() as http,
-        AsyncClient(live.url, trust_env=False) as client,
+        AsyncClient(live.url, trust_env=False, timeout=patient(5.0)) as client,
         AsyncExitStack() as stack,
     ):
         served: dict[str, EngineHttp] = {}

@@ -62,7 +62,7 @@ async def test_register_query_unregister_against_a_live_service(redis_url: str, 
     async with (
         start("serve", redis_url, tmp_path / "log", api_token="s3cret", protect_reads="true") as live,
         build_engine("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", block_size=4, cpu_blocks=8).publisher as publisher,
-        AsyncClient(live.url, api_token="s3cret") as waymark,
+        AsyncClient(live.url, api_token="s3cret", timeout=patient(5.0)) as waymark,
     ):
         assert await waymark.ready()
         replay = publisher.replay_endpoint
@@ -103,7 +103,7 @@ async def test_register_query_unregister_against_a_live_service(redis_url: str, 
         assert other_size.note == "no engine of this model has block_size 8; they have 4"
 
         def ask_blocking() -> None:
-            with Client(live.url, api_token="s3cret") as blocking:
+            with Client(live.url, api_token="s3cret", timeout=patient(5.0)) as blocking:
                 assert blocking.ready()
                 assert blocking.services() == services
                 assert blocking.query("m", range(8), 4)["i"] == nothing
@@ -121,7 +121,7 @@ async def test_register_query_unregister_against_a_live_service(redis_url: str, 
         with pytest.raises(Refused) as unfit:
             await waymark.query("m", [-1], 4)
         assert (unfit.value.status, unfit.value.reason, unfit.value.field) == (400, "out_of_range", "token_ids")
-        async with AsyncClient(live.url, api_token="wrong") as stranger:
+        async with AsyncClient(live.url, api_token="wrong", timeout=patient(5.0)) as stranger:
             with pytest.raises(Refused) as closed:
                 await stranger.services()
         assert closed.value.status == 401
@@ -135,7 +135,7 @@ async def test_text_and_messages_stand_in_place_of_token_ids(redis_url: str, tmp
     of_messages = small.tokenizer().encode(shown, add_special_tokens=False).ids
     async with (
         start("serve", redis_url, tmp_path / "log", tokenizers_dir=tmp_path / "models") as live,
-        AsyncClient(live.url) as waymark,
+        AsyncClient(live.url, timeout=patient(5.0)) as waymark,
     ):
         await waymark.register("i", None, model="m", block_size=2, type="none")
         assert list(await waymark.query("m", prompt=text)) == list(await waymark.query("m", messages=messages)) == ["i"]
@@ -153,7 +153,7 @@ async def test_text_and_messages_stand_in_place_of_token_ids(redis_url: str, tmp
             assert score.new_tokens < len(of_messages)
 
         def ask_blocking() -> tuple[int, int]:
-            with Client(live.url) as blocking:
+            with Client(live.url, timeout=patient(5.0)) as blocking:
                 (score,) = blocking.score("m", prompt=text)
                 with blocking.select("m", messages=messages, expect=False) as target:
                     return score.new_tokens, target.selection.device_tokens
@@ -187,7 +187,7 @@ async def test_a_selection_is_released_with_its_outcome(redis_url: str, tmp_path
     async with (
         start("query", redis_url, tmp_path / "log") as live,
         live.client() as http,
-        AsyncClient(live.url) as waymark,
+        AsyncClient(live.url, timeout=patient(5.0)) as waymark,
     ):
         fine = await waymark.register("i", None, model="m", block_size=4, type="none", address="http://10.0.0.7:8000")
         assert fine == []
@@ -225,7 +225,7 @@ async def test_a_selection_is_released_with_its_outcome(redis_url: str, tmp_path
         assert refused.value.status == 404
 
         def select_blocking() -> str:
-            with Client(live.url) as blocking:
+            with Client(live.url, timeout=patient(5.0)) as blocking:
                 with blocking.select("m", [1, 2, 3, 4], expect=False) as target:
                     target.first_token()
                     target.used(2, prompt_tokens=4, completion_tokens=1)
@@ -245,7 +245,7 @@ async def test_what_an_engine_says_of_a_request_is_sent_with_its_end(redis_url: 
     async with (
         start("query", redis_url, tmp_path / "log") as live,
         live.client() as http,
-        AsyncClient(live.url) as waymark,
+        AsyncClient(live.url, timeout=patient(5.0)) as waymark,
     ):
         await waymark.register("i", None, model="m", block_size=4, type="none", address="http://10.0.0.7:8000")
 
@@ -266,7 +266,7 @@ async def test_what_an_engine_says_of_a_request_is_sent_with_its_end(redis_url: 
         await are(requests=1, unreported=0, delivered=8, prompt_tokens=40, completion_tokens=3)
 
         def select_blocking() -> None:
-            with Client(live.url) as blocking:
+            with Client(live.url, timeout=patient(5.0)) as blocking:
                 with blocking.select("m", range(40), expect=False) as target:
                     target.used(12, prompt_tokens=40, completion_tokens=5)
                 with blocking.select("m", range(40), expect=False):
@@ -286,7 +286,7 @@ async def test_the_router_example_picks_who_has_the_prompt(redis_url: str, tmp_p
         start("serve", redis_url, tmp_path / "log") as live,
         engines[0].publisher,
         engines[1].publisher,
-        AsyncClient(live.url) as waymark,
+        AsyncClient(live.url, timeout=patient(5.0)) as waymark,
     ):
         endpoints = [
             f"engine-{i}={engine.publisher.endpoint},{engine.publisher.replay_endpoint},http://engine:{i + 1}"
@@ -879,7 +879,10 @@ async def test_a_query_has_a_budget_and_may_be_empty(redis_url: str, tmp_path: P
 
 async def test_several_prompts_and_an_engine_without_a_socket(redis_url: str, tmp_path: Path) -> None:
     prompt, other = list(range(100, 108)), list(range(200, 208))
-    async with start("query", redis_url, tmp_path / "log") as live, AsyncClient(live.url) as waymark:
+    async with (
+        start("query", redis_url, tmp_path / "log") as live,
+        AsyncClient(live.url, timeout=patient(5.0)) as waymark,
+    ):
         await waymark.register("e", None, model="m", block_size=4, type="standard")
         hashes = seq_hashes(prompt, 4)
         assert await waymark.stored("e", 1, seq_hashes=hashes, base_block_idx=0, medium="GPU") == (1, 0)
@@ -891,7 +894,7 @@ async def test_several_prompts_and_an_engine_without_a_socket(redis_url: str, tm
         assert refused.value.reason == "gap"
 
         def blocking() -> None:
-            with Client(live.url) as client:
+            with Client(live.url, timeout=patient(5.0)) as client:
                 assert client.removed("e", 2, seq_hashes=hashes[1:], medium="GPU") == (1, 0)
                 assert [each["e"].longest_matched for each in client.query_many("m", [prompt], 4)] == [4]
 
