@@ -129,9 +129,16 @@ async def pair(*more: str, **environ: str) -> AsyncIterator[Pair]:
         assert process.returncode == 0, log.read_text()
 
 
-async def test_the_second_turn_goes_to_the_engine_that_has_the_first() -> None:
-    async with pair() as running, running.openai() as client:
-        assert [each.id for each in (await client.models.list()).data] == ["demo"]
+@pytest.fixture(scope="module")
+async def both() -> AsyncIterator[Pair]:
+    """Both, for tests that leave them as they are. The engines have an adapter."""
+    async with pair("--lora-names", "sql") as running:
+        yield running
+
+
+async def test_the_second_turn_goes_to_the_engine_that_has_the_first(both: Pair) -> None:
+    async with both.openai() as client:
+        assert [each.id for each in (await client.models.list()).data] == ["demo", "sql"]
         places: list[list[str]] = []
 
         async def have_conversed() -> bool:
@@ -176,9 +183,9 @@ async def _converse(client: openai.AsyncOpenAI, beginning: str) -> list[str] | N
     return places
 
 
-async def test_the_gateway_of_a_trial_is_a_whole_waymark() -> None:
+async def test_the_gateway_of_a_trial_is_a_whole_waymark(both: Pair) -> None:
     """Its page, its contract, the API that reads and the commands, at the URL that clients use."""
-    async with pair() as both, httpx.AsyncClient(base_url=both.url, trust_env=False, timeout=patient(30)) as client:
+    async with httpx.AsyncClient(base_url=both.url, trust_env=False, timeout=patient(30)) as client:
         assert "Waymark" in (await client.get("/", follow_redirects=True)).text
         assert (await client.get("/ui/main.js")).status_code == 200
         assert "/admin/response-cache/stats" in (await client.get("/docs")).text
@@ -198,10 +205,10 @@ async def test_the_gateway_of_a_trial_is_a_whole_waymark() -> None:
             assert "127.0.0.1:" in out or words == ["doctor"], (words, out)
 
 
-async def test_openai_s_client_gets_what_an_engine_gives() -> None:
+async def test_openai_s_client_gets_what_an_engine_gives(both: Pair) -> None:
     import openai
 
-    async with pair("--lora-names", "sql") as running, running.openai() as client:
+    async with both.openai() as client:
         body: Any = {"model": "sql", "messages": [{"role": "user", "content": "hello"}]}
         text = ""
         stream = await client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True})
@@ -233,7 +240,7 @@ async def test_openai_s_client_gets_what_an_engine_gives() -> None:
         with pytest.raises(openai.BadRequestError, match="has ended"):
             await client.responses.cancel(second.id)
         with pytest.raises(openai.NotFoundError, match="must end in /v1"):
-            await client.with_options(base_url=running.url).chat.completions.create(**body)
+            await client.with_options(base_url=both.url).chat.completions.create(**body)
         await client.responses.delete(second.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(second.id)
@@ -248,10 +255,10 @@ async def test_openai_s_client_gets_what_an_engine_gives() -> None:
             await client.chat.completions.create(model="demo", messages=[])
 
 
-async def test_anthropic_s_client_gets_what_an_engine_gives() -> None:
+async def test_anthropic_s_client_gets_what_an_engine_gives(both: Pair) -> None:
     import anthropic
 
-    async with pair() as running, running.anthropic() as client:
+    async with both.anthropic() as client:
         body: Any = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
         wanted = "".join(f"{mark_of('hello')}.{n} " for n in range(4))
         message = await client.messages.create(**body, system="be short")
@@ -264,7 +271,7 @@ async def test_anthropic_s_client_gets_what_an_engine_gives() -> None:
         counted = await client.messages.count_tokens(model="demo", messages=body["messages"], system="be short")
         assert counted.input_tokens == message.usage.input_tokens
         with pytest.raises(anthropic.NotFoundError, match="leave it out of its base_url"):
-            await client.with_options(base_url=f"{running.url}/v1").messages.create(**body)
+            await client.with_options(base_url=f"{both.url}/v1").messages.create(**body)
 
 
 async def test_a_client_that_cancels_and_sigterm_in_the_middle_of_a_stream() -> None:
