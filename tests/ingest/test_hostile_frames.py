@@ -16,7 +16,7 @@ from waymark.apply.slices import SliceRunner
 from waymark.ingest.batch_decoder import BatchDecoder
 from waymark.ingest.frames import FrameBuffer, PayloadFacts
 
-ROUNDS = 12
+ROUNDS = 4
 #: Turns of the loop that a neighbour's frame may wait; a report that is under way to Redis takes most of them.
 TURNS_MAX = 60
 #: Above this a payload is one of the hostile ones.
