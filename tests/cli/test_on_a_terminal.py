@@ -18,6 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import forked
+from tests.forked import Process
 from tests.live import start
 from tests.patience import patient, wait_for
 from waymark import cli
@@ -26,6 +28,7 @@ from waymark.cli.demonstration import DRAINED, ENGINES, STOPPED, TEXT
 pytestmark = pytest.mark.outside
 
 ROOT = Path(__file__).parents[2]
+WAYMARK = (sys.executable, "-m", "waymark")
 #: What moves the cursor back to the beginning of the line and clears it: a line that is rewritten.
 AGAIN = "\r\x1b[K"
 _COLOUR = re.compile(r"\x1b\[[0-9;]*3\d[0-9;]*m")
@@ -55,13 +58,20 @@ raise SystemExit(chaos.main())
 def on_terminal(
     command: Sequence[str], environ: Mapping[str, str] | None = None, drive: Callable[[int], None] = lambda _: None
 ) -> tuple[int, str]:
-    """The exit code of a command, and all that it has written to its terminal, on both its outputs."""
+    """The exit code of a command, and all that it has written to its terminal, on both its outputs.
+
+    A ``command`` that begins with WAYMARK is not imported anew.
+    """
     hidden = ("WAYMARK_", "NO_COLOR", "FORCE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     ours, theirs = pty.openpty()
     given = kept | {"TERM": "xterm-256color", "COLUMNS": "120"} | dict(environ or {})
-    process = subprocess.Popen(command, cwd=ROOT, env=given, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
+    process: Process
+    with os.fdopen(theirs, "r+b", buffering=0) as terminal:
+        if tuple(command[: len(WAYMARK)]) == WAYMARK:
+            process = forked.start(command[len(WAYMARK) :], given, terminal, ROOT, error=terminal, stdin=terminal)
+        else:
+            process = subprocess.Popen(command, cwd=ROOT, env=given, stdin=terminal, stdout=terminal, stderr=terminal)
     try:
         drive(ours)
         written, deadline = b"", time.monotonic() + patient(60)
@@ -116,17 +126,15 @@ async def test_colours_are_on_a_terminal_only_and_not_where_no_color_is_set(redi
             body = {"type": "standard", "modelname": "m", "instance_id": "engine-x", "block_size": 4}
             assert (await client.post("/register", json=body)).status_code == 200
         for words in (("publishers",), ("doctor", "--no-ports")):
-            command = [sys.executable, "-m", "waymark", *words, "--url", live.url]
+            command = [*WAYMARK, *words, "--url", live.url]
             _, plain = await asyncio.to_thread(on_terminal, command, {"NO_COLOR": "1"})
             _, coloured = await asyncio.to_thread(on_terminal, command)
-            done = await asyncio.to_thread(
-                subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=patient(60)
-            )
+            _, out, _ = await forked.run([*words, "--url", live.url], dict(os.environ), ROOT)
             assert _COLOUR.search(coloured), coloured
             assert not _COLOUR.search(plain), plain
-            assert "\x1b" not in done.stdout
+            assert "\x1b" not in out
             assert "engine" in plain
-            assert "engine" in done.stdout
+            assert "engine" in out
 
 
 def test_zsh_completes_a_word_when_tab_is_pressed(tmp_path: Path) -> None:
