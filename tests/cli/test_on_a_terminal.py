@@ -72,9 +72,18 @@ def on_terminal(
             process = forked.start(command[len(WAYMARK) :], given, terminal, ROOT, error=terminal, stdin=terminal)
         else:
             process = subprocess.Popen(command, cwd=ROOT, env=given, stdin=terminal, stdout=terminal, stderr=terminal)
+    written = b""
     try:
-        drive(ours)
-        written, deadline = b"", time.monotonic() + patient(60)
+        try:
+            drive(ours)
+        except BaseException as error:
+            # The process says what has gone wrong, not the driver.
+            error.add_note(f"exit code {process.poll()}")
+            while select.select([ours], [], [], 0.2)[0] and len(written) < 2**20:
+                written += os.read(ours, 65536)
+            error.add_note(written.decode(errors="replace"))
+            raise
+        deadline = time.monotonic() + patient(60)
         while time.monotonic() < deadline:
             if not select.select([ours], [], [], 0.2)[0]:
                 continue

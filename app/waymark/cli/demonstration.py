@@ -53,7 +53,9 @@ TEXT = (
     "same engine, and the second of them waits only for the words of the question."
 )
 _GPU_BLOCKS, _CPU_BLOCKS = 24, 64
-_DEADLINE_SECONDS = 40.0
+#: How long the demo waits for a step, and for one answer of the service. A busy machine needs long for either, and a
+#: demo that stays would end with one late answer.
+_DEADLINE_SECONDS, _ANSWER_SECONDS = 120.0, 30.0
 #: The port of a demo that stays, if it is free: the commands ask there.
 _USUAL_PORT = 13333
 _PORT = "WAYMARK_PORT"
@@ -335,7 +337,7 @@ async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_De
     # A URL says that a service runs there: one that does not is an error at once.
     with RemoteService(base, api_token) as remote:
         await asyncio.to_thread(remote.answer, "GET", "/health")
-    async with AsyncClient(base, api_token=api_token) as client:
+    async with AsyncClient(base, api_token=api_token, timeout=_ANSWER_SECONDS) as client:
         yield _DemoService(base, client)
 
 
@@ -348,7 +350,7 @@ async def _started_service(port: int, log_level: str) -> AsyncIterator[_DemoServ
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "waymark", "gateway", env=environ)
     base = f"http://127.0.0.1:{port}"
     try:
-        async with AsyncClient(base, trust_env=False) as client:  # a proxy of the environment is not asked
+        async with AsyncClient(base, timeout=_ANSWER_SECONDS, trust_env=False) as client:  # no proxy is asked
             yield _DemoService(base, client, process, worker_id)
     finally:
         if process.returncode is None:
