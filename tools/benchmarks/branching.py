@@ -3,9 +3,9 @@
     python -m tools.benchmarks.branching [--trace FILE]... [--prompts 600] [--json FILE]
 
 A shared system prompt that does not end with a row and is followed by tails of its own for each prompt, and
-conversations with a few blocks put in front, so that they part inside rows. One holder has all prompts; each is a call
-of its own, as an engine stores it. Then every prompt is asked for twice: without the rows that a replica keeps for a
-moment, and with them. Prints one table.
+conversations with a few blocks put in front, so that they part inside rows. One engine has all prompts, or each of many
+has its share; each prompt is a call of its own, as an engine stores it. Then prompts, at most 1,000 of them, are asked
+for twice: without the rows that a replica keeps for a moment, and with them. Prints one table.
 """
 
 from __future__ import annotations
@@ -40,8 +40,14 @@ GROUP = GroupName("default", MODEL)
 #: Not a multiple of a row's 32 blocks.
 SYSTEM_BLOCKS = 1_003
 TAILS = (1, 4, 16, 100)
+#: So many engines have a part each of the prompts with the shortest tails.
+CROWD = 40
+CROWD_TAILS = (1, 4)
 #: Blocks in front of a conversation.
 FRONT_BLOCKS = 11
+ASKED_MAX = 1_000
+#: A call may wait for a machine that does other work, too.
+TIMEOUT_SECONDS = 60.0
 
 Chain: TypeAlias = list[int]
 """The block keys of a prompt."""
@@ -53,8 +59,10 @@ class Found:
 
     case: str
     blocks: int
-    """Different blocks, which one holder has."""
+    """Blocks, each as often as engines have it."""
     bytes_a_block: float
+    bytes_a_tail_block: float
+    """The same of the blocks behind the shared prompt; 0 for conversations."""
     marked: float
     """Share of rows that are marked."""
     in_branches: float
@@ -71,20 +79,34 @@ class Found:
     """The same with the rows that a replica keeps."""
 
 
-def cases(count: int, traces: Sequence[Path]) -> Iterator[tuple[str, list[Chain]]]:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Prompts, and by how many engines they are stored in turn."""
+
+    name: str
+    chains: list[Chain]
+    engines: int = 1
+    shared: int = 0
+    """Blocks that all prompts begin with; every engine has them before the figures begin."""
+
+
+def cases(count: int, traces: Sequence[Path]) -> Iterator[Case]:
     chosen = random.Random(7)
 
     def blocks(number: int) -> Chain:
         return [chosen.getrandbits(64) for _ in range(number)]
 
-    for tail in TAILS:
-        system = blocks(SYSTEM_BLOCKS)
-        yield f"system prompt of {SYSTEM_BLOCKS}, tails of {tail}", [system + blocks(tail) for _ in range(count)]
+    for engines, tails in ((1, TAILS), (CROWD, CROWD_TAILS)):
+        for tail in tails:
+            system = blocks(SYSTEM_BLOCKS)
+            chains = [system + blocks(tail) for _ in range(count)]
+            name = f"system prompt of {SYSTEM_BLOCKS}, tails of {tail}"
+            yield Case(name if engines == 1 else f"{name}, {engines} engines", chains, engines, SYSTEM_BLOCKS)
     shaped = [("synthetic conversations", prompts.synthetic())]
     shaped += [(path.stem, prompts.traced(path)) for path in traces]
     for name, found in shaped:
         front = blocks(FRONT_BLOCKS)
-        yield name, [front + _of_pieces(prompt) for prompt in islice(found, count // 4)]
+        yield Case(name, [front + _of_pieces(prompt) for prompt in islice(found, count // 4)])
 
 
 def _of_pieces(prompt: prompts.Prompt) -> Chain:
@@ -97,51 +119,82 @@ def _of_pieces(prompt: prompts.Prompt) -> Chain:
 # ---- one case ----------------------------------------------------------------------------------------
 
 
-async def _measure(case: str, chains: Sequence[Chain], redis: RedisServer) -> Found:
+@dataclass(slots=True)
+class Engine:
+    owner: Owner
+    calls: int = 0
+
+
+async def _measure(case: Case, redis: RedisServer) -> Found:
     redis.client.flushall()
     redis.client.config_set("slowlog-log-slower-than", "1000")
-    redis.client.slowlog_reset()
-    store = Store.open(redis.url)
+    store = Store.open(redis.url, timeout_seconds=TIMEOUT_SECONDS)
     try:
-        engine = await owner(store, "engine")
-        before, cpu = redis.used(), redis.cpu()
-        calls = 0
-        for chain in chains:
-            calls += await _store(engine, chain, calls)
+        engines = [Engine(await owner(store, f"engine-{number}")) for number in range(case.engines)]
+        begun = _used(redis)
+        for engine in engines:
+            await _store(engine, case.chains[0][: case.shared])
+        before, cpu, calls = _used(redis), redis.cpu(), sum(engine.calls for engine in engines)
+        for number, chain in enumerate(case.chains):
+            await _store(engines[number % len(engines)], chain)
         cpu = redis.cpu() - cpu
-        used = redis.used() - before
         dearest = max((int(entry["duration"]) for entry in redis.client.slowlog_get(128)), default=0)
+        used = _used(redis)
+        calls = sum(engine.calls for engine in engines) - calls
         total, in_branches, rows, marked = _placed(redis)
-        met, plain = await _asked(redis, chains, HotRows(0, 0))
-        _, kept = await _asked(redis, chains, HotRows(60.0, 64 << 20))
+        some = case.chains[:: -(-len(case.chains) // ASKED_MAX)]
+        met, plain = await _asked(redis, some, marked, HotRows(0, 0))
+        _, kept = await _asked(redis, some, marked, HotRows(60.0, 64 << 20))
     finally:
         await store.close()
+    tails = sum(len(chain) - case.shared for chain in case.chains)
     return Found(
-        case, total, used / total, marked / rows, in_branches / total, cpu / calls * 1e6, dearest, met, plain, kept
+        case.name,
+        total,
+        (used - begun) / total,
+        (used - before) / tails if case.shared else 0.0,
+        len(marked) / rows,
+        in_branches / total,
+        cpu / calls * 1e6,
+        dearest,
+        met,
+        plain,
+        kept,
     )
 
 
-async def _store(engine: Owner, chain: Chain, seq: int) -> int:
-    """Store what the holder has not of a chain, in calls of up to 512 blocks; how many they were."""
-    (holder,) = engine.holders
-    engine.memory.begin(holder, 0)
-    known = next((at for at in range(len(chain), 0, -1) if engine.memory.held_block(holder, chain[at - 1])), 0)
-    starts = range(known, len(chain), 512)
-    for number, start in enumerate(starts, seq):
+async def _store(engine: Engine, chain: Chain) -> None:
+    """Store what the engine has not of a chain, in calls of up to 512 blocks."""
+    owned, memory = engine.owner, engine.owner.memory
+    (holder,) = owned.holders
+    memory.begin(holder, 0)
+    known = next((at for at in range(len(chain), 0, -1) if memory.held_block(holder, chain[at - 1])), 0)
+    for start in range(known, len(chain), 512):
         keys = chain[start : start + 512]
-        placer = Placer(engine.memory, engine.grant.shards)
-        parts = placer.begin_batch(number)
-        above = engine.memory.held_block(holder, chain[start - 1]) if start else None
+        placer = Placer(memory, owned.grant.shards)
+        parts = placer.begin_batch(engine.calls)
+        above = memory.held_block(holder, chain[start - 1]) if start else None
         placer.chain(parts, holder, 1, 0, above, keys, [~key & (2**64 - 1) for key in keys], mode="count")
-        await engine.store.index.apply(
-            engine.grant, parts.parts, Moves(engine.memory), Commit(number, 1.0, 1.0, "0" * 16)
-        )
-    return len(starts)
+        commit = Commit(engine.calls, 1.0, 1.0, "0" * 16)
+        await owned.store.index.apply(owned.grant, parts.parts, Moves(memory), commit)
+        engine.calls += 1
 
 
-def _placed(redis: RedisServer) -> tuple[int, int, int, int]:
+def _used(redis: RedisServer) -> int:
+    """Bytes of Redis without those of its Lua and its log of slow calls, which depend on what else the machine does."""
+    redis.client.script_flush()
+    redis.client.slowlog_reset()
+    return redis.used()
+
+
+MarkedRows: TypeAlias = dict[int, frozenset[int]]
+"""The blocks that a marked row lists, by its head."""
+
+
+def _placed(redis: RedisServer) -> tuple[int, int, int, MarkedRows]:
     """Blocks, blocks in branch rows, rows, marked rows."""
-    total = in_branches = rows = marked = 0
+    total = in_branches = rows = 0
+    marked: MarkedRows = {}
     for key in redis.client.scan_iter("wm:{1}:*", count=1000):
         name = bytes(key).rsplit(b"}:", 1)[1]
         if len(name) == 2 * KEY_BYTES or name.endswith(b":b"):
@@ -152,13 +205,14 @@ def _placed(redis: RedisServer) -> tuple[int, int, int, int]:
                 in_branches += held
             else:
                 rows += 1
-                marked += row.is_marked
+                if row.is_marked:
+                    marked[int(name, 16)] = frozenset(row.keys)
     return total, in_branches, rows, marked
 
 
-async def _asked(redis: RedisServer, chains: Sequence[Chain], hot: HotRows) -> tuple[float, float]:
+async def _asked(redis: RedisServer, chains: Sequence[Chain], marked: MarkedRows, hot: HotRows) -> tuple[float, float]:
     """The shares of queries that met a mark, and that cost a round trip beyond their rows."""
-    store = Store.open(redis.url, hot=hot)
+    store = Store.open(redis.url, hot=hot, timeout_seconds=TIMEOUT_SECONDS)
     reader, met, more = store.reader, 0, 0
     try:
         for chain in chains:
@@ -170,13 +224,13 @@ async def _asked(redis: RedisServer, chains: Sequence[Chain], hot: HotRows) -> t
                 return keys[at : at + KEY_BYTES * count]
 
             asked = redis.calls("mget")
-            reading = await reader.read(GROUP, BLOCK_SIZE, source, deadline_seconds=30.0)
+            reading = await reader.read(GROUP, BLOCK_SIZE, source, deadline_seconds=TIMEOUT_SECONDS)
             if reading is None or reading.walk.blocks != len(chain):
                 raise SystemExit("a prompt that is stored is not found whole")
             # A request for keys that the source still had is one for rows.
             chunks = sum(KEY_BYTES * sum(sizes[:number]) < len(keys) for number in range(len(sizes)))
             more += redis.calls("mget") - asked > chunks
-            met += _is_marked(redis, chain)
+            met += _meets_mark(chain, marked)
     finally:
         await store.close()
     return met / len(chains), more / len(chains)
@@ -188,13 +242,11 @@ def _value(redis: RedisServer, key: bytes) -> bytes:
     return value
 
 
-def _is_marked(redis: RedisServer, chain: Chain) -> bool:
+def _meets_mark(chain: Chain, marked: MarkedRows) -> bool:
     """Whether a row on the way is marked and does not list all blocks of its piece."""
-    for start in range(0, len(chain), PIECE_BLOCKS):
-        row = parse(_value(redis, b"wm:{1}:%016x" % chain[start]))
-        if row.is_marked and not set(chain[start : start + PIECE_BLOCKS]) <= set(row.keys):
-            return True
-    return False
+    starts = range(0, len(chain), PIECE_BLOCKS)
+    listed = [(start, marked[chain[start]]) for start in starts if chain[start] in marked]
+    return any(not keys.issuperset(chain[start : start + PIECE_BLOCKS]) for start, keys in listed)
 
 
 # ---- the program -------------------------------------------------------------------------------------
@@ -205,6 +257,7 @@ def table(found: Sequence[Found]) -> str:
         "case",
         "blocks",
         "B/block",
+        "of tails",
         "marked",
         "in branches",
         "us/call",
@@ -217,10 +270,9 @@ def table(found: Sequence[Found]) -> str:
     for each in found:
         shares = [f"{share:.1%}" for share in (each.marked, each.in_branches)]
         trips = [f"{share:.0%}" for share in (each.marks_met, each.second_trips, each.second_trips_kept)]
+        sizes = f"{each.bytes_a_block:.1f}", f"{each.bytes_a_tail_block:.1f}" if each.bytes_a_tail_block else ""
         dearest = str(each.dearest_us or "<1000")
-        lines.append(
-            (each.case, str(each.blocks), f"{each.bytes_a_block:.1f}", *shares, f"{each.redis_us:.0f}", dearest, *trips)
-        )
+        lines.append((each.case, str(each.blocks), *sizes, *shares, f"{each.redis_us:.0f}", dearest, *trips))
     return aligned(lines)
 
 
@@ -236,8 +288,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     found: list[Found] = []
     with tempfile.TemporaryDirectory(prefix="wm-") as folder, redis_server(Path(folder)) as redis:
-        for case, chains in cases(given.prompts, given.trace):
-            found.append(asyncio.run(_measure(case, chains, redis)))
+        for case in cases(given.prompts, given.trace):
+            found.append(asyncio.run(_measure(case, redis)))
+            print(found[-1].case, file=sys.stderr, flush=True)
     print(table(found))
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(each) for each in found], indent=1), encoding="utf-8")
