@@ -32,8 +32,9 @@
 --                    2 bytes  number of its row in row*; for a part in a branch row, the row of its piece
 --                    2 bytes  number of its branch row; 0 for none
 --                    1 byte   number of blocks
---                    1 byte   1 with engine hashes, plus 2 with a namespace
+--                    1 byte   1 with engine hashes, plus 2 with a namespace, plus 4 with a parent
 --                    16 hex   the namespace, if there is one
+--                    16 hex   the key of the block before the first, for a part in a shared branch row
 --                    slots    17 characters each: 16 hex of the block's key, its depth in the piece
 --                    engine hashes  8 bytes each; absent if they equal the seq_hashes
 --                    copies   absent, or the new value of `*<key>` for each block, joined by semicolons; '' leaves the
@@ -44,8 +45,9 @@
 -- {'branch', parts, offset, calls}  these parts are done, and `offset` blocks of the next part. The block after these has
 --                                   no slot in its place: send it, and the blocks after it, with a branch row that
 --                                   begins with it
--- {'row', parts, 0, calls}          these parts are done. The branch row of the next part does not exist, and the row of
---                                   its piece has its first block, or has room: send the part with the row
+-- {'row', parts, 0, calls}          these parts are done. The branch row of the next part does not exist, or does not have
+--                                   its first block; and the row of its piece has that block, or has room: send the part
+--                                   with the row
 -- {'stale', watermark, calls}       the watermark is as high already; nothing written
 -- {'fenced', 0}                     another worker has the stream, the publisher is gone, writes are lost, or this call is
 --                                   late, because the life of its batches has ended; nothing written
@@ -60,6 +62,7 @@
 -- the worker that takes over knows which changes were counted.
 
 local LONG = 4096 -- in a longer row a new holder is appended, and only the entry shows whether the row has the holder
+local GAP = 8 -- a holder is not appended to a shared branch row that has this many slots beyond the holder's last hash
 local DEAD = 2048 -- with more bytes of holders, no slot without a holder is searched for
 -- A local is cheaper than a global.
 local KEYS, ARGV, byte, sub, find, match, format =
@@ -99,8 +102,11 @@ local parts, first_row, last_row = {}, 1 + holders, 0
 for at = first_part, #ARGV do
   local word = ARGV[at]
   local kind, h1, h0, s1, s0, l3, l2, l1, l0, r1, r0, b1, b0, n, flags = byte(word, 1, 15)
-  local row, branch, namespace, slots, hashes = 256 * r1 + r0, 256 * b1 + b0, '', 16, ''
-  if flags > 1 then namespace, slots = sub(word, 16, 31), 32 end
+  local row, branch, namespace, slots, hashes, above = 256 * r1 + r0, 256 * b1 + b0, '', 16, '', nil
+  if flags > 1 then
+    if flags % 4 > 1 then namespace, slots = sub(word, 16, 31), 32 end
+    if flags > 3 then above, slots = sub(word, slots, slots + 15), slots + 16 end
+  end
   local rest = slots + 17 * n
   if flags % 2 == 1 then
     hashes = sub(word, rest, rest + 8 * n - 1)
@@ -111,7 +117,7 @@ for at = first_part, #ARGV do
   parts[at - first_part + 1] = {
     kind = kind, holder = 256 * h1 + h0, seq = seqs[256 * s1 + s0], last = 16777216 * l3 + 65536 * l2 + 256 * l1 + l0,
     row = row, branch = branch, place = place, namespace = namespace, slots = sub(word, slots, slots + 17 * n - 1),
-    hashes = hashes, copies = rest > #word and '' or sub(word, rest), n = n, field = false,
+    hashes = hashes, copies = rest > #word and '' or sub(word, rest), n = n, field = false, above = above,
   }
 end
 
@@ -225,6 +231,35 @@ local function head_of(i)
   return heads[i]
 end
 
+-- Whether the branch row of a part is a shared one: it is named like its head, but for two digits.
+local function is_shared(part) return part.branch > 0 and sub(part.field, 3, 16) == sub(part.field, 20) end
+
+-- Whether readers look for the first block of a part in its shared branch row, if its parent is in the row of the piece.
+local function is_named_for(part)
+  local name, key, second = sub(part.field, 18), sub(part.slots, 1, 16), sub(part.field, 19, 19)
+  return byte(name) == byte(key) and (second == sub(key, 2, 2) or second == sub(part.field, 2, 2))
+end
+
+-- Whether the slots at the beginning of a text have a block. A match counts only where a slot begins: digits across two
+-- slots may equal a key.
+local function lists(text, key)
+  local slots = match(text, '^%w*')
+  local at = find(slots, key, 1, true)
+  while at and at % 17 ~= 1 do at = find(slots, key, at + 1, true) end
+  return at ~= nil
+end
+
+-- Whether the first block of a part may be appended to a shared branch row, so that readers find it: they look there for
+-- the blocks of a chain that has a block which the row of the piece does not list, behind one that it lists. `added` are
+-- slots behind those of `value`, whose first slot may look like that of the head.
+local function may_share(part, value, added)
+  if not part.above then return false end
+  if lists(sub(value, 18), part.above) or lists(added, part.above) then return true end
+  if rows[part.row] or part.row <= rows_read or not is_named_for(part) then return false end
+  local head = head_of(part.row)
+  return head and lists(head, part.above) and not lists(head, sub(part.slots, 1, 16))
+end
+
 -- Whether a part may begin a new row: its first block is the head, or begins a branch row of a marked row without it.
 local function begins_row(part, key)
   local name = part.field
@@ -319,6 +354,7 @@ local function note(part)
       if not begins_row(part, key) then return false end
     else
       if find(noted.slots, key, 1, true) then return false end
+      if is_shared(part) and not may_share(part, value, noted.slots) then return false end
       for slot = 18, 17 * n, 17 do
         local next_key = sub(slots, slot, slot + 15)
         if find(value, next_key, 1, true) or find(noted.slots, next_key, 1, true) then return false end
@@ -547,13 +583,25 @@ local function prepare()
     if mark == '' and is_empty(piece) then delete(piece) end
   end
 
-  -- nil if the branch row of the part exists or may be made, or if the part needs none; else the verdict.
+  -- nil if the part may go to its branch row, which may have to be made, or if the part needs none; else the verdict.
   local function refused(part)
-    if part.branch == 0 or open(part.branch).is_there then return nil end
-    local key, piece = part.slots:sub(1, 16), open_piece(part.row)
+    if part.branch == 0 then return nil end
+    local row, key, shares = open(part.branch), part.slots:sub(1, 16), is_shared(part)
+    if row.is_there then
+      if not shares or slot_of(row, key) then return nil end
+      -- Without a hash each slot of the entry up to this one costs 8 bytes.
+      local entry = fields[part.holder][part.field] or ''
+      if part.hashes ~= '' and #row.slots / 17 - #entry / 8 > GAP then return 'branch' end
+      if part.above and (slot_of(row, part.above) or 0) > 0 then return nil end
+    end
+    local piece = open_piece(part.row)
     if slot_of(piece, key) or has_room(piece) then return 'row' end
-    local name = KEYS[first_row + part.branch]:sub(prefix)
-    if name:sub(1, 16) ~= key then return 'branch' end
+    if shares then
+      if not part.above or not is_named_for(part) or not slot_of(piece, part.above) then return 'branch' end
+      if row.is_there then return nil end
+    elseif KEYS[first_row + part.branch]:sub(prefix, prefix + 15) ~= key then
+      return 'branch'
+    end
     count_branches(KEYS[first_row + part.row]:sub(prefix), 1)
     mark_piece(open_piece(part.row, true), '+')
     return nil

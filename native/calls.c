@@ -113,7 +113,10 @@ static PyObject *pack_part(Call *call, const Parts *parts, const Part *part)
     }
     const size_t hashes = part->kind == '+' && !part->is_identity ? sizeof(uint64_t) * part->count : 0;
     const size_t namespace = part->namespace ? HEX_DIGITS : 0, slots = SLOT_CHARS * (size_t)part->count;
-    PyObject *word = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(HEADER + namespace + slots + hashes) + tail_size);
+    const int is_behind = part->kind == '+' && part->has_parent && part->place_kind == BRANCH_ROW &&
+                          is_shared(part->head, part->branch);
+    const size_t names = namespace + (is_behind ? HEX_DIGITS : 0);
+    PyObject *word = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(HEADER + names + slots + hashes) + tail_size);
     if (word != NULL) {
         uint16_t row = 0, branch = 0;
         if (part->kind != '*') {
@@ -130,15 +133,18 @@ static PyObject *pack_part(Call *call, const Parts *parts, const Part *part)
         store_big16(at + 9, row);
         store_big16(at + 11, branch);
         at[13] = (char)part->count;
-        at[14] = (char)((hashes > 0) + (namespace > 0 ? 2 : 0));
+        at[14] = (char)((hashes > 0) + (namespace > 0 ? 2 : 0) + (is_behind ? 4 : 0));
         at += HEADER;
         if (namespace > 0)
             write_hex(at, part->namespace);
-        write_slots(parts->blocks + part->start, part->count, at + namespace);
+        if (is_behind)
+            write_hex(at + namespace, part->parent);
+        at += names;
+        write_slots(parts->blocks + part->start, part->count, at);
         if (hashes > 0)
-            write_hashes(parts->blocks + part->start, part->count, at + namespace + slots);
+            write_hashes(parts->blocks + part->start, part->count, at + slots);
         if (tail_size > 0)
-            memcpy(at + namespace + slots + hashes, tail, (size_t)tail_size);
+            memcpy(at + slots + hashes, tail, (size_t)tail_size);
     }
     Py_XDECREF(copies);
     return word;

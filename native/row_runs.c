@@ -213,7 +213,7 @@ static PyObject *unite_values(const Piece *piece, PyObject *values, Input *input
     Runs runs;
     Holders holders = {NULL, 0, 0};
     uint32_t missing = 0;
-    uint64_t bad = 0;
+    uint64_t bad[VALUES_MAX / 64] = {0};
     Py_ssize_t opened = 0;
     if (!begin_runs(&runs))
         return NULL;
@@ -227,7 +227,7 @@ static PyObject *unite_values(const Piece *piece, PyObject *values, Input *input
         if (!is_whole)
             break;
         is_whole = add_value(piece, &inputs[opened++], i == 0, &holders, &missing, &is_bad);
-        bad |= (uint64_t)is_bad << i;
+        bad[i / 64] |= (uint64_t)is_bad << i % 64;
     }
     if (is_whole && opened > 1 && holders.count > 1)
         unite(&holders);
@@ -236,17 +236,20 @@ static PyObject *unite_values(const Piece *piece, PyObject *values, Input *input
         close_input(&inputs[--opened]);
     PyMem_Free(holders.first);
     PyObject *list = finish_runs(&runs, is_whole);
-    return list == NULL ? NULL : Py_BuildValue("NkK", list, (unsigned long)missing, (unsigned long long)bad);
+    char hex[2 * HEX_DIGITS + 1] = {0};
+    write_hex(hex, bad[1]);
+    write_hex(hex + HEX_DIGITS, bad[0]);
+    return list == NULL ? NULL : Py_BuildValue("NkN", list, (unsigned long)missing, PyLong_FromString(hex, NULL, 16));
 }
 
 /* piece_runs(keys: bytes, values: list[bytes | None]) -> tuple[list[tuple[bytes, int]], int, int]
  *
- * The runs of one piece by all values that may list its blocks, its row first, at most 64; the blocks that may be in
- * branch rows; which values cannot be read.
+ * The runs of one piece by all values that may list its blocks, its row first, at most VALUES_MAX; the blocks that may
+ * be in branch rows; which values cannot be read.
  */
 PyObject *piece_runs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    Input keys, inputs[64];
+    Input keys, inputs[VALUES_MAX];
     Piece piece;
     if (!has_arguments("piece_runs", nargs, 2) || !open_bytes(args[0], &keys))
         return NULL;
@@ -254,7 +257,7 @@ PyObject *piece_runs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     PyObject *answer = NULL;
     if (count < 0)
         PyErr_Format(PyExc_TypeError, "piece_runs() takes a list, not %R", Py_TYPE(args[1]));
-    else if (blocks < 1 || blocks > PIECE || count > 64)
+    else if (blocks < 1 || blocks > PIECE || count > VALUES_MAX)
         PyErr_Format(PyExc_ValueError, "%zd blocks or %zd values are not those of one piece", blocks, count);
     else {
         open_piece(&piece, (const unsigned char *)keys.start, blocks);

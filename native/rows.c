@@ -62,8 +62,12 @@ int read_slots(const Input *value, const Piece *piece, Slots *slots, const char 
     slots->count = (int)(length / SLOT_CHARS);
     const char *depth = memchr(depth_digits, start[HEX_DIGITS], PIECE);
     slots->first = depth == NULL ? PIECE : (int)(depth - depth_digits);
-    if (slots->first >= piece->count || memcmp(start, piece->slots + SLOT_CHARS * slots->first, SLOT_CHARS) != 0)
-        return 0;
+    if (slots->first >= piece->count || memcmp(start, piece->slots + SLOT_CHARS * slots->first, SLOT_CHARS) != 0) {
+        /* The first slot of a shared branch row is that of the head, but for its leading digits. */
+        if (memcmp(start + SHARED_DIGITS, piece->slots + SHARED_DIGITS, SLOT_CHARS - SHARED_DIGITS) != 0)
+            return 0;
+        slots->first = PIECE;
+    }
     find_own(slots, start, piece);
     return 1;
 }

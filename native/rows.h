@@ -4,9 +4,10 @@
 #define WAYMARK_ROWS_H
 
 #include "input.h"
+#include "place.h"
 #include "slots.h"
 
-enum { KEY = 8, PIECE = 32, SLOTS_MAX = 64 };
+enum { KEY = 8, PIECE = 32, SLOTS_MAX = 64, VALUES_MAX = 128 };
 
 /* A holder in a value: its id as a number and as text, which is in the value, and the own blocks of the piece that it
  * has. */
@@ -31,7 +32,7 @@ typedef struct {
 
 /* The slots of a value. */
 typedef struct {
-    int count, is_marked, first; /* first: which own block is in the first slot */
+    int count, is_marked, first; /* first: which own block is in the first slot; PIECE: that of a shared branch row */
     uint32_t found;              /* own blocks that are in a slot */
     int shift;                   /* each of them is in the slot of its number less this; -1: that is not so */
     signed char slot_of[PIECE];  /* -1: in none */

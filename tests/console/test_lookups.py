@@ -17,6 +17,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
 from waymark.domain.prefixes import Change, PrefixChange, prefix_key
+from waymark.domain.rows import shared_places
 from waymark.inspection import holders, redis_cli
 from waymark.inspection.holders import SHOWN_MAX, kind_of, slots_of
 from waymark.inspection.inspector import InspectedGroup
@@ -63,7 +64,8 @@ async def test_a_block_that_begins_no_row_is_looked_for(streams: list[Stream], r
     tails = [stored(gpu, [at], seq=9, first=at, after=3) for at in range(100, 190)]
     await streams[0].apply(*tails)
     lines = (await waymark("inspect", "block", f"{189:016x}")).splitlines()
-    assert lines[0].startswith(f"wm:{{1}}:{189:016x}:b has the block in slot 0, depth 3 in its piece")
+    shared = next(place for place in shared_places(BLOCK, 189))
+    assert lines[0].startswith(f"wm:{{1}}:{shared.branch:016x}:b has the block in slot 29, depth 3 in its piece")
     assert lines[2].split() == ["1", "pod-1", "0", "GPU", "16", f"{189:016x}", "live"]
 
 
@@ -110,8 +112,8 @@ async def test_the_rows_of_a_holder_are_shown_up_to_a_bound(store: Store, redis:
     stream = await stream_of(store, redis)
     gpu, other = await stream.begin("0 GPU", "1 GPU")
     row = [BLOCK + at for at in range(3)]
-    # The row is full of other chains, so that the last of these is beside it; a block of the middle is gone.
-    tails = [stored(gpu, [at], first=at, after=row[0]) for at in range(100, 190)]
+    # The row is full of other chains, so that the last of these are beside it; a block of the middle is gone.
+    tails = [stored(gpu, [1000 * at + i for i in range(5)], first=5 * at, after=row[0]) for at in range(100, 190)]
     await stream.apply(stored(other, row), stored(gpu, row, first=5), removed(gpu, [row[1]], first=9), *tails)
     lines = (await waymark("inspect", "holder", str(gpu))).splitlines()
     counts = next(line for line in lines if line.startswith(f"wm:{{1}}:engine:{gpu}")).split()[1:5]

@@ -9,7 +9,7 @@ from waymark.domain.known import Spot
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Mode, Part, PartList
 from waymark.domain.placing import Placer
-from waymark.domain.rows import SAME_HASH, Place
+from waymark.domain.rows import SAME_HASH, SHARED_BLOCKS, Place, shared_places
 from waymark.domain.slices import finish
 
 pytestmark = pytest.mark.usefixtures("implementation", "implementation_kept")
@@ -67,13 +67,34 @@ def test_a_new_branch_row_is_begun_where_the_row_is_known_to_be_full() -> None:
     to = placer()
     store(to, CHAIN[:10])
     to.memory.full.add(Place(100))
-    (part,) = store(to, [900, 901], parent=to.memory.find(GPU, CHAIN[9]))
+    blocks = list(range(900, 900 + SHARED_BLOCKS + 1))
+    (part,) = store(to, blocks, parent=to.memory.find(GPU, CHAIN[9]))
     assert part.place == Place(100, 900)
-    (part,) = store(to, [902], parent=to.memory.find(GPU, 901))
+    (part,) = store(to, [990], parent=to.memory.find(GPU, blocks[-1]))
     assert part.place == Place(100, 900)
     to.memory.full.add(Place(100, 900))
+    (part,) = store(to, [991], parent=to.memory.find(GPU, 990))
+    assert part.place == Place(100, 991)
+
+
+def test_a_few_blocks_behind_a_full_row_go_to_a_branch_row_that_chains_share() -> None:
+    to = placer()
+    store(to, CHAIN[:10])
+    to.memory.full.add(Place(100))
+    first = 0xAB << 56 | 900
+    one_digit, two_digits = Place(100, 0xA << 60 | 100), Place(100, 0xAB << 56 | 100)
+    (part,) = store(to, [first, 901], parent=to.memory.find(GPU, CHAIN[9]))
+    assert (part.place, part.parent, part.place.is_shared) == (one_digit, CHAIN[9], True)
+    (part,) = store(to, [902], parent=to.memory.find(GPU, 901))
+    assert (part.place, part.parent) == (one_digit, 901), "what follows stays with it"
+    to.memory.full.add(one_digit)
     (part,) = store(to, [903], parent=to.memory.find(GPU, 902))
-    assert part.place == Place(100, 903)
+    assert part.place == Place(100, 903), "its own one, because readers do not look for it among those of two digits"
+    (part,) = store(to, [first + 10], parent=to.memory.find(GPU, CHAIN[8]))
+    assert part.place == two_digits
+    to.memory.full.add(two_digits)
+    (part,) = store(to, [first + 20], parent=to.memory.find(GPU, CHAIN[8]))
+    assert (part.place, part.place.is_shared) == (Place(100, first + 20), False)
 
 
 def test_a_block_that_the_holder_has_is_a_copy_at_its_place() -> None:
@@ -178,6 +199,37 @@ def test_a_refusal_moves_the_rest_and_what_follows_it() -> None:
     (back,) = moves.refused(True, rest, 0)
     assert back.place == Place(100)
     assert Place(100) not in to.memory.full
+
+
+def test_a_refused_rest_of_a_few_blocks_goes_to_a_shared_branch_row_if_its_parent_is_in_the_row() -> None:
+    to = placer()
+    first = 0xAB << 56 | 900
+    store(to, CHAIN[:10])
+    (part,) = store(to, [first, 901, 902], parent=to.memory.find(GPU, CHAIN[9]))
+    (later,) = store(to, [first + 10], parent=to.memory.find(GPU, CHAIN[9]), position=11)
+    (known,) = store(to, CHAIN[3:4], parent=to.memory.find(GPU, CHAIN[2]), position=12)
+    moves, shared = Moves(to.memory), Place(100, 0xA << 60 | 100)
+    (rest,) = moves.refused(False, part, 0)
+    assert (rest.place, rest.parent, rest.count) == (shared, CHAIN[9], 3)
+    assert [(each.place, each.parent) for each in moves.follow(later)] == [(shared, CHAIN[9])]
+    (own,) = moves.refused(False, rest, 1)
+    assert (own.place, own.parent) == (Place(100, 901), first), "the shared row is full: its parent is not in the row"
+    (alone,) = moves.refused(False, known, 0)
+    assert alone.place == Place(100, CHAIN[3]), "another holder may have what was before it elsewhere"
+
+
+def test_a_part_that_was_sent_stays_at_its_place_unless_redis_stopped_before_it() -> None:
+    to = placer()
+    store(to, CHAIN[:10])
+    parts = [
+        store(to, [block], parent=to.memory.find(GPU, CHAIN[9]), position=position)[0]
+        for position, block in enumerate((900, 901, 902), 11)
+    ]
+    moves = Moves(to.memory)
+    moves.send(parts, 0, 3)
+    moves.refused(False, parts[0], 0)
+    moves.stopped_before(parts[2:])
+    assert [moves.follow(part)[0].place.branch for part in parts[1:]] == [None, shared_places(100, 902)[0].branch]
 
 
 def test_of_blocks_that_the_holder_has_one_moves_at_a_time() -> None:

@@ -106,6 +106,28 @@ def test_a_holder_may_have_the_same_block_in_one_place_only_and_others_have_it_i
     assert piece_runs(packed(slots), [value, *branches])[0] == [(b"7", 2), (b"7 8", 2)]
 
 
+def test_a_shared_branch_row_begins_with_a_slot_that_is_like_that_of_the_head(implementation: str) -> None:
+    """But for two digits; other chains are in it as well, and a row of a piece does not begin so."""
+    slots = [(0x27 << 56 | at, at) for at in range(6)]
+    value = row(slots[:4], {7: slots[:4]}, is_marked=True)
+    for digits, is_read in ((0xAB, True), (0x2B, True), (0xA7, True), (0x27, True), (0xABC, False)):
+        first = (digits << 56 if digits < 0x100 else digits << 52, 0)
+        shared = row([first, (99, 4), *slots[4:]], {7: slots[4:], 8: [(99, 4)]})
+        found = [(b"7", 6)] if is_read else [(b"7", 4)]
+        assert piece_runs(packed(slots), [value, shared]) == (found, 0b110000, 0 if is_read else 2)
+        if digits != 0x27:
+            assert piece_runs(packed(slots), [shared])[2] == 1
+            assert row_runs(packed(slots), [shared]) == ([], 0, False)
+    wrong = row([(0xAB << 56, 1), *slots[4:]], {7: slots[4:]})
+    assert piece_runs(packed(slots), [value, wrong]) == ([(b"7", 4)], 0b110000, 2)
+
+
+def test_a_piece_has_up_to_128_values(implementation: str) -> None:
+    slots = chain(1, PIECE)
+    values = [row(slots[:1], {7: slots[:1]}, is_marked=True), *[b"broken"] * 126, row(slots[1:], {7: slots[1:]})]
+    assert piece_runs(packed(slots), values) == ([(b"7", 32)], 0xFFFFFFFE, (1 << 127) - 2)
+
+
 def test_blocks_stand_in_any_slots(implementation: str) -> None:
     """Other chains before, between and behind them."""
     own, other = chain(1, 4), [(0x100 + at, at) for at in range(1, 4)]

@@ -26,7 +26,7 @@ from waymark.domain.held import HeldBlocks
 from waymark.domain.moves import Moves
 from waymark.domain.parts import NO_COPIES, Commit, Mode, Part, Parts, joined, packed
 from waymark.domain.placing import Placer
-from waymark.domain.rows import DEPTHS, SAME_HASH, Place, Row, parse, parse_entry, parse_field
+from waymark.domain.rows import DEPTHS, SAME_HASH, Place, Row, parse, parse_entry, parse_field, shared_places
 from waymark.store import calls as calls_module
 from waymark.store import keys
 from waymark.store.claims import Claim
@@ -118,9 +118,14 @@ class Node:
 
 
 def forest(dice: random.Random, size: int, piece: int) -> list[Node]:
-    """Trees with long stems and some branches; some keys are found across the border of two others."""
+    """Trees with long stems and some branches; some keys are found across the border of two others.
+
+    In some forests keys begin with few digits, so that chains share branch rows.
+    """
     nodes: list[Node] = []
     known: set[int] = set()
+    digits = random.Random(size)  # so that the histories are those of other keys
+    beginnings = [digits.getrandbits(8) for _ in range(digits.choice((1, 3, 256)))]
 
     def add(above: Node | None, namespace: int) -> Node:
         key = dice.getrandbits(64)
@@ -129,6 +134,8 @@ def forest(dice: random.Random, size: int, piece: int) -> list[Node]:
             at = dice.randint(1, 16)
             if all(each in "0123456789abcdef" for each in text[at : at + 16]):
                 key = int(text[at : at + 16], 16)
+        if len(beginnings) < 256:
+            key = key & 2**56 - 1 | digits.choice(beginnings) << 56
         if key in known:
             key = dice.getrandbits(64)
         known.add(key)
@@ -589,14 +596,27 @@ class History:
         for name, row in rows.items():
             assert f"{row.keys[0]:016x}".encode() == name[:16], "a value begins with the block that names it"
             if name.endswith(b":b"):
-                count("branch rows")
-                first = self.nodes[row.keys[0]]
-                head = first.path[first.depth - first.depth % self.limits.piece]
+                first = self.nodes[row.keys[0] if row.keys[0] in self.nodes else row.keys[1]]
+                start = first.depth - first.depth % self.limits.piece
+                head = first.path[start]
                 counts[b"%016x" % head.key] = counts.get(b"%016x" % head.key, 0) + 1
                 assert row.holders
                 assert not row.is_marked
                 piece = rows[b"%016x" % head.key]
                 assert piece.is_marked, "R1: the row of a branch row is marked"
+                if Place(head.key, row.keys[0]).is_shared:
+                    count("shared branch rows")
+                    count("blocks of shared branch rows", len(row.keys) - 1)
+                    for key in row.keys[1:]:
+                        node = self.nodes[key]
+                        assert node.path[start] == head
+                        assert node.depth // self.limits.piece == first.depth // self.limits.piece
+                        shared = [
+                            place for own in edges(node.path[start:], piece) for place in shared_places(head.key, own)
+                        ]
+                        assert Place(head.key, row.keys[0]) in shared, "R3: a reader asks for this shared branch row"
+                    continue
+                count("branch rows")
                 assert row.keys[0] not in piece.keys, "R1: the first block of a branch row is not in the row"
                 for key in row.keys:
                     node = self.nodes[key]
@@ -653,9 +673,18 @@ class History:
                     for own in path[start:]:
                         if own.key not in row.keys:
                             holders |= holders_of(rows.get(Place(head.key, own.key).name), node.key)
+                    for own_key in edges(path[start:], row):
+                        for place in shared_places(head.key, own_key):
+                            holders |= holders_of(rows.get(place.name), node.key)
             if node.key % self.limits.shards == shard:
                 holders |= holders_of(rows.get(Place(node.key, is_single=True).name), node.key)
             found[node.key] |= holders & self.model.keys()
+
+
+def edges(path: Sequence[Node], row: Row) -> list[int]:
+    """Return the keys of the blocks of a piece that its row does not list, and whose parent it lists."""
+    listed = [node.key in row.keys for node in path]
+    return [path[i].key for i in range(1, len(path)) if listed[i - 1] and not listed[i]]
 
 
 def told(block: ModelBlock) -> list[int]:

@@ -116,6 +116,16 @@ def branching(tail: int) -> Values:
     return values | whole(TAIL[28:tail], 1)
 
 
+def wide(number: int) -> int:
+    """A block with different leading digits than the small numbers here."""
+    return 0xAB << 56 | number
+
+
+def shared_row(digits: int) -> bytes:
+    """The name of a shared branch row of the last shared piece."""
+    return name(digits << 56 | SHARED[96], ":b")
+
+
 def test_a_chain_is_asked_for_in_portions_of_rows() -> None:
     followed = Followed(CHAIN, whole(CHAIN, 7), [4, 64])
     assert [len(names) for names in followed.requests] == [4, 6]
@@ -143,7 +153,41 @@ def test_a_marked_row_costs_a_request_only_in_the_last_portion() -> None:
         assert len(followed.requests) == requests
     # Together with the next portion: the branch rows that may begin with the 28 blocks.
     followed = Followed(prompt, branching(50), [4, 64])
-    assert followed.requests[1] == [name(TAIL[28]), *(name(block, ":b") for block in TAIL[:28])]
+    # And the shared one that may have the first of them.
+    first, *rest = (name(block, ":b") for block in TAIL[:28])
+    assert followed.requests[1] == [name(TAIL[28]), first, shared_row(0), *rest]
+
+
+def test_a_shared_branch_row_is_asked_for_by_the_first_block_that_the_row_does_not_list() -> None:
+    values = branching(50)
+    tail = [wide(1), 5001, 5002]
+    slots = name(0xA0 << 56 | SHARED[96]) + b"0" + name(wide(7)) + b"4" + slots_of(tail, 4) + name(6000) + b"5"
+    values[shared_row(0xA0)] = format_row(Row(slots, False, {1: 0b1110, 2: 0b10100, 3: 0b100000}))
+    followed = Followed(SHARED + tail, values, [16])
+    assert followed.holders == [b"1 2"] * 101 + [b"1", b"2"]
+    assert followed.requests[1] == [
+        name(wide(1), ":b"), shared_row(0xA0), shared_row(0xAB), name(5001, ":b"), name(5002, ":b")
+    ]  # fmt: skip
+    del values[shared_row(0xA0)]
+    values[shared_row(0xAB)] = name(0xAB << 56 | SHARED[96]) + b"0" + slots_of(tail, 4) + b" 1:e"
+    assert Followed(SHARED + tail, values, [16]).holders == [b"1 2"] * 100 + [b"1"] * 3
+    hot = HotRows(60.0, 1 << 20)
+    for requests in (2, 1):
+        followed = Followed(SHARED + tail, values, [16], hot=hot)
+        assert (followed.holders, len(followed.requests)) == ([b"1 2"] * 100 + [b"1"] * 3, requests)
+
+
+def test_behind_each_block_that_a_marked_row_lists_a_shared_branch_row_may_go_on() -> None:
+    values = whole(SHARED[:96], 1)
+    piece = [*SHARED[96:98], wide(1), SHARED[98], 0xCD << 56]
+    listed = [piece[0], piece[1], piece[3]]
+    slots = b"".join(slots_of([block], piece.index(block)) for block in listed)
+    values[name(piece[0])] = format_row(Row(slots, True, {1: 0b111}))
+    values[name(piece[2], ":b")] = value([piece[2]], 2, {1: [piece[2]]})
+    values[shared_row(0xC0)] = name(0xC0 << 56 | SHARED[96]) + b"0" + slots_of([piece[4]], 4) + b" 1:2"
+    followed = Followed(SHARED[:96] + piece, values, [16])
+    assert followed.holders == [b"1"] * 101
+    assert {shared_row(digits) for digits in (0xA0, 0xAB, 0xC0, 0xCD)} < set(followed.requests[1])
 
 
 def test_a_row_in_the_cache_names_the_branch_rows_in_the_first_request() -> None:
@@ -153,7 +197,8 @@ def test_a_row_in_the_cache_names_the_branch_rows_in_the_first_request() -> None
     followed = Followed(SHARED + TAIL[:50], values, [16], hot=hot)
     assert followed.holders == [b"1 2"] * 100 + [b"1"] * 50
     (names,) = followed.requests
-    assert names[3:] == [name(SHARED[96]), name(TAIL[28]), *(name(block, ":b") for block in TAIL[:28])], "asked again"
+    first, *rest = (name(block, ":b") for block in TAIL[:28])
+    assert names[3:] == [name(SHARED[96]), name(TAIL[28]), first, shared_row(0), *rest], "asked again"
     # What the row says now decides: another block is not in it any more, and it has been unmarked.
     values[name(SHARED[96])] = value(SHARED[96:], 0, {1: SHARED[96:], 2: SHARED[96:99]})
     assert Followed(SHARED + TAIL[:50], values, [16], hot=hot).holders[:100] == [b"1 2"] * 99 + [b"1"]

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from tests.store.factories import Stream, claim_of, registration, removed, resolved_of, snapshot, stored, stream_of
 from waymark.base.errors import Conflict, InvalidValue
 from waymark.domain.hashing import DEFAULT_SEED
+from waymark.domain.rows import parse
 from waymark.store import keys
 from waymark.store.exporting import Exported, export_index
 from waymark.store.importing import Imported, import_index
@@ -170,6 +171,29 @@ async def test_branch_rows_come_after_the_rows_of_their_pieces(source: Redis, ot
     await loaded(store_of(other), tmp_path / "a")
     assert await told(other, 1) == await told(source, 1)
     assert sorted(await other.keys("*:b*")) == rows
+    claim = await claim_of(store_of(other), registration("pod-1"))
+    assert int(await other.hget(keys.fence(claim.group_id, 0), f"calls:{claim.publisher}") or 0) < 10
+
+
+async def test_each_block_of_a_shared_branch_row_comes_into_a_branch_row_of_its_own(
+    source: Redis, other: Redis, tmp_path: Path
+) -> None:
+    """The file does not say what the parent of a block is, and without that nobody may put it beside others."""
+    store = store_of(source)
+    stream = await stream_of(store, source, registration("pod-1"))
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, CHAIN[:32]))
+    for number in range(40):
+        await stream.apply(stored(gpu, [0x5000 + 2 * number, 0x5001 + 2 * number], seq=2 + number, after=CHAIN[7]))
+    (shared,) = await source.keys("*:b")
+    value = await source.get(shared)
+    assert isinstance(value, bytes)
+    blocks = parse(value).holders[gpu].bit_count()
+    assert blocks > 40
+    await saved(store, tmp_path / "a")
+    await loaded(store_of(other), tmp_path / "a")
+    assert await told(other, 1) == await told(source, 1)
+    assert len(await other.keys("*:b")) == blocks
     claim = await claim_of(store_of(other), registration("pod-1"))
     assert int(await other.hget(keys.fence(claim.group_id, 0), f"calls:{claim.publisher}") or 0) < 10
 

@@ -44,7 +44,8 @@ WORKER = b'{"endpoint":"http://10.0.0.1:8000"}'
 NS = namespace("adapter", ["salt"])
 BLOCKS = list(range(0xA0, 0xB0))
 HEAD, DEEP, ALONE = 0x1000, 0x5000, 0x6000
-TAILS = list(range(0x2000, 0x2000 + 66, 1))
+TAILS = [number % 16 << 60 | 0x2000 + number for number in range(66)]
+"""Of different digits, so that those beyond the slots of the row are in a branch row each."""
 #: Every key, whether it runs out by itself, and all it holds as bytes.
 DUMPS = """
 local found = {}

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import GROUP, registration, removed, resolved_of, stored
+from tests.store.factories import GROUP, registration, removed, resolved_of, stored, stream_of
 from tests.store.flow import applied, begun, granted
 from tests.store.test_rows_model import LONG, change
+from waymark.domain.known import Spot
+from waymark.domain.moves import Moves
+from waymark.domain.parts import Commit
+from waymark.domain.rows import Place
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
@@ -31,6 +35,32 @@ async def test_a_block_that_is_stored_again_as_its_own_hash_loses_the_engine_has
     assert verdict is Verdict.APPLIED
     memory = (await resolved_of(store, one)).memory
     assert [memory.held(gpu, each) is not None for each in (1, 901, 902)] == [True, False, True]
+
+
+LATER = " if find(value, next_key, 1, true) or find(noted.slots, next_key, 1, true) then return false end"
+
+
+@pytest.mark.parametrize("looks", [True, False])
+async def test_a_later_block_of_a_noted_run_that_the_row_lists_keeps_its_slot(
+    store: Store, redis: Redis, monkeypatch: pytest.MonkeyPatch, looks: bool
+) -> None:
+    """Its parent had left the row, and the row had been made again when a placeholder brought the block back. Without
+    the look at later blocks it has two slots.
+    """
+    if not looks:
+        change(monkeypatch, "apply_rows", LATER, "")
+    of = await stream_of(store, redis, registration("pod-1"))
+    gpu, cpu = await of.begin("0 GPU", "0 CPU")
+    await of.apply(stored(gpu, [1]))
+    resolved = await of.remembered()
+    parts = resolved.placer.begin_batch(2)
+    resolved.placer.block(parts, gpu, 1, 3, Spot(Place(1), 0, 2, 3), mode="count")
+    await store.index.apply(of.grant, parts.parts, Moves(resolved.memory), Commit(2, None, None, "0" * 16))
+    more = stored(cpu, [2, 3], seq=3, first=2, after=1, is_identity=True)
+    await of.apply(stored(cpu, [1], seq=3, is_identity=True), more)
+    row = await of.row(1)
+    assert row is not None
+    assert row.count(b"%016x2" % 3) == (1 if looks else 2)
 
 
 async def test_a_call_goes_on_behind_the_part_of_a_long_first_row(

@@ -18,7 +18,7 @@ from waymark.domain.events import PlainEvents
 from waymark.domain.known import EventRun, KnownBlocks, NewBlocks, Places, Spot, TakenBlocks
 from waymark.domain.parts import NO_COPIES, UNCHANGED, PackedParts
 from waymark.domain.pure_known import new_known, new_places
-from waymark.domain.rows import SLOT_CHARS, Place
+from waymark.domain.rows import SHARED_BLOCKS, SLOT_CHARS, Place, shared_places
 from waymark.domain.slices import SLICE_WORK, Slices
 
 # Engine hashes whose blocks have left, of one rank: a child or a placeholder may still name them.
@@ -415,7 +415,9 @@ FULL_MAX = 8_192
 
 
 class FullPlaces:
-    """Places known to be full: marked rows, and full branch rows. Bounded; a wrong entry costs one more call."""
+    """Places known to be full: marked rows, and full branch rows. Bounded; a wrong entry costs one more call, or a
+    branch row of its own for a block that a shared one has room for again.
+    """
 
     def __init__(self) -> None:
         self.places: dict[Place, None] = {}
@@ -430,3 +432,11 @@ class FullPlaces:
 
     def discard(self, place: Place) -> None:
         self.places.pop(place, None)
+
+    def beyond(self, place: Place, key: int, blocks: int) -> Place:
+        """Return the branch row for ``blocks`` blocks, ``key`` the first, whose parent is at ``place``, a full one."""
+        if place.branch is None and blocks <= SHARED_BLOCKS:
+            for shared in shared_places(place.head, key):
+                if shared not in self.places:
+                    return shared
+        return Place(place.head, key)

@@ -51,7 +51,9 @@ class Moves:
             full.discard(place)
         else:
             full.add(part.place)
-            place = Place(head, keys[0])
+            # Only a block whose parent is named, and is in the row, may go to a shared branch row.
+            is_shareable = rest.parent is not None and not part.is_known
+            place = full.beyond(part.place, keys[0], rest.count) if is_shareable else Place(head, keys[0])
         # Of blocks that the holder has already, those after the first may be at the old place.
         count = 1 if part.is_known and not is_row else rest.count
         for i in range(count):
@@ -70,14 +72,23 @@ class Moves:
         """Note that parts ``start`` to ``end`` go to their planned places, because no block was moved."""
         self._planned.append((parts, start, end))
 
-    def follow(self, part: Part) -> list[Part]:
-        """Return the part, or several parts if some of its blocks were moved.
+    def stopped_before(self, parts: Sequence[Part]) -> None:
+        """Note that Redis has applied none of ``parts``, which were sent behind a block that it refused."""
+        self._note_planned()
+        self._sent.difference_update([(part.holder, part.seq, part.last) for part in parts])
 
-        A part that was sent before goes to the same place again: Redis may have applied it.
-        """
+    def _note_planned(self) -> None:
         for parts, start, end in self._planned:
             self._sent.update([(part.holder, part.seq, part.last) for part in parts[start:end]])
         self._planned.clear()
+
+    def follow(self, part: Part) -> list[Part]:
+        """Return the part, or several parts if some of its blocks were moved.
+
+        A part that was sent before goes to the same place again, unless ``stopped_before`` named it: Redis may have
+        applied it.
+        """
+        self._note_planned()
         name = (part.holder, part.seq, part.last)
         is_sent = name in self._sent
         self._sent.add(name)
@@ -100,12 +111,12 @@ class Moves:
         if not is_free or depths[i] == 0 or part.place not in self._memory.full:
             return part.place
         parent = keys[i - 1] if i else part.parent
-        parent_place = None if parent is None else self._place_of(part, i, parent)
-        place = (
-            Place(part.place.head, keys[i])
-            if parent_place is None or parent_place in self._memory.full
-            else parent_place
-        )
+        if parent is None:
+            place = Place(part.place.head, keys[i])
+        else:
+            place = self._place_of(part, i, parent) or part.place
+            if place in self._memory.full:
+                place = self._memory.full.beyond(place, keys[i], part.count - i)
         self._move(part, i, keys[i], place)
         return place
 

@@ -1,8 +1,8 @@
 """Gives each stored block of a stream its place, records the changes as parts, and keeps the memory in step.
 
 A block at depth d belongs to the piece whose head is its ancestor at depth d - d mod 32. A block that the holder has is
-addressed at its present place; a new one goes to its parent's place, to a new branch row if that is full, and to a row
-of its own at the head of a piece.
+addressed at its present place; a new one goes to its parent's place, to a branch row if that is full, and to a row of
+its own at the head of a piece.
 
 ``PlainPlacer`` gives the blocks of a whole plain event, or of many, their places in one step of ``KnownBlocks``. A step
 that does not fit the holder's blocks has no effect; the caller then stores or removes block by block with ``Placer``.
@@ -205,7 +205,7 @@ class Placer:
             is_single = is_deep or (previous is not None and previous.place.is_single)
             is_plain = not is_single and not self._applied.marks and SAME_HASH not in engine_hashes
             if is_plain and self._are_new(holder, engine_hashes, piece):
-                place = self._next_place(previous, depth, piece[0])
+                place = self._next_place(previous, depth, piece[0], len(piece))
                 depths = range(depth, depth + len(piece))
                 waits = self._begins_wave(holder, place, namespace, piece, engine_hashes)
                 if parent is not None:
@@ -389,11 +389,11 @@ class Placer:
             _add_left(parts, "-", sibling, STEP * position, remaining, waits=waits)
         return carried
 
-    def _next_place(self, previous: Spot | None, depth: int, key: int) -> Place:
+    def _next_place(self, previous: Spot | None, depth: int, key: int, blocks: int = 1) -> Place:
         if previous is None or depth == 0:
             return Place(key)
         place = previous.place
-        return Place(place.head, key) if place in self.memory.full else place
+        return self.memory.full.beyond(place, key, blocks) if place in self.memory.full else place
 
 
 def _single(namespace: int, key: int) -> Spot:

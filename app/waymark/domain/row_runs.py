@@ -13,13 +13,15 @@ from typing import NamedTuple, TypeAlias
 
 from waymark.base import native
 from waymark.domain.keys import KEY_BYTES
-from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, ROW_SLOTS, SLOT_CHARS
+from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, ROW_SLOTS, SHARED_DIGITS, SLOT_CHARS
 
 Runs: TypeAlias = list[tuple[bytes, int]]
 """(holder ids, ascending, with a space between two; how many consecutive blocks exactly they have)."""
 
 _HOLDERS = re.compile(rb"(?: [1-9][0-9]{0,15}:[1-9a-f][0-9a-f]{0,15})*")
 _KEY_DIGITS = 2 * KEY_BYTES
+#: The first slot of a shared branch row is that of the head, but for these leading digits.
+_SHARED = max(SHARED_DIGITS)
 
 
 def row_runs(keys: bytes, rows: Sequence[bytes | None]) -> tuple[Runs, int, bool]:
@@ -58,10 +60,10 @@ def row_runs(keys: bytes, rows: Sequence[bytes | None]) -> tuple[Runs, int, bool
 def piece_runs(keys: bytes, values: Sequence[bytes | None]) -> tuple[Runs, int, int]:
     """Return the runs of one piece by all values that may list its blocks.
 
-    ``keys`` are the packed keys of the piece's blocks, at least one; ``values`` has the row and then branch rows, or
-    None for a missing one. The result is the runs up to the first block without a holder; as a bitmap, the blocks that
-    may be in branch rows, because the row is marked and does not list them; and as a bitmap, the values that cannot be
-    read.
+    ``keys`` are the packed keys of the piece's blocks, at least one; ``values`` has the row and then branch rows, 128
+    values at most, or None for a missing one. The result is the runs up to the first block without a holder; as a
+    bitmap, the blocks that may be in branch rows, because the row is marked and does not list them; and as a bitmap,
+    the values that cannot be read.
     """
     if native.selected is not None:
         return native.selected.piece_runs(keys, values if isinstance(values, list) else list(values))
@@ -130,7 +132,9 @@ def _read(value: bytes, own: bytes) -> _OwnBlocks | None:
     bitmaps = _bitmaps(holders)
     first = slots[:SLOT_CHARS]
     depth = DEPTHS.find(first[-1:])
-    if bitmaps is None or depth < 0 or own[SLOT_CHARS * depth : SLOT_CHARS * (depth + 1)] != first:
+    if bitmaps is None or depth < 0:
+        return None
+    if own[SLOT_CHARS * depth : SLOT_CHARS * (depth + 1)] != first and first[_SHARED:] != own[_SHARED:SLOT_CHARS]:
         return None
     if any(bitmap >> count for bitmap in bitmaps.values()):
         return None

@@ -3,8 +3,9 @@
 A **piece** is the blocks of one chain at depths 32k to 32k+31, its **head** the first block. All chains that share a
 head share the **row** at the head's key. A row has up to 64 **slots**, one for each block, and then the holders with a
 bitmap each: bit s stands for slot s. The first slot belongs to the block that names the value, whether or not somebody
-has it. A block that finds no slot in its row begins a **branch row**, and the row is **marked** then. A block of
-unknown depth is a **single**: a row of its own, with one slot.
+has it. A block that finds no slot in its row begins a **branch row**, and the row is **marked** then. A few blocks that
+follow a block of a marked row go to a **shared branch row** instead, beside those of other chains; digits of its first
+block and of the head name it. A block of unknown depth is a **single**: a row of its own, with one slot.
 
 As text, with a ``+`` if the row is marked::
 
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from waymark.domain import keys
+from waymark.domain.keys import KEY_BYTES
 
 PIECE_BLOCKS = 32
 ROW_SLOTS = 64
@@ -29,11 +31,18 @@ FORMAT = f"rows {PIECE_BLOCKS} {ROW_SLOTS}"
 """The value of ``wm:format``. The two numbers are constants of the format; functions take them as parameters for
 tests."""
 
+SHARED_DIGITS = (1, 2)
+"""A shared branch row is named like its head, but for this many leading digits, which are those of a block. There are
+16 such rows of a head, and beside them 256."""
+SHARED_BLOCKS = 4
+"""More blocks than these have a branch row of their own, which costs little for each of them."""
+
 SLOT_CHARS = 17
 DEPTHS = b"0123456789abcdefghijklmnopqrstuv"
 SAME_HASH = 2**64 - 1
 """The value of a slot whose engine hash is its seq_hash, in an entry that stores the hashes of other slots."""
 
+_SHARED_MASK = (1 << 4 * (2 * KEY_BYTES - max(SHARED_DIGITS))) - 1
 _VALUE = re.compile(rb"((?:[0-9a-f]{16}[0-9a-v])*)(\+?)((?: [1-9][0-9]{0,15}:[1-9a-f][0-9a-f]{0,15})*)")
 _FIELD = re.compile(rb"([0-9a-f]{16})(?::(?:([0-9a-f]{16})|(s)))?")
 
@@ -47,7 +56,7 @@ class Place(NamedTuple):
     head: int
     """Key of the head of the piece; of the block itself for a single."""
     branch: int | None = None
-    """Key of the first block of the branch row, if it is in one."""
+    """Key of the first block of the branch row, if it is in one; or the number that names a shared branch row."""
     is_single: bool = False
 
     @property
@@ -62,9 +71,20 @@ class Place(NamedTuple):
         """The field of the entry: it also names the row, if the block is in a branch row."""
         return self.name if self.branch is None else b"%016x:%016x" % (self.head, self.branch)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is a shared branch row."""
+        return self.branch is not None and (self.branch ^ self.head) & _SHARED_MASK == 0
+
     def shard(self, shards: int) -> int:
         """Return its shard: the one of its head."""
         return self.head % shards
+
+
+def shared_places(head: int, key: int) -> list[Place]:
+    """Return the shared branch rows of a head that may have the block with ``key``, if its parent is in the row."""
+    masks = [(1 << 4 * (2 * KEY_BYTES - digits)) - 1 for digits in SHARED_DIGITS]
+    return [Place(head, branch) for branch in dict.fromkeys(key & ~mask | head & mask for mask in masks)]
 
 
 def parse_field(field: bytes) -> Place:

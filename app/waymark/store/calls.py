@@ -50,6 +50,8 @@ class ApplyCalls:
         """The parts of the present call, if ``_packed`` is None."""
         self._waiting: list[Part] = [] if self._packed is not None else list(parts)
         self._end = 0
+        self._behind = 0
+        """How many parts of the call are behind the first one that is not done."""
 
     @property
     def are_left(self) -> bool:
@@ -69,9 +71,11 @@ class ApplyCalls:
     def done(self, count: int) -> None:
         """Note that the first ``count`` parts of the present call are done. Later calls repeat the others."""
         if self._packed is not None:
+            self._behind = self._end - self._done - count - 1
             self._done += count
             self._end = self._done
         else:
+            self._behind = len(self._under_way) - count - 1
             self._waiting = self._under_way[count:] + self._waiting
 
     def refused(self, offset: int, *, is_row: bool) -> None:
@@ -79,6 +83,7 @@ class ApplyCalls:
         if self._packed is not None:
             self._waiting, self._packed = list(self._packed[self._done :]), None
         first, *rest = self._waiting
+        self._moves.stopped_before(rest[: self._behind])
         self._waiting = [*self._moves.refused(is_row, first, offset), *rest]
 
 
@@ -119,7 +124,8 @@ def _packed(part: Part, holder: int, batch: int, rows: Mapping[Place, int]) -> b
         row = rows[place] if place.branch is None else rows[Place(place.head)]
         branch = 0 if place.branch is None else rows[place]
     hashes = part.packed_hashes if part.kind == "+" and not part.is_identity else b""
-    flags = (1 if hashes else 0) + (2 if part.namespace else 0)
+    parent = b"%016x" % part.parent if part.kind == "+" and place.is_shared and part.parent is not None else b""
+    flags = (1 if hashes else 0) + (2 if part.namespace else 0) + (4 if parent else 0)
     header = _HEADER.pack(part.kind.encode(), holder, batch, part.last, row, branch, part.count, flags)
     namespace = b"%016x" % part.namespace if part.namespace else b""
-    return b"".join((header, namespace, part.slots, hashes, b";".join(part.copies)))
+    return b"".join((header, namespace, parent, part.slots, hashes, b";".join(part.copies)))

@@ -2,7 +2,8 @@
 
 A query reads the rows of the pieces of its chain, a portion at a time. If a marked row does not list a block of its
 piece, that block is *open*: a branch row may contain it. The query reads the branch rows of open blocks together
-with the next portion. The blocks before the first open one are *certain*.
+with the next portion, and the shared branch rows of those whose parent the row lists. The blocks before the first open
+one are *certain*.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.row_runs import Runs, piece_runs, row_runs
-from waymark.domain.rows import DEPTHS, PIECE_BLOCKS
+from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, shared_places
 from waymark.store.directory import GroupEntry
 from waymark.store.hot import HotRow, HotRows, is_crowd
 
@@ -52,12 +53,18 @@ _PIECE_BYTES = KEY_BYTES * PIECE_BLOCKS
 class _PieceValues:
     """The values read for a piece besides its row. Bit i of a bitmap stands for block i of the piece."""
 
-    __slots__ = ("branches", "has_singles", "values")
+    __slots__ = ("branches", "has_singles", "shared", "values")
 
     def __init__(self) -> None:
         self.branches = 0
+        self.shared = 0
         self.has_singles = False
         self.values: list[tuple[ValueName, bytes]] = []
+
+
+def _shareable(missing: int) -> int:
+    """Return those of the blocks that a marked row does not list whose parent it lists: shared rows may have them."""
+    return missing & ~(missing << 1)
 
 
 class Chain:
@@ -94,7 +101,7 @@ class Chain:
         self.may_be_hot = False
         """Some of the last values are marked or have many holders, as ``settle`` has seen."""
         self._open: list[tuple[int, int]] = []
-        """(piece, bitmap of its open blocks), in order."""
+        """(piece, bitmap of the blocks that its marked row does not list), in order."""
         self._is_at_end = False
         """No holder has a block after the requested rows."""
 
@@ -216,18 +223,25 @@ class Chain:
         return row is None or not row.is_enough
 
     def _ask_beside(self, piece: int, blocks: int) -> None:
-        """Ask for the branch rows that may begin with ``blocks``. In a group with singles, also ask for all singles."""
+        """Ask for the branch rows that may list ``blocks``, which the row does not. In a group with singles, also ask
+        for all singles.
+        """
         piece_values = self._beside.setdefault(piece, _PieceValues())
         keys = self._keys_of(piece)
         shard = self._shard(keys[:KEY_BYTES])
+        shared = _shareable(blocks) & ~piece_values.shared
         for index in range(len(keys) // KEY_BYTES):
             key = keys[KEY_BYTES * index : KEY_BYTES * (index + 1)]
             if (blocks & ~piece_values.branches) >> index & 1:
                 self._beside_asked.append((piece, index, (shard, b"%b:b" % key.hex().encode())))
+            if shared >> index & 1:
+                places = shared_places(int.from_bytes(keys[:KEY_BYTES], "big"), int.from_bytes(key, "big"))
+                self._beside_asked += [(piece, index, (shard, place.name)) for place in places]
             if self.has_singles and not piece_values.has_singles:
                 name = self._shard(key), b"%b:s" % key.hex().encode()
                 self._beside_asked.append((piece, PIECE_BLOCKS + index, name))
         piece_values.branches |= blocks
+        piece_values.shared |= shared
         piece_values.has_singles = self.has_singles
 
     # ---- settling --------------------------------------------------------------------------------------
@@ -240,12 +254,12 @@ class Chain:
         runs, missing, unreadable = piece_runs(keys, [self._rows[piece], *(value for _, value in piece_values.values)])
         if unreadable:
             self._note(piece, piece_values, unreadable)
-        missing &= ~piece_values.branches
+        unknown = missing & ~piece_values.branches | _shareable(missing) & ~piece_values.shared
         decided = blocks = len(keys) // KEY_BYTES
         if self.has_singles and not piece_values.has_singles:
             decided = 0
-        elif missing:
-            decided = (missing & -missing).bit_length() - 1
+        elif unknown:
+            decided = (unknown & -unknown).bit_length() - 1
         # Only the row can contain the blocks before the first open one.
         runs = _first(runs, decided)
         self._add(certain, piece, runs)

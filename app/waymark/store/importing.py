@@ -24,7 +24,7 @@ from waymark.domain.keys import KEY_BYTES
 from waymark.domain.life_facts import UNTRUSTED
 from waymark.domain.moves import Moves
 from waymark.domain.parts import STEP, UNCHANGED, Commit, PartList, Parts, blocks_of, has_singles, joined, new_part_list
-from waymark.domain.rows import SLOT_CHARS
+from waymark.domain.rows import SLOT_CHARS, Place, keys_of
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
 from waymark.store.calls import CALL_BLOCKS
@@ -243,18 +243,22 @@ def _add(parts: PartList, row: SavedRow, holder: int, position: int) -> None:
     """Add the blocks of a row, the first at ``position``.
 
     Their order does not say which blocks follow each other. With ``is_known`` a block that finds no slot moves alone,
-    so that no other block comes into a branch row that does not begin with an ancestor.
+    so that no other block comes into a branch row that does not begin with an ancestor. A block of a shared branch row
+    gets a branch row of its own, because the file does not say what its parent is.
     """
+    places = [row.place] * row.blocks
+    if row.place.is_shared:
+        places = [Place(row.place.head, key) for key in keys_of(row.slots)]
     hashes = row.hashes or bytes(KEY_BYTES * row.blocks)
     start = 0
     # A list takes one value of copies for all blocks of a part.
-    for copies, group in groupby(row.copies.get(index, UNCHANGED) for index in range(row.blocks)):
+    for (place, copies), group in groupby((places[i], row.copies.get(i, UNCHANGED)) for i in range(row.blocks)):
         end = start + len(list(group))
         parts.add_packed(
             "+",
             holder,
             position + STEP * start,
-            row.place,
+            place,
             row.namespace,
             row.slots[SLOT_CHARS * start : SLOT_CHARS * end],
             hashes[KEY_BYTES * start : KEY_BYTES * end],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 from waymark.domain.keys import unpack
-from waymark.domain.rows import Place, Row, parse
+from waymark.domain.rows import Place, Row, parse, shared_places
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
 from waymark.store.redis.client import RedisClient
@@ -34,7 +35,7 @@ async def holders_of(
         if row is not None:
             _add(result[index], piece_keys, row)
         if row is not None and row.is_marked:
-            more += [(index, Place(piece_keys[0], key)) for key in piece_keys if key not in row.keys]
+            more += [(index, place) for place in _branch_places(piece_keys, row)]
         if has_singles:
             more += [(index, Place(key, is_single=True)) for key in piece_keys]
     values = await values_of(client, entry, [place for _, place in more])
@@ -43,6 +44,16 @@ async def holders_of(
         if row is not None:
             _add(result[index], blocks[index], row)
     return result
+
+
+def _branch_places(piece_keys: Sequence[int], row: Row) -> Iterator[Place]:
+    """Yield the branch rows, own and shared, that may have blocks of a piece whose marked row is ``row``."""
+    head, listed = piece_keys[0], set(row.keys)
+    for parent, key in pairwise(piece_keys):
+        if key not in listed:
+            yield Place(head, key)
+            if parent in listed:
+                yield from shared_places(head, key)
 
 
 async def values_of(client: RedisClient, entry: GroupEntry, places: Sequence[Place]) -> list[bytes | None]:
