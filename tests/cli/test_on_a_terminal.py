@@ -41,6 +41,14 @@ rows = [Row("P1", "one", 1.0, "s"), Row("P1", "two", 1.0, "s")]
 benchmarks.PARTS = [(("P1",), lambda *_: rows), (("P2",), lambda *_: rows)]
 raise SystemExit(benchmarks.main(["--no-peer"]))
 """
+#: The demo, which waits as long for its engines as the load needs.
+DEMO = """
+import sys
+from waymark import cli
+from waymark.cli import demonstration
+demonstration._DEADLINE_SECONDS = float(sys.argv[1])
+raise SystemExit(cli.main(["demo"]))
+"""
 #: A session of chaos that is over as soon as it has said what it does.
 CHAOS = """
 import sys
@@ -236,7 +244,8 @@ def test_the_demo_stays_on_a_terminal_until_ctrl_c() -> None:
             )
         os.write(terminal, b"\x03")
 
-    code, written = on_terminal(["setsid", "--ctty", "--wait", sys.executable, "-m", "waymark", "demo"], drive=drive)
+    own_terminal = ("setsid", "--ctty", "--wait")
+    code, written = on_terminal([*own_terminal, sys.executable, "-c", DEMO, str(patient(40))], drive=drive)
     assert code == cli.EXIT_OK, written
     assert "Traceback" not in written
     assert "WARNING" not in written
