@@ -80,8 +80,10 @@ async def test_an_answer_that_is_cut_short_never_looks_whole(start: Start, kind:
         await running.store.registry.register(registration(url, 0))
         if not resets:
             assert await looks_whole(running, path, len(whole))
-        for first in range(0, len(whole), 8):
-            cuts = range(first, min(first + 8, len(whole)))
+        # A reset is an error at any byte; where an answer just ends, each byte is a case of its own.
+        all_cuts = range(0, len(whole), 4 if resets else 1)
+        for first in range(0, len(all_cuts), 8):
+            cuts = all_cuts[first : first + 8]
             found = await asyncio.gather(*(looks_whole(running, path, cut) for cut in cuts))
             assert [whole[:cut] for cut, is_whole in zip(cuts, found, strict=True) if is_whole] == []
 
