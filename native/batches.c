@@ -195,38 +195,83 @@ static Outcome read_list(Batch *batch, uint64_t count, Py_ssize_t *others)
     return READ;
 }
 
-/* As read_batch, of bytes in memory. */
-static PyObject *read_payload(Batch *batch, Py_ssize_t events_max)
+/* What a batch says besides its events: references, or NULL. */
+typedef struct {
+    PyObject *ts, *rank, *publisher;
+    Py_ssize_t others; /* events that are left to Python */
+} Head;
+
+/* Let go what it has. */
+static void drop_head(Head *head)
+{
+    Py_XDECREF(head->ts);
+    Py_XDECREF(head->rank);
+    Py_XDECREF(head->publisher);
+}
+
+/* A whole payload, into the events of the batch and *head, which is to be let go whatever the outcome. */
+static Outcome read_all(Batch *batch, Py_ssize_t events_max, Head *head)
 {
     Value root, list;
-    PyObject *ts = NULL, *rank = NULL, *publisher = NULL, *found = NULL, *answer = NULL;
-    Py_ssize_t others = 0;
     Outcome outcome = UNUSUAL;
     if (read_value(&batch->reader, &root) && root.kind == LIST && root.number >= 2 && root.number <= ELEMENTS_MAX)
-        outcome = read_number(&batch->reader, &ts);
+        outcome = read_number(&batch->reader, &head->ts);
     if (outcome == READ)
         outcome = read_value(&batch->reader, &list) && list.kind == LIST && list.number <= (uint64_t)events_max;
     if (outcome == READ)
-        outcome = read_list(batch, list.number, &others);
+        outcome = read_list(batch, list.number, &head->others);
     if (outcome == READ && root.number > 2)
-        outcome = read_number(&batch->reader, &rank);
+        outcome = read_number(&batch->reader, &head->rank);
     if (outcome == READ && root.number > 3)
-        outcome = read_publisher(&batch->reader, &publisher);
+        outcome = read_publisher(&batch->reader, &head->publisher);
     for (uint64_t i = 4; outcome == READ && i < root.number; i++)
         outcome = skip_simple(&batch->reader) ? READ : UNUSUAL;
-    if (outcome == READ && batch->reader.at == batch->reader.end) {
+    return outcome == READ && batch->reader.at != batch->reader.end ? UNUSUAL : outcome;
+}
+
+/* As read_batch, of bytes in memory. */
+static PyObject *read_payload(Batch *batch, Py_ssize_t events_max)
+{
+    Head head = {0};
+    PyObject *found = NULL, *answer = NULL;
+    const Outcome outcome = read_all(batch, events_max, &head);
+    if (outcome == READ) {
         const int are_together = stay_together(batch->events);
         if (are_together >= 0)
             found = are_together ? Py_NewRef((PyObject *)batch->events) : list_events(batch->events);
-        answer = found == NULL ? NULL : Py_BuildValue("OOOOn", ts, found, rank == NULL ? Py_None : rank,
-                                                        publisher == NULL ? Py_None : publisher, others);
+        answer = found == NULL ? NULL : Py_BuildValue("OOOOn", head.ts, found, head.rank == NULL ? Py_None : head.rank,
+                                                      head.publisher == NULL ? Py_None : head.publisher, head.others);
     } else if (outcome != FAILED)
         answer = Py_NewRef(Py_None);
-    Py_XDECREF(ts);
     Py_XDECREF(found);
-    Py_XDECREF(rank);
-    Py_XDECREF(publisher);
+    drop_head(&head);
     return answer;
+}
+
+/* A batch to be read from memory. */
+static Batch begin_batch(const Input *payload, Events *events, PyObject *medium_of, long stored_fields,
+                         long removed_fields)
+{
+    const unsigned char *start = (const unsigned char *)payload->start;
+    return (Batch){.reader = {start, start + payload->size}, .begin = start, .events = events,
+                   .stored_fields = (uint64_t)stored_fields, .removed_fields = (uint64_t)removed_fields,
+                   .medium_of = medium_of};
+}
+
+/* Let go what reading has kept. */
+static void end_batch(Batch *batch)
+{
+    Py_XDECREF(batch->medium);
+    Py_XDECREF(batch->adapter);
+}
+
+/* Whether so many fields of a store and of a removal may be read. 0 with an exception. */
+static int are_fields(long stored_fields, long removed_fields)
+{
+    if (stored_fields >= 1 && stored_fields <= STORED_FIELDS && removed_fields >= 1 && removed_fields <= REMOVED_FIELDS)
+        return 1;
+    PyErr_Format(PyExc_ValueError, "an event has 1 to 10 fields of a store, and 1 to 3 of a removal");
+    return 0;
 }
 
 /* read_batch(payload: bytes, events_max: int, stored: type, reference: type, removed: type, cleared, medium,
@@ -248,10 +293,8 @@ PyObject *read_batch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     const Py_ssize_t events_max = PyLong_AsSsize_t(args[1]);
     const long stored_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[7]);
     const long removed_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[8]);
-    if (PyErr_Occurred())
+    if (PyErr_Occurred() || !are_fields(stored_fields, removed_fields))
         return NULL;
-    if (stored_fields < 1 || stored_fields > STORED_FIELDS || removed_fields < 1 || removed_fields > REMOVED_FIELDS)
-        return PyErr_Format(PyExc_ValueError, "read_batch() takes 1 to 10 fields of a store, and 1 to 3 of a removal");
     if (!PyType_Check(args[2]) || !PyType_Check(args[3]) || !PyType_Check(args[4]) || events_max < 0)
         return PyErr_Format(PyExc_TypeError, "read_batch() takes a ceiling and the types of three events");
     if (!open_bytes(args[0], &payload))
@@ -259,15 +302,136 @@ PyObject *read_batch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     Events *events = new_events(args[2], args[3], args[4], args[5]);
     PyObject *answer = NULL;
     if (events != NULL) {
-        const unsigned char *start = (const unsigned char *)payload.start;
-        Batch batch = {
-            .reader = {start, start + payload.size}, .begin = start, .events = events,
-            .stored_fields = (uint64_t)stored_fields, .removed_fields = (uint64_t)removed_fields, .medium_of = args[6]};
+        Batch batch = begin_batch(&payload, events, args[6], stored_fields, removed_fields);
         answer = read_payload(&batch, events_max);
-        Py_XDECREF(batch.medium);
-        Py_XDECREF(batch.adapter);
+        end_batch(&batch);
         Py_DECREF((PyObject *)events);
     }
     close_input(&payload);
     return answer;
+}
+
+/* ---- batches that go on -------------------------------------------------------------------------- */
+
+#define SECONDS_MAX 1e11 /* a larger time counts milliseconds */
+
+/* What the batches that go on have in common, and what they come to. */
+typedef struct {
+    const Events *first;
+    PyObject *ts, *rank, *publisher; /* of the batch before, borrowed, and of all */
+    PyObject *medium_of;
+    long stored_fields, removed_fields;
+    Py_ssize_t events_max;
+    size_t hashes_max;
+    size_t stores, stored, removals, removed;
+} Going;
+
+/* Whether two times are seconds of one clock that has not gone back. */
+static int are_in_order(PyObject *before, PyObject *ts)
+{
+    if (!PyFloat_Check(before) || !PyFloat_Check(ts))
+        return 0;
+    const double from = PyFloat_AsDouble(before), to = PyFloat_AsDouble(ts);
+    return 0 <= from && from <= to && to < SECONDS_MAX;
+}
+
+/* Whether the rank of a batch is this one. -1 with an exception. */
+static int is_rank(PyObject *found, PyObject *rank)
+{
+    if (found == NULL || found == Py_None || rank == Py_None)
+        return (found == NULL ? Py_None : found) == rank;
+    return PyLong_Check(found) ? PyObject_RichCompareBool(found, rank, Py_EQ) : 0;
+}
+
+/* Whether a batch says nothing else than the one before besides its blocks, and fits. -1 with an exception. */
+static int goes_on(const Going *going, const Events *events, const Head *head)
+{
+    if (head->others > 0 || !are_in_order(going->ts, head->ts) ||
+        events->hashes_count > going->hashes_max - going->stored - going->removed)
+        return 0;
+    int is_alike = is_rank(head->rank, going->rank);
+    if (is_alike == 1)
+        is_alike = PyObject_RichCompareBool(head->publisher == NULL ? Py_None : head->publisher, going->publisher, Py_EQ);
+    return is_alike == 1 ? are_of_one_kind(going->first, events) : is_alike;
+}
+
+/* Count the events of a batch. */
+static void add_up(Going *going, const Events *events)
+{
+    for (size_t i = 0; i < events->count; i++) {
+        const PlainEvent *event = &events->events[i];
+        *(event->kind == STORE ? &going->stores : &going->removals) += 1;
+        *(event->kind == STORE ? &going->stored : &going->removed) += event->hashes_count;
+    }
+}
+
+/* The next batch: 1, and its events are in the list `found` and its time is *ts, a reference. 0 where it does not go on,
+ * -1 with an exception. */
+static int read_next(Going *going, PyObject *payload, PyObject *found, PyObject **ts)
+{
+    Input input;
+    Head head = {0};
+    if (!open_bytes(payload, &input))
+        return -1;
+    Events *events = new_events((PyObject *)going->first->stored, (PyObject *)going->first->reference,
+                                (PyObject *)going->first->removed, going->first->cleared);
+    int outcome = -1;
+    if (events != NULL) {
+        Batch batch = begin_batch(&input, events, going->medium_of, going->stored_fields, going->removed_fields);
+        outcome = (int)read_all(&batch, going->events_max, &head);
+        end_batch(&batch);
+        if (outcome == 1)
+            outcome = stay_together(events);
+        if (outcome == 1)
+            outcome = goes_on(going, events, &head);
+        if (outcome == 1 && PyList_Append(found, (PyObject *)events) < 0)
+            outcome = -1;
+        if (outcome == 1) {
+            add_up(going, events);
+            *ts = Py_NewRef(head.ts);
+        }
+        Py_DECREF((PyObject *)events);
+    }
+    drop_head(&head);
+    close_input(&input);
+    return outcome;
+}
+
+/* go_on(payloads: tuple[bytes, ...], ts: float | None, rank: int | None, publisher: bytes | None, events_max: int,
+ *       hashes_max: int, medium, stored_fields: int, removed_fields: int)
+ *     -> tuple[list[Events], float | None, int, int, int, int]
+ *
+ * The events of the batches in these payloads, up to the first that says something else than this batch besides its
+ * blocks, whose ts, rank and publisher are given; with at most so many hashes together. The ts of the last of them, the
+ * stores and the blocks of all, the removals and theirs. The other arguments are those of read_batch.
+ */
+PyObject *events_go_on(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("go_on", nargs, 9))
+        return NULL;
+    if (!PyTuple_Check(args[0]))
+        return PyErr_Format(PyExc_TypeError, "go_on() takes a tuple of payloads");
+    Going going = {.first = (Events *)self, .ts = args[1], .rank = args[2], .publisher = args[3], .medium_of = args[6]};
+    going.events_max = PyLong_AsSsize_t(args[4]);
+    going.hashes_max = PyErr_Occurred() ? 0 : PyLong_AsSize_t(args[5]);
+    going.stored_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[7]);
+    going.removed_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[8]);
+    if (PyErr_Occurred() || !are_fields(going.stored_fields, going.removed_fields))
+        return NULL;
+    PyObject *found = PyList_New(0), *ts = Py_NewRef(args[1]);
+    int outcome = found == NULL ? -1 : 1;
+    for (Py_ssize_t i = 0; outcome == 1 && i < PyTuple_Size(args[0]); i++) {
+        PyObject *next = NULL;
+        outcome = read_next(&going, PyTuple_GetItem(args[0], i), found, &next);
+        if (outcome == 1) {
+            Py_DECREF(ts);
+            going.ts = ts = next;
+        }
+    }
+    if (outcome >= 0)
+        return Py_BuildValue("NNnnnn", found, ts, (Py_ssize_t)going.stores, (Py_ssize_t)going.stored,
+                             (Py_ssize_t)going.removals, (Py_ssize_t)going.removed);
+    Py_XDECREF(found);
+    Py_DECREF(ts);
+    return NULL;
 }

@@ -272,9 +272,9 @@ static int sum_up(const Events *events, uint8_t kind, Py_ssize_t *count, Py_ssiz
     return *pattern != NULL;
 }
 
-/* facts() -> tuple[int, int, Stored | None, int, Removed | None]
+/* facts() -> tuple[int, int, Stored | None, int, int, Removed | None]
  *
- * The stores, their blocks, the first store without its blocks, the removals, and the first removal without its blocks.
+ * The stores, their blocks, the first store without its blocks; then the same of the removals.
  */
 static PyObject *events_facts(PyObject *self, PyObject *ignored)
 {
@@ -282,7 +282,7 @@ static PyObject *events_facts(PyObject *self, PyObject *ignored)
     Py_ssize_t stores, blocks, removals, removed;
     PyObject *store = NULL, *removal = NULL;
     if (sum_up(events, STORE, &stores, &blocks, &store) && sum_up(events, REMOVAL, &removals, &removed, &removal))
-        return Py_BuildValue("nnNnN", stores, blocks, store, removals, removal);
+        return Py_BuildValue("nnNnnN", stores, blocks, store, removals, removed, removal);
     Py_XDECREF(store);
     return NULL;
 }
@@ -329,7 +329,10 @@ static void events_dealloc(PyObject *self)
 
 static PyMethodDef events_methods[] = {
     METHOD("facts", events_facts, METH_NOARGS,
-           "facts($self, /)\n--\n\nStores, their blocks, the first store, removals, the first removal."),
+           "facts($self, /)\n--\n\nStores, their blocks, the first store; then the same of the removals."),
+    METHOD("go_on", events_go_on, METH_FASTCALL,
+           "go_on($self, payloads, ts, rank, publisher, events_max, hashes_max, medium, stored_fields, removed_fields, "
+           "/)\n--\n\nThose of the next batches, as far as these say nothing else besides their blocks."),
     METHOD("hashes", events_hashes, METH_FASTCALL, "hashes($self, start, end, /)\n--\n\nThose of some stores."),
     {NULL, NULL, 0, NULL},
 };

@@ -66,4 +66,7 @@ int are_of_one_kind(const Events *events, const Events *more);
  * block size of the stores is then that of the events. -1 with an exception. */
 int stay_together(Events *events);
 
+/* go_on(payloads, ts, rank, publisher, events_max, hashes_max, medium, stored_fields, removed_fields); batches.c */
+PyObject *events_go_on(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
+
 #endif

@@ -8,6 +8,7 @@ from waymark.apply.applier import portions_of
 from waymark.domain.keys import pack
 from waymark.domain.parts import Part
 from waymark.domain.rows import Place, slots_of
+from waymark.store.calls import CALL_BLOCKS
 
 
 def part(holder: int, blocks: int) -> Part:
@@ -25,4 +26,4 @@ def test_parts_to_apply_come_in_bounded_portions(sizes: list[int], shards: int) 
     for portion in portions:
         assert len(portion) <= 1024
         blocks = sum(len(each.keys) for each in portion)
-        assert blocks <= min(4096 * shards, 16_384) or len(portion) == 1, "a part is not cut"
+        assert blocks <= min(CALL_BLOCKS * shards, 16_384) or len(portion) == 1, "a part is not cut"

@@ -481,6 +481,7 @@ def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Nat
             (parts.pack, 0, len(parts), b"wm:"),
             (list, events),
             (events.hashes, 0, 3),
+            (events.go_on, (payload, payload), 1.5, 0, None, 99, 99, str, 10, 3),
             (parts.__getitem__, slice(None)),
             (parts.cut, 0, len(parts)),
             (loops.Places, Place, Spot),

@@ -74,9 +74,11 @@ class Index:
             resolver.begin(list(plan.begun), ids)
             for holder in ids:
                 self.copies[holder], self.entries[holder] = Counter(), {}
-        first = self._seq + 1
-        self._seq += len(batches)
-        self.parts = list(finish(resolver.resolve(plan, list(enumerate(batches, first)))))
+        numbered: list[tuple[int, Batch]] = []
+        for each in batches:
+            numbered.append((self._seq + 1, each))
+            self._seq += each.frames
+        self.parts = list(finish(resolver.resolve(plan, numbered)))
         for part in self.parts:
             self._apply(part)
         for holder in resolver.holders.values():

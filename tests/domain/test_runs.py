@@ -56,16 +56,30 @@ class Stream:
 
     def __init__(self, *, is_native: bool, is_whole: bool, **options: Any) -> None:
         self.is_native, self.is_whole = is_native, is_whole
-        self.runs = 0
+        self.runs = self.joined = 0
         native.select(is_native)
         self.index = Index(options.pop("of", None), **options)
         self._decode: Decoder = decoder(self.index.registration.kind, seed=1337)
 
     def fold(self, payloads: Sequence[bytes]) -> None:
         native.select(self.is_native)
-        batches = [self._decode(payload) for payload in payloads]
+        batches = self._batches(payloads)
         self.runs += sum(isinstance(batch.events, PlainEvents) for batch in batches)
         self.index.fold(*(batches if self.is_whole else [replace(each, events=tuple(each.events)) for each in batches]))
+
+    def _batches(self, payloads: Sequence[bytes]) -> list[Batch]:
+        """The batches of a fold; of a whole stream one stands for as many frames as it can, as ingest has it."""
+        takes_frames = self.is_whole and self.index.resolver.takes_frames
+        batches: list[Batch] = []
+        at = 0
+        while at < len(payloads):
+            batch = self._decode(payloads[at])
+            if takes_frames:
+                batch = self._decode.go_on(batch, payloads[at + 1 :], 10**6)
+            at += batch.frames
+            self.joined += batch.frames - 1
+            batches.append(batch)
+        return batches
 
     def sent(self, prefix: bytes = b"wm:{1}:") -> list[ApplyCall]:
         """The calls of the last fold."""
@@ -130,20 +144,39 @@ class Engine:
         self.chance = chance
         self.chains: list[list[int]] = []
         self.release = chance.choice(RELEASES)
+        self.has_maps: bool | None = None
+        """Whether the events of this fold are maps, or lists; None if each is either."""
 
-    def payload(self) -> bytes:
+    def payloads(self, count: int) -> list[bytes]:
+        """Of consecutive frames; those of half of the folds say the same."""
+        said, process = self._said(), self._process()
+        is_alike = self.chance.random() < 0.5
+        self.has_maps = self.chance.choice([True, False]) if is_alike else None
+        return [
+            self.payload(*said, process) if is_alike else self.payload(*self._said(), self._process())
+            for _ in range(count)
+        ]
+
+    def _said(self) -> tuple[str | None, list[int], str | None]:
         chance = self.chance
         medium = chance.choice([None, "GPU", "GPU", "GPU", "CPU"])
-        group = chance.choice(GROUPS)
-        adapter = chance.choice([None, None, None, "art"])
+        return medium, chance.choice(GROUPS), chance.choice([None, None, None, "art"])
+
+    def _process(self) -> list[Any]:
+        """The elements of a batch behind its events."""
+        rank = self.chance.choice([None, 0, 0, 1])
+        more: list[Any] = self.chance.choice([[], [], [None], [b"p" * 16], [b"p" * 16], [b"q" * 16], ["p"]])
+        return [rank, *more]
+
+    def payload(self, medium: str | None, group: list[int], adapter: str | None, process: list[Any]) -> bytes:
+        chance = self.chance
         events: list[Any] = [
             self.store(medium, group, adapter) if chance.random() < 0.7 else self.removal(medium, group)
             for _ in range(chance.choice([1, 2, 5, 16]))
         ]
         if chance.random() < 0.1:
             events.insert(chance.randrange(len(events) + 1), self.unusual())
-        process: list[Any] = chance.choice([[], [], [None], [b"p" * 16], [b"p" * 16], [b"q" * 16], ["p"]])
-        packed_batch: bytes = msgpack.packb([1.5, events, chance.choice([None, 0, 0, 1]), *process])
+        packed_batch: bytes = msgpack.packb([1.5, events, *process])
         return packed_batch
 
     def store(self, medium: str | None, group: list[int], adapter: str | None) -> Any:
@@ -170,9 +203,12 @@ class Engine:
             "lora_name": adapter,
         }
         event |= {"group_idx": group[0]} if group else {}
-        if chance.random() < 0.5:
+        if self._is_map():
             return event | self.fields_of_new_releases()
         return ["BlockStored", *list(event.values())[1:5], None, medium, adapter, None, *group]
+
+    def _is_map(self) -> bool:
+        return self.chance.random() < 0.5 if self.has_maps is None else self.has_maps
 
     def fields_of_new_releases(self, *, is_removal: bool = False) -> dict[str, Any]:
         """Fields that mean nothing here, and now and then some that do."""
@@ -189,7 +225,7 @@ class Engine:
             hashes = hashes[: chance.randint(1, len(hashes))]
         if chance.random() < 0.5:
             hashes.reverse()
-        if chance.random() < 0.5:
+        if not self._is_map():
             return ["BlockRemoved", hashes, medium, *group]
         event: dict[str, Any] = {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
         event |= {"group_idx": group[0]} if group else {}
@@ -207,8 +243,8 @@ class Engine:
         )
 
 
-def history(chance: random.Random, kind: EngineKind, steps: int) -> int:
-    """A random history in all three ways; how many batches were plain."""
+def history(chance: random.Random, kind: EngineKind, steps: int) -> tuple[int, int]:
+    """A random history in all three ways; how many batches were plain, and how many frames went with one before."""
     options = {
         "of": registration(kind),
         "blocks_max": chance.choice([30, 100_000]),
@@ -219,7 +255,7 @@ def history(chance: random.Random, kind: EngineKind, steps: int) -> int:
     streams = [Stream(is_native=is_native, is_whole=is_whole, **options) for is_native, is_whole in ways]
     engine = Engine(chance)
     for _ in range(steps):
-        payloads = [engine.payload() for _ in range(chance.choice([1, 1, 3, 9]))]
+        payloads = engine.payloads(chance.choice([1, 1, 3, 9]))
         for stream in streams:
             stream.fold(payloads)
         whole, single, pure = (list(stream.index.parts) for stream in streams)
@@ -236,13 +272,18 @@ def history(chance: random.Random, kind: EngineKind, steps: int) -> int:
             for stream in streams:
                 native.select(stream.is_native)
                 stream.index.take_over()
-    return streams[0].runs
+    return streams[0].runs, streams[0].joined
 
 
 @pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
 @pytest.mark.parametrize("seed", seeds(20))
 def test_random_histories_come_to_the_same_in_all_ways(seed: int, kind: EngineKind) -> None:
-    assert history(random.Random(seed), kind, 40) > 5
+    plain, _ = history(random.Random(seed), kind, 40)
+    assert plain > 5
+
+
+def test_random_histories_have_frames_that_go_together() -> None:
+    assert sum(history(random.Random(f"frames {seed}"), EngineKind.VLLM, 20)[1] for seed in range(6)) > 20
 
 
 # ---- what stays together -------------------------------------------------------------------------------
@@ -400,7 +441,71 @@ def test_batches_with_the_same_facts_are_one_step(monkeypatch: pytest.MonkeyPatc
         (4, "-", [31, 30]),
         (5, "-", [41, 40]),
     ]
-    assert steps == 2  # the first batch, and all others
+    assert steps == 1
+
+
+def frames_of(first: bytes, *payloads: bytes, hashes_max: int = 100) -> Batch:
+    native.select(True)
+    decode = decoder(EngineKind.VLLM, seed=1337)
+    return decode.go_on(decode(first), payloads, hashes_max)
+
+
+def as_packed(*elements: Any) -> bytes:
+    packed_elements: bytes = msgpack.packb(list(elements))
+    return packed_elements
+
+
+@pytest.mark.parametrize(
+    "next_frame",
+    [
+        as_packed(1.5, [removed(3)], 1, b"p" * 16),
+        as_packed(1.5, [removed(3)], None, b"p" * 16),
+        as_packed(1.5, [removed(3)], 0.0, b"p" * 16),
+        as_packed(1.5, [removed(3)], 0, b"q" * 16),
+        as_packed(1.5, [removed(3)], 0),
+        as_packed(1.25, [removed(3)], 0, b"p" * 16),
+        as_packed(2e11, [removed(3)], 0, b"p" * 16),
+        as_packed(float("inf"), [removed(3)], 0, b"p" * 16),
+        as_packed(None, [removed(3)], 0, b"p" * 16),
+        as_packed(2, [removed(3)], 0, b"p" * 16),
+        as_packed(1.5, [removed(3, medium="CPU")], 0, b"p" * 16),
+        as_packed(1.5, [stored(3)], 0, b"p" * 16),
+        as_packed(1.5, [removed(3), {"type": "Else"}], 0, b"p" * 16),
+        as_packed(1.5, [], 0, b"p" * 16),
+        b"\x93",
+        b"",
+    ],
+    ids=range(16),
+)
+def test_a_frame_that_says_more_than_its_blocks_does_not_go_with_the_one_before(next_frame: bytes) -> None:
+    first, good = as_packed(1.5, [removed(1, 2)], 0, b"p" * 16), as_packed(1.5, [removed(4)], 0, b"p" * 16)
+    assert frames_of(first, next_frame, good).frames == 1
+    assert frames_of(first, good, next_frame, good).frames == 2
+
+
+def test_frames_that_go_together_are_one_batch() -> None:
+    first = as_packed(1.5, [stored(1, 2), removed(3)], None)
+    batch = frames_of(first, as_packed(1.5, [removed(4, 5)], None), as_packed(2.5, [stored(6)], None))
+    assert (batch.frames, batch.ts, batch.dp_rank) == (3, 2.5, None)
+    events = batch.events
+    assert isinstance(events, PlainEvents)
+    assert (events.stores, events.blocks, events.removals, events.removed, events.hashes) == (2, 3, 2, 3, 6)
+    assert list(events) == list(batch.frame(0).events) == list(frames_of(first).events)
+    assert [each.engine_hashes for each in batch.frame(1).events if isinstance(each, Removed)] == [(4, 5)]
+    rest = batch.behind(1)
+    assert rest is not None
+    assert isinstance(rest.events, PlainEvents)
+    assert (rest.frames, rest.events.stores, rest.events.blocks, rest.events.hashes) == (2, 1, 1, 3)
+    assert [list(rest.frame(i).events) for i in range(2)] == [list(batch.frame(i).events) for i in (1, 2)]
+    assert rest.behind(2) is None
+    single = batch.frame(2)
+    assert (single.frames, single.behind(1)) == (1, None)
+
+
+@pytest.mark.parametrize(("hashes_max", "frames"), [(0, 1), (2, 1), (3, 2), (4, 3), (5, 3), (6, 4), (99, 4)])
+def test_frames_that_go_together_have_so_many_hashes(hashes_max: int, frames: int) -> None:
+    payloads = [packed_batch(removed(*hashes)) for hashes in ([1, 2], [3], [4], [5, 6])]
+    assert frames_of(*payloads, hashes_max=hashes_max).frames == frames
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import random
 import socket
 from collections import Counter
+from collections.abc import Iterable
 
 import msgpack
 import pytest
@@ -13,11 +14,13 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import GROUP, PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from tests.patience import within
+from waymark.apply.applier import Incoming
 from waymark.decide.group_loads import GroupLoads
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
 from waymark.ingest.batch_decoder import BatchDecoder
 from waymark.ingest.connection_failure import ConnectionFailure
+from waymark.ingest.frames import ReplayedBatch
 from waymark.ingest.stream import Stream
 from waymark.ingest.subscriber import Subscriber
 
@@ -74,13 +77,22 @@ async def test_what_a_replay_has_brought_is_not_decoded_again(bench: Bench, monk
     pod = await bench.pod()
     await pod.at_work(2)
     decoded: list[bytes] = []
-    decode = BatchDecoder.batch
+    decode, go_on = BatchDecoder.batch, BatchDecoder.go_on
 
     async def counting(decoder: BatchDecoder, payload: bytes) -> Batch:
         decoded.append(payload)
         return await decode(decoder, payload)
 
+    async def counting_more(
+        decoder: BatchDecoder, first: Incoming, frames: Iterable[ReplayedBatch], **bounds: int
+    ) -> Incoming:
+        following = list(frames)
+        joined = await go_on(decoder, first, following, **bounds)
+        decoded.extend(each.payload for each in following[: joined.batch.frames - 1])
+        return joined
+
     monkeypatch.setattr(BatchDecoder, "batch", counting)
+    monkeypatch.setattr(BatchDecoder, "go_on", counting_more)
     batches = [msgpack.packb([pod.clock(), [["BlockRemoved", [i]]], 0]) for i in range(30)]
     with pod.dropping():
         pod.publisher.publish_payload(batches[0])

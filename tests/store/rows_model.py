@@ -488,7 +488,7 @@ class History:
         dice = self.dice
         await self.redis.flushdb()
         parts, blocks = calls_module.CALL_PARTS, calls_module.CALL_BLOCKS
-        calls_module.CALL_PARTS, calls_module.CALL_BLOCKS = dice.choice(((1, 2048), (3, 7), (128, 2048)))
+        calls_module.CALL_PARTS, calls_module.CALL_BLOCKS = dice.choice(((1, blocks), (3, 7), (parts, blocks)))
         try:
             await self._run()
         finally:

@@ -32,6 +32,7 @@ from waymark.domain.parts import Commit
 from waymark.domain.placing import Placer
 from waymark.ingest.sweeping import keep_sweeping
 from waymark.store import keys as names
+from waymark.store.calls import CALL_BLOCKS
 from waymark.store.redis.client import SCRIPTS
 from waymark.store.store import Store
 
@@ -125,14 +126,14 @@ async def calls(redis: RedisServer, rounds: int, holders: int) -> list[Timed]:
             await fleet.store([common], rank=rank)
         for number in range(rounds):
             engine = Engine(await owner(store, f"engine-{number}", ranks=2))
-            long, short = keys(f"long {number}", 2048), [keys(f"short {number}/{i}", 1) for i in range(128)]
+            long, short = keys(f"long {number}", CALL_BLOCKS), [keys(f"short {number}/{i}", 1) for i in range(128)]
             durations(redis, "apply_rows")
             await engine.store([long])
-            note("one prompt of 2,048 new blocks")
+            note(f"one prompt of {CALL_BLOCKS:,} new blocks")
             await engine.store([long], rank=1)
             note("the same, which another holder has")
             await engine.remove([long])
-            note("2,048 blocks removed that another holder has")
+            note(f"{CALL_BLOCKS:,} blocks removed that another holder has")
             await engine.store(short)
             note("128 prompts of one new block")
             await engine.store([keys(f"tail {number}/{i}", 1) for i in range(128)], above=short[0][0])

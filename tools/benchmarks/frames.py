@@ -34,7 +34,7 @@ from waymark.domain.moves import Moves
 from waymark.domain.resolver import Resolver
 from waymark.domain.slices import finish
 from waymark.engines import decoder
-from waymark.store.calls import ApplyCalls
+from waymark.store.calls import CALL_BLOCKS, ApplyCalls
 
 STEPS = ("decode", "plan", "resolve", "pack")
 SIZES = (64, 512)
@@ -64,15 +64,19 @@ class Stream:
             at = now
 
         resolver = self._resolver
-        for start in range(0, len(payloads), _FOLD):
-            batches = [self._decode(payload) for payload in payloads[start : start + _FOLD]]
+        start = 0
+        while start < len(payloads):
+            batch = self._decode(payloads[start])
+            batch = self._decode.go_on(batch, payloads[start + 1 : start + _FOLD], CALL_BLOCKS)
+            batches = [batch]
+            start += batch.frames
             passed(0)
             plan = finish(resolver.plan(batches))
             if plan.begun:
                 resolver.begin(list(plan.begun), [_HOLDER])
             passed(1)
             parts = finish(resolver.resolve(plan, list(enumerate(batches, self._seq))))
-            self._seq += len(batches)
+            self._seq += batch.frames
             passed(2)
             for portion in portions_of(parts, 1):
                 calls = ApplyCalls(portion, Moves(resolver.memory), b"wm:{1}:")

@@ -269,20 +269,35 @@ class Session:
         self._note(about, sorted(kinds.items()), sorted(batch.rejected.items()), sorted(batch.ignored.items()))
         return batch
 
-    def fold(self, batches: Sequence[Any]) -> None:
+    def fold(self, batches: Sequence[Any], payloads: Sequence[bytes]) -> None:
         resolver = self.resolver
         if resolver.registration.scope == "shared":
-            self._fold_of(self._engine, batches, is_noted=False)
+            self._fold_of(self._engine, batches, [], is_noted=False)
             hashes = finish(resolver.hashes_to_find(batches))
             resolver.reported = self._engine.spots_of(0, [each for each in hashes if each % 2])
-        self._fold_of(resolver, batches, is_noted=True)
+        self._fold_of(resolver, batches, payloads, is_noted=True)
         if resolver.registration.scope == "shared" and self._seq % 7 == 0:
             resolver.reported = self._engine.spots_of(0, finish(resolver.hashes_to_find([])))
             resolver.placer.begin_fold()
             self._note_parts(finish(resolver.resolve_waiting(self._seq + 1)))
 
-    def _fold_of(self, resolver: Resolver, batches: Sequence[Any], *, is_noted: bool) -> None:
-        plan = finish(resolver.plan(batches))
+    def _joined(self, batches: Sequence[Any], payloads: Sequence[bytes]) -> list[tuple[int, Any]]:
+        """Return the batches with their seqs; one stands for as many frames as it can, in a tree that has this."""
+        joined: list[tuple[int, Any]] = []
+        at = 0
+        while at < len(batches):
+            batch, seq = batches[at], self._seq + 1 + at
+            if payloads and getattr(self.resolver, "takes_frames", False):
+                batch = self._decode.go_on(batch, payloads[at + 1 :], 10**6)
+            joined.append((seq, batch))
+            at += getattr(batch, "frames", 1)
+        return joined
+
+    def _fold_of(
+        self, resolver: Resolver, batches: Sequence[Any], payloads: Sequence[bytes], *, is_noted: bool
+    ) -> None:
+        fold = self._joined(batches, payloads)
+        plan = finish(resolver.plan([batch for _, batch in fold]))
         if is_noted:
             self._note(list(map(str, plan.ended)), list(map(str, plan.begun)), plan.facts_changed, plan.gaps)
             self._note([sorted((str(name), at) for name, at in each.items()) for each in plan.epochs])
@@ -294,7 +309,7 @@ class Session:
             resolver.begin(list(plan.begun), ids)
         if is_noted:
             self._note([str(resolver.name_of(batch, event)) for batch in batches for event in batch.events[:3]])
-        parts = _resolved(resolver, plan, list(enumerate(batches, self._seq + 1)))
+        parts = _resolved(resolver, plan, fold)
         if is_noted:
             self._seq += len(batches)
             self._note_parts(parts)
@@ -372,12 +387,15 @@ def random_session(seed: int) -> tuple[str, int]:
     )
     frames = Frames(dice, of)
     fold: list[Any] = []
+    payloads: list[bytes] = []
     for _ in range(FRAMES):
-        batch = session.decode(frames.frame())
-        fold += [] if batch is None else [batch]
+        payload = frames.frame()
+        if (batch := session.decode(payload)) is not None:
+            fold.append(batch)
+            payloads.append(payload)
         if fold and (len(fold) == 3 or dice.random() < 0.5):
-            session.fold(fold)
-            fold = []
+            session.fold(fold, payloads)
+            fold, payloads = [], []
         if dice.random() < 0.01:
             session.disturb(dice)
     return session.digest.hexdigest(), session.events
@@ -422,7 +440,7 @@ def recorded_sessions() -> Iterator[tuple[str, str, int]]:
                     )
                     for payload in payloads:
                         if (batch := session.decode(payload)) is not None:
-                            session.fold([batch])
+                            session.fold([batch], [payload])
                     label = f"{name} {kind} {block_size} {'C' if is_native else 'Python'}"
                     yield label, session.digest.hexdigest(), session.events
 

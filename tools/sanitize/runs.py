@@ -48,7 +48,10 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
             at += 1
     few = min(len(parts), CALL_PARTS)
     held = known.blocks(), len(known), len(gone[0]), len(gone[1])
-    return counted, position, held, parts.blocks, parts.stored, parts.singles, parts.pack(0, few, PREFIX)
+    rest = EVENTS_MAX, 10**6, medium_of, 10, 3
+    following = read[1].go_on((payload, payload, b""), read[0], read[2], read[3], *rest)
+    gone_on = [list(map(list, following[0])), *following[1:]]
+    return counted, position, held, parts.blocks, parts.stored, parts.singles, parts.pack(0, few, PREFIX), gone_on
 
 
 _Block: TypeAlias = tuple[int, int, int]
@@ -163,7 +166,17 @@ def parts(payload: bytes, namespace: int, piece_blocks: int) -> object:
     rows = [PREFIX + b"%016x" % head for head in heads]
     of_few = sum(len(each) for _, _, _, each in few)
     packed = of_few, [HOLDER] * bool(few), rows, [SEQ] * bool(few), words
-    return model.counted, position, held, blocks, stored, 0, packed
+    return model.counted, position, held, blocks, stored, 0, packed, _gone_on(read[0], read[1], read[2])
+
+
+def _gone_on(ts: object, events: list[Any], rank: object) -> object:
+    """What two more batches of the same bytes add."""
+    is_plain = type(ts) is float and 0 <= ts < 1e11 and (rank is None or type(rank) is int)
+    stores = [len(each.engine_hashes) for each in events if isinstance(each, Stored)]
+    removals = [len(each.engine_hashes) for each in events if isinstance(each, Removed)]
+    if not is_plain:
+        return [[], ts, 0, 0, 0, 0]
+    return [[events, events], ts, 2 * len(stores), 2 * sum(stores), 2 * len(removals), 2 * sum(removals)]
 
 
 def flags(kind: bytes, namespace: int) -> int:

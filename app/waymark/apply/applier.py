@@ -37,6 +37,7 @@ from waymark.domain.names import Holder, HolderName, Unit
 from waymark.domain.parts import Commit, Part, blocks_of, has_singles, packed
 from waymark.domain.resolver import Resolver
 from waymark.store.activity import ActivityKind, about
+from waymark.store.calls import CALL_BLOCKS
 from waymark.store.entries import GroupEntries
 from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant, random_nonce
@@ -48,13 +49,19 @@ log = logging.getLogger(__name__)
 
 
 class Incoming(NamedTuple):
-    """A batch on its way into the index."""
+    """A batch on its way into the index, which may stand for several frames."""
 
     seq: int
+    """That of its first frame."""
     digest: str
+    """That of its last frame."""
     batch: Batch
     size: int = 0
-    """The bytes of the batch's payload."""
+    """The bytes of the payloads."""
+
+    @property
+    def last_seq(self) -> int:
+        return self.seq + self.batch.frames - 1
 
 
 class Applier:
@@ -313,7 +320,7 @@ def _cut_at_clears(fold: Sequence[Incoming]) -> list[Sequence[Incoming]]:
 # An ordinary fold is one portion. The applier waits for Redis after each portion, so the event loop runs other tasks.
 
 
-_BLOCKS = 4096
+_BLOCKS = CALL_BLOCKS
 _BLOCKS_MAX = 16_384
 _PARTS = 1024
 

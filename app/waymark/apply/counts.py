@@ -35,8 +35,9 @@ class Counts:
         metrics = self._metrics
         metrics.apply_duration_seconds.observe(seconds)
         self._count_parts(parts)
-        self._counters["batches"] += len(batches)
-        metrics.batches.inc(len(batches))
+        frames = sum([batch.frames for batch in batches])
+        self._counters["batches"] += frames
+        metrics.batches.inc(frames)
         metrics.last_batch_timestamp_seconds.set(time.time())
         newest = max((batch.ts for batch in batches if batch.ts is not None), default=None)
         if newest is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, TypeAlias, overload
 
 from waymark.domain.names import Adapter
@@ -202,17 +202,20 @@ class PlainEvents(Sequence[Event]):
     """Events of a batch that need no rule of their own, and differ in their blocks alone.
 
     All are stores with the tokens of their blocks, and removals; the stores are alike, and so are the removals. The C
-    module has them. An event becomes an object only when it is accessed.
+    module has them. An event becomes an object only when it is accessed. The events of the batches that ``following``
+    has are like these; the numbers and the patterns are of all, the sequence is that of the first batch.
 
     Speed matters, so callers test ``type(events) is PlainEvents``: ``isinstance`` with a class of ``abc`` takes far
     longer.
     """
 
-    __slots__ = ("_every", "blocks", "loop", "removal", "removals", "store", "stores")
+    __slots__ = ("_every", "blocks", "following", "loop", "removal", "removals", "removed", "store", "stores")
 
     def __init__(self, loop: Any) -> None:
         """``loop``: ``Events`` of the C module."""
         self.loop: Final = loop
+        self.following: Sequence[Any] = ()
+        """The ``Events`` of each batch that this one stands for besides its own, in order."""
         self._every: tuple[Event, ...] | None = None
         self.stores: int
         self.blocks: int
@@ -220,9 +223,39 @@ class PlainEvents(Sequence[Event]):
         self.store: Stored | None
         """The first store, without its blocks; all others are alike."""
         self.removals: int
+        self.removed: int
         self.removal: Removed | None
         """The same of the removals."""
-        self.stores, self.blocks, self.store, self.removals, self.removal = loop.facts()
+        self.stores, self.blocks, self.store, self.removals, self.removed, self.removal = loop.facts()
+
+    def with_following(
+        self, following: Sequence[Any], stores: int, blocks: int, removals: int, removed: int
+    ) -> PlainEvents:
+        """Return these events with those of the batches behind, which have so many stores, removals, and blocks."""
+        events = PlainEvents(self.loop)
+        events.following = (*self.following, *following)
+        events.stores, events.blocks = self.stores + stores, self.blocks + blocks
+        events.removals, events.removed = self.removals + removals, self.removed + removed
+        return events
+
+    def behind(self, number: int) -> PlainEvents:
+        """Return the events of the batches from this number on; the first is 0."""
+        if not number:
+            return self
+        events = PlainEvents(self.following[number - 1])
+        others = [PlainEvents(loop) for loop in self.following[number:]]
+        return events.with_following(
+            self.following[number:],
+            sum(each.stores for each in others),
+            sum(each.blocks for each in others),
+            sum(each.removals for each in others),
+            sum(each.removed for each in others),
+        )
+
+    @property
+    def hashes(self) -> int:
+        """The number of hashes of all events."""
+        return self.blocks + self.removed
 
     def __len__(self) -> int:
         return len(self.loop)
@@ -256,10 +289,15 @@ class PlainEvents(Sequence[Event]):
 
 @dataclass(slots=True)  # a frozen one takes three times as long to make, and each frame makes one
 class Batch:
-    """The events of one frame, in order. Nobody changes a batch that is made."""
+    """The events of one frame, in order. Nobody changes a batch that is made.
+
+    If its events are plain, it may stand for several consecutive frames that say the same besides their blocks.
+    """
 
     ts: float | None
-    """The publisher's clock; None if it has no clock, or sends nonsense."""
+    """The publisher's clock; None if it has no clock, or sends nonsense. Of several frames, that of the last one, which
+    is the highest.
+    """
     events: Sequence[Event]
     dp_rank: int | None = None
     """The rank the batch names; it wins over the registered one."""
@@ -273,6 +311,25 @@ class Batch:
     """One short description per kind in ``rejected``, for the log; never any token."""
     lost: str | None = None
     """The reason why the batch cannot be read. Its events are lost permanently, because a replay has the same bytes."""
+
+    @property
+    def frames(self) -> int:
+        """How many frames the batch stands for."""
+        return 1 + len(self.events.following) if type(self.events) is PlainEvents else 1
+
+    def frame(self, number: int) -> Batch:
+        """Return frame ``number``, from 0, as a batch of its own. Of several, its ``ts`` is that of the last."""
+        if self.frames == 1:
+            return self
+        assert type(self.events) is PlainEvents
+        return replace(self, events=PlainEvents((self.events.loop, *self.events.following)[number]))
+
+    def behind(self, number: int) -> Batch | None:
+        """Return the frames from ``number`` on as a batch; None if there are no more."""
+        if number == self.frames:
+            return None
+        assert type(self.events) is PlainEvents
+        return replace(self, events=self.events.behind(number))
 
     @property
     def clears_device(self) -> bool:

@@ -14,7 +14,6 @@ from sys import getsizeof
 from typing import Any, Final, NamedTuple
 
 from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
-from waymark.domain.events import PlainEvents
 from waymark.domain.known import EventRun, KnownBlocks, NewBlocks, Places, Spot, TakenBlocks
 from waymark.domain.parts import NO_COPIES, UNCHANGED, PackedParts
 from waymark.domain.pure_known import new_known, new_places
@@ -256,7 +255,7 @@ class HeldBlocks:
     def run(
         self,
         holder: int,
-        events: PlainEvents,
+        loop: Any,
         at: int,
         position: int,
         parts: PackedParts,
@@ -268,10 +267,10 @@ class HeldBlocks:
         may_remove: bool,
         following: list[tuple[int, Any]],
     ) -> EventRun | None:
-        """Store and remove the blocks of plain events, one after the other; see ``KnownBlocks``."""
+        """Store and remove the blocks of plain events, ``loop``, one after the other; see ``KnownBlocks``."""
         blocks = self._held[holder]
         result = blocks.known.run(
-            events.loop,
+            loop,
             at,
             position,
             _RUN_HASHES,

@@ -367,6 +367,11 @@ class Waves:
         if self.is_needed:
             self._used.setdefault(seq_hash, set()).add(place.shard(self._shards))
 
+    def first_that_waits(self, blocks: Sequence[int], place: Place) -> int:
+        """Return the number of the first of the blocks for which ``leave`` would say that it must wait; 0 if none."""
+        shard = place.shard(self._shards)
+        return next((i for i, block in enumerate(blocks) if not self._used.get(block, set()) <= {shard}), 0)
+
     def leave(self, blocks: Sequence[int], place: Place) -> bool:
         """Return whether the part that takes these blocks, or a hash of one, out of ``place`` must wait."""
         if not self.is_needed:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from waymark.domain.events import PlainEvents
 from waymark.domain.held import HeldBlocks, RemovedCopy
+from waymark.domain.keys import KEY_BYTES
 from waymark.domain.known import EventRun, Spot
 from waymark.domain.parts import STEP, Mode, PartKind, PartList, Waves, new_part_list, packed
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys_of
@@ -71,9 +71,18 @@ class PlainPlacer:
             return False
         needs_waves = self._waves.is_needed
         for place, namespace, slots, some_hashes in groups:
-            waits = needs_waves and self._waves.leave([key ^ namespace for key in keys_of(slots)], place)
-            offset = STEP * position + 1
-            parts.add_packed("-", holder, offset, place, namespace, slots, some_hashes, is_known=True, waits=waits)
+            waits, start = False, 0
+            if needs_waves:
+                blocks = [key ^ namespace for key in keys_of(slots)]
+                if start := self._waves.first_that_waits(blocks, place):
+                    self._waves.leave(blocks[:start], place)
+                    first_slots, first_hashes = slots[: SLOT_CHARS * start], some_hashes[: KEY_BYTES * start]
+                    offset = STEP * position + 1
+                    parts.add_packed("-", holder, offset, place, namespace, first_slots, first_hashes, is_known=True)
+                waits = self._waves.leave(blocks[start:], place)
+            offset = STEP * (position + start) + 1
+            slots_left, hashes_left = slots[SLOT_CHARS * start :], some_hashes[KEY_BYTES * start :]
+            parts.add_packed("-", holder, offset, place, namespace, slots_left, hashes_left, is_known=True, waits=waits)
             position += len(slots) // SLOT_CHARS
         return True
 
@@ -81,7 +90,7 @@ class PlainPlacer:
         self,
         parts: PartList,
         holder: int,
-        events: PlainEvents,
+        loop: Any,
         at: int,
         position: int,
         *,
@@ -91,7 +100,7 @@ class PlainPlacer:
         may_remove: bool,
         following: list[tuple[int, Any]],
     ) -> EventRun | None:
-        """Store and remove the blocks of plain events, from number ``at`` on, and return the progress.
+        """Store and remove the blocks of plain events, ``loop``, from number ``at`` on, and return the progress.
 
         ``following`` are the seqs and events of the batches after it. Return None if that is not possible. See
         ``KnownBlocks.run``.
@@ -101,7 +110,7 @@ class PlainPlacer:
             return None
         return self._memory.run(
             holder,
-            events,
+            loop,
             at,
             position,
             packed_parts,
@@ -163,6 +172,11 @@ class Placer:
     def skip(self, marks: Mapping[tuple[int, int], tuple[int, int]]) -> None:
         """Leave out the parts that Redis has; see ``AppliedMarks.marks``."""
         self._applied.restore(marks)
+
+    @property
+    def has_waves(self) -> bool:
+        """Whether some parts must wait for others, because the index has several shards."""
+        return self._waves.is_needed
 
     @property
     def is_behind(self) -> bool:

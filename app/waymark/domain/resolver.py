@@ -8,7 +8,8 @@ has acknowledged them. All of this happens in slices.
 It follows the rules of the event contract under "From an event to blocks", which are in ``rules``. A block that cannot
 be placed is counted by reason, and never guessed.
 
-Plain events of a batch that differ in their blocks alone are resolved in one step.
+Plain events of a batch that differ in their blocks alone are resolved in one step, and so are those of the frames for
+which a batch stands.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from waymark.domain.events import (
     StoredWindow,
     StoreEvent,
 )
+from waymark.domain.known import EventRun
 from waymark.domain.life_facts import COPIES_LAST, EXTRA_KEYS, UNTRUSTED
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration
@@ -43,7 +45,7 @@ from waymark.domain.stream_blocks import StreamBlocks
 from waymark.domain.waiting import EARLY_MAX
 
 Fold: TypeAlias = Sequence[tuple[int, Batch]]
-"""Batches that are resolved together, each with its seq."""
+"""Batches that are resolved together, each with the seq of its first frame."""
 
 
 class PlainRun(NamedTuple):
@@ -114,21 +116,9 @@ class PlainRuns:
         """Resolve plain events together, up to the first that needs a rule of its own. Return its number."""
         state = self._state
         while at < len(plain.events):
-            ran = state.placer.plain.run(
-                progress.parts,
-                plain.holder,
-                plain.events,
-                at,
-                progress.position,
-                seed=self._seed,
-                namespace=plain.namespace,
-                may_store=plain.may_store,
-                may_remove=plain.may_remove and not state.waiting.blocks,
-                following=[],
-            )
+            ran = self._run(progress, plain, plain.events.loop, at, [])
             if ran is None or ran.at == at:
                 break
-            state.unsalted += ran.stores * plain.is_unsalted
             if state.waiting.blocks and ran.stores:
                 progress.placed.append((plain.dp_rank, plain.events.loop.hashes(at, ran.at)))
             at, progress.position = ran.at, ran.position
@@ -136,63 +126,59 @@ class PlainRuns:
                 yield
         return at
 
-    def go_on(
-        self, plan: Plan, progress: BatchProgress, plain: PlainRun, fold: Fold, index: int, work: Slice
-    ) -> Slices[tuple[int, BatchProgress | None]]:
-        """Resolve the batches from number ``index`` on in which the facts are those of the batch before.
+    def run_frames(
+        self, progress: BatchProgress, plan: Plan, index: int, seq: int, batch: Batch, work: Slice
+    ) -> Slices[int]:
+        """Resolve the frames of a batch together, up to the first with an event that needs a rule of its own.
 
-        ``plain`` has resolved that one to its end, and ``progress.parts`` gets the parts. Return the number of the
-        first batch that is not at its end, and how far it is, if it has begun.
+        Return the number of that frame, from 0. ``progress`` is how far it is; ``seq`` is that of the first.
         """
-        state, events = self._state, plain.events
-        following = self._similar(plan, fold, index)
-        done = 0
-        while done < len(following):
-            ran = state.placer.plain.run(
-                progress.parts,
-                plain.holder,
-                events,
-                len(events),
-                progress.position,
-                seed=self._seed,
-                namespace=plain.namespace,
-                may_store=plain.may_store,
-                may_remove=plain.may_remove,
-                following=following[done:],
+        plain = None if self._has_rules(plan) else self.begin(plan, index, batch)
+        if plain is None:
+            return 0
+        loops = [plain.events.loop, *plain.events.following]
+        frame = 0
+        while frame + 1 < len(loops) or progress.at < len(loops[frame]):
+            ran = self._run(
+                progress, plain, loops[frame], progress.at, [*enumerate(loops[frame + 1 :], seq + frame + 1)]
             )
-            if ran is None or not ran.begun:
-                break
-            done += ran.begun
-            state.unsalted += ran.stores * plain.is_unsalted
-            progress.parts.seq, last = fold[index + done - 1]
-            assert isinstance(last.events, PlainEvents)
-            events = last.events
-            if ran.at < len(events):
-                return index + done - 1, BatchProgress(progress.parts, ran.position, at=ran.at)
-            if work.is_full(EVENT_WORK * ran.begun + ran.stored + ran.removed):
+            if ran is None or (ran.at, ran.begun) == (progress.at, 0):
+                return frame
+            frame += ran.begun
+            progress.parts.seq = seq + frame
+            progress.at, progress.position = ran.at, ran.position
+            if work.is_full(EVENT_WORK * (1 + ran.begun) + ran.stored + ran.removed):
                 yield
-        return index + done, None
+        return len(loops)
 
-    def _similar(self, plan: Plan, fold: Fold, index: int) -> list[tuple[int, Any]]:
-        """Return seqs and events of the batches from number ``index`` on that may have the facts of the one before.
-
-        There is none if a rule has something to do for each batch. A clear does not: it counts for batches before it.
+    def _run(
+        self, progress: BatchProgress, plain: PlainRun, loop: Any, at: int, following: list[tuple[int, Any]]
+    ) -> EventRun | None:
+        """Do a step with ``loop``, events of a batch, from number ``at`` on, and the batches that follow, with their
+        seqs.
         """
         state = self._state
+        ran = state.placer.plain.run(
+            progress.parts,
+            plain.holder,
+            loop,
+            at,
+            progress.position,
+            seed=self._seed,
+            namespace=plain.namespace,
+            may_store=plain.may_store,
+            may_remove=plain.may_remove and not state.waiting.blocks,
+            following=following,
+        )
+        if ran is not None:
+            state.unsalted += ran.stores * plain.is_unsalted
+        return ran
+
+    def _has_rules(self, plan: Plan) -> bool:
+        """Return whether a rule has something to do for each batch. A clear does not: it counts for batches before."""
+        state = self._state
         has_rules = plan.epochs or state.waiting.blocks or state.facts.windows or state.is_shared
-        if has_rules or COPIES_LAST in state.flags:
-            return []
-        similar: list[tuple[int, Any]] = []
-        dp_rank, blocks = fold[index - 1][1].dp_rank, state.memory.blocks
-        for seq, batch in fold[index:]:
-            events = batch.events
-            if type(events) is not PlainEvents or batch.dp_rank != dp_rank:
-                break
-            blocks += events.blocks
-            if blocks > state.blocks_max:
-                break
-            similar.append((seq, events.loop))
-        return similar
+        return bool(has_rules or COPIES_LAST in state.flags or (state.has_missing and state.may_report))
 
 
 __all__ = ["EXTRA_KEYS", "UNTRUSTED", "Plan", "Resolver"]
@@ -232,6 +218,13 @@ class Resolver(StreamBlocks):
 
     # ---- before a fold -----------------------------------------------------------------------------
 
+    @property
+    def takes_frames(self) -> bool:
+        """Whether a batch may stand for several frames. It may not if generations begin and end with frames, and it
+        would save nothing if its blocks go to several shards or to a pool.
+        """
+        return not (self.generations or self.is_shared or self.placer.has_waves)
+
     def plan(self, batches: Sequence[Batch]) -> Slices[Plan]:
         """Find the holders to end and begin, and the facts to keep. Learns flags and the main group on the way."""
         if self.memory.is_over:
@@ -269,36 +262,36 @@ class Resolver(StreamBlocks):
     def resolve(self, plan: Plan, fold: Fold) -> Slices[Parts]:
         """Return the parts of the batches of a fold, in order."""
         parts: Parts = []
-        index, begun = 0, None
-        while index < len(fold):
-            seq, batch = fold[index]
-            progress = begun or BatchProgress(self.placer.begin_batch(seq), 1 + (EARLY_MAX if self.is_shared else 0))
-            plain = yield from self._resolve_batch(progress, plan, index, batch)
-            index, begun = index + 1, None
-            if plain is not None and index < len(fold):
-                index, begun = yield from self._plain.go_on(plan, progress, plain, fold, index, self._slice)
-            if begun is None:
+        for index, (first_seq, batch) in enumerate(fold):
+            seq = first_seq
+            rest: Batch | None = batch
+            while rest is not None:
+                progress = BatchProgress(self.placer.begin_batch(seq), 1 + (EARLY_MAX if self.is_shared else 0))
+                done, frames = 0, rest.frames
+                if frames > 1:
+                    done = yield from self._plain.run_frames(progress, plan, index, seq, rest, self._slice)
+                if done < frames:
+                    yield from self._resolve_batch(progress, plan, index, rest.frame(done))
+                    done += 1
                 parts = joined(parts, progress.parts.parts)
+                seq, rest = seq + done, rest.behind(done)
         return parts
 
-    def _resolve_batch(self, progress: BatchProgress, plan: Plan, index: int, batch: Batch) -> Slices[PlainRun | None]:
-        """Resolve a batch from event ``progress.at`` on; ``index`` is its place in the fold. Return its plain run, if
-        that has resolved all of it.
-        """
+    def _resolve_batch(self, progress: BatchProgress, plan: Plan, index: int, batch: Batch) -> Slices[None]:
+        """Resolve a batch of one frame from event ``progress.at`` on; ``index`` is its place in the fold."""
         self._planner.epochs = plan.epochs[index] if plan.epochs else {}
         self._early = 0
         waited = self.waiting.blocks
         windows = self.facts.windows
         late: list[tuple[int, StoredWindow | Removed]] = []
         plain = self._plain.begin(plan, index, batch)
-        j, is_whole = progress.at - 1, plain is not None
+        j = progress.at - 1
         while j + 1 < len(batch.events):
             j += 1
             if plain is not None:
                 j = yield from self._plain.run(progress, plain, j, self._slice)
                 if j == len(batch.events):
                     break
-            is_whole = False
             event = batch.events[j]
             if windows and isinstance(event, StoredWindow | Removed):
                 if self.facts.window_of(event) is not None:
@@ -329,7 +322,6 @@ class Resolver(StreamBlocks):
         if self.has_missing and self.may_report:
             own = [part for part in progress.parts.parts if part.seq == progress.parts.seq]
             self.recover_reported(own, max(0, waited - self.waiting.blocks))
-        return plain if is_whole else None
 
     def _resolve_event(self, progress: BatchProgress, plan: Plan, index: int, j: int, batch: Batch) -> Slices[None]:
         """Resolve event ``j`` of a batch by its rule, or count why it is ignored."""

@@ -16,8 +16,9 @@ import math
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgpack
@@ -25,8 +26,9 @@ import msgpack
 from waymark.base.errors import Undecodable
 from waymark.domain.events import Batch, Cleared, Event, PlainEvents
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices, finish
+from waymark.engines import plain
 from waymark.engines.long import PER_BLOCK, UNREADABLE, WINDOW_BYTES, LongPayload
-from waymark.engines.plain import PlainBatch, ReadPlain
+from waymark.engines.plain import ListFields, PlainBatch
 from waymark.engines.wire import Ceilings, Ignored, Rejected, frame_too_large, is_u32, too_many_events, too_many_hashes
 
 ReadEvent: TypeAlias = Callable[[Any], Event | tuple[Event, ...] | Ignored]
@@ -131,7 +133,7 @@ def _plain(value: Any) -> Any:
 class Decoder:
     """A decoder of the batches of one dialect. ``names`` are the fields of events in list form, by tag.
 
-    ``read_plain`` reads the plain events of the dialect, faster than ``read_event`` does.
+    With ``list_fields`` the C module reads the plain events of the dialect, faster than ``read_event`` does.
     """
 
     def __init__(
@@ -141,10 +143,10 @@ class Decoder:
         names: Mapping[str, tuple[str, ...]],
         bare: bool = False,
         ceilings: Ceilings | None = None,
-        read_plain: ReadPlain | None = None,
+        list_fields: ListFields | None = None,
     ) -> None:
         self.ceilings = ceilings or Ceilings()
-        self._read_plain = read_plain
+        self._list_fields = list_fields
         self._read_event = read_event
         self._names = names
         self._bare = bare
@@ -154,42 +156,55 @@ class Decoder:
 
         A bare dialect's payload may be one event map or a list of maps.
         """
-        plain = self.plain(payload)
-        return finish(self.slices(payload, plain)) if plain is None or plain.others else plain_batch(plain)
+        read = self.plain(payload)
+        return finish(self.slices(payload, read)) if read is None or read.others else plain_batch(read)
 
     def plain(self, payload: bytes) -> PlainBatch | None:
         """Read the plain events of a payload at once. Return None if it is too long, or its batch has another form."""
-        may_be_plain = self._read_plain is not None and self.ceilings.event_hashes >= PART_HASHES
-        if not may_be_plain or len(payload) > min(WINDOW_BYTES, self.ceilings.frame_bytes):
+        if self._list_fields is None or not self._may_be_plain(payload):
             return None
-        assert self._read_plain is not None
-        return self._read_plain(payload, self.ceilings.batch_events)
+        return plain.read(payload, self.ceilings.batch_events, self._list_fields)
 
-    def short(self, payload: bytes, plain: PlainBatch | None) -> Batch:
+    def _may_be_plain(self, payload: bytes) -> bool:
+        is_short = len(payload) <= min(WINDOW_BYTES, self.ceilings.frame_bytes)
+        return is_short and self.ceilings.event_hashes >= PART_HASHES
+
+    def go_on(self, batch: Batch, payloads: Iterable[bytes], hashes_max: int) -> Batch:
+        """Return a batch with those of the next frames that say the same besides their blocks, if its events are plain.
+
+        ``payloads`` are those of the next frames. The frames together have at most ``hashes_max`` hashes, or the batch
+        stays as it is.
+        """
+        if self._list_fields is None or type(batch.events) is not PlainEvents:
+            return batch
+        short = tuple(takewhile(self._may_be_plain, payloads))
+        return plain.go_on(batch, short, self.ceilings.batch_events, hashes_max, self._list_fields) if short else batch
+
+    def short(self, payload: bytes, read: PlainBatch | None) -> Batch:
         """Return the batch in a payload of at most ``SHORT_BYTES``, decoded at once because all its parts are short.
 
-        The argument ``plain`` is the result of the method; the batch has other events, too.
+        ``read`` is the result of ``plain``; the batch has other events, too.
         """
         events = self._events()
         try:
             root = msgpack.unpackb(payload, strict_map_key=False)
         except BAD_MSGPACK:
-            return finish(self.slices(payload, plain))
+            return finish(self.slices(payload, read))
         listed, head = _split(root, len(payload), bare=self._bare)
         if len(listed) > _SHORT_EVENTS:
-            return finish(self.slices(payload, plain))
+            return finish(self.slices(payload, read))
         for event in listed:
             events.read_short(event)
         return events.batch(head)
 
-    def slices(self, payload: bytes, plain: PlainBatch | None) -> Slices[Batch]:
-        """Decode the batch in a payload, slice by slice; ``plain`` as for ``short``."""
+    def slices(self, payload: bytes, read: PlainBatch | None) -> Slices[Batch]:
+        """Decode the batch in a payload, slice by slice; ``read`` as for ``short``."""
         if len(payload) > self.ceilings.frame_bytes:
             raise frame_too_large(len(payload), self.ceilings)
         events = self._events()
-        if plain is not None:
-            head = _Head(plain.ts, plain.rank, plain.publisher_id)
-            for plain_event in plain.events:
+        if read is not None:
+            head = _Head(read.ts, read.rank, read.publisher_id)
+            for plain_event in read.events:
                 if isinstance(plain_event, tuple):
                     yield from events.read(unpack_event(payload[slice(*plain_event)]))
                 else:
@@ -316,18 +331,18 @@ _NONE_COUNTED: Final[Counter[str]] = Counter()
 _NO_SAMPLES: Final[dict[str, str]] = {}
 
 
-def plain_batch(plain: PlainBatch) -> Batch:
+def plain_batch(read: PlainBatch) -> Batch:
     """Return the batch of what was read; all of its events are plain."""
     events: Sequence[Event]
-    if type(plain.events) is PlainEvents:
-        events = plain.events
+    if type(read.events) is PlainEvents:
+        events = read.events
     else:
-        events = tuple(event for event in plain.events if not isinstance(event, tuple))
-    rank, ignored = plain.rank, _NONE_COUNTED
+        events = tuple(event for event in read.events if not isinstance(event, tuple))
+    rank, ignored = read.rank, _NONE_COUNTED
     if rank is not None and not is_u32(rank):
         ignored = Counter[str]()
         rank = _rank(rank, ignored)
-    return Batch(_clock(plain.ts), events, rank, plain.publisher_id, _NONE_COUNTED, ignored, _NO_SAMPLES)
+    return Batch(_clock(read.ts), events, rank, read.publisher_id, _NONE_COUNTED, ignored, _NO_SAMPLES)
 
 
 def _rank(value: Any, ignored: Counter[str]) -> int | None:

@@ -6,16 +6,19 @@ a rejection are in Python alone. Most events of most engines are plain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from waymark.base import native
-from waymark.domain.events import Cleared, Event, PlainEvents, Removed, Stored, StoredReference
+from waymark.domain.events import Batch, Cleared, Event, PlainEvents, Removed, Stored, StoredReference
 from waymark.domain.media import normal_medium
 
 _CLEARED = Cleared()
-LIST_FIELDS: Final = (10, 3)
-"""The fields of a store and of a removal in list form, as far as the C module reads them: those of vLLM."""
+ListFields: TypeAlias = tuple[int, int]
+"""The most fields of a store and of a removal in list form in a dialect, as far as the C module reads them."""
+LIST_FIELDS: Final[ListFields] = (10, 3)
+"""Those of vLLM."""
 
 
 class PlainBatch(NamedTuple):
@@ -30,14 +33,10 @@ class PlainBatch(NamedTuple):
     """The number of other events."""
 
 
-ReadPlain: TypeAlias = Callable[[bytes, int], PlainBatch | None]
-"""Reads a payload of at most so many events. Returns None if its batch is not plain, or without the C module."""
+def read(payload: bytes, events_max: int, list_fields: ListFields = LIST_FIELDS) -> PlainBatch | None:
+    """Read a batch of at most so many events. Return None if its form is not plain, or without the C module.
 
-
-def read(payload: bytes, events_max: int, list_fields: tuple[int, int] = LIST_FIELDS) -> PlainBatch | None:
-    """Read a batch. An event whose parent is 0 is not plain: the meaning of 0 depends on the dialect.
-
-    ``list_fields``: the most fields of a store and a removal in list form in this dialect.
+    An event whose parent is 0 is not plain: the meaning of 0 depends on the dialect.
     """
     loops = native.selected
     if loops is None:
@@ -49,3 +48,19 @@ def read(payload: bytes, events_max: int, list_fields: tuple[int, int] = LIST_FI
         return None
     ts, events, rank, publisher_id, count = result
     return PlainBatch(ts, events if isinstance(events, list) else PlainEvents(events), rank, publisher_id, count)
+
+
+def go_on(
+    batch: Batch, payloads: tuple[bytes, ...], events_max: int, hashes_max: int, list_fields: ListFields
+) -> Batch:
+    """Return the batch with those of the next frames that say the same besides their blocks, up to so many hashes.
+
+    ``payloads`` are those of the next frames, and the others of ``read``; the events of the batch are ``PlainEvents``.
+    """
+    events = batch.events
+    assert type(events) is PlainEvents
+    hashes_left = max(0, hashes_max - events.hashes)
+    following, ts, *counts = events.loop.go_on(
+        payloads, batch.ts, batch.dp_rank, batch.publisher_id, events_max, hashes_left, normal_medium, *list_fields
+    )
+    return replace(batch, ts=ts, events=events.with_following(following, *counts)) if following else batch

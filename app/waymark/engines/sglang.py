@@ -19,7 +19,7 @@ from waymark.base.shown import shown
 from waymark.domain.events import Cleared, EngineEvent, Removed, Stored, StoredReference, StoredWindow
 from waymark.domain.media import IN_EVERY_ANSWER, UNNAMED
 from waymark.domain.slices import EVENT_WORK, Slices
-from waymark.engines import plain, vllm, wire
+from waymark.engines import vllm, wire
 from waymark.engines.batches import BAD_MSGPACK, Decoder
 from waymark.engines.wire import Ceilings, Ignored, Rejected
 
@@ -39,7 +39,7 @@ def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
         partial(read_event, seed=seed),
         names=FIELDS,
         ceilings=ceilings,
-        read_plain=partial(plain.read, list_fields=(len(STORED_FIELDS), len(REMOVED_FIELDS))),
+        list_fields=(len(STORED_FIELDS), len(REMOVED_FIELDS)),
     )
 
 

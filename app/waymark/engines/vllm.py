@@ -48,7 +48,7 @@ _SALT_PREFIX: Final = "dynamo-cache-salt:"
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
     """Return a decoder of vLLM's batches."""
-    return Decoder(partial(read_event, seed=seed), names=FIELDS, ceilings=ceilings, read_plain=plain.read)
+    return Decoder(partial(read_event, seed=seed), names=FIELDS, ceilings=ceilings, list_fields=plain.LIST_FIELDS)
 
 
 def read_event(

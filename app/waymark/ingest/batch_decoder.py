@@ -5,25 +5,27 @@ once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 from waymark.apply.applier import Incoming
 from waymark.apply.slices import SliceRunner
 from waymark.base.errors import Undecodable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.domain.events import Batch
+from waymark.domain.events import Batch, PlainEvents
 from waymark.engines import Decoder, OverCeiling
 from waymark.engines.batches import MORE, SHORT_BYTES, plain_batch
 from waymark.engines.wire import frame_too_large
 from waymark.ingest.counters import LifeCounter
-from waymark.ingest.frames import DIGEST_SLICE_BYTES, PayloadFacts, digest, digest_slices
+from waymark.ingest.frames import DIGEST_SLICE_BYTES, Frame, PayloadFacts, ReplayedBatch, digest, digest_slices
 
 log = logging.getLogger(__name__)
 
 #: A larger seq is rejected: numbers in Redis' scripts are doubles, and no publisher sends so many batches.
 _SEQ_MAX = 2**53 - 1
 _KINDS_LOGGED_MAX = 100
+_FRAMES_AT_FIRST = 4
 _NO_BATCH = Batch(None, ())
 
 
@@ -78,6 +80,37 @@ class BatchDecoder:
             digested = await self.slices.run(digest_slices(payload))
         return Incoming(seq, digested, batch, size)
 
+    async def go_on(
+        self, first: Incoming, frames: Iterable[Frame | ReplayedBatch], *, hashes_max: int, bytes_max: int
+    ) -> Incoming:
+        """Return a decoded batch with those of the next frames that say the same besides their blocks.
+
+        ``frames`` are of the publisher, and their seqs follow that of the batch without a gap. All together have at
+        most ``hashes_max`` hashes and ``bytes_max`` bytes.
+        """
+        batch, size, last = first.batch, first.size, b""
+        if type(batch.events) is not PlainEvents:
+            return first
+        # Most batches that cannot go on are seen by the first frames; the others need few steps.
+        waiting, some = iter(frames), _FRAMES_AT_FIRST
+        while True:
+            payloads = _fitting(islice(waiting, some), bytes_max - size)
+            joined = self._decode.go_on(batch, payloads, hashes_max)
+            count = joined.frames - batch.frames
+            if count:
+                batch, last = joined, payloads[count - 1]
+                size += sum(map(len, payloads[:count]))
+            if count < some:
+                break
+            some *= 2
+        if not last:
+            return first
+        self._metrics.frames.inc(batch.frames - 1)
+        self._metrics.frame_bytes.inc(size - first.size)
+        if self.slices.is_over:
+            await self.slices.pause()
+        return Incoming(first.seq, digest(last), batch, size)
+
     async def batch(self, payload: bytes | PayloadFacts) -> Batch:
         """Decode a payload without counting its rejected events."""
         try:
@@ -112,3 +145,15 @@ class BatchDecoder:
                 self._logged.add(kind)
                 about = fields(stream=self._stream, reason=kind, sample=sample, bytes=size)
                 log.warning("events rejected", extra=about)
+
+
+def _fitting(frames: Iterable[Frame | ReplayedBatch], bytes_max: int) -> list[bytes]:
+    """Return the payloads of the first frames that have so many bytes together and may be decoded."""
+    payloads: list[bytes] = []
+    for frame in frames:
+        payload = frame.payload
+        if isinstance(payload, PayloadFacts) or len(payload) > bytes_max or frame.seq > _SEQ_MAX:
+            break
+        bytes_max -= len(payload)
+        payloads.append(payload)
+    return payloads

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Literal
 
 from waymark.apply.applier import Applier, Incoming
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.domain.events import STORES, Batch
+from waymark.domain.events import STORES, Batch, PlainEvents
 from waymark.domain.known import Spot
 from waymark.domain.life_facts import COPIES_LEARNED, publisher_of
 from waymark.domain.parts import Commit
@@ -38,8 +39,10 @@ from waymark.ingest.counters import (
     metrics_of_life,
     seq_in,
 )
+from waymark.ingest.frames import Frame, ReplayedBatch
 from waymark.ingest.order import FrameOrder, FramePosition
 from waymark.store.activity import ActivityKind
+from waymark.store.calls import CALL_BLOCKS
 from waymark.store.records import StreamRecord
 
 log = logging.getLogger(__name__)
@@ -105,7 +108,7 @@ class Life:
         self._counted = metrics_of_life(metrics)
         self._on_gap = on_gap
         self._fold: list[Incoming] = []
-        self._fold_bytes = 0
+        self._fold_bytes = self._fold_hashes = 0
         self._passed: Counter[LifeCounter] = Counter()
         """Counts of the batches that the open fold skips. They are added to ``counters`` when the fold is applied."""
 
@@ -155,7 +158,24 @@ class Life:
             self._hear(incoming.batch.publisher_id)
         self._fold.append(incoming)
         self._fold_bytes += incoming.size
-        self.order.advance(incoming.seq, incoming.digest, incoming.batch.ts)
+        self._fold_hashes += _hashes_of(incoming)
+        self.order.advance(incoming.last_seq, incoming.digest, incoming.batch.ts)
+
+    async def take(self, incoming: Incoming, following: Iterable[Frame | ReplayedBatch]) -> int:
+        """Put the next batch into the open fold, with those of the next frames that can be applied together with it.
+
+        ``following`` are the next frames, as far as they are in order. Return how many were taken with the batch. The
+        fold is applied before it needs a second call to Redis, and when its frames are large.
+        """
+        if self._fold and self._fold_hashes + _hashes_of(incoming) > CALL_BLOCKS:
+            await self.flush()
+        if self.applier.resolver.takes_frames:
+            room, size = CALL_BLOCKS - self._fold_hashes, _FOLD_BYTES - self._fold_bytes
+            incoming = await self.decoder.go_on(incoming, following, hashes_max=room, bytes_max=size)
+        self.append(incoming)
+        if self._fold_bytes > _FOLD_BYTES:
+            await self.flush()
+        return incoming.batch.frames - 1
 
     async def flush(self) -> None:
         """Apply the open fold."""
@@ -169,17 +189,12 @@ class Life:
         commit = Commit(order.watermark, fold[-1].batch.ts, order.newest_ts, order.digest)
         await self.applier.apply(fold, commit)
         self.acknowledged = commit.watermark
-        self._fold, self._fold_bytes = [], 0
+        self._fold, self._fold_bytes, self._fold_hashes = [], 0, 0
         self.count_passed()
         self.is_proven = self._unproven is None
         if self.applier.resolver.doubts:
             await self._doubt_copies()
         await self.found()
-
-    @property
-    def is_fold_full(self) -> bool:
-        """Whether the open fold is so large that it is applied before more frames are read."""
-        return self._fold_bytes > _FOLD_BYTES
 
     async def found(self) -> None:
         """Note that the publisher is reachable: frames in order, or a replay, have shown it."""
@@ -441,3 +456,9 @@ class Life:
     def count_replay(self, outcome: str) -> None:
         self.counters[f"replays.{outcome}"] += 1
         self._metrics.replays.labels(outcome=outcome).inc()
+
+
+def _hashes_of(incoming: Incoming) -> int:
+    """Return the number of hashes in plain events; those of others are not counted for a fold."""
+    events = incoming.batch.events
+    return events.hashes if type(events) is PlainEvents else 0

@@ -65,6 +65,11 @@ class FrameOrder:
         """Note a live frame that a replay has applied already."""
         self.last_live, self._last_topic = frame.seq, frame.topic
 
+    def went_on(self, count: int) -> None:
+        """Note so many live frames behind the last one, in order, and of its topic and rank."""
+        assert self.last_live is not None
+        self.last_live += count
+
     def place(self, seq: int, digest: str, ts: float | None) -> FramePosition:
         """Judge a batch by its seq, digest and ts, without the seqs of earlier live frames."""
         if self.watermark is None:

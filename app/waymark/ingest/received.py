@@ -74,6 +74,21 @@ class ReceivedFrames:
         """Remove the oldest of the taken frames, and return it."""
         return self._taken.popleft() if self._taken else None
 
+    def behind(self, frame: Frame) -> Iterator[Frame]:
+        """Yield the taken frames behind one that was read, as far as they are in order and of its topic; they stay."""
+        seq = frame.seq
+        for following in self._taken:
+            seq += 1
+            is_next = following.seq == seq and following.connection == frame.connection
+            if not is_next or following.topic != frame.topic or seq in self._applied:
+                return
+            yield following
+
+    def skip(self, count: int) -> None:
+        """Remove the oldest of the taken frames, which were read together with the one before."""
+        for _ in range(count):
+            self._taken.popleft()
+
     def is_applied(self, seq: int) -> bool:
         """Return whether a replay has applied the last frame read, which has this seq. True only once for a frame."""
         is_applied = seq in self._applied

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
 from types import TracebackType
 from typing import Self
@@ -265,8 +265,12 @@ class _ReplayRequest:
         """The other replies to this request are ignored. The next request begins at the present watermark."""
 
     async def read(self, portion: list[ReplayedBatch]) -> None:
-        for seq, payload, topic in portion:
+        at = 0
+        while at < len(portion):
+            reply = portion[at]
+            seq, payload, topic = reply
             life, watermark = self._life, self._life.order.watermark
+            at += 1
             # The bytes of a batch at the end of a snapshot are not known; its process is the proof.
             proven_from = watermark if watermark is None or life.order.digest else watermark - 1
             is_known = not life.is_open and proven_from is not None and seq <= proven_from
@@ -276,7 +280,7 @@ class _ReplayRequest:
                 if self._lacks_batches_before(seq):
                     await self._read_received(incoming)
                 if not self.is_over:
-                    await self._read(incoming)
+                    at += await self._read(incoming, _behind(reply, portion, at))
                 if self.is_over:
                     return
 
@@ -301,30 +305,30 @@ class _ReplayRequest:
                     return
                 self._received.applied(incoming.seq)
 
-    async def _read(self, incoming: Incoming) -> None:
-        """Read a batch, which may show a loss before it or the end of the life."""
+    async def _read(self, incoming: Incoming, following: Iterable[ReplayedBatch] = ()) -> int:
+        """Read a batch, which may show a loss before it or the end of the life. Return how many of the replies that
+        follow were read with it.
+        """
         life, order, seq = self._life, self._life.order, incoming.seq
         await life.close_opening(seq)
         if self._is_first and order.watermark is not None and seq >= life.proof[0]:
             self._is_first = False
             if not await self._is_same_life(incoming):
                 self.is_over = True
-                return
+                return 0
         if order.watermark is None:
             self._is_first = False
             if seq > life.first_seq:
                 await life.join_late()
         elif seq <= order.watermark:
-            return
+            return 0
         elif seq > order.watermark + 1:
             await life.flush()
             if self._known_hole != (order.watermark + 1, seq):
                 self.hole, self.is_over = (order.watermark + 1, seq), True
-                return
+                return 0
             await life.pass_hole(seq)
-        life.append(incoming)
-        if life.is_fold_full:
-            await life.flush()
+        return await life.take(incoming, following)
 
     async def _is_same_life(self, first: Incoming) -> bool:
         """Return whether the first reply proves the present life. If it does not, end this life."""
@@ -350,3 +354,11 @@ class _ReplayRequest:
             return True
         await life.begin_anew("life cannot be proven")
         return False
+
+
+def _behind(reply: ReplayedBatch, portion: Sequence[ReplayedBatch], at: int) -> Iterator[ReplayedBatch]:
+    """Yield the replies from number ``at`` on that are in order behind one, and of its topic."""
+    for seq, following in enumerate(portion[at:], reply.seq + 1):
+        if following.seq != seq or following.topic != reply.topic:
+            return
+        yield following

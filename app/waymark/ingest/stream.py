@@ -52,8 +52,8 @@ REPLAY_SECONDS = 600.0
 would never end."""
 
 FOLD_BATCHES = 64
-"""Waiting batches that go to Redis in one call. A call ends after some hundred blocks anyway,
-so that queries need not wait for it."""
+"""Waiting frames that are applied together. A call to Redis has a bounded number of blocks anyway, so that queries need
+not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,9 +324,9 @@ class Stream:
             elif judgement is FramePosition.STALE:
                 life.count("stale_batches")
             else:
-                life.append(incoming)
-                if life.is_fold_full:
-                    await life.flush()
+                count = await life.take(incoming, received.behind(frame))
+                received.skip(count)
+                life.order.went_on(count)
         await life.flush()
 
     async def _settle(self, judgement: FramePosition, incoming: Incoming) -> FramePosition:

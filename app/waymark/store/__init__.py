@@ -6,6 +6,7 @@ Other packages import the modules in ``__all__``; the rest is reached by the att
 __all__ = [
     "activity",
     "books",
+    "calls",
     "chain",
     "claims",
     "directory",

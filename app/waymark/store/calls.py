@@ -12,7 +12,7 @@ from waymark.domain.rows import Place
 
 #: The limits of one call. A call at either limit takes Redis about 2 ms, and every reader waits that long.
 CALL_PARTS = 128
-CALL_BLOCKS = 2048
+CALL_BLOCKS = 3584
 #: The header of a packed part: kind, holder, batch, position of its last block, row, branch row, number of blocks,
 #: flags.
 _HEADER = struct.Struct(">cHHIHHBB")
