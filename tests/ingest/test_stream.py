@@ -6,7 +6,8 @@ import asyncio
 import random
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -14,10 +15,12 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import GROUP, PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
 from tests.patience import within
-from waymark.apply.applier import Incoming
+from waymark.apply.applier import Applier, Incoming
+from waymark.base import native
 from waymark.decide.group_loads import GroupLoads
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
+from waymark.domain.parts import Commit
 from waymark.ingest.batch_decoder import BatchDecoder
 from waymark.ingest.connection_failure import ConnectionFailure
 from waymark.ingest.frames import ReplayedBatch
@@ -489,3 +492,30 @@ async def test_a_lone_frame_waits_for_no_timer(bench: Bench, monkeypatch: pytest
         await pod.work(1)
         await bench.at_watermark_by_another_loop(1, seq)
     await pod.agrees()
+
+
+@pytest.mark.skipif(not native.is_built, reason="built without the C part")
+async def test_a_fold_is_applied_before_it_needs_a_second_call(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("waymark.ingest.life.CALL_BLOCKS", 4)
+    folds: list[list[Batch]] = []
+    apply = Applier.apply
+
+    async def noting(applier: Applier, fold: Sequence[Incoming], commit: Commit | None) -> None:
+        folds.append([incoming.batch for incoming in fold])
+        await apply(applier, fold, commit)
+
+    monkeypatch.setattr(Applier, "apply", noting)
+    worker = await bench.worker(options=replace(WITHOUT_PROBES, replay_idle_seconds=PATIENCE_SECONDS))
+    with worker.without_places():
+        pod = await bench.pod()
+        await pod.subscribed()
+        await pod.has_status("replaying")
+        for i in range(10):
+            pod.publisher.publish_payload(msgpack.packb([pod.clock(), [["BlockRemoved", [i]]], 0]))
+        await wait_until(lambda: worker.metric("buffer_frames") == 10, "10 frames have arrived", PATIENCE_SECONDS)
+    await pod.at_watermark(pod.last_seq)
+    await pod.counted(batches=10)
+    frames = [[batch.frames for batch in fold] for fold in folds]
+    assert sum(map(sum, frames)) == 10
+    assert max(map(sum, frames)) <= 4  # each has one hash
+    assert max(map(max, frames)) > 1
