@@ -57,7 +57,7 @@ def run_all(payload: bytes, *, is_odd: bool) -> None:
     parts = loops.Parts(Part, Place, 1)
     at, position, odd = 0, 1, 0
     while at < len(events):
-        ran = known.run(events, at, position, 10**6, parts, 7, 1337, 0, {}, 32, (gone,), {}, True, True)
+        ran = known.run(events, at, position, 10**6, parts, 7, 1337, 0, {}, 32, (gone,), {}, True, True, [])
         if ran[0] == at:
             ran, odd = (at + 1, position + 1), odd + 1
         at, position = ran[:2]
