@@ -311,6 +311,89 @@ async def test_every_decision_has_the_same_answer_on_both_ways(store: Store, mon
     assert straight.said.count("replied") > 0.8 * straight.said.count("begun")
 
 
+DYNAMO_DECISIONS = ("/dynamo/select", "/dynamo/select_and_reserve")
+#: Fields of a decision of the Dynamo API beside its prompt.
+OF_DYNAMO: list[dict[str, Any]] = [
+    {},
+    {"model_name": "unknown"},
+    {"selection_id": "mine"},
+    {"selection_id": ""},
+    {"allowed_worker_ids": [7]},
+    {"allowed_worker_ids": [8]},
+    {"allowed_worker_ids": []},
+    {"allowed_worker_ids": ["x"]},
+    {"router_config_override": {"overlap_score_weight": 2.0, "unknown": 1}},
+    {"router_config_override": {"overlap_score_weight": -1}},
+    {"isl_tokens": 700},
+    {"isl_tokens": -1},
+    {"cache_salt": "s"},
+    {"lora_name": "sql"},
+    {"routing_group": "nobody"},
+    {"tenant_id": 7},
+]
+
+
+def dynamo_bodies() -> Iterator[tuple[bytes, ...]]:
+    """Each with its headers."""
+    packed = b"content-type: application/msgpack"
+    yield from ((body,) for body in bodies())
+    yield from ((body, packed) for body in packed_bodies())
+    for more in OF_DYNAMO:
+        for prompt in (
+            {"token_ids": TOKENS},
+            {"token_ids": [9, 9]},
+            {"block_hashes": LOCAL, "sequence_hashes": HASHES},
+            {"block_hashes": LOCAL},
+            {},
+        ):
+            asked = {"model_name": "m"} | prompt | more
+            yield (json.dumps(asked).encode(),)
+            yield msgpack.packb(asked), packed
+
+
+@pytest.mark.long
+async def test_every_decision_of_the_dynamo_api_has_the_same_answer_on_both_ways(store: Store) -> None:
+    """Loads are read for each decision."""
+    seen = set()
+    async with (
+        way(store, is_straight=True, loads_ms=0) as straight,
+        way(store, is_straight=False, loads_ms=0) as ordinary,
+    ):
+        for body, *lines in dynamo_bodies():
+            for path in DYNAMO_DECISIONS:
+                answers = [await selected(each, path, body, *lines) for each in (straight, ordinary)]
+                assert answers[0] == answers[1], (path, body[:300], lines)
+                seen.add((path, answers[0][9:12]))
+        for each in (straight, ordinary):
+            answers = [await each.post(DYNAMO_DECISIONS[1], SELECTION) for _ in range(2)]
+            assert [answer[9:12] for answer in answers] == [b"200", b"409"]
+            await ended(each, b"mine")
+    for path in DYNAMO_DECISIONS:
+        statuses = {status for of, status in seen if of == path}
+        assert {b"200", b"400", b"404", b"413", b"422", b"503"} >= statuses >= {b"200", b"422", b"503"}
+    assert straight.said.count("replied") == straight.said.count("begun") > 1000
+
+
+SELECTION = json.dumps({"model_name": "m", "token_ids": TOKENS, "selection_id": "mine"}).encode()
+
+
+async def selected(way: Way, path: str, body: bytes, *lines: bytes) -> bytes:
+    """The answer without an id that was made for it; what it reserves is released."""
+    answer = _ID.sub(b"x-request-id", await way.post(path, body, *lines))
+    # A text in JSON, or in msgpack.
+    named = re.search(rb'selection_id(?:":"|\xd9[\x00-\xff]|[\xa0-\xbf])([!#-~]+)', answer)
+    if named is None:
+        return answer
+    if path == DYNAMO_DECISIONS[1]:
+        await ended(way, named[1])
+    return answer if b"mine" in body else answer.replace(named[1], b"id")
+
+
+async def ended(way: Way, selection_id: bytes) -> None:
+    deleted = b"DELETE /dynamo/reservations/%b HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % selection_id
+    assert (await wire(way.port, deleted)).startswith(b"HTTP/1.1 200 "), selection_id
+
+
 async def decided(way: Way, path: str, body: bytes, *lines: bytes) -> bytes:
     """The answer without what is random in it; what it reserves is released."""
     answer = _ID.sub(b"x-request-id", await way.post(path, body, *lines))
@@ -323,21 +406,30 @@ async def decided(way: Way, path: str, body: bytes, *lines: bytes) -> bytes:
     return answer
 
 
-async def test_a_decision_without_redis_is_the_same_on_both_ways(proxy: Proxy) -> None:
-    body = json.dumps({"model": "m", "token_ids": TOKENS, "policy": "least-work"}).encode()
+@pytest.mark.parametrize(
+    ("path", "fields", "usual", "without"),
+    [
+        ("/select", {"model": "m", "policy": "least-work"}, b'"degraded":false', b'"degraded":true'),
+        ("/dynamo/select", {"model_name": "m"}, b'"longest_matched":300', b'"longest_matched":0'),
+    ],
+)
+async def test_a_decision_without_redis_is_the_same_on_both_ways(
+    proxy: Proxy, path: str, fields: dict[str, Any], usual: bytes, without: bytes
+) -> None:
+    body = json.dumps({"token_ids": TOKENS} | fields).encode()
     async with (
         asked_once(proxy, query_deadline_ms=1000) as straight,
         asked_once(proxy, is_straight=False, query_deadline_ms=1000) as ordinary,
     ):
         for each in (straight, ordinary):
-            assert b'"degraded":false' in await each.post("/select", body)
+            assert usual in await each.post(path, body)
         straight.said.clear()
         proxy.hold()
-        answers = [re.sub(rb"\.[0-9a-f]{16}", b"", await each.post("/select", body)) for each in (straight, ordinary)]
+        answers = [re.sub(rb"\.[0-9a-f]{16}", b"", await each.post(path, body)) for each in (straight, ordinary)]
         assert answers[0] == answers[1]
-        assert b'"degraded":true' in answers[0]
+        assert without in answers[0]
         assert straight.said == ["begun", "replied"]
-        assert straight.value("http_requests_total", route="/select", method="POST", status="200") == 2
+        assert straight.value("http_requests_total", route=path, method="POST", status="200") == 2
         proxy.heal()
 
 
@@ -438,7 +530,12 @@ async def test_a_long_body_in_pieces_goes_the_straight_way(ways: tuple[Way, Way]
 
 @pytest.mark.parametrize(
     ("path", "expected"),
-    [("/query", b'"longest_matched":600'), ("/select", b'"device_tokens":600'), ("/score", b'"a"')],
+    [
+        ("/query", b'"longest_matched":600'),
+        ("/select", b'"device_tokens":600'),
+        ("/score", b'"a"'),
+        ("/dynamo/select", b'"longest_matched":300'),
+    ],
 )
 async def test_a_usual_request_needs_no_task(store: Store, path: str, expected: bytes) -> None:
     async with way(store, is_straight=True, loads_ms=10_000) as straight:
@@ -464,11 +561,12 @@ async def tasks_made(straight: Way, path: str, expected: bytes) -> list[str]:
         assert found is not None
         assert expected in await reader.readexactly(int(found[1]))
 
-    await answer(QUERY)
+    body = QUERY.replace(b'"model"', b'"model_name"') if path.startswith("/dynamo") else QUERY
+    await answer(body)
     loop = asyncio.get_running_loop()
     loop.set_task_factory(noted)
     try:
-        await answer(QUERY)
+        await answer(body)
     finally:
         loop.set_task_factory(None)
         writer.close()

@@ -63,6 +63,7 @@ _QUERIES = frozenset(
     {
         *("/query", "/query_by_hash", "/select", "/release", "/score"),
         *("/dynamo/query", "/dynamo/query_by_hash", "/dynamo/query_tiered_by_hash"),
+        *("/dynamo/select", "/dynamo/select_and_reserve"),
     }
 )
 
@@ -208,6 +209,7 @@ class _ApiParts:
     def dynamo_rows(self) -> list[_PathRow]:
         """Return the operations of Dynamo's indexer and selector that are not about the cached blocks of a prompt."""
         views, workers, select, loads = self.dynamo_views, self.dynamo_workers, self.dynamo_select, self.dynamo_loads
+        picked, reserved = Straight(select.select), Straight(select.select_and_reserve)
         return [
             _PathRow("POST", "/dynamo/register", "write", self.dynamo.register, docs.DYNAMO_REGISTER),
             _PathRow("POST", "/dynamo/unregister", "write", self.dynamo.unregister, docs.DYNAMO_UNREGISTER),
@@ -221,8 +223,8 @@ class _ApiParts:
             _PathRow("POST", "/dynamo/workers", "write", workers.add, docs.ADD_WORKER),
             _PathRow("PATCH", "/dynamo/workers/{worker_id}", "write", workers.change, docs.CHANGE_WORKER),
             _PathRow("DELETE", "/dynamo/workers/{worker_id}", "write", workers.remove, docs.REMOVE_WORKER),
-            _PathRow("POST", "/dynamo/select", "write", select.select, docs.DYNAMO_SELECT, select.select_without_redis),
-            _PathRow("POST", "/dynamo/select_and_reserve", "write", select.select_and_reserve, docs.SELECT_AND_RESERVE),
+            _PathRow("POST", "/dynamo/select", "write", picked, docs.DYNAMO_SELECT, select.select_without_redis),
+            _PathRow("POST", "/dynamo/select_and_reserve", "write", reserved, docs.SELECT_AND_RESERVE),
             _PathRow("POST", "/dynamo/reservations", "write", select.reserve, docs.RESERVE),
             _PathRow("POST", f"{_RESERVED}/prefill_complete", "write", select.prefill_complete, docs.PREFILL_COMPLETE),
             _PathRow("POST", f"{_RESERVED}/output_block", "write", select.output_block, docs.OUTPUT_BLOCK),

@@ -32,6 +32,7 @@ from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import DynamoRank, Walk, dynamo_rows
 from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import PromptIds
+from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 
 PromptRequest: TypeAlias = DynamoSelectRequest | DynamoPromptRequest | DynamoReservationRequest
@@ -46,11 +47,11 @@ class DynamoInputs:
         self._seed = options.hash_seed
         self._selector = selector
 
-    async def workers(self, group: GroupName, *, is_newest: bool = False) -> tuple[set[str], int]:
+    def workers(self, group: GroupName, *, is_newest: bool = False) -> Steps[tuple[set[str], int]]:
         """Return the workers of a group, and its block size: that of the rank that was registered first."""
         table = None if is_newest else self._store.reader.table_at_hand(group)
         if table is None or not table.publishers:
-            table = await self._store.reader.table(group, deadline_seconds=self._deadline_seconds)
+            table = yield Waiting(self._store.reader.table(group, deadline_seconds=self._deadline_seconds))
         if table is None and self._selector.snapshots.was_there(group):
             last = self._selector.snapshots.last(group)
             table = None if last is None else last.fleet.table
@@ -173,7 +174,7 @@ class DynamoLoadHandlers:
         )
         rows = []
         for group in groups:
-            _, block_size = await self._inputs.workers(group)
+            _, block_size = await finished(self._inputs.workers(group))
             question = Question(group, partial(_nothing, 0), self._inputs.policy(None), block_size)
             ranked = await self._selector.score(question)
             if ranked is None:
@@ -195,7 +196,7 @@ class DynamoLoadHandlers:
         request = DynamoPromptRequest.of(body.fields)
         group = request.group
         cache: dict[int, HashedPrompt] = {}
-        _, block_size = await self._inputs.workers(group)
+        _, block_size = await finished(self._inputs.workers(group))
         question = Question(
             group,
             remembered(self._inputs.prompt(request, body), cache),

@@ -35,6 +35,7 @@ from waymark.domain.keys import unpack
 from waymark.domain.match import Walk, dynamo_rows
 from waymark.domain.names import GroupName
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
+from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 
 #: A client of the released selector reports no sign of life but output blocks; there a load stays for 300 s, too.
@@ -58,32 +59,32 @@ class DynamoSelect:
 
     # ---- selections --------------------------------------------------------------------------------
 
-    async def select(self, body: Body) -> Answer:
-        """Pick a worker, without a reservation."""
-        return await self._select(body)
+    def select(self, body: Body, cause: Cause | None = None) -> Steps[Answer]:
+        """Pick a worker, without a reservation. ``cause`` is a reason, known already, to do without Redis."""
+        request = DynamoSelectRequest.of(body.fields)
+        answer, reservation_text, _ = yield from self._selected(request, body, is_reserved=False, cause=cause)
+        if request.selection_id is not None:
+            yield Waiting(self._begin(request.selection_id, f"{_PENDING}{reservation_text}"))
+        return Answer(answer)
 
     async def select_without_redis(self, body: Body) -> Answer:
         """Pick a worker while Redis is unavailable."""
-        return await self._select(body, Cause.NO_REDIS)
+        return await finished(self.select(body, Cause.NO_REDIS))
 
-    async def _select(self, body: Body, cause: Cause | None = None) -> Answer:
-        request = DynamoSelectRequest.of(body.fields)
-        answer, reservation_text, _ = await self._selected(request, body, is_reserved=False, cause=cause)
-        if request.selection_id is not None:
-            await self._begin(request.selection_id, f"{_PENDING}{reservation_text}")
-        return Answer(answer)
-
-    async def select_and_reserve(self, body: Body) -> Answer:
+    def select_and_reserve(self, body: Body) -> Steps[Answer]:
         """Pick a worker and reserve it under an id, which must be new."""
         request = DynamoSelectRequest.of(body.fields)
         selection_id = request.selection_id or str(uuid4())
-        await self._begin(selection_id)
+        yield Waiting(self._begin(selection_id))
         try:
-            answer, reservation_text, prompt = await self._selected(request, body, is_reserved=True)
-        except BaseException:
-            await self._forget(selection_id)
+            answer, reservation_text, prompt = yield from self._selected(request, body, is_reserved=True)
+        except GeneratorExit:  # nothing can be waited for any more
+            self._store.begin(self._forget(selection_id))
             raise
-        await self._keep(selection_id, reservation_text)
+        except BaseException:
+            yield Waiting(self._forget(selection_id))
+            raise
+        yield Waiting(self._keep(selection_id, reservation_text))
         signed = [key - 2**64 if key >= 2**63 else key for key in unpack(prompt.keys)]
         head = {"selection_id": selection_id, "sequence_hashes": signed, "isl_tokens": prompt.tokens}
         return Answer(DynamoSelectAndReserveAnswer(**vars(answer) | head, track_prefill_tokens=True))
@@ -157,21 +158,23 @@ class DynamoSelect:
 
     # ---- one selection -----------------------------------------------------------------------------
 
-    async def _selected(
+    def _selected(
         self, request: DynamoSelectRequest, body: Body, *, is_reserved: bool, cause: Cause | None = None
-    ) -> tuple[DynamoSelectAnswer, str, HashedPrompt]:
+    ) -> Steps[tuple[DynamoSelectAnswer, str, HashedPrompt]]:
         """Return the answer of a selection, the text of its reservation as it is or would be, and its prompt."""
         group = request.group
         cache: dict[int, HashedPrompt] = {}
         prompt_of = remembered(self._inputs.prompt(request, body), cache)
-        only, block_size = await self._allowed(request)
+        only, block_size = yield from self._allowed(request)
         parameters = SelectParameters(
             only=only, profile="single", is_reserved=is_reserved, milliseconds=_RESERVATION_MS
         )
         policy = self._inputs.policy(request.router_config_override)
         question = Question(group, prompt_of, policy, block_size, cache_salt=request.cache_salt, parameters=parameters)
         try:
-            selected = await self._selector.select_open(question, self._gate, without=cause, passed_on=Cause.NO_REDIS)
+            selected = yield from self._selector.selecting(
+                question, self._gate, without=cause, passed_on=Cause.NO_REDIS
+            )
         except NoTarget:
             raise none_schedulable(group) from None
         candidate, prompt = selected.target.candidate, cache[block_size]
@@ -193,12 +196,12 @@ class DynamoSelect:
         )
         return answer, text, prompt
 
-    async def _allowed(self, request: DynamoSelectRequest) -> tuple[frozenset[str], int]:
+    def _allowed(self, request: DynamoSelectRequest) -> Steps[tuple[frozenset[str], int]]:
         """Return the workers that a request allows, and the block size of its group. Raise NoTarget without any."""
         allowed = None if request.allowed_worker_ids is None else set(map(str, request.allowed_worker_ids))
-        workers, block_size = await self._inputs.workers(request.group)
+        workers, block_size = yield from self._inputs.workers(request.group)
         if allowed is not None and not allowed <= workers:
-            workers, block_size = await self._inputs.workers(request.group, is_newest=True)
+            workers, block_size = yield from self._inputs.workers(request.group, is_newest=True)
         only = frozenset(workers if allowed is None else allowed & workers)
         if not only:
             raise NoTarget("no endpoints available to route work")
@@ -231,6 +234,9 @@ class DynamoSelect:
 
     async def _begin(self, selection_id: str, state: str = _BEGUN) -> None:
         """Give a new id its first state. Raise Conflict if it is not new."""
+        if await self._store.selections.change(selection_id, "", state, _PENDING_MS):
+            return
+        # It may be that of a selection that nobody has reserved.
         old_state = await self._store.selections.find(selection_id)
         if old_state.startswith((_BEGUN, _RESERVED)) or not await self._store.selections.change(
             selection_id, old_state, state, _PENDING_MS
