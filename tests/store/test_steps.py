@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from tests.conftest import wait_until
-from waymark.store.steps import Steps, Waiting, Within, finished
+from tests.patience import patient
+from waymark.store.steps import Steps, TimeLimit, Waiting, Within, finished
 
 
 class Work:
@@ -36,7 +38,7 @@ class Work:
 
 
 def within(seconds: float, steps: Steps[str]) -> Steps[str]:
-    result: str = yield Within(seconds, steps)
+    result: str = yield Within(TimeLimit(seconds), steps)
     return result
 
 
@@ -65,6 +67,38 @@ async def test_late_steps_end_with_what_they_wait_for() -> None:
         await finished(within(0.001, work.steps()))
     assert work.said[0] == "closed"
     await wait_until(lambda: work.said == ["closed", "cancelled"], "the task is cancelled, too")
+
+
+async def test_steps_with_one_limit_share_a_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that end in time are forgotten, and the first of the others is late at its own time."""
+    loop, limit, timers = asyncio.get_running_loop(), TimeLimit(patient(0.2)), list[float]()
+    call_at = loop.call_at
+
+    def at(moment: float, callback: Any, *arguments: Any, **named: Any) -> asyncio.TimerHandle:
+        if getattr(callback, "__self__", None) is limit:
+            timers.append(moment)
+        return call_at(moment, callback, *arguments, **named)
+
+    async def limited(work: Work) -> str:
+        def steps() -> Steps[str]:
+            return (yield Within(limit, work.steps()))
+
+        return await finished(steps())
+
+    in_time = [Work() for _ in range(100)]
+    for work in in_time:
+        work.may_end.set()
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "call_at", at)
+        assert [await limited(work) for work in in_time] == ["done"] * 100
+        assert len(limit._running) == 1
+        began = loop.time()
+        with pytest.raises(TimeoutError):
+            await limited(late := Work())
+        assert late.said[0] == "closed"
+        assert loop.time() - began >= limit.seconds - 0.01
+    assert 1 <= len(timers) <= 3  # the first was for those that had ended by then
+    assert not limit._running
 
 
 @pytest.mark.parametrize("wrap", [lambda steps: steps, lambda steps: within(60, steps)], ids=["alone", "within"])

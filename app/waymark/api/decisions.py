@@ -197,7 +197,7 @@ class Decisions:
     ) -> Steps[Answer | Paused]:
         """Return the decision about a prompt, which first gets tokens if the policy needs them."""
         request, question, text = decision_body.request, decision_body.question, decision_body.text
-        if request.policy is None:
+        if request.policy is None and question.policy is not self._selector.default_policy:
             question = question._replace(policy=self._selector.default_policy)
         is_sticky = is_sticky or question.policy.preset is PRESETS["sticky"]
         if text is not None and (text.field == "prompt" or not is_sticky):
@@ -304,19 +304,23 @@ def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
 
     by_address = request.by == "address"
     source = selected.source
+    reservation = ",".join(map(str, selected.reservations)) or None
     names = (candidate.address if by_address else candidate.instance_id for candidate in selected.others)
+    others = [name for name in names if name is not None]
     return Answer(
-        SelectAnswer(
+        quick(
+            SelectAnswer,
             target=row(selected.target),
-            others=[name for name in names if name is not None],
+            others=others,
             prefill=None if selected.prefill is None else row(selected.prefill),
             encode=list(map(row, selected.encode)),
             policy=selected.policy.name,
             decision=selected.decision,
             degraded=selected.is_degraded,
             prefix_key=None if selected.prefix_key is None else selected.prefix_key.hex(),
-            reservation=",".join(map(str, selected.reservations)) or None,
+            reservation=reservation,
             headers=dict(selected.headers),
             source=None if source is None else SourceAnswer(**source._asdict()),
+            explanation=None,
         )
     )

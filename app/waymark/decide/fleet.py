@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -103,14 +103,15 @@ class Allowed:
     only: Set[int] | None = None
     """None: all."""
     without: Set[int] = frozenset()
+    are_all: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Each decision asks for it several times.
+        object.__setattr__(self, "are_all", self.only is None and not self.without)
 
     def has(self, publisher: int) -> bool:
         """Return whether the request may go to a target."""
         return publisher not in self.without and (self.only is None or publisher in self.only)
-
-    @property
-    def are_all(self) -> bool:
-        return self.only is None and not self.without
 
 
 _ALL = Allowed()

@@ -43,7 +43,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.status import Decision
 from waymark.domain.table import PublisherRow
 from waymark.store.reservations import Offer, Reservation, ReservationPart, ReservationTerms
-from waymark.store.steps import Steps, Waiting, Within, finished
+from waymark.store.steps import Steps, TimeLimit, Waiting, Within, finished
 from waymark.store.store import Store
 
 #: How often a decision starts over because its group's table has changed meanwhile.
@@ -87,6 +87,7 @@ class Selector:
         self._shadows = Shadows(store.kept_decisions, self.snapshots, options, metrics, store.begin)
         self._own = OwnReservations()
         self._matches = MatchReader(store, options, self.snapshots, pools)
+        self._limit = TimeLimit(2 * options.deadline_seconds)
         self._away_until = float("-inf")
         self._observe_walk = metrics.decision_duration_seconds.labels(part="walk").observe
         self._observe_policy = metrics.decision_duration_seconds.labels(part="policy").observe
@@ -198,13 +199,14 @@ class Selector:
         loop = asyncio.get_running_loop()
         if loop.time() < self._away_until:
             raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
-        seconds = 2 * self._options.deadline_seconds
         try:
-            selected: SelectedTarget = yield Within(seconds, self._select(question))
+            selected: SelectedTarget = yield Within(self._limit, self._select(question))
         except (StoreUnavailable, TimeoutError) as exc:
             self._away_until = loop.time() + _AWAY_SECONDS
             if isinstance(exc, TimeoutError):
-                raise StoreUnavailable(f"Redis did not answer within {seconds:g} s; try again in a moment") from None
+                raise StoreUnavailable(
+                    f"Redis did not answer within {self._limit.seconds:g} s; try again in a moment"
+                ) from None
             raise
         by_key = _BY_KEY.get(selected.decision) if question.prefix_key is not None else None
         if by_key is not None or selected.policy.name == "sticky":

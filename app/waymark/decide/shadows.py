@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
-from math import isclose
+from math import ceil, isclose
 from random import Random
 
 from waymark.base.errors import StoreUnavailable
@@ -156,6 +156,8 @@ class Shadows:
         self._reading: asyncio.Task[None] | None = None
         self._shadows = options.shadows
         self._share = options.decisions_kept
+        self._kept_below = f"{ceil(self._share * 2.0**64):016x}" if self._share < 1 else "g"
+        """Nonces that are less, as texts, are of decisions that are kept; no hex digit is as great as g."""
         self._metrics = metrics
         # Of its own, so that the decisions draw the same numbers with and without shadows.
         self._random = random or Random()
@@ -239,7 +241,7 @@ class Shadows:
 
     def is_kept(self, reservation: Reservation) -> bool:
         """Return whether the decision that made a reservation is kept."""
-        return int(reservation.nonce, 16) < self._share * 2.0**64
+        return reservation.nonce < self._kept_below
 
     def ended(self, reservations: Sequence[Reservation], ttft_ms: float | None, usage: Usage) -> None:
         """Note the outcome of a request; its first reservation is that of its decision."""

@@ -8,6 +8,7 @@ future, and all replies of one turn are used up in one pass. Any other step is a
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -58,21 +59,52 @@ class Waiting:
         self._task.cancel()
 
 
+class TimeLimit:
+    """The longest time that some steps may take, with one timer for all: one for each would cost more than the rest of
+    a step.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._running: deque[tuple[float, Within]] = deque()
+        """Those that have begun, in order, each with the time by which it must end; some of them have ended."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, step: Within) -> None:
+        """End a step that has not ended by itself when its time is over."""
+        loop, running = asyncio.get_running_loop(), self._running
+        while running and running[0][1].is_ended:
+            running.popleft()
+        running.append((loop.time() + self.seconds, step))
+        if self._timer is None:
+            self._timer = loop.call_later(self.seconds, self._check)
+
+    def _check(self) -> None:
+        loop, running, self._timer = asyncio.get_running_loop(), self._running, None
+        now = loop.time()
+        while running and (running[0][1].is_ended or running[0][0] <= now):
+            running.popleft()[1].end_late()
+        if running and self._timer is None:  # whoever gets the error may begin another step
+            self._timer = loop.call_at(running[0][0], self._check)
+
+
 class Within:
-    """The step that runs steps, and ends them with TimeoutError if they take longer than some seconds."""
+    """The step that runs steps, and ends them with TimeoutError if they take longer than a limit."""
 
-    __slots__ = ("_receiver", "_run", "_seconds", "_steps", "_timer", "is_ended")
+    __slots__ = ("_limit", "_receiver", "_run", "_steps", "is_ended")
 
-    def __init__(self, seconds: float, steps: Steps[Any]) -> None:
-        self._seconds = seconds
-        self._steps = steps
+    def __init__(self, limit: TimeLimit, steps: Steps[Any]) -> None:
+        self._limit = limit
+        self._steps: Steps[Any] | None = steps
         self.is_ended = False
 
     def begin(self, receiver: ReplyReceiver[Any]) -> None:
-        self._receiver = receiver
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._late)
-        self._run: _StepsRun[Any] | None = _StepsRun(self._steps, self)
-        self._run.go_on(self._steps.send, None)
+        self._receiver: ReplyReceiver[Any] | None = receiver
+        self._limit.begin(self)
+        assert self._steps is not None, "it begins once"
+        steps, self._steps = self._steps, None
+        self._run: _StepsRun[Any] | None = _StepsRun(steps, self)
+        self._run.go_on(steps.send, None)
 
     def cancel(self) -> None:
         """End the steps; their result is not needed any more."""
@@ -82,25 +114,28 @@ class Within:
             run.cancel()
 
     def done(self) -> bool:
-        return self.is_ended or self._receiver.done()
+        return self._receiver is None or self._receiver.done()
 
     def set_result(self, result: Any) -> None:
-        self._end()
-        self._receiver.set_result(result)
+        self._end().set_result(result)
 
     def set_exception(self, exception: BaseException) -> None:
-        self._end()
-        self._receiver.set_exception(exception)
+        self._end().set_exception(exception)
 
-    def _end(self) -> None:
-        self.is_ended = True
-        self._run = None  # which has this as its receiver
-        self._timer.cancel()
+    def end_late(self) -> None:
+        """End the steps with TimeoutError, unless they have ended."""
+        receiver = self._receiver
+        if receiver is not None:
+            self.cancel()
+            if not receiver.done():
+                receiver.set_exception(TimeoutError())
 
-    def _late(self) -> None:
-        self.cancel()
-        if not self._receiver.done():
-            self._receiver.set_exception(TimeoutError())
+    def _end(self) -> ReplyReceiver[Any]:
+        """Return the receiver. Nothing is kept for the limit, which may know the step for longer."""
+        receiver = self._receiver
+        assert receiver is not None, "it ends once"
+        self.is_ended, self._run, self._receiver = True, None, None
+        return receiver
 
 
 def run(steps: Steps[T], receiver: ReplyReceiver[T]) -> None:
