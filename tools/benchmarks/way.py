@@ -1,28 +1,40 @@
-"""What each part of the straight way of a query costs, without the sockets: microseconds, and calls of Python.
+"""What each part of the straight way costs, without the sockets: microseconds, and calls of Python.
 
-    python -m tools.benchmarks.way [--only hash,tokens,short,select] [--pure] [--rounds 40]
+    python -m tools.benchmarks.way [--only hash,tokens,short,select,select-hash] [--cold] [--calls] [--pure]
 
-Each rung is a server of more parts, in this process, over transports that only remember: the system calls are the
-same on all of them. A figure is the least of the rounds, so it means something on a busy machine, too. The caches of
-the processor are warm, and a replica that waits between queries spends up to twice as much. ``select`` is a whole
-decision of the prompt of ``tokens`` among eight targets, of which one has it.
+Each rung is a server of more parts, in this process, over transports that only remember. A figure is the least of the
+rounds, so it means something on a busy machine, too. ``select`` and ``select-hash`` are decisions of the prompts of
+``tokens`` and ``hash`` among eight targets, of which one has them; they wait for Redis twice.
+
+``hot`` repeats one query, so that the caches of the processor have all that it needs. With ``--cold`` two columns stand
+beside it. For ``cold`` the caches are emptied before each turn of a query: a request or a reply that arrives, and what
+follows until the next wait. ``waits`` has another process that sends each of them over a socket and takes what is sent
+back. So a turn is three system calls, and the process sleeps before each; the first rung is mostly the kernel.
+
+``--calls`` prints the calls of the last rung in their order, with the microseconds from the beginning of a hot query;
+what the tracing costs is taken off, the same from each call and each return.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
+import multiprocessing
 import os
+import pickle
+import select
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple, TypeAlias
 
 import hiredis
 import httptools
@@ -60,12 +72,21 @@ KINDS: dict[str, tuple[str, Callable[[prompts.Prompt], bytes]]] = {
     "hash": ("/query_by_hash", prompts.by_hash),
     "tokens": ("/query", prompts.by_tokens),
     "short": ("/query", prompts.by_few_tokens),
+    "select": ("/select", prompts.by_tokens),
+    "select-hash": ("/select", prompts.by_hash),
 }
-SELECT = "select"
+_USUAL = ("hash", "tokens", "short")
 #: The targets of a decision.
 TARGETS = 8
 #: Queries of a round.
 QUERIES = 200
+#: Queries of a round that empties the caches before each turn.
+COLD_QUERIES = 5
+#: Twice the last cache of a large processor's core complex.
+_CACHES_BYTES = 64 * 2**20
+_MESSAGE_BYTES_MAX = 2**20
+#: Before what the other process is to send from now on.
+_NEW = b"new:"
 
 
 class Remembering(asyncio.Transport):
@@ -76,7 +97,8 @@ class Remembering(asyncio.Transport):
         self.written: list[bytes] = []
 
     def write(self, data: Any) -> None:
-        self.written.append(data)
+        if data:  # a connection may have written already what it was about to write
+            self.written.append(data)
 
     def is_closing(self) -> bool:
         return False
@@ -86,24 +108,37 @@ class Remembering(asyncio.Transport):
 
 
 @dataclass(frozen=True)
+class Trip:
+    """A question to Redis, and its replies."""
+
+    asked: bytes
+    replies: bytes
+    count: int
+
+
+@dataclass(frozen=True)
 class Exchange:
     """What passes between a client, the replica and Redis in one query."""
 
     path: str
     request: bytes
-    asked: bytes
-    replies: bytes
+    trips: Sequence[Trip]
     answer: bytes
+
+    @property
+    def arriving(self) -> list[bytes]:
+        """What arrives at the replica, in order."""
+        return [self.request, *(trip.replies for trip in self.trips)]
 
 
 class Bare:
     """The floor: httptools parses, hiredis parses, and the answer is known."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+        self.arriving = exchange.arriving
+        self._sent = [*(trip.asked for trip in exchange.trips), exchange.answer]
         self._parser = httptools.HttpRequestParser(self)
         self._replies = hiredis.Reader()
-        self._client, self._redis = Remembering(), Remembering()
         self._pieces: list[bytes] = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -114,109 +149,87 @@ class Bare:
 
     def on_message_complete(self) -> None:
         self._pieces = []
-        self._redis.write(self._exchange.asked)
 
-    def query(self) -> None:
-        self._parser.feed_data(self._exchange.request)
-        self._replies.feed(self._exchange.replies)
-        while self._replies.gets() is not False:
-            pass
-        self._client.write(self._exchange.answer)
-        self._client.written.clear()
-        self._redis.written.clear()
+    def turn(self, at: int) -> bytes:
+        if at == 0:
+            self._parser.feed_data(self.arriving[0])
+        else:
+            self._replies.feed(self.arriving[at])
+            while self._replies.gets() is not False:
+                pass
+        return self._sent[at]
+
+    async def rest(self) -> None:
+        pass
+
+    def silent(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Served:
-    """A connection of the server with a table of questions, and a connection to Redis."""
+    """A connection of the server with a table of questions, and the connections to Redis that a query uses in turn."""
 
-    def __init__(self, exchange: Exchange, app: Any, table: StraightTable, redis: ReadConnection) -> None:
-        self._exchange, self._redis = exchange, redis
+    def __init__(self, exchange: Exchange, app: Any, table: StraightTable, redis: Sequence[ReadConnection]) -> None:
+        self.arriving = exchange.arriving[: len(redis) + 1]
+        self._redis = redis
         self._client, self._asked = Remembering(), Remembering()
         self._connection = connection(app, table)
         self._connection.connection_made(self._client)
-        redis._transport = self._asked
 
-    def query(self) -> None:
-        redis = self._redis
-        self._connection.data_received(self._exchange.request)
-        if redis._unsent:
-            redis._write()
-            redis.data_received(self._exchange.replies)
-        assert len(self._client.written) == 1
-        self._client.written.clear()
-        self._asked.written.clear()
-
-
-class Decided:
-    """A connection of the server, and those to Redis that a decision uses one after the other."""
-
-    def __init__(self, app: Any, store: Store, redis: RedisServer, request: bytes) -> None:
-        self._store, self._redis, self._request = store, redis, request
-        self._asked: list[ReadConnection] = []
-        self._replies: list[bytes] = []
-        self._client = Remembering()
-        self._connection = connection(app, app.straight)
-        self._connection.connection_made(self._client)
-
-    async def learn(self) -> None:
-        """Decide in earnest, so that the readings are young, and then keep what Redis says."""
-        self._client.written.clear()
-        self._connection.data_received(self._request)
-        while not self._client.written:  # noqa: ASYNC110  # a few turns of a loop that has nothing else to do
-            await asyncio.sleep(0.001)
-        self._client.written.clear()
-        self._replies.clear()
-        reads = self._store.reader._client.reads
-        assert reads is not None
-        assert reads.scripts.connection is not None
-        self._asked = [read_connection(self._store), reads.scripts.connection]
-        with self.silent():
-            self._connection.data_received(self._request)
-            for each, count in zip(self._asked, (2, 1), strict=True):
-                packed = b"".join(each._unsent)
-                each._write()
-                self._replies.append(asked_of(self._redis, packed, count))
-                each.data_received(self._replies[-1])
-        assert len(self._client.written) == 1
-        self._client.written.clear()
+    def turn(self, at: int) -> bytes:
+        """Take what arrives, and return what is sent."""
+        receiver = self._redis[at - 1] if at else self._connection
+        receiver.data_received(self.arriving[at])
+        if at < len(self._redis):
+            self._redis[at]._write()
+            sent = self._asked.written
+        else:
+            sent = self._client.written
+        (data,) = sent
+        sent.clear()
+        return data
 
     @contextmanager
     def silent(self) -> Iterator[None]:
         """Send nothing to Redis in the meantime."""
-        real = [each._transport for each in self._asked]
-        for each in self._asked:
-            each._transport = Remembering()
+        real = [each._transport for each in self._redis]
+        for each in self._redis:
+            each._transport = self._asked
         try:
             yield
         finally:
-            for each, transport in zip(self._asked, real, strict=True):
+            for each, transport in zip(self._redis, real, strict=True):
                 each._transport = transport
 
-    def query(self) -> None:
-        self._connection.data_received(self._request)
-        for each, replies in zip(self._asked, self._replies, strict=True):
-            each._write()
-            each.data_received(replies)
-        assert len(self._client.written) == 1
+    async def ask(self) -> None:
+        """Ask in earnest, so that all that a query may remember is known."""
+        self._connection.data_received(self.arriving[0])
+        while not self._client.written:  # noqa: ASYNC110  # a few turns of a loop that has nothing else to do
+            await asyncio.sleep(0.001)
         self._client.written.clear()
+        await self.rest()
+
+    async def rest(self) -> None:
+        """Let the loop have its turns until nothing is under way, of tasks in the background neither."""
+        await asyncio.sleep(0.001)
+        while any(each._questions for each in self._redis):  # noqa: ASYNC110  # a few turns, too
+            await asyncio.sleep(0.001)
 
 
 class AtOnce:
-    """A question that is answered without a look at it, at once or with the reply of Redis."""
+    """A question that is answered without a look at it, at once or with the replies of Redis."""
 
-    def __init__(self, exchange: Exchange, redis: ReadConnection | None = None) -> None:
+    def __init__(self, exchange: Exchange, redis: Sequence[ReadConnection] = ()) -> None:
         self._body = exchange.answer.partition(b"\r\n\r\n")[2]
-        self._exchange, self._redis = exchange, redis
+        self._trips = list(zip(redis, exchange.trips, strict=False))
 
     def open(self, headers: RawHeaders) -> AtOnce:
         return self
 
     def begin(self, body: bytes, answering: Answering) -> None:
         self._answering = answering
-        if self._redis is None:
-            self.set_result(None)
-        else:
-            self._redis.send(self._exchange.asked, Replies(2), self, asyncio.get_running_loop().time() + 5)
+        self._left = iter(self._trips)
+        self.set_result(None)
 
     def disconnected(self) -> None:
         pass
@@ -225,30 +238,48 @@ class AtOnce:
         return False
 
     def set_result(self, result: Any) -> None:
-        self._answering.reply(200, b"application/json", (), self._body)
+        trip = next(self._left, None)
+        if trip is None:
+            self._answering.reply(200, b"application/json", (), self._body)
+        else:
+            send(*trip, self)
 
     def set_exception(self, error: BaseException) -> None:
         raise error
 
 
-def fixed(exchange: Exchange, redis: ReadConnection, settings: Settings, metrics: Metrics) -> StraightOperation:
+def send(redis: ReadConnection, trip: Trip, receiver: ReplyReceiver[Any]) -> None:
+    redis.send(trip.asked, Replies(trip.count), receiver, asyncio.get_running_loop().time() + 5)
+
+
+def fixed(exchange: Exchange, redis: Sequence[ReadConnection], settings: Settings) -> StraightOperation:
     """An operation whose body is read, and whose answer is known."""
     answer = exchange.answer.partition(b"\r\n\r\n")[2]
+    metrics = Metrics()
 
     class Ask:
+        def __init__(self, redis: ReadConnection, trip: Trip) -> None:
+            self._redis, self._trip = redis, trip
+
         def begin(self, receiver: ReplyReceiver[Any]) -> None:
-            redis.send(exchange.asked, Replies(2), receiver, asyncio.get_running_loop().time() + 5)
+            send(self._redis, self._trip, receiver)
 
     def steps(body: Body) -> Steps[Answer]:
-        yield Ask()
+        for each in zip(redis, exchange.trips, strict=True):
+            yield Ask(*each)
         return Answer(answer, media_type=b"application/json")
 
     cache = RequestCache(CACHE_BYTES_MAX, metrics)
     queue = AdmissionQueue(AT_ONCE)
     parts = Dependencies(
-        metrics, Gate(None, protect_reads=False), settings.max_body_bytes, settings.max_tokens, {"read": queue}, cache
+        metrics,
+        Gate(None, protect_reads=False),
+        settings.max_body_bytes,
+        settings.max_tokens,
+        {"read": queue, "decide": queue},
+        cache,
     )
-    doc = docs.QUERY if exchange.path == "/query" else docs.QUERY_BY_HASH
+    doc = {"/query": docs.QUERY, "/query_by_hash": docs.QUERY_BY_HASH, "/select": docs.SELECT}[exchange.path]
     return StraightOperation("POST", exchange.path, Straight(steps), access="read", doc=doc, dependencies=parts)
 
 
@@ -284,86 +315,205 @@ def asked_of(redis: RedisServer, packed: bytes, count: int) -> bytes:
 
 
 async def exchanged(kind: str, prompt: prompts.Prompt, app: Any, redis: RedisServer, store: Store) -> Exchange:
-    """What passes in a query of a prompt whose table and connection are known."""
+    """What passes in a query of a prompt whose table and connections are known."""
     path, body = KINDS[kind]
     request = post(path, body(prompt))
-    served, client = connection(app, app.straight), Remembering()
-    served.connection_made(client)
+    learning = Served(Exchange(path, request, (), b""), app, app.straight, ())
     for _ in range(20):  # so that the portions have their size
-        client.written.clear()
-        served.data_received(request)
-        while not client.written:  # noqa: ASYNC110  # a few turns of a loop that has nothing else to do
-            await asyncio.sleep(0)
-    reads = read_connection(store)
-    asked = Remembering()
-    real, reads._transport = reads._transport, asked
-    served.data_received(request)
-    reads._write()
-    reads._transport = real
-    packed = b"".join(asked.written)
-    replies = asked_of(redis, packed, 2)
-    answer = client.written[0]
-    reads.data_received(replies)
-    return Exchange(path, request, packed, replies, answer)
+        await learning.ask()
+    trips: list[Trip] = []
+    served = Served(Exchange(path, request, trips, b""), app, app.straight, connections(store))
+    await served.ask()
+    with served.silent():
+        served._connection.data_received(request)
+        for each in connections(store):
+            if each._unsent:
+                packed, count = b"".join(each._unsent), sum(question.reader.count for question in each._questions)
+                each._write()
+                trips.append(Trip(packed, asked_of(redis, packed, count), count))
+                each.data_received(trips[-1].replies)
+    return Exchange(path, request, trips, served._client.written[0])
 
 
-def read_connection(store: Store) -> ReadConnection:
+def connections(store: Store) -> list[ReadConnection]:
+    """The open connections to Redis: for reads, and for scripts if there was a decision."""
     reads = store.reader._client.reads
     assert reads is not None
-    assert reads.connection is not None
-    return reads.connection
+    opened = [each.connection for each in (reads, reads.scripts) if each.connection is not None]
+    assert opened
+    return opened
 
 
 def rungs(
-    exchange: Exchange, app: Shortcut, redis: ReadConnection, settings: Settings
+    exchange: Exchange, app: Shortcut, redis: Sequence[ReadConnection], settings: Settings
 ) -> Iterator[tuple[str, Bare | Served]]:
     """The servers, each with what the one before has."""
-    metrics, path = Metrics(), exchange.path.encode()
+    path = exchange.path.encode()
+    redis = redis[: len(exchange.trips)]
     yield "httptools and hiredis, nothing else", Bare(exchange)
-    yield "the server: connection, cycle, limits", Served(exchange, app, {path: AtOnce(exchange)}, redis)
+    yield "the server: connection, cycle, limits", Served(exchange, app, {path: AtOnce(exchange)}, ())
     yield "the connection to Redis, with deadlines", Served(exchange, app, {path: AtOnce(exchange, redis)}, redis)
-    operation = fixed(exchange, redis, settings, metrics)
+    operation = fixed(exchange, redis, settings)
     yield "access, admission, the body, metrics", Served(exchange, app, {path: operation}, redis)
-    yield "the whole query: keys, walk, answer", Served(exchange, app, app.straight, redis)
-    logged = AccessLog(app)
-    yield "the access log", Served(exchange, logged, logged.straight, redis)
+    what = "the whole decision" if exchange.path == "/select" else "the whole query: keys, walk, answer"
+    yield what, Served(exchange, app, app.straight, redis)
+    if exchange.path != "/select":
+        logged = AccessLog(app)
+        yield "the access log", Served(exchange, logged, logged.straight, redis)
 
 
-def measured(server: Bare | Served | Decided, rounds: int) -> tuple[float, int]:
-    """The least microseconds of a query, and its calls of Python."""
-    least = float("inf")
-    for _ in range(rounds):
+# ---- how a query is repeated ----------------------------------------------------------------------
+
+
+Repeat: TypeAlias = "Callable[[Bare | Served], float]"
+"""Repeats a query, and returns its seconds of CPU. Meanwhile the loop does nothing else."""
+
+
+def hot(server: Bare | Served) -> float:
+    """Repeat a query at once."""
+    turns = range(len(server.arriving))
+    began = time.process_time()
+    for _ in range(QUERIES):
+        for at in turns:
+            server.turn(at)
+    return (time.process_time() - began) / QUERIES
+
+
+class Emptied:
+    """Repeats a query whose every turn finds the caches empty."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray(b"\1") * _CACHES_BYTES
+
+    def __call__(self, server: Bare | Served) -> float:
+        seconds = 0.0
+        for _ in range(COLD_QUERIES):
+            for at in range(len(server.arriving)):
+                assert self._memory.find(b"\2") < 0
+                began = time.process_time()
+                server.turn(at)
+                seconds += time.process_time() - began
+        return seconds / COLD_QUERIES
+
+
+def play(wire: socket.socket) -> None:
+    """Be the client and Redis of a replica, until it hangs up."""
+    arriving: list[bytes] = []
+    at = 0
+    while data := wire.recv(_MESSAGE_BYTES_MAX):
+        if data.startswith(_NEW):
+            arriving, at = pickle.loads(data.removeprefix(_NEW)), 0  # from our own parent
+        wire.send(arriving[at % len(arriving)])
+        at += 1
+
+
+class Waited:
+    """Repeats a query whose every turn waits for another process; the system calls for that count."""
+
+    def __init__(self) -> None:
+        self._wire, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        multiprocessing.get_context("spawn").Process(target=play, args=(theirs,), daemon=True).start()
+        theirs.close()
+        self._poll = select.epoll()
+        self._poll.register(self._wire.fileno(), select.EPOLLIN)
+
+    def __call__(self, server: Bare | Served) -> float:
+        wait, receive, answer = self._poll.poll, self._wire.recv, self._wire.send
+        turns = range(len(server.arriving))
+        answer(_NEW + pickle.dumps(server.arriving))
+        wait()
         began = time.process_time()
         for _ in range(QUERIES):
-            server.query()
-        least = min(least, (time.process_time() - began) / QUERIES)
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    server.query()
-    sys.setprofile(None)
-    return least * 1e6, calls - 1
+            for at in turns:
+                wait()
+                receive(_MESSAGE_BYTES_MAX)
+                answer(server.turn(at))
+        seconds = time.process_time() - began
+        wait()
+        receive(_MESSAGE_BYTES_MAX)  # the next request
+        return seconds / QUERIES
 
 
-async def decided(app: Any, store: Store, redis: RedisServer, prompt: prompts.Prompt, rounds: int) -> list[str]:
-    """The row of a whole decision. Its readings grow old, so they are repeated before each round."""
-    server = Decided(app, store, redis, post("/select", prompts.by_tokens(prompt)))
-    least, calls = float("inf"), 0
+async def measured(server: Bare | Served, rounds: int, ways: Sequence[Repeat]) -> list[float]:
+    """Return the least microseconds of a query by each way to repeat it."""
+    least = [float("inf")] * len(ways)
     for _ in range(rounds):
-        await server.learn()
-        with server.silent():
-            microseconds, calls = measured(server, 1)
-        least = min(least, microseconds)
-    return ["the whole decision", f"{least:.1f}", "", str(calls)]
+        for number, way in enumerate(ways):
+            await server.rest()
+            with server.silent():
+                least[number] = min(least[number], 1e6 * way(server))
+    return least
 
 
-async def ladder(kinds: list[str], rounds: int) -> list[list[str]]:
-    settings, metrics = Settings(loads_ms=10_000), Metrics()
-    rows = [["query", "with also", "us", "more", "calls"]]
+# ---- the calls of Python --------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A call of Python: what is called, how deep, and when, in microseconds."""
+
+    name: str
+    depth: int
+    at: float
+
+
+def traced(server: Bare | Served) -> list[tuple[str, int, int]]:
+    """The calls and returns of a query: the function, 1 or -1, and the clock in ns."""
+    events: list[tuple[Any, int, int]] = []
+    now, note = time.perf_counter_ns, events.append
+
+    def trace(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            note((frame.f_code, 1, now()))
+        elif event == "return":
+            note((frame.f_code, -1, now()))
+
+    turns = range(1, len(server.arriving))
+    sys.setprofile(trace)
+    server.turn(0)
+    for at in turns:
+        server.turn(at)
+    sys.setprofile(None)
+    return [(f"{Path(code.co_filename).stem}.{code.co_qualname}", step, at) for code, step, at in events]
+
+
+def calls_of(server: Bare | Served, seconds: float) -> list[Call]:
+    """The calls of a query that takes so long without the tracing, each at its median moment."""
+    gc.disable()  # what is noted would have it run, each time at the same call
+    several = [traced(server) for _ in range(QUERIES)]
+    gc.enable()
+    names = [event[:2] for event in several[-1]]  # the first ones may have to make what the others remember
+    alike = [events for events in several if [event[:2] for event in events] == names]
+    steps = [[after[2] - before[2] for before, after in pairwise(events)] for events in alike]
+    passed = [median(each) / 1e3 for each in zip(*steps, strict=True)]
+    tracing, step = 0.0, max(passed)
+    for _ in range(30):  # a step takes no less than nothing, so the cost of the tracing is searched for
+        step /= 2
+        if sum(max(0.0, each - tracing - step) for each in passed) > 1e6 * seconds:
+            tracing += step
+    found: list[Call] = []
+    at, depth = 0.0, 0
+    for (name, way), more in zip(names, [0.0, *passed], strict=True):
+        at += max(0.0, more - tracing)
+        if way == 1:
+            found.append(Call(name, depth, at))
+        depth += way
+    return found
+
+
+def listed(calls: Sequence[Call], end: float) -> str:
+    """The calls in their order."""
+    rows = [["", "call", "us", "until the next"]]
+    for number, (call, after) in enumerate(zip(calls, [*(each.at for each in calls[1:]), end], strict=True), 1):
+        rows.append([str(number), "  " * call.depth + call.name, f"{call.at:.1f}", f"{after - call.at:.1f}"])
+    return aligned(rows, left=frozenset({1}))
+
+
+async def ladder(kinds: Sequence[str], rounds: int, *, is_cold: bool, has_calls: bool) -> Iterator[str]:
+    """The tables."""
+    settings, metrics = Settings(), Metrics()
+    ways: list[Repeat] = [hot, Emptied(), Waited()] if is_cold else [hot]
+    rows = [["query", "with also", "hot", *(["cold", "waits"] if is_cold else []), "more", "calls"]]
+    lists: list[str] = []
     with tempfile.TemporaryDirectory(prefix="wm-") as name, redis_server(Path(name)) as redis:
         (prompt,) = islice(prompts.fresh(), 1)
         with waymark(Path(name), "serve", redis.url) as server, publishers(1) as (engine,):
@@ -372,42 +522,48 @@ async def ladder(kinds: list[str], rounds: int) -> list[list[str]]:
             register_idle_targets(server, range(engine.number + 1, engine.number + TARGETS))
             wait_for([server], {engine.number: prompt})
         store, asker = Store.open(redis.url), parts.asker(settings)
-        app = create_app(store, parts.api_options(settings), parts.selection_options(settings), metrics, asker=asker)
+        # Nobody reads in the background while queries are repeated, so a decision must not find its readings old.
+        selection = replace(parts.selection_options(settings), loads_seconds=3600.0)
+        app = create_app(store, parts.api_options(settings), selection, metrics, asker=asker)
         assert isinstance(app, Shortcut)
         try:
             for kind in kinds:
-                if kind == SELECT:
-                    rows.append([kind, *await decided(app, store, redis, prompt, rounds)])
-                    continue
-                exchange, before = await exchanged(kind, prompt, app, redis, store), 0.0
-                reads = read_connection(store)
-                real = reads._transport
-                for what, served in rungs(exchange, app, reads, settings):
-                    microseconds, calls = measured(served, rounds)
-                    rows.append([kind, what, f"{microseconds:.1f}", f"{microseconds - before:+.1f}", str(calls)])
-                    before = microseconds
-                reads._transport = real
-                await asyncio.sleep(0)
+                exchange, before = await exchanged(kind, prompt, app, redis, store), [0.0]
+                for what, served in rungs(exchange, app, connections(store), settings):
+                    least = await measured(served, rounds, ways)
+                    await served.rest()
+                    with served.silent():
+                        calls = calls_of(served, least[0] / 1e6)
+                    more = f"{least[0] - before[0]:+.1f}"
+                    rows.append(
+                        [kind, what, *(f"{each:.1f}" for each in least), more, str(len(calls) - len(served.arriving))]
+                    )
+                    before = least
+                if has_calls:
+                    lists.append(f"{kind}, {what}\n{listed(calls, least[0])}")
         finally:
             await store.close()
             await asker.close()
-    return rows
+    return iter([aligned(rows, left=frozenset({0, 1})), *lists])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.benchmarks.way")
-    parser.add_argument("--only", default=",".join(KINDS), help=f"some of {', '.join(KINDS)}, {SELECT}")
+    parser.add_argument("--only", default=",".join(_USUAL), help=f"some of {', '.join(KINDS)}")
+    parser.add_argument("--cold", action="store_true", help="also with empty caches, and with a wait before each turn")
+    parser.add_argument("--calls", action="store_true", help="also the calls of the last rung, in their order")
     parser.add_argument("--pure", action="store_true", help="without the C module")
     parser.add_argument("--rounds", type=int, default=40)
     given = parser.parse_args()
     kinds = given.only.split(",")
-    if unknown := set(kinds) - {*KINDS, SELECT}:
-        print(f"--only: '{min(unknown)}' is none of {', '.join(KINDS)}, {SELECT}", file=sys.stderr)
+    if unknown := set(kinds) - set(KINDS):
+        print(f"--only: '{min(unknown)}' is none of {', '.join(KINDS)}", file=sys.stderr)
         return 2
     native.select(not given.pure)
     with Path(os.devnull).open("w") as nowhere, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         configure("warning", "json", nowhere)
-        print(aligned(runner.run(ladder(kinds, given.rounds)), left=frozenset({0, 1})))
+        for text in runner.run(ladder(kinds, given.rounds, is_cold=given.cold, has_calls=given.calls)):
+            print(text, end="\n\n")
     return 0
 
 
