@@ -18,7 +18,7 @@ import pytest
 
 from tests.patience import patient
 from tools.benchmarks import __main__ as benchmarks
-from tools.benchmarks import compare, hybrid, prompts, replicas, visible
+from tools.benchmarks import branching, compare, hybrid, prompts, replicas, visible
 from tools.benchmarks.__main__ import main
 from tools.benchmarks.capacity import Constants, example
 from tools.benchmarks.feed import payloads
@@ -52,6 +52,23 @@ def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert all(row["what"] in printed for row in rows)
     assert written["about"]["quick"] is True
+
+
+@pytest.mark.long
+@pytest.mark.outside
+def test_short_tails_of_one_engine_take_less_than_a_row_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(branching, "CROWD", 3)
+    found = tmp_path / "found.json"
+    assert branching.main(["--prompts", "200", "--json", str(found)]) == 0
+    cases = json.loads(found.read_text())
+    printed = capsys.readouterr().out
+    assert all(each["case"] in printed for each in cases)
+    one, four = (each["bytes_a_tail_block"] for each in cases[:2])
+    assert 25 < four < one < 120
+    assert len(cases) == 7
+    assert all(each["in_branches"] > 0 and each["second_trips_kept"] == 0 for each in cases)
 
 
 def test_the_benchmarks_need_no_package_of_the_tests() -> None:
