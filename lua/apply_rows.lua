@@ -48,6 +48,8 @@
 -- {'row', parts, 0, calls}          these parts are done. The branch row of the next part does not exist, or does not have
 --                                   its first block; and the row of its piece has that block, or has room: send the part
 --                                   with the row
+-- {'apart', parts, 0, calls}        these parts are done. In the shared branch row of the next part, its blocks would lie far
+--                                   behind the holder's last one: send the part with a branch row of its own
 -- {'stale', watermark, calls}       the watermark is as high already; nothing written
 -- {'fenced', 0}                     another worker has the stream, the publisher is gone, writes are lost, or this call is
 --                                   late, because the life of its batches has ended; nothing written
@@ -591,7 +593,7 @@ local function prepare()
       if not shares or slot_of(row, key) then return nil end
       -- Without a hash each slot of the entry up to this one costs 8 bytes.
       local entry = fields[part.holder][part.field] or ''
-      if part.hashes ~= '' and #row.slots / 17 - #entry / 8 > GAP then return 'branch' end
+      if part.hashes ~= '' and #row.slots / 17 - #entry / 8 > GAP then return 'apart' end
       if part.above and (slot_of(row, part.above) or 0) > 0 then return nil end
     end
     local piece = open_piece(part.row)
@@ -761,6 +763,7 @@ end
 
 if verdict == 'branch' then return {'branch', done, offset, calls} end
 if verdict == 'row' then return {'row', done, 0, calls} end
+if verdict == 'apart' then return {'apart', done, 0, calls} end
 if done < #parts then return {'applied', done, 0, calls} end
 if record then
   local moves = {}

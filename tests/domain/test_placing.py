@@ -218,6 +218,22 @@ def test_a_refused_rest_of_a_few_blocks_goes_to_a_shared_branch_row_if_its_paren
     assert alone.place == Place(100, CHAIN[3]), "another holder may have what was before it elsewhere"
 
 
+def test_a_stream_whose_blocks_would_lie_far_apart_uses_no_shared_branch_row_of_that_head_any_more() -> None:
+    to = placer()
+    store(to, CHAIN[:40])
+    to.memory.full.add(Place(100))
+    to.memory.full.add(Place(132))
+    above, elsewhere = to.memory.find(GPU, CHAIN[9]), to.memory.find(GPU, CHAIN[39])
+    (part,) = store(to, [0xAB << 56 | 900], parent=above)
+    (own,) = Moves(to.memory).refused(False, part, 0, is_apart=True)
+    assert (part.place.is_shared, own.place) == (True, Place(100, part.keys[0]))
+    assert part.place not in to.memory.full
+    (later,) = store(to, [0xCD << 56 | 900], parent=above)
+    assert later.place == Place(100, later.keys[0])
+    (other,) = store(to, [0xEF << 56 | 900], parent=elsewhere)
+    assert other.place.is_shared
+
+
 def test_a_part_that_was_sent_stays_at_its_place_unless_redis_stopped_before_it() -> None:
     to = placer()
     store(to, CHAIN[:10])

@@ -84,7 +84,10 @@ async def test_a_holder_far_behind_its_last_block_in_a_shared_branch_row_begins_
     shared, _ = shared_places(HEAD, tails(0x91, 1)[0])
     assert await held_in(redis, shared) == {gpu: 20}
     (late,) = tails(0x91, 1, 500)
+    replies = other.recorded()
     await store_tails(other, others, [late], 2, is_identity=is_identity)
+    refusals = [outcome.verdict for _, outcome in replies[:-1]]
+    assert refusals == [Verdict.BRANCH, *([] if is_identity else [Verdict.APART])]
     assert await held_in(redis, shared) == ({gpu: 20, others: 1} if is_identity else {gpu: 20})
     assert await held_in(redis, Place(HEAD, late)) == ({} if is_identity else {others: 1})
     assert (await other.who_has([*SYSTEM, late]))[-1] == {others}

@@ -420,6 +420,8 @@ class FullPlaces:
 
     def __init__(self) -> None:
         self.places: dict[Place, None] = {}
+        self._apart: dict[int, None] = {}
+        """Heads in whose shared branch rows the blocks of this stream would lie far apart."""
 
     def __contains__(self, place: Place) -> bool:
         return place in self.places
@@ -432,9 +434,15 @@ class FullPlaces:
     def discard(self, place: Place) -> None:
         self.places.pop(place, None)
 
+    def keep_apart(self, head: int) -> None:
+        """Note that the shared branch rows of a head have too much of others."""
+        self._apart[head] = None
+        if len(self._apart) > FULL_MAX:
+            del self._apart[next(iter(self._apart))]
+
     def beyond(self, place: Place, key: int, blocks: int) -> Place:
         """Return the branch row for ``blocks`` blocks, ``key`` the first, whose parent is at ``place``, a full one."""
-        if place.branch is None and blocks <= SHARED_BLOCKS:
+        if place.branch is None and blocks <= SHARED_BLOCKS and place.head not in self._apart:
             for shared in shared_places(place.head, key):
                 if shared not in self.places:
                     return shared

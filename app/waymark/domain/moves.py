@@ -34,11 +34,11 @@ class Moves:
         """
         self.refusals = 0
 
-    def refused(self, is_row: bool, part: Part, offset: int) -> list[Part]:
+    def refused(self, is_row: bool, part: Part, offset: int, *, is_apart: bool = False) -> list[Part]:
         """Return the parts that replace the rest of ``part`` from block ``offset`` on.
 
         Its place has no slot for that block; with ``is_row`` its branch row is not there, and the row has the block or
-        room.
+        room; with ``is_apart`` it is a shared branch row in which the holder's blocks would lie far apart.
         """
         self.refusals += 1
         if self.refusals > REFUSALS_MAX:
@@ -49,6 +49,9 @@ class Moves:
         if is_row:
             place = Place(head)
             full.discard(place)
+        elif is_apart:
+            full.keep_apart(head)
+            place = Place(head, keys[0])
         else:
             full.add(part.place)
             # Only a block whose parent is named, and is in the row, may go to a shared branch row.

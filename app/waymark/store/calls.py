@@ -78,13 +78,13 @@ class ApplyCalls:
             self._behind = len(self._under_way) - count - 1
             self._waiting = self._under_way[count:] + self._waiting
 
-    def refused(self, offset: int, *, is_row: bool) -> None:
+    def refused(self, offset: int, *, is_row: bool, is_apart: bool) -> None:
         """Note that block ``offset`` of the next part found no slot in its place; see ``Moves.refused``."""
         if self._packed is not None:
             self._waiting, self._packed = list(self._packed[self._done :]), None
         first, *rest = self._waiting
         self._moves.stopped_before(rest[: self._behind])
-        self._waiting = [*self._moves.refused(is_row, first, offset), *rest]
+        self._waiting = [*self._moves.refused(is_row, first, offset, is_apart=is_apart), *rest]
 
 
 def pack(parts: Sequence[Part], prefix: bytes) -> ApplyCall:

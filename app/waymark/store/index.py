@@ -151,7 +151,7 @@ class Index:
             applied, offset, _ = outcome.numbers
             calls.done(applied)
             if verdict is not Verdict.APPLIED:
-                calls.refused(offset, is_row=verdict is Verdict.ROW)
+                calls.refused(offset, is_row=verdict is Verdict.ROW, is_apart=verdict is Verdict.APART)
             if not calls.are_left:
                 return Verdict.APPLIED
 

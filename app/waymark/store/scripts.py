@@ -31,6 +31,8 @@ class Verdict(StrEnum):
     - ``APPLIED``: the script wrote everything.
     - ``BRANCH``: a block needs a branch row, because it has no slot in its place. The script wrote all before it.
     - ``ROW``: the branch row of a part does not exist, and the row has room. The script wrote all before the part.
+    - ``APART``: a part would be far behind the holder's last block in a shared branch row. The script wrote all before
+      it.
     - Other verdicts: the script did not write. But ``reserve`` ends overdue reservations first, and ``keep_answer`` and
       ``keep_response`` may remove old entries.
     """
@@ -47,6 +49,7 @@ class Verdict(StrEnum):
     SATURATED = "saturated"
     BRANCH = "branch"
     ROW = "row"
+    APART = "apart"
 
 
 class Outcome(NamedTuple):
