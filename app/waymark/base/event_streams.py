@@ -160,8 +160,8 @@ def data_in(event: bytes) -> tuple[int, int]:
 def last_event(text: bytes) -> bytes:
     """Return the last event of a whole stream, without its end."""
     text = text.rstrip()
-    before = _TO_LAST_END.match(text)
-    return text if before is None else text[before.end() :]
+    match = _TO_LAST_END.match(text)
+    return text if match is None else text[match.end() :]
 
 
 def ends_event(text: bytes) -> bool:

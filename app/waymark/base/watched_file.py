@@ -26,15 +26,15 @@ class WatchedFile(Generic[T]):
     """
 
     def __init__(
-        self, path: Path, read: Callable[[Path], Sequence[T]], what: str, clock: Callable[[], float] = time.monotonic
+        self, path: Path, reader: Callable[[Path], Sequence[T]], label: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._path = path
-        self._read = read
-        self._what = what
+        self._read = reader
+        self._what = label
         self._clock = clock
         self._polled = clock()
         self._version = self._stat()
-        self._entries = read(path)
+        self._entries = reader(path)
 
     @property
     def entries(self) -> Sequence[T]:

@@ -154,9 +154,9 @@ F = TypeVar("F", bound=Mapping[str, Any])
 _OTHER_WORDS = {"text": "prompt"}
 
 
-def check(call: str, known: type[F], options: F) -> dict[str, Any]:
+def check(call: str, keywords: type[F], options: F) -> dict[str, Any]:
     """Return the keywords of a call. Raise ``TypeError`` for any other, with the nearest name."""
-    names = known.__annotations__
+    names = keywords.__annotations__
     for name in options:
         if name not in names:
             near = [word for word in names if word == _OTHER_WORDS.get(name)]

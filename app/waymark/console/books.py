@@ -32,12 +32,12 @@ def books(service: RemoteService, arguments: argparse.Namespace) -> dict[str, An
     return vars(answer) | {"by": arguments.by, "lines": added(answer.targets, arguments.by)}
 
 
-def added(targets: Sequence[BookOfTarget], by: str) -> list[dict[str, Any]]:
+def added(targets: Sequence[BookOfTarget], grouping: str) -> list[dict[str, Any]]:
     """Return a line for each engine, model or tenant; the one that earned most is the first."""
     fields = {"engine": ("tenant_id", "model_name", "instance_id"), "model": ("tenant_id", "model_name")}
     lines: dict[tuple[Any, ...], dict[str, Any]] = {}
     for target in targets:
-        named = {field: getattr(target, field) for field in fields.get(by, ("tenant_id",))}
+        named = {field: getattr(target, field) for field in fields.get(grouping, ("tenant_id",))}
         line = lines.setdefault(tuple(named.values()), named | dict.fromkeys(SUMMED, 0) | {"credit": 1.0})
         for field in SUMMED:
             line[field] += getattr(target, field)
@@ -45,15 +45,15 @@ def added(targets: Sequence[BookOfTarget], by: str) -> list[dict[str, Any]]:
     return sorted(lines.values(), key=lambda line: -line["earned"])
 
 
-def parts(found: dict[str, Any]) -> list[ScreenPart]:
+def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     """Return the drawing of the books."""
-    total: BookRow = found["total"]
+    total: BookRow = answer["total"]
     reported = total.requests - total.unreported
     if not total.requests:
-        return [text(f"no request has ended in the last {found['minutes']} minutes")]
+        return [text(f"no request has ended in the last {answer['minutes']} minutes")]
     head = (
         f"{total.earned:,} tokens were not computed again because of Waymark, in {reported:,} requests of the last "
-        f"{found['minutes']} minutes"
+        f"{answer['minutes']} minutes"
     )
     screen_parts: list[ScreenPart] = [text(head, "bold")]
     if total.unreported:
@@ -65,32 +65,32 @@ def parts(found: dict[str, Any]) -> list[ScreenPart]:
             )
         )
     names = {"tenant_id": "TENANT", "model_name": "MODEL", "instance_id": "ENGINE"}
-    shown = [field for field in names if field in found["lines"][0]]
-    columns = (*(names[field] for field in shown), "REQUESTS", "NO USAGE", *map(str.upper, _AMOUNTS), "CAME", "CREDIT")
+    keys = [field for field in names if field in answer["lines"][0]]
+    columns = (*(names[field] for field in keys), "REQUESTS", "NO USAGE", *map(str.upper, _AMOUNTS), "CAME", "CREDIT")
     rows = [
         (
-            *(text(line[field] if line[field] is not None else "(unregistered)") for field in shown),
+            *(text(line[field] if line[field] is not None else "(unregistered)") for field in keys),
             text(f"{line['requests'] - line['unreported']:,}"),
             text(f"{line['unreported']:,}"),
             *(text(f"{line[field]:,}") for field in _AMOUNTS),
             text(f"{line['delivered'] / line['expected']:.0%}" if line["expected"] else ""),
             text(f"{line['credit']:g}", "" if line["credit"] == 1 else "red"),
         )
-        for line in found["lines"]
+        for line in answer["lines"]
     ]
     right = frozenset(columns) - set(names.values())
     # The last name is what the lines are by.
-    names_spare = [names[field] for field in shown[:-1]]
+    names_spare = [names[field] for field in keys[:-1]]
     spare = (*names_spare[:1], "NO USAGE", "RANDOM", "AVAILABLE", "CHOSEN", "EXPECTED", *names_spare[1:])
     grid = Grid(columns, rows, right, spare)
     return [*screen_parts, grid, *(text(line, "dim") for line in LEGEND)]
 
 
-def draw(found: dict[str, Any], path: str) -> None:
+def draw(answer: dict[str, Any], path: str) -> None:
     """Draw the amounts of each minute into a file. Needs matplotlib."""
     from matplotlib.figure import Figure
 
-    minutes: Sequence[BookOfMinute] = found["by_minute"]
+    minutes: Sequence[BookOfMinute] = answer["by_minute"]
     times: list[Any] = [datetime.fromtimestamp(minute.time, UTC) for minute in minutes]
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()

@@ -138,8 +138,8 @@ def _publishers(view: WorkersAnswer) -> Iterator[Finding]:
     unwell = [publisher for publisher in view.publishers if publisher.status not in _WELL or publisher.complaint]
     for publisher in unwell:
         verdict: FindingLevel = "failed" if publisher.status in UNUSABLE else "warning"
-        said = publisher.complaint or "docs/troubleshooting.md says what the status means"
-        yield Finding(verdict, f"engine {_name(publisher)}", f"{publisher.status}: {said}")
+        complaint = publisher.complaint or "docs/troubleshooting.md says what the status means"
+        yield Finding(verdict, f"engine {_name(publisher)}", f"{publisher.status}: {complaint}")
     for publisher in view.publishers:
         if drain := drain_of(publisher):
             name = shlex.quote(publisher.instance_id)

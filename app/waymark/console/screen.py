@@ -132,22 +132,22 @@ def _drawn(part: ScreenPart, width: int) -> Iterator[RenderableType]:
         yield _table(part, width)
 
 
-def _with_sentences(grid: Grid, at: int, width: int) -> Iterator[RenderableType]:
-    """Draw a table whose column ``at`` has sentences: beside the rows if there is room and each row has its own."""
+def _with_sentences(grid: Grid, column: int, width: int) -> Iterator[RenderableType]:
+    """Draw a table whose column ``column`` has sentences: beside the rows if there is room and each row has its own."""
     rows_of: dict[str, list[tuple[Text, ...]]] = {}
     for row in grid.rows:
-        if row[at].plain:
-            rows_of.setdefault(row[at].plain, []).append(row)
+        if row[column].plain:
+            rows_of.setdefault(row[column].plain, []).append(row)
     is_room = _needed(dict(zip(grid.head, _widths(grid), strict=True))) <= width
     if is_room and all(len(rows) == 1 for rows in rows_of.values()):
         yield _table(grid, width)
         return
-    others = [(*row[:at], *row[at + 1 :]) for row in grid.rows]
-    yield _table(replace(grid, head=(*grid.head[:at], *grid.head[at + 1 :]), rows=others), width)
+    remaining_rows = [(*row[:column], *row[column + 1 :]) for row in grid.rows]
+    yield _table(replace(grid, head=(*grid.head[:column], *grid.head[column + 1 :]), rows=remaining_rows), width)
     for rows in rows_of.values():
         more = f" and {len(rows) - _NAMES_MAX} more" if len(rows) > _NAMES_MAX else ""
         names = ", ".join(_name(grid, row) for row in rows[:_NAMES_MAX])
-        yield joined(f"  {names}{more}: ", rows[0][at])
+        yield joined(f"  {names}{more}: ", rows[0][column])
 
 
 def _name(grid: Grid, row: tuple[Text, ...]) -> str:

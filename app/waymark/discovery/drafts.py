@@ -120,10 +120,10 @@ class Draft:
             kv_hints=target.takes_kv_hints,
         )
 
-    def filled(self, other: Draft) -> Draft:
-        """Return the draft with the fields of ``other`` in place of those that were not given."""
+    def filled(self, defaults: Draft) -> Draft:
+        """Return the draft with the fields of ``defaults`` in place of those that were not given."""
         names = [item.name for item in fields(self)]
-        return replace(self, **{name: getattr(other, name) for name in names if getattr(self, name) is None})
+        return replace(self, **{name: getattr(defaults, name) for name in names if getattr(self, name) is None})
 
     def registration(self, allowed: AllowedEndpoints) -> Registration:
         """Return the checked registration, with its defaults. Raise InvalidValue if a field is missing or unfit, or if

@@ -34,7 +34,7 @@ class EngineRegistrations:
         models, of the kind without events; so has an engine that does not name sockets, if it was known with that kind.
         Raise RemoteUnavailable if the engine does not answer, and InvalidValue that names each missing field.
         """
-        draft, known, origin = wanted.draft, wanted.known, wanted.origin
+        draft, former, origin = wanted.draft, wanted.known, wanted.origin
         if wanted.url is None:
             sockets: Sequence[RankSockets | None] = _usual_sockets(str(draft.address), wanted.ports) or [None]
             return [replace(_at(draft, socket).registration(self._allowed), origin=origin) for socket in sockets]
@@ -44,10 +44,10 @@ class EngineRegistrations:
         sockets = _sockets(description, draft)
         if not sockets and not description.names_sockets:  # it has no path to name them
             sockets = _usual_sockets(description.url, wanted.ports)
-        if _is_without_events(description, draft, known, sockets):
+        if _is_without_events(description, draft, former, sockets):
             return self._without_events(description, wanted)
-        if known.type == WITHOUT_EVENTS:
-            known = Draft()  # it was registered before it named its sockets, with a block size that it had not said
+        if former.type == WITHOUT_EVENTS:
+            former = Draft()  # it was registered before it named its sockets, with a block size that it had not said
         if origin.kind == "url" and (draft.endpoint is not None or draft.dp_rank is not None):
             origin = BY_CLIENT  # the client has named the sockets, or the one rank that it wants
         own = Draft(
@@ -57,7 +57,7 @@ class EngineRegistrations:
             block_size=description.block_size,
             address=description.url,
         )
-        draft = draft.filled(own).filled(known)
+        draft = draft.filled(own).filled(former)
         missing = [name for name in ("type", "modelname", "block_size") if getattr(draft, name) is None]
         if not sockets:
             missing.append("endpoint")
@@ -98,7 +98,7 @@ class EngineRegistrations:
 
 
 def _is_without_events(
-    description: Description, draft: Draft, known: Draft, sockets: Sequence[RankSockets | None]
+    description: Description, draft: Draft, former: Draft, sockets: Sequence[RankSockets | None]
 ) -> bool:
     """Return whether it is registered as a server without events: by its fields, as known before, or for want of
     sockets.
@@ -107,7 +107,7 @@ def _is_without_events(
         return kind_of(draft.type) == WITHOUT_EVENTS
     if any(sockets) or draft.endpoint is not None:
         return False
-    return description.is_foreign or known.type == WITHOUT_EVENTS
+    return description.is_foreign or former.type == WITHOUT_EVENTS
 
 
 def _at(draft: Draft, sockets: RankSockets | None) -> Draft:
@@ -246,8 +246,8 @@ class GivenEngines:
 
     async def _register(self, url: str) -> Registration:
         """Register all ranks of an engine, by its own description. Return the first one."""
-        known = Draft(type=WITHOUT_EVENTS)
-        registrations = await self._engines.of(WantedEngine(Origin("url", base_of(url)), url=url, known=known))
+        draft = Draft(type=WITHOUT_EVENTS)
+        registrations = await self._engines.of(WantedEngine(Origin("url", base_of(url)), url=url, known=draft))
         if not registrations[0].kind.traits.tells_events:
             log.warning(
                 "an engine reports no event socket; until it does, requests go by the beginnings of their prompts",

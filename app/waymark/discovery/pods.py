@@ -127,7 +127,7 @@ class WantedPods:
 
     async def of(self, pods: Iterable[Pod]) -> tuple[list[WantedEngine], list[str]]:
         """Return the engines, and why there are none in some of the pods."""
-        read, problems = dict[str, tuple[Pod, WantedEngine]](), list[str]()
+        entries, problems = dict[str, tuple[Pod, WantedEngine]](), list[str]()
         async for pod in in_turns(pods):
             if not pod.is_ready:
                 continue
@@ -135,11 +135,11 @@ class WantedPods:
             try:
                 if entry is None or entry[0] != pod:
                     entry = pod, wanted_of(pod, self._ports)
-                read[pod.name] = entry
+                entries[pod.name] = entry
             except InvalidValue as error:
                 problems.append(f"pod {pod.name}: {error.sentence}")
-        self._read = read
-        return [wanted for _, wanted in read.values()], problems
+        self._read = entries
+        return [wanted for _, wanted in entries.values()], problems
 
 
 def role_in(labels: Mapping[str, Any]) -> str | None:

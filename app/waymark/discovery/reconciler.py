@@ -266,7 +266,7 @@ class Reconciler:
     # ---- unregistering -----------------------------------------------------------------------------
 
     async def _unregister(
-        self, there: Sequence[Registration], named: Iterable[Origin], gone: Set[Origin], reading: int
+        self, there: Sequence[Registration], named: Iterable[Origin], lost_origins: Set[Origin], reading: int
     ) -> None:
         own = [
             registration
@@ -275,8 +275,8 @@ class Reconciler:
         ]
         named_origins = set(named)
         absent = [registration for registration in own if registration.origin not in named_origins]
-        await self._take(registration.name for registration in absent if registration.origin in gone)
-        missing = [registration for registration in absent if registration.origin not in gone]
+        await self._take(registration.name for registration in absent if registration.origin in lost_origins)
+        missing = [registration for registration in absent if registration.origin not in lost_origins]
         if 2 * len(missing) <= len(own):
             self._missing = None
         elif self._missing is None:

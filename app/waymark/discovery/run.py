@@ -220,12 +220,12 @@ class EngineDiscovery:
                 tokens[pod] = tokens.get(pod, 0) + worth.only_used
         return {pod: f"{min(float(f'{count:.1e}'), _COST_MAX):.0f}" for pod, count in tokens.items()}
 
-    async def _follow_file(self, reconciler: Reconciler, read: Callable[[], Sequence[WantedEngine]]) -> None:
+    async def _follow_file(self, reconciler: Reconciler, reader: Callable[[], Sequence[WantedEngine]]) -> None:
         restarts = Restarts(self._store)
         reading = 0
         while True:
             try:
-                wanted = await asyncio.to_thread(read)
+                wanted = await asyncio.to_thread(reader)
                 reading += 1
                 self._say("file", [])
                 reconciler.ask_again(await restarts.since_last("file"))
@@ -255,11 +255,11 @@ class EngineDiscovery:
         engines: dict[WantedKey, WantedEngine] = {}
         for registration in await self._store.directory.registrations():
             if registration.origin.kind == "url":
-                known = Draft(
+                draft = Draft(
                     type=registration.kind, modelname=registration.model_name, block_size=registration.block_size
                 )
                 origin = registration.origin
-                wanted = WantedEngine(origin, Draft.of(registration), origin.source, known=known)
+                wanted = WantedEngine(origin, Draft.of(registration), origin.source, known=draft)
                 engines.setdefault(wanted.key, wanted)
         return list(engines.values())
 

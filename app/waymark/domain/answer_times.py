@@ -53,9 +53,9 @@ class TimeSums(NamedTuple):
             return None
         return max(0.0, self.ms / self.requests + slope * (work - self.work / self.requests))
 
-    def plus(self, other: TimeSums) -> TimeSums:
+    def plus(self, addend: TimeSums) -> TimeSums:
         """Return the sums over the requests of both."""
-        return TimeSums(*map(float.__add__, map(float, self), map(float, other)))
+        return TimeSums(*map(float.__add__, map(float, self), map(float, addend)))
 
     @classmethod
     def of(cls, work: float, ms: float) -> TimeSums:

@@ -127,8 +127,8 @@ class Sums(NamedTuple):
         """Tokens that were not computed because the target was not chosen at random."""
         return self.delivered - self.random
 
-    def plus(self, other: Sums) -> Sums:
-        return Sums(*map(int.__add__, self, other))
+    def plus(self, addend: Sums) -> Sums:
+        return Sums(*map(int.__add__, self, addend))
 
     @classmethod
     def parse(cls, value: bytes) -> Self | None:

@@ -28,9 +28,9 @@ class RecentBlocks:
         if stored <= last[0] and removed <= last[1]:
             return None
         slot = int(now // SECONDS)
-        before = self._slots.get(slot, (0, 0))
-        self._slots[slot] = (before[0] + max(0, stored - last[0]), before[1] + max(0, removed - last[1]))
-        for old in [each for each in self._slots if each <= slot - SLOTS]:
+        counts = self._slots.get(slot, (0, 0))
+        self._slots[slot] = (counts[0] + max(0, stored - last[0]), counts[1] + max(0, removed - last[1]))
+        for old in [number for number in self._slots if number <= slot - SLOTS]:
             del self._slots[old]
         return " ".join(f"{slot}:{stored}:{removed}" for slot, (stored, removed) in sorted(self._slots.items()))
 
@@ -43,10 +43,10 @@ def read(text: str, now: float) -> tuple[list[int], list[int]]:
         for word in text.split():
             slot, of_stored, of_removed = map(int, word.split(":"))
             # The clock of the worker may be ahead of ours.
-            at = min(slot - begin, SLOTS - 1)
-            if at >= 0:
-                stored[at] += of_stored
-                removed[at] += of_removed
+            index = min(slot - begin, SLOTS - 1)
+            if index >= 0:
+                stored[index] += of_stored
+                removed[index] += of_removed
     except ValueError:
         return [], []
     return (stored, removed) if any(stored) or any(removed) else ([], [])

@@ -68,18 +68,18 @@ def _components(event: Any) -> tuple[frozenset[str], bool] | None:
 
 
 def _of_components(
-    read: Stored | StoredReference | StoredWindow | Removed, components: frozenset[str], is_whole: bool
+    event: Stored | StoredReference | StoredWindow | Removed, components: frozenset[str], is_whole: bool
 ) -> tuple[EngineEvent, ...] | Ignored:
     """Read an event of some components: full attention is the main group, and a state is a group of its own.
 
     The length of a sliding window is in no event, so such a component is left out. ``is_whole``: the event says what
     the blocks have now, so a component that it does not name has left, and a known block has no further copy.
     """
-    is_store = not isinstance(read, Removed)
-    if is_whole and not isinstance(read, Removed):
-        read = replace(read, is_reused=True)
-    events: list[EngineEvent] = [read] if "FULL" in components else []
-    hashes, medium = read.engine_hashes, read.medium
+    is_store = not isinstance(event, Removed)
+    if is_whole and not isinstance(event, Removed):
+        event = replace(event, is_reused=True)
+    events: list[EngineEvent] = [event] if "FULL" in components else []
+    hashes, medium = event.engine_hashes, event.medium
     if is_store and _STATE in components:
         events.append(StoredWindow(hashes, medium, _STATE_GROUP, window=1))
     elif _STATE in components or (is_whole and is_store):

@@ -130,10 +130,10 @@ class Claim:
             raise Malformed("it stands under another publisher's name")
         return claim
 
-    def has_stream_of(self, other: Claim) -> bool:
+    def has_stream_of(self, claim: Claim) -> bool:
         """Return whether the two claims differ in target and origin only, so that the stream can continue."""
-        mine = replace(self.registration, target=other.registration.target, origin=other.registration.origin)
-        return (self.publisher, self.is_leaving, mine) == (other.publisher, other.is_leaving, other.registration)
+        mine = replace(self.registration, target=claim.registration.target, origin=claim.registration.origin)
+        return (self.publisher, self.is_leaving, mine) == (claim.publisher, claim.is_leaving, claim.registration)
 
     def target(self) -> bytes:
         """Return the publisher's target as JSON for the group's table; empty if every field has its default."""

@@ -68,13 +68,13 @@ class _Fetch:
     __slots__ = ("_began", "_fetcher", "_is_sent", "_receiver", "asked", "done", "entry", "until", "with_version")
 
     def __init__(
-        self, fetcher: Fetcher, entry: GroupEntry, asked: WantedValues, with_version: bool, until: float
+        self, fetcher: Fetcher, entry: GroupEntry, asked: WantedValues, with_version: bool, deadline: float
     ) -> None:
         self._fetcher = fetcher
         self.entry = entry
         self.asked = asked
         self.with_version = with_version
-        self.until = until
+        self.until = deadline
 
     def begin(self, receiver: ReplyReceiver[Any]) -> None:
         self._receiver = receiver
@@ -177,21 +177,21 @@ class Fetcher:
         """Fetch like ``fetch``, from any servers, over connections that may have to be opened, and past every error
         once.
         """
-        asked, with_version, until = fetch.asked, fetch.with_version, fetch.until
+        asked, with_version, deadline = fetch.asked, fetch.with_version, fetch.until
         commands = _commands(fetch.entry, asked, with_version=with_version)
         try:
-            replies = await self._ask(commands, until)
+            replies = await self._ask(commands, deadline)
         except StoreUnavailable:
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(deadline):
                 replies = await self._client.several([command.words for command in commands])
         return _together(commands, replies, with_version=with_version)
 
-    async def _ask(self, commands: Sequence[_ReadCommand], until: float) -> list[Any]:
+    async def _ask(self, commands: Sequence[_ReadCommand], deadline: float) -> list[Any]:
         """Return the replies to commands for any servers. Raise StoreUnavailable if a reply is an error."""
         by_server: dict[object, list[int]] = {}
         for i, command in enumerate(commands):
             by_server.setdefault(self._client.place(command.prefix), []).append(i)
-        calls = [self._ask_server([commands[i] for i in indexes], until) for indexes in by_server.values()]
+        calls = [self._ask_server([commands[i] for i in indexes], deadline) for indexes in by_server.values()]
         # Every reply is awaited, even after an error.
         answers = await asyncio.gather(*calls, return_exceptions=True)
         replies: list[Any] = [None] * len(commands)
@@ -202,10 +202,10 @@ class Fetcher:
                 replies[i] = reply
         return replies
 
-    async def _ask_server(self, commands: Sequence[_ReadCommand], until: float) -> list[Any]:
+    async def _ask_server(self, commands: Sequence[_ReadCommand], deadline: float) -> list[Any]:
         packed = b"".join([hiredis.pack_command(cast("Any", command.words)) for command in commands])
         reader = _CheckedReplies([len(command.indexes) for command in commands])
-        return await self._client.ask(commands[0].prefix, packed, reader, until)
+        return await self._client.ask(commands[0].prefix, packed, reader, deadline)
 
 
 @lru_cache(1024)

@@ -29,24 +29,24 @@ def changed_fields(target: Target) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != getattr(PLAIN, name)}
 
 
-def target_of(of: Document) -> Target:
+def target_of(document: Document) -> Target:
     """Read a target. Raise ``Malformed`` if it cannot be read."""
     return Target(
-        address=of.optional_text("address"),
-        role=of.one_of("role", tuple(Role), Role.BOTH),
-        weight=of.number("weight", WEIGHT_MAX, 1.0),
-        labels=of.texts("labels"),
-        metrics_url=of.optional_text("metrics_url"),
-        adapters=of.words("adapters"),
-        aliases=of.words("aliases"),
-        release=of.optional_text("release"),
-        query_endpoint=of.optional_text("query_endpoint"),
-        query_parts=of.integer("query_parts", 1, SHARDS_MAX) if of.has("query_parts") else 0,
-        query_keys=of.words("query_keys"),
-        kv_source=of.optional_text("kv_source"),
-        kv_bytes_per_token=of.number("kv_bytes_per_token", KV_NUMBER_MAX, 0.0),
-        transfer_gbps=of.number("transfer_gbps", KV_NUMBER_MAX, 0.0),
-        takes_kv_hints=of.has("takes_kv_hints") and of.flag("takes_kv_hints"),
+        address=document.optional_text("address"),
+        role=document.one_of("role", tuple(Role), Role.BOTH),
+        weight=document.number("weight", WEIGHT_MAX, 1.0),
+        labels=document.texts("labels"),
+        metrics_url=document.optional_text("metrics_url"),
+        adapters=document.words("adapters"),
+        aliases=document.words("aliases"),
+        release=document.optional_text("release"),
+        query_endpoint=document.optional_text("query_endpoint"),
+        query_parts=document.integer("query_parts", 1, SHARDS_MAX) if document.has("query_parts") else 0,
+        query_keys=document.words("query_keys"),
+        kv_source=document.optional_text("kv_source"),
+        kv_bytes_per_token=document.number("kv_bytes_per_token", KV_NUMBER_MAX, 0.0),
+        transfer_gbps=document.number("transfer_gbps", KV_NUMBER_MAX, 0.0),
+        takes_kv_hints=document.has("takes_kv_hints") and document.flag("takes_kv_hints"),
     )
 
 

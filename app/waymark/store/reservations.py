@@ -362,19 +362,19 @@ class Reservations:
         )
         return Reserved(verdict, reservation, tokens, requests, overdue)
 
-    def take_back(self, made: Sequence[Reservation], milliseconds: int) -> None:
+    def take_back(self, reservations: Sequence[Reservation], milliseconds: int) -> None:
         """End reservations that no caller waits for, as soon as Redis answers, in the background.
 
         ``milliseconds`` is how long they last.
         """
         if self._begin is not None:
-            self._begin(self._take_back(made, milliseconds))
+            self._begin(self._take_back(reservations, milliseconds))
 
-    async def _take_back(self, made: Sequence[Reservation], milliseconds: int) -> None:
+    async def _take_back(self, reservations: Sequence[Reservation], milliseconds: int) -> None:
         deadline = time.monotonic() + milliseconds / 1000
         while time.monotonic() < deadline:
             try:
-                await self.release(made, ReservationPart.OK)
+                await self.release(reservations, ReservationPart.OK)
                 return
             except StoreUnavailable:
                 await asyncio.sleep(_TAKE_BACK_SECONDS)
@@ -401,11 +401,11 @@ class Reservations:
         """
         minute = int(time.time() // 60)
         # A request of several sequences has several reservations of one target, and is one outcome.
-        shows = {(each.group_id, each.publisher): each for each in reversed(reservations)}
+        shows = {(reservation.group_id, reservation.publisher): reservation for reservation in reversed(reservations)}
         timed = None
         if ttft_ms is not None:
-            timed = next((each for each in reservations if each.waited is not None), None)
-        promised = [each for each in reservations if each.promise] if usage is not NO_USAGE else []
+            timed = next((reservation for reservation in reservations if reservation.waited is not None), None)
+        promised = [reservation for reservation in reservations if reservation.promise] if usage is not NO_USAGE else []
         # Several requests have one usage together, and nobody knows the share of each.
         promise = promised[0] if len(promised) == 1 else None
 
@@ -445,7 +445,9 @@ class Reservations:
         released = 0
         for start in range(0, len(reservations), _RELEASES_AT_ONCE):
             released += sum(
-                await asyncio.gather(*(one(each) for each in reservations[start : start + _RELEASES_AT_ONCE]))
+                await asyncio.gather(
+                    *(one(reservation) for reservation in reservations[start : start + _RELEASES_AT_ONCE])
+                )
             )
         return released, len(reservations) - released
 

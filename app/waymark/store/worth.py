@@ -79,12 +79,12 @@ class Valuation(NamedTuple):
 
 
 class Valuations:
-    def __init__(self, client: RedisClient, scripts: Scripts, parser: RecordParser, kept: KeptDecisions) -> None:
-        """``kept`` are the decisions that say which blocks prompts asked for."""
+    def __init__(self, client: RedisClient, scripts: Scripts, parser: RecordParser, decisions: KeptDecisions) -> None:
+        """``decisions`` are the decisions that say which blocks prompts asked for."""
         self._client = client
         self._scripts = scripts
         self._parser = parser
-        self._kept = kept
+        self._kept = decisions
         self.asked = AskedGroups(client, scripts, keys.VALUED, ASKED_SECONDS)
         """The valued groups."""
 

@@ -297,17 +297,17 @@ class RedisClient:
                 pipeline.execute_command(*command)
             return await pipeline.execute(raise_on_error=False)
 
-    async def ask(self, key: bytes, packed: bytes, reader: ReplyReader[T], until: float | None) -> T:
+    async def ask(self, key: bytes, packed: bytes, reader: ReplyReader[T], deadline: float | None) -> T:
         """Send packed commands to the server that has ``key``; ``reader`` turns the replies into the result.
 
-        Raise TimeoutError at ``until``, a time of the event loop's clock, and StoreUnavailable. It also raises
+        Raise TimeoutError at ``deadline``, a time of the event loop's clock, and StoreUnavailable. It also raises
         StoreUnavailable if a slot of a Cluster has moved, and on the embedded Redis: the caller then uses ``several``.
         """
         try:
             if self.reads is not None:
-                return await self.reads.ask(packed, reader, until)
+                return await self.reads.ask(packed, reader, deadline)
             if isinstance(self._redis, Cluster):
-                return await self._redis.ask(key, packed, reader, until)
+                return await self._redis.ask(key, packed, reader, deadline)
         except TimeoutError:
             raise  # the caller's deadline
         except (RedisError, OSError):
@@ -421,9 +421,9 @@ def _no_words(_: Mapping[str, Any]) -> tuple[Any, ...]:
     return ()
 
 
-def _words(plain: PlainWords, others: tuple[Parameter, ...], values: Mapping[str, Any]) -> list[Any]:
+def _words(plain: PlainWords, parameters: tuple[Parameter, ...], values: Mapping[str, Any]) -> list[Any]:
     words = list(plain(values))
-    for name, sign in others:
+    for name, sign in parameters:
         value = values[name]
         if not sign:
             words.append(value)

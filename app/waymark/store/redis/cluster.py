@@ -276,13 +276,13 @@ class Cluster:
         return replies
 
     async def ask(
-        self, key: bytes, packed: bytes, reader: ReplyReader[T], until: float | None, *, is_script: bool = False
+        self, key: bytes, packed: bytes, reader: ReplyReader[T], deadline: float | None, *, is_script: bool = False
     ) -> T:
         """Send commands like ``ReadPool.ask``, to the node of ``key``; a script by the connection for scripts. An error
         that names another node corrects the map.
         """
         if not self._map.is_usable():
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(deadline):
                 await self._read_map_bounded()
         endpoint = self._map.pick(key_slot(key))
         reads = self._reads.get(endpoint)
@@ -290,7 +290,7 @@ class Cluster:
             self._node(endpoint)  # makes its client: when a node leaves, both the client and this are closed
             reads = self._reads[endpoint] = self._read(endpoint)
         try:
-            return await (reads.scripts if is_script else reads).ask(packed, reader, until)
+            return await (reads.scripts if is_script else reads).ask(packed, reader, deadline)
         except MovedError as exc:
             self._map.learn(exc, endpoint)
             raise

@@ -356,11 +356,11 @@ class ReadPool:
             self._scripts = ReadPool(self._dialer)
         return self._scripts
 
-    def ask(self, packed: bytes, reader: ReplyReader[T], until: float | None) -> Awaitable[T]:
+    def ask(self, packed: bytes, reader: ReplyReader[T], deadline: float | None) -> Awaitable[T]:
         """Send a question like ``ReadConnection.ask``, after opening a connection if necessary."""
         if self.connection is not None:
-            return self.connection.ask(packed, reader, until)
-        return self._ask_opened(packed, reader, until)
+            return self.connection.ask(packed, reader, deadline)
+        return self._ask_opened(packed, reader, deadline)
 
     async def _ask_opened(self, packed: bytes, reader: ReplyReader[T], deadline: float | None) -> T:
         connection = await self.opened(deadline)
