@@ -28,7 +28,7 @@ PARTS: dict[str, set[str]] = {
     "chat": LOW,
     "decide.policies": LOW | {"domain"},
     "client": LOW | {"domain", "contract"},
-    "simulator": LOW | {"domain", "client"},
+    "simulator": LOW | {"domain"},
     "store.redis": {"base"},
     "serving": {"base"},
     "api.http": {"base", "domain"},

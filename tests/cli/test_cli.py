@@ -58,7 +58,12 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[SimulateOptions]:
     given: list[SimulateOptions] = []
 
     async def simulate(
-        options: SimulateOptions, *, stop: object, on_start: Callable[[str], None], on_prompt: object
+        options: SimulateOptions,
+        *,
+        stop: object,
+        on_start: Callable[[str], None],
+        on_prompt: object,
+        register: object,
     ) -> str:
         given.append(options)
         on_start("engine-0: started")

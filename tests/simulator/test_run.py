@@ -14,6 +14,7 @@ import pytest
 
 from tests.patience import within
 from waymark.base.errors import InvalidValue
+from waymark.cli.registering import register_of
 from waymark.simulator.options import SimulateOptions
 from waymark.simulator.run import EngineStarted, _due, simulate
 from waymark.simulator.workload import SimulatedPrompt
@@ -136,12 +137,12 @@ def test_prompts_of_a_trace_come_at_its_times_unless_a_rate_is_given(
 
 
 async def test_engines_are_registered_once_waymark_is_up(waymark: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("waymark.simulator.run.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("waymark.cli.registering.AGAIN_SECONDS", 0.01)
     Waymark.statuses.extend([503, 503])
     lines: list[EngineStarted] = []
     fields = {"dialect": "sglang-map", "api_token": "secret", "advertised_host": "pod-1", "register": waymark}
     options = SimulateOptions(base_port=0, prompts=1, register_within_seconds=30, **fields)
-    await simulate(options, on_start=lines.append)
+    await simulate(options, on_start=lines.append, register=register_of(options))
     assert len(Waymark.asked) == 3
     path, authorization, body = Waymark.asked[-1]
     assert (path, authorization) == ("/register", "Bearer secret")
@@ -166,7 +167,8 @@ async def test_an_engine_that_answers_over_http_is_registered_with_its_address(
 ) -> None:
     lines: list[EngineStarted] = []
     fields: dict[str, Any] = {"advertised_host": advertised, "register": waymark, "http_port": 0}
-    await simulate(SimulateOptions(base_port=0, prompts=1, **fields), on_start=lines.append)
+    options = SimulateOptions(base_port=0, prompts=1, **fields)
+    await simulate(options, on_start=lines.append, register=register_of(options))
     ((_, _, body),) = Waymark.asked
     assert lines[0].http_url is not None
     assert body["address"] == lines[0].http_url.replace("127.0.0.1", advertised or "127.0.0.1")
@@ -174,8 +176,9 @@ async def test_an_engine_that_answers_over_http_is_registered_with_its_address(
 
 async def test_a_refused_registration_ends_the_run_with_the_servers_sentence(waymark: str) -> None:
     Waymark.statuses.append(409)
+    options = SimulateOptions(base_port=0, prompts=1, register=waymark)
     with pytest.raises(InvalidValue, match=r"409.*sentence of the server") as caught:
-        await simulate(SimulateOptions(base_port=0, prompts=1, register=waymark))
+        await simulate(options, register=register_of(options))
     assert caught.value.field == "register"
     assert len(Waymark.asked) == 1
 
@@ -185,7 +188,7 @@ async def test_a_waymark_that_never_comes_up_ends_the_run(free_port: int) -> Non
     options = SimulateOptions(base_port=0, prompts=1, register=url)
     assert options.register_within_seconds == 0, "a wrong URL fails at once"
     with pytest.raises(InvalidValue, match=f"{url} did not register engine-0: the connection was refused") as caught:
-        await simulate(options)
+        await simulate(options, register=register_of(options))
     assert caught.value.field == "register"
 
 

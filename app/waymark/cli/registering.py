@@ -7,13 +7,21 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from waymark.base.errors import InvalidValue
 from waymark.client import AsyncClient, Publisher, Refused, Unavailable, Workers
 from waymark.domain.status import StreamStatus
 
+if TYPE_CHECKING:
+    from waymark.simulator.options import SimulateOptions
+    from waymark.simulator.run import Register
+
 _PAUSE_SECONDS = 0.1
+#: The pause before a Waymark that is not up is asked again to register a simulated engine.
+AGAIN_SECONDS = 0.5
 #: How long an ingest worker that starts at the same time may take to show itself.
 _WORKER_SECONDS = 3.0
 
@@ -135,3 +143,48 @@ def _state(publisher: Publisher) -> str:
     blocks = ", ".join(f"{count} blocks on {medium}" for medium, count in publisher.blocks.items() if count)
     error = f" ({publisher.last_error})" if publisher.last_error else ""
     return f"{publisher.status}{error}, {blocks or 'no blocks yet'}"
+
+
+# ---- simulated engines -----------------------------------------------------------------------------
+
+
+def register_of(options: SimulateOptions) -> Register | None:
+    """Return the function that registers simulated engines; None: they are not registered."""
+    if options.register_url is None:
+        return None
+    return partial(_register_engine, options.register_url, options.api_token, options.register_within_seconds)
+
+
+async def _register_engine(
+    base_url: str, api_token: str | None, within_seconds: float, fields: Mapping[str, Any]
+) -> None:
+    """POST ``/register``, again and again while Waymark is not up (no answer, 5xx), at most ``within_seconds``.
+
+    Raise ``InvalidValue`` if Waymark rejects it, with Waymark's own sentence, or does not come up in time.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + within_seconds
+    name = fields["instance_id"]
+    async with AsyncClient(base_url, api_token=api_token, retry_seconds=0) as waymark:
+        while True:
+            try:
+                await waymark.register(**fields)
+                return
+            except Refused as error:
+                raise InvalidValue(f"{base_url} refused {name}: {error.status} {error}", field="register") from error
+            except Unavailable as error:
+                if loop.time() + AGAIN_SECONDS > deadline:
+                    reason = "the connection was refused" if _is_refused(error) else str(error)
+                    waited = f" within {within_seconds:g} s" if within_seconds else ""
+                    sentence = f"{base_url} did not register {name}{waited}: {reason}"
+                    raise InvalidValue(sentence, field="register") from error
+            await asyncio.sleep(AGAIN_SECONDS)
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Return whether the port has no listener: a connection, deep among the causes, was refused."""
+    if error is None or isinstance(error, ConnectionRefusedError):
+        return error is not None
+    if isinstance(error, BaseExceptionGroup) and any(map(_is_refused, error.exceptions)):
+        return True
+    return _is_refused(error.__cause__ or error.__context__)

@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from waymark.base import logs
     from waymark.cli import loop
+    from waymark.cli.registering import register_of
     from waymark.console.progress import Progress
     from waymark.simulator.options import options_of
     from waymark.simulator.run import EngineStarted, Summary, simulate
@@ -52,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             stop=stop,
             on_start=lambda engine: print(shown(engine), flush=True),
             on_prompt=lambda count: progress.count(f"{count}{total} prompts"),
+            register=register_of(options),
         )
         return shown(summary)
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from waymark.base.errors import InvalidValue
-from waymark.client import AsyncClient, Refused, Unavailable
 from waymark.domain.engines import TRAITS
 from waymark.simulator.encode import Dimensions
 from waymark.simulator.engine import EngineSpeed, SimulatedEngine, build_engine
@@ -23,6 +21,8 @@ from waymark.simulator.http import EngineHttp
 from waymark.simulator.options import SimulateOptions
 from waymark.simulator.workload import SimulatedPrompt, conversations, read_trace
 
+Register: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[None]]
+"""Registers an engine with a running Waymark, by the fields of its registration."""
 LINGER_SECONDS = 1.0
 """The time for the last frames to be sent."""
 PROMPTS_PER_SECOND = 10.0
@@ -98,12 +98,13 @@ async def simulate(
     stop: asyncio.Event | None = None,
     on_start: Callable[[EngineStarted], None] | None = None,
     on_prompt: Callable[[int], None] = lambda _: None,
+    register: Register | None = None,
 ) -> Summary:
     """Run engines until the prompts, the time or the trace is over, or ``stop`` is set. Return their work.
 
-    ``on_start`` gets each engine once it is up, ``on_prompt`` the number of prompts so far.
+    ``register`` gets each engine once it is up, then ``on_start``, and ``on_prompt`` the number of prompts so far.
 
-    Raise ``InvalidValue`` if an address cannot be bound, a trace cannot be read, or a registration is refused.
+    Raise ``InvalidValue`` if an address cannot be bound, or a trace cannot be read, and the errors of ``register``.
     """
     stop = asyncio.Event() if stop is None else stop
     loop = asyncio.get_running_loop()
@@ -115,10 +116,10 @@ async def simulate(
             http_url = None
             if options.http_port is not None:
                 http_url = (await stack.enter_async_context(_http(options, options.http_port, i, engine))).url
-            if options.register_url is not None:
-                await _register(options, options.register_url, i, engine, http_url)
+            if register is not None:
+                await register(_registration(options, i, engine, http_url))
             if on_start is not None:
-                on_start(_started(options, i, engine, http_url))
+                on_start(_started(options, i, engine, http_url, is_registered=register is not None))
         for engine in engines:
             engine.start()
         deadline = None if options.duration_seconds is None else loop.time() + options.duration_seconds
@@ -228,11 +229,9 @@ def _http(options: SimulateOptions, port: int, i: int, engine: SimulatedEngine) 
     )
 
 
-async def _register(
-    options: SimulateOptions, base_url: str, i: int, engine: SimulatedEngine, http_url: str | None
-) -> None:
+def _registration(options: SimulateOptions, i: int, engine: SimulatedEngine, http_url: str | None) -> dict[str, Any]:
     kind = next(kind for kind, traits in TRAITS.items() if traits.dialect == options.dialect.partition("-")[0])
-    fields = {
+    return {
         "endpoint": _advertised(options, engine.publisher.endpoint),
         "replay_endpoint": _advertised(options, engine.publisher.replay_endpoint),
         "snapshot_endpoint": _advertised(options, engine.publisher.snapshot_endpoint),
@@ -244,7 +243,6 @@ async def _register(
         "dp_rank": 0,
         "address": _advertised(options, http_url),
     }
-    await register(base_url, fields, api_token=options.api_token, within_seconds=options.register_within_seconds)
 
 
 def _advertised(options: SimulateOptions, endpoint: str | None) -> str | None:
@@ -253,14 +251,16 @@ def _advertised(options: SimulateOptions, endpoint: str | None) -> str | None:
     return f"{endpoint.partition('://')[0]}://{options.advertised_host}:{endpoint.rpartition(':')[2]}"
 
 
-def _started(options: SimulateOptions, i: int, engine: SimulatedEngine, http_url: str | None) -> EngineStarted:
+def _started(
+    options: SimulateOptions, i: int, engine: SimulatedEngine, http_url: str | None, *, is_registered: bool
+) -> EngineStarted:
     publisher = engine.publisher
     return EngineStarted(
         _instance(options, i),
         publisher.endpoint,
         publisher.replay_endpoint,
         options.dialect,
-        options.register_url is not None,
+        is_registered,
         http_url,
     )
 
@@ -282,44 +282,3 @@ def _summary(options: SimulateOptions, i: int, engine: SimulatedEngine) -> Engin
         sum(cache.totals.removed for cache in engine.caches),
         dict(blocks_held),
     )
-
-
-# Registers a simulated engine with a running Waymark.
-
-
-PAUSE_SECONDS = 0.5
-
-
-async def register(
-    base_url: str, fields: dict[str, Any], *, api_token: str | None = None, within_seconds: float = 30.0
-) -> None:
-    """POST ``/register``, again and again while Waymark is not up (no answer, 5xx), at most ``within_seconds``.
-
-    Raise ``InvalidValue`` if Waymark rejects it, with Waymark's own sentence, or does not come up in time.
-    """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + within_seconds
-    name = fields["instance_id"]
-    async with AsyncClient(base_url, api_token=api_token, retry_seconds=0) as waymark:
-        while True:
-            try:
-                await waymark.register(**fields)
-                return
-            except Refused as error:
-                raise InvalidValue(f"{base_url} refused {name}: {error.status} {error}", field="register") from error
-            except Unavailable as error:
-                if loop.time() + PAUSE_SECONDS > deadline:
-                    reason = "the connection was refused" if _is_refused(error) else str(error)
-                    waited = f" within {within_seconds:g} s" if within_seconds else ""
-                    sentence = f"{base_url} did not register {name}{waited}: {reason}"
-                    raise InvalidValue(sentence, field="register") from error
-            await asyncio.sleep(PAUSE_SECONDS)
-
-
-def _is_refused(error: BaseException | None) -> bool:
-    """Return whether the port has no listener: a connection, deep among the causes, was refused."""
-    if error is None or isinstance(error, ConnectionRefusedError):
-        return error is not None
-    if isinstance(error, BaseExceptionGroup) and any(map(_is_refused, error.exceptions)):
-        return True
-    return _is_refused(error.__cause__ or error.__context__)
