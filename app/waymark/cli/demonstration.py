@@ -24,10 +24,8 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from waymark.base.shown import shown
-from waymark.client import AsyncClient, Refused, Unavailable
+from waymark.client import AsyncClient, Refused, StreamStatus, Unavailable
 from waymark.console.service import RemoteService
-from waymark.domain.names import DEFAULT_TENANT
-from waymark.domain.status import StreamStatus
 from waymark.simulator.encode import CPU, GPU
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.http import EngineHttp
@@ -112,7 +110,7 @@ class _DemoService:
     @property
     def tenant_id(self) -> str:
         """The tenant of the engines: in a service of its own it is the one that the page and the commands ask about."""
-        return TENANT if self.process is None else DEFAULT_TENANT
+        return TENANT if self.process is None else "default"
 
     async def is_ready(self) -> bool:
         """Whether the service answers, and is not another one that has taken the port meanwhile."""

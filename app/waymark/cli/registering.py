@@ -12,8 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from waymark.base.errors import InvalidValue
-from waymark.client import AsyncClient, Publisher, Refused, Unavailable, Workers
-from waymark.domain.status import StreamStatus
+from waymark.client import AsyncClient, Publisher, Refused, StreamStatus, Unavailable, Workers
 
 if TYPE_CHECKING:
     from waymark.simulator.options import SimulateOptions

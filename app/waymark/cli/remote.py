@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from waymark.base.shape import plain
 from waymark.cli.parser import EXIT_FAILED, EXIT_OK
 from waymark.cli.service import add_prompt, add_service, settle
-from waymark.console.arguments import add_watch
-from waymark.domain.status import StreamStatus
+from waymark.console.arguments import PUBLISHER_STATUSES, add_watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     Command = Callable[[RemoteService, argparse.Namespace], Any]
     Drawing = Callable[[Any], Sequence[ScreenPart]]
 
-_STATUSES = (*map(str, StreamStatus), "draining", "drained")
 
 _EXAMPLES = {
     "ask": """\
@@ -118,9 +116,9 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
                 "--status",
                 action="append",
                 default=[],
-                choices=_STATUSES,
+                choices=PUBLISHER_STATUSES,
                 metavar="STATUS",
-                help=f"only this status; may be repeated: {', '.join(_STATUSES)}",
+                help=f"only this status; may be repeated: {', '.join(PUBLISHER_STATUSES)}",
             )
             parser.add_argument("--bad", action="store_true", help="only those with something wrong")
             add_watch(parser)

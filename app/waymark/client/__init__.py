@@ -42,6 +42,7 @@ from waymark.client.blocking import Client
 from waymark.client.calls import block_hashes, seq_hashes
 from waymark.client.errors import ClientError, ModelNotFound, Refused, Unavailable
 from waymark.contract.publishers import Publisher
+from waymark.domain.status import StreamStatus
 
 __all__ = [
     "Applied",
@@ -57,6 +58,7 @@ __all__ = [
     "Score",
     "Selection",
     "Service",
+    "StreamStatus",
     "Unavailable",
     "Workers",
     "block_hashes",

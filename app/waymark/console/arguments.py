@@ -10,6 +10,8 @@ from waymark.base.shown import shown
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.domain.status import StreamStatus
 
+PUBLISHER_STATUSES = (*map(str, StreamStatus), "draining", "drained")
+"""The words of ``--status`` of ``waymark publishers``."""
 Subcommands = Any
 """The result of ``add_subparsers``; argparse has no public name for its type."""
 
