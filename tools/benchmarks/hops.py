@@ -37,7 +37,7 @@ LOOP, THREADS, OTHERS = "the event loop", "other threads, which are libzmq's", "
 STEPS: Final[dict[str, tuple[tuple[type, str], ...]]] = {
     "messages out of libzmq": ((MessageReader, "receive"),),
     "their frames": ((Subscriber, "read"),),
-    "decode and digest": ((BatchDecoder, "decode"),),
+    "decode and digest": ((BatchDecoder, "decode"), (BatchDecoder, "go_on")),
     "order": ((Stream, "_live"),),
     "fold": ((Life, "flush"), (Applier, "apply")),
     "plan": ((Resolver, "plan"),),
