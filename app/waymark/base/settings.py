@@ -364,7 +364,7 @@ class Settings(BaseModel):
     """The most blocks of one stream that a worker indexes; more are ignored. A pool has a quarter as many hashes."""
     stream_buffer_bytes: int = Field(64 * _MIB, ge=1024, le=64 * 1024 * _MIB)
     """How many bytes of waiting frames a stream keeps, in 64 MiB at most 20,000; a worker keeps four times as many."""
-    apply_blocks_max: int = Field(512, ge=0, le=1_000_000)
+    apply_blocks_max: int = Field(896, ge=0, le=1_000_000)
     """How many blocks all ingest workers together may be writing to one Redis server at once; 0 means no limit."""
     sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
     """How many blocks of dead holders an ingest worker sweeps per second, and how many it reads for /placement."""
