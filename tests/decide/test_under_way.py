@@ -116,6 +116,17 @@ async def test_each_end_counts_once() -> None:
     assert recorded.calls == [(2, ReservationPart.PREFILL), (2, ReservationPart.OK)]
 
 
+async def test_an_answer_that_comes_at_once_is_one_call_with_its_time() -> None:
+    recorded = Recorded()
+    of = all_of(recorded)
+    request = begun(of, RESERVATIONS)
+    request.prefilled(is_last=True)
+    request.end(is_ok=True)
+    await of.settle()
+    assert recorded.calls == [(2, ReservationPart.OK)]
+    assert recorded.timed == [True]
+
+
 async def test_the_first_content_is_timed_unless_another_target_has_taken_over() -> None:
     recorded = Recorded()
     of = all_of(recorded)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
+import aiohttp
 import httpx
 import pytest
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.base_protocol import BaseProtocol
 
 from tests.conftest import wait_until
 from tests.gateway.conftest import Running, Start, chat, events, registration
 from tests.patience import within
 from tests.store.factories import answered_before
+from waymark.base.endpoints import AllowedEndpoints
 from waymark.gateway import proxy
 from waymark.gateway.proxy import Avoided
+from waymark.gateway.upstream import Interrupted, Upstream
 
 pytestmark = pytest.mark.outside
 
@@ -363,6 +370,38 @@ async def test_an_engine_that_hangs_is_given_up_after_its_time(start: Start, has
     else:
         assert (answer.status_code, "timeout" in answer.text) == (502, True)
     await wait_until(free(running), "nothing is reserved", 10)
+
+
+async def test_a_client_that_reads_slowly_is_no_engine_that_hangs() -> None:
+    loop = asyncio.get_running_loop()
+    protocol = BaseProtocol(loop)
+    protocol.connection_made(Mock(asyncio.Transport))
+    content = StreamReader(protocol, 2**16, loop=loop)
+    upstream = Upstream(AllowedEndpoints(), first_byte_seconds=1.0, idle_seconds=0.05)
+    pieces = upstream.pieces(cast(aiohttp.ClientResponse, SimpleNamespace(content=content)))
+    for piece in (b"a", b"b"):
+        content.feed_data(piece)
+        assert await anext(pieces) == piece
+        over = loop.time() + 0.15
+        await wait_until(lambda over=over: loop.time() > over, "the client has taken longer than an engine may", 10)
+
+    with pytest.raises(Interrupted, match=r"^idle$"):
+        await anext(pieces)
+
+
+def test_the_words_of_a_last_event_are_in_every_one() -> None:
+    chosen = random.Random(1)
+    parts = [
+        b"\n", b"\r", b"data: ", b"data:", b"[DONE]", b'{"error"', b'{ "type": "error"', b"event: ", b"error", b" ",
+        b"{", b"message_stop", b"response.", b"completed", b"failed", b'"type": "', b'"', b"word",
+    ]  # fmt: skip
+    found = set()
+    for _ in range(20_000):
+        near = b"".join(chosen.choices(parts, k=chosen.randrange(1, 6)))
+        is_last = proxy._LAST_EVENT.search(near) is not None
+        assert proxy._has_last_event(near) is is_last, near
+        found.add(is_last)
+    assert found == {False, True}
 
 
 @pytest.mark.parametrize(

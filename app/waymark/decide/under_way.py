@@ -134,6 +134,8 @@ class RequestUnderWay:
         self.reservations: Sequence[Reservation] = tuple(routed.reservations)
         self._of = requests
         self._prefilled_at: float | None = None
+        self._ttft_ms: float | None = None
+        """The time to the first token, while Redis is still to be told of it."""
         self._was_moved = False
         """Whether it was moved: the time at which its present target got it is unknown."""
         self._has_ended = False
@@ -152,12 +154,17 @@ class RequestUnderWay:
             headers["x-prefiller-host-port"] = host_and_port(selected.prefill.candidate.address)
         return headers
 
-    def prefilled(self) -> None:
-        """Note the first byte of an answer: the prompt is computed."""
+    def prefilled(self, *, is_last: bool = False) -> None:
+        """Note the first byte of an answer: the prompt is computed.
+
+        ``is_last``: its last byte came with it, so the request ends at once, and its end gives everything back.
+        """
         if self._prefilled_at is None and not self._has_ended:
             self._prefilled_at = asyncio.get_running_loop().time()
-            ttft_ms = None if self._was_moved else 1e3 * (self._prefilled_at - self.since)
-            self._of.begin_release(self.reservations, ReservationPart.PREFILL, ttft_ms)
+            self._ttft_ms = None if self._was_moved else 1e3 * (self._prefilled_at - self.since)
+            if not is_last:
+                ttft_ms, self._ttft_ms = self._ttft_ms, None
+                self._of.begin_release(self.reservations, ReservationPart.PREFILL, ttft_ms)
 
     async def move(self, address: str) -> bool:
         """Move the request to the target at ``address``; the first one counts as failed.
@@ -191,7 +198,7 @@ class RequestUnderWay:
         tpot_ms = self._tpot_ms(usage.completion_tokens)
         if any(sequence.new for sequence in self.routed.further):
             usage = NO_USAGE  # of several prompts together; something was promised of the first one only
-        return self._of.begin_release(self.reservations, part, tpot_ms=tpot_ms, usage=usage)
+        return self._of.begin_release(self.reservations, part, self._ttft_ms, tpot_ms, usage)
 
     def _tpot_ms(self, tokens: int | None) -> float | None:
         """Return the ms of each token of the answer after the first one.

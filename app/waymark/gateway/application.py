@@ -360,18 +360,26 @@ class _AnswerSender:
 
 async def _while_connected(work: Awaitable[None], receive: AsgiReceive) -> None:
     """Run ``work`` to its end; cancel it and raise ClientGone if the client disconnects first."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
+    working = asyncio.current_task()
+    assert working is not None
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        await _disconnected(receive)
+        is_gone = True
+        working.cancel()
+
+    watching = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        await working
+        await work
+    except asyncio.CancelledError:
+        # The task may also be cancelled from outside, because the process ends.
+        if is_gone and working.uncancel() == 0:
+            raise ClientGone from None
+        raise
     finally:
-        for task in (working, watching):
-            if not task.done():
-                task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        watching.cancel()
 
 
 async def _disconnected(receive: AsgiReceive) -> None:

@@ -59,6 +59,12 @@ _LAST_EVENT = re.compile(
 _LAST_EVENT_BYTES = 128
 
 
+def _has_last_event(near: bytes) -> bool:
+    """Return whether the bytes contain a last event. Almost no piece has one of its words, and a search takes long."""
+    may_have = b"[DONE]" in near or b"error" in near or b"message_stop" in near or b"response." in near
+    return may_have and _LAST_EVENT.search(near) is not None
+
+
 @dataclass(slots=True)
 class ProxiedRequest:
     """A request, and the state of its answer."""
@@ -86,7 +92,7 @@ class StreamEnd:
 
     def take(self, piece: bytes) -> None:
         near = self._tail + piece
-        self._has_last = self._has_last or _LAST_EVENT.search(near) is not None
+        self._has_last = self._has_last or _has_last_event(near)
         self._tail = near[-_LAST_EVENT_BYTES:]
 
     @property
@@ -234,16 +240,17 @@ class Proxy:
         end = StreamEnd(is_framed=is_framed(response)) if has_end else None
         reader = UsageReader() if _is_plain(response) else None
         async for piece in self._upstream.pieces(response):
-            if waits and marker in piece:
-                waits = False
-                request.prefilled()
-                self._metrics.ttft_seconds.observe(perf_counter() - proxied.began)
             if end is not None:
                 end.take(piece)
             if reader is not None:
                 reader.take(piece)
             # A client may take the last event for the end, and go on with its next turn.
-            if response.content.at_eof() if end is None else end.is_whole:
+            is_last = response.content.at_eof() if end is None else end.is_whole
+            if waits and marker in piece:
+                waits = False
+                request.prefilled(is_last=is_last)
+                self._metrics.ttft_seconds.observe(perf_counter() - proxied.began)
+            if is_last:
                 usage = NO_USAGE if reader is None else reader.usage
                 await request.give_back(is_ok=response.status < 500, usage=usage)
             await proxied.send({"type": "http.response.body", "body": piece, "more_body": True})

@@ -44,6 +44,33 @@ class Interrupted(Exception):
     """The answer has begun and will not end. The text is a short reason."""
 
 
+class _IdleWatch:
+    """Ends the wait for a piece of a body with Interrupted once it has lasted for ``seconds``.
+
+    One timer for the whole body, which looks at the present wait when it ends: an answer has a thousand pieces, and a
+    timer for each is a large part of what a piece costs.
+    """
+
+    def __init__(self, content: aiohttp.StreamReader, seconds: float) -> None:
+        self._content = content
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self.time = self._loop.time
+        self.since: float | None = None
+        """When the present wait began; None while the client takes a piece, however long."""
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        left = self._seconds if self.since is None else self.since + self._seconds - self.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        else:
+            self._content.set_exception(Interrupted("idle"))
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+
 class Upstream:
     """The HTTP client of a gateway.
 
@@ -97,16 +124,18 @@ class Upstream:
         off.
         """
         content = response.content
+        watch = _IdleWatch(content, self._idle_seconds)
         try:
             while not content.at_eof():
-                async with asyncio.timeout(self._idle_seconds):
-                    piece = await content.readany()
+                watch.since = watch.time()
+                piece = await content.readany()
+                watch.since = None
                 if piece:
                     yield piece
-        except TimeoutError:
-            raise Interrupted("idle") from None
         except (aiohttp.ClientError, OSError) as error:
             raise Interrupted(type(error).__name__) from None
+        finally:
+            watch.end()
 
     async def close(self) -> None:
         if self._session is not None:
