@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,9 +19,31 @@ import pytest
 
 from tests.patience import patient
 from tools.benchmarks import __main__ as benchmarks
-from tools.benchmarks import branching, compare, hybrid, prompts, replicas, visible
+from tools.benchmarks import (
+    branching,
+    capacity,
+    compare,
+    gateway,
+    hybrid,
+    prompts,
+    replicas,
+    scale,
+    scale_engines,
+    visible,
+)
 from tools.benchmarks.__main__ import main
-from tools.benchmarks.capacity import Constants, example
+from tools.benchmarks.capacity import (
+    HEARTBEAT,
+    KINDS,
+    SHARE_USED,
+    Cost,
+    Model,
+    limits,
+    needs,
+    rates,
+    read_model,
+    write_model,
+)
 from tools.benchmarks.feed import payloads
 from tools.benchmarks.processes import cpu_seconds, redis_server
 from tools.benchmarks.report import Row, against, beside, table, write_json, write_markdown
@@ -208,8 +231,8 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(capsys: pytest.Cap
 
     assert ended.value.code == 2
     assert (
-        "'P99' is none of P1, P2, P3, P3b, P4, P5, P6, P5b, P6b, P7, P8, P9, P10, P11, sizes, messages, P12, books, "
-        "long, capacity" in capsys.readouterr().err
+        "'P99' is none of P1, P2, P3, P3b, P4, P5, P6, P5b, P6b, P7, P8, P9, P10, P11, sizes, messages, P12, P13, "
+        "P14, books, long, capacity" in capsys.readouterr().err
     )
 
 
@@ -356,17 +379,136 @@ def test_cpu_time_is_what_the_process_has_used() -> None:
         cpu_seconds(2**22 + 1)
 
 
-def test_ten_times_the_engines_need_ten_times_as_much() -> None:
-    constants = Constants(180.0, 2.0, 9.0, 3.0, 3.0, 40.0, 4.0, {512: 0.5}, {512: 0.3})
+MODEL = Model(
+    shards=12,
+    nodes=3,
+    block_bytes=35.0,
+    rest=Cost(worker=5_000, redis=3_000, replica=1_000),
+    silent=Cost(worker=50, redis=10),
+    registered=Cost(worker=20),
+    awake=Cost(worker=200, redis=60, home=20),
+    frames={HEARTBEAT: Cost(100, 50, 10)} | dict.fromkeys(KINDS, Cost(worker=400, redis=200, home=10)),
+    frame_bytes=dict.fromkeys(KINDS, 5_000.0),
+    query=Cost(redis=60, replica=200),
+    short_query=Cost(redis=20, replica=100),
+    query_bytes=50_000,
+)
 
-    hundred, thousand = example(100, constants), example(1_000, constants)
 
-    assert [row.unit for row in hundred] == ["GiB", "cores", "cores", "cores", "cores"]
-    assert hundred[0].figure == pytest.approx(5_000_000 * 180 / 2**30)
-    # Prefill, decode and removals have prices of their own: 300 x 2 + 100 x 9 + 400 x 3 us a second and engine.
-    assert hundred[1].figure == pytest.approx(0.27)
-    assert hundred[3].figure == pytest.approx(0.65)
-    assert [b.figure for b in thousand] == pytest.approx([10 * a.figure for a in hundred])
+def test_the_parts_of_a_fleet_add_up() -> None:
+    frames = {"stored": 40.0, "decoded": 10.0}
+
+    second = MODEL.second(100, frames, 20.0, workers=2, replicas=3, short_queries=5.0)
+
+    # 50 of the 100 streams get a frame in this second; each worker reads all registrations.
+    assert second.worker == 2 * 5_000 + 100 * 50 + 100 * 20 + 50 * 200 + 50 * 400
+    assert second.redis == 3_000 + 100 * 10 + 50 * 60 + 50 * 200 + 20 * 60 + 5 * 20
+    assert second.replica == 3 * 1_000 + 20 * 200 + 5 * 100
+    # The node with the group's own keys has all of these, and a third of the rest.
+    assert second.home == 50 * 20 + 50 * 10
+    assert second.hottest(3) == pytest.approx(second.home + (second.redis - second.home) / 3)
+
+
+def test_a_fleet_gets_as_many_processes_as_keep_each_below_its_share() -> None:
+    hundred, thousand, many, most = (needs(MODEL, engines) for engines in (100, 1_000, 10_000, 100_000))
+
+    for found in (hundred, thousand):
+        assert found.second.worker / found.workers <= SHARE_USED * 1e6
+        assert found.second.replica / found.replicas <= SHARE_USED * 1e6
+        assert found.second.hottest(found.primaries) <= SHARE_USED * 1e6
+    assert many.workers > 10 * thousand.workers, "each worker reads ten times the registrations, too"
+    # Reading 100,000 registrations takes more than a worker has, and their own keys more than a primary has.
+    assert (most.workers, most.primaries) == (0, 0)
+    full = dict(limits(MODEL))
+    assert full["workers that only read registrations"] == pytest.approx(SHARE_USED * 1e6 / 20)
+    assert all(engines > 0 for engines in full.values())
+
+
+def test_a_model_is_read_as_it_was_written_and_put_into_a_page(tmp_path: Path) -> None:
+    path, page = tmp_path / "model.json", tmp_path / "page.md"
+    write_model(path, MODEL, "100 streams")
+    page.write_text("before\n\n<!-- model -->\nold\n<!-- /model -->\n\nafter\n")
+
+    assert read_model(path) == (MODEL, "100 streams")
+    assert capacity.main([str(path), "--markdown", str(page)]) == 0
+
+    text = page.read_text()
+    assert text.startswith("before\n\n<!-- model -->\n\n| What | Worker, us |")
+    assert text.endswith("<!-- /model -->\n\nafter\n")
+    assert "old" not in text
+    assert "| 10,000, 1e+10 | 326 GiB |" in text
+    path.write_text("{}")
+    with pytest.raises(SystemExit, match="is no model; scale_model --json writes one"):
+        read_model(path)
+
+
+def test_each_stream_of_a_fleet_tells_its_rank_and_removes_what_it_stored() -> None:
+    streams = scale_engines.streams_of(1, 3, ranked=1)
+    assert streams == [*((1, rank) for rank in range(8)), (2, 0), (3, 0)]
+    cache = scale_engines.Cache(streams[5], blocks=256)
+    batches = [msgpack.unpackb(payload) for payload in cache.fill()]
+    frames = list(cache.traffic(KINDS, share=1.0, heartbeats=1.0, seconds=2.0))
+    batches += [msgpack.unpackb(frame.payload) for frame in frames]
+
+    assert {rank for _, _, rank in batches} == {5}
+    assert [frame.at for frame in frames] == sorted(frame.at for frame in frames)
+    counts = Counter(frame.kind for frame in frames)
+    assert counts.keys() == {*KINDS, HEARTBEAT}
+    assert all(abs(counts[kind] - 2 * rate) <= 1 for kind, rate in rates().items())
+    held: set[int] = set()
+    for _, events, _ in batches:
+        for event in events:
+            if event["type"] == "BlockStored":
+                held.update(event["block_hashes"])
+            else:
+                assert held.issuperset(event["block_hashes"])
+                held.difference_update(event["block_hashes"])
+
+
+@pytest.mark.long
+@pytest.mark.outside
+def test_a_fleet_is_held_against_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.json"
+    write_model(path, MODEL, "made for a test")
+    words = [
+        "--engines",
+        "3",
+        "--ranked",
+        "1",
+        "--share",
+        "0.2",
+        "--seconds",
+        "2",
+        "--blocks",
+        "512",
+        "--replicas",
+        "1",
+    ]
+    monkeypatch.setattr(sys, "argv", ["scale", *words, "--model", str(path)])
+
+    assert scale.main() == 0
+
+    said = capsys.readouterr().out
+    assert "10 streams of 3 engines are connected" in said
+    for what in ("ingest workers", "Redis, all nodes", "query replicas"):
+        assert re.search(rf"^{what} .* (yes|no)$", said, re.MULTILINE), said
+    assert re.search(r"^published to visible by /query, 32 probes: p50 [\d.]+ ms, p99", said, re.MULTILINE)
+    assert "all answers right" in said
+    assert "0 not applied" in said
+
+
+def test_a_gateway_is_measured_without_its_decision_and_with_many_chunks_whole() -> None:
+    costs = {("gateway", chunks): [1.0, 1.1] for chunks in gateway.CHUNKS}
+    costs |= {("aiohttp", chunks): [0.25, 0.25] for chunks in gateway.CHUNKS}
+
+    rows = {row.what: row for row in gateway.rows(costs, [0.5, 0.6])}
+
+    assert rows["gateway, ratio without the decision, a whole answer"].ratio == pytest.approx(2.0)
+    assert rows["gateway, ratio without the decision, a whole answer"].bar == 1.3
+    assert rows["gateway, an answer of 1,000 chunks"].ratio == pytest.approx(4.2)
+    assert rows["gateway, an answer of 1,000 chunks"].bar == 1.2
 
 
 def test_a_hybrid_model_is_measured_beside_a_plain_one() -> None:

@@ -24,7 +24,6 @@ from typing import Any
 
 from tools.benchmarks import (
     books,
-    capacity,
     decisions,
     fleet_sizes,
     hot,
@@ -33,6 +32,7 @@ from tools.benchmarks import (
     long,
     memory,
     queries,
+    rates,
     replicas,
     selector,
     streams,
@@ -54,9 +54,21 @@ examples:
 
 
 def _messages(options: Options) -> Iterable[Row]:
-    from tools.benchmarks import messages  # the only part that needs the extra epp
+    from tools.benchmarks import messages  # needs the extra epp
 
     return messages.measure(options)
+
+
+def _gateway(options: Options) -> Iterable[Row]:
+    from tools.benchmarks import gateway  # the only part that needs aiohttp and uvloop
+
+    return gateway.measure(options)
+
+
+def _picked(options: Options) -> Iterable[Row]:
+    from tools.benchmarks import picked  # it needs the extra epp, too
+
+    return picked.measure(options)
 
 
 #: Names a part answers to, and what measures it; it gets the rows that are there already.
@@ -74,9 +86,11 @@ PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], Iterable[R
     (("sizes",), lambda options, _: fleet_sizes.measure(options)),
     (("messages",), lambda options, _: _messages(options)),
     (("P12",), lambda options, _: texts.measure(options)),
+    (("P13",), lambda options, _: _gateway(options)),
+    (("P14",), lambda options, _: _picked(options)),
     (("books",), lambda options, _: books.measure(options)),
     (("long",), lambda options, _: long.measure(options)),
-    (("capacity",), capacity.measure),
+    (("capacity",), rates.measure),
 ]
 
 

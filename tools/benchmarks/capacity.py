@@ -1,136 +1,278 @@
-"""The capacity model: from what a block and a query cost to what an installation of so many engines needs.
+"""The capacity model: from what a stream, a frame and a query cost to what a fleet needs, and what breaks first.
 
-Memory and ingest come from the rows of P5 and P6, of this run where it has them. What a query costs is measured here,
-for 64, 512 and 2,048 blocks that one engine has whole.
+    python -m tools.benchmarks.capacity MODEL [--markdown docs/capacity.md]
+
+MODEL is a file that ``python -m tools.benchmarks.scale_model --json MODEL`` has written. Prints the constants, and what
+fleets of up to 10,000 engines and 10^10 blocks need by them, as tables in Markdown; or puts them into a page.
 """
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from math import ceil
 from pathlib import Path
-from statistics import median
 
-from tools.benchmarks import index, prompts, streams
-from tools.benchmarks.load import run, write_bodies
-from tools.benchmarks.options import Options
-from tools.benchmarks.processes import redis_server, waymark
-from tools.benchmarks.prompts import PIECE_BLOCKS
-from tools.benchmarks.replicas import fill
-from tools.benchmarks.report import Row
-
-SIZES = (64, 512, 2048)
 #: What an engine is taken to do: the blocks that its cache holds, the blocks per second that it stores in prefill (64
-#: a store) and in decode (one a store), and the queries per second that are asked for its requests. Its cache is full,
-#: so it removes as many blocks as it stores.
+#: a store) and in decode (one a store, 16 in a frame), and the queries per second that are asked for its requests. Its
+#: cache is full, so it removes as many blocks as it stores.
 ENGINE_BLOCKS, ENGINE_PREFILL, ENGINE_DECODE, ENGINE_QUERIES = 50_000, 300, 100, 2
+BLOCKS_OF_FRAME = {"stored": 64, "decoded": 16, "removed": 64}
+KINDS = tuple(BLOCKS_OF_FRAME)
+HEARTBEAT = "heartbeat"
 GIB = 2**30
+#: Of a core, or of a setting, that a plan uses.
+SHARE_USED = 0.6
+#: What WAYMARK_SHARDS may be.
+SHARDS_MAX = 256
+MARKS = ("<!-- model -->", "<!-- /model -->")
+
+
+def rates(share: float = 1.0) -> dict[str, float]:
+    """Return how many frames of each kind an engine publishes in a second, at a share of the rates above."""
+    blocks = {"stored": ENGINE_PREFILL, "decoded": ENGINE_DECODE, "removed": ENGINE_PREFILL + ENGINE_DECODE}
+    return {kind: share * count / BLOCKS_OF_FRAME[kind] for kind, count in blocks.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Constants:
-    """What the model goes by."""
+class Cost:
+    """What something takes: CPU in microseconds, and bytes to and from Redis."""
 
+    worker: float = 0.0
+    redis: float = 0.0
+    """Of all nodes."""
+    home: float = 0.0
+    """Of it, what the node with the keys of the group itself takes beyond what each other node does."""
+    replica: float = 0.0
+    received: float = 0.0
+    """Bytes that Redis is sent."""
+    sent: float = 0.0
+    """Bytes that it answers."""
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Cost)))
+
+    def __mul__(self, times: float) -> Cost:
+        return Cost(*(getattr(self, each.name) * times for each in fields(Cost)))
+
+    def __sub__(self, other: Cost) -> Cost:
+        return self + other * -1
+
+    def each(self, units: float) -> Cost:
+        """Return what one of so many units takes. What is measured below nothing is noise."""
+        return Cost(*(max(0.0, getattr(self, each.name)) / units for each in fields(Cost)))
+
+    def hottest(self, nodes: int) -> float:
+        """Return the CPU of the node with the group's own keys."""
+        return self.home + (self.redis - self.home) / nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The constants. A second of a worker, of a replica or of a stream costs something even if nothing happens."""
+
+    shards: int
+    nodes: int
     block_bytes: float
-    redis_stored_us: float
-    redis_decoded_us: float
-    redis_removed_us: float
-    worker_stored_us: float
-    worker_decoded_us: float
-    worker_removed_us: float
-    replica_ms: dict[int, float]
-    redis_ms: dict[int, float]
+    """In Redis, of a block with one holder."""
+    rest: Cost
+    """A second of one worker and one replica without streams."""
+    silent: Cost
+    """A second of a registered stream whose engine publishes nothing, in the only worker."""
+    registered: Cost
+    """A second of a stream for each further worker, which reads all registrations."""
+    awake: Cost
+    """A second of a stream that gets frames, beyond ``silent`` and the frames: its looks at itself, and its report."""
+    frames: Mapping[str, Cost]
+    """A frame of each kind, alone; a heartbeat has no events, but moves the watermark as any other."""
+    frame_bytes: Mapping[str, float]
+    query: Cost
+    """A query of 512 blocks that one engine has."""
+    short_query: Cost
+    """The same of four blocks."""
+    query_bytes: float
+
+    def second(
+        self,
+        streams: int,
+        frames: Mapping[str, float],
+        queries: float,
+        *,
+        workers: int = 1,
+        replicas: int = 1,
+        short_queries: float = 0.0,
+    ) -> Cost:
+        """Return what a second of a fleet costs. ``frames`` and queries are those of a second, of the whole fleet."""
+        awake = min(float(streams), sum(frames.values()))
+        found = Cost(
+            self.rest.worker * workers, self.rest.redis, self.rest.home, self.rest.replica * replicas,
+            self.rest.received, self.rest.sent,
+        )  # fmt: skip
+        found += self.silent * streams + self.registered * (streams * (workers - 1)) + self.awake * awake
+        for kind, count in frames.items():
+            found += self.frames[kind] * count
+        return found + self.query * queries + self.short_query * short_queries
 
 
-def measure(options: Options, rows: Sequence[Row]) -> list[Row]:
-    """The constants as rates, and the worked examples."""
-    known = {row.what: row.figure for row in rows}
-    for what, measured in ((index.VLLM_BYTES, index.measure), (streams.WORKER_STORED, streams.measure)):
-        if what not in known:
-            known |= {row.what: row.figure for row in measured(options)}
-    replica_ms, redis_ms = _queries(options)
-    constants = Constants(
-        block_bytes=known[index.VLLM_BYTES],
-        redis_stored_us=known[index.REDIS_STORED],
-        redis_decoded_us=known[streams.REDIS_DECODED],
-        redis_removed_us=known[index.REDIS_REMOVED],
-        worker_stored_us=known[streams.WORKER_STORED],
-        worker_decoded_us=known[streams.WORKER_DECODED],
-        worker_removed_us=known[streams.WORKER_REMOVED],
-        replica_ms=replica_ms,
-        redis_ms=redis_ms,
-    )
-    rates = [
-        Row("capacity", "blocks per GiB, vLLM", GIB / known[index.VLLM_BYTES], "blocks"),
-        Row("capacity", "blocks per GiB, standard publisher", GIB / known[index.STANDARD_BYTES], "blocks"),
-        Row("capacity", "new blocks per second and Redis core", 1e6 / constants.redis_stored_us, "blocks/s"),
-        Row("capacity", "decoded blocks per second and Redis core", 1e6 / constants.redis_decoded_us, "blocks/s"),
-        Row("capacity", "removed blocks per second and Redis core", 1e6 / constants.redis_removed_us, "blocks/s"),
-        Row("capacity", "new blocks per second and worker core", 1e6 / constants.worker_stored_us, "blocks/s"),
-        Row("capacity", "decoded blocks per second and worker core", 1e6 / constants.worker_decoded_us, "blocks/s"),
-        Row("capacity", "removed blocks per second and worker core", 1e6 / constants.worker_removed_us, "blocks/s"),
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a fleet needs."""
+
+    workers: int
+    """0: no number is enough."""
+    replicas: int
+    primaries: int
+    """0: no number is enough."""
+    second: Cost
+    frame_bytes: float
+    """Of engines, in a second."""
+    query_bytes: float
+
+
+def needs(model: Model, engines: int, share: float = 1.0) -> Needs:
+    """Return how many processes a fleet needs, each of which uses at most ``SHARE_USED`` of a core."""
+    frames = {kind: rate * engines for kind, rate in rates(share).items()}
+    queries = engines * ENGINE_QUERIES * share
+    alone = model.second(engines, frames, queries)
+    replicas = max(1, ceil((alone.replica - model.rest.replica) / (SHARE_USED * 1e6 - model.rest.replica)))
+    # Each worker also reads all registrations, so what is left of it for its own streams is less in a large fleet.
+    reading = model.rest.worker + model.registered.worker * engines
+    own = alone.worker - reading
+    left = SHARE_USED * 1e6 - reading
+    workers = max(1, ceil(own / left)) if left > 0 else 0
+    second = model.second(engines, frames, queries, workers=max(1, workers), replicas=replicas)
+    spread = SHARE_USED * 1e6 - second.home
+    primaries = max(1, ceil((second.redis - second.home) / spread)) if spread > 0 else 0
+    return Needs(
+        workers, replicas, primaries, second,
+        sum(model.frame_bytes[kind] * count for kind, count in frames.items()), queries * model.query_bytes,
+    )  # fmt: skip
+
+
+def limits(model: Model) -> Iterator[tuple[str, float]]:
+    """Yield what breaks as a fleet of one model grows, each with the number of engines, in no order."""
+    one = model.second(1, rates(), ENGINE_QUERIES) - model.second(0, {}, 0)
+    budget = SHARE_USED * 1e6
+    yield "one Redis without a Cluster", budget / one.redis
+    yield "one worker", budget / one.worker
+    yield "one replica", budget / one.replica
+    yield "the primary with the group's own keys, beside any number of others", budget / one.home
+    yield "workers that only read registrations", budget / model.registered.worker
+    yield f"{SHARDS_MAX} primaries, one for each shard", SHARDS_MAX * budget / (one.redis - one.home)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------
+
+#: Engines, and blocks of each.
+FLEETS = ((100, ENGINE_BLOCKS), (1_000, ENGINE_BLOCKS), (10_000, ENGINE_BLOCKS), (10_000, 1_000_000))
+
+
+def constants(model: Model) -> str:
+    rows = [
+        ("a second of a worker and a replica at rest", model.rest),
+        ("a second of a silent stream", model.silent),
+        ("the same, for each further worker", model.registered),
+        ("a second of a stream that gets frames, beyond that", model.awake),
+        ("a frame without events", model.frames[HEARTBEAT]),
+        *((f"a frame of {BLOCKS_OF_FRAME[kind]} blocks {kind}", model.frames[kind]) for kind in KINDS),
+        ("a query of 512 blocks", model.query),
+        ("a query of 4 blocks", model.short_query),
     ]
-    for size in SIZES:
-        rates += [
-            Row(
-                "capacity",
-                f"queries of {size:,} blocks per second and replica core",
-                1e3 / replica_ms[size],
-                "queries/s",
-            ),
-            Row("capacity", f"queries of {size:,} blocks per second and Redis core", 1e3 / redis_ms[size], "queries/s"),
-        ]
-    return rates + [row for engines in (100, 1_000) for row in example(engines, constants)]
+    head = ("What", "Worker, us", "Redis, us", "of it home, us", "Replica, us", "To Redis, bytes", "From Redis, bytes")
+    return _table(head, [(what, *map(_number, asdict(cost).values())) for what, cost in rows])
 
 
-def example(engines: int, constants: Constants, size: int = 512) -> list[Row]:
-    """What so many engines need, in cores and GiB. No block is shared, so memory is the most it can be."""
-    queries = engines * ENGINE_QUERIES
-    redis_us = _ingest_us(constants.redis_stored_us, constants.redis_decoded_us, constants.redis_removed_us)
-    worker_us = _ingest_us(constants.worker_stored_us, constants.worker_decoded_us, constants.worker_removed_us)
-    what = f"{engines:,} engines: "
-    return [
-        Row("capacity", what + "memory of Redis", engines * ENGINE_BLOCKS * constants.block_bytes / GIB, "GiB"),
-        Row("capacity", what + "Redis, ingest", engines * redis_us / 1e6, "cores"),
-        Row("capacity", what + "Redis, queries", queries * constants.redis_ms[size] / 1e3, "cores"),
-        Row("capacity", what + "ingest workers", engines * worker_us / 1e6, "cores"),
-        Row("capacity", what + "query replicas", queries * constants.replica_ms[size] / 1e3, "cores"),
-    ]
+def fleets(model: Model) -> str:
+    head = (
+        "Engines, blocks", "Memory of Redis", "Primaries", "The busiest", "Workers", "Replicas", "Frames", "Queries",
+        "To and from Redis",
+    )  # fmt: skip
+    lines = []
+    for engines, blocks in FLEETS:
+        found = needs(model, engines)
+        second = found.second
+        primaries, workers = (str(count or "no number") for count in (found.primaries, found.workers))
+        lines.append(
+            (
+                f"{engines:,}, {engines * blocks:,.2g}",
+                f"{engines * blocks * model.block_bytes / GIB:,.3g} GiB",
+                f"{primaries}, {_cores(second.redis)}",
+                _cores(second.hottest(max(1, found.primaries))),
+                f"{workers}, {_cores(second.worker)}",
+                f"{found.replicas}, {_cores(second.replica)}",
+                _per_second(found.frame_bytes),
+                _per_second(found.query_bytes),
+                f"{_per_second(second.received)}, {_per_second(second.sent)}",
+            )
+        )
+    return _table(head, lines)
 
 
-def _ingest_us(stored_us: float, decoded_us: float, removed_us: float) -> float:
-    """CPU per second that one engine's events cost, in microseconds."""
-    removed = ENGINE_PREFILL + ENGINE_DECODE
-    return ENGINE_PREFILL * stored_us + ENGINE_DECODE * decoded_us + removed * removed_us
+def _cores(microseconds: float) -> str:
+    return f"{microseconds / 1e6:.2g} cores"
 
 
-def _queries(options: Options) -> tuple[dict[int, float], dict[int, float]]:
-    """CPU of the replica and of Redis per query, in ms, by blocks."""
-    rounds, blocks = (2, 12_800) if options.is_quick else (5, 40_960)
-    replica_ms: dict[int, list[float]] = {size: [] for size in SIZES}
-    redis_ms: dict[int, list[float]] = {size: [] for size in SIZES}
-    with tempfile.TemporaryDirectory(prefix="wm-") as directory:
-        folder = Path(directory)
-        with redis_server(folder) as redis, waymark(folder, "query", redis.url) as replica:
-            asked = {
-                size: list(islice(prompts.fresh(size // PIECE_BLOCKS), (rounds + 1) * (blocks // size)))
-                for size in SIZES
-            }
-            asyncio.run(fill(redis, [prompt for some in asked.values() for prompt in some], 0))
-            for number in range(rounds + 1):
-                for size, some in asked.items():
-                    count = blocks // size
-                    part = some[number * count : (number + 1) * count]
-                    file = write_bodies(folder / "bodies", map(prompts.by_tokens, part))
-                    before, redis_before = replica.cpu(), redis.cpu()
-                    run(replica.port, "/query", file)
-                    if number:
-                        replica_ms[size].append((replica.cpu() - before) / count * 1e3)
-                        redis_ms[size].append((redis.cpu() - redis_before) / count * 1e3)
-    return (
-        {size: median(figures) for size, figures in replica_ms.items()},
-        {size: median(figures) for size, figures in redis_ms.items()},
+def broken(model: Model) -> str:
+    rows = sorted(limits(model), key=lambda row: row[1])
+    return _table(("What is full", "Engines"), [(what, f"{engines:,.0f}") for what, engines in rows])
+
+
+def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
+    rows = [" | ".join(row) for row in (head, *lines)]
+    rows.insert(1, "|".join("---" for _ in head))
+    return "".join(f"|{row}|\n" if row.startswith("---") else f"| {row} |\n" for row in rows)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 10 else f"{value:.2g}"
+
+
+def _per_second(value: float) -> str:
+    return f"{value / 1e6:,.3g} MB/s"
+
+
+def page(model: Model, about: str) -> str:
+    return f"{constants(model)}\n{about}\n\n{fleets(model)}\n{broken(model)}"
+
+
+def write_model(path: Path, model: Model, about: str) -> None:
+    path.write_text(json.dumps({"about": about, "model": asdict(model)}, indent=1) + "\n", encoding="utf-8")
+
+
+def read_model(path: Path) -> tuple[Model, str]:
+    """Return the model of a file, and what it was measured on. SystemExit if the file has none."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        given = document["model"]
+        for name in ("rest", "silent", "registered", "awake", "query", "short_query"):
+            given[name] = Cost(**given[name])
+        given["frames"] = {kind: Cost(**given["frames"][kind]) for kind in (HEARTBEAT, *KINDS)}
+        return Model(**given), document["about"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} is no model; scale_model --json writes one: {error!r}") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmarks.capacity", description=(__doc__ or "").split("\n")[0]
     )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--markdown", type=Path, help="put the tables between the marks of this page")
+    given = parser.parse_args(arguments)
+    text = page(*read_model(given.model))
+    if given.markdown is None:
+        print(text, end="")
+        return 0
+    before, start, rest = given.markdown.read_text(encoding="utf-8").partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not (start and end):
+        raise SystemExit(f"{given.markdown} has no place for the tables: put {MARKS[0]} and {MARKS[1]} there")
+    given.markdown.write_text(f"{before}{start}\n\n{text}\n{end}{after}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

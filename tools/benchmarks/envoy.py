@@ -16,7 +16,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from time import monotonic
@@ -33,6 +33,7 @@ from tests.e2e.test_envoy import Picker, body_of
 from tests.ports import unused_port
 from tests.store.factories import registration
 from tests.tokenization import small
+from tools.benchmarks.report import Row, table
 from waymark.domain.engines import EngineKind
 from waymark.domain.targets import Target
 from waymark.epp import messages, tls
@@ -41,6 +42,9 @@ from waymark.simulator.engine import EngineSpeed, build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.store.store import Store
 
+CHUNKS = (1, 1_000)
+#: Times an answer of one chunk.
+CHUNKS_BAR = 2.0
 _ENGINES = 3
 _AT_ONCE = 8
 _REST_SECONDS = 4.0
@@ -192,16 +196,26 @@ async def _messages(proxy: Envoy) -> int:
     return int(text.rpartition(":")[2] or 0)
 
 
+def rows(found: Mapping[tuple[str, int], Cost]) -> Iterator[Row]:
+    """Yield the rows of P14: what the most chunks cost a picker, over one."""
+    for kind in ("NONE", "FULL_DUPLEX_STREAMED"):
+        few, many = (found[kind, chunks].picker for chunks in CHUNKS)
+        what = f"picker, response_body_mode {kind}, an answer of {CHUNKS[1]:,} chunks"
+        yield Row("P14", what, many, "ms", few, "one chunk", many / few, CHUNKS_BAR)
+
+
 async def main(url: str, requests: int) -> None:
+    found = {}
     print("| Picker, `response_body_mode` | Chunks | Envoy, ms of CPU | Picker, ms of CPU | Messages to the picker |")
     print("|---|---|---|---|---|")
     for kind, label in _LABELS.items():
-        for chunks in (1, 1000):
+        for chunks in CHUNKS:
             with tempfile.TemporaryDirectory() as directory:
                 count = requests if chunks == 1 else max(_AT_ONCE, requests // 10)
-                cost = await run(url, Path(directory), count, kind=kind, chunks=chunks)
+                cost = found[kind, chunks] = await run(url, Path(directory), count, kind=kind, chunks=chunks)
             picker = " | " if kind == "none" else f"{cost.picker:.2f} | {cost.messages:,.0f}"
             print(f"| {label} | {chunks:,} | {cost.envoy:.2f} | {picker} |", flush=True)
+    print(table(list(rows(found))))
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ def stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[
     return _batch(_stored(block_hashes, parent, token_ids), rank=rank)
 
 
-def decoded(steps: Sequence[tuple[int, int | None, Sequence[int]]]) -> bytes:
+def decoded(steps: Sequence[tuple[int, int | None, Sequence[int]]], rank: int = 0) -> bytes:
     """The payload of one engine step in decode: a store of one block for each sequence that completed one.
 
     A step is ``(engine hash, its parent's or None, the block's token ids)``.
     """
-    return _batch(*(_stored([block_hash], parent, token_ids) for block_hash, parent, token_ids in steps))
+    return _batch(*(_stored([block_hash], parent, token_ids) for block_hash, parent, token_ids in steps), rank=rank)
 
 
 def _stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int]) -> Mapping[str, object]:
@@ -46,8 +46,14 @@ def _stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence
     }
 
 
-def removed(block_hashes: Sequence[int]) -> bytes:
-    return _batch({"type": "BlockRemoved", "block_hashes": list(block_hashes), "medium": "GPU", "group_idx": 0})
+def removed(block_hashes: Sequence[int], rank: int = 0) -> bytes:
+    event = {"type": "BlockRemoved", "block_hashes": list(block_hashes), "medium": "GPU", "group_idx": 0}
+    return _batch(event, rank=rank)
+
+
+def heartbeat(rank: int = 0) -> bytes:
+    """The payload of a batch without events, by which an engine shows that it is there."""
+    return _batch(rank=rank)
 
 
 def as_new_release(payload: bytes) -> bytes:
@@ -119,7 +125,7 @@ class Publisher:
         self._socket.close()
 
 
-def payloads(prompt: Prompt, held: int = 0, store_blocks: int = STORE_BLOCKS) -> Iterator[bytes]:
+def payloads(prompt: Prompt, held: int = 0, store_blocks: int = STORE_BLOCKS, rank: int = 0) -> Iterator[bytes]:
     """The stores of a prompt's pieces from ``held`` on."""
     hashes = list(chain.from_iterable(map(prompts.engine_hashes, prompt)))
     token_ids = prompts.tokens(prompt[held:])
@@ -128,7 +134,7 @@ def payloads(prompt: Prompt, held: int = 0, store_blocks: int = STORE_BLOCKS) ->
         of_event = hashes[start : start + store_blocks]
         at = (start - first) * BLOCK_SIZE
         parent = hashes[start - 1] if start else None
-        yield stored(of_event, parent, token_ids[at : at + len(of_event) * BLOCK_SIZE])
+        yield stored(of_event, parent, token_ids[at : at + len(of_event) * BLOCK_SIZE], rank)
 
 
 @contextmanager

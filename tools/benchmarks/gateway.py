@@ -1,34 +1,37 @@
-"""CPU that one request costs a gateway, beside a bare aiohttp pass-through and nginx, on the same machine.
+"""P13: CPU that one request costs a gateway, beside a bare aiohttp pass-through and nginx, on the same machine.
 
-    python -m tools.benchmarks.gateway [--requests 2000]
+    python -m tools.benchmarks.gateway [--requests 1000] [--rounds 3]
 
 The engine is a bare aiohttp server that answers at once, whole or in so many chunks. CPU is user and system time of the
-processes of the proxy, from /proc; wall clock is not reported, because engine and client share the machine.
+processes of the proxy; wall clock is not reported, because engine and client share the machine. In each round the
+proxies are asked in turns, and the gateway's decision is made by itself in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 
 import aiohttp
 import orjson
 import uvloop
 from aiohttp import web
 
-from tests.e2e.redis_server import redis_server
-from tests.gateway.conftest import registration
-from tests.patience import patient
 from tests.ports import unused_port
+from tools.benchmarks.options import Options
+from tools.benchmarks.processes import START_SECONDS, cpu_seconds, redis_server, running, wait_until, waymark
+from tools.benchmarks.prompts import BLOCK_SIZE
+from tools.benchmarks.report import Row, table
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.fail_open import StartupGate
@@ -40,12 +43,20 @@ from waymark.gateway.shapes import body_of_request
 from waymark.runtime import parts
 from waymark.store.store import Store
 
-CHUNKS = (0, 10, 200)
+#: Chunks of an answer; 0: it comes whole.
+CHUNKS = (0, 10, 200, 1000)
+#: Times a bare pass-through: what a request may cost beyond its decision, and what one of the most chunks may cost.
+BAR, CHUNKS_BAR = 1.3, 1.2
 _PAUSE_CHUNKS = 0.002
 _CLIENTS = 16
-_TICKS = os.sysconf("SC_CLK_TCK")
+_MODEL = "demo"
+_HERE = (sys.executable, "-m", "tools.benchmarks.gateway")
 _HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length"}
 _CHUNK = b'data: {"id":"a","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"word "}}]}\n\n'
+_LAST = b"data: [DONE]\n\n"
+
+
+# ---- the engine and the bare proxy -------------------------------------------------------------------
 
 
 async def answer(request: web.Request) -> web.StreamResponse:
@@ -58,7 +69,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
     for _ in range(chunks):
         await response.write(_CHUNK)
         await asyncio.sleep(_PAUSE_CHUNKS)
-    await response.write_eof(b"data: [DONE]\n\n")
+    await response.write_eof(_LAST)
     return response
 
 
@@ -89,35 +100,100 @@ async def _serve(handler: object, port: int) -> None:
     await web.TCPSite(runner, "127.0.0.1", port).start()
 
 
-def cpu_seconds(pid: int) -> float:
+# ---- the rounds --------------------------------------------------------------------------------------
+
+
+def measure(options: Options) -> list[Row]:
+    """The rows of ``make bench``."""
+    return measured(200, 1) if options.is_quick else measured(1000, 3)
+
+
+def measured(requests: int, rounds: int) -> list[Row]:
+    """The rows of P13: CPU in milliseconds."""
+    costs: dict[tuple[str, int], list[float]] = defaultdict(list)
+    decisions = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
+        redis = stack.enter_context(redis_server(folder))
+        replica = stack.enter_context(waymark(folder, "query", redis.url))
+        engine = _started(stack, folder, "engine", lambda port: (*_HERE, "--engine", str(port)))[0]
+        url = f"http://127.0.0.1:{engine}"
+        replica.post(
+            "/register", type="none", modelname=_MODEL, block_size=BLOCK_SIZE, instance_id="engine-0", address=url
+        )
+        proxies = {
+            "aiohttp": _started(stack, folder, "aiohttp", lambda port: (*_HERE, "--pass", str(port), "--target", url))
+        }
+        nginx = shutil.which("nginx")
+        if nginx is not None:
+            proxies["nginx"] = _started(stack, folder, "nginx", lambda port: _nginx(nginx, folder, port, engine))
+        proxies["gateway"] = _started(
+            stack, folder, "gateway", lambda port: (sys.executable, "-m", "waymark", "gateway", "--port", str(port)),
+            WAYMARK_REDIS_URL=redis.url, WAYMARK_LOG_LEVEL="error",
+        )  # fmt: skip
+        for _ in range(rounds):
+            for chunks in CHUNKS:
+                count = max(_CLIENTS, requests if chunks < 100 else 10 * requests // chunks)
+                for name, (port, pid) in proxies.items():
+                    costs[name, chunks].append(asyncio.run(_cost_ms(port, pid, chunks, count)))
+            words = (*_HERE, "--selection", redis.url, "--requests", str(requests))
+            decisions.append(float(subprocess.run(words, check=True, capture_output=True, text=True).stdout))
+    return list(rows(costs, decisions))
+
+
+def rows(costs: Mapping[tuple[str, int], list[float]], decisions: Sequence[float]) -> Iterator[Row]:
+    """Yield the rows of what each proxy took in each round, by chunks of the answer, and the decision by itself."""
+    yield Row("P13", "gateway's decision alone: body, tokens, target, reservation", median(decisions), "ms")
+    for chunks in CHUNKS:
+        answer = f"an answer of {chunks:,} chunks" if chunks else "a whole answer"
+        ours, bare = costs["gateway", chunks], costs["aiohttp", chunks]
+        if chunks == CHUNKS[-1]:
+            of_rounds = [gateway / plain for gateway, plain in zip(ours, bare, strict=True)]
+            what, bar = "gateway", CHUNKS_BAR
+        else:
+            turns = zip(ours, decisions, bare, strict=True)
+            of_rounds = [(gateway - decision) / plain for gateway, decision, plain in turns]
+            what, bar = "gateway, ratio without the decision", BAR
+        yield Row("P13", f"{what}, {answer}", median(ours), "ms", median(bare), "aiohttp", median(of_rounds), bar)
+        if nginx := costs.get(("nginx", chunks)):
+            yield Row("P13", f"nginx, {answer}", median(nginx), "ms")
+
+
+def _started(
+    stack: ExitStack, folder: Path, name: str, command: Callable[[int], Sequence[str]], **environ: str
+) -> tuple[int, int]:
+    """Return the port and the process id, once it answers."""
+    port = unused_port()
+    process = stack.enter_context(running(folder, f"{name}-{port}", *command(port), **environ))
+    wait_until(lambda: asyncio.run(_is_up(port)), f"{name} answers", START_SECONDS, 0.1)
+    return port, process.pid
+
+
+def _nginx(program: str, folder: Path, port: int, engine: int) -> tuple[str, ...]:
+    path = folder / "nginx.conf"
+    path.write_text(
+        f"daemon off; worker_processes 1; pid {folder}/pid; error_log /dev/null; events {{}} http {{ "
+        f"access_log off; client_body_temp_path {folder}/a; proxy_temp_path {folder}/b; "
+        f"fastcgi_temp_path {folder}/c; uwsgi_temp_path {folder}/d; scgi_temp_path {folder}/e; "
+        f"upstream engine {{ server 127.0.0.1:{engine}; keepalive 64; }} server {{ listen {port}; "
+        "location / { proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ''; "
+        "proxy_buffering off; } } }"
+    )
+    return program, "-c", str(path), "-p", str(folder)
+
+
+def _cpu_seconds(pid: int) -> float:
     """User and system time of a process and of the children it has now."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS + sum(cpu_seconds(int(child)) for child in children)
+    return cpu_seconds(pid) + sum(map(_cpu_seconds, map(int, children)))
 
 
-@asynccontextmanager
-async def process(*words: str, **environ: str) -> AsyncIterator[int]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-    running = await asyncio.create_subprocess_exec(*words, env=clean | environ)
-    try:
-        yield running.pid
-    finally:
-        running.terminate()
-        await running.wait()
-
-
-async def measure(name: str, port: int, pid: int, requests: int) -> None:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patient(120))) as session:
-        for chunks in CHUNKS:
-            count = requests if chunks < 100 else requests // 10
-            await _ask(session, port, chunks, min(200, count))
-            before = cpu_seconds(pid)
-            await _ask(session, port, chunks, count)
-            spent = 1000 * (cpu_seconds(pid) - before) / count
-            print(
-                json.dumps({"proxy": name, "chunks": chunks, "requests": count, "cpu_ms": round(spent, 3)}), flush=True
-            )
+async def _cost_ms(port: int, pid: int, chunks: int, count: int) -> float:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+        await _ask(session, port, chunks, max(1, count // 10))
+        before = _cpu_seconds(pid)
+        await _ask(session, port, chunks, count)
+        return 1e3 * (_cpu_seconds(pid) - before) / count
 
 
 async def _ask(session: aiohttp.ClientSession, port: int, chunks: int, count: int) -> None:
@@ -126,64 +202,24 @@ async def _ask(session: aiohttp.ClientSession, port: int, chunks: int, count: in
 
     async def work() -> None:
         for number in numbers:
-            body = {"model": "demo", "prompt": [number, *prompt], "stream": bool(chunks)}
+            body = {"model": _MODEL, "prompt": [number, *prompt], "stream": bool(chunks)}
             headers = {"x-chunks": str(chunks)}
             async with session.post(f"http://127.0.0.1:{port}/v1/completions", json=body, headers=headers) as found:
-                assert found.status == 200, await found.text()
-                await found.read()
+                content = await found.read()
+                if found.status != 200 or (chunks and content != chunks * _CHUNK + _LAST):
+                    raise SystemExit(f"the answer has status {found.status} and {len(content)} bytes")
 
     await asyncio.gather(*(work() for _ in range(_CLIENTS)))
 
 
-async def _until_up(port: int) -> None:
+async def _is_up(port: int) -> bool:
+    url = f"http://127.0.0.1:{port}/v1/completions"
     async with aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.post(
-                    f"http://127.0.0.1:{port}/v1/completions", json={"model": "demo", "prompt": [1]}
-                ) as found:
-                    if found.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.1)
-
-
-async def main(requests: int) -> None:
-    engine = unused_port()
-    here = (sys.executable, "-m", "tools.benchmarks.gateway")
-    async with process(*here, "--engine", str(engine)):
-        await _until_up(engine)
-        port = unused_port()
-        async with process(*here, "--pass", str(port), "--target", f"http://127.0.0.1:{engine}") as pid:
-            await _until_up(port)
-            await measure("aiohttp", port, pid, requests)
-        nginx = shutil.which("nginx")
-        if nginx is not None:
-            with tempfile.TemporaryDirectory() as directory:
-                port = unused_port()
-                path = Path(directory) / "nginx.conf"
-                path.write_text(
-                    f"daemon off; worker_processes 1; pid {directory}/pid; error_log /dev/null; events {{}} http {{ "
-                    f"access_log off; client_body_temp_path {directory}/a; proxy_temp_path {directory}/b; "
-                    f"fastcgi_temp_path {directory}/c; uwsgi_temp_path {directory}/d; scgi_temp_path {directory}/e; "
-                    f"upstream engine {{ server 127.0.0.1:{engine}; keepalive 64; }} server {{ listen {port}; "
-                    "location / { proxy_pass http://engine; proxy_http_version 1.1; proxy_set_header Connection ''; "
-                    "proxy_buffering off; } } }"
-                )
-                async with process(nginx, "-c", str(path), "-p", directory) as pid:
-                    await _until_up(port)
-                    await measure("nginx", port, pid, requests)
-        with redis_server() as server:
-            await server.start()
-            port = unused_port()
-            words = (sys.executable, "-m", "waymark", "gateway", "--port", str(port))
-            async with process(*words, WAYMARK_REDIS_URL=server.url, WAYMARK_LOG_LEVEL="error") as pid:
-                await _register(server.url, f"http://127.0.0.1:{engine}")
-                await _until_up(port)
-                await measure("waymark gateway", port, pid, requests)
-            alone = await asyncio.create_subprocess_exec(*here, "--selection", server.url, "--requests", str(requests))
-            await alone.wait()
+        try:
+            async with session.post(url, json={"model": _MODEL, "prompt": [1]}) as found:
+                return found.status == 200
+        except aiohttp.ClientError:
+            return False
 
 
 async def selection(redis_url: str, requests: int) -> None:
@@ -200,7 +236,7 @@ async def selection(redis_url: str, requests: int) -> None:
     under_way = RequestsUnderWay(selector, store.begin)
 
     def bodies(count: int) -> Iterator[bytes]:
-        return iter([orjson.dumps({"model": "demo", "prompt": [n, *range(1000)]}) for n in range(count)])
+        return iter([orjson.dumps({"model": _MODEL, "prompt": [n, *range(1000)]}) for n in range(count)])
 
     async def decide(given: Iterator[bytes]) -> None:
         async def work() -> None:
@@ -219,22 +255,15 @@ async def selection(redis_url: str, requests: int) -> None:
     before = time.process_time()
     await decide(measured)
     spent = 1000 * (time.process_time() - before) / requests
-    print(json.dumps({"proxy": "selection alone", "requests": requests, "cpu_ms": round(spent, 3)}), flush=True)
+    print(spent, flush=True)
     await tokenizers.close()
     await store.close()
 
 
-async def _register(redis_url: str, address: str) -> None:
-    store = Store.open(redis_url)
-    try:
-        await store.registry.register(registration(address, 0))
-    finally:
-        await store.close()
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=2000)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--pass", dest="passes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--target", help=argparse.SUPPRESS)
@@ -252,4 +281,4 @@ if __name__ == "__main__":
     elif given.passes:
         asyncio.run(pass_through(given.passes, given.target))
     else:
-        asyncio.run(main(given.requests))
+        print(table(measured(given.requests, given.rounds)))

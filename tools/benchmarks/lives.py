@@ -67,7 +67,20 @@ def measure(options: Options) -> list[Row]:
         what = f"{name} of a publisher with {blocks:,} blocks: "
         rows.append(Row("P10", what + "gone from answers", median(gone_ms[name]), "ms", bar=10.0))
         rows += _of_waits(what + "a reader's longest wait while it is swept", waits[name], 5.0)
-    return rows
+    what = f"unregister of a publisher with {blocks:,} blocks: swept at the default speed"
+    return [*rows, Row("P10", what, _swept_seconds(blocks), "s", bar=8.0)]
+
+
+def _swept_seconds(blocks: int) -> float:
+    """Return how long the blocks of a publisher that was unregistered stay in Redis."""
+    with started(Options(), has_peer=False) as bench, publishers(1) as (engine,):
+        engine.register(bench.replica)
+        _filled(bench, engine, blocks)
+        began = time.perf_counter()
+        _unregister(bench, engine)
+        wait_until(lambda: bench.redis.client.scard("wm:{1}:dead") > 0, "its holders are dead")
+        wait_until(lambda: bench.redis.client.scard("wm:{1}:dead") == 0, "all is swept", pause_seconds=0.05)
+        return time.perf_counter() - began
 
 
 def _of_waits(what: str, waits: Sequence[_Wait], bar: float | None) -> list[Row]:

@@ -42,7 +42,7 @@ TARGETS = (10, 500)
 #: Milliseconds that the most targets may cost more than the fewest.
 BAR_MS = 3.0
 _CHATS, _AT_ONCE = 600, 4
-_REDIS_SECONDS = {"WAYMARK_REDIS_TIMEOUT_SECONDS": "30"}  # CPU is measured; a busy machine only makes it take longer
+REDIS_SECONDS = {"WAYMARK_REDIS_TIMEOUT_SECONDS": "30"}  # CPU is measured; a busy machine only makes it take longer
 
 
 def _chat(number: int) -> bytes:
@@ -62,9 +62,9 @@ def measured(targets: Sequence[int], rounds: int) -> list[Row]:
         folder = Path(name)
         with (
             redis_server(folder) as redis,
-            waymark(folder, "query", redis.url, _REDIS_SECONDS) as replica,
-            waymark(folder, "ingest", redis.url, _REDIS_SECONDS),
-            _picker(folder, redis.url) as (port, pid),
+            waymark(folder, "query", redis.url, REDIS_SECONDS) as replica,
+            waymark(folder, "ingest", redis.url, REDIS_SECONDS),
+            picker(folder, redis.url) as (port, pid),
         ):
             known = 0
             for count in targets:
@@ -87,14 +87,14 @@ def _row(door: str, count: int, ms: float, least: float, few: int) -> Row:
 
 
 @contextmanager
-def _picker(folder: Path, url: str) -> Iterator[tuple[int, int]]:
+def picker(folder: Path, url: str) -> Iterator[tuple[int, int]]:
     """The port and the process id of a picker, once it listens."""
     port = unused_port()
     values = {
         "REDIS_URL": url, "HOST": "127.0.0.1", "LOG_LEVEL": "warning", "EPP_PORT": str(port), "EPP_TLS": "false",
         "EPP_HEALTH_PORT": "0", "PROBE_PORT": str(unused_port()),
     }  # fmt: skip
-    environ = {f"WAYMARK_{name}": value for name, value in values.items()} | _REDIS_SECONDS
+    environ = {f"WAYMARK_{name}": value for name, value in values.items()} | REDIS_SECONDS
 
     def listens() -> bool:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -109,7 +109,7 @@ def _picker(folder: Path, url: str) -> Iterator[tuple[int, int]]:
         yield port, process.pid
 
 
-def _settled(redis: RedisServer) -> None:
+def settled(redis: RedisServer) -> None:
     """Forget the requests of a round: the loads would grow, and with them what the next one decides by."""
     client = redis.client
     client.delete(*(name for kind in ("reservations", "load", "changes") for name in client.keys(f"wm:*:{kind}")))
@@ -123,7 +123,7 @@ def _of_replica(replica: Server, redis: RedisServer, folder: Path, rounds: int) 
         before = replica.cpu() + redis.cpu()
         run(replica.port, "/select", bodies, _AT_ONCE)
         costs.append((replica.cpu() + redis.cpu() - before) / _CHATS * 1e3)
-        _settled(redis)
+        settled(redis)
     return median(costs[1:])  # the first round warms up
 
 
@@ -135,7 +135,7 @@ async def _of_picker(port: int, pid: int, redis: RedisServer, rounds: int) -> fl
             before = cpu_seconds(pid) + redis.cpu()
             await asyncio.gather(*(_picked(channel, chats) for _ in range(_AT_ONCE)))
             costs.append((cpu_seconds(pid) + redis.cpu() - before) / _CHATS * 1e3)
-            _settled(redis)
+            settled(redis)
     return median(costs[1:])
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -48,6 +51,7 @@ async def fill(redis: RedisServer, held: Sequence[Prompt], blocks: int) -> None:
 def measure_start(options: Options) -> Iterator[Row]:
     """The rows of P7, the peer's last: on a busy machine its new replica gives the index up, and is never right."""
     blocks = 100_000 if options.is_quick else 1_000_000
+    yield from _of_command(3 if options.is_quick else 15)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
         redis = stack.enter_context(redis_server(folder))
@@ -64,6 +68,20 @@ def measure_start(options: Options) -> Iterator[Row]:
             theirs = _of_peer(folder, options.peer_python, blocks)
             what = "the same, and a peer that takes the index over from another"
             yield Row("P7", what, ours, "s", theirs, PEER, ours / theirs)
+
+
+def _of_command(starts: int) -> Iterator[Row]:
+    """``waymark --version``, which any use of the command in a script pays at least."""
+    command, wall, cpu = (sys.executable, "-m", "waymark", "--version"), [], []
+    for _ in range(starts + 1):
+        began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        wall.append(time.monotonic() - began)
+        cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    # The first one may have had to read its files from the disk.
+    yield Row("P7", "waymark --version: from its start to its end", median(wall[1:]), "s", bar=0.1)
+    yield Row("P7", "the same: its CPU", median(cpu[1:]), "s")
 
 
 def _first_answer(folder: Path, redis: RedisServer, prompt: Prompt) -> tuple[float, float]:

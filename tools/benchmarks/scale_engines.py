@@ -1,10 +1,14 @@
 """Many engines in one process, for ``tools.benchmarks.scale``: their sockets, and frames that were made ahead.
 
-    python -m tools.benchmarks.scale_engines FIRST COUNT SHARE SECONDS BLOCKS
+    python -m tools.benchmarks.scale_engines FIRST COUNT BLOCKS RANKED
 
-Prints the endpoints as JSON. Each line on standard input begins the next step, and each step prints a line when it is
-done: ``fill`` publishes the blocks that each engine's cache has at the beginning, ``go`` publishes SECONDS of traffic
-at SHARE of the rate of the capacity model, and prints what was published.
+Prints the endpoints of its streams as JSON; engines up to number RANKED have eight ranks, each with a stream and a
+cache of its own. Each line on standard input is a step as JSON, and each step prints a line when it is done:
+
+- ``{"step": "fill"}`` publishes the BLOCKS that each cache has at the beginning
+- ``{"step": "make", "seconds": 30, "share": 0.1, "kinds": ["stored"], "heartbeats": 1}`` makes the frames of so many
+  seconds: of the given kinds at a share of the rate of the capacity model, and so many empty batches a second
+- ``{"step": "go"}`` publishes them at their times, and prints what was published
 """
 
 from __future__ import annotations
@@ -13,80 +17,99 @@ import json
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 
 from tools.benchmarks import feed, prompts
-from tools.benchmarks.capacity import ENGINE_DECODE, ENGINE_PREFILL
+from tools.benchmarks.capacity import HEARTBEAT, rates
 from tools.benchmarks.feed import STORE_BLOCKS, Publisher
 from tools.benchmarks.prompts import BLOCK_SIZE, PIECE_BLOCKS
 from tools.benchmarks.streams import SEQUENCES
 
-#: The prompt that each engine keeps, so that queries have something to find, and those that come and go.
+RANKS = 8
+#: The prompt that each stream keeps, so that queries have something to find, and those that come and go.
 KEPT_PIECES = PROMPT_PIECES = 16
-#: Numbers of pieces between the first of one engine and that of the next.
-_ENGINE_PIECES = 1_000_000
+#: Numbers of pieces between the first of one stream and that of the next.
+_STREAM_PIECES = 100_000
 #: Blocks that a sequence decodes before another takes its place.
 _DECODED_BLOCKS = PIECE_BLOCKS
+
+
+class StreamName(NamedTuple):
+    """One stream of the fleet."""
+
+    engine: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.engine}/{self.rank}"
+
+    @classmethod
+    def parse(cls, text: str) -> StreamName:
+        engine, _, rank = text.partition("/")
+        return cls(int(engine), int(rank))
 
 
 class Frame(NamedTuple):
     at: float
     """Seconds after the beginning."""
-    engine: int
+    stream: StreamName
     payload: bytes
     kind: str
     blocks: int
 
 
-def kept_prompt(engine: int) -> prompts.Prompt:
-    """Return the prompt that an engine stores first and never removes."""
-    first = engine * _ENGINE_PIECES
+def streams_of(first: int, count: int, ranked: int) -> list[StreamName]:
+    """Return the streams of so many engines; engines up to number ``ranked`` have eight ranks."""
+    engines = range(first, first + count)
+    return [StreamName(engine, rank) for engine in engines for rank in range(RANKS if engine <= ranked else 1)]
+
+
+def kept_prompt(stream: StreamName) -> prompts.Prompt:
+    """Return the prompt that a stream stores first and never removes."""
+    first = (stream.engine * RANKS + stream.rank) * _STREAM_PIECES
     return tuple(range(first, first + KEPT_PIECES))
 
 
 class Cache:
-    """The frames of one engine, whose cache is full: it removes as many blocks as it stores, the oldest first."""
+    """The frames of one stream, whose cache is full: it removes as many blocks as it stores, the oldest first."""
 
-    def __init__(self, engine: int, blocks: int) -> None:
-        self._engine = engine
-        self._next_piece = engine * _ENGINE_PIECES + KEPT_PIECES
+    def __init__(self, stream: StreamName, blocks: int) -> None:
+        self._stream = stream
+        self._next_piece = kept_prompt(stream)[-1] + 1
         self._oldest: deque[int] = deque()
         self._prefill = self._stores()
         self._sequences = [self._decoding() for _ in range(SEQUENCES)]
         self._fill_blocks = blocks
 
     def fill(self) -> Iterator[bytes]:
-        yield from feed.payloads(kept_prompt(self._engine))
+        yield from feed.payloads(kept_prompt(self._stream), rank=self._stream.rank)
         while len(self._oldest) < self._fill_blocks:
             yield next(self._prefill)
 
-    def traffic(self, share: float, seconds: float) -> Iterator[Frame]:
-        """Yield frames in order of their time; each engine begins at another moment. A share of 0 has none."""
-        if not share:
-            return
-        phase = (self._engine * 0.618034) % 1
-        store_every = STORE_BLOCKS / (ENGINE_PREFILL * share)
-        decode_every = SEQUENCES / (ENGINE_DECODE * share)
-        remove_every = STORE_BLOCKS / ((ENGINE_PREFILL + ENGINE_DECODE) * share)
-        due = [(phase * store_every, "stored", store_every), (phase * decode_every, "decoded", decode_every)]
-        due.append((phase * remove_every, "removed", remove_every))
-        due.sort()
-        while due[0][0] < seconds:
+    def traffic(self, kinds: Sequence[str], share: float, heartbeats: float, seconds: float) -> Iterator[Frame]:
+        """Yield frames in order of their time; each stream begins at another moment."""
+        phase = ((self._stream.engine + self._stream.rank / RANKS) * 0.618034) % 1
+        per_second = {kind: rates(share)[kind] for kind in kinds} | {HEARTBEAT: heartbeats}
+        due = sorted((phase / rate, kind, 1 / rate) for kind, rate in per_second.items() if rate)
+        while due and due[0][0] < seconds:
             at, kind, every = heappop(due)
-            if kind == "stored":
-                payload, blocks = next(self._prefill), STORE_BLOCKS
-            elif kind == "decoded":
-                payload, blocks = feed.decoded([next(sequence) for sequence in self._sequences]), SEQUENCES
-            else:
-                gone = [self._oldest.popleft() for _ in range(STORE_BLOCKS)]
-                payload, blocks = feed.removed(gone), STORE_BLOCKS
-            yield Frame(at, self._engine, payload, kind, blocks)
+            yield Frame(at, self._stream, *self._frame(kind))
             heappush(due, (at + every, kind, every))
+
+    def _frame(self, kind: str) -> tuple[bytes, str, int]:
+        rank = self._stream.rank
+        if kind == "stored":
+            return next(self._prefill), kind, STORE_BLOCKS
+        if kind == "decoded":
+            return feed.decoded([next(sequence) for sequence in self._sequences], rank), kind, SEQUENCES
+        if kind == "removed":
+            return feed.removed([self._oldest.popleft() for _ in range(STORE_BLOCKS)], rank), kind, STORE_BLOCKS
+        return feed.heartbeat(rank), kind, 0
 
     def _new_prompt(self, pieces: int) -> prompts.Prompt:
         first, self._next_piece = self._next_piece, self._next_piece + pieces
@@ -96,7 +119,7 @@ class Cache:
         while True:
             prompt = self._new_prompt(PROMPT_PIECES)
             hashes = chain.from_iterable(map(prompts.engine_hashes, prompt))
-            for payload in feed.payloads(prompt):
+            for payload in feed.payloads(prompt, rank=self._stream.rank):
                 self._oldest.extend(next(hashes) for _ in range(STORE_BLOCKS))
                 yield payload
 
@@ -110,47 +133,53 @@ class Cache:
                 parent = block_hash
 
 
-def main(first: int, count: int, share: float, seconds: float, blocks: int) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, 4 * count + 64)
-    publishers = {number: Publisher(context, number) for number in range(first, first + count)}
-    caches = {number: Cache(number, blocks) for number in publishers}
-    _say({str(number): publisher.endpoint for number, publisher in publishers.items()})
-    _wait_for("fill")
-    for number, cache in caches.items():
-        for payload in cache.fill():
-            publishers[number].send(payload)
-    frames = sorted(chain.from_iterable(cache.traffic(share, seconds) for cache in caches.values()))
-    _say({"sequences": {str(number): publisher.seq for number, publisher in publishers.items()}})
-    _wait_for("go")
-    began, published, latest = time.monotonic(), Counter[str](), 0.0
-    for frame in frames:
-        while (ahead := frame.at - (time.monotonic() - began)) > 0:
-            time.sleep(ahead)
-        latest = max(latest, -ahead)
-        publishers[frame.engine].send(frame.payload)
-        published[frame.kind] += frame.blocks
-        published[f"{frame.kind} frames"] += 1
-    time.sleep(max(0.0, seconds - (time.monotonic() - began)))
-    _say(
-        {
-            "published": published,
-            "latest": latest,
-            "sequences": {str(number): publisher.seq for number, publisher in publishers.items()},
-        }
-    )
-    _wait_for("end")
+class _Engines:
+    def __init__(self, streams: Sequence[StreamName], blocks: int) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, 4 * len(streams) + 64)
+        self._publishers = {stream: Publisher(context, stream.engine) for stream in streams}
+        self._caches = {stream: Cache(stream, blocks) for stream in streams}
+        self._frames: list[Frame] = []
+        self._seconds = 0.0
+        self.endpoints = {str(stream): publisher.endpoint for stream, publisher in self._publishers.items()}
+
+    def fill(self) -> dict[str, Any]:
+        for stream, cache in self._caches.items():
+            for payload in cache.fill():
+                self._publishers[stream].send(payload)
+        return self._sequences()
+
+    def make(self, seconds: float, share: float, kinds: Sequence[str], heartbeats: float) -> dict[str, Any]:
+        self._seconds = seconds
+        traffic = (cache.traffic(kinds, share, heartbeats, seconds) for cache in self._caches.values())
+        self._frames = sorted(chain.from_iterable(traffic))
+        return {"frames": len(self._frames)}
+
+    def go(self) -> dict[str, Any]:
+        began, latest, sent, blocks, size = time.monotonic(), 0.0, Counter[str](), Counter[str](), Counter[str]()
+        for frame in self._frames:
+            while (ahead := frame.at - (time.monotonic() - began)) > 0:
+                time.sleep(ahead)
+            latest = max(latest, -ahead)
+            self._publishers[frame.stream].send(frame.payload)
+            sent[frame.kind] += 1
+            blocks[frame.kind] += frame.blocks
+            size[frame.kind] += len(frame.payload)
+        time.sleep(max(0.0, self._seconds - (time.monotonic() - began)))
+        return self._sequences() | {"frames": sent, "blocks": blocks, "bytes": size, "latest": latest}
+
+    def _sequences(self) -> dict[str, Any]:
+        return {"sequences": {str(stream): publisher.seq for stream, publisher in self._publishers.items()}}
 
 
-def _say(content: object) -> None:
-    print(json.dumps(content), flush=True)
-
-
-def _wait_for(step: str) -> None:
-    line = sys.stdin.readline().strip()
-    if line != step:
-        raise SystemExit(f"the next step is {step}, not {line!r}")
+def main(first: int, count: int, blocks: int, ranked: int) -> None:
+    engines = _Engines(streams_of(first, count, ranked), blocks)
+    print(json.dumps(engines.endpoints), flush=True)
+    for line in sys.stdin:
+        given = json.loads(line)
+        step = getattr(engines, given.pop("step"))
+        print(json.dumps(step(**given)), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))
+    main(*map(int, sys.argv[1:]))

@@ -1,10 +1,11 @@
 """A publisher that looks for what it has published: how long until others can see it.
 
-    python -m tools.benchmarks.visible HOW WHERE PROBES
+    python -m tools.benchmarks.visible HOW WHERE PROBES PAUSE GAP
 
 A process of its own. It binds a socket, prints its endpoint, waits for a subscriber, and then publishes one store of
 four new blocks at a time, and asks until the last of them is there: in Redis itself (HOW ``redis``, WHERE its unix
-socket), or by a server's ``/query`` (HOW ``query``, WHERE ``<port><path>``). Prints the milliseconds of each as a list.
+socket), or by a server's ``/query`` (HOW ``query``, WHERE ``<port><path>``). PAUSE is between two questions, GAP on
+average between two stores, in seconds. Prints the milliseconds of each as a list, and how often it asked.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from waymark.domain.rows import parse
 
 BLOCKS = 4
 _PROBE_SECONDS = 30.0
-_PAUSE_SECONDS = 0.000_1
+_PAUSE_SECONDS, _GAP_SECONDS = 0.000_1, 0.015
 
 
 class Probe:
@@ -43,6 +44,8 @@ class Probe:
         self._errors = process.stderr
         self._number = number
         self._endpoint = process.stdout.readline().strip()
+        self.asked = 0
+        """How often it has asked; known with the latencies."""
 
     def register(self, server: Server) -> None:
         server.post(
@@ -62,14 +65,18 @@ class Probe:
         said = self._errors.read().strip()
         if self._process.wait():
             raise SystemExit(f"the probe has failed: {said.rpartition(chr(10))[2] or 'it says nothing'}")
-        found: list[float] = json.loads(self._output.read())
+        found: list[float]
+        found, self.asked = json.loads(self._output.read())
         return found
 
 
 @contextmanager
-def probing(where: str, how: str, probes: int) -> Iterator[Probe]:
+def probing(
+    where: str, how: str, probes: int, pause_seconds: float = _PAUSE_SECONDS, gap_seconds: float = _GAP_SECONDS
+) -> Iterator[Probe]:
     number = random.randrange(10**6, 10**9)
-    command = (sys.executable, "-m", "tools.benchmarks.visible", how, where, str(probes))
+    given = map(str, (probes, pause_seconds, gap_seconds))
+    command = (sys.executable, "-m", "tools.benchmarks.visible", how, where, *given)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield Probe(process, number)
@@ -83,6 +90,7 @@ def probing(where: str, how: str, probes: int) -> Iterator[Probe]:
 
 def main() -> None:
     how, where, probes = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    pause_seconds, gap_seconds = map(float, sys.argv[4:])
     is_there = in_redis(where) if how == "redis" else _by_query(where)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     publisher = Publisher(context, 0)
@@ -90,21 +98,24 @@ def main() -> None:
     wait_until(publisher.has_subscriber, "somebody has subscribed")
     chosen = random.Random()
     found: list[float] = []
+    asked = 0
     for _ in range(probes + 3):
         tokens = chosen.choices(range(VOCABULARY), k=BLOCKS * BLOCK_SIZE)
         payload = stored([chosen.getrandbits(64) for _ in range(BLOCKS)], None, tokens)
         is_visible = is_there(tokens)
-        time.sleep(chosen.uniform(0.005, 0.025))
+        time.sleep(chosen.uniform(0.3, 1.7) * gap_seconds)
         began = time.perf_counter()
         publisher.send(payload)
         while not is_visible():
             if time.perf_counter() - began > _PROBE_SECONDS:
                 raise SystemExit(f"blocks are not visible by {how} {_PROBE_SECONDS:g} s after they were published")
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(pause_seconds)
+            asked += 1
+        asked += 1
         found.append((time.perf_counter() - began) * 1e3)
     publisher.close()
     context.term()
-    print(json.dumps(found[3:]))  # the first ones wait for the connection, not for the event
+    print(json.dumps([found[3:], asked]))  # the first ones wait for the connection, not for the event
 
 
 def in_redis(path: str) -> Callable[[list[int]], Callable[[], bool]]:
