@@ -54,16 +54,17 @@ class _IdleWatch:
     def __init__(self, content: aiohttp.StreamReader, seconds: float) -> None:
         self._content = content
         self._seconds = seconds
-        self._loop = asyncio.get_running_loop()
-        self.time = self._loop.time
+        loop = asyncio.get_running_loop()
+        self.time = loop.time
+        self._call_later = loop.call_later
         self.since: float | None = None
         """When the present wait began; None while the client takes a piece, however long."""
-        self._timer = self._loop.call_later(seconds, self._look)
+        self._timer = self._call_later(seconds, self._look)
 
     def _look(self) -> None:
         left = self._seconds if self.since is None else self.since + self._seconds - self.time()
         if left > 0:
-            self._timer = self._loop.call_later(left, self._look)
+            self._timer = self._call_later(left, self._look)
         else:
             self._content.set_exception(Interrupted("idle"))
 
