@@ -379,11 +379,16 @@ async def test_a_client_that_reads_slowly_is_no_engine_that_hangs() -> None:
     content = StreamReader(protocol, 2**16, loop=loop)
     upstream = Upstream(AllowedEndpoints(), first_byte_seconds=1.0, idle_seconds=0.05)
     pieces = upstream.pieces(cast(aiohttp.ClientResponse, SimpleNamespace(content=content)))
+    over = 0.0
+
+    def is_over() -> bool:
+        return loop.time() > over
+
     for piece in (b"a", b"b"):
         content.feed_data(piece)
         assert await anext(pieces) == piece
         over = loop.time() + 0.15
-        await wait_until(lambda over=over: loop.time() > over, "the client has taken longer than an engine may", 10)
+        await wait_until(is_over, "the client has taken longer than an engine may", 10)
 
     with pytest.raises(Interrupted, match=r"^idle$"):
         await anext(pieces)
