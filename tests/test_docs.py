@@ -105,14 +105,6 @@ def test_the_page_of_capacity_holds_what_was_measured() -> None:
     def of(what: str) -> str:
         return rounded(measured[what])
 
-    def needs(engines: str) -> str:
-        what = f"{engines} engines: "
-        redis = measured[what + "Redis, ingest"] + measured[what + "Redis, queries"]
-        return (
-            f"| {engines} | {of(what + 'memory of Redis')} GiB | {rounded(redis)} cores "
-            f"| {of(what + 'ingest workers')} cores | {of(what + 'query replicas')} cores |"
-        )
-
     second, later, standard_later = (
         f"{measured[what]:.0f}"
         for what in (
@@ -144,7 +136,6 @@ def test_the_page_of_capacity_holds_what_was_measured() -> None:
         f"| removed blocks per second, 64 in an event | {rates('removed')} |",
         f"| queries per second, of 64, 512 and 2,048 blocks | {replica} per core of query replicas; "
         f"{redis} per core of Redis |",
-        *map(needs, ("100", "1,000")),
     ]
     capacity = (ROOT / "docs" / "capacity.md").read_text(encoding="utf-8").splitlines()
     missing = [line for line in lines if line not in capacity]
