@@ -91,7 +91,9 @@ def test_short_tails_of_one_engine_take_less_than_a_row_each(
     one, four = (each["bytes_a_tail_block"] for each in cases[:2])
     assert 25 < four < one < 120
     assert len(cases) == 7
-    assert all(each["in_branches"] > 0 and each["second_trips_kept"] == 0 for each in cases)
+    assert all(each["in_branches"] > 0 for each in cases)
+    # The first prompt that meets a marked row finds nothing kept of it.
+    assert all(each["second_trips_kept"] < 0.05 < each["second_trips"] for each in cases[:6])
 
 
 def test_the_benchmarks_need_no_package_of_the_tests() -> None:
