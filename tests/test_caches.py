@@ -44,6 +44,7 @@ ELSEWHERE = {
     "store.calls:ApplyCalls": "the parts of one fold, until its call is over",
     "api.operations:Operation": "children of a counter",
     "store.reader:QueryCounts": "children of a counter",
+    "store.steps:TimeLimit._running": "steps under way",
     "store.steps:_tasks": "tasks under way",
     "ingest.unfinished:_memory_file": "an open file of the system",
     "api.conductor:AnswerCache": "made by the incarnation, and bound to views of tables",

@@ -310,3 +310,11 @@ def test_a_target_in_time_beats_every_late_one(request: RoutingRequest, some: li
         assert all((score > 0) is on_time for score, on_time in zip(found, in_time, strict=True))
     else:
         assert max(found) == 1.0
+
+
+def test_each_parameter_has_its_range() -> None:
+    """A file that another release takes must not be refused, nor a weight be taken that makes scores meaningless."""
+    numbers = [each for each in PARAMETERS if not each.choices]
+    assert (numbers[0].name, numbers[0].range_text()) == ("sloBufferFactor", "0.01 to 100")
+    assert {each.range_text() for each in numbers[1:]} == {"0 to 1e+06"}
+    assert [each.default for each in numbers] == [1.0, 0.8, 0.2, 0.8, 0.2, 1.0, 1.0, 1.0]

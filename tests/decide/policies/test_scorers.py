@@ -336,3 +336,20 @@ def test_a_fit_is_between_nothing_and_one(tokens: int) -> None:
         found = context_score(tokens, label)
         assert 0.0 <= found <= 1.0
         assert math.isfinite(found)
+
+
+def test_each_parameter_has_its_default_and_its_range() -> None:
+    """A scorer without one takes none; those of the predicted latency have a test beside them."""
+    parameters = {
+        each.name: (each.default, each.range_text())
+        for scorer in SCORERS.values()
+        if not scorer.needs_answer_times
+        for each in scorer.parameters
+    }
+    assert parameters == {
+        "maxPrefixBlocksToMatch": (256, "1 to 1e+06"),
+        "lruCapacityPerServer": (31_250, "1 to 1e+06"),
+        "idleThreshold": (0, "0 to 1e+06"),
+        "maxBusyScore": (1, "0 to 1"),
+        "threshold": (128, "1 to 1e+06"),
+    }
