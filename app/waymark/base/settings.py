@@ -463,7 +463,7 @@ class Settings(BaseModel):
 CLIENT_URL = PREFIX + "URL"
 
 _REDIS_URLS = frozenset({"redis_url", "redis_read_url", "answers_redis_url"})
-#: The variables of settings that have another name now, or are a part of another setting, which has their values then.
+#: The variables of renamed settings, and of those within another one now, with the setting and the label of the value.
 RENAMED: Final = {
     PREFIX + "GATEWAY_DRAIN_SECONDS": (PREFIX + "FINISH_SECONDS", None),
     PREFIX + "EPP_FINISH_SECONDS": (PREFIX + "FINISH_SECONDS", None),
@@ -483,7 +483,7 @@ RENAMED: Final = {
     PREFIX + "GATEWAY_KEY_REQUESTS": (PREFIX + "GATEWAY_KEY_LIMITS", "requests="),
     PREFIX + "GATEWAY_KEY_TOKENS": (PREFIX + "GATEWAY_KEY_LIMITS", "tokens="),
 }
-#: The variables of settings that are constants now, with the value and the place of each.
+#: The variables of former settings, now constants, with the value and the place of each.
 FORMER: Final = {
     PREFIX + "METRICS_MODELS_MAX": "100, MODELS_MAX in waymark.base.metrics",
     PREFIX + "STREAM_BUFFER_FRAMES": "20,000 for 64 MiB of WAYMARK_STREAM_BUFFER_BYTES, and follows that setting",

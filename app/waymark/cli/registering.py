@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from waymark.simulator.run import Register
 
 _PAUSE_SECONDS = 0.1
-#: The pause before a Waymark that is not up is asked again to register a simulated engine.
+#: The pause between two attempts to register a simulated engine.
 AGAIN_SECONDS = 0.5
 #: How long an ingest worker that starts at the same time may take to show itself.
 _WORKER_SECONDS = 3.0

@@ -1,6 +1,6 @@
 """The output of trials: the progress of long work, and the table of ``waymark demo``.
 
-Progress is on standard error: one line that is rewritten on a terminal, and a few lines elsewhere.
+Progress is on standard error: one rewritten line on a terminal, and a few lines elsewhere.
 """
 
 from __future__ import annotations

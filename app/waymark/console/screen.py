@@ -25,7 +25,7 @@ from waymark.domain.status import StreamStatus
 _PLAIN_WIDTH = 100
 #: The width to which a column is shortened before other columns are left out.
 _CUT_WIDTH = 20
-#: The most rows that are named before a sentence below a table.
+#: The most rows to name before a sentence below a table.
 _NAMES_MAX = 5
 
 

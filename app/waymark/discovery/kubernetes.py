@@ -133,7 +133,7 @@ class PodWatch:
                     failures += 1
                     await self._failed(error)
                 pause = min(_BACKOFF_SECONDS * 2 ** min(max(0, failures - 1), 10), _BACKOFF_SECONDS_MAX)
-                # A watch that has lasted is followed by the next one at once.
+                # A long watch is followed by the next one at once.
                 passed = 0.0 if failures else monotonic() - began
                 await asyncio.sleep(max(0.0, pause * random.uniform(0.5, 1.0) - passed))
         finally:

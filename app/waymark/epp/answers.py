@@ -1,7 +1,7 @@
 """Answers that are forwarded only when they are complete.
 
 A proxy can send a request again as long as the client has not received any of its answer. If a picker or an engine dies
-between the headers and the end of an answer that is one JSON object, the client has a useless half of an object. So the
+between the headers and the end of a JSON answer, the client has a useless half of an object. So the
 picker holds such an answer until its end. A stream of tokens is never held.
 """
 

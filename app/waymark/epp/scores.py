@@ -38,7 +38,7 @@ CLASSES = message_classes(
 
 PREFIX_PACKAGE = "kv_indexer.v1"
 PREFIX_SERVICE = f"{PREFIX_PACKAGE}.KVIndexer"
-#: Blocks of a prompt that are looked up.
+#: Blocks of a prompt to look up.
 _PREFIX_MAX = 16_384
 _U64 = 2**64 - 1
 

@@ -1,7 +1,7 @@
 """Processes, put together: the API, the ingest worker, or both, over one store.
 
 It has no logic of its own: it connects the parts of each role. SIGTERM and SIGINT end a process in order: the API
-answers the requests that have begun, the worker gives its leases back.
+answers the requests in progress, the worker gives its leases back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: The time in which requests that have begun must end.
+#: The time in which requests in progress must end.
 _SHUTDOWN_SECONDS = 5
 #: The pause before a Redis that did not answer is asked again for the format of its index.
 _FORMAT_AGAIN_SECONDS = 0.5

@@ -16,7 +16,7 @@ _WHY = {
 }
 
 
-#: The time for an answer of the process that has the port, and the bytes read from it.
+#: The time for an answer of the process on the port, and the bytes read from it.
 _ASKED_SECONDS, _ANSWER_BYTES_MAX = 1.0, 2**20
 _ROLE = re.compile(rb'^waymark_build_info\{[^}\n]*\brole="([a-z]+)"', re.MULTILINE)
 

@@ -401,11 +401,11 @@ class Reservations:
         """
         minute = int(time.time() // 60)
         # A request of several sequences has several reservations of one target, and is one outcome.
-        shows = {(reservation.group_id, reservation.publisher): reservation for reservation in reversed(reservations)}
+        shows = {(entry.group_id, entry.publisher): entry for entry in reversed(reservations)}
         timed = None
         if ttft_ms is not None:
-            timed = next((reservation for reservation in reservations if reservation.waited is not None), None)
-        promised = [reservation for reservation in reservations if reservation.promise] if usage is not NO_USAGE else []
+            timed = next((entry for entry in reservations if entry.waited is not None), None)
+        promised = [entry for entry in reservations if entry.promise] if usage is not NO_USAGE else []
         # Several requests have one usage together, and nobody knows the share of each.
         promise = promised[0] if len(promised) == 1 else None
 
@@ -445,9 +445,7 @@ class Reservations:
         released = 0
         for start in range(0, len(reservations), _RELEASES_AT_ONCE):
             released += sum(
-                await asyncio.gather(
-                    *(one(reservation) for reservation in reservations[start : start + _RELEASES_AT_ONCE])
-                )
+                await asyncio.gather(*(one(entry) for entry in reservations[start : start + _RELEASES_AT_ONCE]))
             )
         return released, len(reservations) - released
 

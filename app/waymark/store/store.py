@@ -265,7 +265,7 @@ class Store:
         """Return why queries and events cannot be served, as sentences; empty if Redis answers and has the scripts."""
         try:
             await self._client.load_scripts()
-            # A Cluster that is down accepts scripts and pings, and refuses every key.
+            # A failed Cluster accepts scripts and pings, and refuses every key.
             other_version = await self.other_format()
             if other_version is not None:
                 return [other_version]
