@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.deploy.chart import PAGE_TABLE, WRITE, between
 from tests.live import start
 from tests.settings_table import markdown_table
+from tools.benchmarks import capacity as capacity_model
 from tools.conformance import differences
 from waymark.base.settings import FORMER, RENAMED, Settings
 from waymark.store.hot import _HOLDERS_MIN as HOLDERS_MIN
@@ -140,6 +141,14 @@ def test_the_page_of_capacity_holds_what_was_measured() -> None:
     capacity = (ROOT / "docs" / "capacity.md").read_text(encoding="utf-8").splitlines()
     missing = [line for line in lines if line not in capacity]
     assert not missing, "put these lines into docs/capacity.md:\n\n" + "\n".join(lines)
+
+
+def test_the_page_of_capacity_is_computed_from_its_constants() -> None:
+    page = (ROOT / "docs" / "capacity.md").read_text(encoding="utf-8")
+    start, end = capacity_model.MARKS
+    tables = capacity_model.page(*capacity_model.read_model(capacity_model.FILE))
+    found = page.partition(start)[2].partition(end)[0].strip()
+    assert found == tables.strip(), "run `python -m tools.benchmarks.capacity --markdown docs/capacity.md`"
 
 
 def test_the_page_of_differences_is_that_of_the_cases() -> None:

@@ -1,8 +1,9 @@
 """The capacity model: from what a stream, a frame and a query cost to what a fleet needs, and what breaks first.
 
-    python -m tools.benchmarks.capacity MODEL [--markdown docs/capacity.md]
+    python -m tools.benchmarks.capacity [MODEL] [--markdown docs/capacity.md]
 
-MODEL is a file that ``python -m tools.benchmarks.scale_model --json MODEL`` has written. Prints the constants, and what
+MODEL is a file that ``python -m tools.benchmarks.scale_model --json MODEL`` has written; without it, that of the
+repository. Prints the constants, and what
 fleets of up to 10,000 engines and 10^10 blocks need by them, as tables in Markdown; or puts them into a page.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import ceil
 from pathlib import Path
@@ -29,6 +30,8 @@ SHARE_USED = 0.6
 #: What WAYMARK_SHARDS may be.
 SHARDS_MAX = 256
 MARKS = ("<!-- model -->", "<!-- /model -->")
+#: The constants that docs/capacity.md has.
+FILE = Path(__file__).with_name("model.json")
 
 
 def rates(share: float = 1.0) -> dict[str, float]:
@@ -152,16 +155,22 @@ def needs(model: Model, engines: int, share: float = 1.0) -> Needs:
     )  # fmt: skip
 
 
-def limits(model: Model) -> Iterator[tuple[str, float]]:
-    """Yield what breaks as a fleet of one model grows, each with the number of engines, in no order."""
+def limits(model: Model) -> list[tuple[str, float]]:
+    """Return what is full as a fleet of one model grows, each with the number of engines, the first to be full first.
+
+    What costs so little that it was not measured is never full.
+    """
     one = model.second(1, rates(), ENGINE_QUERIES) - model.second(0, {}, 0)
-    budget = SHARE_USED * 1e6
-    yield "one Redis without a Cluster", budget / one.redis
-    yield "one worker", budget / one.worker
-    yield "one replica", budget / one.replica
-    yield "the primary with the group's own keys, beside any number of others", budget / one.home
-    yield "workers that only read registrations", budget / model.registered.worker
-    yield f"{SHARDS_MAX} primaries, one for each shard", SHARDS_MAX * budget / (one.redis - one.home)
+    costs = {
+        "one Redis without a Cluster": one.redis,
+        "one worker": one.worker,
+        "one replica": one.replica,
+        "the primary with the group's own keys, beside any number of others": one.home,
+        "workers that only read registrations": model.registered.worker,
+        f"{SHARDS_MAX} primaries, one for each shard": (one.redis - one.home) / SHARDS_MAX,
+    }
+    full = [(what, SHARE_USED * 1e6 / cost) for what, cost in costs.items() if cost > 0]
+    return sorted(full, key=lambda row: row[1])
 
 
 # ---- tables ----------------------------------------------------------------------------------------------
@@ -200,7 +209,7 @@ def fleets(model: Model) -> str:
                 f"{engines:,}, {engines * blocks:,.2g}",
                 f"{engines * blocks * model.block_bytes / GIB:,.3g} GiB",
                 f"{primaries}, {_cores(second.redis)}",
-                _cores(second.hottest(max(1, found.primaries))),
+                _cores(second.hottest(found.primaries) if found.primaries else second.home),
                 f"{workers}, {_cores(second.worker)}",
                 f"{found.replicas}, {_cores(second.replica)}",
                 _per_second(found.frame_bytes),
@@ -216,8 +225,7 @@ def _cores(microseconds: float) -> str:
 
 
 def broken(model: Model) -> str:
-    rows = sorted(limits(model), key=lambda row: row[1])
-    return _table(("What is full", "Engines"), [(what, f"{engines:,.0f}") for what, engines in rows])
+    return _table(("What is full", "Engines"), [(what, f"{engines:,.0f}") for what, engines in limits(model)])
 
 
 def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
@@ -235,7 +243,8 @@ def _per_second(value: float) -> str:
 
 
 def page(model: Model, about: str) -> str:
-    return f"{constants(model)}\n{about}\n\n{fleets(model)}\n{broken(model)}"
+    where = f"{model.shards} shards on {model.nodes} nodes" if model.nodes > 1 else "one Redis"
+    return f"{constants(model)}\nMeasured with {where}: {about}.\n\n{fleets(model)}\n{broken(model)}"
 
 
 def write_model(path: Path, model: Model, about: str) -> None:
@@ -259,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.benchmarks.capacity", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?", default=FILE)
     parser.add_argument("--markdown", type=Path, help="put the tables between the marks of this page")
     given = parser.parse_args(arguments)
     text = page(*read_model(given.model))
