@@ -11,8 +11,8 @@ beside it. For ``cold`` the caches are emptied before each turn of a query: a re
 follows until the next wait. ``waits`` has another process that sends each of them over a socket and takes what is sent
 back. So a turn is three system calls, and the process sleeps before each; the first rung is mostly the kernel.
 
-``--calls`` prints the calls of the last rung in their order, with the microseconds from the beginning of a hot query;
-what the tracing costs is taken off, the same from each call and each return.
+``--calls`` prints the calls of the last rung in their order, with the microseconds from the beginning of a hot query.
+What the tracing costs is taken off, the same from each call and each return, so short calls are rated too low.
 """
 
 from __future__ import annotations
