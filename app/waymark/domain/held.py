@@ -1,7 +1,7 @@
 """Remembers, for one stream, the block behind each engine hash, and its place.
 
 The memory is whole: it has every block of the stream's live holders, with its copies, exactly as Redis has them. So a
-lookup needs no Redis, and parts are absolute. Blocks that have left stay as *gone*, because a child or a placeholder
+lookup needs no Redis, and parts are absolute. Former blocks stay as *gone*, because a child or a placeholder
 may still name them; their number is bounded, and only ``trim`` forgets them. The tables come from ``known``, in C if
 the module was built.
 """
@@ -194,7 +194,7 @@ class HeldBlocks:
         return self._gone[self._held[holder].dp_rank].get(engine_hash)
 
     def gone_blocks(self, holder: int, hashes: Sequence[int]) -> list[int | None]:
-        """Return the seq_hashes of the blocks that have left under these hashes; None for a hash without one."""
+        """Return the seq_hashes of the former blocks of these hashes; None for a hash without one."""
         spots = [self.gone(holder, engine_hash) for engine_hash in hashes]
         return [None if spot is None else spot.seq_hash for spot in spots]
 
@@ -209,7 +209,7 @@ class HeldBlocks:
         depths: Sequence[int],
         hashes: Sequence[int],
     ) -> None:
-        """Store blocks that are new to the holder, all at one place."""
+        """Store blocks new to the holder, all at one place."""
         blocks = self._held[holder]
         blocks.known.store(place, namespace, keys, depths, hashes)
         self.blocks += len(keys)
@@ -318,7 +318,7 @@ class HeldBlocks:
         return RemovedCopy(spot, text, False, hashes[0])
 
     def leave(self, holder: int, engine_hash: int, *, counts: bool) -> RemovedCopy:
-        """Detach a hash that is about to name another block; its former block stays only if it has another hash."""
+        """Detach a hash before it names another block; its former block stays only if it has another hash."""
         blocks = self._held[holder]
         spot = blocks.known.pop(engine_hash)
         assert spot is not None
@@ -410,7 +410,7 @@ class HeldBlocks:
 
 
 FULL_MAX = 8_192
-"""The most full places that are remembered."""
+"""The greatest number of remembered full places."""
 
 
 class FullPlaces:

@@ -30,7 +30,7 @@ class Spot(NamedTuple):
 
 NewBlocks: TypeAlias = tuple[Place, bytes, bytes, int, int | None]
 """New blocks at one place: their slots and engine hashes, packed; the index of the first in its event, and the key of
-the block before it, if that is in the same piece.
+the block before it, if both are in the same piece.
 """
 
 

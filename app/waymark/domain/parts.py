@@ -95,7 +95,7 @@ class Part:
         return list(unpack(self.packed_hashes))
 
     def cut(self, start: int, end: int, place: Place | None = None) -> Part:
-        """Return blocks ``start`` to ``end`` as a part, at ``place`` if that is set."""
+        """Return blocks ``start`` to ``end`` as a part, at ``place`` if one is given."""
         return Part(
             self.kind,
             self.holder,
@@ -216,7 +216,7 @@ _BLOCKS_MAX = 64
 
 
 def new_part_list(seq: int) -> PartList:
-    """Return an empty list for the parts of one batch; it is in the C module if that is selected."""
+    """Return an empty list for the parts of one batch; it is in the C module if C is selected."""
     if native.selected is None:
         return PartList(seq)
     packed_parts: PackedParts = native.selected.Parts(Part, Place, seq)

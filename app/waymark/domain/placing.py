@@ -1,8 +1,8 @@
 """Gives each stored block of a stream its place, records the changes as parts, and keeps the memory in step.
 
 A block at depth d belongs to the piece whose head is its ancestor at depth d - d mod 32. A block that the holder has is
-addressed at its present place; a new one goes to its parent's place, to a branch row if that is full, and to a row of
-its own at the head of a piece.
+addressed at its present place; a new one goes to its parent's place, to a branch row if this place is full, and to a
+row of its own at the head of a piece.
 
 ``PlainPlacer`` gives the blocks of a whole plain event, or of many, their places in one step of ``KnownBlocks``. A step
 that does not fit the holder's blocks has no effect; the caller then stores or removes block by block with ``Placer``.
@@ -102,7 +102,7 @@ class PlainPlacer:
     ) -> EventRun | None:
         """Store and remove the blocks of plain events, ``loop``, from number ``at`` on, and return the progress.
 
-        ``following`` are the seqs and events of the batches after it. Return None if that is not possible. See
+        ``following`` are the seqs and events of the batches after it. Return None if it is impossible. See
         ``KnownBlocks.run``.
         """
         packed_parts = packed(parts.parts)

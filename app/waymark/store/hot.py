@@ -71,7 +71,7 @@ class HotRows:
         return hits
 
     def keep(self, group_id: int, heads: bytes, values: Sequence[bytes | None], now: float) -> None:
-        """Keep those of the rows of packed ``heads`` that are hot or marked."""
+        """Keep the hot and the marked rows among those of packed ``heads``."""
         for index, value in enumerate(values):
             if value is None:
                 continue

@@ -108,7 +108,7 @@ class Reader:
     async def read(
         self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
     ) -> Reading | None:
-        """Walk the chain to the last block that has a holder. Return None if the group never had a registration.
+        """Walk the chain to the last block with a holder. Return None if the group never had a registration.
 
         Raise StoreUnavailable if Redis is unavailable, or sends no reply within the deadline.
         """

@@ -41,7 +41,7 @@ class Sweeper:
         self._metrics = metrics or Metrics()
 
     async def pick(self, entry: GroupEntry) -> int | None:
-        """Return a dead holder, or None. A member of ``dead`` that is not a holder id is deleted, and gives None."""
+        """Return a dead holder, or None. A member of ``dead`` other than a holder id is deleted, and gives None."""
         key = keys.dead(entry.group_id)
         member = await self._client.srandmember(key)
         if member is None:
