@@ -33,7 +33,7 @@ from waymark.decide.policies.ring import Ring
 from waymark.decide.question import ProfileName, Question, SelectedTarget, SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.served import ServedModel
-from waymark.decide.under_way import RESERVED_MS, RequestsUnderWay
+from waymark.decide.under_way import RequestsUnderWay
 from waymark.domain.answer_times import NO_TIMES, AskedTimes
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace, token_bytes
@@ -523,7 +523,7 @@ async def test_a_long_request_keeps_its_reservation(store: Store, pods: list[str
 
     await wait_until(is_renewed, "it lasts longer")
     left = await ends_at(store) - await now(store)
-    assert left <= RESERVED_MS, "a process that dies leaves load for half a minute at most"
+    assert left <= 30_000, "a process that dies leaves load for half a minute at most"
     request.end(is_ok=True)
 
 
