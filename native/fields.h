@@ -53,6 +53,8 @@ typedef struct {
     Value adapter_name;
 } Batch;
 
+enum { STORED_FIELDS = ATTENTION + 1, REMOVED_FIELDS = 3 }; /* of vLLM's lists */
+
 /* Where the fields of an event are; NULL where it does not have them. */
 typedef struct {
     const unsigned char *at[FIELDS];
@@ -122,5 +124,8 @@ int has_plain_keys(const Batch *batch, const Event *event, size_t count, const V
 
 /* Whether the blocks are of the attention that a prefix needs; the event may say nothing. */
 Outcome read_attention(const Batch *batch, const Event *fields);
+
+/* The next event; UNUSUAL leaves the reader anywhere in it. */
+Outcome read_event(Batch *batch, PlainEvent *found);
 
 #endif

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -35,6 +36,10 @@ from tests.unit import pytest_xdist_auto_num_workers as pytest_xdist_auto_num_wo
 from waymark.base import native
 
 SERVER_START_SECONDS = 10.0
+
+# A shell without a terminal starts what it puts in the background with Ctrl-C ignored, and all children inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

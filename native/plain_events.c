@@ -1,0 +1,121 @@
+/* One event of a batch in vLLM's dialect to a plain event.
+ *
+ * An event of an unusual form is left to Python.
+ */
+
+#include "fields.h"
+
+enum { TELLS_SALTS_FROM = 9 }; /* elements of a list: with this many it has a place for salts */
+
+static const Name stored_tag = NAME("BlockStored"), removed_tag = NAME("BlockRemoved"),
+                  cleared_tag = NAME("AllBlocksCleared"), local = NAME("LOCAL");
+
+/* A store, from its fields. */
+static Outcome read_stored(Batch *batch, const Event *fields, PlainEvent *event)
+{
+    Value adapter;
+    uint64_t block_size = 0;
+    event->kind = STORE;
+    Outcome outcome = read_hashes(batch, fields, event);
+    if (outcome == READ)
+        outcome = read_parent(batch, fields, event);
+    if (outcome == READ)
+        outcome = read_tokens(batch, fields, event);
+    if (outcome == READ)
+        outcome = read_integer(batch, fields->at[BLOCK_SIZE], 65536, &block_size);
+    if (outcome == READ)
+        outcome = read_medium(batch, fields, event);
+    if (outcome == READ)
+        outcome = read_adapter(batch, fields, &adapter, event);
+    if (outcome == READ)
+        outcome = read_group(batch, fields, event);
+    if (outcome == READ)
+        outcome = read_attention(batch, fields);
+    if (outcome == READ)
+        outcome = read_origin(batch, fields, event);
+    if (outcome == READ && !has_plain_keys(batch, fields, event->hashes_count, &adapter))
+        outcome = UNUSUAL;
+    event->block_size = (uint32_t)block_size;
+    event->tells_salts = fields->elements == 0 || fields->elements >= TELLS_SALTS_FROM;
+    return outcome;
+}
+
+/* A removal, from its fields. */
+static Outcome read_removed(Batch *batch, const Event *fields, PlainEvent *event)
+{
+    event->kind = REMOVAL;
+    Outcome outcome = read_hashes(batch, fields, event);
+    if (outcome == READ)
+        outcome = read_medium(batch, fields, event);
+    if (outcome == READ)
+        outcome = read_group(batch, fields, event);
+    return outcome == READ ? read_copy_counts(batch, fields, event) : outcome;
+}
+
+/* The fields of a list as those of a removal, which are fewer. */
+static void move_fields_of_removal(Event *event)
+{
+    if (event->elements == 0)
+        return;
+    event->at[MEDIUM] = event->at[PARENT];
+    event->at[GROUP] = event->at[TOKEN_IDS];
+    event->at[PARENT] = event->at[TOKEN_IDS] = NULL;
+}
+
+/* Leave out the fields of a list from this one on, which its dialect does not have. 0 where one is UNUSUAL: nobody has
+ * seen then whether the library can read it. */
+static int cut_fields(const Batch *batch, Event *event, uint64_t fields)
+{
+    if (event->elements == 0)
+        return 1;
+    for (Field field = (Field)fields; field <= ATTENTION; field++) {
+        Reader inside;
+        const Value value = value_at(batch, event->at[field], &inside);
+        if (!is_simple(&value))
+            return 0;
+        event->at[field] = NULL;
+    }
+    if (event->elements > fields + 1)
+        event->elements = fields + 1;
+    return 1;
+}
+
+/* Whether an event has none of these fields, or nil. */
+static int has_none_of(const Batch *batch, const Event *event, const Field *fields, int count)
+{
+    Reader inside;
+    for (int i = 0; i < count; i++)
+        if (value_at(batch, event->at[fields[i]], &inside).kind != NIL)
+            return 0;
+    return 1;
+}
+
+Outcome read_event(Batch *batch, PlainEvent *found)
+{
+    static const Field of_maps[] = {CACHE_SALT, IMAGES, COMPONENT}, of_removals[] = {COPY_COUNTS};
+    static const Field of_stores[] = {PARENT,    TOKEN_IDS,  BLOCK_SIZE, LORA_ID,
+                                      LORA_NAME, EXTRA_KEYS, ATTENTION,  ORIGIN};
+    Value head;
+    Event event;
+    Reader inside;
+    if (!read_value(&batch->reader, &head) || head.kind < LIST || !find_fields(&batch->reader, &head, &event))
+        return UNUSUAL;
+    const Value tag = value_at(batch, event.at[TYPE], &inside), locality = value_at(batch, event.at[LOCALITY], &inside);
+    if (!has_none_of(batch, &event, of_maps, 3) || (locality.kind != NIL && !is_name(&locality, &local)))
+        return UNUSUAL;
+    if (is_name(&tag, &stored_tag)) {
+        const int is_usual = cut_fields(batch, &event, batch->stored_fields) && has_none_of(batch, &event, of_removals, 1);
+        return is_usual ? read_stored(batch, &event, found) : UNUSUAL;
+    }
+    if (is_name(&tag, &removed_tag)) {
+        /* What is behind the fields of a vLLM removal is left to Python, which does not read it. */
+        if (batch->removed_fields < REMOVED_FIELDS && !cut_fields(batch, &event, batch->removed_fields))
+            return UNUSUAL;
+        move_fields_of_removal(&event);
+        return has_none_of(batch, &event, of_stores, 8) ? read_removed(batch, &event, found) : UNUSUAL;
+    }
+    if (!is_name(&tag, &cleared_tag) || event.elements > 1 || (head.kind == MAP && head.number > 1))
+        return UNUSUAL;
+    found->kind = CLEARING;
+    return READ;
+}
