@@ -12,9 +12,13 @@ import pytest
 
 from tests.api.conftest import Hold, MakeClient
 from tests.conftest import wait_until
+from tests.patience import within
 from tools.conformance.selector import BLOCK_SIZE, TOKENS, steps, told
+from waymark.api.dynamo import select
+from waymark.decide.selector import Selector
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient
+from waymark.store.steps import Steps, Waiting
 from waymark.store.store import Store
 
 RECORDED = json.loads((Path(__file__).parents[2] / "fixtures" / "dynamo" / "select.json").read_text())
@@ -69,6 +73,35 @@ async def test_an_id_is_given_once_however_many_ask_and_any_replica_ends_it(
     assert await active(other) == [1]
     assert (await other.delete("/dynamo/reservations/one")).status_code == 200
     assert await active(replica) == [0]
+
+
+async def test_a_client_that_goes_away_during_a_selection_leaves_its_id_free(
+    replica: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await replica.post("/dynamo/workers", json=WORKER)).status_code == 201
+    begun = asyncio.Event()
+
+    async def never() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    def hang(*_: Any, **__: Any) -> Steps[Any]:
+        yield Waiting(never())
+
+    monkeypatch.setattr(select, "_PENDING_MS", 3_600_000)  # it does not become free by its age
+    body = PROMPT | {"selection_id": "one"}
+    with monkeypatch.context() as patch:
+        patch.setattr(Selector, "selecting", hang)
+        asked = asyncio.create_task(replica.post("/dynamo/select_and_reserve", json=body))
+        async with within(10):
+            await begun.wait()
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+    async def is_free() -> bool:
+        return (await replica.post("/dynamo/select_and_reserve", json=body)).status_code == 200
+
+    await wait_until(is_free, "the id is free")
 
 
 async def test_a_selection_that_fails_leaves_its_id_and_no_load(replica: httpx.AsyncClient) -> None:
