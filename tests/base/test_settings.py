@@ -138,6 +138,8 @@ def test_a_former_setting_is_warned_of_and_what_it_names_is_there(caplog: pytest
             {"discovery_ports": {"api": 1, "events": 2, "replay": 0}},
         ),
         ({"ENTRY_TTL_SECONDS": "0", "MEDIUM_TTL": "disk=5"}, {"medium_ttl": {"*": 0, "DISK": 5}}),
+        ({"PICKER_CONFIG": "picker.yaml"}, {"policy": "./picker.yaml"}),
+        ({"GATEWAY_KEYS_FILE": "../keys"}, {"gateway_keys": ("./../keys",)}),
         ({"GATEWAY_KEYS": "a:1", "GATEWAY_KEYS_FILE": "/keys"}, {"gateway_keys": ("a:1", "/keys")}),
         (
             {"GATEWAY_KEY_REQUESTS": "1", "GATEWAY_KEY_TOKENS": "2"},

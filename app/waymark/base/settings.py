@@ -483,6 +483,8 @@ RENAMED: Final = {
     PREFIX + "GATEWAY_KEY_REQUESTS": (PREFIX + "GATEWAY_KEY_LIMITS", "requests="),
     PREFIX + "GATEWAY_KEY_TOKENS": (PREFIX + "GATEWAY_KEY_LIMITS", "tokens="),
 }
+#: Of these, those whose value is a path, among other things by the new name, where a path begins with ``/`` or ``./``.
+_PATHS = frozenset({PREFIX + "PICKER_CONFIG", PREFIX + "GATEWAY_KEYS_FILE"})
 #: The variables of former settings, now constants, with the value and the place of each.
 FORMER: Final = {
     PREFIX + "METRICS_MODELS_MAX": "100, MODELS_MAX in waymark.base.metrics",
@@ -559,6 +561,8 @@ def _rename(variables: dict[str, str]) -> None:
         value = variables.pop(name)
         if not value:
             continue
+        if name in _PATHS and not value.startswith(("/", "./")):
+            value = f"./{value}"
         log.warning("%s is %s now; its value is used", name, f"{new}={label}..." if label else new)
         parts = [value] if label is None else [variables.get(new), label + value]
         variables[new] = ",".join(filter(None, parts))
