@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import tempfile
 import time
@@ -34,6 +35,11 @@ WORKERS = 2
 REPLICAS = 2
 PROBE_SECONDS = 0.05
 REPLAY_IDLE_SECONDS_MAX = 4.0
+LEASE_SECONDS_MAX = 15
+REDIS_TIMEOUT_SECONDS_MAX = 5.0
+BUSY_PATIENCE = 5.0
+"""From this factor on the machine is so busy that a lease of one second ends in the middle of a costly frame, again and
+again, so that no worker ever comes to its end."""
 KEEP_SECONDS = 60.0
 NEIGHBOURS_EVERY = 3
 """Rounds from one comparison of who waits behind costly frames to the next."""
@@ -81,6 +87,10 @@ class Session:
         self._settings["replay_idle_seconds"] = min(
             REPLAY_IDLE_SECONDS_MAX, patient(self._settings["replay_idle_seconds"])
         )
+        slowness = max(1.0, patient(1.0) / BUSY_PATIENCE)
+        lease, timeout = self._settings["lease_seconds"], self._settings["redis_timeout_seconds"]
+        self._settings["lease_seconds"] = min(LEASE_SECONDS_MAX, math.ceil(lease * slowness))
+        self._settings["redis_timeout_seconds"] = min(REDIS_TIMEOUT_SECONDS_MAX, timeout * slowness)
         self._block_size = size = script.block_size(options.seed)
         self._prompts = script.prompts(rng)
         specs = [spec for spec in draw(rng, size) if spec.instance not in options.without]
