@@ -553,8 +553,8 @@ async def test_a_further_socket_of_a_rank_is_no_drained_engine(live: Live) -> No
         sent = body | {"instance_id": "three", "medium_endpoints": ports}  # and here before it
         assert (await client.post("/register", json=sent)).status_code == 200
     for words in (("publishers",), ("doctor", "--no-ports"), ("status",)):
-        _, output, _ = await run(live, *words)
-        assert "two" in output
+        _, output, error = await run(live, *words)
+        assert "two" in output, error
         assert "drain" not in output
         assert "weight 0" not in output
     for name in ("two", "three"):
