@@ -36,6 +36,9 @@ class Receiver(Protocol):
     @property
     def connections(self) -> Connections: ...
 
+    def take_whole(self, scope: dict[str, Any], body: bytes) -> bool:
+        """Take a plain request if that is possible at once; if not, return False, and it is taken in parts."""
+
     def request_begins(self) -> None: ...
 
     def take_head(self, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None:
@@ -115,6 +118,8 @@ class RequestReader:
             "query_string": b"",
         }
         connection = self._connection
+        if connection.take_whole(scope, body):
+            return
         try:
             connection.request_begins()
             connection.take_head(scope, keep_alive=True, expects_continue=False)

@@ -101,8 +101,12 @@ class _Fetch:
 
 def _values(reply: Any, size: int) -> list[bytes | None]:
     if not isinstance(reply, list) or len(reply) != size:
-        raise InvalidResponse(f"no reply to an MGET of {size} keys")
+        raise _no_reply(size)
     return reply
+
+
+def _no_reply(size: int) -> InvalidResponse:
+    return InvalidResponse(f"no reply to an MGET of {size} keys")
 
 
 class _RowsReader:
@@ -117,7 +121,10 @@ class _RowsReader:
 
     def parsed(self, replies: list[Any]) -> Fetched:
         version = replies.pop() if self._with_version else None
-        return Fetched(version, _values(replies[0], self._rows) if self._rows else [])
+        values = replies[0] if self._rows else []
+        if not isinstance(values, list) or len(values) != self._rows:
+            raise _no_reply(self._rows)
+        return Fetched(version, values)
 
 
 _rows_reader = lru_cache(256)(_RowsReader)

@@ -53,11 +53,15 @@ class Gate:
     def has_tokens(self) -> bool:
         return self._token is not None or self._tokens is not None
 
+    def is_free(self, access: Access) -> bool:
+        """Return whether every client has access, whatever it sends."""
+        return access == "open" or (access == "read" and not self._protect_reads)
+
     def check(self, access: Access, headers: RawHeaders) -> Caller:
         """Return the caller. Raise ``Unauthorized`` without a necessary token, and ``Forbidden`` if it may only
         read.
         """
-        if access == "open" or (access == "read" and not self._protect_reads):
+        if self.is_free(access):
             return EVERYONE
         if not self.has_tokens:
             if self._is_closed:
