@@ -550,7 +550,8 @@ async def tasks_made(straight: Way, path: str, expected: bytes) -> list[str]:
     made: list[str] = []
 
     def noted(loop: asyncio.AbstractEventLoop, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
-        made.append(str(coroutine))
+        if asyncio.current_task() is None:  # what a task of the process makes while it writes is no request's
+            made.append(str(coroutine))
         return asyncio.Task(coroutine, loop=loop, **named)
 
     async def answer(body: bytes) -> None:
