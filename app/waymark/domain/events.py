@@ -243,13 +243,13 @@ class PlainEvents(Sequence[Event]):
         if not number:
             return self
         events = PlainEvents(self.following[number - 1])
-        others = [PlainEvents(loop) for loop in self.following[number:]]
+        runs = [PlainEvents(loop) for loop in self.following[number:]]
         return events.with_following(
             self.following[number:],
-            sum(each.stores for each in others),
-            sum(each.blocks for each in others),
-            sum(each.removals for each in others),
-            sum(each.removed for each in others),
+            sum(run.stores for run in runs),
+            sum(run.blocks for run in runs),
+            sum(run.removals for run in runs),
+            sum(run.removed for run in runs),
         )
 
     @property

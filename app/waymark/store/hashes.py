@@ -194,7 +194,7 @@ class HeldHashes:
             if row is None:
                 return blocks_found
             slots = {key: slot for slot, key in enumerate(row.keys)}
-            entries = [_entry(each) for each in values[index * len(holders) : (index + 1) * len(holders)]]
+            entries = [_entry(value) for value in values[index * len(holders) : (index + 1) * len(holders)]]
             for key in blocks[max(head, first) : head + PIECE_BLOCKS]:
                 slot = slots.get(key)
                 block = None
