@@ -210,7 +210,7 @@ class _ApiParts:
         ]
 
     def dynamo_rows(self) -> list[_PathRow]:
-        """Return the operations of Dynamo's indexer and selector that are not about the cached blocks of a prompt."""
+        """Return the operations of Dynamo's indexer and selector without those about the cached blocks of a prompt."""
         views, workers, select, loads = self.dynamo_views, self.dynamo_workers, self.dynamo_select, self.dynamo_loads
         picked, reserved = Straight(select.select), Straight(select.select_and_reserve)
         return [

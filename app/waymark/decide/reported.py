@@ -41,7 +41,7 @@ class Keyspace(NamedTuple):
 
 
 class HolderMatch(NamedTuple):
-    """A holder, by the address of its registration or the name in a report, and its blocks from the first on."""
+    """The number of blocks that a holder has, from the first on. ``holder`` is an address, or a name in a report."""
 
     holder: str
     blocks: int

@@ -76,7 +76,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class StoredReference:
-    """Blocks entered a cache that are known by their hashes: a placeholder, which only gives the location."""
+    """Blocks with known hashes entered a cache: a placeholder, which only gives the location."""
 
     kind: ClassVar[str] = "stored"
     engine_hashes: tuple[int, ...]
@@ -289,7 +289,7 @@ class PlainEvents(Sequence[Event]):
 
 @dataclass(slots=True)  # a frozen one takes three times as long to make, and each frame makes one
 class Batch:
-    """The events of one frame, in order. Nobody changes a batch that is made.
+    """The events of one frame, in order. Nobody changes a finished batch.
 
     If its events are plain, it may stand for several consecutive frames that say the same besides their blocks.
     """

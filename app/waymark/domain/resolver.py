@@ -45,7 +45,7 @@ from waymark.domain.stream_blocks import StreamBlocks
 from waymark.domain.waiting import EARLY_MAX
 
 Fold: TypeAlias = Sequence[tuple[int, Batch]]
-"""Batches that are resolved together, each with the seq of its first frame."""
+"""Batches to resolve together, each with the seq of its first frame."""
 
 
 class PlainRun(NamedTuple):
@@ -113,7 +113,7 @@ class PlainRuns:
         return self._planner.skip_reason(plan, batch, event, index, 0) is None
 
     def run(self, progress: BatchProgress, plain: PlainRun, at: int, work: Slice) -> Slices[int]:
-        """Resolve plain events together, up to the first that needs a rule of its own. Return its number."""
+        """Resolve plain events together, up to the first that needs a rule of its own, and return its number."""
         state = self._state
         while at < len(plain.events):
             ran = self._run(progress, plain, plain.events.loop, at, [])

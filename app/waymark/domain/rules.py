@@ -52,7 +52,7 @@ class BatchProgress:
     position: int
     """The position of the first hash of the next event."""
     placed: list[tuple[int, Sequence[int]]] = field(default_factory=list)
-    """Ranks with engine hashes that have a place now; stores may wait for one."""
+    """Ranks whose engine hashes have a place now; stores may wait for one."""
     rests: list[tuple[int, Sequence[int], tuple[int, ...]]] = field(default_factory=list)
     """Chunks of a device that the batch removes: position, holders and hashes."""
     at: int = 0

@@ -154,7 +154,7 @@ class Ceilings:
 
 
 class OverCeiling(Undecodable):
-    """A batch that is not read, whatever its other contents. ``kind`` is the ceiling, as a slug."""
+    """A batch left unread, whatever its other contents. ``kind`` is the ceiling, as a slug."""
 
 
 def frame_too_large(size: int, ceilings: Ceilings) -> OverCeiling:
@@ -173,7 +173,7 @@ def too_many_hashes(hashes: int, ceilings: Ceilings) -> OverCeiling:
 
 
 def misshapen(label: str) -> OverCeiling:
-    """Return the error for a long value in a field that is short in every engine: reading it could take any time and
+    """Return the error for a long value in a field which every engine keeps short: reading it could take any time and
     memory.
     """
     return OverCeiling("misshapen_event", f"a batch with {label} is not read")

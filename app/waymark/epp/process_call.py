@@ -402,7 +402,7 @@ class Streams:
             self._waiting.pop(place.peer, None)
 
     def leave(self, place: StreamPlace) -> None:
-        """Free the place of a stream that has ended. A place that was given up does not count any more."""
+        """Free the place of an ended stream. A place that was given up does not count any more."""
         self.settle(place)
         if not place.is_given_up:
             self._count -= 1

@@ -212,9 +212,9 @@ class CacheOptions:
     ttl_seconds: int
     """How old an answer may be."""
     response_bytes: int
-    """The largest answer that is kept."""
+    """The largest answer to keep."""
     stream_bytes: int
-    """The largest streamed answer that is kept."""
+    """The largest streamed answer to keep."""
     redis_ms: int
     """How long Redis is waited for, before the gateway uses its own memory."""
 

@@ -256,7 +256,7 @@ class ResponsesOptions:
     place: Literal["memory", "redis"]
     ttl_seconds: int
     entry_bytes: int
-    """The largest conversation that is stored."""
+    """The largest conversation to store."""
     entries_max: int
     bytes_max: int
 
@@ -348,7 +348,7 @@ class Responses:
         return orjson.dumps({"object": "list", "data": page, "has_more": end < len(items)} | ends)
 
     async def cancel(self, client: GatewayCaller, response_id: str) -> bytes:
-        """Raise RequestRejected: a response that is stored has ended. Raises as ``find``."""
+        """Raise RequestRejected: a stored response has ended. Raises as ``find``."""
         await self._entry(client, response_id)
         raise RequestRejected(
             400, "the response has ended, so there is nothing to cancel; close the connection to cancel one under way",

@@ -48,7 +48,7 @@ class Renewal:
     is_fenced: bool = False
     """Another worker has the stream, or the publisher is gone."""
     lost_shards: set[int] = field(default_factory=set)
-    """The shards that have lost writes which they acknowledged under the grant."""
+    """The shards which lost writes that they had acknowledged under the grant."""
     error: StoreUnavailable | None = None
     """Why this lease could not be renewed, if the reason is its own record."""
 
@@ -353,7 +353,7 @@ PLACES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlace:
-    """A place that is held if ``wait_seconds`` is 0; else the time after which another attempt may succeed."""
+    """A held place if ``wait_seconds`` is 0; else the time after which another attempt may succeed."""
 
     nonce: str
     wait_seconds: float = 0.0

@@ -108,7 +108,7 @@ def check_site(headers: RawHeaders) -> None:
 
 
 def _with_port(host: bytes, scheme: bytes) -> bytes:
-    """Return a host with its port, also if that is the usual one."""
+    """Return a host with its port, also the usual one."""
     if host.rpartition(b":")[2].isdigit() and not host.endswith(b"]"):
         return host
     return host + (b":443" if scheme == b"https" else b":80")
