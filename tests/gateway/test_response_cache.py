@@ -207,7 +207,7 @@ async def test_what_may_not_be_kept_passes_by(start: Start) -> None:
     ids=["unfinished", "without-an-end", "failed", "aborted", "too-long"],
 )
 async def test_a_stream_that_is_not_whole_is_not_kept(start: Start, pieces: tuple[bytes, ...]) -> None:
-    running = await start(1, response_cache="memory", response_cache_bytes=100 * 256)
+    running = await start(1, response_cache="memory", answers_bytes={"cache": 100 * 256})
     streaming(running, *pieces)
     body = chat("a", stream=True)
     assert await results(running, body, body) == ["MISS", "MISS"]
@@ -215,7 +215,7 @@ async def test_a_stream_that_is_not_whole_is_not_kept(start: Start, pieces: tupl
 
 @pytest.mark.outside
 async def test_an_answer_that_failed_is_not_whole_or_too_long_is_not_kept(start: Start) -> None:
-    running = await start(1, response_cache="memory", response_cache_bytes=500 * 256)
+    running = await start(1, response_cache="memory", answers_bytes={"cache": 500 * 256})
     for finish in (None, "abort", "x" * 600):
         answering(running, finish)
         body = chat(f"{finish}"[:9])
@@ -515,7 +515,7 @@ async def test_gateways_share_answers_and_one_of_them_clears_all(start: Start) -
 
 
 async def test_what_is_kept_in_redis_has_bounds(start: Start) -> None:
-    running = await start(1, response_cache="redis", response_cache_bytes=2 * 2**28 // 1000 + 1)
+    running = await start(1, response_cache="redis", answers_bytes={"cache": 2 * 2**28 // 1000 + 1})
     answering(running)
     assert await results(running, *map(chat, "abcd")) == ["MISS"] * 4
     await wait_until(lambda: running.value("response_cache_evictions_total") == 2, "all were kept", 10)
@@ -586,8 +586,8 @@ async def test_a_slow_redis_costs_one_request_its_time() -> None:
     ("name", "value"),
     [
         ("RESPONSE_CACHE", "disk"),
-        ("RESPONSE_CACHE_BYTES", "1"),
-        ("RESPONSE_CACHE_TTL_SECONDS", "0"),
+        ("ANSWERS_BYTES", "cache=1"),
+        ("ANSWERS_TTL", "cache=0"),
     ],
 )
 def test_a_value_outside_of_its_range_ends_the_start(name: str, value: str) -> None:

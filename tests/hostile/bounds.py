@@ -106,7 +106,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("a line of an engine's metrics that is read", LINE_BYTES_MAX, _NO_GAUGES, _BYTES),
         Bound("such lines", LINES_MAX, _NO_GAUGES),
         Bound("an event of an answer that the gateway reads", EVENT_BYTES_MAX, "it is not read", _BYTES),
-        Bound("a conversation that is stored", 2**20, "it is not stored", _BYTES, "responses_bytes"),
+        Bound("a conversation that is stored", 2**20, "it is not stored", _BYTES, "answers_bytes"),
     ),
     "Files of models": (
         Bound("`tokenizer.json`", TOKENIZER_BYTES_MAX, _NO_TOKENIZER, _BYTES),

@@ -241,7 +241,7 @@ class RedisResponses:
         if not self._noted(await self._stored.delete(name, self._bounds)):
             raise StoreUnavailable(
                 "there is no room for the deletion until MongoDB has the responses that wait; check MongoDB, or raise "
-                "WAYMARK_RESPONSES_BYTES"
+                "responses in WAYMARK_ANSWERS_BYTES"
             )
 
     def _noted(self, changed: ResponseChange) -> bool:
