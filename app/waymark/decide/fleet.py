@@ -131,7 +131,7 @@ class TargetSet:
     def __init__(self, members: Sequence[FleetMember]) -> None:
         self.members = members
         self._by_publisher = {member.publisher: member for member in members}
-        self._by_name = {member.name: member.publisher for member in members}
+        self.by_name = {member.name: member.publisher for member in members}
         self._of_instance: dict[str | None, list[int]] = {}
         for member in members:
             self._of_instance.setdefault(member.name[0], []).append(member.publisher)
@@ -150,10 +150,10 @@ class TargetSet:
     def among(self, names: Iterable[tuple[str, int]], allowed: Allowed) -> list[tuple[str, int]]:
         """Return those of ``names`` that belong to allowed members."""
         if allowed.are_all:
-            return [name for name in names if name in self._by_name]
+            return [name for name in names if name in self.by_name]
         found = []
         for name in names:
-            publisher = self._by_name.get(name)
+            publisher = self.by_name.get(name)
             if publisher is not None and allowed.has(publisher):
                 found.append(name)
         return found
@@ -191,7 +191,7 @@ class TargetSet:
         equal = rest[0][0] if len(rest) == most and rest[0][0] == rest[-1][0] else None
         near = 0
         for name in nearest:
-            publisher = self._by_name.get(name)
+            publisher = self.by_name.get(name)
             if publisher is None or not allowed.has(publisher):
                 continue
             near += 1
@@ -218,7 +218,7 @@ class TargetSet:
     def _having(self, seen: PromptState, allowed: Allowed, others: Iterable[int | None]) -> dict[int, None]:
         having: dict[int, None] = {}
         for name in (*seen.rows, *seen.prefixes):
-            publisher = self._by_name.get(name)
+            publisher = self.by_name.get(name)
             if publisher is not None and allowed.has(publisher):
                 having[publisher] = None
         for each in (*seen.expected, *others):
@@ -252,7 +252,7 @@ class TargetSet:
         publishers_met: list[int] = []
         own = {each for each in self._of_instance.get(session, ()) if allowed.has(each)}
         for name in clockwise:
-            publisher = self._by_name.get(name)
+            publisher = self.by_name.get(name)
             if publisher is None or not allowed.has(publisher):
                 continue
             publishers_met.append(publisher)
