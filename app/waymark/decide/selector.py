@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from waymark.base.errors import (
     NoTarget,
@@ -204,7 +204,7 @@ class Selector:
 
     def _selecting_in_time(self, question: Question) -> Steps[SelectedTarget]:
         """Return the steps of ``select``."""
-        selected = yield from self._in_time(self._select(question))
+        selected = yield from self._in_time(self._select, question)
         by_key = _BY_KEY.get(selected.decision) if question.prefix_key is not None else None
         if by_key is not None or selected.policy.name == "sticky":
             strategy = by_key or selected.decision
@@ -217,15 +217,17 @@ class Selector:
 
     def deciding(self, at_hand: AtHand, question: Question, keys_of: KeysOf) -> Steps[UsualTarget | None]:
         """Return the steps of a usual decision; see ``UsualDecisions.deciding``."""
-        return self._in_time(self.usual.deciding(at_hand, question, keys_of))
+        return self._in_time(self.usual.deciding, at_hand, question, keys_of)
 
-    def _in_time(self, steps: Steps[T]) -> Steps[T]:
-        """Take steps within the limit. Raise StoreUnavailable if Redis does not answer, or did not a moment ago."""
+    def _in_time(self, begin: Callable[..., Steps[T]], *arguments: Any) -> Steps[T]:
+        """Take the steps of a call within the limit. Raise StoreUnavailable if Redis does not answer in time, or did
+        not a moment ago; then the call is not made.
+        """
         loop = asyncio.get_running_loop()
         if loop.time() < self._away_until:
             raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
         try:
-            result: T = yield Within(self._limit, steps)
+            result: T = yield Within(self._limit, begin(*arguments))
         except (StoreUnavailable, TimeoutError) as exc:
             self._away_until = loop.time() + _AWAY_SECONDS
             if isinstance(exc, TimeoutError):
