@@ -158,6 +158,12 @@ class HeldBlocks:
             while blocks.known.release():
                 yield
 
+    def drop(self) -> Slices[None]:
+        """Forget all holders, and free their tables: the memory is of no further use."""
+        for holder in list(self._held):
+            self.end(holder)
+        yield from self.release()
+
     def blocks_of(self, holder: int) -> int:
         return self._held[holder].blocks
 
