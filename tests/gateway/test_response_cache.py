@@ -529,7 +529,7 @@ async def test_gateways_share_answers_and_one_of_them_clears_all(start: Start) -
 
 
 async def test_evictions_and_errors_are_those_of_all_gateways(start: Start) -> None:
-    bounds = {"response_cache": "redis", "response_cache_bytes": 2 * 2**28 // 1000 + 1}
+    bounds = {"response_cache": "redis", "answers_bytes": {"cache": 2 * 2**28 // 1000 + 1}}
     with redis_server() as answers:
         await answers.start()
         one, two = [await start(engines, **bounds, answers_redis_url=answers.url) for engines in (1, 0)]
