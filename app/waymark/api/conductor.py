@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import orjson
@@ -42,6 +43,7 @@ GeneralWay: TypeAlias = Callable[[Body, Start], Steps[Answer] | Paused]
 
 _JSON = Format.JSON.value
 _TOKEN_BYTES = 4
+_length = itemgetter(1)
 #: The most plans that are kept, one for each group and block size.
 _PLANS_MAX = 1024
 _UNKNOWN = "no engine is registered for this model and tenant"
@@ -137,7 +139,7 @@ class Conductor:
         counted = self._rows.of_runs(read.plan.view, read.runs, is_whole=read.is_over)
         if counted is None:
             return None
-        found = sum([length for _, length in read.runs])
+        found = sum(map(_length, read.runs))
         self._quick.portions.remember(read.plan.entry.group_id, read.blocks, found)
         self._lookup.counts.found(asked.group.model_name, blocks, counted.blocks, read.blocks, 1)
         return Answer(b"{%b:%b}" % (asked.tenant, counted.json), media_type=_JSON)

@@ -82,7 +82,18 @@ class RequestReader:
         if not (self.is_open or self.unplaced or native.selected is None):
             plain = native.selected.plain_post(data)
             if plain is not None:
-                self._take_plain(*plain)
+                path, headers, body = plain
+                self._url = path
+                scope = {
+                    "method": "POST",
+                    "http_version": "1.1",
+                    "headers": headers,
+                    "path": path.decode("ascii"),
+                    "raw_path": path,
+                    "query_string": b"",
+                }
+                if not self._connection.take_whole(scope, body):
+                    self._take_plain(scope, body)
                 return
         self.unplaced += len(data)
         try:
@@ -107,19 +118,8 @@ class RequestReader:
         """Let go of the connection and of the parser, which refer to this object."""
         del self._parser, self._connection
 
-    def _take_plain(self, path: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        self._url = path
-        scope = {
-            "method": "POST",
-            "http_version": "1.1",
-            "headers": headers,
-            "path": path.decode("ascii"),
-            "raw_path": path,
-            "query_string": b"",
-        }
+    def _take_plain(self, scope: dict[str, Any], body: bytes) -> None:
         connection = self._connection
-        if connection.take_whole(scope, body):
-            return
         try:
             connection.request_begins()
             connection.take_head(scope, keep_alive=True, expects_continue=False)

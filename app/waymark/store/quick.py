@@ -79,7 +79,20 @@ class Start(NamedTuple):
 class QuickRead:
     """A first portion that has been asked for, and its result: the receiver of the reply."""
 
-    __slots__ = ("_changes", "_clearings", "_keys", "_reads", "_receiver", "blocks", "is_over", "plan", "runs", "start")
+    __slots__ = (
+        "_asked",
+        "_changes",
+        "_clearings",
+        "_deadline",
+        "_fetched",
+        "_keys",
+        "_reads",
+        "_receiver",
+        "blocks",
+        "is_over",
+        "plan",
+        "runs",
+    )
 
     done = staticmethod(never)
 
@@ -88,7 +101,8 @@ class QuickRead:
         reads: QuickReads,
         plan: Plan,
         keys: bytes,
-        start: Start,
+        asked: WantedValues,
+        deadline: float,
         is_over: bool,
         receiver: ReplyReceiver[QuickRead],
     ) -> None:
@@ -97,8 +111,10 @@ class QuickRead:
         self._receiver = receiver
         self._changes, self._clearings = reads.incarnation.changes, reads.hot.clearings
         self.plan = plan
-        self.start = start
-        self.blocks = min(len(keys), PIECE_BLOCKS * len(start.asked.heads)) // KEY_BYTES
+        self._asked = asked
+        self._deadline = deadline
+        self._fetched: Fetched | None = None
+        self.blocks = min(len(keys), PIECE_BLOCKS * len(asked.heads)) // KEY_BYTES
         """How many blocks were looked up."""
         self.runs: tuple[tuple[bytes, int], ...] | None = None
         """The runs of these blocks; None if the rows alone do not decide them."""
@@ -109,7 +125,7 @@ class QuickRead:
         reads, plan = self._reads, self.plan
         # As in ``Reader`` and ``Chain``, which would not keep these values otherwise.
         if self._changes == reads.incarnation.changes and self._clearings == reads.hot.clearings:
-            self.start = Start(self.start.deadline, self.start.asked, fetched)
+            self._fetched = fetched
             if fetched.version == plan.table.version and reads.is_current(plan):
                 runs, pieces, is_at_end = row_runs(self._keys, fetched.values)
                 if is_at_end or pieces == len(fetched.values):
@@ -119,6 +135,11 @@ class QuickRead:
 
     def set_exception(self, error: BaseException) -> None:
         self._receiver.set_exception(error)
+
+    @property
+    def start(self) -> Start:
+        """The beginning for the general way to go on with."""
+        return Start(self._deadline, self._asked, self._fetched)
 
 
 class QuickReads:
@@ -171,6 +192,6 @@ class QuickReads:
         if self.hot.expire(time.monotonic()) and self.hot.has_any(group_id, heads):
             return False
         asked = WantedValues(heads, [])
-        read = QuickRead(self, plan, keys, Start(deadline, asked, None), is_whole, receiver)
+        read = QuickRead(self, plan, keys, asked, deadline, is_whole, receiver)
         self._fetcher.fetch(plan.entry, asked, with_version=True, until=deadline).begin(read)
         return True
