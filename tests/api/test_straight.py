@@ -581,7 +581,8 @@ async def test_a_prompt_whose_first_rows_decide_needs_no_steps(
     ways: tuple[Way, Way], store: Store, monkeypatch: pytest.MonkeyPatch, implementation: str
 ) -> None:
     """Its answer is that of the steps, which go on with what the rows leave open."""
-    reading, read = store.reader.reading, []
+    reading = store.reader.reading
+    read: list[Any] = []
 
     def noted(*arguments: Any, **options: Any) -> Any:
         read.append(options["start"])

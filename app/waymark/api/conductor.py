@@ -240,6 +240,7 @@ class _QuickQuery:
     def set_result(self, read: QuickRead) -> None:
         try:
             answer = self._conductor.quick_answer(self._asked, self._blocks, read)
+            further: Answer | Steps[Answer] | Paused
             further = self._general(self._body, read.start) if answer is None else answer
         except Exception as exc:
             self._receiver.set_exception(exc)
