@@ -15,7 +15,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.store.chain import PackedKeys
 from waymark.store.hot import HotRows
-from waymark.store.quick import FirstPortions, Plan, QuickRead
+from waymark.store.quick import FirstPortions, QuickPlan, QuickRead
 from waymark.store.reader import Reader
 from waymark.store.steps import finished
 from waymark.store.store import Store
@@ -24,7 +24,7 @@ BLOCKS = 2 * PIECE_BLOCKS
 
 
 @pytest.fixture
-async def plan(store: Store, stream: Stream) -> Plan:
+async def plan(store: Store, stream: Stream) -> QuickPlan:
     """That of a group whose one holder has two pieces of the chain, after a query has found it."""
     (gpu,) = await stream.begin("0 GPU")
     await stream.apply(stored(gpu, CHAIN[:BLOCKS]))
@@ -34,7 +34,7 @@ async def plan(store: Store, stream: Stream) -> Plan:
     return plan
 
 
-def begun(reader: Reader, plan: Plan, chain: list[int], *, pieces: int = 4) -> asyncio.Future[QuickRead] | None:
+def begun(reader: Reader, plan: QuickPlan, chain: list[int], *, pieces: int = 4) -> asyncio.Future[QuickRead] | None:
     """The result to come; None if the read was not begun."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
@@ -42,7 +42,7 @@ def begun(reader: Reader, plan: Plan, chain: list[int], *, pieces: int = 4) -> a
     return result if reader.quick.begin(plan, keys, pieces, is_whole, loop.time() + 30.0, result) else None
 
 
-async def result(reader: Reader, plan: Plan, chain: list[int], *, pieces: int = 4) -> QuickRead:
+async def result(reader: Reader, plan: QuickPlan, chain: list[int], *, pieces: int = 4) -> QuickRead:
     begun_read = begun(reader, plan, chain, pieces=pieces)
     assert begun_read is not None
     return await begun_read
@@ -60,7 +60,7 @@ async def result(reader: Reader, plan: Plan, chain: list[int], *, pieces: int = 
     ids=["a part", "all", "one more", "many more", "nothing"],
 )
 async def test_rows_decide_a_chain_up_to_its_first_block_without_a_holder(
-    store: Store, plan: Plan, chain: list[int], found: int, implementation: str
+    store: Store, plan: QuickPlan, chain: list[int], found: int, implementation: str
 ) -> None:
     read = await result(store.reader, plan, chain)
     assert read.blocks == min(len(chain), 4 * PIECE_BLOCKS)
@@ -69,14 +69,14 @@ async def test_rows_decide_a_chain_up_to_its_first_block_without_a_holder(
     assert read.is_over
 
 
-async def test_a_chain_that_goes_on_behind_the_portion_is_not_over(store: Store, plan: Plan) -> None:
+async def test_a_chain_that_goes_on_behind_the_portion_is_not_over(store: Store, plan: QuickPlan) -> None:
     read = await result(store.reader, plan, CHAIN[:BLOCKS], pieces=1)
     assert (read.is_over, read.blocks) == (False, PIECE_BLOCKS)
     assert read.runs is not None
 
 
 async def test_the_general_way_goes_on_with_the_values_that_were_read(
-    store: Store, plan: Plan, monkeypatch: pytest.MonkeyPatch
+    store: Store, plan: QuickPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = (await result(store.reader, plan, CHAIN[:BLOCKS])).start
     assert start.fetched is not None
@@ -96,7 +96,7 @@ async def test_the_general_way_goes_on_with_the_values_that_were_read(
         assert (reading.walk.blocks, reading.round_trips, len(asked)) == (BLOCKS, 1, requests)
 
 
-async def test_values_that_were_asked_for_before_a_write_are_read_again(store: Store, plan: Plan) -> None:
+async def test_values_that_were_asked_for_before_a_write_are_read_again(store: Store, plan: QuickPlan) -> None:
     """The write may have been acknowledged in the meantime, so the next answer has to contain it."""
     asked = begun(store.reader, plan, CHAIN[:BLOCKS])
     assert asked is not None
@@ -105,7 +105,7 @@ async def test_values_that_were_asked_for_before_a_write_are_read_again(store: S
     assert (read.runs, read.start.fetched) == (None, None)
 
 
-async def test_values_of_another_incarnation_are_read_again(store: Store, plan: Plan) -> None:
+async def test_values_of_another_incarnation_are_read_again(store: Store, plan: QuickPlan) -> None:
     asked = begun(store.reader, plan, CHAIN[:BLOCKS])
     assert asked is not None
     store.incarnation.forget()
@@ -114,14 +114,14 @@ async def test_values_of_another_incarnation_are_read_again(store: Store, plan: 
     assert not store.reader.quick.is_current(plan)
 
 
-async def test_a_table_that_has_changed_is_not_decided_by(store: Store, stream: Stream, plan: Plan) -> None:
+async def test_a_table_that_has_changed_is_not_decided_by(store: Store, stream: Stream, plan: QuickPlan) -> None:
     await stream.begin("0 CPU")
     read = await result(store.reader, plan, CHAIN[:BLOCKS])
     assert read.runs is None
     assert read.start.fetched is not None, "the rows themselves are good"
 
 
-async def test_a_hot_row_is_left_to_the_general_way(store: Store, plan: Plan) -> None:
+async def test_a_hot_row_is_left_to_the_general_way(store: Store, plan: QuickPlan) -> None:
     store.reader.quick.hot = hot = HotRows(3600.0, 2**20)
     hot.keep(plan.entry.group_id, pack(CHAIN[:1]), [b" 1:1" * 8], time.monotonic())
     assert len(hot) == 1
@@ -129,7 +129,7 @@ async def test_a_hot_row_is_left_to_the_general_way(store: Store, plan: Plan) ->
     assert (await result(store.reader, plan, [9_000_000])).runs == (), "it does not concern another chain"
 
 
-async def test_only_a_group_that_a_query_has_found_has_a_plan(store: Store, plan: Plan) -> None:
+async def test_only_a_group_that_a_query_has_found_has_a_plan(store: Store, plan: QuickPlan) -> None:
     quick = store.reader.quick
     assert quick.plan(GroupName("nobody", "m"), 16) is None
     assert quick.plan(GROUP, 8) is None, "no holder has blocks of this size"

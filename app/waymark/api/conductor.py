@@ -32,9 +32,9 @@ from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable, block_size_of
-from waymark.store.quick import Plan, QuickRead, Start
+from waymark.store.quick import QuickPlan, QuickRead, Start
 from waymark.store.reader import KeysOf, QueryReader
-from waymark.store.steps import Receiver, Steps, Waiting, finished, never, run
+from waymark.store.steps import Steps, StepsReceiver, Waiting, finished, never, run
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
 
@@ -75,7 +75,7 @@ class Conductor:
         self._addresses = store.incarnation.cache(AddressTables())
         self._rows = store.incarnation.cache(AnswerCache(BYTES_MAX, metrics))
         self._quick = store.reader.quick
-        self._plans: dict[tuple[GroupName, int | None], Plan] = store.incarnation.cache({})
+        self._plans: dict[tuple[GroupName, int | None], QuickPlan] = store.incarnation.cache({})
 
     def query(self, body: Body, start: Start | None = None) -> Steps[Answer] | Paused:
         asked = body.asked(_by_prompt)
@@ -92,7 +92,7 @@ class Conductor:
         asked = body.asked(_by_hash)
         return self._answer(asked, self._given.keys_of(QueryByHashRequest, body, asked.namespace), body.format, start)
 
-    def quick(self, general: GeneralWay, body: Body, receiver: Receiver[Answer | Paused]) -> bool:
+    def quick(self, general: GeneralWay, body: Body, receiver: StepsReceiver[Answer | Paused]) -> bool:
         """Begin to answer a query by a quick read; False if its fields, its group or its rows are not plain.
 
         ``general`` goes on with what the read does not decide.
@@ -119,7 +119,7 @@ class Conductor:
         query = _QuickQuery(self, asked, blocks, body, receiver, general)
         return blocks > 0 and self._quick.begin(plan, keys, pieces, blocks < count, deadline, query)
 
-    def _new_plan(self, group: GroupName, block_size: int | None) -> Plan | None:
+    def _new_plan(self, group: GroupName, block_size: int | None) -> QuickPlan | None:
         """Return a plan of a group whose answers have the blocks of the index alone, and keep it."""
         plan = self._quick.plan(group, block_size)
         if plan is None or self._pools.of(plan.table):
@@ -227,7 +227,7 @@ class _QuickQuery:
         asked: _QueryFields,
         blocks: int,
         body: Body,
-        receiver: Receiver[Answer | Paused],
+        receiver: StepsReceiver[Answer | Paused],
         general: GeneralWay,
     ) -> None:
         self._conductor = conductor

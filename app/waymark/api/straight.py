@@ -18,13 +18,13 @@ from waymark.api.http.tokens_file import EVERYONE
 from waymark.api.operations import Operation
 from waymark.base.asgi import Answering, RawHeaders, StraightRequest
 from waymark.base.errors import StoreUnavailable, WaymarkError
-from waymark.store.steps import Receiver, Steps, finished, never, run, waited
+from waymark.store.steps import Steps, StepsReceiver, finished, never, run, waited
 
 #: A longer body is read piece by piece on the ordinary way. It is about 150,000 token ids.
 _BODY_BYTES_MAX = 2**20
 
 
-Quick: TypeAlias = Callable[[Body, Receiver[Answer | Paused]], bool]
+Quick: TypeAlias = Callable[[Body, StepsReceiver[Answer | Paused]], bool]
 """Begins the work on a usual body in fewer calls than its steps; False if the body is not usual."""
 
 

@@ -296,7 +296,8 @@ class RequestCycle:
         end = b"" if self.keep_alive else b"connection: close\r\n"
         content = b"" if self.scope["method"] == "HEAD" else body
         self._head = b""
-        self._write(_WHOLE % (self._connection.default_lines, content_type, len(body), end, content))
+        self.is_on_wire = True
+        self._connection.write(_WHOLE % (self._connection.default_lines, content_type, len(body), end, content))
         self._end()
 
     def _start(self, message: AsgiMessage) -> None:

@@ -58,7 +58,7 @@ class FirstPortions:
         self._long.clear()
 
 
-class Plan(NamedTuple):
+class QuickPlan(NamedTuple):
     """A group as queries of one block size see it, as long as its table stays the same."""
 
     entry: GroupEntry
@@ -99,7 +99,7 @@ class QuickRead:
     def __init__(
         self,
         reads: QuickReads,
-        plan: Plan,
+        plan: QuickPlan,
         keys: bytes,
         asked: WantedValues,
         deadline: float,
@@ -161,7 +161,7 @@ class QuickReads:
         self.hot = hot
         self.portions = portions
 
-    def plan(self, group: GroupName, block_size: int | None) -> Plan | None:
+    def plan(self, group: GroupName, block_size: int | None) -> QuickPlan | None:
         """Return the plan of a group that the last query found, if it is plain; ``block_size`` None is that of its
         engines, if it is one.
         """
@@ -173,15 +173,21 @@ class QuickReads:
         if block_size is None and len(sizes) != 1:
             return None
         view = table.view(block_size or sizes.pop())
-        return Plan(entry, table, view) if view.size and view.instances else None
+        return QuickPlan(entry, table, view) if view.size and view.instances else None
 
-    def is_current(self, plan: Plan) -> bool:
+    def is_current(self, plan: QuickPlan) -> bool:
         """Return whether the group is still as a plan has it, as far as the last query knows."""
         table = plan.table
         return self._tables.get(plan.entry.group_id) is table and self._groups.get(table.group) is plan.entry
 
     def begin(
-        self, plan: Plan, keys: bytes, pieces: int, is_whole: bool, deadline: float, receiver: ReplyReceiver[QuickRead]
+        self,
+        plan: QuickPlan,
+        keys: bytes,
+        pieces: int,
+        is_whole: bool,
+        deadline: float,
+        receiver: ReplyReceiver[QuickRead],
     ) -> bool:
         """Ask for the rows of the first ``pieces`` pieces of a chain; False if the cache of hot rows has one of them.
 
@@ -189,7 +195,7 @@ class QuickReads:
         """
         heads = array("Q", keys[: KEY_BYTES * PIECE_BLOCKS * pieces])[::PIECE_BLOCKS].tobytes()
         group_id = plan.entry.group_id
-        if self.hot.expire(time.monotonic()) and self.hot.has_any(group_id, heads):
+        if self.hot.bytes and self.hot.expire(time.monotonic()) and self.hot.has_any(group_id, heads):
             return False
         asked = WantedValues(heads, [])
         read = QuickRead(self, plan, keys, asked, deadline, is_whole, receiver)

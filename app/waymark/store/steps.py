@@ -16,7 +16,7 @@ from waymark.store.redis.read_connection import ReplyReceiver
 
 T = TypeVar("T")
 
-Receiver = ReplyReceiver
+StepsReceiver = ReplyReceiver
 """Gets the result of some steps, or their error."""
 
 
