@@ -264,6 +264,7 @@ def _without_parser(body: bytes, long_list: LongList) -> Body | None:
     See ``lists.cut`` for why the rest proves the contents of the gap.
     """
     loops = native.selected
+    cut_out: Callable[[bytes, bytes, int], tuple[int, int, bytes] | None]
     if loops is None:
         cut_out = cut_hashes if long_list.is_hashes else cut
     else:
