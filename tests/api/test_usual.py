@@ -99,11 +99,18 @@ def requests(random: Random) -> Iterator[dict[str, Any]]:
     """Most are usual; each of the others has one field that is not."""
     others: list[dict[str, Any]] = [
         *({"count": 3}, {"explain": True}, {"only": ["e0", "e1"]}, {"exclude": ["e0"]}, {"by": "address"}),
-        *({"reserve": False}, {"expect": True}, {"profile": "single"}, {"request_id": "r"}, {"block_size": SIZE}),
+        *({"reserve": False}, {"expect": True}, {"profile": "single"}, {"request_id": "r"}, {"block_size": 2 * SIZE}),
         *({"session_token": base64.b64encode(b"e1").decode()}, {"policy": "sticky"}, {"policy": "dynamo"}),
     ]
     usual_fields: list[dict[str, Any]] = [
-        *({}, {"cache_salt": "s"}, {"timeout_seconds": 700}, {"slo_ttft_ms": 5}, {"policy": "least-work"}),
+        *(
+            {},
+            {"cache_salt": "s"},
+            {"timeout_seconds": 700},
+            {"block_size": SIZE},
+            {"slo_ttft_ms": 5},
+            {"policy": "least-work"},
+        ),
         {"policy": "least-work", "overrides": {"host_credit": 0.3, "disk_credit": 0.7, "new_weight": 1.1}},
         {"policy": "least-work", "overrides": {"overlap_score_credit": 0.1, "active_weight": 0.7}},
     ]

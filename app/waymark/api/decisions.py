@@ -111,7 +111,7 @@ class Decisions:
         decision_body = body.asked(self._select)
         if decision_body.is_usual and body.format is Format.JSON and self._gate.is_unneeded:
             question = decision_body.question
-            at_hand = self._selector.usual.at_hand(question.group)
+            at_hand = self._selector.usual.at_hand(question)
             if at_hand is not None:
                 keys_of = self._given.keys_of(SelectRequest, body, decision_body.namespace)
                 usual = yield from self._selector.deciding(at_hand, question, keys_of)

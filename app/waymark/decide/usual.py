@@ -44,12 +44,16 @@ _PREPARED_MAX = 1024
 
 
 def is_usual(question: Question) -> bool:
-    """Return whether a question with a prompt of tokens or hashes has nothing that only some have."""
+    """Return whether a question with a prompt of tokens or hashes has nothing that only some have.
+
+    Many name the block size; ``UsualDecisions`` knows whether it is that of the group.
+    """
     policy, parameters = question.policy, question.parameters
     plain = Question(
         question.group,
         question.prompt,
         policy,
+        question.block_size,
         lora_name=question.lora_name,
         cache_salt=question.cache_salt,
         parameters=SelectParameters(milliseconds=parameters.milliseconds),
@@ -115,10 +119,11 @@ class UsualDecisions:
         self._observe_policy = durations.labels(part="policy").observe
         self._observe_reserve = durations.labels(part="reserve").observe
 
-    def at_hand(self, group: GroupName) -> AtHand | None:
-        """Return what a usual decision needs besides its prompt; None if it has to be read first."""
+    def at_hand(self, question: Question) -> AtHand | None:
+        """Return what a usual decision needs besides its prompt; None if it has to be read first, or is not usual."""
         if not self._is_on:
             return None
+        group, size = question.group, question.block_size
         entry, table = self._reader.at_hand(group)
         prepared = self._prepared.get(group)
         if prepared is None or prepared.entry is not entry or prepared.fleet.table is not table:
@@ -127,7 +132,7 @@ class UsualDecisions:
             if len(self._prepared) >= _PREPARED_MAX:
                 self._prepared.clear()
             prepared = self._prepared[group] = _prepare(entry, self._snapshots.fleet(group, table))
-        if not prepared.block_size:
+        if not prepared.block_size or (size is not None and size != prepared.block_size):
             return None
         loads = self._snapshots.loads_at_hand(prepared.entry.group_id)
         return None if loads is None else (prepared, loads)
