@@ -238,9 +238,9 @@ def needs_of(question: Question, fleet: Fleet) -> Collection[ReadingKind]:
     if given is None and not has_gauges and not has_answer_times:
         return _LOADS
     needs = []
-    if given is None or not all(each.is_whole for each in given):
+    if given is None or not all(values.is_whole for values in given):
         needs.append(ReadingKind.LOADS)
-    if has_gauges and (given is None or any(each.gauges is None for each in given)):
+    if has_gauges and (given is None or any(values.gauges is None for values in given)):
         needs.append(ReadingKind.GAUGES)
     if has_answer_times:
         needs.append(ReadingKind.ANSWER_TIMES)

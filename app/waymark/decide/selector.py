@@ -382,7 +382,7 @@ def _none_allowed(fleet: Fleet, question: Question) -> str:
     rows = [row for row in fleet.table.publishers.values() if row.scope == "instance"]
     lost = sum(row.is_lost for row in rows)
     removed = Counter({"lost": lost, _DRAINED: len(rows) - lost - len(fleet.members)})
-    serving = {each.publisher for each in fleet.serving(question.served_as)}
+    serving = {member.publisher for member in fleet.serving(question.served_as)}
     not_excluded = replace(parameters, only=None)
     for member in fleet.members:
         instance_id, address = member.name[0], member.target.address
