@@ -53,7 +53,7 @@ PARTS: dict[str, set[str]] = {
         *("base", "store", "store.redis", "apply", "tokenization", "decide", "discovery", "serving"),
         *("api", "gateway", "epp", "ingest"),
     },
-    "cli": {"base", "store", "console", "simulator", "client", "runtime"},
+    "cli": {"base", "console", "simulator", "client", "runtime"},
     "__main__": {"cli"},
     "asgi": {"runtime"},
 }
