@@ -37,7 +37,7 @@ PARTS: dict[str, set[str]] = {
     "tokenization": {"base", "domain", "chat"},
     "discovery": {"base", "domain", "store"},
     "inspection": {"base", "domain", "contract", "store"},
-    "decide": {"base", "domain", "contract", "store", "chat", "tokenization", "decide.policies"},
+    "decide": {"base", "domain", "store", "chat", "tokenization", "decide.policies"},
     "console": {"base", "domain", "contract", "client"},
     "ingest": {"base", "domain", "store", "engines", "apply"},
     "gateway": {
