@@ -89,7 +89,7 @@ LIBRARIES: dict[str, set[str]] = {
     "aiohttp": {"base.asker", "gateway", "simulator"},
     "argcomplete": {"cli"},
     "annotated_types": {"base.settings"},
-    "cryptography": {"epp.tls"},
+    "cryptography": {"epp.server"},
     "envoy": {"epp"},
     "fakeredis": {"store"},
     "google": {"epp", "base.protobuf"},
