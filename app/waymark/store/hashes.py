@@ -96,14 +96,10 @@ class EngineHashes:
                 entries += (pack([block.engine_hash]), _encoded(block.spot))
             while True:
                 outcome = await self._scripts.keep_hashes(
-                    record=grant.record,
-                    fence=grant.fence,
+                    **grant.fenced_call,
                     hashes=keys.hashes(group_id),
                     newest=keys.hashes(group_id, number),
                     oldest=keys.hashes(group_id, number + 1 - GENERATIONS),
-                    publisher=grant.publisher,
-                    token=grant.token,
-                    calls=grant.first_calls,
                     number=number,
                     most=max(1, hashes_max // GENERATIONS),
                     milliseconds=_KEEP_MS,

@@ -13,7 +13,7 @@ import asyncio
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, TypedDict
 
 from waymark.base.errors import RecordDamaged, StoreUnavailable
 from waymark.store import keys
@@ -78,6 +78,16 @@ class TakenLease:
     calls: dict[int, int]
 
 
+class FencedCall(TypedDict):
+    """See ``Grant.fenced_call``."""
+
+    record: str
+    fence: str
+    publisher: int
+    token: str
+    calls: int
+
+
 @dataclass(frozen=True, slots=True)
 class Grant:
     """The right to apply one stream. It ends as soon as another worker has a higher token."""
@@ -139,9 +149,15 @@ class Grant:
         return keys.record(self.claim.group_id, self.claim.publisher)
 
     @property
-    def fence(self) -> str:
-        """The key of the fence on shard 0, which also has the record."""
-        return keys.fence(self.claim.group_id, 0)
+    def fenced_call(self) -> FencedCall:
+        """The arguments of a script that writes only while the worker has the stream; shard 0 also has the record."""
+        return {
+            "record": self.record,
+            "fence": keys.fence(self.claim.group_id, 0),
+            "publisher": self.publisher,
+            "token": self.token,
+            "calls": self.first_calls,
+        }
 
     @property
     def first_calls(self) -> int:
