@@ -121,7 +121,7 @@ def complaint(state: PublisherState) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PublisherFilter:
-    """A filter of publishers; a field with None excludes no publisher."""
+    """A filter of publishers; a field that is None does not exclude any."""
 
     tenant: str | None = None
     model: str | None = None

@@ -36,9 +36,6 @@ class Receiver(Protocol):
     @property
     def connections(self) -> Connections: ...
 
-    def take_whole(self, scope: dict[str, Any], body: bytes) -> bool:
-        """Take a plain request if that is possible at once; if not, return False, and it is taken in parts."""
-
     def request_begins(self) -> None: ...
 
     def take_head(self, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None:
@@ -82,18 +79,7 @@ class RequestReader:
         if not (self.is_open or self.unplaced or native.selected is None):
             plain = native.selected.plain_post(data)
             if plain is not None:
-                path, headers, body = plain
-                self._url = path
-                scope = {
-                    "method": "POST",
-                    "http_version": "1.1",
-                    "headers": headers,
-                    "path": path.decode("ascii"),
-                    "raw_path": path,
-                    "query_string": b"",
-                }
-                if not self._connection.take_whole(scope, body):
-                    self._take_plain(scope, body)
+                self._take_plain(*plain)
                 return
         self.unplaced += len(data)
         try:
@@ -118,7 +104,16 @@ class RequestReader:
         """Let go of the connection and of the parser, which refer to this object."""
         del self._parser, self._connection
 
-    def _take_plain(self, scope: dict[str, Any], body: bytes) -> None:
+    def _take_plain(self, path: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        self._url = path
+        scope = {
+            "method": "POST",
+            "http_version": "1.1",
+            "headers": headers,
+            "path": path.decode("ascii"),
+            "raw_path": path,
+            "query_string": b"",
+        }
         connection = self._connection
         try:
             connection.request_begins()

@@ -26,7 +26,6 @@ __all__ = [
     "places",
     "prefixes",
     "publisher_states",
-    "quick",
     "reader",
     "records",
     "reservations",

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from waymark.domain.moves import Moves
 from waymark.domain.parts import PackedParts, Part, blocks_of, packed
 from waymark.domain.rows import Place
-from waymark.store.redis.words import PackedWords
 
 #: The limits of one call. A call at either limit takes Redis about 2 ms, and every reader waits that long.
 CALL_PARTS = 128
@@ -26,14 +25,14 @@ class ApplyCall(NamedTuple):
     """The number of blocks in all parts."""
     holders: list[int]
     """The holder ids, each once, in order of first use. A part names a holder by its position here, from 1."""
-    rows: Sequence[bytes]
+    rows: list[bytes]
     """The keys of rows, branch rows and singles, each once. A part names a key by its position here, from 1.
 
     The rows listed only because a branch row belongs to them come last.
     """
     seqs: list[int]
     """The seq of each batch, each once. A part names a batch by its position here, from 1."""
-    words: Sequence[bytes]
+    words: list[bytes]
     """The packed parts."""
 
 
@@ -65,8 +64,7 @@ class ApplyCalls:
             start, end = self._done, self._packed.end(self._done, CALL_PARTS, CALL_BLOCKS)
             self._moves.send(self._packed, start, end)
             self._end = end
-            blocks, holders, count, rows, seqs, words = self._packed.pack(start, end, self._prefix)
-            return ApplyCall(blocks, holders, PackedWords(count, rows), seqs, PackedWords(end - start, words))
+            return ApplyCall(*self._packed.pack(start, end, self._prefix))
         self._under_way, self._waiting = _next_parts(self._waiting, self._moves)
         return pack(self._under_way, self._prefix)
 

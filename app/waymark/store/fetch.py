@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -86,9 +85,7 @@ class _Fetch:
             self._fetch_slowly()
 
     def set_result(self, fetched: Fetched) -> None:
-        seconds, durations = time.monotonic() - self._began, self._fetcher.durations
-        durations.sum += seconds
-        durations.seen[bisect_left(durations.bounds, seconds)] += 1
+        self._fetcher.observe(time.monotonic() - self._began)
         self._receiver.set_result(fetched)
 
     def set_exception(self, error: BaseException) -> None:
@@ -104,12 +101,8 @@ class _Fetch:
 
 def _values(reply: Any, size: int) -> list[bytes | None]:
     if not isinstance(reply, list) or len(reply) != size:
-        raise _no_reply(size)
+        raise InvalidResponse(f"no reply to an MGET of {size} keys")
     return reply
-
-
-def _no_reply(size: int) -> InvalidResponse:
-    return InvalidResponse(f"no reply to an MGET of {size} keys")
 
 
 class _RowsReader:
@@ -124,10 +117,7 @@ class _RowsReader:
 
     def parsed(self, replies: list[Any]) -> Fetched:
         version = replies.pop() if self._with_version else None
-        values = replies[0] if self._rows else []
-        if not isinstance(values, list) or len(values) != self._rows:
-            raise _no_reply(self._rows)
-        return Fetched(version, values)
+        return Fetched(version, _values(replies[0], self._rows) if self._rows else [])
 
 
 _rows_reader = lru_cache(256)(_RowsReader)
@@ -153,7 +143,7 @@ class _ValuesReader:
 class Fetcher:
     def __init__(self, client: RedisClient, metrics: Metrics) -> None:
         self._client = client
-        self.durations = metrics.fetch_duration_seconds
+        self.observe = metrics.fetch_duration_seconds.observe
 
     def fetch(self, entry: GroupEntry, asked: WantedValues, *, with_version: bool, until: float) -> Step:
         """Return the step that reads the values that ``asked`` names, with one request to each server.
