@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install check coverage matrix wheel test chaos hostile sanitize fuzz conformance bench scale house lint compiled publishable redis-server nginx chromium screenshots clean
+.PHONY: help demo install check coverage matrix wheel test chaos hostile sanitize fuzz conformance bench scale house lint compiled-1 compiled-2 publishable programs redis-server nginx chromium screenshots clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,9 +21,10 @@ install: ## put the command waymark on the PATH of this user, in an environment 
 check: lint ## the inner loop: style, types, and the tests that need nothing but Python; half a minute
 	@$(BIN)/python -m pytest -p no:schemathesis --unit --quiet --numprocesses 2 --dist loadfile
 
-test: $(VENV)/.installed-dev redis-server nginx chromium ## check everything: style, types, and the tests on a real Redis
-	@$(MAKE) --no-print-directory --jobs 2 lint compiled
-	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+test: ## check everything: style, types, and the tests on a real Redis
+	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.installed-dev programs
+	@$(MAKE) --no-print-directory --jobs 2 compiled-1 compiled-2
+	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal tests/lint.py tests
 
 chaos: $(VENV)/.installed-dev redis-server ## break anything in the middle of anything; SEED=1 SECONDS=75 CHAOS='--cluster --seeds 10'
 	@$(BIN)/python -m tools.chaos $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(CHAOS)
@@ -37,13 +38,13 @@ sanitize: $(VENV)/.installed-dev redis-server ## run the tests of the C module w
 fuzz: $(VENV)/.installed-dev ## change the inputs of each function of the C module, with sanitizers; SECONDS=60 SEED=1 FUZZ='--only cut'
 	@$(BIN)/python -m tools.sanitize.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(FUZZ)
 
-coverage: $(VENV)/.installed-dev redis-server nginx chromium ## the tests, and how much of the code they run; TESTS='tests/domain'
+coverage: $(VENV)/.installed-dev programs ## the tests, and how much of the code they run; TESTS='tests/domain'
 	@rm -f .coverage .coverage.*
 	@COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/python -m coverage run -m pytest $(TESTS)
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report $(if $(TESTS),--fail-under=0)
 
-matrix: redis-server nginx chromium ## the tests in one row of the matrix: ROW=python3.13, redis6.2, valkey9, pure, lowest...; TESTS='tests/store'
+matrix: programs ## the tests in one row of the matrix: ROW=python3.13, redis6.2, valkey9, pure, lowest...; TESTS='tests/store'
 	@sh scripts/matrix.sh '$(ROW)' $(TESTS)
 
 wheel: $(VENV)/.installed-dev ## build wheel and sdist into dist/, install this wheel into an environment of its own and try it
@@ -76,11 +77,18 @@ lint: $(VENV)/.installed-dev ## check style and types only
 
 # Python keeps what it compiles. Without this each of the test processes compiles all tests of a fresh clone. A test
 # that cannot be collected is reported by the run itself.
-compiled: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest --collect-only --quiet >/dev/null 2>&1 || true
+compiled-1: PART := tests/[a-d]*
+compiled-2: PART := tests/[e-z]*
+compiled-1 compiled-2: $(VENV)/.installed-dev
+	@$(BIN)/python -m pytest --collect-only --quiet $(PART) >/dev/null 2>&1 || true
 
 clean: ## remove the environment, builds and caches
 	rm -rf $(VENV) $(VENV)-conformance .matrix .coverage build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+# One after the other, also beside what pip installs: a second apt-get fails while the first one runs.
+programs: redis-server nginx chromium
+nginx: | redis-server
+chromium: | nginx
 
 redis-server:
 	@sh scripts/redis-server.sh

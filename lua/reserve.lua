@@ -42,13 +42,18 @@
 local terms, count = {}, tonumber(ARGV[13])
 local last = count
 for i = #ARGV, 15 + count, -1 do
-  local from, new, handicap, weight, first, spec_milliseconds, promise =
-    ARGV[i]:match('^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
-  local of = {new = tonumber(new), handicap = tonumber(handicap), weight = tonumber(weight), first = tonumber(first),
-    spec_milliseconds = spec_milliseconds,
-    member = ' ' .. new .. ' ' .. ARGV[4] .. ' ' .. ARGV[3] .. (promise == '-' and '' or ' ' .. promise)}
+  local from, new, handicap, weight, others = ARGV[i]:match('^(%S+) (%S+) (%S+) (%S+) (.+)$')
+  local of = {new = tonumber(new), handicap = tonumber(handicap), weight = tonumber(weight), others = others}
   for k = tonumber(from), last do terms[k] = of end
   last = from - 1
+end
+
+-- The reservation of the i-th candidate, and what its terms say of speculative entries.
+local function reservation_of(i)
+  local of = terms[i]
+  local first, spec_milliseconds, promise = of.others:match('^(%S+) (%S+) (%S+)$')
+  promise = promise == '-' and '' or ' ' .. promise
+  return ARGV[13 + i] .. string.format(' %d ', of.new) .. ARGV[4] .. ' ' .. ARGV[3] .. promise, first, spec_milliseconds
 end
 
 local sources_count = tonumber(ARGV[12]:match('^%d+'))
@@ -64,7 +69,7 @@ end
 
 if ARGV[1] == '1' then
   local members = {}
-  for i = 1, count do members[i] = ARGV[13 + i] .. terms[i].member end
+  for i = 1, count do members[i] = reservation_of(i) end
   for i, due in ipairs(redis.call('ZMSCORE', KEYS[3], unpack(members))) do
     if due then
       local tokens, requests = (redis.call('HGET', KEYS[1], ARGV[13 + i]) or '0 0'):match('^(%d+) (%d+)')
@@ -150,7 +155,7 @@ repeat
 until is_there and not is_out
 
 local of = terms[which]
-local reservation = name .. of.member
+local reservation, first, spec_milliseconds = reservation_of(which)
 local waits, active, context, others = (values[which] or '0 0 0 0 0 0 0'):match('^(%d+) (%d+) (%d+) (.+)$')
 if ARGV[9] == '1' then others = others:gsub('%d+$', string.format('%d', now)) end
 redis.call('HSET', KEYS[1], name, string.format('%d %d %d %s', waits + of.new, active + 1, context + ARGV[4], others))
@@ -164,8 +169,8 @@ if health and not is_out then
   end
 end
 if ARGV[10] == '1' then redis.call('SET', KEYS[5], reservation .. ' ' .. waits, 'PX', ARGV[2]) end
-if of.spec_milliseconds ~= '0' then
-  for i = first_spec + of.first, last_spec do redis.call('SET', KEYS[i], name, 'PX', of.spec_milliseconds) end
+if spec_milliseconds ~= '0' then
+  for i = first_spec + first, last_spec do redis.call('SET', KEYS[i], name, 'PX', spec_milliseconds) end
 end
 local source = 0
 if sources_count > 0 then

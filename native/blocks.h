@@ -59,11 +59,9 @@ static inline int64_t find_key(KnownBlocks *known, uint64_t key)
 
 typedef int64_t Find(KnownBlocks *known, uint64_t number);
 
-/* Of many numbers the caches fetch all slots at once; one search after the other would wait for each. */
-void fetch_slots(const Index *index, const uint64_t *numbers, size_t count);
-
-/* The same with the blocks of engine hashes. */
-void fetch_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count);
+/* Of many numbers the caches fetch all slots of `index`, and then the blocks that a search looks at; one search after
+ * the other would wait for each. */
+void fetch_blocks(const KnownBlocks *known, Index *index, const uint64_t *numbers, size_t count);
 
 /* Put a block in, whose place is there. A former one with its engine hash goes; one with its key stays the first. 0
  * with an exception; nothing has changed then. */
@@ -74,6 +72,9 @@ int put_new_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t plac
 
 /* Take a block out, by its number. */
 void remove_block(KnownBlocks *known, uint32_t number);
+
+/* Move a block to another table of the same places: as put_block. */
+int move_block(KnownBlocks *known, uint32_t number, KnownBlocks *other);
 
 /* Take out those of these engine hashes that are here. */
 void discard_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count);
@@ -89,6 +90,9 @@ int are_strange(KnownBlocks *known, const uint64_t *numbers, size_t count, Find 
 
 /* Free the last blocks of a table of no further use; whether some are left. */
 int release_blocks(KnownBlocks *known);
+
+/* Take all blocks out; there is room for as many then. */
+void empty_blocks(KnownBlocks *known);
 
 /* Free the table; its blocks leave their places. */
 void clear_blocks(KnownBlocks *known);

@@ -101,95 +101,168 @@ static void store_big16(char *at, uint16_t number)
     at[1] = (char)number;
 }
 
-/* A part as lua/apply_rows.lua reads it; the call has numbered what it names. */
-static PyObject *pack_part(Call *call, const Parts *parts, const Part *part)
+/* ---- bulk strings: words as Redis reads them ----------------------------------------------------- */
+
+/* The decimal digits of a length. */
+static size_t digits_of(size_t length)
 {
-    PyObject *copies = NULL;
-    char *tail = NULL;
-    Py_ssize_t tail_size = 0;
-    if (part->copies != NULL && ((copies = join_copies(part)) == NULL || PyBytes_AsStringAndSize(copies, &tail, &tail_size) < 0)) {
-        Py_XDECREF(copies);
-        return NULL;
+    size_t digits = 1;
+    while (length >= 10) {
+        length /= 10;
+        digits++;
     }
-    const size_t hashes = part->kind == '+' && !part->is_identity ? sizeof(uint64_t) * part->count : 0;
-    const size_t namespace = part->namespace ? HEX_DIGITS : 0, slots = SLOT_CHARS * (size_t)part->count;
+    return digits;
+}
+
+/* The bytes of a word with its length and the ends of lines. */
+static size_t bulk_size(size_t length)
+{
+    return 1 + digits_of(length) + 2 + length + 2;
+}
+
+/* Write what comes before the bytes of a word. Returns where these go. */
+static char *begin_bulk(char *at, size_t length)
+{
+    const size_t digits = digits_of(length);
+    *at = '$';
+    for (size_t i = digits; i > 0; i--, length /= 10)
+        at[i] = (char)('0' + length % 10);
+    memcpy(at + 1 + digits, "\r\n", 2);
+    return at + 1 + digits + 2;
+}
+
+/* Write what comes behind the bytes of a word, which end here. Returns where the next word goes. */
+static char *end_bulk(char *at)
+{
+    memcpy(at, "\r\n", 2);
+    return at + 2;
+}
+
+/* ---- words --------------------------------------------------------------------------------------- */
+
+/* What a packed part has behind its header. */
+typedef struct {
+    size_t namespace, parent, slots, hashes; /* bytes of each */
+    PyObject *copies;                        /* a reference to bytes, or NULL */
+    char *copied;
+    Py_ssize_t copied_size;
+} Body;
+
+/* 0 with an exception; there is nothing to let go then. */
+static int plan_body(const Part *part, Body *body)
+{
     const int is_behind = part->kind == '+' && part->has_parent && part->place_kind == BRANCH_ROW &&
                           is_shared(part->head, part->branch);
-    const size_t names = namespace + (is_behind ? HEX_DIGITS : 0);
-    PyObject *word = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(HEADER + names + slots + hashes) + tail_size);
-    if (word != NULL) {
-        uint16_t row = 0, branch = 0;
-        if (part->kind != '*') {
-            branch = part->place_kind == BRANCH_ROW ? number_of_row(call, part) : 0;
-            row = branch ? number_of_piece(call, part) : number_of_row(call, part);
+    *body = (Body){.namespace = part->namespace ? HEX_DIGITS : 0,
+                   .parent = is_behind ? HEX_DIGITS : 0,
+                   .slots = SLOT_CHARS * (size_t)part->count,
+                   .hashes = part->kind == '+' && !part->is_identity ? sizeof(uint64_t) * part->count : 0};
+    if (part->copies == NULL)
+        return 1;
+    body->copies = join_copies(part);
+    if (body->copies != NULL && PyBytes_AsStringAndSize(body->copies, &body->copied, &body->copied_size) == 0)
+        return 1;
+    Py_XDECREF(body->copies);
+    return 0;
+}
+
+/* The bytes of a packed part. */
+static size_t part_size(const Body *body)
+{
+    return HEADER + body->namespace + body->parent + body->slots + body->hashes + (size_t)body->copied_size;
+}
+
+/* A part as lua/apply_rows.lua reads it, to `at`; the call has numbered what it names. Returns where it ends. */
+static char *write_part(Call *call, const Parts *parts, const Part *part, const Body *body, char *at)
+{
+    uint16_t row = 0, branch = 0;
+    if (part->kind != '*') {
+        branch = part->place_kind == BRANCH_ROW ? number_of_row(call, part) : 0;
+        row = branch ? number_of_piece(call, part) : number_of_row(call, part);
+    }
+    const uint32_t last = (uint32_t)part->last;
+    at[0] = part->kind;
+    store_big16(at + 1, number_of(call->holders, &call->holders_count, part->holder));
+    store_big16(at + 3, number_of(call->seqs, &call->seqs_count, part->seq));
+    store_big16(at + 5, (uint16_t)(last >> 16));
+    store_big16(at + 7, (uint16_t)last);
+    store_big16(at + 9, row);
+    store_big16(at + 11, branch);
+    at[13] = (char)part->count;
+    at[14] = (char)((body->hashes > 0) + (body->namespace > 0 ? 2 : 0) + (body->parent > 0 ? 4 : 0));
+    at += HEADER;
+    if (body->namespace > 0)
+        write_hex(at, part->namespace);
+    at += body->namespace;
+    if (body->parent > 0)
+        write_hex(at, part->parent);
+    at += body->parent;
+    write_slots(parts->blocks + part->start, part->count, at);
+    at += body->slots;
+    if (body->hashes > 0)
+        write_hashes(parts->blocks + part->start, part->count, at);
+    at += body->hashes;
+    if (body->copied_size > 0)
+        memcpy(at, body->copied, (size_t)body->copied_size);
+    return at + body->copied_size;
+}
+
+/* The parts `start` to `end` as words. NULL with an exception. */
+static PyObject *pack_parts(Call *call, const Parts *parts, size_t start, size_t end)
+{
+    Body bodies[CALL_PARTS];
+    size_t planned = 0, size = 0;
+    while (planned < end - start && plan_body(&parts->parts[start + planned], &bodies[planned]))
+        size += bulk_size(part_size(&bodies[planned++]));
+    PyObject *words = planned < end - start ? NULL : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+    char *at = words == NULL ? NULL : PyBytes_AsString(words);
+    for (size_t i = 0; i < planned; i++) {
+        if (words != NULL) {
+            at = begin_bulk(at, part_size(&bodies[i]));
+            at = end_bulk(write_part(call, parts, &parts->parts[start + i], &bodies[i], at));
         }
-        const uint32_t last = (uint32_t)part->last;
-        char *at = PyBytes_AsString(word);
-        at[0] = part->kind;
-        store_big16(at + 1, number_of(call->holders, &call->holders_count, part->holder));
-        store_big16(at + 3, number_of(call->seqs, &call->seqs_count, part->seq));
-        store_big16(at + 5, (uint16_t)(last >> 16));
-        store_big16(at + 7, (uint16_t)last);
-        store_big16(at + 9, row);
-        store_big16(at + 11, branch);
-        at[13] = (char)part->count;
-        at[14] = (char)((hashes > 0) + (namespace > 0 ? 2 : 0) + (is_behind ? 4 : 0));
-        at += HEADER;
-        if (namespace > 0)
-            write_hex(at, part->namespace);
-        if (is_behind)
-            write_hex(at + namespace, part->parent);
-        at += names;
-        write_slots(parts->blocks + part->start, part->count, at);
-        if (hashes > 0)
-            write_hashes(parts->blocks + part->start, part->count, at + slots);
-        if (tail_size > 0)
-            memcpy(at + slots + hashes, tail, (size_t)tail_size);
+        Py_XDECREF(bodies[i].copies);
     }
-    Py_XDECREF(copies);
-    return word;
+    return words;
 }
 
-/* The key of a place's value. */
-static PyObject *row_key(const Part *place, const char *prefix, Py_ssize_t length)
+/* The keys of a call's rows as words. NULL with an exception. */
+static PyObject *pack_rows(const Call *call, const char *prefix, size_t length)
 {
-    const Py_ssize_t suffix = place->place_kind == ROW ? 0 : 2;
-    PyObject *key = PyBytes_FromStringAndSize(NULL, length + HEX_DIGITS + suffix);
-    if (key != NULL) {
-        char *at = PyBytes_AsString(key);
-        memcpy(at, prefix, (size_t)length);
+    const size_t row = length + HEX_DIGITS, other = row + 2;
+    size_t size = 0;
+    for (size_t i = 0; i < call->rows_count; i++)
+        size += bulk_size(call->rows[i].place_kind == ROW ? row : other);
+    PyObject *words = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+    char *at = words == NULL ? NULL : PyBytes_AsString(words);
+    for (size_t i = 0; words != NULL && i < call->rows_count; i++) {
+        const Part *place = &call->rows[i];
+        at = begin_bulk(at, place->place_kind == ROW ? row : other);
+        memcpy(at, prefix, length);
         write_hex(at + length, place->place_kind == BRANCH_ROW ? place->branch : place->head);
-        if (suffix > 0)
-            memcpy(at + length + HEX_DIGITS, place->place_kind == BRANCH_ROW ? ":b" : ":s", 2);
+        if (place->place_kind != ROW)
+            memcpy(at + row, place->place_kind == BRANCH_ROW ? ":b" : ":s", 2);
+        at = end_bulk(at + (place->place_kind == ROW ? row : other));
     }
-    return key;
+    return words;
 }
 
-/* Put an object into a list that has room for it, and takes it over. 0 with an exception, also for NULL. */
-static int set_item(PyObject *list, size_t at, PyObject *item)
+/* Numbers as a list. NULL with an exception. */
+static PyObject *list_numbers(const uint64_t *numbers, size_t count)
 {
-    return item != NULL && PyList_SetItem(list, (Py_ssize_t)at, item) == 0;
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list != NULL && i < count; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(numbers[i]);
+        if (number == NULL || PyList_SetItem(list, (Py_ssize_t)i, number) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
 }
 
-/* Fill lists that are as long as what the call has numbered. 0 with an exception. */
-static int fill_call(Call *call, const Parts *parts, size_t start, size_t end, const char *prefix, Py_ssize_t length,
-                     PyObject *holders, PyObject *rows, PyObject *seqs, PyObject *words)
-{
-    int is_done = 1;
-    for (size_t i = 0; is_done && i < end - start; i++)
-        is_done = set_item(words, i, pack_part(call, parts, &parts->parts[start + i]));
-    for (size_t i = 0; is_done && i < call->holders_count; i++)
-        is_done = set_item(holders, i, PyLong_FromUnsignedLongLong(call->holders[i]));
-    for (size_t i = 0; is_done && i < call->seqs_count; i++)
-        is_done = set_item(seqs, i, PyLong_FromUnsignedLongLong(call->seqs[i]));
-    for (size_t i = 0; is_done && i < call->rows_count; i++)
-        is_done = set_item(rows, i, row_key(&call->rows[i], prefix, length));
-    return is_done;
-}
-
-/* pack(start: int, end: int, prefix: bytes) -> tuple[int, list[int], list[bytes], list[int], list[bytes]]
+/* pack(start: int, end: int, prefix: bytes) -> tuple[int, list[int], int, bytes, list[int], bytes]
  *
- * How many blocks, the holders, the keys of the rows, the seqs, and the parts, at most CALL_PARTS.
+ * How many blocks, the holders, the rows and their keys, the seqs, and the parts, at most CALL_PARTS. Keys and parts are
+ * bulk strings, one behind the other.
  */
 PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -207,15 +280,13 @@ PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     number_all(&call, parts->parts + start, count);
     for (size_t i = 0; i < count; i++)
         blocks += parts->parts[start + i].count;
-    PyObject *holders = PyList_New(call.holders_count), *rows = PyList_New(call.rows_count);
-    PyObject *seqs = PyList_New(call.seqs_count), *words = PyList_New((Py_ssize_t)count);
-    if (holders == NULL || rows == NULL || seqs == NULL || words == NULL ||
-        !fill_call(&call, parts, start, bounds[1], prefix, length, holders, rows, seqs, words)) {
-        Py_XDECREF(holders);
-        Py_XDECREF(rows);
-        Py_XDECREF(seqs);
-        Py_XDECREF(words);
-        return NULL;
-    }
-    return Py_BuildValue("nNNNN", (Py_ssize_t)blocks, holders, rows, seqs, words);
+    PyObject *words = pack_parts(&call, parts, start, bounds[1]), *rows = pack_rows(&call, prefix, (size_t)length);
+    PyObject *holders = list_numbers(call.holders, call.holders_count), *seqs = list_numbers(call.seqs, call.seqs_count);
+    if (words != NULL && rows != NULL && holders != NULL && seqs != NULL)
+        return Py_BuildValue("nNnNNN", (Py_ssize_t)blocks, holders, (Py_ssize_t)call.rows_count, rows, seqs, words);
+    Py_XDECREF(words);
+    Py_XDECREF(rows);
+    Py_XDECREF(holders);
+    Py_XDECREF(seqs);
+    return NULL;
 }

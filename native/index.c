@@ -69,6 +69,16 @@ void delete_slot(Index *index, uint64_t hash, uint32_t number, HashOf *hash_of, 
     }
 }
 
+void empty_index(Index *index)
+{
+    for (int i = 0; i < SEGMENTS; i++) {
+        Segment *segment = &index->segments[i];
+        if (segment->used > 0)
+            memset(segment->slots, 0, segment->capacity * sizeof *segment->slots);
+        segment->used = 0;
+    }
+}
+
 void clear_index(Index *index)
 {
     for (int i = 0; i < SEGMENTS; i++)

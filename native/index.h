@@ -132,6 +132,9 @@ static inline void insert_slot(Index *index, uint64_t hash, uint32_t number, Has
 /* Take a thing out, which is there. There is room for another one with its hash then. */
 void delete_slot(Index *index, uint64_t hash, uint32_t number, HashOf *hash_of, const void *owner);
 
+/* Take all things out of an index, which keeps its memory. */
+void empty_index(Index *index);
+
 /* Free what an index has; it is empty then. */
 void clear_index(Index *index);
 

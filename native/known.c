@@ -255,6 +255,13 @@ static PyObject *known_move(PyObject *self, PyObject *const *args, Py_ssize_t na
     return Py_NewRef(Py_None);
 }
 
+/* clear() -> None */
+static PyObject *known_clear(PyObject *self, PyObject *ignored)
+{
+    empty_blocks((KnownBlocks *)self);
+    return Py_NewRef(Py_None);
+}
+
 /* release() -> bool */
 static PyObject *known_release(PyObject *self, PyObject *ignored)
 {
@@ -312,6 +319,7 @@ static PyMethodDef known_methods[] = {
     METHOD("name", known_name, METH_FASTCALL, "name($self, engine_hash, key, /)\n--\n\nA further hash of a block."),
     METHOD("lead", known_lead, METH_O, "lead($self, engine_hash, /)\n--\n\nIt is the first of its block."),
     METHOD("pop", known_pop, METH_O, "pop($self, engine_hash, /)\n--\n\nTake an engine hash out."),
+    METHOD("clear", known_clear, METH_NOARGS, "clear($self, /)\n--\n\nTake all out, and keep the memory."),
     METHOD("release", known_release, METH_NOARGS,
            "release($self, /)\n--\n\nForget some blocks of a table of no further use; whether some are left."),
     METHOD("discard", known_discard, METH_O, "discard($self, engine_hashes, /)\n--\n\nTake engine hashes out."),

@@ -69,7 +69,7 @@ int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlo
 /* end(start: int, parts_max: int, blocks_max: int) -> int; calls.c */
 PyObject *parts_end(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 
-/* pack(start: int, end: int, prefix: bytes) -> tuple[int, list[int], list[bytes], list[int], list[bytes]]; calls.c */
+/* pack(start: int, end: int, prefix: bytes) -> tuple[int, list[int], int, bytes, list[int], bytes]; calls.c */
 PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 
 /* ---- what both files need --------------------------------------------------------------------------- */

@@ -68,7 +68,7 @@ int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyObject *
 /* The end of the blocks from `start` on that are at one place, as many as a part may have. */
 size_t end_of_group(const Block *blocks, size_t start, size_t count);
 
-/* Move collected blocks to `gone`. 0 with an exception; some have moved then. */
-int move_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, const uint32_t *numbers, size_t count);
+/* Move the blocks of these hashes, by their numbers, to `gone`. 0 with an exception; some have moved then. */
+int move_blocks(KnownBlocks *known, KnownBlocks *gone, const uint64_t *hashes, const uint32_t *numbers, size_t count);
 
 #endif

@@ -25,8 +25,6 @@ void discard_beside(PyObject *gone, const uint64_t *hashes, size_t count)
 /* Whether a block is in a dict by its key: 1 or 0, -1 with an exception. */
 static int is_among(PyObject *several, const Block *block)
 {
-    if (PyDict_Size(several) == 0)
-        return 0;
     PyObject *key = PyLong_FromUnsignedLongLong(block->key);
     const int found = key == NULL ? -1 : PyDict_Contains(several, key);
     Py_XDECREF(key);
@@ -36,9 +34,10 @@ static int is_among(PyObject *several, const Block *block)
 int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyObject *several, Block *blocks,
             uint32_t *numbers)
 {
+    const int has_several = PyDict_Size(several) > 0;
     int outcome = 1;
     size_t collected = 0;
-    fetch_blocks(known, hashes, count);
+    fetch_blocks(known, &known->by_hash, hashes, count);
     while (outcome == 1 && collected < count) {
         const int64_t number = find_hash(known, hashes[collected]);
         Block *block = number < 0 ? NULL : block_at(known, (uint32_t)number);
@@ -50,21 +49,22 @@ int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyObject *
         numbers[collected++] = (uint32_t)number;
         block->is_first |= IS_COLLECTED;
         fetch_slot(&known->by_key, spread(block->key));
-        const int found = is_among(several, block);
-        outcome = found < 0 ? -1 : !found;
+        if (has_several) {
+            const int found = is_among(several, block);
+            outcome = found < 0 ? -1 : !found;
+        }
     }
     for (size_t i = 0; i < collected; i++)
         block_at(known, numbers[i])->is_first &= ~IS_COLLECTED;
     return outcome;
 }
 
-int move_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, const uint32_t *numbers, size_t count)
+int move_blocks(KnownBlocks *known, KnownBlocks *gone, const uint64_t *hashes, const uint32_t *numbers, size_t count)
 {
-    for (size_t i = 0; i < count; i++) {
-        if (!put_block(gone, blocks[i].hash, blocks[i].key, blocks[i].place, blocks[i].depth))
+    fetch_blocks(gone, &gone->by_hash, hashes, count);
+    for (size_t i = 0; i < count; i++)
+        if (!move_block(known, numbers[i], gone))
             return 0;
-        remove_block(known, numbers[i]);
-    }
     return 1;
 }
 
@@ -88,9 +88,9 @@ static PyObject *describe_group(KnownBlocks *known, const Block *blocks, size_t 
     return Py_BuildValue("NKNN", place, known->places->places[blocks[0].place].namespace, slots, hashes);
 }
 
-/* Move collected blocks to `gone`, and describe them by places: a list, or NULL with an exception. */
-static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const Block *blocks, const uint32_t *numbers,
-                             size_t count)
+/* Move the collected blocks of hashes to `gone`, and describe them by places: a list, or NULL with an exception. */
+static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const uint64_t *hashes, const Block *blocks,
+                             const uint32_t *numbers, size_t count)
 {
     PyObject *groups = PyList_New(0);
     for (size_t start = 0, end; groups != NULL && start < count; start = end) {
@@ -100,7 +100,7 @@ static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const Block 
             Py_CLEAR(groups);
         Py_XDECREF(group);
     }
-    if (groups != NULL && !move_blocks(known, gone, blocks, numbers, count))
+    if (groups != NULL && !move_blocks(known, gone, hashes, numbers, count))
         Py_CLEAR(groups);
     return groups;
 }
@@ -128,11 +128,9 @@ PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     PyObject *groups = NULL;
     if (numbers != NULL) {
         const int is_plain = collect(known, hashes, count, args[2], blocks, numbers);
-        if (is_plain == 1) {
-            KnownBlocks *gone = (KnownBlocks *)PyTuple_GetItem(args[1], 0);
-            fetch_slots(&gone->by_hash, hashes, count);
-            groups = take_blocks(known, gone, blocks, numbers, count);
-        } else if (is_plain == 0)
+        if (is_plain == 1)
+            groups = take_blocks(known, (KnownBlocks *)PyTuple_GetItem(args[1], 0), hashes, blocks, numbers, count);
+        else if (is_plain == 0)
             groups = Py_NewRef(Py_None);
     } else if (hashes != NULL)
         PyErr_NoMemory();

@@ -123,8 +123,7 @@ static int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, in
         if (!add_blocks(run, &part, position + (int64_t)start, run->blocks + start, end - start))
             return -1;
     }
-    fetch_slots(&gone->by_hash, hashes, count);
-    if (!move_blocks(known, gone, run->blocks, run->numbers, count))
+    if (!move_blocks(known, gone, hashes, run->numbers, count))
         return -1;
     run->removed += (Py_ssize_t)count;
     return 1;

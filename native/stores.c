@@ -45,8 +45,8 @@ int hash_new_blocks(KnownBlocks *known, Store *store, Chain *chain, const char *
 {
     for (size_t i = 0; i < store->count; i++)
         store->keys[i] = go_on(chain, xxh3(&chain->state, tokens + width * i, width)) ^ store->namespace;
-    fetch_slots(&known->by_hash, store->hashes, store->count);
-    fetch_slots(&known->by_key, store->keys, store->count);
+    fetch_blocks(known, &known->by_hash, store->hashes, store->count);
+    fetch_blocks(known, &known->by_key, store->keys, store->count);
     const int are_new = are_strange(known, store->hashes, store->count, find_hash);
     return are_new == 1 ? are_strange(known, store->keys, store->count, find_key) : are_new;
 }

@@ -125,6 +125,18 @@ def test_make_installs_again_after_a_change_of_the_c(stamp: str) -> None:
         assert "pip install --quiet --editable" in done.stdout, path.name
 
 
+def test_programs_are_installed_one_after_the_other(tmp_path: Path) -> None:
+    """Two processes of apt-get at once: the second one fails."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "scripts").mkdir()
+    for name in ("redis-server.sh", "package.sh"):
+        # It takes a moment, so that a second one begins in it if it may.
+        (tmp_path / "scripts" / name).write_text("mkdir running && sleep 0.3 && rmdir running && echo installed\n")
+    command = ["make", "--no-print-directory", "--jobs", "4", "programs"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(60))
+    assert (done.returncode, done.stdout.split()) == (0, ["installed"] * 3), done.stderr
+
+
 #: A stand-in for uv and pipx: it writes down its words, and "installs" a command.
 INSTALLER = """#!/bin/sh
 echo "${0##*/} $*" >>"$SAID"

@@ -88,6 +88,13 @@ def test_the_hooks_of_a_commit_are_the_commands_of_make_lint() -> None:
     assert re.findall(r"^VENV := (.+)$", MAKEFILE, re.MULTILINE) == [".venv"]
 
 
+def test_style_and_types_are_the_first_test_of_make_test() -> None:
+    """No row of the matrix has them: it has the tests of ``tests/`` by name."""
+    (recipe,) = re.findall(r"^test:.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE)
+    assert recipe.endswith(" -m pytest --numprocesses auto --dist worksteal tests/lint.py tests\n")
+    assert (ROOT / "tests" / "lint.py").is_file()
+
+
 @pytest.mark.parametrize(
     ("message", "expected"),
     [

@@ -26,6 +26,8 @@ PACKAGE = ROOT / "app" / "waymark"
 LINES_MAX = 500
 LONG = {
     "base/settings.py": "a table: a field and a sentence for each setting",
+    "decide/reserve.py": "one effect, with the few steps that the usual way and the general one share",
+    "store/reservations.py": "one record: its text, the calls that write it, and what their replies say",
     "store/scripts.py": "a table: a method for each script",
 }
 #: Names of the standard library: nobody else defines them.

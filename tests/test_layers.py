@@ -37,7 +37,7 @@ PARTS: dict[str, set[str]] = {
     "tokenization": {"base", "domain", "chat"},
     "discovery": {"base", "domain", "store"},
     "inspection": {"base", "domain", "contract", "store"},
-    "decide": {"base", "domain", "contract", "store", "chat", "tokenization", "decide.policies"},
+    "decide": {"base", "domain", "store", "chat", "tokenization", "decide.policies"},
     "console": {"base", "domain", "contract", "client"},
     "ingest": {"base", "domain", "store", "engines", "apply"},
     "gateway": {
@@ -53,7 +53,7 @@ PARTS: dict[str, set[str]] = {
         *("base", "store", "store.redis", "apply", "tokenization", "decide", "discovery", "serving"),
         *("api", "gateway", "epp", "ingest"),
     },
-    "cli": {"base", "store", "console", "simulator", "client", "runtime"},
+    "cli": {"base", "console", "simulator", "client", "runtime"},
     "__main__": {"cli"},
     "asgi": {"runtime"},
 }
@@ -89,7 +89,7 @@ LIBRARIES: dict[str, set[str]] = {
     "aiohttp": {"base.asker", "gateway", "simulator"},
     "argcomplete": {"cli"},
     "annotated_types": {"base.settings"},
-    "cryptography": {"epp.tls"},
+    "cryptography": {"epp.server"},
     "envoy": {"epp"},
     "fakeredis": {"store"},
     "google": {"epp", "base.protobuf"},

@@ -14,6 +14,7 @@ from tests.api.conftest import MakeClient
 from tests.api.test_decisions import PROMPT, post
 from tests.conftest import wait_until
 from tests.store.factories import snapshot
+from waymark.api import policies
 from waymark.store import keys
 from waymark.store.kept_decisions import BLOCKS_MAX
 from waymark.store.redis.client import RedisClient
@@ -61,6 +62,17 @@ async def test_shadows_and_policies_are_compared_with_what_was_chosen(
     for query in ("?model=other", "?tenant=nobody"):
         nothing = (await api.get(f"/policies/compare{query}")).json()
         assert (nothing["chosen"]["decisions"], nothing["policies"]) == (0, [])
+
+
+async def test_of_more_decisions_than_a_comparison_takes_the_newest_are_compared(
+    make_client: MakeClient, store: Store, register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "DECISIONS_MAX", 1)
+    api = await make_client(store, shadow="lmetric", decisions_kept=1.0)
+    await decide(api, store, register)
+    answer = (await api.get("/policies/compare?since=2h")).json()
+    assert (answer["chosen"]["decisions"], answer["chosen"]["reported"]) == (1, 0), "the first was reported"
+    assert [row["decisions"] for row in answer["policies"]] == [1]
 
 
 async def replayed(api: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:

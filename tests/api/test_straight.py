@@ -550,7 +550,8 @@ async def tasks_made(straight: Way, path: str, expected: bytes) -> list[str]:
     made: list[str] = []
 
     def noted(loop: asyncio.AbstractEventLoop, coroutine: Any, **named: Any) -> asyncio.Task[Any]:
-        made.append(str(coroutine))
+        if asyncio.current_task() is None:  # what a task of the process makes while it writes is no request's
+            made.append(str(coroutine))
         return asyncio.Task(coroutine, loop=loop, **named)
 
     async def answer(body: bytes) -> None:
@@ -571,6 +572,45 @@ async def tasks_made(straight: Way, path: str, expected: bytes) -> list[str]:
         loop.set_task_factory(None)
         writer.close()
     return made
+
+
+OTHERS = list(range(7_000_000, 7_000_600))
+
+
+async def test_a_prompt_whose_first_rows_decide_needs_no_steps(
+    ways: tuple[Way, Way], store: Store, monkeypatch: pytest.MonkeyPatch, implementation: str
+) -> None:
+    """Its answer is that of the steps, which go on with what the rows leave open."""
+    reading = store.reader.reading
+    read: list[Any] = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        read.append(options["start"])
+        return reading(*arguments, **options)
+
+    monkeypatch.setattr(store.reader, "reading", noted)
+    straight, ordinary = ways
+    for path, name in (("/query", "token_ids"), ("/query_by_hash", "seq_hashes")):
+        for further in ({}, {"block_size": 2}):
+            #: Each prompt in tokens, and whether its first rows decide; the first one makes the group known.
+            for tokens, is_decided in (
+                (TOKENS[:8], False),
+                (TOKENS, False),
+                (TOKENS[:100], True),
+                (TOKENS[:100] + OTHERS, True),
+                (OTHERS, True),
+                ([], False),
+            ):
+                prompt = tokens if name == "token_ids" else extend(None, token_bytes(tokens), 2)
+                body = json.dumps({"model": "m"} | further | {name: prompt}).encode()
+                expected = await ordinary.post(path, body)
+                read.clear()
+                assert await straight.post(path, body) == expected
+                is_cut = name == "token_ids" or implementation == "native"
+                assert (read == []) == (is_decided and is_cut), (path, further, len(tokens))
+                if tokens is TOKENS and is_cut:
+                    (start,) = read
+                    assert start.fetched is not None
 
 
 async def test_requests_of_one_turn_share_a_write_and_a_read_of_redis(

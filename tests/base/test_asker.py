@@ -85,15 +85,18 @@ async def test_compressed_bytes_stay_as_they_are(serve: Serve, asker: Asker) -> 
 
 async def test_the_settings_of_engines_are_used(serve: Serve) -> None:
     async def echo(request: web.Request) -> web.StreamResponse:
-        return web.Response(text=request.headers["Authorization"])
+        return web.Response(text=request.headers.get("Authorization", "none"))
 
     settings = Settings.model_validate({"engine_api_key": "k", "allowed_endpoints": "10.0.0.0/8"})
     url = await serve(echo)
     with pytest.raises(InvalidValue, match="WAYMARK_ALLOWED_ENDPOINTS"):
         await parts.asker(settings).ask(url, seconds=60, bytes_max=100)
-    asker = parts.asker(settings, is_bounded=False)
-    assert await asker.ask(url, seconds=60, bytes_max=100) == HttpReply(200, b"Bearer k")
-    await asker.close()
+    # Where an operator's tokenizer is needs no permission, and the key goes to engines only.
+    for hosts, said in (("10.0.0.0/8", b"none"), ("127.0.0.1", b"Bearer k")):
+        named = settings.model_copy(update={"engine_key_hosts": (hosts,)})
+        asker = parts.asker(named, is_bounded=False)
+        assert await asker.ask(url, seconds=60, bytes_max=100) == HttpReply(200, said)
+        await asker.close()
 
 
 @pytest.mark.parametrize(

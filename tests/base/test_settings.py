@@ -145,6 +145,14 @@ def test_a_former_setting_is_warned_of_and_what_it_names_is_there(caplog: pytest
             {"GATEWAY_KEY_REQUESTS": "1", "GATEWAY_KEY_TOKENS": "2"},
             {"gateway_key_limits": {"requests": 1, "tokens": 2}},
         ),
+        (
+            {"ANSWERS_BYTES": "cache=4096", "RESPONSES_BYTES": "2048", "RESPONSES_MONGO_TTL_SECONDS": "7"},
+            {"answers_bytes": {"cache": 4096, "responses": 2048}, "answers_ttl": {"mongo": 7}},
+        ),
+        (
+            {"RESPONSE_CACHE_BYTES": "4096", "RESPONSE_CACHE_TTL_SECONDS": "5", "RESPONSES_TTL_SECONDS": "6"},
+            {"answers_bytes": {"cache": 4096}, "answers_ttl": {"cache": 5, "responses": 6}},
+        ),
     ],
 )
 def test_a_renamed_setting_has_its_value_under_the_new_name(

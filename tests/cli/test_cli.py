@@ -216,7 +216,7 @@ def test_bench_gives_all_its_words_to_the_benchmarks(monkeypatch: pytest.MonkeyP
 def test_bench_needs_a_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("waymark.cli.bench.__file__", str(tmp_path / "app" / "waymark" / "cli" / "bench.py"))
+    monkeypatch.setattr("waymark.cli.trials.__file__", str(tmp_path / "app" / "waymark" / "cli" / "trials.py"))
     assert cli.main(["bench"]) == cli.EXIT_USAGE
     assert "run it in a checkout" in capsys.readouterr().err
 

@@ -17,7 +17,7 @@ from waymark.console.screen import Screen
 from waymark.console.service import LocalService
 from waymark.domain.hashing import extend, token_bytes
 from waymark.inspection.inspector import Inspector
-from waymark.runtime.inspecting import inspecting
+from waymark.runtime.commands import inspecting
 from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 

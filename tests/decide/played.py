@@ -17,9 +17,9 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from waymark.api.comparison import compare
 from waymark.base.metrics import Metrics
 from waymark.base.shape import plain
-from waymark.decide.comparison import compare
 from waymark.decide.fleet import Fleet, PromptState
 from waymark.decide.matches import PromptMatches
 from waymark.decide.options import SelectionOptions, Shadow

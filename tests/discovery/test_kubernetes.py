@@ -584,7 +584,7 @@ async def test_ten_thousand_pods_are_read_in_pages(server: ApiServerStub) -> Non
     task = asyncio.ensure_future(watch.keep())
     await until(lambda: watch.lists == 1, "all pods are listed")
     assert len(watch.pods) == 10_000
-    assert len(server.lists) == 100
+    assert len(server.lists) == 200
     assert server.paths == {"/api/v1/pods"}
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

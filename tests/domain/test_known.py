@@ -14,7 +14,7 @@ from tests.conftest import IMPLEMENTATIONS
 from tests.domain.known_model import STEPS, Model, play
 from waymark.base import native
 from waymark.domain.copies import BlockCopies
-from waymark.domain.held import HeldBlocks
+from waymark.domain.held import GoneHashes, HeldBlocks
 from waymark.domain.known import KnownBlocks, Places, Spot
 from waymark.domain.pure_known import new_known, new_places
 from waymark.domain.rows import Place
@@ -293,6 +293,49 @@ def test_a_table_of_no_further_use_is_released_in_pieces(known: KnownBlocks, pla
     assert not known.release()
     known.store(Place(1), 0, [5], [0], [7])  # and yet it is a table
     assert known.get(7) == Spot(Place(1), 0, 0, 5)
+
+
+def test_an_emptied_table_has_no_block_and_keeps_its_memory(known: KnownBlocks, places: Places) -> None:
+    def fill(first: int) -> None:
+        for head in range(first, first + 1000, 20):
+            some = range(head, head + 20)
+            known.store(Place(head), 0, list(some), range(20), [number ^ 1 for number in some])
+
+    fill(10_000)
+    known.discard(range(10_100, 10_200))
+    size = sys.getsizeof(known)
+    known.clear()
+    if native.selected is not None:
+        assert sys.getsizeof(known) == size
+    assert (len(known), known.blocks(), len(places)) == (0, 0, 0)
+    assert [known.get(number ^ 1) or known.first(number) for number in range(10_000, 11_000)] == [None] * 1000
+    fill(50_000)
+    assert (len(known), known.blocks(), len(places)) == (1000, 1000, 50)
+    assert known.get(50_021) == Spot(Place(50_020), 0, 0, 50_020)
+
+
+def test_trimmed_hashes_are_forgotten_and_a_table_of_unusual_size_is_not_used_again(
+    places: Places, implementation: str
+) -> None:
+    gone, entries_max = GoneHashes(places), 64
+
+    def add(first: int, count: int) -> None:
+        for engine_hash in range(first, first + count):
+            gone.add(engine_hash, Spot(Place(first), 0, 0, engine_hash))
+
+    for first in (1000, 2000, 3000):
+        add(first, 40)
+        newer, older = gone.sets
+        gone.trim(entries_max)
+        assert gone.sets == (older, newer), "no table is new"
+    assert [engine_hash for engine_hash in range(4000) if gone.get(engine_hash)] == [*range(3000, 3040)]
+    del newer, older
+    add(4000, 100 * entries_max)
+    gone.trim(entries_max)
+    bytes_before = gone.bytes
+    gone.trim(entries_max)
+    assert (len(gone), len(places)) == (0, 0)
+    assert gone.bytes < bytes_before / 4
 
 
 def test_the_table_of_a_holder_that_has_ended_is_freed_in_slices(implementation: str) -> None:

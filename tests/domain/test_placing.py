@@ -285,6 +285,15 @@ def test_the_memory_forgets_only_what_is_gone_and_places_nobody_names() -> None:
     assert (len(memory), memory.places) == (0, 0)
 
 
+def test_a_memory_that_is_dropped_has_nothing_left() -> None:
+    to = placer()
+    store(to, CHAIN)
+    remove(to, *CHAIN[:5])
+    assert (to.memory.blocks, to.memory.places) != (0, 0)
+    finish(to.memory.drop())
+    assert (len(to.memory), to.memory.blocks, to.memory.places) == (0, 0, 0)
+
+
 def test_media_of_a_rank_find_each_others_blocks() -> None:
     to = placer()
     store(to, CHAIN[:2])

@@ -126,11 +126,11 @@ def _add(to: PartList, part: Part) -> None:
 
 def all_calls(parts: Sequence[Part], index: Index, prefix: bytes) -> list[ApplyCall]:
     calls = ApplyCalls(parts, Moves(index.resolver.memory), prefix)
-    sent = [calls.next()]
-    calls.done(len(sent[-1].words))
-    while calls.are_left:
-        sent.append(calls.next())
-        calls.done(len(sent[-1].words))
+    sent: list[ApplyCall] = []
+    while not sent or calls.are_left:
+        call = calls.next()
+        sent.append(call._replace(rows=list(call.rows), words=list(call.words)))
+        calls.done(len(call.words))
     return sent
 
 

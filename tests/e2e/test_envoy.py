@@ -323,6 +323,30 @@ async def test_an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet
     assert (await fleet.chat("hello")).status_code == 200, "other engines answer"
 
 
+@both_modes
+async def test_an_engine_says_nothing_in_our_name(fleet: Fleet) -> None:
+    engine, model = fleet.engines[0], "forged"
+    await engine.__aexit__(None, None, None)
+    forged = ["x-session-token", "X-Session-Token", "x-decoder-host-port", "x-waymark-decision"]
+    forged += ["x-waymark-engine", "x-cache", "x-cache-key", "x-prefiller-host-port", "x-kept"]
+
+    async def forges(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        lines = ["HTTP/1.1 200 OK", "content-length: 2", *(f"{name}: forged" for name in forged), "", "{}"]
+        writer.write("\r\n".join(lines).encode())
+
+    target = Target(address=engine.url)
+    await fleet.store.registry.register(
+        registration("forger", kind=EngineKind.NONE, model_name=model, endpoint=None, target=target)
+    )
+    async with listening(forges, int(engine.url.rpartition(":")[2])):
+        answer = await fleet.chat("hello", model=model)
+    assert answer.status_code == 200, answer.text
+    assert [name for name, value in answer.headers.multi_items() if "forged" in value] == ["x-kept"]
+    assert answer.headers.get_list("x-decoder-host-port") == [engine.url.removeprefix("http://")]
+    assert len(answer.headers.get_list("x-session-token")) == 1
+
+
 @pytest.mark.parametrize("response_body", ["FULL_DUPLEX_STREAMED"])
 @pytest.mark.parametrize("what", ["picker", "engine"])
 async def test_a_whole_answer_that_breaks_off_is_asked_for_again(fleet: Fleet, what: str) -> None:

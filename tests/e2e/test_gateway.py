@@ -267,7 +267,7 @@ async def test_anthropic_s_client_gets_what_an_engine_gives(both: Pair) -> None:
             assert "".join([piece async for piece in stream.text_stream]) == wanted
         with pytest.raises(anthropic.NotFoundError) as error:
             await client.messages.create(**body | {"model": "nope"})
-        assert error.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+        assert error.value.body["error"]["type"] == "not_found_error"
         counted = await client.messages.count_tokens(model="demo", messages=body["messages"], system="be short")
         assert counted.input_tokens == message.usage.input_tokens
         with pytest.raises(anthropic.NotFoundError, match="leave it out of its base_url"):

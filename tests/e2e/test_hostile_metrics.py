@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ async def live(redis_url: str, tmp_path: Path) -> AsyncIterator[Live]:
         yield live
 
 
-async def slowest_answer(live: Live, meanwhile: asyncio.Task[object]) -> float:
+async def slowest_answer(live: Live, meanwhile: asyncio.Future[Any]) -> float:
     """Ask for ``/health`` and ``/query`` until ``meanwhile`` is over; the longest time of an answer."""
     loop, slowest = asyncio.get_running_loop(), 0.0
     async with live.client() as client:

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import os
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.e2e.test_hostile_metrics import slowest_answer
 from tests.live import start
 from tests.patience import patient, within
 from tests.tokenization import small
 from tests.tokenization.test_renderers import HOSTILE
+from waymark.tokenization.templates import SOURCE_MAX
 
 OTHERS_SECONDS = 0.25
 #: Until a message of the hostile model is refused, and what its process may take meanwhile.
 REFUSED_SECONDS, MEMORY_KIB = 2.0, 256 * 1024
-NAMES = ["a text is doubled", "lists of lists", "an indent", "a trim"]
 
 
 def chat(model: str, text: str) -> dict[str, Any]:
     return {"model": model, "block_size": 16, "messages": [{"role": "user", "content": text}]}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", HOSTILE)
 async def test_a_hostile_template_holds_up_nobody(redis_url: str, tmp_path: Path, name: str) -> None:
     small.directory(tmp_path / "models" / "honest", template=small.CHATML)
     small.directory(tmp_path / "models" / "hostile", template=HOSTILE[name])
@@ -50,12 +52,53 @@ async def test_a_hostile_template_holds_up_nobody(redis_url: str, tmp_path: Path
         assert slowest <= patient(OTHERS_SECONDS)
 
 
-async def refused(loop: asyncio.AbstractEventLoop, client: httpx.AsyncClient, body: dict[str, Any]) -> float:
-    """Return the seconds until a message is refused with a sentence."""
-    began = loop.time()
+def _sparse(size: int) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, size)
+
+
+def _lists(path: Path) -> None:
+    path.write_bytes(b"[" + b"[]," * (4 * SOURCE_MAX // 3 - 2) + b"[]]")
+
+
+FILES = [
+    ("tokenizer.json", _sparse(4 * 2**30)),
+    ("tokenizer_config.json", _sparse(4 * 2**30)),
+    ("chat_template.jinja", _sparse(4 * 2**30)),
+    ("tokenizer_config.json", _lists),
+]
+
+
+@pytest.mark.parametrize(("name", "write"), FILES)
+async def test_a_large_file_of_a_model_holds_up_nobody(
+    redis_url: str, tmp_path: Path, name: str, write: Callable[[Path], None]
+) -> None:
+    """Above the bound it is not read, and at the bound it is read off the loop."""
+    models = tmp_path / "models"
+    for number in range(4):
+        path = small.directory(models / f"hostile-{number}", template=small.CHATML) / name
+        path.touch()
+        write(path)
+    async with (
+        start("serve", redis_url, tmp_path / "log", tokenizers_dir=str(models)) as live,
+        live.client() as client,
+    ):
+        asked = asyncio.gather(*(answered(client, chat(f"hostile-{number}", "Hi")) for number in range(4)))
+        assert await slowest_answer(live, asked) <= patient(OTHERS_SECONDS)
+        assert {answer.status_code for answer in await asked} == {400}
+        assert 0 < peak_kib(live.pid) <= MEMORY_KIB
+
+
+async def answered(client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
     answer = await ask(client, body, 400, 503)
     while answer.status_code == 503 and "was not tokenized within" in answer.json()["error"]:  # a busy machine
         answer = await ask(client, body, 400, 503)
+    return answer
+
+
+async def refused(loop: asyncio.AbstractEventLoop, client: httpx.AsyncClient, body: dict[str, Any]) -> float:
+    """Return the seconds until a message is refused with a sentence."""
+    began = loop.time()
+    answer = await answered(client, body)
     assert "template" in answer.json()["error"]
     return loop.time() - began
 

@@ -85,11 +85,21 @@ class Stream:
             if streamed.end_of_stream:
                 return found
 
-    async def answered(self, status: int = 200, *, is_end: bool = False, served: str | None = None) -> dict[str, str]:
-        """The headers of an engine's answer; those that the picker sets in it."""
-        message = pb.ProcessingRequest(
-            response_headers=pb.HttpHeaders(headers=header_map({":status": str(status)}), end_of_stream=is_end)
-        )
+    async def answered(
+        self,
+        status: int = 200,
+        *,
+        is_end: bool = False,
+        served: str | None = None,
+        forged: Sequence[str] = (),
+        removed: Sequence[str] = (),
+    ) -> dict[str, str]:
+        """The headers of an engine's answer, ``forged`` among them; those that the picker sets in it.
+
+        It must remove those of ``removed``.
+        """
+        said = {":status": str(status)} | dict.fromkeys(forged, "forged")
+        message = pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers=header_map(said), end_of_stream=is_end))
         if served is not None:
             message.metadata_context.filter_metadata["envoy.lb"].update(
                 {"x-gateway-destination-endpoint-served": served}
@@ -98,7 +108,7 @@ class Stream:
             await self.call.write(message)
         answer = await self.receive()
         assert answer.WhichOneof("response") == "response_headers"
-        assert not answer.response_headers.response.header_mutation.remove_headers
+        assert set(answer.response_headers.response.header_mutation.remove_headers) == set(removed)
         return mutation(answer.response_headers.response)
 
     async def content(self, data: bytes, *, is_end: bool = False) -> bytes:

@@ -172,6 +172,22 @@ async def test_an_answer_names_who_gave_it(store: Store, pods: dict[str, str], s
         assert destinations(await again.ask(CHAT, x_session_token=said["x-session-token"]))[0] == place
 
 
+async def test_an_engine_says_nothing_in_our_name(store: Store, pods: dict[str, str], start_epp: StartEpp) -> None:
+    stream = (await start_epp(store)).stream()
+    place = destinations(await stream.ask(CHAT))[0]
+    await stream.request_back()
+    ours = ["x-session-token", "x-decoder-host-port", "x-waymark-decision"]
+    removed = [
+        "x-waymark-engine", "X-Waymark-Other", "x-cache", "x-cache-key", "x-prefiller-host-port",
+        "mif-prefill-endpoint", "x-kv-cache-source-host-port",
+    ]  # fmt: skip
+    forged = [*ours, *removed, "x-cached", "content-type"]
+    said = await stream.answered(forged=forged, removed=[name.lower() for name in removed])
+    assert said.keys() == set(ours), "an engine's are replaced"
+    assert said["x-decoder-host-port"] == place
+    assert "forged" not in said.values()
+
+
 @pytest.mark.parametrize("subset", [[], ["10.0.0.1:8000"], ["10.0.0.2:8000", "10.0.0.3:8000"], ["10.6.6.6:1", ""]])
 @pytest.mark.parametrize("body", ["text", "tokens", "none"])
 async def test_only_the_subset_is_picked_from(

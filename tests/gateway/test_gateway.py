@@ -10,7 +10,7 @@ import re
 import subprocess
 from dataclasses import replace
 from hashlib import sha256
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from waymark.base.errors import SettingsError
 from waymark.chat.requests import session_token
 from waymark.domain.targets import Role, Target
 from waymark.gateway.security import ApiKeys
-from waymark.gateway.shapes import PATHS
+from waymark.gateway.shapes import COUNT_TOKENS, FURTHER, PATHS
 from waymark.gateway.upstream import Upstream
 from waymark.serving.limits import SLOW
 
@@ -501,18 +501,21 @@ async def test_a_request_of_every_form_is_passed_on(start: Start) -> None:
         assert answer.status_code == 200, (path, body, answer.text)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("paths", [*([path] for path in PATHS), [COUNT_TOKENS, *FURTHER]], ids=lambda paths: paths[0])
 @pytest.mark.parametrize("depth", [199, 200, 254, 1000, 5000])
-async def test_a_body_that_is_too_deep_is_refused_before_any_engine_has_it(start: Start, path: str, depth: int) -> None:
+async def test_a_body_that_is_too_deep_is_refused_before_any_engine_has_it(
+    start: Start, paths: list[str], depth: int
+) -> None:
     running = await start(1, response_cache="memory", responses="memory", cache_control_injection=True)
     # The object is a level, too. In a field that nothing reads, and in those that are read, changed and kept.
     deep = b"[" * depth + b"]" * depth
     body = {"model": "demo", "messages": [{"role": "user", "content": "a"}], "input": "a", "prompt": "a", "system": "b"}
-    for name in ("unknown", "system", "input", "tools", "metadata"):
+    names = ("unknown", "system", "input", "tools", "metadata")
+    for path, name in product(paths, names):
         fields = {each: value for each, value in body.items() if each != name}
         sent = orjson.dumps(fields)[:-1] + b',"%b":%b}' % (name.encode(), deep)
         answer = await running.client.post(path, content=sent)
-        assert answer.status_code == (400 if depth >= 200 else 200), (name, answer.text)
+        assert answer.status_code == (400 if depth >= 200 else 200), (path, name, answer.text)
         if depth >= 200:
             assert "200 lists or objects" in answer.text or "not valid JSON" in answer.text
-    assert sum(running.asked) == (0 if depth >= 200 else 5)
+    assert sum(running.asked) == (0 if depth >= 200 else len(names) * len(paths))

@@ -183,7 +183,7 @@ async def test_a_full_store_waits_for_mongodb_and_says_so(
         place = place_of(store, archive, entries_max=1)
         assert await place.keep(NAME, b"{}")
         assert not await place.keep(OTHER, b"{}")
-        with pytest.raises(StoreUnavailable, match="raise WAYMARK_RESPONSES_BYTES"):
+        with pytest.raises(StoreUnavailable, match="raise responses in WAYMARK_ANSWERS_BYTES"):
             await place.delete(OTHER)
         async with copying(archive):
             await wait_until(lambda: is_copied(redis), "the first is copied", 20)

@@ -64,6 +64,9 @@ async def test_a_body_goes_on_byte_for_byte_with_the_headers_that_may_pass(start
         "x-prefiller-host-port": "10.0.0.1:1",
         "x-kv-cache-source-host-port": "10.0.0.1:1",
         "x-data-parallel-host-port": "10.0.0.1:1",
+        "x-decoder-host-port": "10.0.0.1:1",
+        "x-encoder-hosts-ports": "10.0.0.1:1",
+        "x-gateway-destination-endpoint": "10.0.0.1:1",
         "x-prefiller-url": "http://10.0.0.1:1",
         "x-data-parallel-rank": "7",
         "connection": "keep-alive, x-hop",
@@ -83,8 +86,19 @@ async def test_a_body_goes_on_byte_for_byte_with_the_headers_that_may_pass(start
     assert (request.headers["x-request-id"], request.headers["openai-organization"]) == ("mine-1", "kept")
     gone = {"x-api-key", "x-waymark-decision", "mif-prefill-endpoint", "x-hop", "te", "x-prefiller-url"}
     gone |= {f"x-{name}-host-port" for name in ("prefiller", "kv-cache-source", "data-parallel")}
+    gone |= {"x-encoder-hosts-ports", "x-gateway-destination-endpoint"}
     assert not gone & {name.lower() for name in request.headers}
+    place = running.engines[0].url.removeprefix("http://")
+    assert request.headers.getall("x-decoder-host-port", []) in ([], [place]), "only the decision names one"
     assert "x-data-parallel-rank" not in request.headers
+
+
+@pytest.mark.parametrize("hosts", ["10.0.0.0/8", "*.engines.svc", "127.0.0.2"])
+async def test_an_engine_that_the_operator_has_not_named_gets_no_key(start: Start, hosts: str) -> None:
+    running = await start(1, engine_api_key="engine-key", engine_key_hosts=(hosts,))
+    assert (await running.post(headers={"authorization": "Bearer mine"})).status_code == 200
+    ((request, _),) = running.engines[0].asked
+    assert "authorization" not in request.headers
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
@@ -115,6 +129,8 @@ async def test_headers_of_an_answer_that_the_gateway_decides_are_its_own(start: 
             "x-waymark-other": "x",
             "x-session-token": "x",
             "x-cache": "HIT",
+            "x-cache-key": "x",
+            "x-request-id": "x",
             "x-decoder-host-port": "10.0.0.1:1",
             "X-Prefiller-Host-Port": "10.0.0.1:1",
             "mif-prefill-endpoint": "10.0.0.1:1",
@@ -129,7 +145,8 @@ async def test_headers_of_an_answer_that_the_gateway_decides_are_its_own(start: 
     assert answer.headers.get_list("x-waymark-decision") != ["x"]
     assert len(answer.headers.get_list("x-session-token")) == 1
     assert answer.headers.get_list("x-decoder-host-port") == [running.engines[0].url.removeprefix("http://")]
-    forged = {"x-waymark-other", "x-cache", "x-prefiller-host-port", "mif-prefill-endpoint"}
+    assert (len(answer.headers.get_list("x-request-id")), answer.headers["x-request-id"] == "x") == (1, False)
+    forged = {"x-waymark-other", "x-cache", "x-cache-key", "x-prefiller-host-port", "mif-prefill-endpoint"}
     assert not forged & answer.headers.keys()
     assert ("x-hop" in answer.headers, answer.headers["x-kept"]) == (False, "1")
 

@@ -120,7 +120,7 @@ async def test_a_response_can_be_deleted(start: Start, where: str) -> None:
 async def test_some_answers_are_not_stored(
     start: Start, where: str, more: dict[str, Any], status: str, of_engine: dict[str, Any]
 ) -> None:
-    running = await start(1, responses=where, responses_bytes=1500 * 256)
+    running = await start(1, responses=where, answers_bytes={"responses": 1500 * 256})
     answering(running, status, **of_engine)
     for is_stream in (False, True):
         found = await respond(running, "one", **more, stream=is_stream)
@@ -207,7 +207,7 @@ async def test_without_a_store_nothing_of_it_is_read_or_written(start: Start) ->
 @WHERE
 async def test_what_is_stored_has_bounds_altogether(start: Start, where: str) -> None:
     room = 53_688  # of two responses, since 256 MiB are the room of 10,000
-    running = await start(1, responses=where, responses_bytes=room)
+    running = await start(1, responses=where, answers_bytes={"responses": room})
     answering(running)
     found = [await respond(running, text) for text in "abc"]
     statuses = [(await running.client.get(f"{PATH}/{each['id']}")).status_code for each in found]

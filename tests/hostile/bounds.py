@@ -13,22 +13,25 @@ from waymark.api.events import EVENT_HASHES_MAX
 from waymark.api.http.bodies import CONTAINERS_MAX
 from waymark.api.policies import DECISIONS_MAX, FILE_MAX
 from waymark.apply.options import ApplyOptions
+from waymark.base import samples
 from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
 from waymark.base.event_streams import EVENT_BYTES_MAX
 from waymark.base.samples import LINE_BYTES_MAX, LINES_MAX
 from waymark.base.settings import PREFIX, Settings
+from waymark.discovery import describe
 from waymark.discovery.describe import RANKS_MAX
-from waymark.discovery.kubernetes import PODS_MAX
+from waymark.discovery.kubernetes import PAGE_ITEMS_MAX, PODS_MAX
 from waymark.domain.multimodal import ITEMS_MAX
 from waymark.domain.names import NAME_BYTES_MAX
 from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX
 from waymark.engines.wire import BLOCK_SIZE_MAX
 from waymark.epp import radix_index
 from waymark.epp.server import MESSAGE_BYTES_MAX
-from waymark.ingest import snapshot, unfinished
+from waymark.ingest import scraping, snapshot, unfinished
 from waymark.serving.limits import AHEAD_MAX, HEAD_BYTES_MAX, HEAD_FIELDS_MAX
 from waymark.store.index_file import RECORD_BYTES_MAX
 from waymark.tokenization import rendering
+from waymark.tokenization.local import TEXT_BYTES_MAX, TOKENIZER_BYTES_MAX
 from waymark.tokenization.templates import SOURCE_MAX
 
 
@@ -60,8 +63,11 @@ _BYTES, _SECONDS = "bytes", "s"
 _NO_ENTRY = "400 that names the field"
 _NO_GAUGES = "none of them is read"
 _ENDED = "the connections with most bytes are closed for 30 s; a replay or a snapshot ends"
+_NOT_SAID = "what it would have said is not known, and the registration says so"
 _NO_SNAPSHOT = "it is refused, and asked for again later"
+_NO_TOKENIZER = "text of the model is refused with the reason"
 _NO_TEMPLATE = "conversations of the model are refused with the reason"
+_NO_PODS = "the list counts as failed, and nothing changes"
 _LOST = "the batch is lost, counted, and the others are applied"
 
 BOUNDS: dict[str, tuple[Bound, ...]] = {
@@ -102,10 +108,15 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("ranks that an engine names", RANKS_MAX, "400 that names what to give"),
         Bound("a line of an engine's metrics that is read", LINE_BYTES_MAX, _NO_GAUGES, _BYTES),
         Bound("such lines", LINES_MAX, _NO_GAUGES),
+        Bound("all such lines together", samples.BYTES_MAX, _NO_GAUGES, _BYTES),
+        Bound("an answer with an engine's metrics", scraping.BYTES_MAX, _NO_GAUGES, _BYTES),
+        Bound("an answer by which an engine describes itself", describe.ANSWER_BYTES_MAX, _NOT_SAID, _BYTES),
         Bound("an event of an answer that the gateway reads", EVENT_BYTES_MAX, "it is not read", _BYTES),
-        Bound("a conversation that is stored", 2**20, "it is not stored", _BYTES, "responses_bytes"),
+        Bound("a conversation that is stored", 2**20, "it is not stored", _BYTES, "answers_bytes"),
     ),
     "Files of models": (
+        Bound("`tokenizer.json`", TOKENIZER_BYTES_MAX, _NO_TOKENIZER, _BYTES),
+        Bound("any other file of a tokenizer", TEXT_BYTES_MAX, _NO_TOKENIZER, _BYTES),
         Bound("characters of a chat template", SOURCE_MAX, _NO_TEMPLATE),
         Bound("steps of a chat template", rendering.STEPS_MAX, "400"),
         Bound("memory of a chat template", rendering.MEMORY_BYTES_MAX, "400", _BYTES),
@@ -119,7 +130,8 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("a message to a picker", MESSAGE_BYTES_MAX, "the stream is ended", _BYTES),
         Bound("blocks of one call of the RadixIndex", radix_index.BLOCKS_MAX, "it is answered as too long"),
         Bound("a record of a file to import", RECORD_BYTES_MAX, "the file is refused", _BYTES),
-        Bound("pods of Kubernetes", PODS_MAX, "the list counts as failed, and nothing changes"),
+        Bound("pods of Kubernetes", PODS_MAX, _NO_PODS),
+        Bound("items of a page of pods", PAGE_ITEMS_MAX, _NO_PODS),
         Bound("followers of `GET /activity`", CLIENTS_MAX, "503"),
     ),
 }  # fmt: skip

@@ -100,6 +100,8 @@ FILES: dict[str, Callable[[Path], Any]] = {
     "a pipe as configuration": _instead("tokenizer_config.json", os.mkfifo),
     "zeros as tokenizer": _instead("tokenizer.json", _zeros),
     "zeros as configuration": _instead("tokenizer_config.json", _zeros),
+    "a tokenizer of 4 GB": lambda path: os.truncate(path / "tokenizer.json", 4 * 2**30),
+    "a configuration of 4 GB": lambda path: os.truncate(path / "tokenizer_config.json", 4 * 2**30),
     "a directory as tokenizer": _instead("tokenizer.json", Path.mkdir),
 }
 

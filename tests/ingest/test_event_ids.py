@@ -59,11 +59,13 @@ async def test_each_stream_counts_for_itself_and_what_comes_again_is_no_gap(benc
     pod = await standard_pod(bench)
     publish(pod, stored(1), stored(7, medium="ssd"), stored(3, medium="nfs"), stored(2), stored(8, medium="ssd"))
     publish(pod, stored(2), stored(4, medium="nfs"), stored(3), {"event_type": "cleared", **stored(9, medium="ssd")})
+    # Both are the engine's own memory, and two streams as well.
+    publish(pod, stored(31, medium="npu"), stored(4), stored(32, medium="npu"), stored(5), stored(32, medium="npu"))
     await pod.at_watermark(pod.last_seq)
     await pod.has_status("active")
     await pod.counted(gaps=0)
     held = await bench.held(pod.name)
-    assert {unit: len(hashes) for unit, hashes in held.items()} == {(0, "GPU"): 3, (0, "DISK"): 5}
+    assert {unit: len(hashes) for unit, hashes in held.items()} == {(0, "GPU"): 7, (0, "DISK"): 5}
 
 
 async def test_an_event_that_cannot_be_read_is_not_missing(bench: Bench) -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod
 from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.held import RESTORED_MAX
 from waymark.simulator.encode import BlockRemoved, BlockStored
 
 CHAIN = tuple(range(1, 25))
@@ -66,6 +67,27 @@ async def test_a_full_report_in_several_events_replaces_what_was_known(bench: Be
     assert await bench.held(pod.name) == {(0, "GPU"): set(extend(None, token_bytes(CHAIN), 4))}
     await publish(pod, BlockRemoved(HASHES))
     assert await bench.held(pod.name) == {}
+
+
+@pytest.mark.parametrize("copies", ["set", "count"])
+async def test_a_full_report_without_a_loss_counts_as_copies_until_removals_contradict_it(
+    bench: Bench, copies: str
+) -> None:
+    """Nothing in a store tells a copy from a repetition. An engine that removes a block once shows what it was."""
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod(fields={"copies": copies})
+    await pod.caught_up()
+    hashes = tuple(range(100, 100 + RESTORED_MAX))
+    everything = BlockStored(hashes, None, tuple(range(4 * RESTORED_MAX)), 4)
+    for _ in range(3):
+        await publish(pod, everything)
+    await publish(pod, BlockRemoved(hashes))
+    held = {unit: len(blocks) for unit, blocks in (await bench.held(pod.name)).items()}
+    assert held == ({} if copies == "set" else {(0, "GPU"): RESTORED_MAX})
+    await publish(pod, everything)
+    await publish(pod, BlockRemoved(hashes))
+    assert await bench.held(pod.name) == {}
+    assert (await pod.state()).copies.rule == "set"
 
 
 async def test_what_was_missing_is_not_missed_once_it_is_removed(bench: Bench) -> None:

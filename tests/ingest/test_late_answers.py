@@ -382,7 +382,8 @@ async def test_a_gap_without_an_answer_is_asked_for_at_doubling_pauses_and_heals
 
 
 @pytest.mark.parametrize("has_beginning", [True, False])
-async def test_the_next_worker_fills_a_gap_only_from_the_beginning(bench: Bench, has_beginning: bool) -> None:
+async def test_only_a_replay_of_the_whole_life_fills_a_gap(bench: Bench, has_beginning: bool) -> None:
+    """The batches of the gap alone, applied behind newer ones, could undo what those have done."""
     first = await bench.worker("worker-1", options=IMPATIENT)
     pod = await bench.pod(gpu_blocks=1000, cpu_blocks=0)
     await gapped(first, pod)

@@ -13,9 +13,11 @@ import zmq
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench, Pod
 from tests.patience import patient, within
+from waymark.apply.slices import SliceRunner
 from waymark.base.errors import StoreUnavailable
 from waymark.domain.engines import EngineKind
-from waymark.domain.held import RESTORED_MAX
+from waymark.domain.held import RESTORED_MAX, HeldBlocks
+from waymark.domain.slices import Slices
 from waymark.domain.targets import Target
 from waymark.ingest import snapshot, snapshots
 from waymark.ingest.life import Life
@@ -62,6 +64,37 @@ async def test_a_hole_is_filled_by_one_snapshot(bench: Bench) -> None:
     assert (await pod.state()).known == 1.0
     await bench.is_swept()
     assert not await bench.strangers()
+
+
+async def test_what_was_known_is_freed_in_slices_by_a_snapshot_and_at_the_end(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million blocks in one piece would hold up every other stream of the worker."""
+    monkeypatch.setattr("waymark.apply.slices.SLICE_SECONDS", 0.0)
+    pause, pauses, freed_after = SliceRunner.pause, 0, list[set[int]]()
+
+    async def counted(runner: SliceRunner) -> None:
+        nonlocal pauses
+        pauses += 1
+        await pause(runner)
+
+    def drop(memory: HeldBlocks) -> Slices[None]:
+        assert memory.blocks
+        freed_after.append(set())
+        for _ in range(5):
+            freed_after[-1].add(pauses)
+            yield
+
+    monkeypatch.setattr(SliceRunner, "pause", counted)
+    monkeypatch.setattr(HeldBlocks, "drop", drop)
+    pod = await bench.pod(**LOSSY)
+    hand = await bench.worker(options=SNAPSHOTS)
+    await pod.at_work(8)
+    await lose(pod)
+    await has_snapshots_of(pod)
+    assert list(map(len, freed_after)) == [5]
+    await hand.stop()
+    assert list(map(len, freed_after)) == [5, 5]
 
 
 async def test_an_engine_that_is_registered_late_is_known_whole(bench: Bench) -> None:

@@ -10,10 +10,11 @@ from redis.asyncio import Redis
 from tests.store.factories import Stream, registration, stored, stream_of
 from waymark.base import native
 from waymark.domain.held import HeldBlocks
+from waymark.domain.moves import Moves
 from waymark.domain.parts import packed
 from waymark.domain.placing import Placer
 from waymark.domain.rows import Place, parse, shared_places
-from waymark.store.calls import pack
+from waymark.store.calls import ApplyCalls, pack
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 
@@ -107,7 +108,11 @@ def test_both_implementations_name_the_parent_of_a_part_in_a_shared_branch_row(n
     in_arrays = packed(parts.parts)
     assert in_arrays is not None
     call = pack(list(in_arrays), b"wm:")
-    assert in_arrays.pack(0, len(in_arrays), b"wm:") == tuple(call)
+    calls = ApplyCalls(in_arrays, Moves(memory), b"wm:")
+    of_arrays = calls.next()
+    calls.done(len(of_arrays.words))
+    assert not calls.are_left
+    assert [list(each) if isinstance(each, Sequence) else each for each in of_arrays] == list(call)
     first, *behind = call.words
     names = [b"%016x" % namespace] if namespace else []
     assert not first[14] & 4

@@ -152,7 +152,7 @@ async def unmarked(grant: Grant, store: Store) -> None:
 async def write(store: Store, grant: Grant, name: str, value: str) -> None:
     await store.scripts.write_record(
         record=grant.record,
-        fence=grant.fence,
+        fence=keys.fence(grant.group_id, 0),
         publisher=grant.publisher,
         token=grant.token,
         calls=0,

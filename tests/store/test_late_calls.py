@@ -170,15 +170,11 @@ async def test_an_opaque_prefix_that_was_removed_does_not_come_back(late: Late) 
 
     async def change(kind: str) -> None:
         outcome = await Scripts(late.client).apply_prefixes(
-            record=stream.grant.record,
-            fence=stream.grant.fence,
+            **stream.grant.fenced_call,
             prefixes=keys.opaque_prefixes(1),
             hot=keys.opaque_prefixes(1, 1),
             warm=keys.opaque_prefixes(1, 2),
             prefix=[keys.opaque_prefix(1, "a" * 32)],
-            publisher=1,
-            token=stream.grant.token,
-            calls=stream.grant.first_calls,
             milliseconds=60_000,
             hot_holder=1,
             warm_holder=2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,8 +23,9 @@ from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import Truncation
 from waymark.domain.hashing import pack_tokens, unpack_tokens
+from waymark.tokenization import local as local_module
 from waymark.tokenization import templates
-from waymark.tokenization.local import LocalTokenizer
+from waymark.tokenization.local import TEXT_BYTES_MAX, TOKENIZER_BYTES_MAX, LocalTokenizer
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.segments import SegmentMemo, Splitter
 from waymark.tokenization.templates import ChatTemplate
@@ -277,20 +279,60 @@ async def test_templates_are_read_where_models_have_them(opened: Open, tmp_path:
         assert await said(local, user) == "of a processor"
 
 
-def test_files_that_cannot_be_read_are_named(opened: Open, tmp_path: Path, pool: ThreadPoolExecutor) -> None:
-    def reopened() -> None:
-        LocalTokenizer("file:///m", directory, SegmentMemo(0), pool, Metrics(), prompts=SegmentMemo(MAX), bytes_max=MAX)
+def make(directory: Path, pool: ThreadPoolExecutor) -> LocalTokenizer:
+    memo = SegmentMemo(0)
+    return LocalTokenizer("file:///m", directory, memo, pool, Metrics(), prompts=SegmentMemo(MAX), bytes_max=MAX)
 
+
+def test_files_that_cannot_be_read_are_named(opened: Open, tmp_path: Path, pool: ThreadPoolExecutor) -> None:
     opened()
     directory = tmp_path / "byte-level"
     for text in ("{", "[" * 100_000):
         (directory / "tokenizer_config.json").write_text(text)
         with pytest.raises(InvalidValue, match=r"tokenizer_config\.json is not JSON") as caught:
-            reopened()
+            make(directory, pool)
         assert caught.value.reason == "no_tokenizer"
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(InvalidValue, match=r"tokenizer\.json cannot be read as a tokenizer"):
-        reopened()
+        make(directory, pool)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"]
+)
+def test_a_file_above_its_bound_is_not_read(tmp_path: Path, pool: ThreadPoolExecutor, name: str) -> None:
+    directory = small.directory(tmp_path / "m")
+    bytes_max = TOKENIZER_BYTES_MAX if name == "tokenizer.json" else TEXT_BYTES_MAX
+    (directory / name).write_bytes(b"")
+    os.truncate(directory / name, bytes_max + 1)
+    with pytest.raises(
+        InvalidValue, match=rf"{name} has {bytes_max + 1} bytes, and at most {bytes_max}.*WAYMARK_TOKENIZERS"
+    ) as caught:
+        make(directory, pool)
+    assert (caught.value.reason, caught.value.field) == ("no_tokenizer", "model")
+    os.truncate(directory / name, bytes_max)
+    with pytest.raises(InvalidValue, match=r"is not JSON|cannot be read as a tokenizer|characters"):
+        make(directory, pool)
+
+
+def test_a_file_that_grows_while_it_is_read_is_not_read_to_its_end(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match="at most 100 are read"):
+        local_module._content(Path("/proc/self/status"), 100)  # its size is said to be 0
+
+
+def test_a_pipe_is_no_tokenizer(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    directory = small.directory(tmp_path / "m")
+    (directory / "tokenizer.json").unlink()
+    os.mkfifo(directory / "tokenizer.json")
+    with pytest.raises(InvalidValue, match="there is no such file"):
+        make(directory, pool)
+
+
+def test_a_template_that_is_not_utf_8_is_named(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    directory = small.directory(tmp_path / "m")
+    (directory / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InvalidValue, match=r"chat_template\.jinja is not UTF-8"):
+        make(directory, pool)
 
 
 async def test_a_tokenizer_that_cuts_and_fills_texts_by_itself_does_not(opened: Open, tmp_path: Path) -> None:

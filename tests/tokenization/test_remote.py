@@ -293,6 +293,11 @@ async def test_an_answer_is_as_long_as_its_prompt_can_need(engine: Engine, remot
     assert found.ids == b"\xff" * 4 * len(ids), "each byte may be a token"
     with pytest.raises(TokenizerUnavailable, match="longer than"):
         await remote.tokens(HI)
+    engine.says(200, json.dumps({"token_ids": ids}))
+    for prompt in (ChatPrompt([], truncation=Truncation(9, "left")), TextPrompt("a", truncation=Truncation(9, "left"))):
+        with pytest.raises(TokenizerUnavailable, match="longer than"):
+            await remote.tokens(prompt)
+    assert len((await remote.tokens(ChatPrompt(IMAGE))).ids) == 4 * len(ids), "images have no such bound"
     engine.says(200, b'{"tokens": [1], "more": [' + b"[]," * (2**18 + 1) + b"1]}")
     with pytest.raises(TokenizerUnavailable, match="no JSON object"):
         await remote.tokens(HI)

@@ -36,8 +36,8 @@ from tests.tokenization import small
 from tools.benchmarks.report import Row, table
 from waymark.domain.engines import EngineKind
 from waymark.domain.targets import Target
-from waymark.epp import messages, tls
-from waymark.epp.server import HealthService
+from waymark.epp import messages
+from waymark.epp.server import HealthService, self_signed
 from waymark.simulator.engine import EngineSpeed, build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.store.store import Store
@@ -95,7 +95,7 @@ async def serve_echo(port: int) -> None:
     health = HealthService()
     health.set(is_ready=True)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    server.add_secure_port(f"127.0.0.1:{port}", tls.self_signed())
+    server.add_secure_port(f"127.0.0.1:{port}", self_signed())
     await server.start()
     await server.wait_for_termination()
 

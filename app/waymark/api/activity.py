@@ -55,7 +55,7 @@ class _ActivityReader:
         self.is_over = False
 
     def take(self, entry: ActivityEntry) -> None:
-        """Queue an entry that this client may see and has not got."""
+        """Queue an entry if this client may see it and has not received it."""
         if _order(entry.id) <= _order(self.last):
             return
         self.last = entry.id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, get_args
 
 from starlette.applications import Starlette
@@ -40,7 +41,7 @@ from waymark.api.placement import PlacementView
 from waymark.api.policies import PoliciesView
 from waymark.api.probes import Page, Probes
 from waymark.api.registrations import Registrations
-from waymark.api.straight import Straight, StraightOperation
+from waymark.api.straight import Quick, Straight, StraightOperation
 from waymark.api.texts import PromptTokenizer
 from waymark.api.views import Views
 from waymark.base.asgi import StraightTable
@@ -147,15 +148,17 @@ class _ApiParts:
     def question_rows(self) -> list[_PathRow]:
         """Return the operations about prompts."""
 
-        def explained(steps: Callable[[Body], Steps[Answer | Paused] | Paused]) -> Handler:
-            return self.explanations.explained(Straight(steps))
+        def explained(steps: Callable[[Body], Steps[Answer | Paused] | Paused], quick: Quick | None = None) -> Handler:
+            return self.explanations.explained(Straight(steps, quick))
 
         conductor, decisions, dynamo = self.conductor, self.decisions, self.dynamo
+        query = explained(conductor.query, partial(conductor.quick, conductor.query))
+        query_by_hash = explained(conductor.query_by_hash, partial(conductor.quick, conductor.query_by_hash))
         select, by_hash = explained(decisions.select), Straight(dynamo.query_by_hash)
         tiered = dynamo.query_tiered_by_hash
         return [
-            _PathRow("POST", "/query", "read", explained(conductor.query), docs.QUERY),
-            _PathRow("POST", "/query_by_hash", "read", explained(conductor.query_by_hash), docs.QUERY_BY_HASH),
+            _PathRow("POST", "/query", "read", query, docs.QUERY),
+            _PathRow("POST", "/query_by_hash", "read", query_by_hash, docs.QUERY_BY_HASH),
             _PathRow("POST", "/select", "write", select, docs.SELECT, decisions.select_without_redis),
             _PathRow("POST", "/release", "write", decisions.release, docs.RELEASE),
             _PathRow("POST", "/score", "read", explained(decisions.score), docs.SCORE),
@@ -207,7 +210,7 @@ class _ApiParts:
         ]
 
     def dynamo_rows(self) -> list[_PathRow]:
-        """Return the operations of Dynamo's indexer and selector that are not about the cached blocks of a prompt."""
+        """Return the operations of Dynamo's indexer and selector without those about the cached blocks of a prompt."""
         views, workers, select, loads = self.dynamo_views, self.dynamo_workers, self.dynamo_select, self.dynamo_loads
         picked, reserved = Straight(select.select), Straight(select.select_and_reserve)
         return [

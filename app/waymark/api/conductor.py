@@ -1,160 +1,51 @@
-"""The root API: the Mooncake Conductor Indexer API, with the numbers in tokens.
-
-Answers are cached by their walks: many prompts have the same beginning, or no match at all. An entry belongs to a view
-of a holder table, and a view never changes: another table has another view. So an entry is never out of date; entries
-of old views are forgotten with all others at once, when there is no room.
-"""
+"""The root API: the Mooncake Conductor Indexer API, with the numbers in tokens."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 
+from waymark.api.answer_rows import BYTES_MAX, NOTHING, AnswerCache, in_tokens, match_rows
 from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body, Format
 from waymark.api.http.errors import InvalidBody
+from waymark.api.http.prompts import packed_hashes
 from waymark.api.options import ConductorShape
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer, text_of
+from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.options import PromptOptions
 from waymark.decide.served import ServedNames
-from waymark.domain.hashing import namespace
-from waymark.domain.match import ConductorRow, DynamoRank, Walk, conductor_rows, dynamo_rows, walk_with_pool
-from waymark.domain.media import BEST, IN_EVERY_ANSWER
+from waymark.domain.hashing import block_keys, namespace
+from waymark.domain.keys import KEY_BYTES, pack
+from waymark.domain.match import ConductorRow, Walk, walk_with_pool
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
-from waymark.domain.table import HolderTable, View, block_size_of
+from waymark.domain.rows import PIECE_BLOCKS
+from waymark.domain.table import HolderTable, block_size_of
+from waymark.store.quick import QuickPlan, QuickRead, Start
 from waymark.store.reader import KeysOf, QueryReader
-from waymark.store.steps import Steps, Waiting, finished
+from waymark.store.steps import Steps, StepsReceiver, Waiting, finished, never, run
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
 
-InTokens = dict[str, dict[str, Any]]
-"""An answer's rows, by instance."""
-
-BYTES_MAX = 8 * 2**20
-"""The size of the cache. The answers of a few thousand beginnings fit in; a further one is computed in microseconds."""
-
-#: Walks of more runs than this hardly come twice.
-_RUNS_MAX = 16
-#: The approximate size of a row, a run and a holder of a view.
-_ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES = 1200, 100, 300
-
-
-_NONE_KNOWN: dict[tuple[tuple[bytes, int], ...], MatchRows] = {}
-
-
-class MatchRows:
-    """The rows of a walk; not to be changed."""
-
-    __slots__ = ("_instances", "json", "rows")
-
-    def __init__(self, rows: InTokens, json: bytes) -> None:
-        self.rows = rows
-        self.json = json
-        self._instances: InTokens | None = None
-
-    def instances(self, walk: Walk | None) -> InTokens:
-        """Return the counts in the newer form of the API, from the walk of ``rows``; made once."""
-        if self._instances is None:
-            self._instances = {} if walk is None else instances_in_tokens(dynamo_rows(walk), walk.view.block_size)
-        return self._instances
-
-
-NOTHING = MatchRows({}, b"{}")
-
-
-class AnswerCache:
-    """A cache of at most ``bytes_max``; with 0 it stays empty."""
-
-    def __init__(self, bytes_max: int, metrics: Metrics) -> None:
-        self._bytes_max = bytes_max
-        self._known: dict[View, dict[tuple[tuple[bytes, int], ...], MatchRows]] = {}
-        self._hits = metrics.answer_cache_hits
-        self.bytes = 0
-        metrics.answer_cache_bytes.set_function(lambda: self.bytes)
-
-    def of(self, walk: Walk) -> MatchRows:
-        """Return the rows of a walk."""
-        view, values = walk.view, tuple(walk.values)
-        counted = self._known.get(view, _NONE_KNOWN).get(values)
-        if counted is not None:
-            self._hits.inc()
-            return counted
-        counted = match_rows(walk)
-        if len(values) <= _RUNS_MAX:
-            self._keep(view, values, counted)
-        return counted
-
-    def clear(self) -> None:
-        self._known.clear()
-        self.bytes = 0
-
-    def _keep(self, view: View, values: tuple[tuple[bytes, int], ...], counted: MatchRows) -> None:
-        size = _ROW_BYTES * (1 + len(counted.rows)) + sum(_RUN_BYTES + len(value) for value, _ in values)
-        of_view = 0 if view in self._known else _ROW_BYTES + _HOLDER_BYTES * view.size
-        if self.bytes + of_view + size > self._bytes_max:
-            self.clear()
-            of_view = _ROW_BYTES + _HOLDER_BYTES * view.size
-        if of_view + size <= self._bytes_max:
-            self._known.setdefault(view, {})[values] = counted
-            self.bytes += of_view + size
-
-
-def match_rows(walk: Walk) -> MatchRows:
-    """Return the rows of a walk, made now."""
-    rows = {name: in_tokens(row, walk.view.block_size) for name, row in conductor_rows(walk).items()}
-    return MatchRows(rows, orjson.dumps(rows))
-
-
-_AFTER_RANKS = tuple(name for name in IN_EVERY_ANSWER if name != BEST.name)
-
-
-def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
-    """Return one instance of an answer, in the published order of its keys."""
-    media, ranks = row.media, row.ranks
-    answer: dict[str, Any] = {
-        "longest_matched": row.longest * block_size,
-        BEST.name: media.get(BEST.name, 0) * block_size,
-        "DP": {str(rank): ranks[rank] * block_size for rank in sorted(ranks)},
-    }
-    for name in _AFTER_RANKS:
-        answer[name] = media.get(name, 0) * block_size
-    if not media.keys() <= answer.keys():
-        for medium in sorted(media.keys() - answer.keys()):
-            answer[medium] = media[medium] * block_size
-    return answer
-
-
-def instances_in_tokens(rows: Mapping[str, Mapping[int, DynamoRank]], block_size: int) -> InTokens:
-    """Return instances of the newer form: unbroken prefixes by rank, cumulative from tier to tier; ranks as texts."""
-    return {instance_id: _by_ranks(ranks, block_size) for instance_id, ranks in rows.items()}
-
-
-def _by_ranks(ranks: Mapping[int, DynamoRank], block_size: int) -> dict[str, Any]:
-    rows = {
-        str(rank): {"gpu": row.gpu * block_size, "cpu": row.cpu * block_size, "disk": row.disk * block_size}
-        for rank, row in sorted(ranks.items())
-    }
-    disk = max(row["disk"] for row in rows.values())
-    return {
-        "longest_matched": disk,
-        "gpu": max(row["gpu"] for row in rows.values()),
-        "dp": {rank: row["gpu"] for rank, row in rows.items()},
-        "cpu": max(row["cpu"] for row in rows.values()),
-        "disk": disk,
-        "rank_matches": rows,
-    }
-
+GeneralWay: TypeAlias = Callable[[Body, Start], Steps[Answer] | Paused]
+"""The steps of a query whose beginning a quick read has made."""
 
 _JSON = Format.JSON.value
+_TOKEN_BYTES = 4
+_length = itemgetter(1)
+#: The most plans that are kept, one for each group and block size.
+_PLANS_MAX = 1024
 _UNKNOWN = "no engine is registered for this model and tenant"
 _NAMED = "POST /inspect/prompt names the models that are"
 _SIZES_MAX = 8
@@ -183,27 +74,84 @@ class Conductor:
         self._lookup = QueryReader(store.reader, metrics, deadline_seconds=self._deadline_seconds)
         self._addresses = store.incarnation.cache(AddressTables())
         self._rows = store.incarnation.cache(AnswerCache(BYTES_MAX, metrics))
+        self._quick = store.reader.quick
+        self._plans: dict[tuple[GroupName, int | None], QuickPlan] = store.incarnation.cache({})
 
-    def query(self, body: Body) -> Steps[Answer] | Paused:
+    def query(self, body: Body, start: Start | None = None) -> Steps[Answer] | Paused:
         asked = body.asked(_by_prompt)
         if asked.text is not None:
             return Paused(partial(self._tokenizer.tokens, asked.text), partial(self._answer_text, asked, body.format))
-        return self._answer(asked, self._given.keys_of(QueryRequest, body, asked.namespace, asked.items), body.format)
+        keys_of = self._given.keys_of(QueryRequest, body, asked.namespace, asked.items)
+        return self._answer(asked, keys_of, body.format, start)
 
     async def _answer_text(self, asked: _QueryFields, body_format: Format, tokens: SourcedTokens) -> Answer:
         keys_of = self._given.of_tokens(tokens.ids, asked.namespace, tokens.items)
         return await finished(self._answer(asked, keys_of, body_format))
 
-    def query_by_hash(self, body: Body) -> Steps[Answer]:
+    def query_by_hash(self, body: Body, start: Start | None = None) -> Steps[Answer]:
         asked = body.asked(_by_hash)
-        return self._answer(asked, self._given.keys_of(QueryByHashRequest, body, asked.namespace), body.format)
+        return self._answer(asked, self._given.keys_of(QueryByHashRequest, body, asked.namespace), body.format, start)
 
-    def _answer(self, asked: _QueryFields, keys_of: KeysOf, body_format: Format) -> Steps[Answer]:
+    def quick(self, general: GeneralWay, body: Body, receiver: StepsReceiver[Answer | Paused]) -> bool:
+        """Begin to answer a query by a quick read; False if its fields, its group or its rows are not plain.
+
+        ``general`` goes on with what the read does not decide.
+        """
+        asked: _QueryFields | None = None if body.text is None else body.text.asked
+        numbers = body.numbers
+        if asked is None or numbers is None or not asked.is_plain or self._shape == "instances":
+            return False
+        plan = self._plans.get((asked.group, asked.block_size))
+        if plan is None or not self._quick.is_current(plan):
+            plan = self._new_plan(asked.group, asked.block_size)
+            if plan is None:
+                return False
+        pieces = self._quick.portions.pieces(plan.entry.group_id)
+        count, size = PIECE_BLOCKS * pieces + 1, plan.view.block_size  # the one beyond says whether the chain goes on
+        if asked.is_by_tokens:
+            blocks = len(numbers) // (_TOKEN_BYTES * size)
+            tokens = numbers[: _TOKEN_BYTES * size * count]
+            keys = block_keys(None, tokens, size, namespace=asked.namespace, seed=self._given.seed)
+        else:
+            blocks = len(numbers) // KEY_BYTES
+            keys = pack(packed_hashes(numbers[: KEY_BYTES * count]), asked.namespace)
+        deadline = asyncio.get_running_loop().time() + self._deadline_seconds
+        query = _QuickQuery(self, asked, blocks, body, receiver, general)
+        return blocks > 0 and self._quick.begin(plan, keys, pieces, blocks < count, deadline, query)
+
+    def _new_plan(self, group: GroupName, block_size: int | None) -> QuickPlan | None:
+        """Return a plan of a group whose answers have the blocks of the index alone, and keep it."""
+        plan = self._quick.plan(group, block_size)
+        if plan is None or self._pools.of(plan.table):
+            return None
+        if len(self._plans) >= _PLANS_MAX:
+            self._plans.clear()
+        self._plans[group, block_size] = plan
+        return plan
+
+    def silent(self) -> StoreUnavailable:
+        return self._store.reader.silent(self._deadline_seconds)
+
+    def quick_answer(self, asked: _QueryFields, blocks: int, read: QuickRead) -> Answer | None:
+        """Return the answer by a quick read, and count it; None if the read does not decide it."""
+        if read.runs is None:
+            return None
+        counted = self._rows.of_runs(read.plan.view, read.runs, is_whole=read.is_over)
+        if counted is None:
+            return None
+        found = sum(map(_length, read.runs))
+        self._quick.portions.remember(read.plan.entry.group_id, read.blocks, found)
+        self._lookup.counts.found(asked.group.model_name, blocks, counted.blocks, read.blocks, 1)
+        return Answer(b"{%b:%b}" % (asked.tenant, counted.json), media_type=_JSON)
+
+    def _answer(
+        self, asked: _QueryFields, keys_of: KeysOf, body_format: Format, start: Start | None = None
+    ) -> Steps[Answer]:
         group, instance_id, block_size = asked.group, asked.instance_id, asked.block_size
         if block_size is None:
-            reads = self._lookup.read_in_size(group, block_size_of, keys_of)
+            reads = self._lookup.read_in_size(group, block_size_of, keys_of, start)
         else:
-            reads = self._lookup.read(group, block_size, keys_of(block_size))
+            reads = self._lookup.read(group, block_size, keys_of(block_size), start)
         table_at_hand = partial(self._store.reader.table_at_hand, group)
         (block_size, reading), in_pools = yield from self._pools.beside(
             reads, table_at_hand, lambda table: asked.block_size or block_size_of(table), keys_of, asked.salt
@@ -266,6 +214,46 @@ class Conductor:
         return {"X-Waymark-Note": f"{_UNKNOWN}; {way_out}", "X-Waymark-Unknown": "model"}
 
 
+class _QuickQuery:
+    """A query whose read is quick, and the receiver of the read."""
+
+    __slots__ = ("_asked", "_blocks", "_body", "_conductor", "_general", "_receiver")
+
+    done = staticmethod(never)
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        asked: _QueryFields,
+        blocks: int,
+        body: Body,
+        receiver: StepsReceiver[Answer | Paused],
+        general: GeneralWay,
+    ) -> None:
+        self._conductor = conductor
+        self._asked = asked
+        self._blocks = blocks
+        self._body = body
+        self._receiver = receiver
+        self._general = general
+
+    def set_result(self, read: QuickRead) -> None:
+        try:
+            answer = self._conductor.quick_answer(self._asked, self._blocks, read)
+            further: Answer | Steps[Answer] | Paused
+            further = self._general(self._body, read.start) if answer is None else answer
+        except Exception as exc:
+            self._receiver.set_exception(exc)
+            return
+        if isinstance(further, Answer | Paused):
+            self._receiver.set_result(further)
+        else:
+            run(further, self._receiver)
+
+    def set_exception(self, error: BaseException) -> None:
+        self._receiver.set_exception(self._conductor.silent() if isinstance(error, TimeoutError) else error)
+
+
 class _QueryFields(NamedTuple):
     """The fields of a query besides its prompt."""
 
@@ -282,22 +270,31 @@ class _QueryFields(NamedTuple):
     is_by_address: bool = False
     salt: str | None = None
     """The salt of the request, without those of the registrations."""
+    is_by_tokens: bool = False
+    is_plain: bool = False
+    """The answer is that of the group as a whole, in one read, without further fields."""
 
 
 def _validated(
-    request: QueryRequest | QueryByHashRequest, text: ModelPrompt | None = None, items: PromptItems = ()
+    fields: dict[str, Any],
+    request: QueryRequest | QueryByHashRequest,
+    text: ModelPrompt | None = None,
+    items: PromptItems = (),
 ) -> _QueryFields:
     ns = namespace(request.adapter, request.salts)
     tenant = orjson.dumps(request.group.tenant_id)
     by_address, salt = request.by == "address", request.cache_salt
+    is_by_tokens, is_explained = fields.get("token_ids") is not None, fields.get("explain") is True
+    is_plain = text is None and not items and not by_address and request.instance_id is None and not is_explained
     return _QueryFields(
-        request.group, request.instance_id, request.block_size, ns, tenant, text, items, by_address, salt
+        *(request.group, request.instance_id, request.block_size, ns, tenant, text, items, by_address, salt),
+        *(is_by_tokens, is_plain),
     )
 
 
 def _by_prompt(fields: dict[str, Any]) -> _QueryFields:
     request = QueryRequest.of(fields)
-    return _validated(request, text_of(request.group, request), request.items)
+    return _validated(fields, request, text_of(request.group, request), request.items)
 
 
 def _by_hash(fields: dict[str, Any]) -> _QueryFields:
@@ -309,7 +306,7 @@ def _by_hash(fields: dict[str, Any]) -> _QueryFields:
             "or leave it out",
             field=other_field,
         )
-    return _validated(request)
+    return _validated(fields, request)
 
 
 # Rows by address: the table of a group as if each engine were named by the address that requests are sent to.

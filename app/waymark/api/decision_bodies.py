@@ -17,6 +17,7 @@ from waymark.decide.policies.presets import preset
 from waymark.decide.question import GivenValues, HashedPrompt, PolicyChoice, PromptOf, Question, SelectParameters
 from waymark.decide.request_prompts import no_prompt
 from waymark.decide.served import ServedModel
+from waymark.decide.usual import is_usual
 from waymark.domain.answer_times import AskedTimes
 from waymark.domain.hashing import namespace, text_hash
 from waymark.domain.multimodal import PromptItems
@@ -41,6 +42,8 @@ class DecisionBody(NamedTuple):
     """The prompt, if it has no tokens yet."""
     items: PromptItems
     """The images and other items among its tokens."""
+    is_usual: bool = False
+    """Whether it may be a usual decision, see ``decide.usual``, with the usual answer."""
 
 
 def read_decision(model: type[T], default_policy: PolicyChoice, fields: dict[str, Any]) -> DecisionBody:
@@ -75,7 +78,9 @@ def read_decision(model: type[T], default_policy: PolicyChoice, fields: dict[str
         parameters=_parameters(request),
         asked=AskedTimes(request.slo_ttft_ms, request.slo_tpot_ms),
     )
-    return DecisionBody(request, question, adapter, namespace(adapter, request.salts), text, items)
+    has_usual_answer = isinstance(request, SelectRequest) and request.by == "instance" and not request.explain
+    usual = has_usual_answer and text is None and not items and is_usual(question)
+    return DecisionBody(request, question, adapter, namespace(adapter, request.salts), text, items, usual)
 
 
 def _session(request: DecisionRequest) -> str | None:

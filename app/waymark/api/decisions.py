@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from time import perf_counter
+
+import orjson
 
 from waymark.api.decision_bodies import (
     DecisionBody,
@@ -16,7 +18,7 @@ from waymark.api.decision_bodies import (
 )
 from waymark.api.decision_schemas import RELEASES_MAX, ReleaseRequest, ScoreRequest, SelectRequest
 from waymark.api.http.answers import PARTIAL, Answer, Paused
-from waymark.api.http.bodies import Body
+from waymark.api.http.bodies import Body, Format
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.tokens_file import Caller
 from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer
@@ -32,14 +34,18 @@ from waymark.decide.policies.policy import Scored
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import Question, SelectedTarget
 from waymark.decide.request_prompts import estimate_tokens, unread_prompt
+from waymark.decide.reserve import target_headers
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
+from waymark.decide.usual import UsualTarget
 from waymark.domain.books import NO_USAGE, Usage, more_cached
 from waymark.domain.status import Decision
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
+
+_JSON = Format.JSON.value
 
 
 class Decisions:
@@ -103,6 +109,14 @@ class Decisions:
 
     def select(self, body: Body) -> Steps[Answer | Paused]:
         decision_body = body.asked(self._select)
+        if decision_body.is_usual and body.format is Format.JSON and self._gate.is_unneeded:
+            question = decision_body.question
+            at_hand = self._selector.usual.at_hand(question)
+            if at_hand is not None:
+                keys_of = self._given.keys_of(SelectRequest, body, decision_body.namespace)
+                usual = yield from self._selector.deciding(at_hand, question, keys_of)
+                if usual is not None:
+                    return Answer(usual_answer(usual, question.policy.name), media_type=_JSON)
         if not self._gate.is_open:
             yield Waiting(self._gate.check())
         decision_body = yield from self._resolved(decision_body)
@@ -293,6 +307,40 @@ def score_row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, ex
         reported = gauges and GaugesRow(waiting=gauges.waiting, running=gauges.running, kv_usage=gauges.kv_usage)
         vars(row).update(parts=dict(scored.parts), gauges=reported)
     return row
+
+
+def usual_answer(selected: UsualTarget, policy: str) -> bytes:
+    """Return the JSON text of ``select_answer`` for a usual decision."""
+    member, row, load, cost, tokens, size, prefix_key, reservation = selected
+    device, host, shared, disk = row
+    health = load.health if load.failed else 1.0
+    return _usual_text(member.name, member.target.address, policy) % (
+        orjson.dumps(cost),
+        size * device,
+        size * host,
+        size * disk,
+        size * shared,
+        max(0, tokens - size * sum(row)),
+        load.tokens,
+        load.requests,
+        orjson.dumps(health),
+        b"null" if prefix_key is None else b'"%b"' % prefix_key.hex().encode(),
+        str(reservation).encode(),
+    )
+
+
+@lru_cache(4096)
+def _usual_text(name: tuple[str, int], address: str | None, policy: str) -> bytes:
+    """Return a usual answer about a target, with a place for each value that differs between two of them."""
+    instance_id, address_text, policy_text, headers = [
+        orjson.dumps(value).replace(b"%", b"%%") for value in (name[0], address, policy, target_headers(address))
+    ]
+    return (
+        b'{"target":{"instance_id":%b,"dp_rank":%d,"address":%b,"score":null,"cost":%%b,"device_tokens":%%d,'
+        b'"host_tokens":%%d,"disk_tokens":%%d,"shared_tokens":%%d,"expected_tokens":0,"new_tokens":%%d,'
+        b'"wait_tokens":%%d,"active_requests":%%d,"health":%%b},"others":[],"prefill":null,"encode":[],"policy":%b,'
+        b'"decision":"kv_aware","degraded":false,"prefix_key":%%b,"reservation":"%%b","headers":%b}'
+    ) % (instance_id, name[1], address_text, policy_text, headers)
 
 
 def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:

@@ -92,7 +92,7 @@ class Explanations:
 
             return Paused(partial(self._beside, body), resume)
 
-        return Straight(steps)
+        return Straight(steps, handler.quick)
 
     async def _beside(self, body: Body) -> Explanation | NoExplanation:
         """Return an explanation, or an error in its place: it never fails the answer; of a wrong body, that answer is

@@ -7,6 +7,7 @@ does without them, down to the answer to an unexpected exception.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -26,6 +27,7 @@ from waymark.api.http.tokens_file import EVERYONE, Caller
 from waymark.api.query_schemas import PromptFields
 from waymark.base.asgi import RawHeaders
 from waymark.base.errors import InvalidValue, StoreUnavailable, WaymarkError
+from waymark.base.instruments import Counter
 from waymark.base.logs import failure, fields
 from waymark.base.metrics import Metrics
 
@@ -84,11 +86,11 @@ class Operation:
         self._admission = dependencies.admission[queue] if doc.needs_redis and queue else None
         self._without_redis = without_redis
         self._max_body_bytes = dependencies.max_body_bytes
-        self._long_list = _long_list(path, doc.request, dependencies)
+        self.long_list = _long_list(path, doc.request, dependencies)
         self._metrics = dependencies.metrics
         self._duration = self._metrics.http_request_duration_seconds.labels(route=path)
         # Finding a series by its labels costs more than counting.
-        self._counts: dict[tuple[str, int], Callable[[], None]] = {}
+        self._counts: dict[tuple[str, int], Counter] = {}
         self.methods: tuple[str, ...] = ("GET", "HEAD") if method == "GET" else (method,)
         self.allowed: tuple[str, ...] = self.methods
         """The methods of the path; ``Resource`` adds those of the path's other operations."""
@@ -133,14 +135,16 @@ class Operation:
 
     def count(self, method: str, status: int, seconds: float) -> None:
         """Count a request after its answer, or after its client has gone away."""
-        self._duration.observe(seconds)
-        count = self._counts.get((method, status))
-        if count is None:
+        duration = self._duration
+        duration.sum += seconds
+        duration.seen[bisect_left(duration.bounds, seconds)] += 1
+        series = self._counts.get((method, status))
+        if series is None:
             label = method if method in METHODS else "other"
-            count = self._metrics.http_requests.labels(route=self.path, method=label, status=str(status)).inc
+            series = self._metrics.http_requests.labels(route=self.path, method=label, status=str(status))
             if label == method:
-                self._counts[method, status] = count
-        count()
+                self._counts[method, status] = series
+        series.value += 1
 
     async def _answer(self, scope: Scope, receive: Receive) -> tuple[Answer, Format]:
         headers: RawHeaders = scope["headers"]
@@ -207,7 +211,7 @@ class Operation:
         if raw is None:
             body = _NO_BODY
         else:
-            body = decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self._long_list)
+            body = decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self.long_list)
         if caller is not EVERYONE:
             check_reach(caller, self.doc.reach, body, is_dynamo=self.api == "dynamo")
             body = body._replace(caller=caller)

@@ -15,7 +15,7 @@ ConductorShape: TypeAlias = Literal["auto", "published", "instances"]
 
 @dataclass(frozen=True, slots=True)
 class AccessOptions:
-    """The tokens and endpoints that are allowed."""
+    """The allowed tokens and endpoints."""
 
     token: str | None = field(default=None, repr=False)
     """The bearer token that may do everything."""
@@ -28,7 +28,7 @@ class AccessOptions:
     allowed_endpoints: tuple[str, ...] = ()
     """The endpoints that may be registered; empty: all."""
     warning: str | None = None
-    """The warning of a port that is open to everybody."""
+    """The warning of a port open to everybody."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from waymark.api.books import since_seconds
+from waymark.api.comparison import compare, replay
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.fields import OptionalName, RequestBody
-from waymark.decide.comparison import compare, replay
 from waymark.decide.options import Shadow
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.presets import preset

@@ -127,7 +127,7 @@ class GivenPrompts:
 
     def __init__(self, options: PromptOptions) -> None:
         self._max_tokens = options.tokens_max
-        self._seed = options.hash_seed
+        self.seed = options.hash_seed
 
     def keys_of(self, model: type[RequestBody], body: Body, namespace: int, items: PromptItems = ()) -> KeysOf:
         """Return the keys of the token ids or hashes of a body. ``InvalidBody`` names the wrong element.
@@ -141,7 +141,7 @@ class GivenPrompts:
 
     def of_tokens(self, tokens: bytes, namespace: int, items: PromptItems = ()) -> KeysOf:
         """Return the keys of token ids as little-endian u32."""
-        return partial(_of_tokens, tokens, namespace, self._seed, items)
+        return partial(_of_tokens, tokens, namespace, self.seed, items)
 
 
 def _of_tokens(tokens: bytes, namespace: int, seed: int, items: PromptItems, block_size: int) -> PromptKeys:

@@ -242,6 +242,10 @@ class Applier:
         self.counters[MISSING] = self.resolver.unknown
         await self.slices.run(self.resolver.memory.release())
 
+    async def forget(self) -> None:
+        """Free what is known of the blocks: the applier is of no further use."""
+        await self.slices.run(self.resolver.memory.drop())
+
     def miss(self, batches: int) -> None:
         """Count the blocks of lost batches as missing: for each batch, the average number of blocks per batch."""
         stored, applied = self.counters["blocks_stored"], self.counters["batches"]
@@ -282,6 +286,7 @@ class Applier:
         """Forget the staged blocks; the life of the stream stays. Raises Fenced."""
         nonce = random_nonce()
         await self.calls.accepted(lambda: self._store.records.drop_staged(self.grant, nonce))
+        await self.forget()
 
     async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[NewHolder]) -> list[int]:
         """End holders, or begin others, and return the ids of those begun. Redis makes a repeated change only once."""

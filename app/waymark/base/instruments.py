@@ -62,17 +62,17 @@ class Gauge:
 class Histogram:
     """The number of observations up to each bound, and their sum."""
 
-    __slots__ = ("_bounds", "seen", "sum")
+    __slots__ = ("bounds", "seen", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
+        self.bounds = bounds
         self.seen = [0] * (len(bounds) + 1)
         """The number of observations in each bucket; each counts in one. The last bucket is above every bound."""
         self.sum = 0.0
 
     def observe(self, amount: float) -> None:
         self.sum += amount
-        self.seen[bisect_left(self._bounds, amount)] += 1
+        self.seen[bisect_left(self.bounds, amount)] += 1
 
 
 Series = TypeVar("Series", Counter, Gauge, Histogram)

@@ -159,6 +159,8 @@ _MediumName = Annotated[str, Field(pattern=r"^([A-Z0-9_]{1,32}|\*)$")]
 _Ttl = Annotated[int, Field(ge=0, le=365 * _DAY)]
 _Port = Annotated[int, Field(ge=0, le=65535)]
 _Limit = Annotated[int, Field(ge=0, le=10**12)]
+_AnswersBytes = Annotated[int, Field(ge=1024, le=1024 * 1024 * _MIB)]
+_AnswersTtl = Annotated[int, Field(ge=1, le=3650 * _DAY)]
 
 
 # ---- the settings ----------------------------------------------------------------------------------
@@ -278,8 +280,6 @@ class Settings(BaseModel):
     """After how many seconds without a frame, or after an unanswered replay, a worker asks for a replay."""
     replay_idle_seconds: float = Field(2.0, ge=0.05, le=60)
     """How long to wait for the next message of a replay."""
-    replays_max: int = Field(8, ge=1, le=256)
-    """How many replays one ingest worker runs at once; each holds unapplied batches in memory."""
     hybrid: Annotated[Literal["boundary", "off"], BeforeValidator(_lower)] = "boundary"
     """What a match of a hybrid model needs: blocks of full attention (`off`), or also its windows (`boundary`)."""
     medium_ttl: Annotated[dict[_MediumName, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
@@ -332,20 +332,18 @@ class Settings(BaseModel):
     """Whether a gateway marks the system prompt of `/v1/messages` with `cache_control`, if no block of it has one."""
     response_cache: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] = "off"
     """Where a gateway caches answers to equal requests without a `temperature` or with 0; gateways share `redis`."""
-    response_cache_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of answers the response cache keeps, in a gateway or in Redis: 1,000 in 256 MiB, of 1 MiB each."""
-    response_cache_ttl_seconds: int = Field(300, ge=1, le=30 * _DAY)
-    """How long, in seconds, the response cache keeps an answer."""
     responses: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] | None = None
     """Where answers of `/v1/responses` are stored; the default is `redis`, but `memory` on the emulated Redis."""
-    responses_ttl_seconds: int = Field(_DAY, ge=1, le=30 * _DAY)
-    """How long, in seconds, an answer of `/v1/responses` is stored, in memory or in Redis."""
-    responses_bytes: int = Field(256 * _MIB, ge=1024, le=1024 * 1024 * _MIB)
-    """How many bytes of answers of `/v1/responses` are stored: in 256 MiB, 10,000 conversations of at most 1 MiB."""
     responses_mongo_url: SecretStr | None = None
     """The MongoDB that gets a copy of every stored answer: `mongodb://host/waymark?timeoutMS=500`."""
-    responses_mongo_ttl_seconds: int = Field(30 * _DAY, ge=1, le=3650 * _DAY)
-    """How long, in seconds, MongoDB keeps a copy of an answer."""
+    answers_bytes: Annotated[dict[Literal["cache", "responses"], _AnswersBytes], BeforeValidator(_split_values)] = (
+        Field(default_factory=dict)
+    )
+    """The bytes of answers in the response cache and of `/v1/responses`, `cache=268435456,responses=268435456`."""
+    answers_ttl: Annotated[
+        dict[Literal["cache", "responses", "mongo"], _AnswersTtl], BeforeValidator(_split_values)
+    ] = Field(default_factory=dict)
+    """How many seconds answers are kept, by place: `cache=300,responses=86400,mongo=2592000`."""
 
     # Limits
     max_body_bytes: int = Field(16 * _MIB, ge=1024, le=1024 * _MIB)
@@ -482,6 +480,11 @@ RENAMED: Final = {
     PREFIX + "GATEWAY_KEYS_FILE": (PREFIX + "GATEWAY_KEYS", ""),
     PREFIX + "GATEWAY_KEY_REQUESTS": (PREFIX + "GATEWAY_KEY_LIMITS", "requests="),
     PREFIX + "GATEWAY_KEY_TOKENS": (PREFIX + "GATEWAY_KEY_LIMITS", "tokens="),
+    PREFIX + "RESPONSE_CACHE_BYTES": (PREFIX + "ANSWERS_BYTES", "cache="),
+    PREFIX + "RESPONSES_BYTES": (PREFIX + "ANSWERS_BYTES", "responses="),
+    PREFIX + "RESPONSE_CACHE_TTL_SECONDS": (PREFIX + "ANSWERS_TTL", "cache="),
+    PREFIX + "RESPONSES_TTL_SECONDS": (PREFIX + "ANSWERS_TTL", "responses="),
+    PREFIX + "RESPONSES_MONGO_TTL_SECONDS": (PREFIX + "ANSWERS_TTL", "mongo="),
 }
 #: Of these, those whose value is a path, among other things by the new name, where a path begins with ``/`` or ``./``.
 _PATHS = frozenset({PREFIX + "PICKER_CONFIG", PREFIX + "GATEWAY_KEYS_FILE"})
@@ -500,15 +503,13 @@ FORMER: Final = {
     PREFIX + "RESERVATIONS_MAX": "1,000,000, RESERVATIONS_MAX in waymark.decide.options",
     PREFIX + "DISCOVERY_TOKEN_FILE": "token_file in the query of WAYMARK_DISCOVERY_URL, or the file of the pod",
     PREFIX + "TEXT_BYTES_MAX": "a byte for each token of WAYMARK_MAX_TOKENS",
-    PREFIX + "RESPONSE_CACHE_ENTRIES": "1,000 for 256 MiB of WAYMARK_RESPONSE_CACHE_BYTES, and follows that setting",
-    PREFIX
-    + "RESPONSE_CACHE_RESPONSE_BYTES": "1 MiB for 256 MiB of WAYMARK_RESPONSE_CACHE_BYTES, and follows that setting",
-    PREFIX
-    + "RESPONSE_CACHE_STREAM_BYTES": "10 MiB for 256 MiB of WAYMARK_RESPONSE_CACHE_BYTES, and follows that setting",
+    PREFIX + "RESPONSE_CACHE_ENTRIES": "1,000 for 256 MiB of WAYMARK_ANSWERS_BYTES, and follows that setting",
+    PREFIX + "RESPONSE_CACHE_RESPONSE_BYTES": "1 MiB for 256 MiB of WAYMARK_ANSWERS_BYTES, and follows that setting",
+    PREFIX + "RESPONSE_CACHE_STREAM_BYTES": "10 MiB for 256 MiB of WAYMARK_ANSWERS_BYTES, and follows that setting",
     PREFIX + "RESPONSE_CACHE_REDIS_MS": "half of WAYMARK_REDIS_TIMEOUT_SECONDS",
     PREFIX + "GATEWAY_FIRST_BYTE_SECONDS": "twice WAYMARK_GATEWAY_IDLE_SECONDS",
-    PREFIX + "RESPONSES_ENTRIES": "10,000 for 256 MiB of WAYMARK_RESPONSES_BYTES, and follows that setting",
-    PREFIX + "RESPONSES_ENTRY_BYTES": "1 MiB for 256 MiB of WAYMARK_RESPONSES_BYTES, and follows that setting",
+    PREFIX + "RESPONSES_ENTRIES": "10,000 for 256 MiB of WAYMARK_ANSWERS_BYTES, and follows that setting",
+    PREFIX + "RESPONSES_ENTRY_BYTES": "1 MiB for 256 MiB of WAYMARK_ANSWERS_BYTES, and follows that setting",
     PREFIX + "RESPONSES_MONGO_MS": "timeoutMS in the query of WAYMARK_RESPONSES_MONGO_URL, or 500",
     PREFIX + "RESPONSES_MONGO_DATABASE": "the path of WAYMARK_RESPONSES_MONGO_URL, or waymark",
     PREFIX + "RESPONSES_MONGO_COLLECTION": "responses, COLLECTION in waymark.gateway.mongo",
@@ -533,6 +534,7 @@ FORMER: Final = {
     PREFIX + "PLACEMENTS_MAX": "1,000,000, PLACEMENTS_MAX in waymark.decide.reported",
     PREFIX + "DISCOVERY_SECONDS": "300, AGAIN_SECONDS in waymark.discovery.run",
     PREFIX + "FOLD_BATCHES": "64, FOLD_BATCHES in waymark.ingest.stream",
+    PREFIX + "REPLAYS_MAX": "8, REPLAYS_MAX in waymark.ingest.options",
     PREFIX + "REJECTED_EVENTS_MAX": "1,000, REJECTED_EVENTS in waymark.apply.options",
     PREFIX + "WAITING_BLOCKS": "10,000, WAITING_BLOCKS in waymark.apply.options",
     PREFIX + "SPECULATIVE_TTL_MS": "2,000, SPECULATIVE_MILLISECONDS in waymark.decide.policies.profile",

@@ -1,4 +1,4 @@
-"""A file that is read again when it changes; after a change that cannot be read, the earlier entries stay."""
+"""A file, read again when it changes; after a change that cannot be read, the earlier entries stay."""
 
 from __future__ import annotations
 

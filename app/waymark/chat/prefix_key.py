@@ -1,4 +1,4 @@
-"""The prefix key: 32 bytes that are equal for requests with the same beginning, made without tokens.
+"""The prefix key: 32 bytes, equal for requests with the same beginning, made without tokens.
 
 ``SHA256(model ++ 00 ++ "S" ++ system)`` if the request has a system prompt, else ``SHA256(model ++ 00 ++ "M" ++ first
 message that is not system)``. The text is limited to ``PREFIX_BYTES``, at a boundary of UTF-8. Continuum Router's

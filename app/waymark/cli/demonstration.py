@@ -78,7 +78,7 @@ class DemoFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    """A prompt, the engines that have worked on it, and its name in the table."""
+    """A prompt, the engines which worked on it, and its name in the table."""
 
     label: str
     prompt: SimulatedPrompt
@@ -113,7 +113,7 @@ class _DemoService:
         return TENANT if self.process is None else "default"
 
     async def is_ready(self) -> bool:
-        """Whether the service answers, and is not another one that has taken the port meanwhile."""
+        """Whether the service answers, and no other has taken the port meanwhile."""
         if not await self.client.ready():
             return False
         return self.worker_id is None or self.worker_id in (await self.client.workers()).workers

@@ -68,7 +68,7 @@ def _service(arguments: argparse.Namespace) -> Iterator[RemoteService]:
         from waymark.base import logs
         from waymark.cli.loop import settings_with
         from waymark.console.service import LocalService
-        from waymark.runtime.inspecting import inspecting
+        from waymark.runtime.commands import inspecting
 
         settings = settings_with({"redis_url": arguments.redis_url})
         logs.configure("error", "text")

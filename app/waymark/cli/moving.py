@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from waymark.cli.parser import EXIT_OK, EXIT_USAGE
 
 if TYPE_CHECKING:
     from waymark.base.settings import Settings
-    from waymark.store.store import Store
 
 _EXAMPLES = {
     "export": """\
@@ -57,7 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
     from waymark.base import logs
     from waymark.base.errors import SettingsError
     from waymark.cli import loop
-    from waymark.runtime import parts
 
     settings = loop.settings_with({"redis_url": arguments.redis_url})
     logs.configure("error", "text")
@@ -74,61 +71,36 @@ def run(arguments: argparse.Namespace) -> int:
             "WAYMARK_REDIS_URL is memory://, an emulated Redis inside another process; give the URL of a real one "
             "(--redis-url redis://host:6379/0)"
         )
-    work: Callable[[argparse.Namespace, Settings, Store], Awaitable[str]]
+    work: Callable[[argparse.Namespace, Settings], Coroutine[Any, Any, str]]
     work = {"export": _export, "import": _import, "reset": _reset}[arguments.command]
-
-    async def with_store() -> str:
-        store = parts.open_store(settings)
-        try:
-            return await work(arguments, settings, store)
-        finally:
-            await store.close()
-
-    print(loop.run(with_store()))
+    print(loop.run(work(arguments, settings)))
     return EXIT_OK
 
 
-async def _export(arguments: argparse.Namespace, settings: Settings, store: Store) -> str:
-    """Write the file under another name first, so that a file of this name is always whole."""
-    from waymark.base.errors import InvalidValue
-    from waymark.store.exporting import export_index
+async def _export(arguments: argparse.Namespace, settings: Settings) -> str:
+    from waymark.runtime.commands import export_to
 
     path: Path = arguments.file
-    part = path.with_name(f"{path.name}.part")
-    try:
-        # A salt may be a secret of its tenant: only its owner reads the file.
-        with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "w+b") as file:
-            report = await export_index(store, file, model=arguments.model, tenant=arguments.tenant)
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-        part.replace(path)
-    except OSError as exc:
-        raise InvalidValue(f"{part} cannot be written: {exc.strerror}") from None
+    report, size = await export_to(settings, path, model=arguments.model, tenant=arguments.tenant)
     text = f"exported {report.publishers} publishers with {report.blocks:,} blocks to {path}, {size:,} bytes"
     if report.unreadable:
         text += f"\n{report.unreadable} rows or entries in Redis cannot be read, and are left out, as in queries"
     return text + _changed(report.changed)
 
 
-async def _import(arguments: argparse.Namespace, settings: Settings, store: Store) -> str:
-    from waymark.store.importing import import_index
-    from waymark.store.index_file import IndexFile
+async def _import(arguments: argparse.Namespace, settings: Settings) -> str:
+    from waymark.runtime.commands import import_from
 
-    file = IndexFile.read(arguments.file)
-    report = await import_index(
-        store,
-        file,
-        hash_seed=settings.hash_seed,
-        model=arguments.model,
-        tenant=arguments.tenant,
-        replaces=arguments.replace,
+    report = await import_from(
+        settings, arguments.file, model=arguments.model, tenant=arguments.tenant, replaces=arguments.replace
     )
     return f"imported {report.publishers} publishers with {report.blocks:,} blocks" + _changed(report.changed)
 
 
-async def _reset(_: argparse.Namespace, settings: Settings, store: Store) -> str:
-    return f"deleted {await store.reset()} keys of {_pattern(settings)}"
+async def _reset(_: argparse.Namespace, settings: Settings) -> str:
+    from waymark.runtime.commands import reset
+
+    return f"deleted {await reset(settings)} keys of {_pattern(settings)}"
 
 
 def _pattern(settings: Settings) -> str:

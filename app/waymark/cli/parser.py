@@ -88,9 +88,9 @@ GROUPS: dict[str, dict[str, CliCommand]] = {
         "reset": CliCommand("moving", "delete all keys of Waymark in Redis; stop all its processes first"),
     },
     "try and measure": {
-        "demo": CliCommand("demo", "run the whole service with simulated engines and show a table", extra="demo"),
-        "simulate": CliCommand("simulate", "run simulated engines that publish events as real ones do"),
-        "bench": CliCommand("bench", "run the benchmarks in a checkout; 'waymark bench --help' lists them"),
+        "demo": CliCommand("trials", "run the whole service with simulated engines and show a table", extra="demo"),
+        "simulate": CliCommand("trials", "run simulated engines that publish events as real ones do"),
+        "bench": CliCommand("trials", "run the benchmarks in a checkout; 'waymark bench --help' lists them"),
     },
     "your shell": {
         "completion": CliCommand("completion", "print the completion script for your shell"),

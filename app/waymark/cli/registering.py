@@ -83,9 +83,9 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
                 and publisher.dp_rank in engine.endpoints
             ]
             if all(
-                each.status not in (StreamStatus.STARTING, StreamStatus.REPLAYING, StreamStatus.UNREACHABLE)
-                and _has_blocks(each)
-                for each in publishers
+                publisher.status not in (StreamStatus.STARTING, StreamStatus.REPLAYING, StreamStatus.UNREACHABLE)
+                and _has_blocks(publisher)
+                for publisher in publishers
             ):
                 break
             if monotonic() > began + arguments.wait_seconds:

@@ -113,7 +113,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One target for a prompt, in tokens."""
+    """The score of one target for a prompt, in tokens."""
 
     instance_id: str
     dp_rank: int

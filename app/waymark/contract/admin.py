@@ -292,7 +292,7 @@ class ResponseCacheRedis(AnswerShape):
     fallback_active: bool
     """True while Redis is unavailable, and the gateway keeps answers in its own memory."""
     errors: CacheErrors
-    """The errors of Redis."""
+    """The errors of Redis at all gateways."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +311,7 @@ class ResponseCacheStats(AnswerShape):
     backend_type: str | None = None
     """``memory`` or ``redis``."""
     entries: int | None = None
-    """The number of answers."""
+    """The number of answers: in Redis, or in the memory of this gateway if ``backend_type`` is ``memory``."""
     capacity: int | None = None
     """The most answers."""
     requests: ResponseCacheRequests | None = None
@@ -319,9 +319,9 @@ class ResponseCacheStats(AnswerShape):
     hit_rate: str | None = None
     """A text: the share of ``hit`` in hits and misses, with four decimals."""
     evictions: int | None = None
-    """The number of answers that were removed to make room for others."""
+    """The number of answers that were removed to make room for others, by all gateways."""
     size_bytes: int | None = None
-    """The bytes of the answers."""
+    """The bytes of these answers."""
     config: ResponseCacheConfig | None = None
     """The configuration."""
     redis: ResponseCacheRedis | None = None

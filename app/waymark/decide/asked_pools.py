@@ -70,7 +70,7 @@ class QueriedPool(NamedTuple):
 def queried_pools(table: HolderTable) -> tuple[QueriedPool, ...]:
     """Return the pools to ask, as pools and engines register them; none if events say what a pool has."""
     telling = {holder.publisher for holder in table.holders.values()}
-    found: dict[str, QueriedPool] = {}
+    pools: dict[str, QueriedPool] = {}
     for publisher, row in sorted(table.publishers.items()):
         target = table.targets.get(publisher, PLAIN)
         if target.query_endpoint is None:
@@ -78,10 +78,10 @@ def queried_pools(table: HolderTable) -> tuple[QueriedPool, ...]:
         if row.scope == "shared" and publisher in telling and not row.is_lost:
             return ()
         pool = QueriedPool(target.query_endpoint, target.query_parts, target.query_keys)
-        before = found.get(pool.url)
-        if before is None or (not before.forms and (pool.forms or not before.parts)):
-            found[pool.url] = pool
-    return tuple(found.values())
+        earlier = pools.get(pool.url)
+        if earlier is None or (not earlier.forms and (pool.forms or not earlier.parts)):
+            pools[pool.url] = pool
+    return tuple(pools.values())
 
 
 @dataclass(slots=True)
@@ -110,12 +110,12 @@ class AskedPools:
 
     def of(self, table: HolderTable) -> tuple[QueriedPool, ...]:
         """Return the pools to ask for a group, as ``queried_pools`` does."""
-        known = self._of_tables.get(table.group)
-        if known is None or known[0] is not table:
+        entry = self._of_tables.get(table.group)
+        if entry is None or entry[0] is not table:
             if len(self._of_tables) >= _TABLES_MAX:
                 self._of_tables.clear()
-            known = self._of_tables[table.group] = table, queried_pools(table)
-        return known[1]
+            entry = self._of_tables[table.group] = table, queried_pools(table)
+        return entry[1]
 
     def beside(
         self,
@@ -129,11 +129,11 @@ class AskedPools:
 
         ``table`` returns the table at hand, which may be known only after the read.
         """
-        before = table()
-        asking = None if before is None or not self.of(before) else self._ask_for(before, size_of, keys_of, salt)
+        at_hand = table()
+        asking = None if at_hand is None or not self.of(at_hand) else self._ask_for(at_hand, size_of, keys_of, salt)
         try:
             result = yield from reading
-            if (now := table()) is not before:  # other pools, perhaps
+            if (now := table()) is not at_hand:  # other pools, perhaps
                 if asking is not None:
                     asking.cancel()
                 asking = self._ask_for(now, size_of, keys_of, salt)
@@ -159,10 +159,10 @@ class AskedPools:
 
     async def blocks(self, pools: Collection[QueriedPool], prompt: AskedPrompt) -> int:
         """Return which blocks of a prompt some pool has: bit i is block i."""
-        found = await asyncio.gather(*(self._of(pool, prompt) for pool in pools))
+        bitmaps = await asyncio.gather(*(self._of(pool, prompt) for pool in pools))
         bitmap = 0
-        for each in found:
-            bitmap |= each
+        for answer in bitmaps:
+            bitmap |= answer
         return bitmap
 
     async def _of(self, pool: QueriedPool, prompt: AskedPrompt) -> int:
@@ -236,14 +236,14 @@ class AskedPools:
     async def _ask(self, url: str, forms: KeyForms, hashes: Sequence[str]) -> int:
         """Return which blocks the pool has. Raise Unanswered, InvalidValue."""
         at_once = KEYS_MAX // forms.size
-        portions = [hashes[at : at + at_once] for at in range(0, len(hashes), at_once)]
+        portions = [hashes[start : start + at_once] for start in range(0, len(hashes), at_once)]
         tasks = [asyncio.ensure_future(self._ask_once(url, forms, portion)) for portion in portions]
         try:
-            found = await asyncio.gather(*tasks)
+            bitmaps = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        return sum(bitmap << (number * at_once) for number, bitmap in enumerate(found))
+        return sum(bitmap << (number * at_once) for number, bitmap in enumerate(bitmaps))
 
     async def _ask_once(self, url: str, forms: KeyForms, hashes: Sequence[str]) -> int:
         keys = [forms.keys(block_hash) for block_hash in hashes]
@@ -267,10 +267,10 @@ def _longest(body: bytes) -> int:
         answer: Any = bounded_loads(body)
     except ValueError:
         raise Unanswered("its answer is not JSON") from None
-    found = answer.get("layout_info") if isinstance(answer, Mapping) else None
-    if not isinstance(found, Mapping):
+    layout = answer.get("layout_info") if isinstance(answer, Mapping) else None
+    if not isinstance(layout, Mapping):
         raise Unanswered("its answer has no object in layout_info")
-    counts = [each[1] for each in found.values() if isinstance(each, list) and len(each) == 2]
+    counts = [entry[1] for entry in layout.values() if isinstance(entry, list) and len(entry) == 2]
     return max((count for count in counts if type(count) is int), default=0)
 
 
@@ -283,4 +283,4 @@ def _there(body: bytes) -> frozenset[str]:
     data = answer.get("data") if isinstance(answer, Mapping) else None
     if not isinstance(data, Mapping):
         raise Unanswered("its answer has no object in data")
-    return frozenset(key for key, each in data.items() if isinstance(each, Mapping) and each.get("ok") is True)
+    return frozenset(key for key, entry in data.items() if isinstance(entry, Mapping) and entry.get("ok") is True)

@@ -56,11 +56,11 @@ class Choices(NamedTuple):
 
 
 def promises_of(
-    publishers: Sequence[int], seen: PromptState, request: RoutingRequest, fleet: Fleet, choices: Choices
+    publishers: Sequence[int], state: PromptState, request: RoutingRequest, fleet: Fleet, choices: Choices
 ) -> list[str]:
     """Return what can be promised of each target, for one prompt: the texts that their reservations have."""
-    size, soon = request.block_size, seen.expected
-    amounts = _amounts(seen, size, choices)
+    size, soon = request.block_size, state.expected
+    amounts = _amounts(state, size, choices)
     available, random = _best_and_random(amounts, choices)
     # Most targets have nothing, and each decision needs eight texts.
     of_nothing = PROMISE_TEXT % (available, *_NOTHING, 0, random)
@@ -71,7 +71,7 @@ def promises_of(
         name = members[publisher].name
         amount, tokens = amounts.get(name), _NOTHING
         if amount is not None:
-            tokens = _held(seen, name, size)
+            tokens = _held(state, name, size)
         elif publisher not in soon:
             texts.append(of_nothing)
             continue
@@ -80,16 +80,16 @@ def promises_of(
     return texts
 
 
-def promised_to_all(seen: PromptState, size: int, choices: Choices) -> tuple[int, int]:
+def promised_to_all(state: PromptState, size: int, choices: Choices) -> tuple[int, int]:
     """Return ``available`` and ``random`` of all promises of one prompt."""
-    return _best_and_random(_amounts(seen, size, choices), choices)
+    return _best_and_random(_amounts(state, size, choices), choices)
 
 
-def _amounts(seen: PromptState, size: int, choices: Choices) -> dict[_Name, int]:
+def _amounts(state: PromptState, size: int, choices: Choices) -> dict[_Name, int]:
     """Return the tokens of the prompt that each choice has, for those that have any."""
-    rows = seen.rows
-    if seen.prefixes:
-        return {name: sum(_held(seen, name, size)) for name in choices.among({*rows, *seen.prefixes})}
+    rows = state.rows
+    if state.prefixes:
+        return {name: sum(_held(state, name, size)) for name in choices.among({*rows, *state.prefixes})}
     return {name: size * sum(rows[name]) for name in choices.among(rows)}
 
 
@@ -99,10 +99,10 @@ def _best_and_random(amounts: Mapping[_Name, int], choices: Choices) -> tuple[in
     return max(amounts.values()), round(sum(amounts.values()) / choices.number)
 
 
-def _held(seen: PromptState, name: _Name, size: int) -> tuple[int, int, int, int]:
+def _held(state: PromptState, name: _Name, size: int) -> tuple[int, int, int, int]:
     """Return the tokens that a target has on the device, in memory, on disk and in a pool."""
-    device, host, shared, disk = seen.rows.get(name, _NO_ROW)
-    opaque = seen.prefixes.get(name) if seen.prefixes else None
+    device, host, shared, disk = state.rows.get(name, _NO_ROW)
+    opaque = state.prefixes.get(name) if state.prefixes else None
     if opaque is None:
         return size * device, size * host, size * disk, size * shared
     return (
@@ -116,12 +116,12 @@ def _held(seen: PromptState, name: _Name, size: int) -> tuple[int, int, int, int
 _NO_ROW = TargetRow()
 
 
-def believed(seen: PromptState, drifts: Mapping[int, float], members: Mapping[int, FleetMember]) -> PromptState:
+def believed(state: PromptState, drifts: Mapping[int, float], members: Mapping[int, FleetMember]) -> PromptState:
     """Return the state as seen, with fewer tokens for targets that deliver less than expected.
 
     ``drifts`` are the shares that are missing, by publisher.
     """
-    rows, prefixes, expected = dict(seen.rows), dict(seen.prefixes), dict(seen.expected)
+    rows, prefixes, expected = dict(state.rows), dict(state.prefixes), dict(state.expected)
     for publisher, share in drifts.items():
         member = members.get(publisher)
         if member is None:
@@ -134,7 +134,7 @@ def believed(seen: PromptState, drifts: Mapping[int, float], members: Mapping[in
             prefixes[member.name] = opaque._replace(hot=int(credit * opaque.hot), warm=int(credit * opaque.warm))
         if publisher in expected:
             expected[publisher] = int(credit * expected[publisher])
-    return seen._replace(rows=rows, prefixes=prefixes, expected=expected)
+    return state._replace(rows=rows, prefixes=prefixes, expected=expected)
 
 
 _WAYS: Mapping[Repair, str] = {
@@ -171,19 +171,19 @@ class Bookkeeper:
         """
         try:
             claims = await self._store.directory.claims()
-            claim = next((each for each in claims if each.publisher == reservation.publisher), None)
+            claim = next((other for other in claims if other.publisher == reservation.publisher), None)
             if claim is None:
                 return
-            of = claim.registration
-            shown_as = fields(instance=of.instance_id, model=of.model_name, drift=drift)
+            registration = claim.registration
+            shown_as = fields(instance=registration.instance_id, model=registration.model_name, drift=drift)
             if not drift:
                 log.info("the engine reuses what is expected again", extra=shown_as)
                 return
             way = "restart it, or register snapshot_endpoint"
-            if of.repair is not None and await self._store.records.ask_repair(claim):
-                way = _WAYS[of.repair]
+            if registration.repair is not None and await self._store.records.ask_repair(claim):
+                way = _WAYS[registration.repair]
             log.warning("the engine reuses fewer tokens than expected; its blocks count for less", extra=shown_as)
             detail = f"{100 * drift:.0f} % of what was expected did not come; {way}"
-            self._store.activity.note(ActivityKind.DRIFT, **about(of), detail=detail)
+            self._store.activity.note(ActivityKind.DRIFT, **about(registration), detail=detail)
         except StoreUnavailable as exc:
             log.warning("drift not reported", extra=fields(error=exc.sentence))

@@ -185,6 +185,11 @@ class StartupGate:
         self._count = 0
         self._count_until = 0.0
 
+    @property
+    def is_unneeded(self) -> bool:
+        """Whether it is open, and the index is kept up to date."""
+        return self.is_open and (self.watch is None or not self.watch.finds_none)
+
     async def waiting(self) -> str | None:
         """Return the condition that the gate waits for, as a sentence, or None once it is open."""
         if self.is_open:

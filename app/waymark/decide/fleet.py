@@ -131,7 +131,7 @@ class TargetSet:
     def __init__(self, members: Sequence[FleetMember]) -> None:
         self.members = members
         self._by_publisher = {member.publisher: member for member in members}
-        self._by_name = {member.name: member.publisher for member in members}
+        self.by_name = {member.name: member.publisher for member in members}
         self._of_instance: dict[str | None, list[int]] = {}
         for member in members:
             self._of_instance.setdefault(member.name[0], []).append(member.publisher)
@@ -150,10 +150,10 @@ class TargetSet:
     def among(self, names: Iterable[tuple[str, int]], allowed: Allowed) -> list[tuple[str, int]]:
         """Return those of ``names`` that belong to allowed members."""
         if allowed.are_all:
-            return [name for name in names if name in self._by_name]
+            return [name for name in names if name in self.by_name]
         found = []
         for name in names:
-            publisher = self._by_name.get(name)
+            publisher = self.by_name.get(name)
             if publisher is not None and allowed.has(publisher):
                 found.append(name)
         return found
@@ -162,7 +162,7 @@ class TargetSet:
         """Return the members that are allowed."""
         if allowed.are_all:
             return self.members
-        return [each for each in self._some(allowed) if each.publisher not in allowed.without]
+        return [member for member in self._some(allowed) if member.publisher not in allowed.without]
 
     def shortlist(
         self,
@@ -191,7 +191,7 @@ class TargetSet:
         equal = rest[0][0] if len(rest) == most and rest[0][0] == rest[-1][0] else None
         near = 0
         for name in nearest:
-            publisher = self._by_name.get(name)
+            publisher = self.by_name.get(name)
             if publisher is None or not allowed.has(publisher):
                 continue
             near += 1
@@ -205,7 +205,7 @@ class TargetSet:
 
     def having(self, seen: PromptState, allowed: Allowed, rival: int) -> dict[int, FleetMember]:
         """Return the members that have a part of the prompt, and ``rival``, by publisher."""
-        return {each: self._by_publisher[each] for each in self._having(seen, allowed, (rival,))}
+        return {publisher: self._by_publisher[publisher] for publisher in self._having(seen, allowed, (rival,))}
 
     def cheapest(
         self, seen: PromptState, cost: LoadCost, random: Random, allowed: Allowed, without: Container[int]
@@ -218,7 +218,7 @@ class TargetSet:
     def _having(self, seen: PromptState, allowed: Allowed, others: Iterable[int | None]) -> dict[int, None]:
         having: dict[int, None] = {}
         for name in (*seen.rows, *seen.prefixes):
-            publisher = self._by_name.get(name)
+            publisher = self.by_name.get(name)
             if publisher is not None and allowed.has(publisher):
                 having[publisher] = None
         for each in (*seen.expected, *others):
@@ -247,12 +247,12 @@ class TargetSet:
         if allowed.are_all:
             active = self._sum.of(loads)
         else:
-            active = sum(loads[each.publisher].requests for each in some if each.publisher in loads)
+            active = sum(loads[member.publisher].requests for member in some if member.publisher in loads)
         limit, below = bound(active, len(some), epsilon), 0
         publishers_met: list[int] = []
         own = {each for each in self._of_instance.get(session, ()) if allowed.has(each)}
         for name in clockwise:
-            publisher = self._by_name.get(name)
+            publisher = self.by_name.get(name)
             if publisher is None or not allowed.has(publisher):
                 continue
             publishers_met.append(publisher)
@@ -261,13 +261,13 @@ class TargetSet:
             below += load is None or load.requests < limit
             if below >= most and not own:
                 break
-        return Shortlist([self._by_publisher[each] for each in publishers_met], limit)
+        return Shortlist([self._by_publisher[publisher] for publisher in publishers_met], limit)
 
     def _some(self, allowed: Allowed) -> Iterable[FleetMember]:
         """The members that are named; all, if none are."""
         if allowed.only is None or len(allowed.only) >= len(self.members):
-            return (each for each in self.members if allowed.has(each.publisher))
-        return (self._by_publisher[each] for each in sorted(allowed.only) if each in self._by_publisher)
+            return (member for member in self.members if allowed.has(member.publisher))
+        return (self._by_publisher[publisher] for publisher in sorted(allowed.only) if publisher in self._by_publisher)
 
     def _order(self, cost: LoadCost, random: Random) -> LoadOrder:
         parts = cost.first, cost.second
@@ -306,7 +306,9 @@ class Fleet:
         self.kv_sources = [member for member in self.members if member.target.kv_source is not None]
         """The targets that others copy blocks from."""
         self.by_publisher = {member.publisher: member for member in self.members}
-        self.scraped = [each.publisher for each in self.members if each.target.metrics_url or each.target.address]
+        self.scraped = [
+            member.publisher for member in self.members if member.target.metrics_url or member.target.address
+        ]
         """The publishers whose engine's metrics a worker may read."""
         self.sources = {holder.id: holder for holder in table.holders.values() if holder.publisher in table.opaque}
         """Holders of opaque prefixes."""
@@ -328,7 +330,7 @@ class Fleet:
         if found is None:
             if len(self._serving) >= _SETS_MAX:
                 self._serving.clear()
-            own = [each for each in self.members if name in each.target.adapters or name in each.target.aliases]
+            own = [member for member in self.members if name in member.target.adapters or name in member.target.aliases]
             found = self._serving[name] = own or self.members
         return found
 
@@ -370,9 +372,9 @@ class Fleet:
         if found is None:
             if len(self._sets) >= _SETS_MAX:
                 self._sets.clear()
-            members = [each for each in self.serving(name) if _FITS[part](each)]
+            members = [member for member in self.serving(name) if _FITS[part](member)]
             if have_addresses:
-                members = [each for each in members if each.target.address is not None]
+                members = [member for member in members if member.target.address is not None]
             found = self._sets[key] = TargetSet(members)
         return found
 

@@ -66,7 +66,8 @@ class GroupLoads(Mapping[int, Load]):
         """Set a load changed by a decision; the next reading repeats it."""
         self._raw.pop(b"%d" % publisher, None)
         self._put.add(publisher)
-        self._set(publisher, load)
+        self._loads[publisher] = load
+        self._note(publisher)
 
     def take_put(self) -> Sequence[int]:
         """Return the publishers that were put since the last call.

@@ -238,9 +238,9 @@ def needs_of(question: Question, fleet: Fleet) -> Collection[ReadingKind]:
     if given is None and not has_gauges and not has_answer_times:
         return _LOADS
     needs = []
-    if given is None or not all(each.is_whole for each in given):
+    if given is None or not all(values.is_whole for values in given):
         needs.append(ReadingKind.LOADS)
-    if has_gauges and (given is None or any(each.gauges is None for each in given)):
+    if has_gauges and (given is None or any(values.gauges is None for values in given)):
         needs.append(ReadingKind.GAUGES)
     if has_answer_times:
         needs.append(ReadingKind.ANSWER_TIMES)
@@ -270,9 +270,8 @@ def speculation_of(question: Question, options: SelectionOptions) -> Speculation
 def request_of(question: Question, prompt: HashedPrompt, block_size: int, pool: int, fleet: Fleet) -> RoutingRequest:
     """Return the request as policies see it; ``pool`` are the blocks that shared pools have."""
     prefix_key = question.prefix_key
-    blocks = min(_STICKY_TOKENS // block_size, len(prompt.keys) // KEY_BYTES)
-    if prefix_key is None and blocks:
-        prefix_key = prompt.keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES]
+    if prefix_key is None:
+        prefix_key = sticky_key(prompt.keys, block_size)
     return RoutingRequest(
         prompt.tokens,
         block_size,
@@ -285,6 +284,12 @@ def request_of(question: Question, prompt: HashedPrompt, block_size: int, pool: 
         None if prompt.has_tokens or prefix_key is None else fleet.ring(POINTS),
         question.asked,
     )
+
+
+def sticky_key(keys: bytes, block_size: int) -> bytes | None:
+    """Return the prefix key of a prompt whose request has none: its block that ends at or before so many tokens."""
+    blocks = min(_STICKY_TOKENS // block_size, len(keys) // KEY_BYTES)
+    return keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES] if blocks else None
 
 
 def _block_size(fleet: Fleet | None) -> int:

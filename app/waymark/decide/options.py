@@ -84,15 +84,17 @@ class SelectionOptions:
     @property
     def needs_gauges(self) -> bool:
         """Whether a policy, of decisions or a shadow, needs gauges of engines."""
-        return any(each.needs_gauges for each in (self.default_policy(), *(shadow.policy for shadow in self.shadows)))
+        return any(
+            policy.needs_gauges for policy in (self.default_policy(), *(shadow.policy for shadow in self.shadows))
+        )
 
 
-def read_policy(name: str, variable: str, what: str = "picker") -> PolicySource:
+def read_policy(name: str, variable: str, subject: str = "picker") -> PolicySource:
     """Return the preset of this name, or the policy of the picker file at this path, which is read again when it has
     changed. Raise ``SettingsError``, which names ``variable``, if there is none.
     """
     if set(name) & {"/", "."}:
-        return WatchedFile(Path(name), lambda path: [PolicyChoice.of(read_file(str(path), variable))], what)
+        return WatchedFile(Path(name), lambda path: [PolicyChoice.of(read_file(str(path), variable))], subject)
     try:
         return PolicyChoice.of(preset(name, variable))
     except InvalidValue as exc:
@@ -101,7 +103,7 @@ def read_policy(name: str, variable: str, what: str = "picker") -> PolicySource:
 
 def read_shadows(text: str) -> tuple[Shadow, ...]:
     """Read the shadows: names of presets and paths of picker files. Raise ``SettingsError`` for an unknown name."""
-    names = [name for each in text.split(",") if (name := each.strip())]
+    names = [name for part in text.split(",") if (name := part.strip())]
     if len(names) > _SHADOWS_MAX or len(set(names)) < len(names):
         raise SettingsError(f"WAYMARK_SHADOW is {shown(text)}; name at most {_SHADOWS_MAX} different policies")
     return tuple(Shadow(name, read_policy(name, "WAYMARK_SHADOW", "shadow")) for name in names)

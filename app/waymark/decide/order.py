@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from waymark.base import native
 from waymark.decide import pure_sums
@@ -53,7 +53,7 @@ from waymark.store.reservations import CANDIDATES_MAX, Load, Offer
 _PLACE = 2.0**44
 BY_PLACE = Linear(0.0, 0.0)
 _CREDITS = read_constants(CREDITS, {}, "overrides")
-_EVERYBODY = Allowed()
+EVERYBODY = Allowed()
 
 
 class StageOffers(Protocol):
@@ -228,7 +228,7 @@ def targets_of(fleet: Fleet, question: Question, left_out: Set[int], part: Stage
     parameters = question.parameters
     targets = fleet.targets(question.served_as, part, have_addresses=parameters.needs_address)
     if parameters.only is None and not (parameters.exclude or left_out):
-        return targets, _EVERYBODY
+        return targets, EVERYBODY
     allowed = Allowed(
         None if parameters.only is None else fleet.publishers(parameters.only),
         left_out | fleet.publishers(parameters.exclude) if parameters.exclude else left_out,
@@ -414,9 +414,10 @@ class SumOffers:
         request: RoutingRequest,
         blocks: int,
         random: Random,
+        sums: list[Any] | None = None,
     ) -> None:
-        """Rank the members. ``policy`` is a preset with ``sum_of``; ``seen`` must not have gauges, opaque prefixes or
-        first tokens.
+        """Rank the members, unless their ``sums`` are known. ``policy`` is a preset with ``sum_of``; ``seen`` must not
+        have gauges, opaque prefixes or first tokens.
         """
         assert policy.preset is not None
         assert policy.linear is not None
@@ -428,7 +429,7 @@ class SumOffers:
         self._sum_of, self._values, self._request = policy.preset.sum_of, policy.values, request
         self._blocks = blocks
         self._least = least_new(request)
-        self._sums: list[_Sum] = (native.selected or pure_sums).rank_sums(
+        self._sums: list[_Sum] = sums or (native.selected or pure_sums).rank_sums(
             members,
             seen.rows.get,
             seen.loads.get,

@@ -41,7 +41,7 @@ class Keyspace(NamedTuple):
 
 
 class HolderMatch(NamedTuple):
-    """A holder, by the address of its registration or the name in a report, and its blocks from the first on."""
+    """The number of blocks that a holder has, from the first on. ``holder`` is an address, or a name in a report."""
 
     holder: str
     blocks: int
@@ -98,14 +98,14 @@ class ReportedPrompts:
             return []
         hashes = extend_local(None, array("Q", local_hashes))
         if keyspace.is_text:
-            found = await self._placed(served, keyspace, hashes)
+            matches = await self._placed(served, keyspace, hashes)
         else:
-            found, placed = await asyncio.gather(
+            matches, placed = await asyncio.gather(
                 self._indexed(served, keyspace, hashes), self._placed(served, keyspace, hashes)
             )
             precise = _with_events(self._requests.selector.snapshots.fleet_at_hand(served.group))
-            found |= {holder: each for holder, each in placed.items() if holder not in precise}
-        return _sorted(found)
+            matches |= {holder: match for holder, match in placed.items() if holder not in precise}
+        return _sorted(matches)
 
     async def match_engine_hashes(self, engine_hashes: Sequence[int], seconds: float) -> tuple[list[HolderMatch], int]:
         """Return who has the beginning of a prompt, by the engines' own hashes; and how many were looked up.
@@ -113,15 +113,15 @@ class ReportedPrompts:
         A prompt that takes longer is looked up in part, so a match may be longer than reported. The hashes of a group
         are kept from its first such query on. Raises StoreUnavailable.
         """
-        until = asyncio.get_running_loop().time() + seconds
+        deadline = asyncio.get_running_loop().time() + seconds
         groups = await self._asked_groups()
-        found = await asyncio.gather(*(self._by_engine_hashes(of, engine_hashes, until) for of in groups))
+        answers = await asyncio.gather(*(self._by_engine_hashes(group, engine_hashes, deadline) for group in groups))
         best: dict[str, HolderMatch] = {}
-        for matches, _ in found:
+        for matches, _ in answers:
             for match in matches.values():
                 if match.holder not in best or best[match.holder].blocks < match.blocks:
                     best[match.holder] = match
-        return _sorted(best), max((count for _, count in found), default=0)
+        return _sorted(best), max((count for _, count in answers), default=0)
 
     async def _asked_groups(self) -> Sequence[AskedGroup]:
         """The groups whose engines have such a router; their streams learn that they are asked about."""
@@ -139,7 +139,7 @@ class ReportedPrompts:
                     and registration.group in groups
                 }
             )
-            ids = {each.group_id for each in self._asked}
+            ids = {group.group_id for group in self._asked}
             if now >= self._told_until or not ids <= self._told:
                 await self._store.hashes.asked.add(ids)
                 self._told, self._told_until = frozenset(ids), now + _ASK_SECONDS
@@ -147,25 +147,28 @@ class ReportedPrompts:
         return self._asked
 
     async def _by_engine_hashes(
-        self, of: AskedGroup, engine_hashes: Sequence[int], until: float
+        self, group: AskedGroup, engine_hashes: Sequence[int], deadline: float
     ) -> tuple[dict[str, HolderMatch], int]:
         """Who has the blocks, by address, and how many hashes were looked up. Half of the time is for the look-up."""
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        known: list[int] = []
+        block_keys: list[int] = []
         count, portion = 0, _FIRST_HASHES
-        while count < len(engine_hashes) and (not count or loop.time() < (began + until) / 2):
-            some = engine_hashes[count : count + portion]
-            spots = await self._store.hashes.find(of.group_id, some)
-            count, portion = count + len(some), FIND_HASHES
-            known += [spots[each].key for each in takewhile(spots.__contains__, some)]
-            if len(known) < count:
+        while count < len(engine_hashes) and (not count or loop.time() < (began + deadline) / 2):
+            wanted = engine_hashes[count : count + portion]
+            spots = await self._store.hashes.find(group.group_id, wanted)
+            count, portion = count + len(wanted), FIND_HASHES
+            block_keys += [spots[engine_hash].key for engine_hash in takewhile(spots.__contains__, wanted)]
+            if len(block_keys) < count:
                 break
-        if not known:
+        if not block_keys:
             return {}, count
         reading = await self._store.reader.read(
-            of.group, of.block_size, PackedKeys(keys.pack(known)), deadline_seconds=max(0.001, until - loop.time())
+            group.group,
+            group.block_size,
+            PackedKeys(keys.pack(block_keys)),
+            deadline_seconds=max(0.001, deadline - loop.time()),
         )
-        return self._holders(of.group, reading), count
+        return self._holders(group.group, reading), count
 
     async def place(
         self, keyspace: Keyspace, holder: str, parent: int | None, local_hashes: Sequence[int]
@@ -201,7 +204,7 @@ class ReportedPrompts:
         """Return every registered address with its model, without its blocks. Raise StoreUnavailable if Redis is
         unavailable.
         """
-        found: dict[tuple[Keyspace, str], bool] = {}
+        addresses: dict[tuple[Keyspace, str], bool] = {}
         for registration in await self._store.directory.registrations():
             if (
                 registration.tenant_id == self._tenant_id
@@ -209,8 +212,8 @@ class ReportedPrompts:
                 and registration.target.address is not None
             ):
                 key = Keyspace(registration.model_name, False, registration.block_size), registration.target.address
-                found[key] = found.get(key, False) or registration.endpoint is not None
-        return [(keyspace, HolderMatch(holder, 0, tells)) for (keyspace, holder), tells in found.items()]
+                addresses[key] = addresses.get(key, False) or registration.endpoint is not None
+        return [(keyspace, HolderMatch(holder, 0, tells)) for (keyspace, holder), tells in addresses.items()]
 
     async def _served(self, keyspace: Keyspace) -> ServedModel | None:
         named = GroupName(self._tenant_id, keyspace.model_name)
@@ -236,23 +239,23 @@ class ReportedPrompts:
         if reading is None or fleet is None:
             return {}
         rows = target_rows(reading.walk)
-        found: dict[str, HolderMatch] = {}
+        matches: dict[str, HolderMatch] = {}
         for member in fleet.members:
             address, row = member.target.address, rows.get(member.name)
             if address is not None and row is not None and row.blocks:
-                before = found.get(address)
-                if before is None or before.blocks < row.blocks:  # ranks of one address are one holder
-                    found[address] = HolderMatch(address, row.blocks, member.tells_events, member.name[0])
-        return found
+                earlier = matches.get(address)
+                if earlier is None or earlier.blocks < row.blocks:  # ranks of one address are one holder
+                    matches[address] = HolderMatch(address, row.blocks, member.tells_events, member.name[0])
+        return matches
 
     async def _placed(self, served: ServedModel, keyspace: Keyspace, hashes: Sequence[int]) -> dict[str, HolderMatch]:
         entry = await self._entry(served)
         if entry is None:
             return {}
-        until = asyncio.get_running_loop().time() + self._deadline_seconds
+        deadline = asyncio.get_running_loop().time() + self._deadline_seconds
         block_keys = _placement_keys(served, keyspace, hashes)
-        found = await self._store.placements.match(entry.group_id, block_keys, until=until)
-        return {holder: HolderMatch(holder, blocks, tells_events=False) for holder, blocks in found.items()}
+        matches = await self._store.placements.match(entry.group_id, block_keys, until=deadline)
+        return {holder: HolderMatch(holder, blocks, tells_events=False) for holder, blocks in matches.items()}
 
 
 def _with_events(fleet: Fleet | None) -> frozenset[str]:
@@ -271,5 +274,5 @@ def _placement_keys(served: ServedModel, keyspace: Keyspace, hashes: Sequence[in
     return [engine_hash ^ number for engine_hash in hashes]
 
 
-def _sorted(found: dict[str, HolderMatch]) -> list[HolderMatch]:
-    return sorted(found.values(), key=lambda each: (-each.blocks, each.holder))
+def _sorted(matches: dict[str, HolderMatch]) -> list[HolderMatch]:
+    return sorted(matches.values(), key=lambda match: (-match.blocks, match.holder))

@@ -60,10 +60,10 @@ class RequestPrompts:
         """
         group = served.group
         return [
-            each
-            if isinstance(each, SourcedTokens)
-            else await self._tokenizers.tokens(group.model_name, each, group.tenant_id)
-            for each in _said(request)
+            text
+            if isinstance(text, SourcedTokens)
+            else await self._tokenizers.tokens(group.model_name, text, group.tenant_id)
+            for text in _said(request)
         ]
 
     def keyed(self, tokens: SourcedTokens, request: InferenceRequest, served: ServedModel) -> PromptOf:

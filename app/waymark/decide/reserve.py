@@ -23,7 +23,7 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
 from waymark.decide.books import Choices, promised_to_all, promises_of
-from waymark.decide.fleet import Fleet
+from waymark.decide.fleet import Fleet, FleetMember
 from waymark.decide.matches import PromptMatches, has_entries, history_of, speculation_of
 from waymark.decide.options import SelectionOptions
 from waymark.decide.order import Offers, StageOffers, SumOffers
@@ -34,6 +34,7 @@ from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
 from waymark.decide.sources import Peers
 from waymark.domain.hashing import text_hash
 from waymark.domain.keys import KEY_BYTES, key_at, unpack
+from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
 from waymark.domain.row_runs import last_piece
 from waymark.domain.status import Decision
@@ -336,31 +337,45 @@ class TargetReserver:
         context = before.context + reservation.context
         after = Load(found.tokens + tokens, found.requests + 1, context, *before[3:])
         self._snapshots.saw(snapshot.entry.group_id, publisher, after)
-        if not tokens:
-            return
+        if tokens:
+            member = snapshot.fleet.by_publisher[publisher]
+            row = matches.seen.rows.get(member.name)
+            self.watch(reservation, found.tokens + tokens, question, snapshot.entry, member, row, matches.keys)
+
+    def watch(
+        self,
+        reservation: Reservation,
+        waits: int,
+        question: Question,
+        entry: GroupEntry,
+        member: FleetMember,
+        row: TargetRow | None,
+        block_keys: bytes,
+    ) -> None:
+        """Watch for the end of a prefill. ``waits`` are the tokens that its target has to compute up to then, and
+        ``row`` are the blocks of the prompt that the target has.
+        """
         now = asyncio.get_running_loop().time()
-        member = snapshot.fleet.by_publisher[publisher]
         ends_at = now + question.parameters.milliseconds / 1000
         piece, done_at, by = None, None, "estimate"
-        if matches.keys and member.tells_events:
-            row = matches.seen.rows.get(member.name)
-            if row is not None and not row.shared and sum(row) == len(matches.keys) // KEY_BYTES:
+        if block_keys and member.tells_events:
+            if row is not None and not row.shared and sum(row) == len(block_keys) // KEY_BYTES:
                 done_at, by = now, "index"  # below the device, so that it counts as tokens to be computed
             else:
-                piece = last_piece(matches.keys)
+                piece = last_piece(block_keys)
         elif self._options.prefill_tokens_per_second:
-            seconds = (found.tokens + tokens) / member.target.weight / self._options.prefill_tokens_per_second
-            done_at = now + seconds
-        self._progress.watch(
-            WatchedReservation(reservation, question.group, snapshot.entry, piece, done_at, ends_at, by)
-        )
+            done_at = now + waits / member.target.weight / self._options.prefill_tokens_per_second
+        self._progress.watch(WatchedReservation(reservation, question.group, entry, piece, done_at, ends_at, by))
+
+
+def target_headers(address: str | None) -> dict[str, str]:
+    """Return the headers that name the target of a request, if it has an address."""
+    return {} if address is None else {"x-gateway-destination-endpoint": host_and_port(address)}
 
 
 def headers_of(target: Scored, prefill: Scored | None, encode: Sequence[Scored]) -> Mapping[str, str]:
     """Return the headers by which proxies and engines learn the targets, if these have addresses."""
-    headers = {}
-    if target.candidate.address is not None:
-        headers["x-gateway-destination-endpoint"] = host_and_port(target.candidate.address)
+    headers = target_headers(target.candidate.address)
     if prefill is not None and prefill.candidate.address is not None:
         place = host_and_port(prefill.candidate.address)
         headers |= {"mif-prefill-endpoint": place, "x-prefiller-host-port": place}

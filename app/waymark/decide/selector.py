@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from time import perf_counter
+from typing import Any, TypeVar
 
 from waymark.base.errors import (
     NoTarget,
@@ -38,13 +39,17 @@ from waymark.decide.request_prompts import SequenceLoad
 from waymark.decide.reserve import PrefillProgress, TargetReserver, headers_of
 from waymark.decide.shadows import Shadows
 from waymark.decide.snapshot import SnapshotKeeper
+from waymark.decide.usual import AtHand, UsualDecisions, UsualTarget
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.names import GroupName
 from waymark.domain.status import Decision
 from waymark.domain.table import PublisherRow
+from waymark.store.reader import KeysOf
 from waymark.store.reservations import Offer, Reservation, ReservationPart, ReservationTerms
 from waymark.store.steps import Steps, TimeLimit, Waiting, Within, finished
 from waymark.store.store import Store
+
+T = TypeVar("T")
 
 #: How often a decision starts over because its group's table has changed meanwhile.
 _LOOKUPS_MAX = 3
@@ -85,6 +90,9 @@ class Selector:
         )
         self._bookkeeper = Bookkeeper(store, metrics)
         self._shadows = Shadows(store.kept_decisions, self.snapshots, options, metrics, store.begin)
+        self.usual = UsualDecisions(
+            store, options, metrics, self._random, self.snapshots, self._reserver, self._shadows
+        )
         self._own = OwnReservations()
         self._matches = MatchReader(store, options, self.snapshots, pools)
         self._limit = TimeLimit(2 * options.deadline_seconds)
@@ -196,18 +204,7 @@ class Selector:
 
     def _selecting_in_time(self, question: Question) -> Steps[SelectedTarget]:
         """Return the steps of ``select``."""
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._away_until:
-            raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
-        try:
-            selected: SelectedTarget = yield Within(self._limit, self._select(question))
-        except (StoreUnavailable, TimeoutError) as exc:
-            self._away_until = loop.time() + _AWAY_SECONDS
-            if isinstance(exc, TimeoutError):
-                raise StoreUnavailable(
-                    f"Redis did not answer within {self._limit.seconds:g} s; try again in a moment"
-                ) from None
-            raise
+        selected = yield from self._in_time(self._select, question)
         by_key = _BY_KEY.get(selected.decision) if question.prefix_key is not None else None
         if by_key is not None or selected.policy.name == "sticky":
             strategy = by_key or selected.decision
@@ -217,6 +214,28 @@ class Selector:
             self._store.counts.add(f"kv_index.{selected.decision}", question.prefix_key)
             self._metrics.kv_index_routing_decisions.of(selected.decision).inc()
         return selected
+
+    def deciding(self, at_hand: AtHand, question: Question, keys_of: KeysOf) -> Steps[UsualTarget | None]:
+        """Return the steps of a usual decision; see ``UsualDecisions.deciding``."""
+        return self._in_time(self.usual.deciding, at_hand, question, keys_of)
+
+    def _in_time(self, begin: Callable[..., Steps[T]], *arguments: Any) -> Steps[T]:
+        """Take the steps of a call within the limit. Raise StoreUnavailable if Redis does not answer in time, or did
+        not a moment ago; then the call is not made.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._away_until:
+            raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
+        try:
+            result: T = yield Within(self._limit, begin(*arguments))
+        except (StoreUnavailable, TimeoutError) as exc:
+            self._away_until = loop.time() + _AWAY_SECONDS
+            if isinstance(exc, TimeoutError):
+                raise StoreUnavailable(
+                    f"Redis did not answer within {self._limit.seconds:g} s; try again in a moment"
+                ) from None
+            raise
+        return result
 
     def _select(self, question: Question) -> Steps[SelectedTarget]:
         group = question.group
@@ -363,7 +382,7 @@ def _none_allowed(fleet: Fleet, question: Question) -> str:
     rows = [row for row in fleet.table.publishers.values() if row.scope == "instance"]
     lost = sum(row.is_lost for row in rows)
     removed = Counter({"lost": lost, _DRAINED: len(rows) - lost - len(fleet.members)})
-    serving = {each.publisher for each in fleet.serving(question.served_as)}
+    serving = {member.publisher for member in fleet.serving(question.served_as)}
     not_excluded = replace(parameters, only=None)
     for member in fleet.members:
         instance_id, address = member.name[0], member.target.address

@@ -106,7 +106,7 @@ class ServedNames:
         return close[0] if close else None
 
     async def nearest_now(self, group: GroupName) -> str | None:
-        """Return it by the names that Redis has now: of a further name the model, if it is the name of one only."""
+        """Return the name that was probably meant, as Redis has it now; for a further name of one model, that model."""
         try:
             served = await self.of(group)
         except InvalidValue:

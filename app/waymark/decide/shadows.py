@@ -65,12 +65,12 @@ class Preferences:
         self._having = self._targets.having(matches.seen, self._allowed, chosen)
         self._candidates: dict[int, Candidate] = {}
 
-    def of(self, policy: PolicyChoice, seen: PromptState) -> Candidate | None:
+    def of(self, policy: PolicyChoice, state: PromptState) -> Candidate | None:
         """Return the target that a policy prefers, or None if it leaves all out.
 
-        ``seen`` has the readings that only this policy needs.
+        ``state`` has the readings that only this policy needs.
         """
-        best, chosen = (self._short(policy) if self._is_whole else None) or self._whole(policy, seen)
+        best, chosen = (self._short(policy) if self._is_whole else None) or self._whole(policy, state)
         return None if best is None else preferred(best, chosen, policy)
 
     def _short(self, policy: PolicyChoice) -> tuple[Scored, Scored | None] | None:
@@ -92,22 +92,24 @@ class Preferences:
             members = [*self._having.values(), *(() if rest is None else (rest,))]
         if not members:
             return None
-        known = self._candidates
-        missing = [each for each in members if each.publisher not in known]
+        by_publisher = self._candidates
+        missing = [member for member in members if member.publisher not in by_publisher]
         if missing:
-            made = fleet.candidates(matches.seen, request.block_size, members=missing)
-            known.update(zip([each.publisher for each in missing], made, strict=True))
-        candidates = [known[each.publisher] for each in members]
+            missing_candidates = fleet.candidates(matches.seen, request.block_size, members=missing)
+            by_publisher.update(zip([member.publisher for member in missing], missing_candidates, strict=True))
+        candidates = [by_publisher[member.publisher] for member in members]
         scored = rank(policy, request, candidates, fleet, self._random, 1, bound).scored
-        return scored[0], next((each for each in scored if each.candidate.publisher == self._chosen), None)
+        return scored[0], next(
+            (candidate for candidate in scored if candidate.candidate.publisher == self._chosen), None
+        )
 
-    def _whole(self, policy: PolicyChoice, seen: PromptState) -> tuple[Scored | None, Scored | None]:
+    def _whole(self, policy: PolicyChoice, state: PromptState) -> tuple[Scored | None, Scored | None]:
         question = self._question._replace(policy=policy, rival=self._chosen)
-        offers = order(self._snapshot, self._matches._replace(seen=seen), question, self._random)
+        offers = order(self._snapshot, self._matches._replace(seen=state), question, self._random)
         if offers is None:
             return None, None
-        at = offers.decode.find(self._chosen)
-        return offers.decode.scored(0), None if at is None else offers.decode.scored(at)
+        place = offers.decode.find(self._chosen)
+        return offers.decode.scored(0), None if place is None else offers.decode.scored(place)
 
 
 def preferred(best: Scored, chosen: Scored | None, policy: PolicyChoice) -> Candidate:
@@ -204,23 +206,23 @@ class Shadows:
         return chosen
 
     def _completed(
-        self, seen: PromptState, snapshot: GroupSnapshot, question: Question, policy: PolicyChoice
+        self, state: PromptState, snapshot: GroupSnapshot, question: Question, policy: PolicyChoice
     ) -> PromptState:
         """Return the state with the readings that the shadow needs in addition, as far as they are at hand."""
         if policy.file is None and not policy.needs_gauges and not snapshot.fleet.kv_sources:
-            return seen  # loads, which every decision has
+            return state  # loads, which every decision has
         needs = needs_of(question._replace(policy=policy), snapshot.fleet)
-        missing = ReadingKind.GAUGES in needs and not seen.gauges
-        missing |= ReadingKind.ANSWER_TIMES in needs and not seen.answer_times
+        missing = ReadingKind.GAUGES in needs and not state.gauges
+        missing |= ReadingKind.ANSWER_TIMES in needs and not state.answer_times
         if not missing:
-            return seen
+            return state
         at_hand = self._snapshots.at_hand(snapshot.entry, snapshot.fleet, needs)
         if at_hand is None:
             if self._reading is None or self._reading.done():
                 self._reading = self._begin(self._read(snapshot, needs))
-            return seen
-        return seen._replace(
-            gauges=seen.gauges or at_hand.gauges, answer_times=seen.answer_times or at_hand.answer_times
+            return state
+        return state._replace(
+            gauges=state.gauges or at_hand.gauges, answer_times=state.answer_times or at_hand.answer_times
         )
 
     async def _read(self, snapshot: GroupSnapshot, needs: Collection[ReadingKind]) -> None:
@@ -229,15 +231,15 @@ class Shadows:
         except StoreUnavailable as exc:
             log.debug("values for shadows not read", extra=fields(error=exc.sentence))
 
-    def keep(self, shadowed: ShadowedDecision, taken: SelectedTarget) -> None:
+    def keep(self, shadowed: ShadowedDecision, selected: SelectedTarget) -> None:
         """Keep a decision after its reservation, if it belongs to the share."""
-        reservation = next(iter(taken.reservations), None)
+        reservation = next(iter(selected.reservations), None)
         if reservation is None:
             if self._random.random() >= self._share:
                 return
         elif not self.is_kept(reservation):
             return
-        self._records.note_decision(taken.group_id, shadowed.record(taken, reservation))
+        self._records.note_decision(selected.group_id, shadowed.record(selected, reservation))
 
     def is_kept(self, reservation: Reservation) -> bool:
         """Return whether the decision that made a reservation is kept."""
@@ -280,25 +282,25 @@ class ShadowedDecision:
             self._chosen = self._shadows.choose(self)
         return self._chosen
 
-    def end(self, taken: SelectedTarget) -> None:
+    def end(self, selected: SelectedTarget) -> None:
         """Note that the decision is made."""
-        self._shadows.keep(self, taken)
+        self._shadows.keep(self, selected)
 
-    def record(self, taken: SelectedTarget, reservation: Reservation | None) -> KeptDecision:
+    def record(self, selected: SelectedTarget, reservation: Reservation | None) -> KeptDecision:
         """Return the record to keep."""
         offers, _, matches, question = self.facts
-        request, chosen = matches.request, taken.target.candidate
+        request, chosen = matches.request, selected.target.candidate
         shadows = self.run()
-        best = [each.candidate for each in offers.decode.best(TARGETS_MAX)]
+        best = [candidate.candidate for candidate in offers.decode.best(TARGETS_MAX)]
         named = {candidate.publisher: candidate for candidate in (*shadows.values(), chosen)}
-        others = [named[publisher] for publisher in named.keys() - {candidate.publisher for candidate in best}]
-        best = [*best[: TARGETS_MAX - len(others)], *others]
+        missing = [named[publisher] for publisher in named.keys() - {candidate.publisher for candidate in best}]
+        best = [*best[: TARGETS_MAX - len(missing)], *missing]
         return KeptDecision(
             int(1000 * time.time()),
             "" if reservation is None else reservation.nonce,
             question.group.tenant_id,
             question.policy.name,
-            taken.decision.value,
+            selected.decision.value,
             request.tokens,
             request.block_size,
             chosen.publisher,
@@ -332,8 +334,8 @@ def work(candidate: Candidate, request: RoutingRequest) -> int:
     return candidate.wait + request.tokens - reused(candidate, request)
 
 
-def _kept_target(candidate: Candidate, seen: PromptState) -> KeptTarget:
-    times = candidate.answer_times or seen.answer_times.get(candidate.publisher)
+def _kept_target(candidate: Candidate, state: PromptState) -> KeptTarget:
+    times = candidate.answer_times or state.answer_times.get(candidate.publisher)
     return KeptTarget(
         candidate.publisher,
         candidate.instance_id,
@@ -351,6 +353,6 @@ def _kept_target(candidate: Candidate, seen: PromptState) -> KeptTarget:
         candidate.weight,
         candidate.role.value,
         candidate.labels,
-        candidate.gauges or seen.gauges.get(candidate.publisher),
+        candidate.gauges or state.gauges.get(candidate.publisher),
         None if times is None else times.numbers,
     )

@@ -206,6 +206,21 @@ class SnapshotKeeper:
             reading.asked_at = now
         return self._snapshot(entry, fleet, readings, needs)
 
+    def loads_at_hand(self, group_id: int) -> GroupLoads | None:
+        """Return the loads if they are young enough and no target is left out or drifts; else a decision needs more."""
+        readings = self._readings.get(group_id)
+        if readings is None or readings.keeping is None or readings.keeping.done():
+            return None
+        now, reading, loads = asyncio.get_running_loop().time(), readings.by_kind[ReadingKind.LOADS], readings.loads
+        if self._is_due(ReadingKind.LOADS, reading, now):
+            return None
+        if loads.has_marks:
+            now_ms = self._store.reservations.now_ms()
+            if loads.left_out(now_ms) or loads.drifts(now_ms):
+                return None
+        reading.asked_at = now
+        return loads
+
     async def of(self, entry: GroupEntry, fleet: Fleet, needs: Collection[ReadingKind]) -> GroupSnapshot:
         """Return the snapshot, after repeating readings that are too old. Raise StoreUnavailable without Redis."""
         group_id, loop = entry.group_id, asyncio.get_running_loop()

@@ -41,25 +41,25 @@ class Peers:
         self._matches = matches
         self._options = options
         rows, size, loads = matches.seen.rows, matches.request.block_size, matches.seen.loads
-        left_out, found = snapshot.left_out, []
+        left_out, peers = snapshot.left_out, []
         for member in snapshot.fleet.kv_sources:
             row = rows.get(member.name)
             # Every engine reads blocks of a pool from the pool.
             if row is None or row.shared or member.publisher in left_out:
                 continue
             if row.blocks * size >= TOKENS_MIN:
-                found.append(_Peer(member, row.blocks))
+                peers.append(_Peer(member, row.blocks))
 
         def order(peer: _Peer) -> tuple[int, int]:
             load = loads.get(peer.member.publisher)
             return -peer.blocks, 0 if load is None else load.requests
 
-        self._peers = sorted(found, key=order)[:_PEERS_MAX]
+        self._peers = sorted(peers, key=order)[:_PEERS_MAX]
 
     def pulls(self, publishers: Sequence[int], matched: Sequence[int]) -> Pulls | None:
         """Return the sources of each offered target, which has ``matched`` blocks; None if no target has one."""
         choices = [
-            [at for at, peer in enumerate(self._peers) if self._is_worth(peer, publisher, has)]
+            [place for place, peer in enumerate(self._peers) if self._is_worth(peer, publisher, has)]
             for publisher, has in zip(publishers, matched, strict=True)
         ]
         if not any(choices):
@@ -71,36 +71,36 @@ class Peers:
         tokens = (peer.blocks - matched) * self._matches.request.block_size
         if publisher == peer.member.publisher or tokens < TOKENS_MIN:
             return False
-        of, target = peer.member.target, self._snapshot.fleet.by_publisher[publisher].target
-        speeds = [each for each in (of.transfer_gbps, target.transfer_gbps) if each]
+        source, target = peer.member.target, self._snapshot.fleet.by_publisher[publisher].target
+        speeds = [speed for speed in (source.transfer_gbps, target.transfer_gbps) if speed]
         times = self._matches.seen.answer_times.get(publisher)
         slope = None if times is None else times.first_token.slope
         if slope is None and self._options.prefill_tokens_per_second:
             slope = 1000 / self._options.prefill_tokens_per_second
-        if not speeds or not of.kv_bytes_per_token or slope is None:
+        if not speeds or not source.kv_bytes_per_token or slope is None:
             return True
-        return of.kv_bytes_per_token * 8 / (min(speeds) * 1e6) < slope
+        return source.kv_bytes_per_token * 8 / (min(speeds) * 1e6) < slope
 
     async def source(self, hashes: HeldHashes, publisher: int, matched: int) -> CopySource | None:
         """Return the source that was booked for a target with ``matched`` blocks; None if its blocks are gone."""
         snapshot, matches = self._snapshot, self._matches
-        peer = next((each for each in self._peers if each.member.publisher == publisher), None)
+        peer = next((possible for possible in self._peers if possible.member.publisher == publisher), None)
         if peer is None or matches.walk is None or peer.member.target.kv_source is None:
             return None
         table = snapshot.fleet.table
         holders = sorted(
             (holder for holder in table.holders.values() if holder.publisher == publisher),
-            key=lambda each: order_of(each.medium),
+            key=lambda holder: order_of(holder.medium),
         )
         blocks = unpack(matches.keys[: peer.blocks * KEY_BYTES])
-        held = await hashes.read(snapshot.entry, blocks, matched, [holder.id for holder in holders])
-        if not held:
+        copies = await hashes.read(snapshot.entry, blocks, matched, [holder.id for holder in holders])
+        if not copies:
             return None
         instance_id, dp_rank = peer.member.name
         tokens: dict[str, int] = {}
-        for each in held:
-            medium = table.holders[each.holder].medium
+        for copy in copies:
+            medium = table.holders[copy.holder].medium
             tokens[medium] = tokens.get(medium, 0) + matches.request.block_size
         return CopySource(
-            instance_id, dp_rank, peer.member.target.kv_source, tokens, [each.engine_hash for each in held]
+            instance_id, dp_rank, peer.member.target.kv_source, tokens, [copy.engine_hash for copy in copies]
         )

@@ -19,7 +19,7 @@ from waymark.decide.requests import RoutedRequest
 from waymark.decide.selector import Selector
 from waymark.domain.answer_times import tpot_ms
 from waymark.domain.books import NO_USAGE, Usage
-from waymark.domain.targets import host_and_port
+from waymark.domain.targets import host_and_port, names_engines
 from waymark.store.reservations import Reservation, ReservationPart
 from waymark.store.steps import StartTask
 
@@ -29,8 +29,15 @@ RESERVED_MS = 30_000
 """The time that a reservation lasts if it is not renewed."""
 _RENEW_SECONDS = 10.0
 """The pause between two renewals. A request is at most two pauses old when it is renewed first."""
+#: Beside those that begin with ``x-waymark-``, and those that name engines.
+_OWN_HEADERS = frozenset({SESSION, "x-cache", "x-cache-key"})
 #: How long the last byte of an answer waits for Redis at most.
 _GIVE_BACK_SECONDS = 0.1
+
+
+def is_own_header(name: str) -> bool:
+    """Return whether only Waymark says this header of an answer, in lower case, to clients: no engine does."""
+    return name.startswith("x-waymark-") or name in _OWN_HEADERS or names_engines(name)
 
 
 class RequestsUnderWay:

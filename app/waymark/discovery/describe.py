@@ -31,7 +31,7 @@ from waymark.domain.targets import ADAPTERS_MAX, is_engine_url
 
 #: How long an engine may take for all of its answers.
 SECONDS = 5.0
-_ANSWER_BYTES_MAX = 4 * 2**20
+ANSWER_BYTES_MAX = 4 * 2**20
 #: An engine that claims to have more is not believed: each rank is a socket and a task of an ingest worker.
 RANKS_MAX = 256
 
@@ -134,7 +134,7 @@ class Describer:
 
     async def _ask(self, url: str) -> HttpReply | Unanswered:
         try:
-            return await self._asker.ask(url, seconds=self._seconds, bytes_max=_ANSWER_BYTES_MAX)
+            return await self._asker.ask(url, seconds=self._seconds, bytes_max=ANSWER_BYTES_MAX)
         except Unanswered as error:
             return error
 

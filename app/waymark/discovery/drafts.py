@@ -163,7 +163,7 @@ class Draft:
         return [_allowed(first, allowed), *(replace(further, endpoint=endpoint) for endpoint in endpoints[1:])]
 
     def _registration(self) -> Registration:
-        """Return the registration, whose endpoints may be in places that are not allowed."""
+        """Return the registration, whose endpoints may be in forbidden places."""
         if self.store_backend is not None and self.endpoint is not None:
             pool = KINDS.get(self.store_backend.lower())
             kind = self.type if pool is None or pool.traits.scope != "shared" else pool

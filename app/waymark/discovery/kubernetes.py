@@ -22,16 +22,20 @@ from urllib.parse import parse_qsl, quote, urlencode
 import orjson
 
 from waymark.base.asker import Asker
+from waymark.base.bounded_json import TooMuchJson, bounded_loads
 from waymark.base.errors import InvalidValue, SettingsError, Unanswered
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.shown import hide_password, shown
-from waymark.discovery.pods import DELETION_COST, Pod, pod_of
+from waymark.discovery.pods import DELETION_COST, Pod, in_turns, pod_of
 from waymark.domain.targets import URL, is_url
 
 log = logging.getLogger(__name__)
 
-_PAGE_PODS = 100
+#: A pod may have 5,000 members of objects before the JSON of a full page is above its bound.
+_PAGE_PODS = 50
+#: More items are no page: a server may ignore the limit, but not for so many.
+PAGE_ITEMS_MAX = 40 * _PAGE_PODS
 #: The bound on pods of all pages; a longer list is a failure, not a shorter list.
 PODS_MAX = 20_000
 #: Pages of one list: twice as many as full ones need, because a server may leave non-matching items out of a page.
@@ -40,6 +44,8 @@ _PAGES_MAX = 2 * PODS_MAX // _PAGE_PODS
 _THIN_PODS, _THIN_SECONDS = _PAGE_PODS // 10, 0.1
 _PAGE_BYTES_MAX = 32 * 2**20
 _LINE_BYTES_MAX = 4 * 2**20
+#: A resource version, or a token of the next page: it becomes a part of a URL.
+_TOKEN_CHARACTERS_MAX = 8192
 _LIST_SECONDS, _PATCH_SECONDS = 30.0, 10.0
 #: How long a watch is asked to last, and how long it is waited for.
 _WATCH_SECONDS, _WATCH_SECONDS_MAX = 300, 330.0
@@ -190,7 +196,7 @@ class PodWatch:
             page = await self._page(query)
             metadata, items = page["metadata"], page["items"]
             count = len(pods)
-            for item in items:
+            async for item in in_turns(items):
                 pod = pod_of(item)
                 if pod is None:
                     odd_items += 1
@@ -198,10 +204,10 @@ class PodWatch:
                     pods[pod.name] = pod
             if len(pods) > PODS_MAX:
                 raise self._too_many()
-            following = metadata.get("continue")
+            following = _token(metadata, "continue")
             if not following:
                 break
-            query = {"limit": str(_PAGE_PODS), "continue": str(following)}
+            query = {"limit": str(_PAGE_PODS), "continue": following}
             await asyncio.sleep(_THIN_SECONDS if len(pods) - count < _THIN_PODS else 0)
         else:
             raise Unanswered(f"its list of pods has more than {_PAGES_MAX} pages")
@@ -214,7 +220,7 @@ class PodWatch:
         self.lists += 1
         self.changed.set()
         self._answered()
-        return str(metadata.get("resourceVersion") or "0")
+        return _token(metadata, "resourceVersion") or "0"
 
     async def _page(self, query: Mapping[str, str]) -> dict[str, Any]:
         reply = await self._asker.ask(
@@ -225,13 +231,17 @@ class PodWatch:
         if reply.status != 200:
             raise Unanswered(_refused(reply.status))
         try:
-            page = orjson.loads(reply.body)
+            page = bounded_loads(reply.body)
+        except TooMuchJson as error:
+            raise Unanswered(f"its list of pods is refused: {error}") from None
         except ValueError:
             page = None
         if not isinstance(page, dict) or not isinstance(page.get("items"), list):
             raise Unanswered("its answer is no list of pods")
         if not isinstance(page.get("metadata"), dict):
             raise Unanswered("its list of pods has no metadata")
+        if len(page["items"]) > PAGE_ITEMS_MAX:
+            raise Unanswered(f"its page has {len(page['items'])} items, and {_PAGE_PODS} were requested")
         return page
 
     # ---- watch -------------------------------------------------------------------------------------
@@ -258,15 +268,15 @@ class PodWatch:
     def _event(self, line: bytes) -> str:
         """Apply one event. Return its resource version, or an empty text."""
         try:
-            event = orjson.loads(line)
+            event = bounded_loads(line)
             kind, item = event["type"], event["object"]
-            version = str((item.get("metadata") or {}).get("resourceVersion") or "")
+            version = _token(item.get("metadata") or {}, "resourceVersion")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise _ListAgain(f"{len(line)} bytes of its watch are not an event") from None
         if kind == "ERROR":
             if item.get("code") == 410:
                 raise _Expired(_EXPIRED)
-            raise _ListAgain(f"it ended the watch: {shown(str(item.get('message')))}")
+            raise _ListAgain(f"it ended the watch: {shown(_token(item, 'message'))}")
         pod = pod_of(item) if kind in ("ADDED", "MODIFIED", "DELETED") else None
         if pod is not None:
             if kind == "DELETED":
@@ -350,6 +360,12 @@ async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             raise _ListAgain(f"an event is longer than {_LINE_BYTES_MAX} bytes")
     if rest.strip():
         raise Unanswered(f"its watch ended within an event, after {len(rest)} bytes of it")
+
+
+def _token(fields: Mapping[str, Any], name: str) -> str:
+    """Return a text of the server; empty if it is something else, or too long."""
+    text = fields.get(name)
+    return text if isinstance(text, str) and len(text) <= _TOKEN_CHARACTERS_MAX else ""
 
 
 def _refused(status: int, verbs: str = "list and watch") -> str:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
+from itertools import islice
 from typing import Any, TypeVar
 
 from waymark.base.errors import InvalidValue
@@ -35,6 +36,10 @@ ANNOTATION = "waymark.dev/"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 #: Labels that name a role; the annotation comes first.
 _ROLE_LABELS = ("llm-d.ai/role", "mif.moreh.io/role")
+#: The annotations that are read, behind ``ANNOTATION``.
+_ANNOTATIONS = ("type", "model", "block-size", "tenant", "role", "ranks", "api-port", "port", "replay-port")
+#: The API server is not trusted with memory: the labels of a pod that are looked at, and the characters of a text.
+_LABELS_READ_MAX, _TEXT_MAX = 1024, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Pod:
     started: str
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
+    """Those of ``ANNOTATION``, by the rest of their names."""
     deletion_cost: str = ""
     """The text of its annotation; empty without one."""
 
@@ -68,20 +74,27 @@ def pod_of(item: Any) -> Pod | None:
     """Return the pod in an object of the API, or None if it is not a pod."""
     try:
         metadata, status = item["metadata"], item.get("status") or {}
-        name = f"{metadata['namespace']}/{metadata['name']}"
+        name = "/".join((metadata["namespace"], metadata["name"]))
+        if len(name) > _TEXT_MAX:
+            return None
+        annotations = metadata.get("annotations") or {}
         conditions = status.get("conditions") or []
         is_ready = any(
             condition.get("type") == "Ready" and condition.get("status") == "True" for condition in conditions
         )
-        address = str(status.get("podIP") or "")
+        address = _text(status, "podIP")
         return Pod(
             name,
             address,
             is_ready and bool(address) and not metadata.get("deletionTimestamp"),
-            str(status.get("startTime") or metadata.get("creationTimestamp") or ""),
-            _texts(metadata.get("labels")),
-            {key: text for key, text in _texts(metadata.get("annotations")).items() if key.startswith(ANNOTATION)},
-            _texts(metadata.get("annotations")).get(DELETION_COST, ""),
+            _text(status, "startTime") or _text(metadata, "creationTimestamp"),
+            _fitting(metadata.get("labels") or {}),
+            {
+                name: _text(annotations, ANNOTATION + name)
+                for name in _ANNOTATIONS
+                if isinstance(annotations.get(ANNOTATION + name), str)
+            },
+            _text(annotations, DELETION_COST),
         )
     except (KeyError, TypeError, AttributeError):
         return None
@@ -91,7 +104,7 @@ def wanted_of(pod: Pod, ports: PodPorts) -> WantedEngine:
     """Return the engine in a ready pod. Raise InvalidValue with the name of an annotation that does not fit, or if the
     pod's address is none.
     """
-    own = {key.removeprefix(ANNOTATION): text for key, text in pod.annotations.items()}
+    own = pod.annotations
     draft = Draft(
         type=own.get("type") or None,
         modelname=own.get("model") or None,
@@ -99,7 +112,7 @@ def wanted_of(pod: Pod, ports: PodPorts) -> WantedEngine:
         block_size=_number(own, "block-size", BLOCK_SIZE_MAX) if "block-size" in own else None,
         tenant_id=own.get("tenant") or None,
         role=own.get("role") or role_in(pod.labels) or Role.BOTH,
-        labels=_fitting(pod.labels),
+        labels=pod.labels,
     )
     ranks = _number(own, "ranks", RANKS_MAX) if "ranks" in own else 1
     api = _number(own, "api-port", 65535) if "api-port" in own else ports.api
@@ -155,15 +168,22 @@ def _number(own: Mapping[str, str], name: str, most: int) -> int:
     return int(text)
 
 
-def _texts(value: Any) -> dict[str, str]:
-    return {str(key): text for key, text in (value or {}).items() if isinstance(text, str)}
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    """Return the beginning of a text; empty if it is something else."""
+    text = fields.get(name)
+    return text[:_TEXT_MAX] if isinstance(text, str) else ""
 
 
-def _fitting(labels: Mapping[str, str]) -> dict[str, str]:
-    """Return the labels that a registration can have."""
+def _fitting(labels: Mapping[str, Any]) -> dict[str, str]:
+    """Return the labels that a registration can have: those of a role, and the first others by name."""
     fitting = {
         name: text
-        for name, text in sorted(labels.items())
-        if len(name.encode()) <= LABEL_BYTES_MAX and len(text.encode()) <= LABEL_BYTES_MAX
+        for name, text in islice(labels.items(), _LABELS_READ_MAX)
+        if isinstance(text, str) and _fits(name) and _fits(text)
     }
-    return dict(list(fitting.items())[:LABELS_MAX])
+    first = sorted(fitting, key=lambda name: (name not in _ROLE_LABELS, name))[:LABELS_MAX]
+    return {name: fitting[name] for name in first}
+
+
+def _fits(text: str) -> bool:
+    return len(text) <= LABEL_BYTES_MAX and len(text.encode()) <= LABEL_BYTES_MAX

@@ -121,7 +121,7 @@ class Reconciler:
         named = {engine.key: engine async for engine in in_turns(wanted)}
         self._known = {key: known_engine for key, known_engine in self._known.items() if key in named}
         ghosts = _ghosts(wanted)
-        origins = {each.origin for key, each in named.items() if key not in ghosts}
+        origins = {engine.origin for key, engine in named.items() if key not in ghosts}
         lost_origins = {key[0] for key in ghosts} - origins
         await self._unregister(there.all, origins, lost_origins.union(gone), reading)
         now = monotonic()

@@ -111,7 +111,7 @@ NO_TIMES = AskedTimes()
 
 
 def asked_times_of(header: Callable[[str], str | None]) -> AskedTimes:
-    """Return the times that the headers of a request ask for. A value that is not a positive number of ms is ignored.
+    """Return the times that the headers of a request ask for. Any value but a positive number of ms is ignored.
 
     ``header`` returns the value of a name in lower case.
     """

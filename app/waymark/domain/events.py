@@ -76,7 +76,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class StoredReference:
-    """Blocks entered a cache that are known by their hashes: a placeholder, which only gives the location."""
+    """Blocks with known hashes entered a cache: a placeholder, which only gives the location."""
 
     kind: ClassVar[str] = "stored"
     engine_hashes: tuple[int, ...]
@@ -243,13 +243,13 @@ class PlainEvents(Sequence[Event]):
         if not number:
             return self
         events = PlainEvents(self.following[number - 1])
-        others = [PlainEvents(loop) for loop in self.following[number:]]
+        runs = [PlainEvents(loop) for loop in self.following[number:]]
         return events.with_following(
             self.following[number:],
-            sum(each.stores for each in others),
-            sum(each.blocks for each in others),
-            sum(each.removals for each in others),
-            sum(each.removed for each in others),
+            sum(run.stores for run in runs),
+            sum(run.blocks for run in runs),
+            sum(run.removals for run in runs),
+            sum(run.removed for run in runs),
         )
 
     @property
@@ -289,7 +289,7 @@ class PlainEvents(Sequence[Event]):
 
 @dataclass(slots=True)  # a frozen one takes three times as long to make, and each frame makes one
 class Batch:
-    """The events of one frame, in order. Nobody changes a batch that is made.
+    """The events of one frame, in order. Nobody changes a finished batch.
 
     If its events are plain, it may stand for several consecutive frames that say the same besides their blocks.
     """

@@ -67,9 +67,11 @@ class GoneHashes:
     def is_over(self, entries_max: int) -> bool:
         return len(self._new) > entries_max // 2
 
-    def trim(self) -> None:
-        """Forget those that were gone before the last call."""
-        self._old, self._new = self._new, new_known(self._places, has_keys=False)
+    def trim(self, entries_max: int) -> None:
+        """Forget those that were gone before the last call. Their table is used again if it has a usual size."""
+        emptied = self._old if len(self._old) <= entries_max else new_known(self._places, has_keys=False)
+        emptied.clear()
+        self._old, self._new = self._new, emptied
 
 
 _RUN_HASHES: Final = 2048
@@ -155,6 +157,12 @@ class HeldBlocks:
                 yield
             while blocks.known.release():
                 yield
+
+    def drop(self) -> Slices[None]:
+        """Forget all holders, and free their tables: the memory is of no further use."""
+        for holder in list(self._held):
+            self.end(holder)
+        yield from self.release()
 
     def blocks_of(self, holder: int) -> int:
         return self._held[holder].blocks
@@ -387,7 +395,7 @@ class HeldBlocks:
         """Forget the oldest gone hashes if there are too many. Between folds only."""
         for hashes in self._gone.values():
             if hashes.is_over(self._gone_max):
-                hashes.trim()
+                hashes.trim(self._gone_max)
                 yield
 
     @property

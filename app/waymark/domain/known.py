@@ -110,6 +110,9 @@ class KnownBlocks(Protocol):
     def discard(self, engine_hashes: Sequence[int], /) -> None:
         """Remove engine hashes; unknown ones are ignored."""
 
+    def clear(self) -> None:
+        """Forget all blocks. The C module keeps the memory of the table for others."""
+
     def release(self) -> bool:
         """Forget some blocks of a table of no further use, and return whether some are left.
 

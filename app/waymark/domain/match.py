@@ -175,7 +175,7 @@ def conductor_rows(walk: Walk) -> dict[str, ConductorRow]:
 
 
 def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
-    """Return, per instance, each rank that is registered or seen in the walk, with its unbroken prefixes.
+    """Return, per instance, each rank registered or seen in the walk, with its unbroken prefixes.
 
     ``gpu`` counts blocks on the device, ``cpu`` those on device or host, ``disk`` those anywhere. A shared
     pool's blocks count for every rank.
@@ -221,7 +221,7 @@ class TargetRow(NamedTuple):
 def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
     """Return the blocks of each registered rank, by instance and rank; a rank without blocks is left out.
 
-    The best place is the first of device, host, shared, disk. The blocks of a rank that is not registered by itself
+    The best place is the first of device, host, shared, disk. The blocks of a rank without a registration of its own
     counts for the first registered rank of its instance: a router can pick nothing smaller. ``asked`` are the blocks
     that a pool has by its own account: bit i is block i.
     """

@@ -1,4 +1,4 @@
-"""Items of a prompt that are not text, such as images, and their part in the keys of their blocks.
+"""Items of a prompt other than text, such as images, and their part in the keys of their blocks.
 
 An engine puts placeholder tokens in place of an item, the same for every image of a size. So a block's key has to name
 the item too: ``[identifier, offset]``, the offset of the item's first placeholder within the block, negative if the
@@ -98,8 +98,8 @@ def check_blocks(items: PromptItems, tokens: int, block_size: int) -> None:
 
 
 def extra_keys(items: PromptItems, block_size: int, blocks: range) -> Iterator[list[list[Any]]]:
-    """Yield for each of some consecutive blocks the additions of the items to its key; an empty list for a block
-    without items.
+    """Yield the extra keys of each block: identifier and place of each of its items, or an empty list if it has
+    none.
     """
     index = 0
     for block in blocks:

@@ -166,9 +166,9 @@ class PackedParts(Sequence[Part]):
 
     def pack(  # type: ignore[empty-body]
         self, start: int, end: int, prefix: bytes, /
-    ) -> tuple[int, list[int], list[bytes], list[int], list[bytes]]:
-        """Return the arguments of a call with these parts: how many blocks, holders, keys of rows, seqs, and the
-        parts.
+    ) -> tuple[int, list[int], int, bytes, list[int], bytes]:
+        """Return the arguments of a call with these parts: how many blocks, holders, the number of rows and their keys,
+        seqs, and the parts. Keys and parts are packed as Redis reads them.
         """
 
 

@@ -180,7 +180,7 @@ class Placer:
 
     @property
     def is_behind(self) -> bool:
-        """Whether Redis may have parts of the current fold, so that its blocks have left already."""
+        """Whether Redis may already have parts of the current fold; the blocks that they remove are then gone."""
         return bool(self._applied.marks)
 
     def begin_fold(self) -> None:

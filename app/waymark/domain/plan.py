@@ -135,7 +135,7 @@ class Planner:
     def _find_clears(self, plan: Plan, i: int, batch: Batch, start: int, last_ids: dict[HolderName, int]) -> None:
         """Find the clears of a batch.
 
-        ``last_ids`` has the last event_id of each standard stream; a clear that is not newer came before.
+        ``last_ids`` has the last event_id of each standard stream; an equal or older clear came before.
         """
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
             envelope = event.envelope

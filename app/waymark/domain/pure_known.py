@@ -63,8 +63,12 @@ class PureKnownBlocks:
         self._first: dict[int, int] = {}
 
     def __del__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
         for packed in self._spots.values():
             self._places.leave(packed >> 69)
+        self._spots, self._first = {}, {}
 
     def release(self) -> bool:
         self._first = {}

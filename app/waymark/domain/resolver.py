@@ -45,7 +45,7 @@ from waymark.domain.stream_blocks import StreamBlocks
 from waymark.domain.waiting import EARLY_MAX
 
 Fold: TypeAlias = Sequence[tuple[int, Batch]]
-"""Batches that are resolved together, each with the seq of its first frame."""
+"""Batches to resolve together, each with the seq of its first frame."""
 
 
 class PlainRun(NamedTuple):
@@ -113,7 +113,7 @@ class PlainRuns:
         return self._planner.skip_reason(plan, batch, event, index, 0) is None
 
     def run(self, progress: BatchProgress, plain: PlainRun, at: int, work: Slice) -> Slices[int]:
-        """Resolve plain events together, up to the first that needs a rule of its own. Return its number."""
+        """Resolve plain events together, up to the first that needs a rule of its own, and return its number."""
         state = self._state
         while at < len(plain.events):
             ran = self._run(progress, plain, plain.events.loop, at, [])
@@ -267,14 +267,14 @@ class Resolver(StreamBlocks):
             rest: Batch | None = batch
             while rest is not None:
                 progress = BatchProgress(self.placer.begin_batch(seq), 1 + (EARLY_MAX if self.is_shared else 0))
-                done, frames = 0, rest.frames
+                count, frames = 0, rest.frames
                 if frames > 1:
-                    done = yield from self._plain.run_frames(progress, plan, index, seq, rest, self._slice)
-                if done < frames:
-                    yield from self._resolve_batch(progress, plan, index, rest.frame(done))
-                    done += 1
+                    count = yield from self._plain.run_frames(progress, plan, index, seq, rest, self._slice)
+                if count < frames:
+                    yield from self._resolve_batch(progress, plan, index, rest.frame(count))
+                    count += 1
                 parts = joined(parts, progress.parts.parts)
-                seq, rest = seq + done, rest.behind(done)
+                seq, rest = seq + count, rest.behind(count)
         return parts
 
     def _resolve_batch(self, progress: BatchProgress, plan: Plan, index: int, batch: Batch) -> Slices[None]:

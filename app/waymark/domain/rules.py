@@ -52,7 +52,7 @@ class BatchProgress:
     position: int
     """The position of the first hash of the next event."""
     placed: list[tuple[int, Sequence[int]]] = field(default_factory=list)
-    """Ranks with engine hashes that have a place now; stores may wait for one."""
+    """Ranks whose engine hashes have a place now; stores may wait for one."""
     rests: list[tuple[int, Sequence[int], tuple[int, ...]]] = field(default_factory=list)
     """Chunks of a device that the batch removes: position, holders and hashes."""
     at: int = 0
@@ -433,14 +433,14 @@ def _store_known(
     event: Stored | StoredReference | StoredObject,
     engine_hash: int,
     spot: Spot | None,
-    above: Spot | None,
+    parent: Spot | None,
 ) -> Spot | None:
     """Store a block after its lookup; one without a spot is ignored."""
     if spot is None:
         state.unresolved += 1
         state.missing += 1
         return None
-    if above is not None and (above.place.head != spot.place.head or above.depth + 1 != spot.depth):
-        above = None
+    if parent is not None and (parent.place.head != spot.place.head or parent.depth + 1 != spot.depth):
+        parent = None
     mode, is_reused = state.mode(holder), event.is_reused is True
-    return state.placer.block(parts, holder, position, engine_hash, spot, above, mode=mode, is_reused=is_reused)
+    return state.placer.block(parts, holder, position, engine_hash, spot, parent, mode=mode, is_reused=is_reused)

@@ -66,7 +66,7 @@ class StreamBlocks:
         self.unresolved = 0
         """The number of unknown hashes in removals and placeholders."""
         self.missing = 0
-        """The approximate number of the publisher's blocks that are unknown here, besides those of the waiting room."""
+        """The approximate number of the publisher's unknown blocks, besides those of the waiting room."""
         self.below_zero = 0
         """The number of removals of a block without a copy; the owner of a snapshot reads it."""
         self.contradictions = 0

@@ -120,7 +120,7 @@ class WaitingRoom:
 
 
 class WaitingObjects:
-    """The objects that wait for their blocks, bounded: those that have waited longest are dropped."""
+    """The objects that wait for their blocks, bounded: the oldest are dropped."""
 
     def __init__(self, objects_max: int, shards: int = 0) -> None:
         """``shards`` make up a block; 0: as many as have been seen."""

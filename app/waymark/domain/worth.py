@@ -40,7 +40,7 @@ class Tally:
     """
 
     def __init__(self, table: HolderTable, uses: Mapping[int, int]) -> None:
-        """``uses`` says how often the block with a key was asked for; 0 for a block that is not in it."""
+        """``uses`` says how often the block with a key was asked for; 0 for a block without an entry."""
         self._uses = uses
         names: dict[tuple[str, str], int] = {}
         self._names: list[str | None] = []

@@ -401,7 +401,7 @@ class DistinctHashes:
         self._dicts: list[dict[int, None]] = [{} for _ in range(_DICTS)]
 
     def add(self, engine_hashes: Sequence[int]) -> bool:
-        """Return whether all are new, and each occurs once."""
+        """Add hashes. Return False if one of all hashes so far has occurred twice."""
         self.added += len(engine_hashes)
         dicts = self._dicts
         for engine_hash in engine_hashes:

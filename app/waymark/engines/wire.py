@@ -78,12 +78,12 @@ def u64(value: Any, field: str, index: int | None = None) -> int:
     raise Rejected("bad_hash", sentence, field=field, reason=reason, index=index)
 
 
-def hashes(value: Any, field: str, read: Callable[[Any, str, int], int] = u64) -> tuple[int, ...]:
-    """Return hashes in their order, each once; they are read one by one with ``read`` if they are not plain u64s."""
+def hashes(value: Any, field: str, read_hash: Callable[[Any, str, int], int] = u64) -> tuple[int, ...]:
+    """Return hashes in their order, each once; if some are not plain u64s, each is read with ``read_hash``."""
     if not isinstance(value, list):
         raise Rejected("bad_hash", f"{field} is {shown(value)}, not a list", field=field, reason=_absence(value))
     plain = set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= U64_MASK
-    result = tuple(value) if plain else tuple([read(item, field, i) for i, item in enumerate(value)])
+    result = tuple(value) if plain else tuple([read_hash(item, field, i) for i, item in enumerate(value)])
     if len(set(result)) != len(result):
         sentence = f"{field} names one of its {len(result)} blocks twice"
         raise Rejected("repeated_hash", sentence, field=field)
@@ -154,7 +154,7 @@ class Ceilings:
 
 
 class OverCeiling(Undecodable):
-    """A batch that is not read, whatever its other contents. ``kind`` is the ceiling, as a slug."""
+    """A batch left unread, whatever its other contents. ``kind`` is the ceiling, as a slug."""
 
 
 def frame_too_large(size: int, ceilings: Ceilings) -> OverCeiling:
@@ -173,7 +173,7 @@ def too_many_hashes(hashes: int, ceilings: Ceilings) -> OverCeiling:
 
 
 def misshapen(label: str) -> OverCeiling:
-    """Return the error for a long value in a field that is short in every engine: reading it could take any time and
+    """Return the error for a long value in a field which every engine keeps short: reading it could take any time and
     memory.
     """
     return OverCeiling("misshapen_event", f"a batch with {label} is not read")

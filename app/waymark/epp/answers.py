@@ -1,4 +1,4 @@
-"""Answers that are forwarded only when they are complete.
+"""Answers forwarded only when they are complete.
 
 A proxy can send a request again as long as the client has not received any of its answer. If a picker or an engine dies
 between the headers and the end of a JSON answer, the client has a useless half of an object. So the

@@ -110,9 +110,9 @@ def pieces(parts: Sequence[bytes], *, is_request: bool, is_end: bool) -> Iterato
         yield reply
 
 
-def answered(headers: Mapping[str, str]) -> Any:
-    """Return an answer to the headers of an engine's answer that sets ``headers`` in it."""
-    common = pb.CommonResponse(header_mutation=_mutation(headers))
+def answered(headers: Mapping[str, str], remove: Iterable[str]) -> Any:
+    """Return an answer to the headers of an engine's answer that sets ``headers`` in it, and removes others."""
+    common = pb.CommonResponse(header_mutation=_mutation(headers, remove))
     return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common))
 
 

@@ -35,7 +35,7 @@ from waymark.chat.requests import (
 )
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
-from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
+from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay, is_own_header
 from waymark.domain.answer_times import asked_times_of
 from waymark.domain.books import UsageReader
 from waymark.domain.targets import host_and_port, names_engines
@@ -313,7 +313,9 @@ class ProcessCall:
             if self._response_mode == messages.DUPLEX and is_whole(headers):
                 held_answer.begin()
             if self._under_way is not None:
-                reply = messages.answered(self._under_way.answer_headers)
+                ours = self._under_way.answer_headers
+                forged = [name for name in headers if is_own_header(name) and name not in ours]
+                reply = messages.answered(ours, forged)
         if is_end:
             await self._give_back()
         await held_answer.send([reply], size=0, is_end=is_end)
@@ -402,7 +404,7 @@ class Streams:
             self._waiting.pop(place.peer, None)
 
     def leave(self, place: StreamPlace) -> None:
-        """Free the place of a stream that has ended. A place that was given up does not count any more."""
+        """Free the place of an ended stream. A place that was given up does not count any more."""
         self.settle(place)
         if not place.is_given_up:
             self._count -= 1

@@ -125,7 +125,7 @@ class PrefixMatches:
         return grpc.method_handlers_generic_handler(PREFIX_SERVICE, {"MatchExternalKvPrefix": method})
 
     async def match_external_kv_prefix(self, request: Any, context: Any) -> Any:
-        """Return the addresses of the engines that have the beginning of a prompt, the longest match first."""
+        """Return the addresses of the engines with the beginning of a prompt, the longest match first."""
         if request is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no MatchExternalKvPrefixRequest")
         hashes = [

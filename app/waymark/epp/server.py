@@ -1,9 +1,15 @@
-"""The gRPC servers of an endpoint picker: its port, with bounds, and one for health checks alone."""
+"""The gRPC servers of an endpoint picker: its port, with bounds, and one for health checks alone.
+
+Envoy does not check the certificate of an endpoint picker unless its configuration asks for it. So a self-signed one is
+enough to have no plain text on the wire. The picker makes it when it starts, and writes it nowhere.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import datetime
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waymark.base.errors import SettingsError
 from waymark.base.logs import fields
 from waymark.decide.reported import ReportedPrompts
-from waymark.epp import messages, tls
+from waymark.epp import messages
 from waymark.epp.process_call import CallContext, ProcessCall, StreamCut, Streams
 from waymark.epp.radix_index import RadixIndex
 from waymark.epp.scores import PodScores, PrefixMatches
@@ -54,6 +60,8 @@ log = logging.getLogger(__name__)
 
 #: Bytes of one message: pieces of bodies are far smaller, and a larger message is refused before it is read.
 MESSAGE_BYTES_MAX = 4 * 2**20
+#: How long a certificate that is made here is valid.
+_YEARS = 10
 #: Of the streams of a health port.
 _HEALTH_STREAMS_MAX = 256
 _LOOK_SECONDS = 1.0
@@ -187,8 +195,8 @@ def _new_server(streams_max: int) -> Any:
 
 def _credentials(options: EppOptions) -> Any:
     if options.cert_file is not None and options.key_file is not None:
-        return tls.from_files(options.cert_file, options.key_file)
-    return tls.self_signed() if options.has_tls else None
+        return _from_files(options.cert_file, options.key_file)
+    return self_signed() if options.has_tls else None
 
 
 def _bound(server: Any, host: str, port: int, credentials: Any, variable: str) -> int:
@@ -260,3 +268,77 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             if self._has_ended:
                 return
             await changed.wait()
+
+
+# ---- certificates ----------------------------------------------------------------------------------
+
+
+def self_signed() -> Any:
+    """Return server credentials with a key and a certificate made here."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "waymark-epp")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=365 * _YEARS))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("waymark-epp"), *_own_names()]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return grpc.ssl_server_credentials([(pem, certificate.public_bytes(serialization.Encoding.PEM))])
+
+
+def _own_names() -> list[Any]:
+    from cryptography import x509
+
+    name = socket.gethostname()
+    # A host name may have characters that no certificate takes.
+    return [x509.DNSName(name)] if name.isascii() and 0 < len(name) < 64 else []
+
+
+def _from_files(cert_file: Path, key_file: Path) -> Any:
+    """Return server credentials from PEM files, which are read again for new connections after a change.
+
+    ``SettingsError`` if they cannot be read. A file that cannot be read later leaves the last pair in use.
+    """
+    try:
+        first = _read_pair(cert_file, key_file)
+    except OSError as exc:
+        raise SettingsError(f"the certificate of WAYMARK_EPP_TLS_FILES cannot be used: {exc}") from None
+    return grpc.dynamic_ssl_server_credentials(_certificates(first), _reader_of(cert_file, key_file, first), False)
+
+
+def _reader_of(cert_file: Path, key_file: Path, first: tuple[bytes, bytes]) -> Callable[[], Any]:
+    last = first
+
+    def changed() -> Any:
+        """Return the new pair, or None if it is unchanged."""
+        nonlocal last
+        try:
+            pair = _read_pair(cert_file, key_file)
+        except OSError as exc:
+            log.warning("the certificate cannot be read; the previous one stays in use", extra=fields(error=str(exc)))
+            return None
+        if pair == last:
+            return None
+        last = pair
+        return _certificates(pair)
+
+    return changed
+
+
+def _read_pair(cert_file: Path, key_file: Path) -> tuple[bytes, bytes]:
+    return key_file.read_bytes(), cert_file.read_bytes()
+
+
+def _certificates(pair: tuple[bytes, bytes]) -> Any:
+    return grpc.ssl_server_certificate_configuration([pair])

@@ -43,7 +43,7 @@ takes longer to start again."""
 
 #: Engines that a request is sent to at most.
 ATTEMPTS = 3
-#: Bytes of an engine's error that is put into another shape.
+#: The most bytes of an engine's error to be put into another shape.
 _ERROR_BYTES_MAX = 2**20
 #: Statuses by which an engine says that it cannot take the request now.
 _PASSED_ON = frozenset({502, 503})
@@ -137,7 +137,7 @@ class Proxy:
             )
             await self._say_broken(proxied, answered.response)
         finally:
-            # A client that has gone away is not a failure of the engine.
+            # If the client has gone away, the engine has not failed.
             answered.request.end(is_ok=is_ok)
             answered.response.close()
 
@@ -153,7 +153,7 @@ class Proxy:
                     is_every_one = True
                     break  # no further one is left
                 raise
-            # It goes to an engine that is unreachable only if all are; without a walk it may not be known which are.
+            # It goes to an unreachable engine only if all are; without a walk it may not be known which are.
             is_every_one = routed.selected.is_degraded and routed.selected.walk is not None
             answered = await self._attempted(proxied, routed, is_last=attempt == ATTEMPTS)
             if isinstance(answered, EngineAnswer):
@@ -311,7 +311,7 @@ def _is_told(response: aiohttp.ClientResponse) -> bool:
 
 
 def _is_translated(proxied: ProxiedRequest, response: aiohttp.ClientResponse) -> bool:
-    """Return whether an error may need another shape: each error of Anthropic's paths, and each that is not JSON."""
+    """Return whether an error may need another shape: each error of Anthropic's paths, and each one without JSON."""
     if is_events(response) or not _is_plain(response):
         return False
     is_json = "json" in response.headers.get("Content-Type", "").lower()

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -49,6 +48,9 @@ T = TypeVar("T")
 _LOOK_SECONDS = 30.0
 #: The words of Continuum Router for kinds of failures.
 ERRORS: Final = ("connection", "timeout", "other")
+#: Before the names of the results among the counts of all gateways, and before those of the kinds of failures.
+_COUNT = "response_cache."
+_COUNT_ERROR = "response_cache.error."
 
 
 class SharedAnswers:
@@ -66,6 +68,7 @@ class SharedAnswers:
         in_memory: MemoryAnswers,
         metrics: Metrics,
         begin: StartTask,
+        counts: ReplicaCounts,
         *,
         entries_max: int,
         bytes_max: int,
@@ -85,7 +88,7 @@ class SharedAnswers:
         self._seconds = milliseconds / 1000
         self._look_seconds = look_seconds
         self._room = AnswersSize(0, 0)
-        self.errors: Counter[str] = Counter()
+        self._counts = counts
         metrics.cache_fallback_active.set_function(lambda: float(self.is_away))
         metrics.cache_redis_connections_active.set_function(lambda: stored.connections()[0])
         metrics.cache_redis_connections_idle.set_function(lambda: stored.connections()[1])
@@ -161,7 +164,7 @@ class SharedAnswers:
             self._metrics.cache_redis_latency_seconds.labels(operation=operation).observe(perf_counter() - began)
 
     def _change_over(self, kind: str, sentence: str) -> None:
-        self.errors[kind] += 1
+        self._counts.add(_COUNT_ERROR + kind)
         self._metrics.cache_redis_errors.labels(type=kind).inc()
         if not self.is_away:
             self.is_away = True
@@ -190,8 +193,6 @@ keeping, and not for long."""
 
 #: Answers of the others carry ids that belong to one request.
 _FORMS = frozenset({Form.CHAT, Form.COMPLETIONS, Form.MESSAGES})
-#: Before the names of the results among the counts of all gateways.
-_COUNT = "response_cache."
 #: The longest wait of a request for an equal one under way.
 _FLIGHT_SECONDS = 60.0
 
@@ -212,9 +213,9 @@ class CacheOptions:
     ttl_seconds: int
     """How old an answer may be."""
     response_bytes: int
-    """The largest answer that is kept."""
+    """The largest answer to keep."""
     stream_bytes: int
-    """The largest streamed answer that is kept."""
+    """The largest streamed answer to keep."""
     redis_ms: int
     """How long Redis is waited for, before the gateway uses its own memory."""
 
@@ -355,8 +356,8 @@ class ResponseCache:
         return await self._answers.clear(key)
 
     async def stats(self) -> ResponseCacheStats:
-        """Return the state in the shape of Continuum Router. Requests are those of all gateways, except for the last
-        second.
+        """Return the state in the shape of Continuum Router. Requests, evictions and errors are those of all gateways,
+        except for the last second.
         """
         together, _ = await self._counts.read()
         counts = {name: together.get(_COUNT + name, 0) for name in self._results}
@@ -378,7 +379,7 @@ class ResponseCache:
                 max_response_size=self._response_bytes,
                 max_stream_buffer_size=self._stream_bytes,
             ),
-            redis=_redis_stats(answers) if isinstance(answers, SharedAnswers) else None,
+            redis=_redis_stats(answers, together) if isinstance(answers, SharedAnswers) else None,
         )
 
 
@@ -398,6 +399,7 @@ def _answers(options: CacheOptions, metrics: Metrics, store: Store) -> AnswerSto
         in_memory,
         metrics,
         store.begin,
+        store.counts,
         entries_max=entries_max,
         bytes_max=bytes_max,
         ttl_seconds=ttl_seconds,
@@ -405,12 +407,12 @@ def _answers(options: CacheOptions, metrics: Metrics, store: Store) -> AnswerSto
     )
 
 
-def _redis_stats(answers: SharedAnswers) -> ResponseCacheRedis:
+def _redis_stats(answers: SharedAnswers, together: Mapping[str, int]) -> ResponseCacheRedis:
     active, idle = answers.connections
     return ResponseCacheRedis(
         connections=CacheConnections(active=active, idle=idle),
         fallback_active=answers.is_away,
-        errors=CacheErrors(**{kind: answers.errors[kind] for kind in ERRORS}),
+        errors=CacheErrors(**{kind: together.get(_COUNT_ERROR + kind, 0) for kind in ERRORS}),
     )
 
 

@@ -241,7 +241,7 @@ class RedisResponses:
         if not self._noted(await self._stored.delete(name, self._bounds)):
             raise StoreUnavailable(
                 "there is no room for the deletion until MongoDB has the responses that wait; check MongoDB, or raise "
-                "WAYMARK_RESPONSES_BYTES"
+                "responses in WAYMARK_ANSWERS_BYTES"
             )
 
     def _noted(self, changed: ResponseChange) -> bool:
@@ -256,7 +256,7 @@ class ResponsesOptions:
     place: Literal["memory", "redis"]
     ttl_seconds: int
     entry_bytes: int
-    """The largest conversation that is stored."""
+    """The largest conversation to store."""
     entries_max: int
     bytes_max: int
 
@@ -348,7 +348,7 @@ class Responses:
         return orjson.dumps({"object": "list", "data": page, "has_more": end < len(items)} | ends)
 
     async def cancel(self, client: GatewayCaller, response_id: str) -> bytes:
-        """Raise RequestRejected: a response that is stored has ended. Raises as ``find``."""
+        """Raise RequestRejected: a stored response has ended. Raises as ``find``."""
         await self._entry(client, response_id)
         raise RequestRejected(
             400, "the response has ended, so there is nothing to cancel; close the connection to cancel one under way",

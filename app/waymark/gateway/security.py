@@ -16,6 +16,7 @@ from waymark.base.asgi import RawHeaders
 from waymark.base.errors import SettingsError
 from waymark.base.shown import shown
 from waymark.base.watched_file import WatchedFile
+from waymark.decide.under_way import is_own_header
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.domain.targets import names_engines
 from waymark.gateway.shapes import RequestRejected
@@ -47,9 +48,7 @@ _EXPOSED = (
     b"x-cache, retry-after"
 )
 _PREFLIGHT_SECONDS = 600
-_NOT_TO_CLIENTS = frozenset(
-    {b"server", b"date", b"set-cookie", b"x-session-token", b"x-request-id", b"x-cache", b"x-cache-key"}
-)
+_NOT_TO_CLIENTS = frozenset({b"server", b"date", b"set-cookie", b"x-request-id"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +187,8 @@ def going_on(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     return [
         (name, value)
         for name, value in headers
-        if name not in _HOP_BY_HOP and name not in _OWN and name not in named and not _is_own(name)
+        if name not in _HOP_BY_HOP and name not in _OWN and name not in named
+        if not name.startswith(_OWN_BEGINNING) and not names_engines(name.decode("latin-1"))
     ]
 
 
@@ -199,7 +199,8 @@ def to_client(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
     return [
         (name, value)
         for name, value in lowered
-        if name not in _HOP_BY_HOP and name not in _NOT_TO_CLIENTS and name not in named and not _is_own(name)
+        if name not in _HOP_BY_HOP and name not in _NOT_TO_CLIENTS and name not in named
+        if not is_own_header(name.decode("latin-1"))
         if not name.startswith(_CORS_BEGINNING)
     ]
 
@@ -233,11 +234,6 @@ class Origins:
             (b"access-control-allow-headers", wanted if _ARE_NAMES(wanted) else b"authorization, content-type"),
             (b"access-control-max-age", str(_PREFLIGHT_SECONDS).encode()),
         ]
-
-
-def _is_own(name: bytes) -> bool:
-    """Return whether only the gateway writes a header, in both directions."""
-    return name.startswith(_OWN_BEGINNING) or names_engines(name.decode("latin-1"))
 
 
 def _named_by_connection(headers: RawHeaders) -> set[bytes]:

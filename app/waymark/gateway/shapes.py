@@ -153,9 +153,9 @@ def body_of_rejection(path: str, status: int, sentence: str, reason: str) -> byt
 
 
 def engine_error(status: int, body: bytes, api: Form | None, *, engine: str, path: str) -> bytes:
-    """Return the error of an engine in the shape of its path; an error that has this shape stays as it is.
+    """Return the error of an engine in the shape of its path; an error in this shape stays as it is.
 
-    An engine without the path, and an answer that is not JSON, as from a proxy, get a sentence that names ``engine``.
+    An engine without the path, and an answer without JSON, as from a proxy, get a sentence that names ``engine``.
     """
     try:
         document = bounded_loads(body)

@@ -62,9 +62,9 @@ class _IdleWatch:
         self._timer = self._call_later(seconds, self._look)
 
     def _look(self) -> None:
-        left = self._seconds if self.since is None else self.since + self._seconds - self.time()
-        if left > 0:
-            self._timer = self._call_later(left, self._look)
+        seconds = self._seconds if self.since is None else self.since + self._seconds - self.time()
+        if seconds > 0:
+            self._timer = self._call_later(seconds, self._look)
         else:
             self._content.set_exception(Interrupted("idle"))
 

@@ -19,7 +19,7 @@ import zmq
 
 
 class ConnectionFailure(StrEnum):
-    """A value is the sentence for people, after the endpoint."""
+    """Why a connection is lost. Each value is the end of a sentence that begins with the endpoint."""
 
     UNRESOLVED = "its host has no address; register a name that the ingest workers can resolve, or a numeric address"
     REFUSED = (

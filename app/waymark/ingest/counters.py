@@ -65,7 +65,7 @@ REASONS = {
     OVER_CEILING: "a batch of this life was above a ceiling and was not read",
     REPLAY_SILENT: "the replay endpoint does not answer",
     REPLAY_INCOMPLETE: "the last replay ended early",
-    REPLAY_WAITING: "this stream waits for a place to replay (WAYMARK_REPLAYS_MAX); live frames are applied meanwhile",
+    REPLAY_WAITING: "this stream waits for a place to replay; live frames are applied meanwhile",
     COPIES_DOUBTED: "copies of blocks were counted by a rule that the events of the engine contradict",
     SNAPSHOT_FAILED: "no snapshot of the engine's cache could be had; it is asked for again",
     BUFFER_FULL: "frames were dropped that no replay can recover: WAYMARK_STREAM_BUFFER_BYTES was reached",

@@ -307,7 +307,7 @@ class Life:
         await self.flush()
         staged.resolver.flags.update(self.applier.resolver.flags & COPIES_LEARNED)
         await staged.take_place(Commit(seq, ts, ts, ""))
-        self.applier, self.decoder.slices = staged, staged.slices
+        former, self.applier, self.decoder.slices = self.applier, staged, staged.slices
         self.count_passed()
         self.begun += 1
         self._opened_at = self._gap_at = self._unproven = None
@@ -319,6 +319,7 @@ class Life:
         self.details.clear()
         self.has_written_status = True
         await self.found()
+        await former.forget()
 
     async def spots_of(self, batch: Batch) -> dict[int, Spot]:
         """Return the blocks that hashes of the batch stand for, as this life or its group's engines reported them."""

@@ -11,6 +11,9 @@ from waymark.ingest.stream import StreamOptions
 
 #: The seconds between two polls of a worker, at most.
 _POLL_SECONDS = 2.0
+#: The replays that a worker runs at once. Each holds unapplied batches in memory, and all of them share one core. If
+#: more are needed at once, another worker takes half of the streams, and runs as many.
+REPLAYS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class WorkerOptions:
     worker_id: str
     stream: StreamOptions
     apply: ApplyOptions = field(default_factory=ApplyOptions)
-    replays_max: int = 8
+    replays_max: int = REPLAYS_MAX
     sweep_blocks_per_second: int = 20_000
     streams_max: int = 4096
     gauges_seconds: float = 0.0

@@ -71,7 +71,7 @@ class ReceivedFrames:
         return bool(self._taken)
 
     def next(self) -> Frame | None:
-        """Remove the oldest of the taken frames, and return it."""
+        """Remove and return the oldest taken frame."""
         return self._taken.popleft() if self._taken else None
 
     def behind(self, frame: Frame) -> Iterator[Frame]:

@@ -233,6 +233,8 @@ class StreamRunner:
             kept.close()
             if grant is not None:
                 await self._give_back(grant)
+            if running.applier is not None:
+                await running.applier.forget()
 
     def forget_errors(self, still: Iterable[PublisherName]) -> None:
         """Forget why streams stopped, except those in ``still``: the others run again, or belong to other workers."""

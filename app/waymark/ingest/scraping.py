@@ -23,7 +23,7 @@ from waymark.store.store import Store
 log = logging.getLogger(__name__)
 
 #: The most bytes of an engine's metrics; those of vLLM with 8 ranks have half a MiB.
-_BYTES_MAX = 8 * 2**20
+BYTES_MAX = 8 * 2**20
 _ANSWER_SECONDS_MAX = 5.0
 #: Between the beginnings of two requests, to whichever engines: a request takes some two milliseconds of the loop, and
 #: the loop also follows the streams. Each of many engines is asked less often; so is each while the loop is busy.
@@ -102,7 +102,7 @@ class Scraper:
 
     async def _scrape(self, url: str, interval: float) -> bool:
         """Read and write the gauges of an engine, which is asked once in so many seconds. Return whether it has any."""
-        reply = await self._asker.ask(url, seconds=min(interval, _ANSWER_SECONDS_MAX), bytes_max=_BYTES_MAX)
+        reply = await self._asker.ask(url, seconds=min(interval, _ANSWER_SECONDS_MAX), bytes_max=BYTES_MAX)
         if reply.status != 200:
             raise Unanswered(f"it answered with status {reply.status}")
         parser = GaugesParser()

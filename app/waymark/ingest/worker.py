@@ -39,7 +39,7 @@ def _give_back_large_blocks() -> None:
     """Let malloc give back the memory of every large frame as soon as it is free.
 
     Otherwise glibc moves this bound up to the largest frame so far, and its heap keeps what a burst of them has taken.
-    Other libraries of C have no such function.
+    Other C libraries have no such function.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)

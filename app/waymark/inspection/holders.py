@@ -253,8 +253,8 @@ class Search:
         """Whether every row was searched."""
 
     async def run(self, group: InspectedGroup, table: HolderTable) -> list[FoundValue]:
-        """Return the values that list the block: those that begin with it, or else the first one that a live holder
-        has.
+        """Return the values that list the block. If none begins with it, return the first one found among live
+        holders.
         """
         values = await self._listing(group, places_that_begin_with(self._key))
         if values:

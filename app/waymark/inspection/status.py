@@ -121,7 +121,7 @@ def complaint(state: PublisherState) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PublisherFilter:
-    """A filter of publishers; a field that is None does not exclude any."""
+    """A filter of publishers; a field with None excludes no publisher."""
 
     tenant: str | None = None
     model: str | None = None

@@ -94,7 +94,7 @@ def ends(holding: PromptHoldings) -> dict[str, str]:
 
 
 def _counts(holding: PromptHoldings) -> list[int]:
-    """Return for each block how many instances count for it."""
+    """Return the number of instances for each block whose match includes it."""
     changes = [0] * (len(holding.keys) + 1)
     for instance in holding.instances:
         for first, n in instance.counted_runs:

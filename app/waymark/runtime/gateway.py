@@ -28,6 +28,11 @@ from waymark.runtime import parts
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
+#: The bytes of answers that a response cache keeps, and so many of stored responses, unless a setting names others.
+ANSWERS_BYTES = 256 * 2**20
+#: The largest answer has this part of the bytes of all.
+_LARGEST_PART = 256
+
 __all__ = ["GatewayRole", "body_of_rejection"]
 
 
@@ -122,12 +127,13 @@ def response_cache(settings: Settings, metrics: Metrics, store: Store) -> Respon
     """Return the response cache of a gateway, or None if it is off."""
     if settings.response_cache == "off":
         return None
-    response_bytes = parts.in_proportion(2**20, settings, "response_cache_bytes")
+    bytes_max = settings.answers_bytes.get("cache", ANSWERS_BYTES)
+    response_bytes = bytes_max // _LARGEST_PART
     options = CacheOptions(
         place=settings.response_cache,
-        entries_max=parts.in_proportion(1000, settings, "response_cache_bytes"),
-        bytes_max=settings.response_cache_bytes,
-        ttl_seconds=settings.response_cache_ttl_seconds,
+        entries_max=max(1, 1000 * bytes_max // ANSWERS_BYTES),
+        bytes_max=bytes_max,
+        ttl_seconds=settings.answers_ttl.get("cache", 300),
         response_bytes=response_bytes,
         stream_bytes=10 * response_bytes,  # a stream repeats its frame around each token
         redis_ms=int(500 * settings.redis_timeout_seconds),  # a client waits for it before any engine is asked
@@ -139,12 +145,13 @@ def stored_responses(settings: Settings, metrics: Metrics, store: Store, archive
     """Return the stored responses of a gateway, or None if it stores none."""
     if settings.responses_place == "off":
         return None
+    bytes_max = settings.answers_bytes.get("responses", ANSWERS_BYTES)
     options = ResponsesOptions(
         place=settings.responses_place,
-        ttl_seconds=settings.responses_ttl_seconds,
-        entry_bytes=parts.in_proportion(2**20, settings, "responses_bytes", least=1024),
-        entries_max=parts.in_proportion(10_000, settings, "responses_bytes"),
-        bytes_max=settings.responses_bytes,
+        ttl_seconds=settings.answers_ttl.get("responses", 86_400),
+        entry_bytes=max(1024, bytes_max // _LARGEST_PART),
+        entries_max=max(1, 10_000 * bytes_max // ANSWERS_BYTES),
+        bytes_max=bytes_max,
     )
     return Responses.open(options, metrics, store, archive)
 
@@ -153,5 +160,7 @@ def mongo_archive(settings: Settings, metrics: Metrics, store: Store) -> MongoAr
     """Return the archive behind the stored responses, or None without a MongoDB."""
     if settings.responses_mongo_url is None:
         return None
-    options = MongoOptions(settings.responses_mongo_url.get_secret_value(), settings.responses_mongo_ttl_seconds)
+    options = MongoOptions(
+        settings.responses_mongo_url.get_secret_value(), settings.answers_ttl.get("mongo", 30 * 86_400)
+    )
     return MongoArchive.open(options, metrics, store)

@@ -68,12 +68,10 @@ def open_store(settings: Settings, metrics: Metrics | None = None, *, keeps_answ
 # ---- engines ---------------------------------------------------------------------------------------
 
 
-def engine_key(settings: Settings, *, is_bounded: bool = True) -> EngineKey:
-    """Return the key of the engines. ``is_bounded=False``: it may go to every host."""
+def engine_key(settings: Settings) -> EngineKey:
+    """Return the key of the engines, and the hosts that it may go to."""
     key = None if settings.engine_api_key is None else settings.engine_api_key.get_secret_value()
     keys_of_hosts = {host: secret.get_secret_value() for host, secret in settings.engine_keys.items()}
-    if not is_bounded:
-        return EngineKey(key, keys=keys_of_hosts)
     named = settings.engine_key_hosts or settings.allowed_endpoints
     return EngineKey(key, AllowedEndpoints(named), settings.gateway_engines, keys_of_hosts)
 
@@ -82,7 +80,7 @@ def asker(settings: Settings, *, is_bounded: bool = True) -> Asker:
     """Return the client of engines. ``is_bounded=False``: for URLs from an operator, which need no permission."""
     return Asker(
         AllowedEndpoints(settings.allowed_endpoints if is_bounded else ()),
-        key=engine_key(settings, is_bounded=is_bounded),
+        key=engine_key(settings),
         ca_file=settings.engine_ca_file,
     )
 

@@ -58,7 +58,6 @@ def worker_options(settings: Settings) -> WorkerOptions:
     return WorkerOptions(
         worker_id=settings.worker_id,
         apply=parts.apply_options(settings),
-        replays_max=settings.replays_max,
         sweep_blocks_per_second=settings.sweep_blocks_per_second,
         gauges_seconds=settings.gauges_seconds,
         allowed_endpoints=settings.allowed_endpoints,

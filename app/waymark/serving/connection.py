@@ -98,6 +98,31 @@ class HttpConnection(asyncio.Protocol):
 
     # ---- calls of the reader ---------------------------------------------------------------------------
 
+    def take_whole(self, scope: dict[str, Any], body: bytes) -> bool:
+        """Take a plain request that has arrived as a whole, if it goes the straight way and is the only one; otherwise
+        return False. It does in one call what the next four methods do for any request.
+        """
+        shared = self.connections
+        question = shared.straight.get(scope["raw_path"])
+        if (
+            question is None
+            or self._cycles
+            or self._is_done
+            or self.is_full
+            or shared.bodies_bytes + len(body) > shared.bounds.bodies_max_bytes
+        ):
+            return False
+        request = question.open(scope["headers"])
+        if request is None:
+            return False
+        shared.idle.pop(self, None)
+        shared.arriving.pop(self, None)
+        shared.bodies_bytes += len(body)
+        cycle = RequestCycle(self, scope, keep_alive=True, straight=request, body=body)
+        self._cycles.append(cycle)
+        request.begin(body, cycle)
+        return True
+
     def request_begins(self) -> None:
         if self._is_done:
             raise Stop  # the request before was the last one
@@ -157,7 +182,7 @@ class HttpConnection(asyncio.Protocol):
         elif self._is_done:
             self._part()
             return
-        else:
+        elif self._is_paused:
             self.resume_reading()
         if self._reader.is_open:
             if len(self._cycles) <= (self._reading is not None):
@@ -170,7 +195,8 @@ class HttpConnection(asyncio.Protocol):
         if cycle.task is not None:
             self._server.tasks.discard(cycle.task)
             cycle.task = None
-        self._release(cycle)
+        self.connections.bodies_bytes -= cycle.held
+        cycle.held = 0
 
     @property
     def owes_answers(self) -> bool:
@@ -264,7 +290,8 @@ class HttpConnection(asyncio.Protocol):
     @property
     def default_lines(self) -> bytes:
         """The lines of every answer."""
-        return self.connections.default_lines(self._server.default_headers)
+        shared, headers = self.connections, self._server.default_headers
+        return shared.lines if headers is shared.lines_of else shared.default_lines(headers)
 
     def write(self, piece: bytes) -> None:
         if not self._transport.is_closing():

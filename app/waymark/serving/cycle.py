@@ -105,29 +105,39 @@ class RequestCycle:
     )
 
     def __init__(
-        self, connection: Carrier, scope: AsgiScope, *, keep_alive: bool, expects_continue: bool = False
+        self,
+        connection: Carrier,
+        scope: AsgiScope,
+        *,
+        keep_alive: bool,
+        expects_continue: bool = False,
+        straight: StraightRequest | None = None,
+        body: bytes = b"",
     ) -> None:
+        """Create the cycle of a request whose head has arrived, or the whole: then it is ``straight``, and has its
+        ``body``.
+        """
         self.scope = scope
         self.keep_alive = keep_alive
-        self.is_whole = False
+        self.is_whole = straight is not None
         """The request has arrived to its end."""
         self.is_disconnected = False
         """Nobody waits for the answer any more."""
         self.is_on_wire = False
         """A part of the answer has been written."""
         self.is_answered = False
-        self.held = 0
+        self.held = len(body)
         """Bytes of the body, from their arrival until the application is done."""
         self.task: asyncio.Task[None] | None = None
         self._connection = connection
         self._expects_continue = expects_continue
-        self._body: bytes | bytearray = b""
+        self._body: bytes | bytearray = body
         self._is_due = False  # there is something to receive
         self._changed: asyncio.Event | None = None  # made when the application has to wait
         self._head: bytes | None = None  # of the answer; empty once it is on the wire
         self._left: int | None = None  # bytes of the answer's body by its Content-Length
         self._is_chunked = False
-        self._straight: StraightRequest | None = None
+        self._straight = straight
 
     # ---- the request -----------------------------------------------------------------------------------
 
@@ -286,7 +296,8 @@ class RequestCycle:
         end = b"" if self.keep_alive else b"connection: close\r\n"
         content = b"" if self.scope["method"] == "HEAD" else body
         self._head = b""
-        self._write(_WHOLE % (self._connection.default_lines, content_type, len(body), end, content))
+        self.is_on_wire = True
+        self._connection.write(_WHOLE % (self._connection.default_lines, content_type, len(body), end, content))
         self._end()
 
     def _start(self, message: AsgiMessage) -> None:

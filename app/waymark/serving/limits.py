@@ -170,7 +170,9 @@ class Connections:
         """The last bytes have been written; later input is dropped."""
         self._waits = (self.arriving, self.idle, self.unread, self.lingering)
         self._open: set[Connection] = set()
-        self._defaults: tuple[list[tuple[bytes, bytes]], bytes] = ([], b"")
+        self.lines_of: list[tuple[bytes, bytes]] = []
+        self.lines = b""
+        """The headers in ``lines_of``, as lines."""
         self._metrics = metrics
         self._metrics.http_bodies_bytes.set_function(lambda: self.bodies_bytes)
         self._is_polling = False
@@ -262,9 +264,9 @@ class Connections:
 
     def default_lines(self, headers: list[tuple[bytes, bytes]]) -> bytes:
         """Return uvicorn's headers of every answer, as lines; uvicorn makes a new list each second."""
-        if headers is not self._defaults[0]:
-            self._defaults = headers, b"".join([b"%b: %b\r\n" % header for header in headers])
-        return self._defaults[1]
+        if headers is not self.lines_of:
+            self.lines_of, self.lines = headers, b"".join([b"%b: %b\r\n" % header for header in headers])
+        return self.lines
 
     def count_cut(self, why: str) -> None:
         self._metrics.http_connections_cut.labels(reason=why).inc()

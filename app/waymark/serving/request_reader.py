@@ -36,6 +36,9 @@ class Receiver(Protocol):
     @property
     def connections(self) -> Connections: ...
 
+    def take_whole(self, scope: dict[str, Any], body: bytes) -> bool:
+        """Take a plain request if that is possible at once; if not, return False, and it is taken in parts."""
+
     def request_begins(self) -> None: ...
 
     def take_head(self, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None:
@@ -79,7 +82,18 @@ class RequestReader:
         if not (self.is_open or self.unplaced or native.selected is None):
             plain = native.selected.plain_post(data)
             if plain is not None:
-                self._take_plain(*plain)
+                path, headers, body = plain
+                self._url = path
+                scope = {
+                    "method": "POST",
+                    "http_version": "1.1",
+                    "headers": headers,
+                    "path": path.decode("ascii"),
+                    "raw_path": path,
+                    "query_string": b"",
+                }
+                if not self._connection.take_whole(scope, body):
+                    self._take_plain(scope, body)
                 return
         self.unplaced += len(data)
         try:
@@ -104,16 +118,7 @@ class RequestReader:
         """Let go of the connection and of the parser, which refer to this object."""
         del self._parser, self._connection
 
-    def _take_plain(self, path: bytes, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        self._url = path
-        scope = {
-            "method": "POST",
-            "http_version": "1.1",
-            "headers": headers,
-            "path": path.decode("ascii"),
-            "raw_path": path,
-            "query_string": b"",
-        }
+    def _take_plain(self, scope: dict[str, Any], body: bytes) -> None:
         connection = self._connection
         try:
             connection.request_begins()

@@ -277,7 +277,7 @@ class PrefixCache:
     def snapshot(self, chunk_blocks: int = 1000) -> list[list[WireEvent]]:
         """Return events that describe the whole cache to a new reader, in chunks of so many blocks, as vLLM's.
 
-        A chunk stores blocks with their tokens, parents first, even those that are not held any more; then the contents
+        A chunk stores blocks with their tokens, parents first, even those no longer held; then the contents
         of each medium, copy by copy and without tokens; and then it removes the first stores.
         """
         ordered: dict[int, Block] = {}

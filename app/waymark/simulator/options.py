@@ -124,9 +124,9 @@ class SimulateOptions(Options):
     topic: str = ""
     """The topic in front of each frame."""
     model_name: str = "demo"
-    """The model that is served."""
+    """The served model."""
     tenant_id: str = "default"
-    """The tenant that is served."""
+    """The served tenant."""
     instance_prefix: str = "engine"
     """Engine i is instance ``<prefix>-<i>``."""
     block_size: int = Field(16, ge=1)

@@ -26,6 +26,7 @@ __all__ = [
     "places",
     "prefixes",
     "publisher_states",
+    "quick",
     "reader",
     "records",
     "reservations",

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from waymark.domain.moves import Moves
 from waymark.domain.parts import PackedParts, Part, blocks_of, packed
 from waymark.domain.rows import Place
+from waymark.store.redis.words import PackedWords
 
 #: The limits of one call. A call at either limit takes Redis about 2 ms, and every reader waits that long.
 CALL_PARTS = 128
@@ -25,14 +26,14 @@ class ApplyCall(NamedTuple):
     """The number of blocks in all parts."""
     holders: list[int]
     """The holder ids, each once, in order of first use. A part names a holder by its position here, from 1."""
-    rows: list[bytes]
+    rows: Sequence[bytes]
     """The keys of rows, branch rows and singles, each once. A part names a key by its position here, from 1.
 
     The rows listed only because a branch row belongs to them come last.
     """
     seqs: list[int]
     """The seq of each batch, each once. A part names a batch by its position here, from 1."""
-    words: list[bytes]
+    words: Sequence[bytes]
     """The packed parts."""
 
 
@@ -64,7 +65,8 @@ class ApplyCalls:
             start, end = self._done, self._packed.end(self._done, CALL_PARTS, CALL_BLOCKS)
             self._moves.send(self._packed, start, end)
             self._end = end
-            return ApplyCall(*self._packed.pack(start, end, self._prefix))
+            blocks, holders, count, rows, seqs, words = self._packed.pack(start, end, self._prefix)
+            return ApplyCall(blocks, holders, PackedWords(count, rows), seqs, PackedWords(end - start, words))
         self._under_way, self._waiting = _next_parts(self._waiting, self._moves)
         return pack(self._under_way, self._prefix)
 

@@ -67,7 +67,7 @@ class Directory:
         return self._parser.parse(RecordKind.REGISTRATION, keys.PUBLISHERS, field, Claim.decode_field, field, raw)
 
     async def claims(self) -> list[Claim]:
-        """Return every claim that can be read, also of publishers that are leaving, in order of registration."""
+        """Return every claim that can be read, also of leaving publishers, in order of registration."""
         raw_claims = await self._client.hgetall(keys.PUBLISHERS)
         self._parser.forget(keys.PUBLISHERS, raw_claims.keys())
         cache, decoded = self._decoded, dict[bytes, Claim]()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -85,7 +86,9 @@ class _Fetch:
             self._fetch_slowly()
 
     def set_result(self, fetched: Fetched) -> None:
-        self._fetcher.observe(time.monotonic() - self._began)
+        seconds, durations = time.monotonic() - self._began, self._fetcher.durations
+        durations.sum += seconds
+        durations.seen[bisect_left(durations.bounds, seconds)] += 1
         self._receiver.set_result(fetched)
 
     def set_exception(self, error: BaseException) -> None:
@@ -101,8 +104,12 @@ class _Fetch:
 
 def _values(reply: Any, size: int) -> list[bytes | None]:
     if not isinstance(reply, list) or len(reply) != size:
-        raise InvalidResponse(f"no reply to an MGET of {size} keys")
+        raise _no_reply(size)
     return reply
+
+
+def _no_reply(size: int) -> InvalidResponse:
+    return InvalidResponse(f"no reply to an MGET of {size} keys")
 
 
 class _RowsReader:
@@ -117,7 +124,10 @@ class _RowsReader:
 
     def parsed(self, replies: list[Any]) -> Fetched:
         version = replies.pop() if self._with_version else None
-        return Fetched(version, _values(replies[0], self._rows) if self._rows else [])
+        values = replies[0] if self._rows else []
+        if not isinstance(values, list) or len(values) != self._rows:
+            raise _no_reply(self._rows)
+        return Fetched(version, values)
 
 
 _rows_reader = lru_cache(256)(_RowsReader)
@@ -143,7 +153,7 @@ class _ValuesReader:
 class Fetcher:
     def __init__(self, client: RedisClient, metrics: Metrics) -> None:
         self._client = client
-        self.observe = metrics.fetch_duration_seconds.observe
+        self.durations = metrics.fetch_duration_seconds
 
     def fetch(self, entry: GroupEntry, asked: WantedValues, *, with_version: bool, until: float) -> Step:
         """Return the step that reads the values that ``asked`` names, with one request to each server.

@@ -96,14 +96,10 @@ class EngineHashes:
                 entries += (pack([block.engine_hash]), _encoded(block.spot))
             while True:
                 outcome = await self._scripts.keep_hashes(
-                    record=grant.record,
-                    fence=grant.fence,
+                    **grant.fenced_call,
                     hashes=keys.hashes(group_id),
                     newest=keys.hashes(group_id, number),
                     oldest=keys.hashes(group_id, number + 1 - GENERATIONS),
-                    publisher=grant.publisher,
-                    token=grant.token,
-                    calls=grant.first_calls,
                     number=number,
                     most=max(1, hashes_max // GENERATIONS),
                     milliseconds=_KEEP_MS,
@@ -194,7 +190,7 @@ class HeldHashes:
             if row is None:
                 return blocks_found
             slots = {key: slot for slot, key in enumerate(row.keys)}
-            entries = [_entry(each) for each in values[index * len(holders) : (index + 1) * len(holders)]]
+            entries = [_entry(value) for value in values[index * len(holders) : (index + 1) * len(holders)]]
             for key in blocks[max(head, first) : head + PIECE_BLOCKS]:
                 slot = slots.get(key)
                 block = None

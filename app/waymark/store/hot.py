@@ -70,6 +70,11 @@ class HotRows:
         self._metrics.hot_block_hits.inc(len(hits))
         return hits
 
+    def has_any(self, group_id: int, heads: bytes) -> bool:
+        """Return whether there is a row of packed ``heads``, without counting it as found."""
+        names = [(group_id, heads[at : at + KEY_BYTES]) for at in range(0, len(heads), KEY_BYTES)]
+        return not self._rows.keys().isdisjoint(names)
+
     def keep(self, group_id: int, heads: bytes, values: Sequence[bytes | None], now: float) -> None:
         """Keep the hot and the marked rows among those of packed ``heads``."""
         for index, value in enumerate(values):

@@ -181,7 +181,7 @@ class _PublisherImport:
         facts = self._facts()
         self._must(await store.records.take_staged(grant, commit, facts, begin, random_nonce()))
         event_ids = {
-            id_: each.event_id for id_, each in zip(ids, saved.holders, strict=True) if each.event_id is not None
+            id_: holder.event_id for id_, holder in zip(ids, saved.holders, strict=True) if holder.event_id is not None
         }
         if event_ids:
             verdict = await store.index.apply(grant, [], Moves(HeldBlocks()), None, event_ids)

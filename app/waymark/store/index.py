@@ -85,11 +85,7 @@ class Index:
         moved = sorted(grant.moved_shards)
         shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]
         outcome = await self._scripts.commit_batch(
-            record=grant.record,
-            fence=keys.fence(grant.group_id, 0),
-            publisher=grant.publisher,
-            token=grant.token,
-            calls=grant.calls.get(0, 0),
+            **grant.fenced_call,
             **_watermark(commit),
             shards=shards,
             event=events,

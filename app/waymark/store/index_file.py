@@ -184,7 +184,7 @@ class IndexFile:
                         content.publishers.append(replace(publisher, is_exact=is_exact is True, blocks=blocks))
                         publisher = None
                     case ["end", count, all_blocks, digest] if publisher is None:
-                        counts = len(content.publishers), sum(each.blocks for each in content.publishers)
+                        counts = len(content.publishers), sum(publisher.blocks for publisher in content.publishers)
                         if (count, all_blocks) != counts or digest != _digest_of(file, offset):
                             raise _damaged(path, "its digest or its counts are not those of its content")
                         if next(records, None) is not None:

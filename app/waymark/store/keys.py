@@ -242,7 +242,7 @@ def placement(group_id: int, block: str) -> str:
 
 
 def placements(group_id: int) -> str:
-    """Return the key of the blocks of a group that have a key ``placement``."""
+    """Return the key of the blocks of a group with a key ``placement``."""
     return f"{_root}{_tag(group_id)}:placements"
 
 

@@ -13,7 +13,7 @@ import asyncio
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, TypedDict
 
 from waymark.base.errors import RecordDamaged, StoreUnavailable
 from waymark.store import keys
@@ -48,7 +48,7 @@ class Renewal:
     is_fenced: bool = False
     """Another worker has the stream, or the publisher is gone."""
     lost_shards: set[int] = field(default_factory=set)
-    """The shards that have lost writes which they acknowledged under the grant."""
+    """The shards which lost writes that they had acknowledged under the grant."""
     error: StoreUnavailable | None = None
     """Why this lease could not be renewed, if the reason is its own record."""
 
@@ -76,6 +76,16 @@ class TakenLease:
     token: str
     above: int
     calls: dict[int, int]
+
+
+class FencedCall(TypedDict):
+    """See ``Grant.fenced_call``."""
+
+    record: str
+    fence: str
+    publisher: int
+    token: str
+    calls: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +149,15 @@ class Grant:
         return keys.record(self.claim.group_id, self.claim.publisher)
 
     @property
-    def fence(self) -> str:
-        """The key of the fence on shard 0, which also has the record."""
-        return keys.fence(self.claim.group_id, 0)
+    def fenced_call(self) -> FencedCall:
+        """The arguments of a script that writes only while the worker has the stream; shard 0 also has the record."""
+        return {
+            "record": self.record,
+            "fence": keys.fence(self.claim.group_id, 0),
+            "publisher": self.publisher,
+            "token": self.token,
+            "calls": self.first_calls,
+        }
 
     @property
     def first_calls(self) -> int:
@@ -353,7 +369,7 @@ PLACES: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlace:
-    """A place that is held if ``wait_seconds`` is 0; else the time after which another attempt may succeed."""
+    """A held place if ``wait_seconds`` is 0; else the time after which another attempt may succeed."""
 
     nonce: str
     wait_seconds: float = 0.0

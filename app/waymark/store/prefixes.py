@@ -42,15 +42,11 @@ class Prefixes:
         for change in changes:
             args += (change.change, "" if change.tokens is None else change.tokens)
         outcome = await self._scripts.apply_prefixes(
-            record=grant.record,
-            fence=grant.fence,
+            **grant.fenced_call,
             prefixes=keys.opaque_prefixes(grant.group_id),
             hot=keys.opaque_prefixes(grant.group_id, hot),
             warm=keys.opaque_prefixes(grant.group_id, warm),
             prefix=[keys.opaque_prefix(grant.group_id, change.key) for change in changes],
-            publisher=grant.publisher,
-            token=grant.token,
-            calls=grant.first_calls,
             milliseconds=1000 * ttl_seconds,
             hot_holder=hot,
             warm_holder=warm,

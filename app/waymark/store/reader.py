@@ -10,39 +10,34 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from waymark.base.errors import StoreUnavailable
+from waymark.base.instruments import Counter
 from waymark.base.metrics import NO_MODEL, Metrics
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import PromptIds
 from waymark.domain.row_runs import Runs
-from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.status import RecordKind
 from waymark.domain.table import HolderTable
 from waymark.store import keys
 from waymark.store.chain import Chain, KeySource
 from waymark.store.directory import Directory, GroupEntry
-from waymark.store.fetch import Fetched, Fetcher
+from waymark.store.fetch import Fetcher
 from waymark.store.holder_tables import decode_table
 from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import RecordParser
 from waymark.store.places import holders_of
+from waymark.store.quick import FirstPortions, QuickReads, Start
 from waymark.store.redis.client import RedisClient
 from waymark.store.steps import Steps, Waiting, finished
 
-#: The two sizes of the first portion, in rows. The small one is usual, because most new prompts have no match. The
-#: large one is used if more than ``_LONG_SHARE`` of the recent prompts matched the whole small portion: it saves a
-#: round trip, which costs more than reading keys that do not exist.
-_FIRST_PORTIONS = (4, 16)
-_LONG_SHARE = 1 / 3
 #: A match that passes the first portion is mostly long.
 _PORTION = 64
-#: The weight of one query in the average.
-_WEIGHT = 1 / 8
 
 #: How many times a query may start: it starts again if Redis came back empty.
 _STARTS_MAX = 3
@@ -102,8 +97,8 @@ class Reader:
         self._incarnation = incarnation
         self._groups: dict[GroupName, GroupEntry] = incarnation.cache({})
         self._tables: dict[int, HolderTable] = incarnation.cache({})
-        # By group id: the share of recent queries that found every block of a small first portion.
-        self._long: dict[int, float] = incarnation.cache({})
+        self._portions = incarnation.cache(FirstPortions())
+        self.quick = QuickReads(self._fetcher, incarnation, hot, self._groups, self._tables, self._portions)
 
     async def read(
         self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
@@ -115,11 +110,17 @@ class Reader:
         return await finished(self.reading(group, block_size, source, deadline_seconds=deadline_seconds))
 
     def reading(
-        self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
+        self,
+        group: GroupName,
+        block_size: int,
+        source: KeySource,
+        *,
+        deadline_seconds: float,
+        start: Start | None = None,
     ) -> Steps[Reading | None]:
-        """Return the steps of ``read``."""
+        """Return the steps of ``read``; ``start`` is the beginning that a quick read has made."""
         query = _Query(block_size, Chain(source, self._hot))
-        deadline = asyncio.get_running_loop().time() + deadline_seconds
+        deadline = asyncio.get_running_loop().time() + deadline_seconds if start is None else start.deadline
         try:
             for _ in range(_STARTS_MAX):
                 changes = self._incarnation.changes
@@ -129,8 +130,10 @@ class Reader:
                     return None
                 query.walk, query.runs = None, []
                 query.chain.begin(entry)
-                if (yield from self._walk(group, entry, query, deadline, changes)):
-                    self._remember(entry, query.chain)
+                is_done = yield from self._walk(group, entry, query, deadline, changes, start)
+                start = None
+                if is_done:
+                    self._portions.remember(entry.group_id, query.chain.blocks, query.chain.found)
                     for shard, name in query.chain.unreadable:
                         self._parser.reject(
                             RecordKind.BLOCK,
@@ -147,10 +150,11 @@ class Reader:
         except TimeoutError:
             partial = query.reading(is_partial=True)
             if partial is None:
-                raise self._silent(deadline_seconds) from None
+                raise self.silent(deadline_seconds) from None
             return partial
 
-    def _silent(self, seconds: float | None) -> StoreUnavailable:
+    def silent(self, seconds: float | None) -> StoreUnavailable:
+        """Return the error of a query that Redis has not answered within its deadline."""
         return StoreUnavailable(
             f"Redis at {self._client.url} did not answer within {seconds or 0:g} s; try again in a moment"
         )
@@ -166,7 +170,7 @@ class Reader:
                 entry = await self._directory.group(group)
                 table = None if entry is None else await self._read_table(entry.group_id, None)
         except TimeoutError:
-            raise self._silent(deadline_seconds) from None
+            raise self.silent(deadline_seconds) from None
         return table if table is not None and table.group == group else None
 
     def table_at_hand(self, group: GroupName) -> HolderTable | None:
@@ -204,7 +208,7 @@ class Reader:
             async with asyncio.timeout(deadline_seconds):
                 return await self._directory.is_tenant_known(tenant_id)
         except TimeoutError:
-            raise self._silent(deadline_seconds) from None
+            raise self.silent(deadline_seconds) from None
 
     async def _find(self, group: GroupName, deadline: float) -> GroupEntry | None:
         changes = self._incarnation.changes
@@ -215,7 +219,7 @@ class Reader:
                 oldest = next(iter(self._groups))
                 group_id = self._groups.pop(oldest).group_id
                 self._tables.pop(group_id, None)
-                self._long.pop(group_id, None)
+                self._portions.forget(group_id)
             self._groups[group] = entry
         return entry
 
@@ -230,7 +234,9 @@ class Reader:
         if entry != cached:
             self._incarnation.forget()
 
-    def _walk(self, group: GroupName, entry: GroupEntry, query: _Query, deadline: float, changes: int) -> Steps[bool]:
+    def _walk(
+        self, group: GroupName, entry: GroupEntry, query: _Query, deadline: float, changes: int, start: Start | None
+    ) -> Steps[bool]:
         """Read to the end of the chain; False if the cached data of the group are old.
 
         Raises TimeoutError at ``deadline``.
@@ -238,13 +244,15 @@ class Reader:
         chain = query.chain
         cached = self._tables.get(entry.group_id)
         chain.has_singles = cached is not None and cached.has_singles
-        pieces = _FIRST_PORTIONS[self._long.get(entry.group_id, 0.0) > _LONG_SHARE]
+        pieces = self._portions.pieces(entry.group_id)
         is_fresh = False
         while True:
             asked = chain.ask(pieces, time.monotonic())
             walk = query.walk
             if asked.heads or asked.beside or walk is None:
-                fetched: Fetched = yield self._fetcher.fetch(entry, asked, with_version=walk is None, until=deadline)
+                fetched = start.fetched if start is not None and walk is None and start.asked == asked else None
+                if fetched is None:
+                    fetched = yield self._fetcher.fetch(entry, asked, with_version=walk is None, until=deadline)
                 query.round_trips += 1
                 chain.take(fetched.values)
                 if walk is None:
@@ -270,13 +278,6 @@ class Reader:
                 if not query.walk_with(table).feed(query.runs) or is_over:
                     return True
             pieces = _PORTION
-
-    def _remember(self, entry: GroupEntry, chain: Chain) -> None:
-        """Adapt the size of the first portion to a query's result; a query of a few blocks does not count."""
-        small = PIECE_BLOCKS * _FIRST_PORTIONS[0]
-        if chain.blocks >= small:
-            share = self._long.get(entry.group_id, 0.0)
-            self._long[entry.group_id] = share + _WEIGHT * ((chain.found >= small) - share)
 
     async def _read_table(self, group_id: int, deadline: float | None) -> HolderTable | None:
         changes = self._incarnation.changes
@@ -319,17 +320,21 @@ class QueryReader:
     def __init__(self, reader: Reader, metrics: Metrics, *, deadline_seconds: float) -> None:
         self._reader = reader
         self._deadline_seconds = deadline_seconds
-        self._counts = QueryCounts(metrics)
+        self.counts = QueryCounts(metrics)
 
-    def read(self, group: GroupName, block_size: int, prompt: PromptKeys) -> Steps[tuple[int, Reading | None]]:
-        """Read like ``Reader.read``; the block size is a part of the result."""
+    def read(
+        self, group: GroupName, block_size: int, prompt: PromptKeys, start: Start | None = None
+    ) -> Steps[tuple[int, Reading | None]]:
+        """Read like ``Reader.reading``; the block size is a part of the result."""
         reading = yield from self._reader.reading(
-            group, block_size, prompt.keys, deadline_seconds=self._deadline_seconds
+            group, block_size, prompt.keys, deadline_seconds=self._deadline_seconds, start=start
         )
-        self._counts.count(group, prompt.blocks, reading)
+        self.counts.count(group, prompt.blocks, reading)
         return block_size, reading
 
-    def read_in_size(self, group: GroupName, size_of: SizeOf, keys_of: KeysOf) -> Steps[tuple[int, Reading | None]]:
+    def read_in_size(
+        self, group: GroupName, size_of: SizeOf, keys_of: KeysOf, start: Start | None = None
+    ) -> Steps[tuple[int, Reading | None]]:
         """Read like ``read``, in the block size that ``size_of`` reads from the group's table; 0 and None if it has
         none.
 
@@ -345,7 +350,8 @@ class QueryReader:
             if size is None:
                 return 0, None
             block_size = size
-            _, reading = yield from self.read(group, block_size, keys_of(block_size))
+            _, reading = yield from self.read(group, block_size, keys_of(block_size), start)
+            start = None
             now = self._reader.table_at_hand(group)
             if now is table or (now is not None and now.publishers and size_of(now) == block_size):
                 break
@@ -367,32 +373,39 @@ class QueryCounts:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         # Finding a series by its labels costs more than counting, and queries are many.
-        self._series: dict[tuple[str, str], Callable[[], None]] = {}
+        self._series: dict[tuple[str, str], Counter] = {}
 
     def count(self, group: GroupName, asked: int, reading: Reading | None) -> None:
         """Count a query. ``asked`` is the number of complete blocks of the prompt; ``reading`` is the result of
         ``Reader.read``.
         """
-        metrics = self._metrics
         if reading is None:
             self._one_more(NO_MODEL, "unknown_model")
             return
-        matched = reading.walk.blocks
-        result = "hit" if matched else "zero" if asked else "short"
-        count = self._series.get((group.model_name, result))
-        if count is None:
-            self._one_more(metrics.model(group.model_name), result)
-        else:
-            count()
-        metrics.query_blocks.observe(asked)
-        metrics.query_matched_blocks.observe(matched)
-        metrics.query_looked_up_blocks.inc(reading.blocks)
-        metrics.query_round_trips.observe(reading.round_trips)
+        self.found(group.model_name, asked, reading.walk.blocks, reading.blocks, reading.round_trips)
         if reading.is_partial:
-            metrics.query_partial.inc()
+            self._metrics.query_partial.inc()
+
+    def found(self, model_name: str, asked: int, matched: int, looked_up: int, round_trips: int) -> None:
+        """Count a query of a registered model, by its numbers of blocks."""
+        metrics = self._metrics
+        result = "hit" if matched else "zero" if asked else "short"
+        series = self._series.get((model_name, result))
+        if series is None:
+            self._one_more(metrics.model(model_name), result)
+        else:
+            series.value += 1
+        metrics.query_looked_up_blocks.value += looked_up
+        for histogram, number in (
+            (metrics.query_blocks, asked),
+            (metrics.query_matched_blocks, matched),
+            (metrics.query_round_trips, round_trips),
+        ):  # as ``observe``, which would be three calls more
+            histogram.sum += number
+            histogram.seen[bisect_left(histogram.bounds, number)] += 1
 
     def _one_more(self, model: str, result: str) -> None:
-        count = self._series.get((model, result))
-        if count is None:
-            count = self._series[model, result] = self._metrics.queries.labels(model=model, result=result).inc
-        count()
+        series = self._series.get((model, result))
+        if series is None:
+            series = self._series[model, result] = self._metrics.queries.labels(model=model, result=result)
+        series.value += 1

@@ -24,7 +24,7 @@ from waymark.store.holder_tables import decode_table, encode_holder
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.parsing import Malformed, RecordParser, check_format, integer_of, lenient_text, number_of
 from waymark.store.redis.client import RedisClient
-from waymark.store.scripts import Arg, Scripts
+from waymark.store.scripts import Arg, Outcome, Scripts
 
 T = TypeVar("T")
 
@@ -287,12 +287,8 @@ class Records:
         nonce = nonce or random_nonce()
         outcome = await self._scripts.new_life(
             holders=keys.holders(grant.group_id),
-            record=grant.record,
-            fence=keys.fence(grant.group_id, 0),
+            **grant.fenced_call,
             dead=keys.dead(grant.group_id),
-            publisher=grant.publisher,
-            token=grant.token,
-            calls=grant.calls.get(0, 0),
             before=grant.change.nonce,
             version=nonce,
             above=above,
@@ -300,12 +296,8 @@ class Records:
             life=nonce if is_restart else "",
             begin=[arg for new_holder in begin for arg in (str(new_holder.name), encode_holder(new_holder.holder))],
         )
-        if not outcome.is_applied:
-            return None
-        calls, *ids = outcome.numbers
-        grant.acknowledged(0, calls)
-        grant.change.nonce = nonce
-        if is_restart:
+        ids = _begun(grant, outcome, nonce)
+        if is_restart and ids is not None:
             grant.moved_shards.clear()
         return ids
 
@@ -347,12 +339,8 @@ class Records:
         facts = facts or {}
         outcome = await self._scripts.stage_life(
             holders=keys.holders(grant.group_id),
-            record=grant.record,
-            fence=keys.fence(grant.group_id, 0),
+            **grant.fenced_call,
             dead=keys.dead(grant.group_id),
-            publisher=grant.publisher,
-            token=grant.token,
-            calls=grant.calls.get(0, 0),
             before=grant.change.nonce,
             version=nonce,
             above=above,
@@ -367,12 +355,7 @@ class Records:
             shards=shards,
             begin=[arg for new_holder in begin for arg in (str(new_holder.name), encode_holder(new_holder.holder))],
         )
-        if not outcome.is_applied:
-            return None
-        calls, *ids = outcome.numbers
-        grant.acknowledged(0, calls)
-        grant.change.nonce = nonce
-        return ids
+        return _begun(grant, outcome, nonce)
 
     async def ask_repair(self, claim: Claim) -> bool:
         """Ask the worker of a stream to repair it; False if the publisher is gone."""
@@ -391,25 +374,13 @@ class Records:
         return await self._write(grant, args)
 
     async def _write(self, grant: Grant, args: Sequence[Arg]) -> bool:
-        outcome = await self._scripts.write_record(
-            record=grant.record,
-            fence=grant.fence,
-            publisher=grant.publisher,
-            token=grant.token,
-            calls=grant.first_calls,
-            field=args,
-        )
-        return grant.counted(outcome)
+        return grant.counted(await self._scripts.write_record(**grant.fenced_call, field=args))
 
     async def set_lost(self, grant: Grant, *, is_lost: bool) -> bool:
         """Set in the holder table whether the publisher is lost; False if fenced."""
         outcome = await self._scripts.mark_publisher(
             holders=keys.holders(grant.group_id),
-            record=grant.record,
-            fence=grant.fence,
-            publisher=grant.publisher,
-            token=grant.token,
-            calls=grant.first_calls,
+            **grant.fenced_call,
             row=grant.claim.row(is_lost=is_lost),
             version=random_nonce(),
         )
@@ -420,11 +391,7 @@ class Records:
         outcome = await self._scripts.note_health(
             load=keys.load(grant.group_id),
             changes=keys.load_changes(grant.group_id),
-            record=grant.record,
-            fence=grant.fence,
-            publisher=grant.publisher,
-            token=grant.token,
-            calls=grant.first_calls,
+            **grant.fenced_call,
             milliseconds=milliseconds,
         )
         return grant.counted(outcome)
@@ -432,12 +399,16 @@ class Records:
     async def keep_singles(self, grant: Grant) -> bool:
         """Mark the group as having blocks of unknown depth. Return False if fenced."""
         outcome = await self._scripts.keep_singles(
-            holders=keys.holders(grant.group_id),
-            record=grant.record,
-            fence=grant.fence,
-            publisher=grant.publisher,
-            token=grant.token,
-            calls=grant.first_calls,
-            version=random_nonce(),
+            holders=keys.holders(grant.group_id), **grant.fenced_call, version=random_nonce()
         )
         return grant.counted(outcome)
+
+
+def _begun(grant: Grant, outcome: Outcome, nonce: str) -> list[int] | None:
+    """Note a change of holders. Return the ids of those that began; None if the call was fenced."""
+    if not outcome.is_applied:
+        return None
+    calls, *ids = outcome.numbers
+    grant.acknowledged(0, calls)
+    grant.change.nonce = nonce
+    return ids

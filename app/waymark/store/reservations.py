@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from waymark.base.errors import InvalidValue, StoreUnavailable
@@ -158,6 +159,7 @@ def left_out_until(value: bytes) -> int:
     return max(int(words[2]), int(words[5]))
 
 
+_publisher_of = itemgetter(0)
 #: The text of a number; weights and handicaps are often the same.
 _numeral = lru_cache(1024)(repr)
 
@@ -321,7 +323,7 @@ class Reservations:
                 holders=holders,
                 request=None if terms.request_id is None else keys.request(group_id, terms.request_id),
                 spec=terms.spec_keys,
-                pulls=[keys.pulls(group_id, publisher) for publisher in pulls.sources] if pulls.sources else (),
+                pulls=() if pulls is NO_PULLS else [keys.pulls(group_id, publisher) for publisher in pulls.sources],
                 again="0",
                 milliseconds=terms.milliseconds,
                 nonce=nonce,
@@ -333,8 +335,8 @@ class Reservations:
                 cold="1" if terms.is_cold else "0",
                 repeatable="0" if terms.request_id is None else "1",
                 pulls_max=pulls.pulls_max,
-                sources=pulls.words(),
-                candidate=[offer.publisher for offer in offers],
+                sources="0" if pulls is NO_PULLS else pulls.words(),
+                candidate=list(map(_publisher_of, offers)),
                 terms=words,
             )
         except (StoreUnavailable, asyncio.CancelledError, GeneratorExit):
@@ -357,8 +359,8 @@ class Reservations:
             terms.context,
             nonce,
             tokens,
-            terms.promise(which - 1),
-            pulls.at(reply[5]),
+            terms.promises[which - 1] if terms.promises else "",
+            None if pulls is NO_PULLS else pulls.at(reply[5]),
         )
         return Reserved(verdict, reservation, tokens, requests, overdue)
 

@@ -207,7 +207,7 @@ _PREFIXES_PER_CALL = 1_000
 
 
 class ReplicaCounts:
-    """The counts of this process that are not in Redis yet, and the counts of all. ``begin`` runs the flush."""
+    """The counts of this process still to be added in Redis, and the counts of all. ``begin`` runs the flush."""
 
     def __init__(self, client: RedisClient, scripts: Scripts, begin: StartTask) -> None:
         self._client = client

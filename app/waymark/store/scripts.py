@@ -137,8 +137,9 @@ class Scripts:
         return reply
 
     def _count(self, name: str, verdict: str, began: float) -> None:
-        self._metrics.script_duration_seconds.of(name).observe(time.perf_counter() - began)
-        self._metrics.script_replies.of(name, verdict).inc()
+        durations, replies = self._metrics.script_duration_seconds, self._metrics.script_replies
+        (durations.series.get((name,)) or durations.of(name)).observe(time.perf_counter() - began)
+        (replies.series.get((name, verdict)) or replies.of(name, verdict)).value += 1
 
     async def apply_rows(
         self,

@@ -30,10 +30,10 @@ class Selections:
         (value,) = await self._client.several([("GET", _key(selection_id))])
         return "" if value is None else bytes(value).decode("utf-8", "replace")
 
-    async def change(self, selection_id: str, before: str, value: str, milliseconds: int = 1) -> bool:
-        """Replace ``before`` by ``value``, which expires; empty removes the key. False if Redis has another value."""
+    async def change(self, selection_id: str, earlier: str, value: str, milliseconds: int = 1) -> bool:
+        """Replace ``earlier`` by ``value``, which expires; empty removes the key. False if Redis has another value."""
         outcome = await self._scripts.keep_selection(
-            selection=_key(selection_id), before=before, value=value, milliseconds=milliseconds
+            selection=_key(selection_id), before=earlier, value=value, milliseconds=milliseconds
         )
         return outcome.is_applied
 
@@ -46,10 +46,10 @@ class Selections:
         """Return the description of one worker."""
         return await self._client.hget(keys.CATALOG, worker)
 
-    async def describe(self, worker: str, before: bytes | None, value: bytes) -> Verdict:
+    async def describe(self, worker: str, earlier: bytes | None, value: bytes) -> Verdict:
         """Replace a worker's description; an empty value removes it. Returns APPLIED, OTHER or FULL."""
         outcome = await self._scripts.keep_catalog(
-            catalog=keys.CATALOG, worker=worker, before=before or b"", value=value, workers_max=WORKERS_MAX
+            catalog=keys.CATALOG, worker=worker, before=earlier or b"", value=value, workers_max=WORKERS_MAX
         )
         return outcome.verdict
 

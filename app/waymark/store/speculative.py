@@ -110,7 +110,7 @@ class PromptHistories:
             for start in range(0, len(publishers), _TARGETS_PER_CALL):
                 batch = publishers[start : start + _TARGETS_PER_CALL]
                 blocks = await self._scripts.match_history(
-                    history=[keys.history(group_id, each) for each in batch], block=names
+                    history=[keys.history(group_id, publisher) for publisher in batch], block=names
                 )
                 matches |= {publisher: count for publisher, count in zip(batch, blocks, strict=True) if count}
         return matches

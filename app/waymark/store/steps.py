@@ -16,6 +16,9 @@ from waymark.store.redis.read_connection import ReplyReceiver
 
 T = TypeVar("T")
 
+StepsReceiver = ReplyReceiver
+"""Gets the result of some steps, or their error."""
+
 
 class Step(Protocol):
     """A thing to wait for."""

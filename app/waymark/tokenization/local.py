@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import marshal
+import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -30,7 +31,7 @@ from waymark.domain.hashing import pack_tokens
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.renderers import Renderers
 from waymark.tokenization.segments import Pieces, SegmentMemo, Splitter
-from waymark.tokenization.templates import ChatTemplate
+from waymark.tokenization.templates import SOURCE_MAX, ChatTemplate
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ _FEW = 2**11
 #: How long messages wait until their model's template may be rendered.
 _TURN_SECONDS = 0.5
 _SAMPLES = 20
+#: Files of a model come from a hub. Of the tokenizers in use, the largest have 33 MB, and a configuration 1 MB. The
+#: library holds the process while it reads a tokenizer, once for each model.
+TOKENIZER_BYTES_MAX, TEXT_BYTES_MAX = 40 * 2**20, 4 * SOURCE_MAX
 #: Pieces of the samples: texts that a tokenizer may treat otherwise at a border.
 _PIECES = (
     *("", "a", " a", "a ", "  two  blanks  ", "\n", "\n\nnew line", "line\n", "Hello, world!", "don't", "12345", " 7"),
@@ -80,8 +84,11 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 def read_tokenizer(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
+    content = _content(path, TOKENIZER_BYTES_MAX)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        if content is None:
+            raise FileNotFoundError("there is no such file")
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the library has no narrower exception
         raise InvalidValue(
             f"{path} cannot be read as a tokenizer: {str(error)[:200]}; put a tokenizer there, or give the model "
@@ -129,7 +136,11 @@ def read_templates(
         if isinstance(content, str):
             special[name] = content
     file = directory / "chat_template.jinja"
-    template: Any = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    content = _content(file, TEXT_BYTES_MAX)
+    try:
+        template: Any = config.get("chat_template") if content is None else content.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidValue(f"{file} is not UTF-8: {error}; mend it", reason="no_tokenizer", field="model") from None
     if template is None:
         template = _json(directory / "chat_template.json").get("chat_template")
     if isinstance(template, list):
@@ -144,11 +155,30 @@ def read_templates(
     return Templates(templates["default"], templates.get("tool_use")) if "default" in templates else None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _content(path: Path, bytes_max: int) -> bytes | None:
+    """Return the bytes of a file, or None if there is no such file."""
     if not path.is_file():
+        return None  # a pipe would be waited for
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(bytes_max + 1) if size <= bytes_max else b""
+    size = max(size, len(content))
+    if size > bytes_max:
+        raise InvalidValue(
+            f"{path} has {size} bytes, and at most {bytes_max} are read; put a smaller file there, or give the model "
+            "another source in WAYMARK_TOKENIZERS",
+            reason="no_tokenizer",
+            field="model",
+        )
+    return content
+
+
+def _json(path: Path) -> dict[str, Any]:
+    content = _content(path, TEXT_BYTES_MAX)
+    if content is None:
         return {}
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(content.decode())
     except (ValueError, RecursionError) as error:  # thousands of lists in each other
         raise InvalidValue(f"{path} is not JSON: {error}; mend it", reason="no_tokenizer", field="model") from None
     return document if isinstance(document, dict) else {}

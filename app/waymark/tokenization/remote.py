@@ -52,7 +52,7 @@ class RemoteTokenizer:
         if is_cut(prompt):
             return await self._cut(prompt)
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
-            rendered = await self._post(_CHAT_RENDER, self._chat(prompt), "messages")
+            rendered = await self._post(_CHAT_RENDER, self._chat(prompt), "messages", bytes_max=_MEDIA_BYTES)
             if rendered is None:
                 raise InvalidValue(
                     f"messages have images or other media, and the tokenizer {self.name} has no {_CHAT_RENDER}; name "
@@ -78,7 +78,8 @@ class RemoteTokenizer:
         assert prompt.truncation is not None
         body |= {"truncate_prompt_tokens": prompt.truncation.keep, "truncation_side": prompt.truncation.side}
         path = _CHAT_RENDER if is_chat else _COMPLETION_RENDER
-        answer = await self._post(path, body, "truncate_prompt_tokens")
+        has_data = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
+        answer = await self._post(path, body, "truncate_prompt_tokens", bytes_max=_MEDIA_BYTES if has_data else None)
         if answer is None:
             raise InvalidValue(
                 f"truncate_prompt_tokens needs {path}, which the tokenizer {self.name} does not have; name one that "
@@ -89,7 +90,8 @@ class RemoteTokenizer:
 
     async def text(self, ids: Sequence[int]) -> str:
         """Return the text of token ids from the engine."""
-        answer = await self._post("/detokenize", {"model": self._model, "tokens": list(ids)}, "tokens")
+        body = {"model": self._model, "tokens": list(ids)}
+        answer = await self._post("/detokenize", body, "tokens", bytes_max=_MEDIA_BYTES)
         prompt = answer.get("prompt", answer.get("text")) if isinstance(answer, dict) else None  # vLLM, SGLang
         if not isinstance(prompt, str):
             raise self._unusable("its answer has no prompt")
@@ -138,8 +140,8 @@ class RemoteTokenizer:
         except InvalidValue as error:
             raise self._unusable(f"in its answer, {error.sentence}") from None
 
-    async def _post(self, path: str, body: dict[str, Any], field: str) -> Any:
-        """Return the answer, or None if the server has no such path."""
+    async def _post(self, path: str, body: dict[str, Any], field: str, bytes_max: int | None = None) -> Any:
+        """Return the answer, or None if the server has no such path. ``bytes_max`` None: as many as the ids need."""
         payload = _json(body, field)
         if len(payload) > 2 * self._bytes_max:
             raise InvalidValue(
@@ -148,8 +150,8 @@ class RemoteTokenizer:
                 reason="too_large",
                 field=field,
             )
-        is_text = path in ("/tokenize", _COMPLETION_RENDER)
-        bytes_max = _TEMPLATE_BYTES + _ID_BYTES * min(len(payload), self._bytes_max) if is_text else _MEDIA_BYTES
+        if bytes_max is None:
+            bytes_max = _TEMPLATE_BYTES + _ID_BYTES * min(len(payload), self._bytes_max)
         try:
             status, received = await self._asker.ask(
                 self._base + path, seconds=self._seconds, bytes_max=bytes_max, json=payload

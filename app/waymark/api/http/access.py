@@ -53,11 +53,15 @@ class Gate:
     def has_tokens(self) -> bool:
         return self._token is not None or self._tokens is not None
 
+    def is_free(self, access: Access) -> bool:
+        """Return whether every client has access, whatever it sends."""
+        return access == "open" or (access == "read" and not self._protect_reads)
+
     def check(self, access: Access, headers: RawHeaders) -> Caller:
         """Return the caller. Raise ``Unauthorized`` without a necessary token, and ``Forbidden`` if it may only
         read.
         """
-        if access == "open" or (access == "read" and not self._protect_reads):
+        if self.is_free(access):
             return EVERYONE
         if not self.has_tokens:
             if self._is_closed:
@@ -104,7 +108,7 @@ def check_site(headers: RawHeaders) -> None:
 
 
 def _with_port(host: bytes, scheme: bytes) -> bytes:
-    """Return a host with its port, also if that is the usual one."""
+    """Return a host with its port, also the usual one."""
     if host.rpartition(b":")[2].isdigit() and not host.endswith(b"]"):
         return host
     return host + (b":443" if scheme == b"https" else b":80")

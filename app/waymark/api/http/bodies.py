@@ -263,8 +263,14 @@ def _without_parser(body: bytes, long_list: LongList) -> Body | None:
 
     See ``lists.cut`` for why the rest proves the contents of the gap.
     """
+    loops = native.selected
+    cut_out: Callable[[bytes, bytes, int], tuple[int, int, bytes] | None]
+    if loops is None:
+        cut_out = cut_hashes if long_list.is_hashes else cut
+    else:
+        cut_out = loops.cut_hashes if long_list.is_hashes else loops.cut
     for name, quoted, key in long_list.names:
-        piece = (cut_hashes if long_list.is_hashes else cut)(body, quoted, long_list.count_max)
+        piece = cut_out(body, quoted, long_list.count_max)
         if piece is not None:
             start, end, numbers = piece
             rest = b"%b[]%b" % (body[:start], body[end:])

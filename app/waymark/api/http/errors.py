@@ -80,7 +80,7 @@ def short(name: str) -> str:
 
 
 def is_beyond_64_bits(value: object) -> bool:
-    """Return whether a parsed number was an integer beyond 64 bits: the JSON parser makes such ones floats."""
+    """Return whether a parsed number was an integer beyond 64 bits: the JSON parser turns such numbers into floats."""
     return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
 
 

@@ -107,11 +107,11 @@ def read_picker_config(text: str) -> PickerConfig:
         profiles[profile.name] = profile
     if not profiles:
         raise InvalidValue("schedulingProfiles is empty; name at least one profile", field="schedulingProfiles")
-    notes = [f"{each.type}: {each.row.note}" for each in declared.values() if each.row.note]
+    notes = [f"{plugin.type}: {plugin.row.note}" for plugin in declared.values() if plugin.row.note]
     notes += [
-        f"{each.type}: {', '.join(each.unused)} are not used; it predicts from what /release says of each target"
-        for each in declared.values()
-        if each.unused
+        f"{plugin.type}: {', '.join(plugin.unused)} are not used; it predicts from what /release says of each target"
+        for plugin in declared.values()
+        if plugin.unused
     ]
     notes += [f"{name}: {_ELSEWHERE[name]}" for name in _ELSEWHERE if name in top]
     config = _handled(declared, profiles, tuple(dict.fromkeys(notes)))
@@ -124,7 +124,7 @@ def read_picker_config(text: str) -> PickerConfig:
 def _profile(entry: Any, where: str, declared: Mapping[str, DeclaredPlugin]) -> Profile:
     fields = _mapping(entry, where)
     _only(fields, ("name", "plugins"), where)
-    kept: list[Filter] = []
+    filters: list[Filter] = []
     scorers: list[WeightedScorer] = []
     picker: Picker = max_score
     endpoints = 1
@@ -137,7 +137,7 @@ def _profile(entry: Any, where: str, declared: Mapping[str, DeclaredPlugin]) -> 
             raise InvalidValue(f"{here}.pluginRef {shown(name)} is not in plugins; {nearest(name, declared)}")
         plugin = declared[name]
         if plugin.row.kind in (PluginKind.FILTER, PluginKind.FILTER_AND_SCORER):
-            kept += _filter(plugin)
+            filters += _filter(plugin)
         if plugin.row.kind in (PluginKind.SCORER, PluginKind.FILTER_AND_SCORER):
             scorers.append(_scorer(plugin, _weight(values.get("weight", 1), f"{here}.weight")))
         elif plugin.row.kind is PluginKind.PICKER:
@@ -146,7 +146,7 @@ def _profile(entry: Any, where: str, declared: Mapping[str, DeclaredPlugin]) -> 
             problem = f"{here}.pluginRef {shown(name)} is of kind {plugin.row.kind}"
             sentence = f"{problem}; a profile has filters, scorers, pickers"
             raise InvalidValue(sentence, field=f"{here}.pluginRef")
-    return Profile(_text(fields.get("name"), f"{where}.name"), tuple(kept), tuple(scorers), picker, endpoints)
+    return Profile(_text(fields.get("name"), f"{where}.name"), tuple(filters), tuple(scorers), picker, endpoints)
 
 
 def _filter(plugin: DeclaredPlugin) -> list[Filter]:
@@ -212,7 +212,7 @@ def _weight(value: Any, where: str) -> float:
 
 def _speculation(declared: Mapping[str, DeclaredPlugin]) -> Speculation | None:
     """Return what the file says of speculative entries; None if it says nothing."""
-    speculative = [each for each in declared.values() if "speculativeIndexing" in each.parameters]
+    speculative = [plugin for plugin in declared.values() if "speculativeIndexing" in plugin.parameters]
     for plugin in speculative:
         if not plugin.parameters["speculativeIndexing"]:
             continue
@@ -233,8 +233,10 @@ def _history(declared: Mapping[str, DeclaredPlugin]) -> HistoryTerms | None:
     values = [_constants(plugin) for plugin in declared.values() if plugin.type == "prefix-cache-scorer"]
     if not values:
         return None
-    capacity = int(max(each.number("lruCapacityPerServer") for each in values))
-    return HistoryTerms(capacity, min(capacity, int(max(each.number("maxPrefixBlocksToMatch") for each in values))))
+    capacity = int(max(constants.number("lruCapacityPerServer") for constants in values))
+    return HistoryTerms(
+        capacity, min(capacity, int(max(constants.number("maxPrefixBlocksToMatch") for constants in values)))
+    )
 
 
 # ---- handlers and deciders -------------------------------------------------------------------------
@@ -301,7 +303,7 @@ def _decider(declared: Mapping[str, DeclaredPlugin], name: Any, where: str) -> D
         return None
     plugin = declared.get(name)
     if plugin is None or plugin.row.kind is not PluginKind.DECIDER:
-        names = [each.name for each in declared.values() if each.row.kind is PluginKind.DECIDER]
+        names = [entry.name for entry in declared.values() if entry.row.kind is PluginKind.DECIDER]
         raise InvalidValue(f"{where}: decider {shown(name)} is not a decider in plugins; {nearest(str(name), names)}")
     if plugin.type == "prefix-based-pd-decider":
         tokens = plugin.parameters.get("nonCachedTokens", 0)

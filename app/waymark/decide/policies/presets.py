@@ -60,8 +60,8 @@ def _longest(inputs: Inputs) -> Ranking:
     new_of, scored = count_new(request, values), []
     for candidate in candidates:
         new, wait = _LONGEST_NEW * new_of(candidate), candidate.queue
-        over = _OVER if wait > longest_wait else 0.0
-        scored.append(Scored(candidate, new + wait + over, {"new": new, "wait": wait, "over": over}))
+        penalty = _OVER if wait > longest_wait else 0.0
+        scored.append(Scored(candidate, new + wait + penalty, {"new": new, "wait": wait, "over": penalty}))
     return ranked(scored, random, is_cost=True)
 
 
@@ -131,9 +131,9 @@ def _softened(scored: Sequence[Scored], temperature: float, random: Random) -> R
     if temperature == 0 or least == most:
         return ranked(scored, random, is_cost=True)
 
-    def drawn(each: Scored) -> float:
+    def drawn(candidate: Scored) -> float:
         # The largest of logits with Gumbel noise is a draw from their softmax, and so is each next one of the rest.
-        return (each.value - least) / ((most - least) * temperature) + math.log(-math.log(1.0 - random.random()))
+        return (candidate.value - least) / ((most - least) * temperature) + math.log(-math.log(1.0 - random.random()))
 
     return Ranking(sorted(scored, key=drawn))
 
@@ -167,7 +167,7 @@ def _lmetric(inputs: Inputs) -> Ranking:
 
 def _llm_d(inputs: Inputs) -> Ranking:
     request, candidates, values, random, *_ = inputs
-    waiting = [each.gauges.waiting for each in candidates if each.gauges is not None]
+    waiting = [candidate.gauges.waiting for candidate in candidates if candidate.gauges is not None]
     least, most = (min(waiting), max(waiting)) if waiting else (0, 0)
     scored = []
     for candidate in candidates:
@@ -185,9 +185,9 @@ def _llm_d(inputs: Inputs) -> Ranking:
 def _sticky(inputs: Inputs) -> Ranking:
     request, candidates, values, random, ring, most, limit = inputs
     if request.prefix_key is None:
-        scored = [Scored(each, each.requests, {"active": each.requests}) for each in candidates]
+        scored = [Scored(candidate, candidate.requests, {"active": candidate.requests}) for candidate in candidates]
         return ranked(scored, random, is_cost=True, decision=Decision.FALLBACK)
-    by_name = {(each.instance_id, each.dp_rank): each for each in candidates}
+    by_name = {(candidate.instance_id, candidate.dp_rank): candidate for candidate in candidates}
     ring = ring or Ring(by_name, int(values.number("virtual_nodes")))
     if limit is None:
         active = sum(candidate.active for candidate in candidates)
@@ -206,7 +206,7 @@ def _sticky(inputs: Inputs) -> Ranking:
     ordered = [*under_bound, *over_bound][:most]
     decision = Decision.PREFIX_HASH if ordered[0] is home else Decision.OVERFLOW
     return Ranking(
-        [Scored(each, float(place), {"place": float(place)}) for place, each in enumerate(ordered)], decision
+        [Scored(candidate, float(place), {"place": float(place)}) for place, candidate in enumerate(ordered)], decision
     )
 
 

@@ -52,10 +52,10 @@ def first_by_key(request: RoutingRequest, scored: Sequence[Scored]) -> Sequence[
     equal = [candidate for candidate in scored if candidate.value == scored[0].value] if scored else []
     if len(equal) < 2:
         return scored
-    first = home_of(request, [each.candidate for each in equal])
+    first = home_of(request, [candidate.candidate for candidate in equal])
     if first is None:
         return scored
-    return sorted(scored, key=lambda each: each.candidate is not first)
+    return sorted(scored, key=lambda candidate: candidate.candidate is not first)
 
 
 def home_of(request: RoutingRequest, candidates: Sequence[Candidate]) -> Candidate | None:

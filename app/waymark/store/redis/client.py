@@ -16,7 +16,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
-import hiredis
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import NoScriptError, RedisError
@@ -30,6 +29,7 @@ from waymark.store.redis.connect import WaitingPool, behind_sentinels, found_by,
 from waymark.store.redis.credentials import Credentials, RedisCliCall
 from waymark.store.redis.failures import is_damage, kind_of, unavailable
 from waymark.store.redis.read_connection import Dialer, FindServers, ReadConnection, ReadPool, Replies, ReplyReader
+from waymark.store.redis.words import MixedWords, PackedWords, packed_call
 
 Reply: TypeAlias = list[Any]
 T = TypeVar("T")
@@ -157,10 +157,9 @@ class RedisClient:
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
         """Run a script by its SHA-1, or by its text if Redis does not have the script."""
         script: Script = SCRIPTS[name]
-        words: tuple[Any, ...] = ("EVALSHA", script.sha, len(keys), *keys, *args)
         if name in REPEATABLE:
             try:
-                return await self._run_repeatable(words)
+                return await self._run_repeatable(script, keys, args)
             except TimeoutError:
                 with self._translated():
                     raise
@@ -168,13 +167,14 @@ class RedisClient:
                 pass  # redis-py then looks whether another server has the data
         with self._translated():
             send = self._ask_in_pipeline if name in TOGETHER else self._execute
+            words: tuple[Any, ...] = (len(keys), *keys, *args)
             try:
-                reply = await send(words)
+                reply = await send(("EVALSHA", script.sha, *words))
             except NoScriptError:
-                reply = await send(("EVAL", script.text, *words[2:]))
+                reply = await send(("EVAL", script.text, *words))
             return cast("Reply", reply)
 
-    async def _run_repeatable(self, words: Sequence[Any]) -> Reply:
+    async def _run_repeatable(self, script: Script, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
         """Run a script by a read connection, which costs a third of redis-py's way.
 
         Raise _NoConnection if Redis is embedded, TimeoutError, and RedisError.
@@ -183,13 +183,13 @@ class RedisClient:
         if self.reads is not None:
             pool = self.reads.scripts
             try:
-                (reply,) = await pool.ask(hiredis.pack_command(cast("Any", words)), _ONE_REPLY, now + pool.seconds)
+                (reply,) = await pool.ask(packed_call(script.sha, keys, args), _ONE_REPLY, now + pool.seconds)
             except (RedisError, OSError) as exc:
                 if not isinstance(exc, NoScriptError | TimeoutError):
                     pool.retire()
                 raise
         elif isinstance(self._redis, Cluster):
-            key, packed = words[3], hiredis.pack_command(cast("Any", words))
+            key, packed = next(iter(keys)), packed_call(script.sha, keys, args)
             key_bytes = key if isinstance(key, bytes) else key.encode()
             (reply,) = await self._redis.ask(
                 key_bytes, packed, _ONE_REPLY, now + self._redis.timeout_seconds, is_script=True
@@ -400,7 +400,7 @@ class Script(NamedTuple):
         of_keys, of_args = _parameters(keys), _parameters(args)
         return cls(text, sha, of_keys, of_args, _split(of_keys), _split(of_args))
 
-    def words(self, values: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    def words(self, values: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the KEYS and the ARGV of a call, from a value for each name of the signature."""
         return _words(*self.keys_of, values), _words(*self.args_of, values)
 
@@ -421,12 +421,16 @@ def _no_words(_: Mapping[str, Any]) -> tuple[Any, ...]:
     return ()
 
 
-def _words(plain: PlainWords, parameters: tuple[Parameter, ...], values: Mapping[str, Any]) -> list[Any]:
+def _words(plain: PlainWords, parameters: tuple[Parameter, ...], values: Mapping[str, Any]) -> Sequence[Any]:
     words = list(plain(values))
+    pieces = list[list[Any] | PackedWords]()
     for name, sign in parameters:
         value = values[name]
         if not sign:
             words.append(value)
+        elif sign == "*" and isinstance(value, PackedWords):
+            pieces += words, value
+            words = []
         elif sign == "*":
             words += value
         elif sign == "?":
@@ -434,7 +438,7 @@ def _words(plain: PlainWords, parameters: tuple[Parameter, ...], values: Mapping
                 words.append(value)
         else:
             words += (len(value) // int(sign[1:] or 1), *value)
-    return words
+    return MixedWords([*pieces, words]) if pieces else words
 
 
 def _parameters(text: str) -> tuple[Parameter, ...]:

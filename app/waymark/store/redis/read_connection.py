@@ -83,7 +83,7 @@ class _PendingRead(Generic[T]):
         return self._is_ended or self.answer.done()
 
     def end(self, answer: Any, error: Exception | None) -> None:
-        if self.done():
+        if self._is_ended or self.answer.done():
             return
         self._is_ended = True  # a late question stays in the queue, and is ended again with its connection
         if error is None:

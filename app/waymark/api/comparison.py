@@ -137,7 +137,9 @@ class PolicySums:
 
 
 def _costs(requests: Sequence[SimulatedRequest | None], has_times: bool) -> list[float | None]:
-    return [None if each is None else each.ttft_ms if has_times else -float(each.expected) for each in requests]
+    return [
+        None if request is None else request.ttft_ms if has_times else -float(request.expected) for request in requests
+    ]
 
 
 def are_apart(first: Sequence[float | None], second: Sequence[float | None]) -> bool:
@@ -304,7 +306,7 @@ def decide_again(decision: KeptDecision, policy: PolicyChoice) -> ShadowChoice |
     if ranked is None:
         return None
     publisher = candidates[0].publisher
-    first = next((each for each in ranked.decode if each.candidate.publisher == publisher), None)
+    first = next((entry for entry in ranked.decode if entry.candidate.publisher == publisher), None)
     candidate = preferred(ranked.decode[0], first, policy)
     return ShadowChoice(candidate.publisher, reused(candidate, request), work(candidate, request))
 

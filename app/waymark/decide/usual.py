@@ -1,0 +1,269 @@
+"""The usual decision, in few calls: the target, the reservation and the counters are those of the general way.
+
+A decision is usual if its policy is a sum, its prompt has tokens, its request has no constraint, every target reports
+its blocks and is healthy, and the loads at hand are young enough. What stays the same is prepared once for each version
+of the holder table. If anything else turns out to count, this way ends without an effect, and the general way begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from time import perf_counter
+from typing import NamedTuple, TypeAlias
+
+from waymark.base import native
+from waymark.base.metrics import Metrics
+from waymark.decide import pure_sums
+from waymark.decide.books import Choices
+from waymark.decide.fleet import Fleet, FleetMember, PromptState, TargetSet
+from waymark.decide.group_loads import GroupLoads
+from waymark.decide.matches import PromptMatches, request_of, sticky_key
+from waymark.decide.options import SelectionOptions
+from waymark.decide.order import EVERYBODY, Offers, SumOffers, shortlist
+from waymark.decide.policies.policy import tokens_behind
+from waymark.decide.question import HashedPrompt, Question, SelectedTarget, SelectParameters
+from waymark.decide.reserve import TargetReserver
+from waymark.decide.shadows import ShadowedDecision, Shadows
+from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
+from waymark.domain.keys import KEY_BYTES
+from waymark.domain.match import TargetRow, target_rows
+from waymark.domain.names import GroupName
+from waymark.domain.status import Decision
+from waymark.store.chain import PackedKeys
+from waymark.store.directory import GroupEntry
+from waymark.store.reader import KeysOf, PromptKeys
+from waymark.store.reservations import CANDIDATES_MAX, NO_LOAD, Load, Offer, Reservation, ReservationTerms
+from waymark.store.steps import Steps
+from waymark.store.store import Store
+
+_NOTHING = TargetRow()
+_COUNTED = f"kv_index.{Decision.KV_AWARE}"
+#: Holder tables to prepare decisions for; one more drops all.
+_PREPARED_MAX = 1024
+
+
+def is_usual(question: Question) -> bool:
+    """Return whether a question with a prompt of tokens or hashes has nothing that only some have.
+
+    Many name the block size; ``UsualDecisions`` knows whether it is that of the group.
+    """
+    policy, parameters = question.policy, question.parameters
+    plain = Question(
+        question.group,
+        question.prompt,
+        policy,
+        question.block_size,
+        lora_name=question.lora_name,
+        cache_salt=question.cache_salt,
+        parameters=SelectParameters(milliseconds=parameters.milliseconds),
+        asked=question.asked,
+    )
+    return policy.preset is not None and policy.preset.sum_of is not None and question == plain
+
+
+class UsualTarget(NamedTuple):
+    """The target of a usual decision, as it was when the targets were ranked."""
+
+    member: FleetMember
+    row: TargetRow
+    """The blocks of the prompt that it has."""
+    load: Load
+    cost: float
+    tokens: int
+    """The tokens of the prompt."""
+    block_size: int
+    prefix_key: bytes | None
+    reservation: Reservation
+
+
+class _Prepared(NamedTuple):
+    """The parts of the decisions in a group that stay the same while its holder table does."""
+
+    entry: GroupEntry
+    fleet: Fleet
+    targets: TargetSet
+    block_size: int
+    """0: no decision is usual."""
+
+
+AtHand: TypeAlias = tuple[_Prepared, GroupLoads]
+
+
+class UsualDecisions:
+    """The usual decisions of one replica."""
+
+    def __init__(
+        self,
+        store: Store,
+        options: SelectionOptions,
+        metrics: Metrics,
+        random: Random,
+        snapshots: SnapshotKeeper,
+        reserver: TargetReserver,
+        shadows: Shadows,
+    ) -> None:
+        self._reader = store.reader
+        self._reservations = store.reservations
+        self._counts = store.counts
+        self._options = options
+        self._metrics = metrics
+        self._random = random
+        self._snapshots = snapshots
+        self._reserver = reserver
+        self._shadows = shadows
+        self._is_on = not (options.shadows or options.is_speculative)
+        self._prepared: dict[GroupName, _Prepared] = store.incarnation.cache({})
+        durations = metrics.decision_duration_seconds
+        self._observe_walk = durations.labels(part="walk").observe
+        self._observe_policy = durations.labels(part="policy").observe
+        self._observe_reserve = durations.labels(part="reserve").observe
+
+    def at_hand(self, question: Question) -> AtHand | None:
+        """Return what a usual decision needs besides its prompt; None if it has to be read first, or is not usual."""
+        if not self._is_on:
+            return None
+        group, size = question.group, question.block_size
+        entry, table = self._reader.at_hand(group)
+        prepared = self._prepared.get(group)
+        if prepared is None or prepared.entry is not entry or prepared.fleet.table is not table:
+            if entry is None or table is None:
+                return None
+            if len(self._prepared) >= _PREPARED_MAX:
+                self._prepared.clear()
+            prepared = self._prepared[group] = _prepare(entry, self._snapshots.fleet(group, table))
+        if not prepared.block_size or (size is not None and size != prepared.block_size):
+            return None
+        loads = self._snapshots.loads_at_hand(prepared.entry.group_id)
+        return None if loads is None else (prepared, loads)
+
+    def deciding(self, at_hand: AtHand, question: Question, keys_of: KeysOf) -> Steps[UsualTarget | None]:
+        """Take a target; None if the decision is not usual, or no target can be had. Nothing is reserved then.
+
+        Raise StoreUnavailable.
+        """
+        (entry, fleet, targets, size), loads = at_hand
+        group, began, policy = question.group, perf_counter(), question.policy
+        prompt = keys_of(size)
+        keys, tokens = prompt.keys(prompt.blocks), prompt.tokens
+        reading = yield from self._reader.reading(
+            group, size, PackedKeys(keys), deadline_seconds=self._options.deadline_seconds
+        )
+        now, table = self._reader.at_hand(group)
+        if reading is None or now is not entry or table is not fleet.table:
+            return None
+        self._snapshots.used(group, entry)
+        walk, blocks = reading.walk, len(keys) // KEY_BYTES
+        rows = target_rows(walk)
+        read_at = ordered_at = perf_counter()
+        try:
+            members = targets.members
+            if len(members) > CANDIDATES_MAX:
+                matches = _matches(question, prompt, keys, size, fleet, rows, loads)
+                members = shortlist(fleet, matches, question, targets, EVERYBODY, self._random).members
+            values, linear = policy.values, policy.linear
+            assert values is not None
+            assert values.credits is not None
+            assert linear is not None
+            least = tokens_behind(tokens, size)
+            available = together = 0
+            for name, row in rows.items():
+                if name in targets.by_name:
+                    amount = size * sum(row)
+                    together += amount
+                    available = max(available, amount)
+            loops = native.selected or pure_sums
+            sums = loops.rank_sums(
+                members,
+                rows.get,
+                loads.get,
+                None,
+                self._random.random,
+                tokens,
+                least,
+                size,
+                *values.credits,
+                *linear,
+            )
+            by_chance = round(together / len(targets.members))
+            offers, promises, words = loops.offer_sums(
+                Offer, sums, CANDIDATES_MAX, blocks, size, linear.new, available, tokens - least, by_chance
+            )
+            ordered_at = perf_counter()
+            terms = ReservationTerms(
+                tokens,
+                linear.new,
+                linear.active,
+                question.parameters.milliseconds,
+                self._options.target_requests_max,
+                self._options.reservations_max,
+                not rows,
+                promises=promises,
+                words=words,
+            )
+            found = yield from self._reservations.reserving(entry.group_id, offers, terms)
+            reserved_at = perf_counter()
+        finally:
+            self._observe_walk(read_at - began)
+            self._observe_policy(ordered_at - read_at)
+        metrics, reservation = self._metrics, found.reservation
+        if found.overdue:
+            metrics.reservations_expired.inc(found.overdue)
+        if reservation is None:
+            return None
+        publisher = reservation.publisher
+        for chosen in sums:
+            if chosen[2] == publisher:
+                break
+        _, _, _, member, _, row, load, _ = chosen
+        before = loads.get(publisher, NO_LOAD)
+        waits = found.tokens + reservation.tokens
+        loads.put(publisher, Load(waits, found.requests + 1, before.context + tokens, *before[3:]))
+        if reservation.tokens:
+            self._reserver.watch(reservation, waits, question, entry, member, row, keys)
+        row, load, weight = row or _NOTHING, load or NO_LOAD, member.target.weight
+        matched, (device, host, shared, disk) = size * sum(row), row
+        of_device, of_host, of_disk, of_shared = values.credits
+        credits = of_device * (size * device) + of_host * (size * host)
+        credits += of_disk * (size * disk) + of_shared * (size * shared)
+        cost = load.tokens / weight + linear.new * max(tokens - max(credits, 0), least)
+        cost += linear.active * (load.requests / weight)
+        metrics.decisions.of(policy.name, Decision.KV_AWARE).value += 1
+        metrics.kv_index_routing_decisions.of(Decision.KV_AWARE).value += 1
+        self._counts.add(_COUNTED)
+        self._observe_reserve(reserved_at - ordered_at)
+        if tokens >= size:
+            metrics.kv_index_overlap_score.observe(matched / (tokens // size * size))
+            if walk.blocks * size > matched and not walk.view.windows:
+                metrics.avoidable_prefill_tokens.inc(walk.blocks * size - matched)
+        if self._shadows.is_kept(reservation):
+            matches = _matches(question, prompt, keys, size, fleet, rows, loads)._replace(walk=walk)
+            request, snapshot = matches.request, GroupSnapshot(entry, fleet, loads)
+            ranked = SumOffers(members, matches.seen, policy, request, blocks, self._random, sums)
+            offered = Offers(ranked, choices=Choices(targets))
+            target = ranked.scored(sums.index(chosen))
+            selected = SelectedTarget(
+                target, (), policy, Decision.KV_AWARE, tokens, reservations=[reservation], group_id=entry.group_id
+            )
+            self._shadows.keep(ShadowedDecision(self._shadows, offered, snapshot, matches, question), selected)
+        return UsualTarget(member, row, load, cost, tokens, size, sticky_key(keys, size), reservation)
+
+
+def _matches(
+    question: Question,
+    prompt: PromptKeys,
+    keys: bytes,
+    size: int,
+    fleet: Fleet,
+    rows: Mapping[tuple[str, int], TargetRow],
+    loads: GroupLoads,
+) -> PromptMatches:
+    request = request_of(question, HashedPrompt(prompt.tokens, keys), size, 0, fleet)
+    return PromptMatches(request, PromptState(rows, loads, {}, {}), keys)
+
+
+def _prepare(entry: GroupEntry, fleet: Fleet) -> _Prepared:
+    targets, sizes = fleet.targets(None, "whole"), fleet.block_sizes
+    has_more = fleet.has_silent or fleet.has_pools or fleet.kv_sources
+    is_usual = targets.members and len(sizes) == 1 and not has_more
+    return _Prepared(entry, fleet, targets, next(iter(sizes)) if is_usual else 0)

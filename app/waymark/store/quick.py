@@ -1,0 +1,203 @@
+"""Reads that mostly need one request: the first portion of a chain, in a group that is known and plain.
+
+``Reader.reading`` takes any group, and any number of requests. Its steps pass through some fifty functions, which a
+processor whose caches are cold notices. A quick read passes through a few, for as much of a chain as its first rows
+decide by themselves. If they do not decide, the general way goes on with the reply: it gets a ``Start``.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from waymark.domain.keys import KEY_BYTES
+from waymark.domain.names import GroupName
+from waymark.domain.row_runs import row_runs
+from waymark.domain.rows import PIECE_BLOCKS
+from waymark.domain.table import HolderTable, View
+from waymark.store.chain import WantedValues
+from waymark.store.directory import GroupEntry
+from waymark.store.fetch import Fetched, Fetcher
+from waymark.store.hot import HotRows
+from waymark.store.incarnation import Incarnation
+from waymark.store.redis.read_connection import ReplyReceiver
+from waymark.store.steps import never
+
+#: The two sizes of the first portion, in rows. The small one is usual, because most new prompts have no match. The
+#: large one is used if more than ``_LONG_SHARE`` of the recent prompts matched the whole small portion: it saves a
+#: round trip, which costs more than reading keys that do not exist.
+_FIRST_PORTIONS = (4, 16)
+_LONG_SHARE = 1 / 3
+#: The weight of one query in the average.
+_WEIGHT = 1 / 8
+_SMALL_BLOCKS = PIECE_BLOCKS * _FIRST_PORTIONS[0]
+
+
+class FirstPortions:
+    """How many rows the first request of a query asks for, by the results of recent queries of its group."""
+
+    def __init__(self) -> None:
+        # By group id: the share of recent queries that found every block of a small first portion.
+        self._long: dict[int, float] = {}
+
+    def pieces(self, group_id: int) -> int:
+        return _FIRST_PORTIONS[self._long.get(group_id, 0.0) > _LONG_SHARE]
+
+    def remember(self, group_id: int, blocks: int, found: int) -> None:
+        """Take in the result of a query: the blocks that it looked up and found; one of a few blocks does not count."""
+        if blocks >= _SMALL_BLOCKS:
+            share = self._long.get(group_id, 0.0)
+            self._long[group_id] = share + _WEIGHT * ((found >= _SMALL_BLOCKS) - share)
+
+    def forget(self, group_id: int) -> None:
+        self._long.pop(group_id, None)
+
+    def clear(self) -> None:
+        self._long.clear()
+
+
+class QuickPlan(NamedTuple):
+    """A group as queries of one block size see it, as long as its table stays the same."""
+
+    entry: GroupEntry
+    table: HolderTable
+    view: View
+
+
+class Start(NamedTuple):
+    """The beginning of a query, for the general way to go on with."""
+
+    deadline: float
+    """By the clock of the event loop."""
+    asked: WantedValues
+    fetched: Fetched | None
+    """The values that were asked for; None if they were not read, or must be read again."""
+
+
+class QuickRead:
+    """A first portion that has been asked for, and its result: the receiver of the reply."""
+
+    __slots__ = (
+        "_asked",
+        "_changes",
+        "_clearings",
+        "_deadline",
+        "_fetched",
+        "_keys",
+        "_reads",
+        "_receiver",
+        "blocks",
+        "is_over",
+        "plan",
+        "runs",
+    )
+
+    done = staticmethod(never)
+
+    def __init__(
+        self,
+        reads: QuickReads,
+        plan: QuickPlan,
+        keys: bytes,
+        asked: WantedValues,
+        deadline: float,
+        is_over: bool,
+        receiver: ReplyReceiver[QuickRead],
+    ) -> None:
+        self._reads = reads
+        self._keys = keys
+        self._receiver = receiver
+        self._changes, self._clearings = reads.incarnation.changes, reads.hot.clearings
+        self.plan = plan
+        self._asked = asked
+        self._deadline = deadline
+        self._fetched: Fetched | None = None
+        self.blocks = min(len(keys), PIECE_BLOCKS * len(asked.heads)) // KEY_BYTES
+        """How many blocks were looked up."""
+        self.runs: tuple[tuple[bytes, int], ...] | None = None
+        """The runs of these blocks; None if the rows alone do not decide them."""
+        self.is_over = is_over
+        """No holder has a block behind these."""
+
+    def set_result(self, fetched: Fetched) -> None:
+        reads, plan = self._reads, self.plan
+        # As in ``Reader`` and ``Chain``, which would not keep these values otherwise.
+        if self._changes == reads.incarnation.changes and self._clearings == reads.hot.clearings:
+            self._fetched = fetched
+            if fetched.version == plan.table.version and reads.is_current(plan):
+                runs, pieces, is_at_end = row_runs(self._keys, fetched.values)
+                if is_at_end or pieces == len(fetched.values):
+                    self.runs = tuple(runs)
+                    self.is_over |= is_at_end
+        self._receiver.set_result(self)
+
+    def set_exception(self, error: BaseException) -> None:
+        self._receiver.set_exception(error)
+
+    @property
+    def start(self) -> Start:
+        """The beginning for the general way to go on with."""
+        return Start(self._deadline, self._asked, self._fetched)
+
+
+class QuickReads:
+    """Begins quick reads. ``groups`` and ``tables`` are the caches of the general way."""
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        incarnation: Incarnation,
+        hot: HotRows,
+        groups: Mapping[GroupName, GroupEntry],
+        tables: Mapping[int, HolderTable],
+        portions: FirstPortions,
+    ) -> None:
+        self._fetcher = fetcher
+        self._groups = groups
+        self._tables = tables
+        self.incarnation = incarnation
+        self.hot = hot
+        self.portions = portions
+
+    def plan(self, group: GroupName, block_size: int | None) -> QuickPlan | None:
+        """Return the plan of a group that the last query found, if it is plain; ``block_size`` None is that of its
+        engines, if it is one.
+        """
+        entry = self._groups.get(group)
+        table = None if entry is None else self._tables.get(entry.group_id)
+        if entry is None or entry.shards != 1 or table is None or table.group != group or table.has_singles:
+            return None
+        sizes = {row.block_size for row in table.publishers.values() if row.scope == "instance"}
+        if block_size is None and len(sizes) != 1:
+            return None
+        view = table.view(block_size or sizes.pop())
+        return QuickPlan(entry, table, view) if view.size and view.instances else None
+
+    def is_current(self, plan: QuickPlan) -> bool:
+        """Return whether the group is still as a plan has it, as far as the last query knows."""
+        table = plan.table
+        return self._tables.get(plan.entry.group_id) is table and self._groups.get(table.group) is plan.entry
+
+    def begin(
+        self,
+        plan: QuickPlan,
+        keys: bytes,
+        pieces: int,
+        is_whole: bool,
+        deadline: float,
+        receiver: ReplyReceiver[QuickRead],
+    ) -> bool:
+        """Ask for the rows of the first ``pieces`` pieces of a chain; False if the cache of hot rows has one of them.
+
+        ``keys`` are the packed keys of at least these pieces, as far as the chain goes; ``is_whole``: it ends there.
+        """
+        heads = array("Q", keys[: KEY_BYTES * PIECE_BLOCKS * pieces])[::PIECE_BLOCKS].tobytes()
+        group_id = plan.entry.group_id
+        if self.hot.bytes and self.hot.expire(time.monotonic()) and self.hot.has_any(group_id, heads):
+            return False
+        asked = WantedValues(heads, [])
+        read = QuickRead(self, plan, keys, asked, deadline, is_whole, receiver)
+        self._fetcher.fetch(plan.entry, asked, with_version=True, until=deadline).begin(read)
+        return True

@@ -1,0 +1,199 @@
+"""Usual decisions: the same answers, reservations and counters as by the general way, byte for byte."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from itertools import count
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from redis import Redis as SyncRedis
+
+from tests.api.conftest import MakeClient, hold_blocks
+from tests.patience import patient
+from waymark.decide import selector
+from waymark.decide.reserve import PrefillProgress, WatchedReservation
+from waymark.decide.usual import UsualDecisions, UsualTarget
+from waymark.domain.hashing import extend, token_bytes
+from waymark.store.kept_decisions import KeptDecision, KeptDecisions
+from waymark.store.store import Store
+
+pytestmark = pytest.mark.usefixtures("implementation_kept")
+
+SIZE = 4
+PROMPT = list(range(1, 402))
+#: What differs between two plays of the same requests: times, and what is remembered.
+_OTHER = re.compile(r"_seconds|_bytes|cache|^#|python_|process_")
+
+#: A minute or a millisecond of the clock, in a load.
+_TIME = re.compile(r"(?<=[' ])\d{8,13}(?=[' ])")
+
+
+class EvenRandom(Random):
+    """Equal targets are in the order of their ids. The order of those that have a prompt is that of a set."""
+
+    def random(self) -> float:
+        return 0.5
+
+
+class Taken:
+    """The usual decisions that were taken."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.targets: list[UsualTarget] = []
+        deciding = UsualDecisions.deciding
+
+        def noted(self_: UsualDecisions, *given: Any) -> Any:
+            target = yield from deciding(self_, *given)
+            self.targets += [] if target is None else [target]
+            return target
+
+        monkeypatch.setattr(UsualDecisions, "deciding", noted)
+        self.kept: list[KeptDecision] = []
+        """The decisions to keep in Redis."""
+
+        def keep(_: KeptDecisions, __: int, decision: KeptDecision) -> None:
+            if decision.nonce:  # chance decides about one without a reservation
+                targets = [target._replace(last_cold=target.last_cold > 0) for target in decision.targets]
+                self.kept.append(decision._replace(time_ms=0, targets=targets))
+
+        monkeypatch.setattr(KeptDecisions, "note_decision", keep)
+        self.watched: list[tuple[Any, ...]] = []
+        """The reservations whose prefill is watched. It does not end by itself, as that depends on the clock."""
+
+        def watch(_: PrefillProgress, watched: WatchedReservation) -> None:
+            self.watched.append((watched.reservation, watched.piece, watched.done_at is None, watched.by))
+
+        monkeypatch.setattr(PrefillProgress, "watch", watch)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
+    monkeypatch.setattr(selector, "Random", EvenRandom)
+    # Results of requests count half after each minute.
+    clock = SimpleNamespace(time=lambda: 1.8e9, monotonic=time.monotonic)
+    monkeypatch.setattr("waymark.store.reservations.time", clock)
+    return Taken(monkeypatch)
+
+
+def nonces(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = count(1)
+    monkeypatch.setattr(os, "urandom", lambda size: next(numbers).to_bytes(size, "big"))
+
+
+async def register(client: httpx.AsyncClient, instance_id: str, **fields: Any) -> None:
+    body = {"type": "vLLM", "endpoint": "tcp://10.0.0.1:5557", "modelname": "m", "block_size": SIZE}
+    answer = await client.post("/register", json=body | {"instance_id": instance_id} | fields)
+    assert answer.status_code == 200, answer.text
+
+
+def requests(random: Random) -> Iterator[dict[str, Any]]:
+    """Most are usual; each of the others has one field that is not."""
+    others: list[dict[str, Any]] = [
+        *({"count": 3}, {"explain": True}, {"only": ["e0", "e1"]}, {"exclude": ["e0"]}, {"by": "address"}),
+        *({"reserve": False}, {"expect": True}, {"profile": "single"}, {"request_id": "r"}, {"block_size": 2 * SIZE}),
+        *({"session_token": base64.b64encode(b"e1").decode()}, {"policy": "sticky"}, {"policy": "dynamo"}),
+    ]
+    usual_fields: list[dict[str, Any]] = [
+        *(
+            {},
+            {"cache_salt": "s"},
+            {"timeout_seconds": 700},
+            {"block_size": SIZE},
+            {"slo_ttft_ms": 5},
+            {"policy": "least-work"},
+        ),
+        {"policy": "least-work", "overrides": {"host_credit": 0.3, "disk_credit": 0.7, "new_weight": 1.1}},
+        {"policy": "least-work", "overrides": {"overlap_score_credit": 0.1, "active_weight": 0.7}},
+    ]
+    for number in range(54):
+        length = random.choice((0, 1, SIZE - 1, SIZE, SIZE + 1, 40, 200, 401, random.randrange(402)))
+        tokens = PROMPT[:length] + random.sample(range(1000, 9000), random.choice((0, 0, 1, 30)))
+        if number % 5 == 4:
+            prompt: dict[str, Any] = {"seq_hashes": extend(None, token_bytes(tokens), SIZE)}
+        else:
+            prompt = {"token_ids": tokens}
+        yield {"model": "m"} | prompt | random.choice(others if number % 6 == 5 else usual_fields)
+
+
+async def played(make_client: MakeClient, url: str, seed: int, engines: int) -> list[str]:
+    """What clients and Redis say while the same things happen, and the numbers at the end."""
+    random = Random(seed)
+    said: list[str] = []
+    ends: list[dict[str, Any]] = [{}, {}, {}, {"part": "prefill"}, {"outcome": "failed"}, {"ttft_ms": 20}]
+    store = Store.open(url, timeout_seconds=patient(2.0))
+    try:
+        client = await make_client(store, loads_seconds=3600.0)
+        for number in range(engines):
+            fields: dict[str, Any] = {"address": f"http://10.0.0.{number}:80/%d"} if number % 3 else {}
+            await register(client, f"e{number}", weight=random.choice((1.0, 1.0, 0.3, 2.0)), **fields)
+        seqs = count(1)
+        for number in range(0, engines, 2):
+            for medium in random.sample(("GPU", "CPU", "DISK"), random.choice((1, 2))):
+                blocks = range(random.choice((0, 3)), random.randrange(4, 100))
+                await hold_blocks(store, seqs, f"e{number}", PROMPT, medium=medium, blocks=blocks)
+        for number, body in enumerate(requests(random)):
+            if number == 25:
+                await register(client, "late", address="http://late:1")
+            if number % 16 == 9:
+                store.incarnation.forget()  # so that loads are read, with the requests that have ended meanwhile
+            answer = await client.post("/select", json=body)
+            said.append(f"{json.dumps(body)[:80]} {answer.status_code} {answer.headers['content-type']} {answer.text}")
+            reservation = answer.json().get("reservation")
+            if reservation and random.random() < 0.6:
+                release: dict[str, Any] = {"reservation": reservation} | random.choice(ends)
+                said.append((await client.post("/release", json=release)).text)
+        for kind in ("load", "reservations"):
+            (value,) = await store.reservations._client.several([_read(kind)])
+            said.append(_TIME.sub("time", str(sorted(value.items() if isinstance(value, dict) else value))))
+        numbers = (await client.get("/metrics")).text.splitlines()
+        said += [line for line in numbers if not _OTHER.search(line)]
+    finally:
+        await store.close()
+    return said
+
+
+def _read(kind: str) -> tuple[Any, ...]:
+    return ("HGETALL", "wm:{1}:load") if kind == "load" else ("ZRANGE", "wm:{1}:reservations", 0, -1)
+
+
+@pytest.mark.parametrize(("engines", "seed"), [(1, 0), (8, 1), (14, 2)])
+async def test_the_general_way_gives_the_same(
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, taken: Taken, engines: int, seed: int
+) -> None:
+    nonces(monkeypatch)
+    by_usual = await played(make_client, "memory://", seed, engines)
+    count, kept, watched = len(taken.targets), taken.kept.copy(), taken.watched.copy()
+    assert count > 20
+    assert len(kept) > count, "the first nonces are below every share"
+    assert watched
+    taken.kept.clear()
+    taken.watched.clear()
+    nonces(monkeypatch)
+    monkeypatch.setattr(UsualDecisions, "at_hand", lambda *_: None)
+    generally = await played(make_client, "memory://", seed, engines)
+    assert len(taken.targets) == count
+    assert by_usual == generally
+    assert kept == taken.kept
+    assert watched == taken.watched
+
+
+async def test_the_general_way_gives_the_same_with_a_real_redis(
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, taken: Taken, redis_url: str
+) -> None:
+    nonces(monkeypatch)
+    by_usual = await played(make_client, redis_url, 5, 8)
+    assert len(taken.targets) > 20
+    with SyncRedis.from_url(redis_url, protocol=2) as redis:
+        redis.flushall()
+    nonces(monkeypatch)
+    monkeypatch.setattr(UsualDecisions, "at_hand", lambda *_: None)
+    assert await played(make_client, redis_url, 5, 8) == by_usual

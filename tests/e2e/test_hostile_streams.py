@@ -1,0 +1,67 @@
+"""An engine whose stream costs much to read holds up no other client of its gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.hostile.doors import HOSTILE, gateway
+from tests.hostile.raw_server import Pieces, RawServer, chunked, http
+from tests.listening import listening
+from tests.patience import patient
+
+OTHERS_SECONDS = 0.25
+_EVENT = b'data: {"type": "response.output_text.delta", "delta": "' + b"a" * 1_000_000 + b'"}\n\n'
+
+
+def in_pieces(body: bytes, size: int) -> Iterable[bytes]:
+    return (body[start : start + size] for start in range(0, len(body), size))
+
+
+STREAMS = {
+    "8 MB of empty events": chunked(*in_pieces(b"\n\n" * 4_000_000, 65536)),
+    "8 MB of events without a text": chunked(*in_pieces(b"data:\n\n" * 1_200_000, 65536)),
+    "two events of 1 MB in small pieces": chunked(*in_pieces(_EVENT * 2, 512)),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+async def test_a_stream_that_costs_holds_up_nobody(redis_url: str, tmp_path: Path, name: str) -> None:
+    def answer(path: str, body: bytes) -> Pieces:
+        return STREAMS[name] if path == "/v1/responses" else [http(b"", status="404 Not Found")]
+
+    async with gateway(redis_url, tmp_path) as opened:
+        engine, url = RawServer(answer), opened.target["url"]
+        async with (
+            listening(engine.handler, opened.target["engine_port"]),
+            httpx.AsyncClient(base_url=url, timeout=patient(60), trust_env=False) as stranger,
+        ):
+            loop, slowest = asyncio.get_running_loop(), 0.0
+            attack = asyncio.create_task(read(stranger))
+            while not attack.done():
+                for check in opened.checks.values():
+                    began = loop.time()
+                    await check()
+                    slowest = max(slowest, loop.time() - began)
+                await asyncio.sleep(0.005)
+            assert await attack >= 1_000_000
+            assert engine.asked
+    assert slowest <= patient(OTHERS_SECONDS)
+
+
+async def read(client: httpx.AsyncClient) -> int:
+    """Return how many bytes of the hostile engine's answer have come."""
+    received = 0
+    body = {"model": HOSTILE, "input": "hello", "stream": True}
+    async with client.stream("POST", "/v1/responses", json=body) as answer:
+        assert answer.status_code == 200
+        try:
+            async for piece in answer.aiter_raw():
+                received += len(piece)
+        except httpx.RemoteProtocolError:
+            pass  # the stream has no last event, and ends as an error
+    return received

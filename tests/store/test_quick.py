@@ -1,0 +1,150 @@
+"""Quick reads: what the first rows decide, and what the general way has to go on with."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from tests.store.factories import GROUP, Stream, stored
+from tests.store.test_reader import CHAIN, read
+from waymark.domain.keys import pack
+from waymark.domain.names import GroupName
+from waymark.domain.rows import PIECE_BLOCKS
+from waymark.store.chain import PackedKeys
+from waymark.store.hot import HotRows
+from waymark.store.quick import FirstPortions, QuickPlan, QuickRead
+from waymark.store.reader import Reader
+from waymark.store.steps import finished
+from waymark.store.store import Store
+
+BLOCKS = 2 * PIECE_BLOCKS
+
+
+@pytest.fixture
+async def plan(store: Store, stream: Stream) -> QuickPlan:
+    """That of a group whose one holder has two pieces of the chain, after a query has found it."""
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(stored(gpu, CHAIN[:BLOCKS]))
+    await read(store.reader, CHAIN[:1])
+    plan = store.reader.quick.plan(GROUP, 16)
+    assert plan is not None
+    return plan
+
+
+def begun(reader: Reader, plan: QuickPlan, chain: list[int], *, pieces: int = 4) -> asyncio.Future[QuickRead] | None:
+    """The result to come; None if the read was not begun."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()
+    keys, is_whole = pack(chain[: PIECE_BLOCKS * pieces + 1]), len(chain) <= PIECE_BLOCKS * pieces
+    return result if reader.quick.begin(plan, keys, pieces, is_whole, loop.time() + 30.0, result) else None
+
+
+async def result(reader: Reader, plan: QuickPlan, chain: list[int], *, pieces: int = 4) -> QuickRead:
+    begun_read = begun(reader, plan, chain, pieces=pieces)
+    assert begun_read is not None
+    return await begun_read
+
+
+@pytest.mark.parametrize(
+    ("chain", "found"),
+    [
+        (CHAIN[:10], 10),
+        (CHAIN[:BLOCKS], BLOCKS),
+        (CHAIN[: BLOCKS + 1], BLOCKS),
+        (CHAIN[:BLOCKS] + [9_000_000] * 200, BLOCKS),
+        ([9_000_000], 0),
+    ],
+    ids=["a part", "all", "one more", "many more", "nothing"],
+)
+async def test_rows_decide_a_chain_up_to_its_first_block_without_a_holder(
+    store: Store, plan: QuickPlan, chain: list[int], found: int, implementation: str
+) -> None:
+    read = await result(store.reader, plan, chain)
+    assert read.blocks == min(len(chain), 4 * PIECE_BLOCKS)
+    assert read.runs is not None
+    assert sum(length for _, length in read.runs) == found
+    assert read.is_over
+
+
+async def test_a_chain_that_goes_on_behind_the_portion_is_not_over(store: Store, plan: QuickPlan) -> None:
+    read = await result(store.reader, plan, CHAIN[:BLOCKS], pieces=1)
+    assert (read.is_over, read.blocks) == (False, PIECE_BLOCKS)
+    assert read.runs is not None
+
+
+async def test_the_general_way_goes_on_with_the_values_that_were_read(
+    store: Store, plan: QuickPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = (await result(store.reader, plan, CHAIN[:BLOCKS])).start
+    assert start.fetched is not None
+    fetch = store.reader._fetcher.fetch
+    asked: list[bytes] = []
+
+    def noted(entry: Any, wanted: Any, **options: Any) -> Any:
+        asked.append(wanted.heads)
+        return fetch(entry, wanted, **options)
+
+    monkeypatch.setattr(store.reader._fetcher, "fetch", noted)
+    for begin, requests in ((start, 0), (None, 1), (start._replace(fetched=None), 1)):
+        asked.clear()
+        steps = store.reader.reading(GROUP, 16, PackedKeys(pack(CHAIN[:BLOCKS])), deadline_seconds=30.0, start=begin)
+        reading = await finished(steps)
+        assert reading is not None
+        assert (reading.walk.blocks, reading.round_trips, len(asked)) == (BLOCKS, 1, requests)
+
+
+async def test_values_that_were_asked_for_before_a_write_are_read_again(store: Store, plan: QuickPlan) -> None:
+    """The write may have been acknowledged in the meantime, so the next answer has to contain it."""
+    asked = begun(store.reader, plan, CHAIN[:BLOCKS])
+    assert asked is not None
+    store.reader.forget_rows()
+    read = await asked
+    assert (read.runs, read.start.fetched) == (None, None)
+
+
+async def test_values_of_another_incarnation_are_read_again(store: Store, plan: QuickPlan) -> None:
+    asked = begun(store.reader, plan, CHAIN[:BLOCKS])
+    assert asked is not None
+    store.incarnation.forget()
+    read = await asked
+    assert (read.runs, read.start.fetched) == (None, None)
+    assert not store.reader.quick.is_current(plan)
+
+
+async def test_a_table_that_has_changed_is_not_decided_by(store: Store, stream: Stream, plan: QuickPlan) -> None:
+    await stream.begin("0 CPU")
+    read = await result(store.reader, plan, CHAIN[:BLOCKS])
+    assert read.runs is None
+    assert read.start.fetched is not None, "the rows themselves are good"
+
+
+async def test_a_hot_row_is_left_to_the_general_way(store: Store, plan: QuickPlan) -> None:
+    store.reader.quick.hot = hot = HotRows(3600.0, 2**20)
+    hot.keep(plan.entry.group_id, pack(CHAIN[:1]), [b" 1:1" * 8], time.monotonic())
+    assert len(hot) == 1
+    assert begun(store.reader, plan, CHAIN[:BLOCKS]) is None
+    assert (await result(store.reader, plan, [9_000_000])).runs == (), "it does not concern another chain"
+
+
+async def test_only_a_group_that_a_query_has_found_has_a_plan(store: Store, plan: QuickPlan) -> None:
+    quick = store.reader.quick
+    assert quick.plan(GroupName("nobody", "m"), 16) is None
+    assert quick.plan(GROUP, 8) is None, "no holder has blocks of this size"
+    assert quick.plan(GROUP, None) == plan
+
+
+def test_a_large_portion_follows_matches_of_a_whole_small_one() -> None:
+    portions = FirstPortions()
+    for _ in range(4):
+        assert portions.pieces(7) == 4
+        portions.remember(7, 200, 200)
+    assert (portions.pieces(7), portions.pieces(8)) == (16, 4)
+    portions.remember(7, 100, 0)
+    assert portions.pieces(7) == 16, "a short prompt does not count"
+    portions.remember(7, 200, 127)
+    assert portions.pieces(7) == 16
+    portions.remember(7, 200, 127)
+    assert portions.pieces(7) == 4
