@@ -20,6 +20,7 @@ from waymark.domain.events import Cleared, Removed, Stored, StoredReference
 from waymark.domain.known import Spot
 from waymark.domain.parts import Part
 from waymark.domain.rows import Place
+from waymark.store.redis.words import PackedWords
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 
@@ -155,7 +156,7 @@ def test_the_last_block_of_a_part_has_a_position_too(tables: Tables) -> None:
     assert len(tables.parts) == 0
     tables.add(2**32 - 3)
     assert [part.last for part in tables.parts] == [2**32 - 1]
-    assert tables.parts.pack(0, 1, b"")[4][0][5:9] == bytes([255] * 4)
+    assert words(tables.parts, 1)[0][5:9] == bytes([255] * 4)
     with pytest.raises(ValueError, match=r"^position is "):
         tables.add(2**32 + 1)  # where the part ends
 
@@ -276,6 +277,12 @@ def test_a_range_beyond_the_last_is_refused(loops: native.NativeFunctions, table
                 function(1, 0)
 
 
+def words(parts: Any, count: int) -> PackedWords:
+    """Return the first parts as words of a call."""
+    *_, packed = parts.pack(0, count, b"")
+    return PackedWords(count, packed)
+
+
 def test_a_call_has_128_parts_at_most(tables: Tables) -> None:
     """Of as many holders, and of branch rows of as many pieces: twice as many rows."""
     for number in range(140):
@@ -286,8 +293,9 @@ def test_a_call_has_128_parts_at_most(tables: Tables) -> None:
             with pytest.raises(ValueError, match="at most 128 parts"):
                 tables.parts.pack(0, count, b"")
         else:
-            blocks, holders, rows, _, words = tables.parts.pack(0, count, b"")
-            assert (blocks, holders, len(rows), len(words)) == (count, list(range(count)), 2 * count, count)
+            blocks, holders, rows, keys, _, _ = tables.parts.pack(0, count, b"")
+            assert (blocks, holders, rows) == (count, list(range(count)), 2 * count)
+            assert [len(list(PackedWords(rows, keys))), len(list(words(tables.parts, count)))] == [rows, count]
 
 
 def test_blocks_of_a_piece_are_32_at_most(loops: native.NativeFunctions) -> None:
@@ -403,7 +411,7 @@ def test_a_part_that_grows_leaves_those_that_were_cut_as_they_are(tables: Tables
     add(2)
     assert [part.copies for part in tables.parts] == [[b"1", b"2"]]
     assert [part.copies for part in (*cut, *joined)] == [[b"1"], [b"1"]]
-    assert cut.pack(0, 1, b"")[4][0].endswith(b"1")
+    assert words(cut, 1)[0].endswith(b"1")
 
 
 # ---- memory ----------------------------------------------------------------------------------------

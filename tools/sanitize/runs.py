@@ -135,6 +135,11 @@ class _Model:
             self.parts.append((kind, head, position, blocks))
 
 
+def _bulks(words: list[bytes]) -> bytes:
+    """Return words as bulk strings of RESP."""
+    return b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
 def parts(payload: bytes, namespace: int, piece_blocks: int) -> object:
     read: Any = batches.read_batch(payload, EVENTS_MAX, Stored, StoredReference, Removed, Cleared(), medium_of, 10, 3)
     if read is None or not is_run(read[1]):
@@ -165,7 +170,7 @@ def parts(payload: bytes, namespace: int, piece_blocks: int) -> object:
     held = len(model.spots), len(model.spots), len(model.gone), 0
     rows = [PREFIX + b"%016x" % head for head in heads]
     of_few = sum(len(each) for _, _, _, each in few)
-    packed = of_few, [HOLDER] * bool(few), rows, [SEQ] * bool(few), words
+    packed = of_few, [HOLDER] * bool(few), len(rows), _bulks(rows), [SEQ] * bool(few), _bulks(words)
     return model.counted, position, held, blocks, stored, 0, packed, _gone_on(read[0], read[1], read[2])
 
 
