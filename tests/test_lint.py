@@ -1,7 +1,6 @@
 """Style and types, beside the other tests: what ``make lint`` says is the verdict of a test.
 
-``make test`` names this file, as the first. Its name is not that of a test, so that the rows of ``make matrix``, which
-have neither ruff nor mypy, do without it.
+The rows of ``make matrix``, which have neither ruff nor mypy, leave it out.
 """
 
 from __future__ import annotations
