@@ -40,7 +40,7 @@ MAY_SLEEP = {
     "e2e/test_redis_away.py": "the pace of a load, and of a fault",
     "gateway/test_long_streams.py": "the pace of looks at what is to last for a while",
     "hostile/api_server.py": "the pace of an API server's answer to a watch",
-    "hostile/beside.py": "the pace of looks at the memory",
+    "hostile/beside.py": "the pace of looks at the memory, and at a neighbour",
     "hostile/engine_client.py": "how long an attack lasts",
     "hostile/engine_server.py": "the pause between two looks at how often it was asked",
     "hostile/gateway_client.py": "how long an attack lasts",

@@ -1,36 +1,43 @@
 """Honest traffic beside an attack: every answer is compared, and timed by its ratio to the quiet run before.
 
-A process holds others up in two ways. Its loop works on something else: then its main thread was on the CPU while an
-honest client waited, and that is measured on any machine, however busy. Or it waits for something: then the client's
-own clock tells, without the time in which a processor was waited for, and with a bound that a busy machine makes wider.
+A process holds others up in two ways. Something else works in its place: its loop, a thread that keeps the GIL, a
+script of Redis. Then one thread was on the CPU for long while an honest client waited; a busy machine shares the
+processors fairly, so that it makes such a thread slow, and no other one long. Or the process waits for something, such
+as a lock. Then the client's clock tells, without the time for which the machine is to blame: in which a thread of the
+process or of its Redis could run and had no processor, and by which a neighbour that does nothing but answer was late.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+import subprocess
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from time import monotonic
 
 import pytest
 
-from tests.patience import patience, patient
+from tests.patience import patience
 
 Check = Callable[[], Awaitable[None]]
 """One honest request; AssertionError if its answer is wrong."""
 
 #: Nobody is held for longer by what others send.
 HELD_SECONDS = 0.25
-#: An answer is late only if it also took so many times as much as the slowest of the quiet run.
+#: An answer is late only if it also took so many times as much as in the mean of the quiet run.
 RATIO = 8.0
 #: By so much a process may grow while it is attacked, with all of its children: the frames that a worker may wait with
 #: at its defaults, 256 MiB, and as much again for what is received or decoded at the moment, and what is
 #: freed but kept.
 GROWTH_MIB = 512.0
 _PAUSE_SECONDS = 0.05
+#: Between two questions to the neighbour, and so many of its answers are remembered: of a minute.
+_ASKED_SECONDS, _ANSWERS_MAX = 0.01, 6000
 _QUIET_ROUNDS = 10
 
 
@@ -53,69 +60,136 @@ class Cost:
 
     waited: float
     held: float
-    """Of the CPU, by the busiest main thread of the processes."""
-    queued: float
-    """In which the client or one of these threads waited for a processor."""
+    """Of the CPU, by the busiest thread of the processes and of their Redis."""
+    excused: float
+    """For which the machine is to blame."""
+
+    @property
+    def blamed(self) -> float:
+        """The time for which it is not."""
+        return self.waited - self.excused
 
     def is_late(self, quiet: Times) -> bool:
         """Return whether others were held up, in comparison with the quiet run."""
         # Two threads of one core slow each other down, by no more than this.
-        slowed = min(2.0, patience())
-        if self.held > max(slowed * HELD_SECONDS, RATIO * quiet.worst_held):
-            return True
-        return self.waited - self.queued > max(patient(8 * HELD_SECONDS), RATIO * quiet.worst)
+        bound = min(2.0, patience()) * HELD_SECONDS
+        return self.held > max(bound, RATIO * quiet.held) or self.blamed > max(bound, RATIO * quiet.blamed)
 
 
 @dataclass(slots=True)
 class Times:
-    """What all runs of one check took, in seconds."""
+    """What all runs of one check took, in seconds: in the mean, and at most."""
 
     count: int = 0
+    waited: float = 0.0
+    held: float = 0.0
+    blamed: float = 0.0
     worst: float = 0.0
-    worst_held: float = 0.0
-    total: float = 0.0
+    worst_blamed: float = 0.0
 
     def add(self, cost: Cost) -> None:
         self.count += 1
+        self.waited += (cost.waited - self.waited) / self.count
+        self.held += (cost.held - self.held) / self.count
+        self.blamed += (cost.blamed - self.blamed) / self.count
         self.worst = max(self.worst, cost.waited)
-        self.worst_held = max(self.worst_held, cost.held)
-        self.total += cost.waited
+        self.worst_blamed = max(self.worst_blamed, cost.blamed)
 
-    @property
-    def mean(self) -> float:
-        return self.total / max(1, self.count)
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """The seconds that a thread has run, and has waited for a processor."""
+
+    run: float = 0.0
+    queued: float = 0.0
+
+    def since(self, before: Thread) -> Thread:
+        return Thread(self.run - before.run, self.queued - before.queued)
+
+
+def threads_of(pid: int) -> dict[int, Thread]:
+    """The threads of a process; none if it has ended, which the session sees."""
+    found: dict[int, Thread] = {}
+    with suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{name}/schedstat", "rb") as file:
+                run, queued, _ = file.read().split()
+                found[int(name)] = Thread(int(run) / 1e9, int(queued) / 1e9)
+    return found
+
+
+class Neighbour:
+    """A process that nobody attacks and that answers at once, and how late its answers reach this client."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._late: deque[tuple[float, float]] = deque(maxlen=_ANSWERS_MAX)
+        """When each of its last answers has come, and the seconds that it was late."""
+        self._due = monotonic()
+
+    async def keep_asking(self) -> None:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        while True:
+            self._due = monotonic() + _ASKED_SECONDS
+            await asyncio.sleep(_ASKED_SECONDS)
+            stdin.write(b"\n")
+            await stdout.readexactly(1)
+            self._late.append((monotonic(), monotonic() - self._due))
+
+    def late_since(self, began: float) -> float:
+        """By how many seconds an answer has been late at most."""
+        late = [late for _, late in takewhile(lambda answer: answer[0] >= began, reversed(self._late))]
+        return max(0.0, monotonic() - self._due, *late)
+
+
+@asynccontextmanager
+async def neighbour() -> AsyncIterator[Neighbour]:
+    process = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    beside = Neighbour(process)
+    asking = asyncio.ensure_future(beside.keep_asking())
+    try:
+        yield beside
+    finally:
+        asking.cancel()
+        process.kill()
+        await process.wait()
 
 
 @dataclass(slots=True)
 class Processes:
-    """The processes that are attacked, by their ids."""
+    """The processes that are attacked, by their ids, the Redis that they share with others, and their neighbour."""
 
     pids: Sequence[int]
+    redis: int | None = None
+    neighbour: Neighbour | None = None
 
     def on_cpu(self) -> float:
         """Return the seconds that the busiest of their main threads has run."""
-        return max(self._main_thread(pid)[0] for pid in self.pids)
+        return max(threads_of(pid).get(pid, Thread()).run for pid in self.pids)
 
-    def scheduled(self) -> list[tuple[float, float]]:
-        """Return how long each of their main threads has run, and has waited for a processor; ours comes last."""
-        return [self._main_thread(pid) for pid in (*self.pids, os.getpid())]
+    def _threads(self) -> dict[int, dict[int, Thread]]:
+        others = [] if self.redis is None else [self.redis]
+        return {pid: threads_of(pid) for pid in (*self.pids, *others)}
 
     async def cost_of(self, check: Check) -> Cost:
         """Run ``check``, which handles its own errors."""
-        before, began = self.scheduled(), monotonic()
+        before, began = self._threads(), monotonic()
         await check()
         waited = monotonic() - began
-        changes = [
-            (run - ran, queue - queued) for (run, queue), (ran, queued) in zip(self.scheduled(), before, strict=True)
-        ]
-        return Cost(waited, max((run for run, _ in changes[:-1]), default=0.0), sum(queue for _, queue in changes))
-
-    @staticmethod
-    def _main_thread(pid: int) -> tuple[float, float]:
-        with suppress(OSError):  # it has ended, which the session sees
-            words = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
-            return int(words[0]) / 1e9, int(words[1]) / 1e9
-        return 0.0, 0.0
+        excused = 0.0 if self.neighbour is None else self.neighbour.late_since(began)
+        held, queued = 0.0, {}
+        for pid, threads in self._threads().items():
+            passed = {thread: now.since(before[pid].get(thread, Thread())) for thread, now in threads.items()}
+            held = max(held, *(each.run for each in passed.values()), 0.0)
+            main = passed.pop(pid, Thread())
+            # An answer may need another thread, too, such as that of a connection.
+            queued[pid] = main.queued + max((each.queued for each in passed.values()), default=0.0)
+        if self.redis is not None:
+            excused += queued.pop(self.redis)
+        excused += max(queued.values(), default=0.0)
+        return Cost(waited, held, min(waited, excused))
 
     def resident_mib(self) -> float:
         """Memory in use by the largest of them, with its children."""
@@ -190,9 +264,9 @@ class Beside:
             if is_bounded and cost.is_late(quiet):
                 before = "" if attack == self.attack else f", begun beside {attack}"
                 self.found(
-                    f"the honest {name} took {cost.waited:.2f} s, {cost.held:.2f} s of them on the CPU of the main "
-                    f"thread, and waited {cost.queued:.2f} s for a processor; the slowest of the quiet run took "
-                    f"{quiet.worst:.3f} s, {quiet.worst_held:.3f} s on the CPU{before}"
+                    f"the honest {name} took {cost.waited:.2f} s, {cost.blamed:.2f} s of them not for want of a "
+                    f"processor; one thread was on the CPU for {cost.held:.2f} s; in the mean of the quiet run it took "
+                    f"{quiet.waited:.3f} s, {quiet.blamed:.3f} s and {quiet.held:.3f} s{before}"
                 )
             await asyncio.sleep(_PAUSE_SECONDS)
 
