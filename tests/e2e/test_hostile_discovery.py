@@ -1,10 +1,11 @@
-"""An API server of Kubernetes whose lists and events are made to be slow to read holds up no client of a service."""
+"""A Kubernetes API server whose lists and events are slow to read, or odd: no client waits, and soon all is right."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from tests.patience import patient
 SAID = {"model": "m", "block-size": "16", "type": "vLLM"}
 #: Every watch ends with it, and the pods are listed again.
 GONE = b'{"type": "ERROR", "object": {"code": 410}}\n'
+#: From the first right answer that a server could give.
+RIGHT_SECONDS = 5.0
 
 
 def pod_with_labels(count: int) -> bytes:
@@ -71,3 +74,61 @@ async def holds_up_nobody(redis_url: str, directory: Path, server: ApiServerStub
         before = len(server.asked_at)
         asked = asyncio.create_task(wait_until(lambda: len(server.asked_at) >= before + 4, "four more answers", 30))
         assert await slowest_answer(live, asked) <= patient(OTHERS_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Oddity:
+    """What a server says in place of the pods, and for how many lists: then the pauses between them are the longest."""
+
+    begin: Callable[[ApiServerStub], None]
+    lists: int = 4
+
+
+def _has_an_odd_item(server: ApiServerStub) -> None:
+    server.pods["p1"] = {"metadata": 7}
+
+
+def _lacks_pods(server: ApiServerStub) -> None:
+    del server.pods["p1"], server.pods["p2"]
+
+
+ODDITIES = {
+    "an item that is no pod": Oddity(_has_an_odd_item, 2),
+    "pods that are left out": Oddity(_lacks_pods, 1),
+    "an object without items": Oddity(lambda server: setattr(server, "body", b'{"items": null, "metadata": {}}')),
+    "no JSON": Oddity(lambda server: setattr(server, "body", b"<html>")),
+    "versions that are gone": Oddity(lambda server: setattr(server, "status", 410)),
+    "refusals": Oddity(lambda server: setattr(server, "status", 403)),
+}
+
+
+async def test_pods_are_right_again_soon_after_the_server_is(redis_url: str, tmp_path: Path) -> None:
+    """All at once, as each of them is little but pauses."""
+    async with asyncio.TaskGroup() as tasks:
+        for number, what in enumerate(ODDITIES):
+            tasks.create_task(are_right_again(redis_url, tmp_path / f"{number}.log", f"odd{number}:", what))
+
+
+async def are_right_again(redis_url: str, log: Path, prefix: str, what: str) -> None:
+    oddity, server = ODDITIES[what], ApiServerStub()
+    server.put(*(pod(f"p{n}", f"127.0.0.{n + 1}", annotations=SAID) for n in range(5)))
+    await server.start()
+    settings = {"discovery": "kubernetes", "discovery_url": server.url, "discovery_namespace": "serving"}
+    async with start("serve", redis_url, log, key_prefix=prefix, **settings) as live, live.client() as client:
+
+        async def are_there() -> bool:
+            services = (await client.get("/services")).raise_for_status().json()["services"]
+            return {each["InstanceID"] for each in services} == {f"serving/{name}" for name in server.pods}
+
+        await wait_until(are_there, "all pods are registered")
+        await wait_until(lambda: server.watched == 1, "pods are watched")
+        right = dict(server.pods)
+        oddity.begin(server)
+        asked = len(server.asked_at)
+        server.send_line(GONE)
+        server.send_line(None)
+        await wait_until(lambda: len(server.asked_at) >= asked + oddity.lists, f"{what}: pods are listed", 30)
+        server.body, server.status, server.pods = None, 200, right
+        server.put(pod("new", "127.0.0.9", annotations=SAID))
+        await wait_until(are_there, f"after {what} the pods are right again", RIGHT_SECONDS)
+    await server.stop()
