@@ -282,7 +282,7 @@ def _sends_one_event_a_watch(server: ApiServerStub) -> None:
 async def test_no_answer_makes_it_ask_in_a_loop(
     server: ApiServerStub, monkeypatch: pytest.MonkeyPatch, make_it_lie: Callable[[ApiServerStub], None]
 ) -> None:
-    monkeypatch.setattr(kubernetes, "_PAGES_MAX", 6)
+    monkeypatch.setattr(kubernetes, "PAGES_MAX", 6)
     make_it_lie(server)
     async with watching(server) as watch:
         await until(lambda: len(server.asked_at) > 24, "it has asked again and again")

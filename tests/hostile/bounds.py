@@ -12,25 +12,26 @@ from waymark.api.decision_schemas import NAMES_MAX, RELEASES_MAX
 from waymark.api.events import EVENT_HASHES_MAX
 from waymark.api.http.bodies import CONTAINERS_MAX
 from waymark.api.policies import DECISIONS_MAX, FILE_MAX
+from waymark.api.registration_schemas import MEDIA_MAX
 from waymark.apply.options import ApplyOptions
 from waymark.base import samples
-from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
+from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX, VALUES_MAX
 from waymark.base.event_streams import EVENT_BYTES_MAX
 from waymark.base.samples import LINE_BYTES_MAX, LINES_MAX
 from waymark.base.settings import PREFIX, Settings
-from waymark.discovery import describe
+from waymark.discovery import describe, kubernetes
 from waymark.discovery.describe import RANKS_MAX
-from waymark.discovery.kubernetes import PAGE_ITEMS_MAX, PODS_MAX
+from waymark.discovery.pods import LABELS_READ_MAX
 from waymark.domain.multimodal import ITEMS_MAX
 from waymark.domain.names import NAME_BYTES_MAX
-from waymark.domain.targets import LABEL_BYTES_MAX, LABELS_MAX
+from waymark.domain.targets import ADAPTERS_MAX, LABEL_BYTES_MAX, LABELS_MAX
 from waymark.engines.wire import BLOCK_SIZE_MAX
 from waymark.epp import radix_index
 from waymark.epp.server import MESSAGE_BYTES_MAX
 from waymark.ingest import scraping, snapshot, unfinished
 from waymark.serving.limits import AHEAD_MAX, HEAD_BYTES_MAX, HEAD_FIELDS_MAX
 from waymark.store.index_file import RECORD_BYTES_MAX
-from waymark.tokenization import rendering
+from waymark.tokenization import remote, rendering
 from waymark.tokenization.local import TEXT_BYTES_MAX, TOKENIZER_BYTES_MAX
 from waymark.tokenization.templates import SOURCE_MAX
 
@@ -68,6 +69,8 @@ _NO_SNAPSHOT = "it is refused, and asked for again later"
 _NO_TOKENIZER = "text of the model is refused with the reason"
 _NO_TEMPLATE = "conversations of the model are refused with the reason"
 _NO_PODS = "the list counts as failed, and nothing changes"
+_LEFT_OUT = "the others are left out"
+_NO_TOKENS = "the next engine of the model is asked, then 503"
 _LOST = "the batch is lost, counted, and the others are applied"
 
 BOUNDS: dict[str, tuple[Bound, ...]] = {
@@ -81,6 +84,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("bodies at once", 16 * 16 * 2**20, "503 to the one that has taken longest", _BYTES, "max_body_bytes"),
         Bound("lists and objects of a body", CONTAINERS_MAX, "413"),
         Bound("lists and objects of a body of the gateway", PARTS_MAX, "413"),
+        Bound("commas of a body of the gateway", VALUES_MAX, "413"),
         Bound("lists and objects within each other, at the gateway", DEPTH_MAX, "400"),
     ),
     "Fields": (
@@ -91,6 +95,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("reservations of one release", RELEASES_MAX, _NO_ENTRY),
         Bound("labels of a registration", LABELS_MAX, _NO_ENTRY),
         Bound("a label", LABEL_BYTES_MAX, _NO_ENTRY, _BYTES),
+        Bound("media of a registration with sockets of their own", MEDIA_MAX, _NO_ENTRY),
         Bound("media of items of a prompt", ITEMS_MAX, _NO_ENTRY),
         Bound("hashes of one event of `POST /events`", EVENT_HASHES_MAX, _NO_ENTRY),
         Bound("characters of the file of `POST /policies/replay`", FILE_MAX, _NO_ENTRY),
@@ -111,6 +116,12 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("all such lines together", samples.BYTES_MAX, _NO_GAUGES, _BYTES),
         Bound("an answer with an engine's metrics", scraping.BYTES_MAX, _NO_GAUGES, _BYTES),
         Bound("an answer by which an engine describes itself", describe.ANSWER_BYTES_MAX, _NOT_SAID, _BYTES),
+        Bound("names of models that an engine serves", ADAPTERS_MAX, _LEFT_OUT),
+        Bound("characters of such a name", describe.NAME_MAX, "it is left out"),
+        Bound(
+            "an answer with the token ids of a text", remote.answer_bytes_max(2**21), _NO_TOKENS, _BYTES, "max_tokens"
+        ),
+        Bound("an answer with the token ids of a prompt with media", remote.MEDIA_BYTES_MAX, _NO_TOKENS, _BYTES),
         Bound("an event of an answer that the gateway reads", EVENT_BYTES_MAX, "it is not read", _BYTES),
         Bound("a conversation that is stored", 2**20, "it is not stored", _BYTES, "answers_bytes"),
     ),
@@ -130,8 +141,13 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("a message to a picker", MESSAGE_BYTES_MAX, "the stream is ended", _BYTES),
         Bound("blocks of one call of the RadixIndex", radix_index.BLOCKS_MAX, "it is answered as too long"),
         Bound("a record of a file to import", RECORD_BYTES_MAX, "the file is refused", _BYTES),
-        Bound("pods of Kubernetes", PODS_MAX, _NO_PODS),
-        Bound("items of a page of pods", PAGE_ITEMS_MAX, _NO_PODS),
+        Bound("pods of Kubernetes", kubernetes.PODS_MAX, _NO_PODS),
+        Bound("a page of pods", kubernetes.PAGE_BYTES_MAX, _NO_PODS, _BYTES),
+        Bound("items of a page of pods", kubernetes.PAGE_ITEMS_MAX, _NO_PODS),
+        Bound("pages of a list of pods", kubernetes.PAGES_MAX, _NO_PODS),
+        Bound("characters of the version of a list of pods", kubernetes.TOKEN_CHARACTERS_MAX, "it counts as none"),
+        Bound("labels of a pod that are read", LABELS_READ_MAX, _LEFT_OUT),
+        Bound("an event of a watch", kubernetes.LINE_BYTES_MAX, "the pods are listed again", _BYTES),
         Bound("followers of `GET /activity`", CLIENTS_MAX, "503"),
     ),
 }  # fmt: skip

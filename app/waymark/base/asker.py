@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -132,10 +133,12 @@ class Asker:
             self._session = self._open(_CONNECTIONS_MAX)
         session = self._session
         verb = "GET" if json is None else method
+        # aiohttp writes bytes in one piece, and a file in many.
+        data = BytesIO(json) if json is not None and len(json) > _PIECE_BYTES else json
         try:
             async with (
                 asyncio.timeout(seconds),
-                session.request(verb, url, data=json, headers=headers, allow_redirects=False) as response,
+                session.request(verb, url, data=data, headers=headers, allow_redirects=False) as response,
             ):
                 if 300 <= response.status < 400:
                     location = shown(response.headers.get("Location", ""))

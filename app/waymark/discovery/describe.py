@@ -34,6 +34,8 @@ SECONDS = 5.0
 ANSWER_BYTES_MAX = 4 * 2**20
 #: An engine that claims to have more is not believed: each rank is a socket and a task of an ingest worker.
 RANKS_MAX = 256
+#: The characters of a name that an engine gives itself, or a model.
+NAME_MAX = 256
 
 _SOURCES, _SERVER, _MODELS, _METRICS = "/kv_event_sources", "/server_info", "/v1/models", "/metrics"
 _VERSION = "/version"
@@ -345,18 +347,15 @@ def _cards(models: Any) -> list[tuple[str, str | None]] | None:
         return None
     cards: dict[str, str | None] = {}
     for card in data:
-        if isinstance(card, dict) and isinstance(card.get("id"), str) and 0 < len(card["id"]) <= _NAME_MAX:
+        if isinstance(card, dict) and isinstance(card.get("id"), str) and 0 < len(card["id"]) <= NAME_MAX:
             parent = card.get("parent")
             cards.setdefault(card["id"], parent if isinstance(parent, str) else None)
     return list(cards.items())
 
 
-_NAME_MAX = 256
-
-
 def _release(answer: Any) -> str | None:
     release = answer.get("version") if isinstance(answer, dict) else None
-    return release if isinstance(release, str) and 0 < len(release) <= _NAME_MAX else None
+    return release if isinstance(release, str) and 0 < len(release) <= NAME_MAX else None
 
 
 def _kind(server: Any, sources: Any) -> EngineKind | None:

@@ -39,13 +39,13 @@ PAGE_ITEMS_MAX = 40 * _PAGE_PODS
 #: The bound on pods of all pages; a longer list is a failure, not a shorter list.
 PODS_MAX = 20_000
 #: Pages of one list: twice as many as full ones need, because a server may leave non-matching items out of a page.
-_PAGES_MAX = 2 * PODS_MAX // _PAGE_PODS
+PAGES_MAX = 2 * PODS_MAX // _PAGE_PODS
 #: The pause after a page with hardly a pod that was not in an earlier page.
 _THIN_PODS, _THIN_SECONDS = _PAGE_PODS // 10, 0.1
-_PAGE_BYTES_MAX = 32 * 2**20
-_LINE_BYTES_MAX = 4 * 2**20
+PAGE_BYTES_MAX = 32 * 2**20
+LINE_BYTES_MAX = 4 * 2**20
 #: A resource version, or a token of the next page: it becomes a part of a URL.
-_TOKEN_CHARACTERS_MAX = 8192
+TOKEN_CHARACTERS_MAX = 8192
 _LIST_SECONDS, _PATCH_SECONDS = 30.0, 10.0
 #: How long a watch is asked to last, and how long it is waited for.
 _WATCH_SECONDS, _WATCH_SECONDS_MAX = 300, 330.0
@@ -192,7 +192,7 @@ class PodWatch:
         pods: dict[str, Pod] = {}
         query: dict[str, str] = {"limit": str(_PAGE_PODS)}
         odd_items = 0
-        for _ in range(_PAGES_MAX):
+        for _ in range(PAGES_MAX):
             page = await self._page(query)
             metadata, items = page["metadata"], page["items"]
             count = len(pods)
@@ -210,7 +210,7 @@ class PodWatch:
             query = {"limit": str(_PAGE_PODS), "continue": following}
             await asyncio.sleep(_THIN_SECONDS if len(pods) - count < _THIN_PODS else 0)
         else:
-            raise Unanswered(f"its list of pods has more than {_PAGES_MAX} pages")
+            raise Unanswered(f"its list of pods has more than {PAGES_MAX} pages")
         if odd_items:
             log.warning("a list of pods has items that are not pods", extra=fields(items=odd_items, pods=len(pods)))
         are_missing = any(name not in pods for name in self.pods)
@@ -224,7 +224,7 @@ class PodWatch:
 
     async def _page(self, query: Mapping[str, str]) -> dict[str, Any]:
         reply = await self._asker.ask(
-            self._url(query), seconds=_LIST_SECONDS, bytes_max=_PAGE_BYTES_MAX, headers=await self._headers()
+            self._url(query), seconds=_LIST_SECONDS, bytes_max=PAGE_BYTES_MAX, headers=await self._headers()
         )
         if reply.status == 410:
             raise _Expired(_EXPIRED)
@@ -308,7 +308,7 @@ class PodWatch:
             reply = await self._asker.ask(
                 url,
                 seconds=_PATCH_SECONDS,
-                bytes_max=_LINE_BYTES_MAX,
+                bytes_max=LINE_BYTES_MAX,
                 json=body,
                 method="PATCH",
                 headers=await self._headers() | {"Content-Type": "application/merge-patch+json"},
@@ -353,19 +353,24 @@ async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         if b"\n" in piece:
             *whole, rest = rest.split(b"\n")
             for line in whole:
+                _check_length(line)
                 if line.strip():
                     yield bytes(line)
                     await asyncio.sleep(0)
-        if len(rest) > _LINE_BYTES_MAX:
-            raise _ListAgain(f"an event is longer than {_LINE_BYTES_MAX} bytes")
+        _check_length(rest)
     if rest.strip():
         raise Unanswered(f"its watch ended within an event, after {len(rest)} bytes of it")
+
+
+def _check_length(line: bytearray) -> None:
+    if len(line) > LINE_BYTES_MAX:
+        raise _ListAgain(f"an event is longer than {LINE_BYTES_MAX} bytes")
 
 
 def _token(fields: Mapping[str, Any], name: str) -> str:
     """Return a text of the server; empty if it is something else, or too long."""
     text = fields.get(name)
-    return text if isinstance(text, str) and len(text) <= _TOKEN_CHARACTERS_MAX else ""
+    return text if isinstance(text, str) and len(text) <= TOKEN_CHARACTERS_MAX else ""
 
 
 def _refused(status: int, verbs: str = "list and watch") -> str:

@@ -39,7 +39,7 @@ _ROLE_LABELS = ("llm-d.ai/role", "mif.moreh.io/role")
 #: The annotations that are read, behind ``ANNOTATION``.
 _ANNOTATIONS = ("type", "model", "block-size", "tenant", "role", "ranks", "api-port", "port", "replay-port")
 #: The API server is not trusted with memory: the labels of a pod that are looked at, and the characters of a text.
-_LABELS_READ_MAX, _TEXT_MAX = 1024, 4096
+LABELS_READ_MAX, _TEXT_MAX = 1024, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def _fitting(labels: Mapping[str, Any]) -> dict[str, str]:
     """Return the labels that a registration can have: those of a role, and the first others by name."""
     fitting = {
         name: text
-        for name, text in islice(labels.items(), _LABELS_READ_MAX)
+        for name, text in islice(labels.items(), LABELS_READ_MAX)
         if isinstance(text, str) and _fits(name) and _fits(text)
     }
     first = sorted(fitting, key=lambda name: (name not in _ROLE_LABELS, name))[:LABELS_MAX]

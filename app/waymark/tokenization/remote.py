@@ -20,11 +20,16 @@ from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, Tokenize
 
 #: A longer answer is not read. An id and its comma take at most this many bytes, each stands for a byte of the text or
 #: more, and a chat template adds some. The data of images has no such bound.
-_ID_BYTES, _TEMPLATE_BYTES, _MEDIA_BYTES = 12, 2**20, 32 * 2**20
+_ID_BYTES, _TEMPLATE_BYTES, MEDIA_BYTES_MAX = 12, 2**20, 32 * 2**20
 _MEDIA_IDS_MAX = 2**20
 _CHAT_RENDER, _COMPLETION_RENDER = "/v1/chat/completions/render", "/v1/completions/render"
 #: A server without a path answers with such a status.
 _NO_PATH = (404, 405, 501)
+
+
+def answer_bytes_max(text_bytes: int) -> int:
+    """Return the bytes that the token ids of so much text can need."""
+    return _TEMPLATE_BYTES + _ID_BYTES * text_bytes
 
 
 class RemoteTokenizer:
@@ -52,7 +57,7 @@ class RemoteTokenizer:
         if is_cut(prompt):
             return await self._cut(prompt)
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
-            rendered = await self._post(_CHAT_RENDER, self._chat(prompt), "messages", bytes_max=_MEDIA_BYTES)
+            rendered = await self._post(_CHAT_RENDER, self._chat(prompt), "messages", bytes_max=MEDIA_BYTES_MAX)
             if rendered is None:
                 raise InvalidValue(
                     f"messages have images or other media, and the tokenizer {self.name} has no {_CHAT_RENDER}; name "
@@ -79,7 +84,7 @@ class RemoteTokenizer:
         body |= {"truncate_prompt_tokens": prompt.truncation.keep, "truncation_side": prompt.truncation.side}
         path = _CHAT_RENDER if is_chat else _COMPLETION_RENDER
         has_data = isinstance(prompt, ChatPrompt) and has_media(prompt.messages)
-        answer = await self._post(path, body, "truncate_prompt_tokens", bytes_max=_MEDIA_BYTES if has_data else None)
+        answer = await self._post(path, body, "truncate_prompt_tokens", bytes_max=MEDIA_BYTES_MAX if has_data else None)
         if answer is None:
             raise InvalidValue(
                 f"truncate_prompt_tokens needs {path}, which the tokenizer {self.name} does not have; name one that "
@@ -91,7 +96,7 @@ class RemoteTokenizer:
     async def text(self, ids: Sequence[int]) -> str:
         """Return the text of token ids from the engine."""
         body = {"model": self._model, "tokens": list(ids)}
-        answer = await self._post("/detokenize", body, "tokens", bytes_max=_MEDIA_BYTES)
+        answer = await self._post("/detokenize", body, "tokens", bytes_max=MEDIA_BYTES_MAX)
         prompt = answer.get("prompt", answer.get("text")) if isinstance(answer, dict) else None  # vLLM, SGLang
         if not isinstance(prompt, str):
             raise self._unusable("its answer has no prompt")
@@ -151,7 +156,7 @@ class RemoteTokenizer:
                 field=field,
             )
         if bytes_max is None:
-            bytes_max = _TEMPLATE_BYTES + _ID_BYTES * min(len(payload), self._bytes_max)
+            bytes_max = answer_bytes_max(min(len(payload), self._bytes_max))
         try:
             status, received = await self._asker.ask(
                 self._base + path, seconds=self._seconds, bytes_max=bytes_max, json=payload
