@@ -15,7 +15,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.store.chain import PackedKeys
 from waymark.store.hot import HotRows
-from waymark.store.quick import FirstPortions, QuickPlan, QuickRead
+from waymark.store.quick import FirstPortions, QuickPlan, QuickRead, Start
 from waymark.store.reader import Reader
 from waymark.store.steps import finished
 from waymark.store.store import Store
@@ -75,25 +75,29 @@ async def test_a_chain_that_goes_on_behind_the_portion_is_not_over(store: Store,
     assert read.runs is not None
 
 
-async def test_the_general_way_goes_on_with_the_values_that_were_read(
-    store: Store, plan: QuickPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = (await result(store.reader, plan, CHAIN[:BLOCKS])).start
-    assert start.fetched is not None
-    fetch = store.reader._fetcher.fetch
+async def asked_by_the_general_way(reader: Reader, start: Start | None) -> list[bytes]:
+    """The heads in each request of a query of ``BLOCKS`` and one block more, which finds all but the last."""
+    fetch = reader._fetcher.fetch
     asked: list[bytes] = []
 
     def noted(entry: Any, wanted: Any, **options: Any) -> Any:
         asked.append(wanted.heads)
         return fetch(entry, wanted, **options)
 
-    monkeypatch.setattr(store.reader._fetcher, "fetch", noted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader._fetcher, "fetch", noted)
+        keys = PackedKeys(pack(CHAIN[: BLOCKS + 1]))
+        reading = await finished(reader.reading(GROUP, 16, keys, deadline_seconds=30.0, start=start))
+    assert reading is not None
+    assert (reading.walk.blocks, reading.round_trips) == (BLOCKS, 1)
+    return asked
+
+
+async def test_the_general_way_goes_on_with_the_values_that_were_read(store: Store, plan: QuickPlan) -> None:
+    start = (await result(store.reader, plan, CHAIN[: BLOCKS + 1])).start
+    assert start.fetched is not None
     for begin, requests in ((start, 0), (None, 1), (start._replace(fetched=None), 1)):
-        asked.clear()
-        steps = store.reader.reading(GROUP, 16, PackedKeys(pack(CHAIN[:BLOCKS])), deadline_seconds=30.0, start=begin)
-        reading = await finished(steps)
-        assert reading is not None
-        assert (reading.walk.blocks, reading.round_trips, len(asked)) == (BLOCKS, 1, requests)
+        assert len(await asked_by_the_general_way(store.reader, begin)) == requests
 
 
 async def test_values_that_were_asked_for_before_a_write_are_read_again(store: Store, plan: QuickPlan) -> None:
@@ -121,9 +125,37 @@ async def test_a_table_that_has_changed_is_not_decided_by(store: Store, stream: 
     assert read.start.fetched is not None, "the rows themselves are good"
 
 
-async def test_a_hot_row_is_left_to_the_general_way(store: Store, plan: QuickPlan) -> None:
-    store.reader.quick.hot = hot = HotRows(3600.0, 2**20)
-    hot.keep(plan.entry.group_id, pack(CHAIN[:1]), [b" 1:1" * 8], time.monotonic())
+@pytest.fixture
+def hot(store: Store) -> HotRows:
+    """Rows that stay hot during a test."""
+    store.reader._hot = store.reader.quick.hot = hot = HotRows(3600.0, 2**20)
+    return hot
+
+
+async def test_a_row_of_many_holders_is_not_read_again_for_a_moment(
+    implementation: str, store: Store, stream: Stream, plan: QuickPlan, hot: HotRows
+) -> None:
+    holders = await stream.begin(*[f"{rank} GPU" for rank in range(8)])
+    await stream.apply(*[stored(holder, CHAIN[:PIECE_BLOCKS], seq=2) for holder in holders[1:]])
+    await read(store.reader, CHAIN[:BLOCKS])
+    hot.clear()
+    plan = store.reader.quick.plan(GROUP, 16) or plan
+    reads = [await result(store.reader, plan, CHAIN[: BLOCKS + 1]) for _ in range(2)]
+    assert [each.start.asked.heads for each in reads] == [pack(CHAIN[:65:32]), pack(CHAIN[32:65:32])]
+    crowd, one = (b" ".join(b"%d" % holder for holder in holders[:count]) for count in (8, 1))
+    for each in reads:
+        assert each.runs == ((crowd, PIECE_BLOCKS), (one, PIECE_BLOCKS))
+        assert (each.blocks, each.is_over) == (BLOCKS + 1, True)
+    assert await asked_by_the_general_way(store.reader, reads[1].start) == []
+    hot_alone = await result(store.reader, plan, CHAIN[:5])
+    assert (hot_alone.start.asked.heads, hot_alone.runs, hot_alone.is_over) == (b"", ((crowd, 5),), True)
+
+
+@pytest.mark.parametrize("value", [b"+" + b" 1:1" * 8, b"+"], ids=["marked", "a hint"])
+async def test_a_hot_row_that_does_not_list_all_is_left_to_the_general_way(
+    store: Store, plan: QuickPlan, hot: HotRows, value: bytes
+) -> None:
+    hot.keep(plan.entry.group_id, pack(CHAIN[:1]), [value], time.monotonic())
     assert len(hot) == 1
     assert begun(store.reader, plan, CHAIN[:BLOCKS]) is None
     assert (await result(store.reader, plan, [9_000_000])).runs == (), "it does not concern another chain"

@@ -16,7 +16,6 @@ from waymark.base.metrics import Metrics
 from waymark.domain.match import ConductorRow, DynamoRank, Walk, conductor_rows, dynamo_rows
 from waymark.domain.media import BEST, IN_EVERY_ANSWER
 from waymark.domain.table import View
-from waymark.store.hot import is_crowd
 
 InTokens = dict[str, dict[str, Any]]
 """An answer's rows, by instance."""
@@ -44,10 +43,8 @@ class MatchRows:
         self.blocks = 0 if walk is None else walk.blocks
         self.is_over = is_over
         """No instance goes on behind the runs of these rows."""
-        self.is_plain = walk is None or (
-            walk.newest_seen <= walk.view.newest and not any(is_crowd(run) for run in walk.values)
-        )
-        """The table has all holders, and no row of the runs is hot."""
+        self.is_plain = walk is None or walk.newest_seen <= walk.view.newest
+        """The table has all holders."""
         self._instances: InTokens | None = None
 
     def instances(self, walk: Walk | None) -> InTokens:

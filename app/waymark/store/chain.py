@@ -214,7 +214,7 @@ class Chain:
         """
         missing = 0
         if row is not None:
-            if b"+" in row.value:
+            if row.is_marked:
                 missing = piece_runs(self._keys_of(piece), [row.value])[1]
             if row.is_enough:
                 self._rows[piece] = row.value

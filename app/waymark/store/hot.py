@@ -35,6 +35,8 @@ class HotRow(NamedTuple):
 
     value: bytes
     is_enough: bool
+    is_marked: bool
+    """Branch rows may have blocks that it does not list."""
 
 
 class HotRows:
@@ -70,20 +72,28 @@ class HotRows:
         self._metrics.hot_block_hits.inc(len(hits))
         return hits
 
-    def has_any(self, group_id: int, heads: bytes) -> bool:
-        """Return whether there is a row of packed ``heads``, without counting it as found."""
-        names = [(group_id, heads[at : at + KEY_BYTES]) for at in range(0, len(heads), KEY_BYTES)]
-        return not self._rows.keys().isdisjoint(names)
+    def find_whole(self, group_id: int, heads: bytes) -> dict[int, bytes] | None:
+        """Return rows as ``find`` does, if each of them is enough and unmarked; otherwise None."""
+        rows, values = self._rows, {}
+        for index in range(len(heads) // KEY_BYTES):
+            row = rows.get((group_id, heads[KEY_BYTES * index : KEY_BYTES * (index + 1)]))
+            if row is not None:
+                value, is_enough, is_marked = row
+                if is_marked or not is_enough:
+                    return None
+                values[index] = value
+        self._metrics.hot_block_hits.inc(len(values))
+        return values
 
     def keep(self, group_id: int, heads: bytes, values: Sequence[bytes | None], now: float) -> None:
         """Keep the hot and the marked rows among those of packed ``heads``."""
         for index, value in enumerate(values):
             if value is None:
                 continue
-            is_enough = value.count(b":") >= _HOLDERS_MIN
-            if is_enough or b"+" in value:
+            is_enough, is_marked = value.count(b":") >= _HOLDERS_MIN, b"+" in value
+            if is_enough or is_marked:
                 head = heads[KEY_BYTES * index : KEY_BYTES * (index + 1)]
-                self._keep((group_id, head), HotRow(value, is_enough), now)
+                self._keep((group_id, head), HotRow(value, is_enough, is_marked), now)
 
     def _keep(self, key: tuple[int, bytes], row: HotRow, now: float) -> None:
         if self._bytes_max == 0 or key in self._rows:

@@ -20,7 +20,7 @@ from waymark.domain.table import HolderTable, View
 from waymark.store.chain import WantedValues
 from waymark.store.directory import GroupEntry
 from waymark.store.fetch import Fetched, Fetcher
-from waymark.store.hot import HotRows
+from waymark.store.hot import HotRows, is_crowd
 from waymark.store.incarnation import Incarnation
 from waymark.store.redis.read_connection import ReplyReceiver
 from waymark.store.steps import never
@@ -33,6 +33,8 @@ _LONG_SHARE = 1 / 3
 #: The weight of one query in the average.
 _WEIGHT = 1 / 8
 _SMALL_BLOCKS = PIECE_BLOCKS * _FIRST_PORTIONS[0]
+
+_NO_ROWS: dict[int, bytes] = {}
 
 
 class FirstPortions:
@@ -85,6 +87,7 @@ class QuickRead:
         "_clearings",
         "_deadline",
         "_fetched",
+        "_hot",
         "_keys",
         "_reads",
         "_receiver",
@@ -101,7 +104,9 @@ class QuickRead:
         reads: QuickReads,
         plan: QuickPlan,
         keys: bytes,
+        pieces: int,
         asked: WantedValues,
+        hot: dict[int, bytes],
         deadline: float,
         is_over: bool,
         receiver: ReplyReceiver[QuickRead],
@@ -112,9 +117,10 @@ class QuickRead:
         self._changes, self._clearings = reads.incarnation.changes, reads.hot.clearings
         self.plan = plan
         self._asked = asked
+        self._hot = hot
         self._deadline = deadline
         self._fetched: Fetched | None = None
-        self.blocks = min(len(keys), PIECE_BLOCKS * len(asked.heads)) // KEY_BYTES
+        self.blocks = min(len(keys) // KEY_BYTES, PIECE_BLOCKS * pieces)
         """How many blocks were looked up."""
         self.runs: tuple[tuple[bytes, int], ...] | None = None
         """The runs of these blocks; None if the rows alone do not decide them."""
@@ -127,10 +133,13 @@ class QuickRead:
         if self._changes == reads.incarnation.changes and self._clearings == reads.hot.clearings:
             self._fetched = fetched
             if fetched.version == plan.table.version and reads.is_current(plan):
-                runs, pieces, is_at_end = row_runs(self._keys, fetched.values)
-                if is_at_end or pieces == len(fetched.values):
+                values = _among(fetched.values, self._hot) if self._hot else fetched.values
+                runs, pieces, is_at_end = row_runs(self._keys, values)
+                if is_at_end or pieces == len(values):
                     self.runs = tuple(runs)
                     self.is_over |= is_at_end
+                    if any(map(is_crowd, runs)):
+                        reads.hot.keep(plan.entry.group_id, self._asked.heads, fetched.values, time.monotonic())
         self._receiver.set_result(self)
 
     def set_exception(self, error: BaseException) -> None:
@@ -140,6 +149,12 @@ class QuickRead:
     def start(self) -> Start:
         """The beginning for the general way to go on with."""
         return Start(self._deadline, self._asked, self._fetched)
+
+
+def _among(values: list[bytes | None], hot: dict[int, bytes]) -> list[bytes | None]:
+    """Return all rows of a portion: those that were read, and the hot ones, by their index."""
+    read = iter(values)
+    return [hot[index] if index in hot else next(read) for index in range(len(values) + len(hot))]
 
 
 class QuickReads:
@@ -189,15 +204,23 @@ class QuickReads:
         deadline: float,
         receiver: ReplyReceiver[QuickRead],
     ) -> bool:
-        """Ask for the rows of the first ``pieces`` pieces of a chain; False if the cache of hot rows has one of them.
+        """Ask for the rows of the first ``pieces`` pieces of a chain that are not hot; False if a hot row does not list
+        all that it may have.
 
         ``keys`` are the packed keys of at least these pieces, as far as the chain goes; ``is_whole``: it ends there.
         """
         heads = array("Q", keys[: KEY_BYTES * PIECE_BLOCKS * pieces])[::PIECE_BLOCKS].tobytes()
         group_id = plan.entry.group_id
-        if self.hot.bytes and self.hot.expire(time.monotonic()) and self.hot.has_any(group_id, heads):
-            return False
+        pieces, hot = len(heads) // KEY_BYTES, _NO_ROWS
+        if self.hot.bytes and self.hot.expire(time.monotonic()):
+            found = self.hot.find_whole(group_id, heads)
+            if found is None:
+                return False
+            if found:
+                hot = found
+                cold = [index for index in range(pieces) if index not in hot]
+                heads = b"".join([heads[KEY_BYTES * index : KEY_BYTES * (index + 1)] for index in cold])
         asked = WantedValues(heads, [])
-        read = QuickRead(self, plan, keys, asked, deadline, is_whole, receiver)
+        read = QuickRead(self, plan, keys, pieces, asked, hot, deadline, is_whole, receiver)
         self._fetcher.fetch(plan.entry, asked, with_version=True, until=deadline).begin(read)
         return True
