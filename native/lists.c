@@ -3,9 +3,10 @@
 #include "input.h"
 #include "digits.h"
 
-#if defined(__SSE2__)
-#include "tokens_sse2.h"
+#if defined(__x86_64__) && defined(__SSE2__)
+#include "tokens_avx2.h"
 #else
+#define has_avx2() 0
 #define read_plain_tokens(at, close, out) 0
 #endif
 
@@ -147,7 +148,7 @@ static PyObject *cut_list(const Input *text, const Input *name, Py_ssize_t count
     if (!is_plain && width == 8)
         is_plain = read_hashes(first, close, end, count, out);
     else if (!is_plain)
-        is_plain = (first - body >= 8 && read_plain_tokens(first, close, out)) ||
+        is_plain = (first - body >= 8 && has_avx2() && read_plain_tokens(first, close, out)) ||
                    read_tokens(first, close, end, count, out);
     if (!is_plain) {
         Py_DECREF(numbers);

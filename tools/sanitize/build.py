@@ -37,9 +37,9 @@ class Variant(Enum):
     """The code for one kind of machine."""
 
     NATURAL = "natural"
-    """That of this machine: on x86-64 with SSE2."""
+    """That of this machine: on x86-64 with SSE2, and AVX2 if it has it."""
     PORTABLE = "portable"
-    """That of machines without SSE2."""
+    """That of any machine."""
 
 
 def build(variant: Variant) -> Path:
