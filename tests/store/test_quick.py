@@ -39,7 +39,11 @@ def begun(reader: Reader, plan: QuickPlan, chain: list[int], *, pieces: int = 4)
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
     keys, is_whole = pack(chain[: PIECE_BLOCKS * pieces + 1]), len(chain) <= PIECE_BLOCKS * pieces
-    return result if reader.quick.begin(plan, keys, pieces, is_whole, loop.time() + 30.0, result) else None
+    read = reader.quick.read(plan, keys, pieces, is_whole=is_whole, deadline=loop.time() + 30.0)
+    if read is None:
+        return None
+    read.begin(result)
+    return result
 
 
 async def result(reader: Reader, plan: QuickPlan, chain: list[int], *, pieces: int = 4) -> QuickRead:

@@ -116,8 +116,11 @@ class Conductor:
             blocks = len(numbers) // KEY_BYTES
             keys = pack(packed_hashes(numbers[: KEY_BYTES * count]), asked.namespace)
         deadline = asyncio.get_running_loop().time() + self._deadline_seconds
-        query = _QuickQuery(self, asked, blocks, body, receiver, general)
-        return blocks > 0 and self._quick.begin(plan, keys, pieces, blocks < count, deadline, query)
+        read = self._quick.read(plan, keys, pieces, is_whole=blocks < count, deadline=deadline) if blocks else None
+        if read is None:
+            return False
+        read.begin(_QuickQuery(self, asked, blocks, body, receiver, general))
+        return True
 
     def _new_plan(self, group: GroupName, block_size: int | None) -> QuickPlan | None:
         """Return a plan of a group whose answers have the blocks of the index alone, and keep it."""

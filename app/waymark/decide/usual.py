@@ -7,12 +7,14 @@ of the holder table. If anything else turns out to count, this way ends without 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from random import Random
 from time import perf_counter
 from typing import NamedTuple, TypeAlias
 
 from waymark.base import native
+from waymark.base.bounded_cache import BoundedCache
 from waymark.base.metrics import Metrics
 from waymark.decide import pure_sums
 from waymark.decide.books import Choices
@@ -27,11 +29,14 @@ from waymark.decide.reserve import TargetReserver
 from waymark.decide.shadows import ShadowedDecision, Shadows
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
 from waymark.domain.keys import KEY_BYTES
-from waymark.domain.match import TargetRow, target_rows
+from waymark.domain.match import TargetRow, Walk, target_rows
 from waymark.domain.names import GroupName
+from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.status import Decision
+from waymark.domain.table import HolderTable, View
 from waymark.store.chain import PackedKeys
 from waymark.store.directory import GroupEntry
+from waymark.store.quick import QuickPlan
 from waymark.store.reader import KeysOf, PromptKeys
 from waymark.store.reservations import CANDIDATES_MAX, NO_LOAD, Load, Offer, Reservation, ReservationTerms
 from waymark.store.steps import Steps
@@ -41,6 +46,13 @@ _NOTHING = TargetRow()
 _COUNTED = f"kv_index.{Decision.KV_AWARE}"
 #: Holder tables to prepare decisions for; one more drops all.
 _PREPARED_MAX = 1024
+#: The cache of walks, and the approximate sizes of a walk, of a run and of the row of a target.
+_WALKS_BYTES_MAX = 4 * 2**20
+_WALK_BYTES, _RUN_BYTES, _ROW_BYTES = 800, 400, 300
+#: Walks of more runs hardly come twice.
+_RUNS_MAX = 16
+
+_Runs: TypeAlias = tuple[tuple[bytes, int], ...]
 
 
 def is_usual(question: Question) -> bool:
@@ -85,6 +97,22 @@ class _Prepared(NamedTuple):
     targets: TargetSet
     block_size: int
     """0: no decision is usual."""
+    plan: QuickPlan | None
+    """How the first rows of a prompt are read."""
+
+
+class _Matched(NamedTuple):
+    """How much of a prompt its targets have; not to be changed."""
+
+    walk: Walk
+    rows: Mapping[tuple[str, int], TargetRow]
+    is_over: bool = True
+    """No instance goes on behind the walk."""
+
+
+def _size_of(matched: _Matched) -> int:
+    values = matched.walk.values
+    return sum(_RUN_BYTES + len(value) for value, _ in values) + _ROW_BYTES * len(matched.rows)
 
 
 AtHand: TypeAlias = tuple[_Prepared, GroupLoads]
@@ -114,6 +142,10 @@ class UsualDecisions:
         self._shadows = shadows
         self._is_on = not (options.shadows or options.is_speculative)
         self._prepared: dict[GroupName, _Prepared] = store.incarnation.cache({})
+        # Many prompts have the same beginning, or no match at all. A view never changes: another table has another one.
+        self._matched: BoundedCache[tuple[View, _Runs], _Matched] = store.incarnation.cache(
+            BoundedCache(bytes_max=_WALKS_BYTES_MAX, size=_size_of, entry_bytes=_WALK_BYTES)
+        )
         durations = metrics.decision_duration_seconds
         self._observe_walk = durations.labels(part="walk").observe
         self._observe_policy = durations.labels(part="policy").observe
@@ -131,7 +163,7 @@ class UsualDecisions:
                 return None
             if len(self._prepared) >= _PREPARED_MAX:
                 self._prepared.clear()
-            prepared = self._prepared[group] = _prepare(entry, self._snapshots.fleet(group, table))
+            prepared = self._prepared[group] = self._prepare(group, entry, table)
         if not prepared.block_size or (size is not None and size != prepared.block_size):
             return None
         loads = self._snapshots.loads_at_hand(prepared.entry.group_id)
@@ -142,19 +174,17 @@ class UsualDecisions:
 
         Raise StoreUnavailable.
         """
-        (entry, fleet, targets, size), loads = at_hand
+        prepared, loads = at_hand
+        entry, fleet, targets, size, _ = prepared
         group, began, policy = question.group, perf_counter(), question.policy
         prompt = keys_of(size)
         keys, tokens = prompt.keys(prompt.blocks), prompt.tokens
-        reading = yield from self._reader.reading(
-            group, size, PackedKeys(keys), deadline_seconds=self._options.deadline_seconds
-        )
-        now, table = self._reader.at_hand(group)
-        if reading is None or now is not entry or table is not fleet.table:
+        found_walk = yield from self._matching(prepared, keys)
+        if found_walk is None:
             return None
         self._snapshots.used(group, entry)
-        walk, blocks = reading.walk, len(keys) // KEY_BYTES
-        rows = target_rows(walk)
+        walk, rows, _ = found_walk
+        blocks = len(keys) // KEY_BYTES
         read_at = ordered_at = perf_counter()
         try:
             members = targets.members
@@ -248,6 +278,53 @@ class UsualDecisions:
             self._shadows.keep(ShadowedDecision(self._shadows, offered, snapshot, matches, question), selected)
         return UsualTarget(member, row, load, cost, tokens, size, sticky_key(keys, size), reservation)
 
+    def _prepare(self, group: GroupName, entry: GroupEntry, table: HolderTable) -> _Prepared:
+        fleet = self._snapshots.fleet(group, table)
+        targets, sizes = fleet.targets(None, "whole"), fleet.block_sizes
+        has_more = fleet.has_silent or fleet.has_pools or fleet.kv_sources
+        size = next(iter(sizes)) if targets.members and len(sizes) == 1 and not has_more else 0
+        return _Prepared(entry, fleet, targets, size, self._reader.quick.plan(group, size) if size else None)
+
+    def _matching(self, prepared: _Prepared, keys: bytes) -> Steps[_Matched | None]:
+        """Return what the targets have of a prompt; None if the group is not as it was when it was prepared.
+
+        Raise StoreUnavailable.
+        """
+        entry, fleet, _, size, plan = prepared
+        seconds, quick, start = self._options.deadline_seconds, self._reader.quick, None
+        if plan is not None and keys:
+            pieces = quick.portions.pieces(entry.group_id)
+            portion = keys[: KEY_BYTES * PIECE_BLOCKS * pieces]
+            deadline = asyncio.get_running_loop().time() + seconds
+            read = quick.read(plan, portion, pieces, is_whole=len(portion) == len(keys), deadline=deadline)
+            if read is not None:
+                try:
+                    yield read
+                except TimeoutError:
+                    raise self._reader.silent(seconds) from None
+                matched = None if read.runs is None else self._matched_by(plan.view, read.runs)
+                if matched is not None and (matched.is_over or read.is_over):
+                    quick.portions.remember(entry.group_id, read.blocks, sum(length for _, length in read.runs))
+                    return matched
+                start = read.start
+        group = fleet.table.group
+        reading = yield from self._reader.reading(group, size, PackedKeys(keys), deadline_seconds=seconds, start=start)
+        now, table = self._reader.at_hand(group)
+        if reading is None or now is not entry or table is not fleet.table:
+            return None
+        return _Matched(reading.walk, target_rows(reading.walk))
+
+    def _matched_by(self, view: View, runs: _Runs) -> _Matched | None:
+        """Return what the targets have by the runs of a prompt; None if the table does not have all holders."""
+        matched = self._matched.find((view, runs))
+        if matched is None:
+            walk = Walk(view)
+            is_over = not walk.feed(runs)
+            matched = _Matched(walk, target_rows(walk), is_over)
+            if len(runs) <= _RUNS_MAX:
+                self._matched.keep((view, runs), matched)
+        return matched if matched.walk.newest_seen <= view.newest else None
+
 
 def _matches(
     question: Question,
@@ -260,10 +337,3 @@ def _matches(
 ) -> PromptMatches:
     request = request_of(question, HashedPrompt(prompt.tokens, keys), size, 0, fleet)
     return PromptMatches(request, PromptState(rows, loads, {}, {}), keys)
-
-
-def _prepare(entry: GroupEntry, fleet: Fleet) -> _Prepared:
-    targets, sizes = fleet.targets(None, "whole"), fleet.block_sizes
-    has_more = fleet.has_silent or fleet.has_pools or fleet.kv_sources
-    is_usual = targets.members and len(sizes) == 1 and not has_more
-    return _Prepared(entry, fleet, targets, next(iter(sizes)) if is_usual else 0)

@@ -63,7 +63,7 @@ class _CheckedReplies(Replies):
         return replies
 
 
-class _Fetch:
+class Fetch:
     """One request for values: a step, and the receiver of the replies."""
 
     __slots__ = ("_began", "_fetcher", "_is_sent", "_receiver", "asked", "done", "entry", "until", "with_version")
@@ -86,10 +86,14 @@ class _Fetch:
             self._fetch_slowly()
 
     def set_result(self, fetched: Fetched) -> None:
+        self.observe()
+        self._receiver.set_result(fetched)
+
+    def observe(self) -> None:
+        """Count how long it has taken."""
         seconds, durations = time.monotonic() - self._began, self._fetcher.durations
         durations.sum += seconds
         durations.seen[bisect_left(durations.bounds, seconds)] += 1
-        self._receiver.set_result(fetched)
 
     def set_exception(self, error: BaseException) -> None:
         if self._is_sent and isinstance(error, RedisError):
@@ -161,9 +165,9 @@ class Fetcher:
         The result is a ``Fetched``. The errors are TimeoutError at ``until``, a time of the event loop's clock, and
         StoreUnavailable.
         """
-        return _Fetch(self, entry, asked, with_version, until)
+        return Fetch(self, entry, asked, with_version, until)
 
-    def send(self, fetch: _Fetch) -> bool:
+    def send(self, fetch: Fetch) -> bool:
         """Send a request whose values are all on one server, if a connection to it is open."""
         entry, asked, with_version = fetch.entry, fetch.asked, fetch.with_version
         prefix, version = _of_group(entry.group_id, keys.ALL)
@@ -183,7 +187,7 @@ class Fetcher:
         connection.send(packed, reader, fetch, fetch.until)
         return True
 
-    async def fetch_slowly(self, fetch: _Fetch) -> Fetched:
+    async def fetch_slowly(self, fetch: Fetch) -> Fetched:
         """Fetch like ``fetch``, from any servers, over connections that may have to be opened, and past every error
         once.
         """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from waymark.domain.keys import KEY_BYTES
@@ -19,11 +20,9 @@ from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable, View
 from waymark.store.chain import WantedValues
 from waymark.store.directory import GroupEntry
-from waymark.store.fetch import Fetched, Fetcher
+from waymark.store.fetch import Fetch, Fetched, Fetcher
 from waymark.store.hot import HotRows, is_crowd
 from waymark.store.incarnation import Incarnation
-from waymark.store.redis.read_connection import ReplyReceiver
-from waymark.store.steps import never
 
 #: The two sizes of the first portion, in rows. The small one is usual, because most new prompts have no match. The
 #: large one is used if more than ``_LONG_SHARE`` of the recent prompts matched the whole small portion: it saves a
@@ -34,7 +33,7 @@ _LONG_SHARE = 1 / 3
 _WEIGHT = 1 / 8
 _SMALL_BLOCKS = PIECE_BLOCKS * _FIRST_PORTIONS[0]
 
-_NO_ROWS: dict[int, bytes] = {}
+_NO_ROWS: Mapping[int, bytes] = MappingProxyType({})
 
 
 class FirstPortions:
@@ -78,26 +77,10 @@ class Start(NamedTuple):
     """The values that were asked for; None if they were not read, or must be read again."""
 
 
-class QuickRead:
-    """A first portion that has been asked for, and its result: the receiver of the reply."""
+class QuickRead(Fetch):
+    """The read of a first portion: a step whose result is itself."""
 
-    __slots__ = (
-        "_asked",
-        "_changes",
-        "_clearings",
-        "_deadline",
-        "_fetched",
-        "_hot",
-        "_keys",
-        "_reads",
-        "_receiver",
-        "blocks",
-        "is_over",
-        "plan",
-        "runs",
-    )
-
-    done = staticmethod(never)
+    __slots__ = ("_changes", "_clearings", "_fetched", "_hot", "_keys", "_reads", "blocks", "is_over", "plan", "runs")
 
     def __init__(
         self,
@@ -106,28 +89,26 @@ class QuickRead:
         keys: bytes,
         pieces: int,
         asked: WantedValues,
-        hot: dict[int, bytes],
-        deadline: float,
+        hot: Mapping[int, bytes],
         is_over: bool,
-        receiver: ReplyReceiver[QuickRead],
+        deadline: float,
     ) -> None:
+        super().__init__(reads.fetcher, plan.entry, asked, True, deadline)
         self._reads = reads
         self._keys = keys
-        self._receiver = receiver
-        self._changes, self._clearings = reads.incarnation.changes, reads.hot.clearings
-        self.plan = plan
-        self._asked = asked
         self._hot = hot
-        self._deadline = deadline
+        self._changes, self._clearings = reads.incarnation.changes, reads.hot.clearings
         self._fetched: Fetched | None = None
+        self.plan = plan
         self.blocks = min(len(keys) // KEY_BYTES, PIECE_BLOCKS * pieces)
-        """How many blocks were looked up."""
+        """How many blocks are looked up."""
         self.runs: tuple[tuple[bytes, int], ...] | None = None
         """The runs of these blocks; None if the rows alone do not decide them."""
         self.is_over = is_over
         """No holder has a block behind these."""
 
     def set_result(self, fetched: Fetched) -> None:
+        self.observe()
         reads, plan = self._reads, self.plan
         # As in ``Reader`` and ``Chain``, which would not keep these values otherwise.
         if self._changes == reads.incarnation.changes and self._clearings == reads.hot.clearings:
@@ -139,26 +120,23 @@ class QuickRead:
                     self.runs = tuple(runs)
                     self.is_over |= is_at_end
                     if any(map(is_crowd, runs)):
-                        reads.hot.keep(plan.entry.group_id, self._asked.heads, fetched.values, time.monotonic())
+                        reads.hot.keep(plan.entry.group_id, self.asked.heads, fetched.values, time.monotonic())
         self._receiver.set_result(self)
-
-    def set_exception(self, error: BaseException) -> None:
-        self._receiver.set_exception(error)
 
     @property
     def start(self) -> Start:
         """The beginning for the general way to go on with."""
-        return Start(self._deadline, self._asked, self._fetched)
+        return Start(self.until, self.asked, self._fetched)
 
 
-def _among(values: list[bytes | None], hot: dict[int, bytes]) -> list[bytes | None]:
+def _among(values: list[bytes | None], hot: Mapping[int, bytes]) -> list[bytes | None]:
     """Return all rows of a portion: those that were read, and the hot ones, by their index."""
     read = iter(values)
     return [hot[index] if index in hot else next(read) for index in range(len(values) + len(hot))]
 
 
 class QuickReads:
-    """Begins quick reads. ``groups`` and ``tables`` are the caches of the general way."""
+    """Makes quick reads. ``groups`` and ``tables`` are the caches of the general way."""
 
     def __init__(
         self,
@@ -169,7 +147,7 @@ class QuickReads:
         tables: Mapping[int, HolderTable],
         portions: FirstPortions,
     ) -> None:
-        self._fetcher = fetcher
+        self.fetcher = fetcher
         self._groups = groups
         self._tables = tables
         self.incarnation = incarnation
@@ -195,32 +173,21 @@ class QuickReads:
         table = plan.table
         return self._tables.get(plan.entry.group_id) is table and self._groups.get(table.group) is plan.entry
 
-    def begin(
-        self,
-        plan: QuickPlan,
-        keys: bytes,
-        pieces: int,
-        is_whole: bool,
-        deadline: float,
-        receiver: ReplyReceiver[QuickRead],
-    ) -> bool:
-        """Ask for the rows of the first ``pieces`` pieces of a chain that are not hot; False if a hot row does not list
-        all that it may have.
+    def read(self, plan: QuickPlan, keys: bytes, pieces: int, *, is_whole: bool, deadline: float) -> QuickRead | None:
+        """Return the read of the rows of the first ``pieces`` pieces of a chain, which asks for those that are not hot;
+        None if a hot row does not list all that it may have.
 
         ``keys`` are the packed keys of at least these pieces, as far as the chain goes; ``is_whole``: it ends there.
+        ``deadline`` is by the clock of the event loop.
         """
         heads = array("Q", keys[: KEY_BYTES * PIECE_BLOCKS * pieces])[::PIECE_BLOCKS].tobytes()
-        group_id = plan.entry.group_id
-        pieces, hot = len(heads) // KEY_BYTES, _NO_ROWS
+        group_id, pieces = plan.entry.group_id, len(heads) // KEY_BYTES
+        hot = _NO_ROWS
         if self.hot.bytes and self.hot.expire(time.monotonic()):
             found = self.hot.find_whole(group_id, heads)
             if found is None:
-                return False
+                return None
             if found:
-                hot = found
-                cold = [index for index in range(pieces) if index not in hot]
+                hot, cold = found, (index for index in range(pieces) if index not in found)
                 heads = b"".join([heads[KEY_BYTES * index : KEY_BYTES * (index + 1)] for index in cold])
-        asked = WantedValues(heads, [])
-        read = QuickRead(self, plan, keys, pieces, asked, hot, deadline, is_whole, receiver)
-        self._fetcher.fetch(plan.entry, asked, with_version=True, until=deadline).begin(read)
-        return True
+        return QuickRead(self, plan, keys, pieces, WantedValues(heads, []), hot, is_whole, deadline)
