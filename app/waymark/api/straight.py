@@ -20,6 +20,8 @@ from waymark.base.asgi import Answering, RawHeaders, StraightRequest
 from waymark.base.errors import StoreUnavailable, WaymarkError
 from waymark.store.steps import Steps, StepsReceiver, finished, never, run, waited
 
+#: Fields that are looked at only if they are there.
+_UNUSUAL = frozenset({b"content-encoding", b"origin", b"sec-fetch-site"})
 #: A longer body is read piece by piece on the ordinary way. It is about 150,000 token ids.
 _BODY_BYTES_MAX = 2**20
 
@@ -51,7 +53,7 @@ class StraightOperation(Operation):
         self.admission = self._admission
         self.steps, self.quick = self.handler.steps, self.handler.quick
         self._length_max = min(_BODY_BYTES_MAX, self._max_body_bytes)
-        self._is_free = self._gate.is_free(self.access)
+        self._admits_all = self._gate.admits_all(self.access)
 
     def open(self, headers: RawHeaders, request_id: str | None = None) -> StraightRequest | None:
         """Take a request by its head. ``request_id`` is an id that the answer will have in any case."""
@@ -61,10 +63,10 @@ class StraightOperation(Operation):
                 length = int(value)
             elif name == b"content-type":
                 is_plain = value == b"application/json"
-            elif name == b"content-encoding":
+            elif name in _UNUSUAL:
                 break  # it is checked below
         else:
-            if is_plain and self._is_free and 0 < length <= self._length_max:
+            if is_plain and self._admits_all and 0 < length <= self._length_max:
                 return _Request(self, headers, Format.JSON, request_id)
         length = next((int(value) for name, value in headers if name == b"content-length"), 0)
         if not 0 < length <= self._length_max:

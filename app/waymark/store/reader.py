@@ -372,6 +372,7 @@ class QueryCounts:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._histograms = metrics.query_blocks, metrics.query_matched_blocks, metrics.query_round_trips
         # Finding a series by its labels costs more than counting, and queries are many.
         self._series: dict[tuple[str, str], Counter] = {}
 
@@ -388,21 +389,21 @@ class QueryCounts:
 
     def found(self, model_name: str, asked: int, matched: int, looked_up: int, round_trips: int) -> None:
         """Count a query of a registered model, by its numbers of blocks."""
-        metrics = self._metrics
         result = "hit" if matched else "zero" if asked else "short"
         series = self._series.get((model_name, result))
         if series is None:
-            self._one_more(metrics.model(model_name), result)
+            self._one_more(self._metrics.model(model_name), result)
         else:
             series.value += 1
-        metrics.query_looked_up_blocks.value += looked_up
-        for histogram, number in (
-            (metrics.query_blocks, asked),
-            (metrics.query_matched_blocks, matched),
-            (metrics.query_round_trips, round_trips),
-        ):  # as ``observe``, which would be three calls more
-            histogram.sum += number
-            histogram.seen[bisect_left(histogram.bounds, number)] += 1
+        self._metrics.query_looked_up_blocks.value += looked_up
+        # As ``observe``, which would be three calls more.
+        of_asked, of_matched, of_trips = self._histograms
+        of_asked.sum += asked
+        of_asked.seen[bisect_left(of_asked.bounds, asked)] += 1
+        of_matched.sum += matched
+        of_matched.seen[bisect_left(of_matched.bounds, matched)] += 1
+        of_trips.sum += round_trips
+        of_trips.seen[bisect_left(of_trips.bounds, round_trips)] += 1
 
     def _one_more(self, model: str, result: str) -> None:
         series = self._series.get((model, result))

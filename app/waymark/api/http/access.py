@@ -57,6 +57,10 @@ class Gate:
         """Return whether every client has access, whatever it sends."""
         return access == "open" or (access == "read" and not self._protect_reads)
 
+    def admits_all(self, access: Access) -> bool:
+        """Return whether every client has access by its headers, unless ``check_site`` refuses it."""
+        return self.is_free(access) or not (self.has_tokens or self._is_closed)
+
     def check(self, access: Access, headers: RawHeaders) -> Caller:
         """Return the caller. Raise ``Unauthorized`` without a necessary token, and ``Forbidden`` if it may only
         read.

@@ -428,7 +428,7 @@ def _words(plain: PlainWords, parameters: tuple[Parameter, ...], values: Mapping
         value = values[name]
         if not sign:
             words.append(value)
-        elif sign == "*" and isinstance(value, PackedWords):
+        elif sign == "*" and type(value) is PackedWords:  # of an abstract class, so that isinstance is a call of Python
             pieces += words, value
             words = []
         elif sign == "*":
