@@ -65,6 +65,29 @@ PyObject *hash_blocks(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return keys;
 }
 
+/* hash_keys(seq_hashes: buffer, namespace: int) -> bytes
+ *
+ * As hash_blocks, from the seq_hashes themselves (little-endian u64).
+ */
+PyObject *hash_keys(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    Input hashes;
+    if (!has_arguments("hash_keys", nargs, 2))
+        return NULL;
+    const uint64_t namespace = PyLong_AsUnsignedLongLong(args[1]);
+    if (PyErr_Occurred() || !open_buffer(args[0], &hashes))
+        return NULL;
+    const Py_ssize_t count = hashes.size / KEY;
+    PyObject *keys = PyBytes_FromStringAndSize(NULL, KEY * count);
+    if (keys != NULL) {
+        char *out = PyBytes_AsString(keys);
+        for (Py_ssize_t i = 0; i < count; i++, out += KEY)
+            store_big64(out, load_little64(hashes.start + KEY * i) ^ namespace);
+    }
+    close_input(&hashes);
+    return keys;
+}
+
 /* chain(local_hashes: buffer, seed: int, parent: int | None) -> bytes
  *
  * As hash_blocks, from the hashes of the blocks' tokens (little-endian u64).

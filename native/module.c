@@ -5,6 +5,7 @@
  *     plain_post   bytes of a connection  ->  the parts of a plain request                        heads.c
  *     digest       bytes  ->  their XXH3-64                                                       hashing.c
  *     hash_blocks  token ids  ->  block keys, as big-endian u64                                   hashing.c
+ *     hash_keys    hashes of prompts, as little-endian u64  ->  block keys                        hashing.c
  *     chain        hashes of blocks by themselves  ->  block keys                                 hashing.c
  *     read_batch   msgpack of a batch  ->  its plain events                                       batches.c
  *                  the fields of an event                                                         fields.c
@@ -44,6 +45,7 @@ static PyMethodDef methods[] = {
     ENTRY(plain_post, "data", "Path, fields and body of a plain POST; None where the data are anything else."),
     ENTRY(digest, "payload, seed", "XXH3-64 of a payload."),
     ENTRY(hash_blocks, "tokens, block_size, seed, parent, namespace", "The keys of a prompt's blocks."),
+    ENTRY(hash_keys, "seq_hashes, namespace", "The keys of blocks whose seq_hashes are known."),
     ENTRY(chain, "local_hashes, seed, parent", "The keys of blocks whose tokens are hashed already."),
     ENTRY(read_batch, "payload, events_max, stored, reference, removed, cleared, medium, stored_fields, removed_fields",
           "The plain events of a batch; None where the batch is unusual."),

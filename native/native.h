@@ -21,7 +21,7 @@ typedef PyObject *EntryPoint(PyObject *module, PyObject *const *args, Py_ssize_t
 
 EntryPoint cut, cut_hashes;             /* lists.c */
 EntryPoint plain_post;                  /* heads.c */
-EntryPoint digest, hash_blocks, chain;  /* hashing.c */
+EntryPoint digest, hash_blocks, hash_keys, chain; /* hashing.c */
 EntryPoint read_batch;                  /* batches.c */
 EntryPoint row_runs, piece_runs;        /* row_runs.c */
 EntryPoint rank_sums, offer_sums;       /* sums.c */

@@ -116,6 +116,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
     ),
     "digest": ((b"x" * 300, 7), (b"", -1), ("", 1), (memoryview(b"xyz")[::2], 1)),
     "hash_blocks": ((b"x" * 640, 16, 7, 2**64 - 1, 1), (b"", 0, 1, None, 1), ("", 1, 1, None, 1), (b"", 1, 1, -1, 1)),
+    "hash_keys": ((b"x" * 67, 5), (b"", 0), (b"", -1), ("", 1), (memoryview(b"xyz")[::2], 1)),
     "chain": ((b"x" * 64, 7, None), (b"x" * 64, 7, 5), (b"", "", None), ("", 1, None), (b"", 1, 2**64)),
     "row_runs": (
         (b"x" * 512, [b"78" * 8 + b"0 17:1", None]),

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from tests.conftest import IMPLEMENTATIONS
 from waymark.base import native
-from waymark.domain.hashing import block_keys, extend, extend_local, local_keys, token_bytes
+from waymark.domain.hashing import block_keys, extend, extend_local, hash_keys, local_keys, token_bytes
 from waymark.domain.keys import pack, unpack
 from waymark.domain.names import U64_MASK
 
@@ -71,3 +71,7 @@ def test_keys_are_packed_and_folded(implementation: str) -> None:
     assert unpack(pack(numbers)) == tuple(numbers)
     assert unpack(pack(numbers, 2**64 - 2)) == tuple(number ^ (2**64 - 2) for number in numbers)
     assert pack(iter([])) == pack([], 7) == b""
+    for namespace in (0, 1, 2**64 - 2):
+        little = struct.pack(f"<{len(numbers)}Q", *numbers)
+        assert hash_keys(little, namespace=namespace) == pack(numbers, namespace)
+    assert hash_keys(b"", namespace=7) == b""

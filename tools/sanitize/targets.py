@@ -263,6 +263,12 @@ def hash_blocks(tokens: bytes, block_size: int, seed: int, parent: int | None, n
     return bytes(key ^ mask[i % 8] for i, key in enumerate(keys))
 
 
+def hash_keys(seq_hashes: bytes, namespace: int) -> bytes:
+    _check_u64(namespace)
+    numbers = struct.iter_unpack("<Q", seq_hashes[: len(seq_hashes) // 8 * 8])
+    return b"".join(struct.pack(">Q", number ^ namespace) for (number,) in numbers)
+
+
 LENGTHS = [0, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33, 64, 65, 96, 97, 128, 129, 143, 144, 160, 239, 240, 241, 256]
 LENGTHS += [257, 319, 320, 321, 1023, 1024, 1025, 1088, 1089, 2048, 2049]
 CONTENT = bytes(i * i % 251 for i in range(3000))
@@ -422,6 +428,7 @@ TARGETS: dict[str, Target] = {
         [],
         {1: [*COUNTS, 5, 15, 32, 33, 60, 61, 2**61], 2: [*EDGES], 3: [None, *EDGES], 4: [*EDGES]},
     ),
+    "hash_keys": Target(hash_keys, [(CONTENT[: 9 * count], 5) for count in range(9)], [], {1: [*EDGES]}),
     "chain": Target(
         chain, [(CONTENT[: 8 * count + count % 8], 7, None) for count in range(9)], [], {1: [*EDGES], 2: [None, *EDGES]}
     ),

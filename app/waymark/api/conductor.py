@@ -16,7 +16,6 @@ from waymark.api.answer_rows import BYTES_MAX, NOTHING, AnswerCache, in_tokens, 
 from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body, Format
 from waymark.api.http.errors import InvalidBody
-from waymark.api.http.prompts import packed_hashes
 from waymark.api.options import ConductorShape
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer, text_of
@@ -25,8 +24,8 @@ from waymark.base.metrics import Metrics
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.options import PromptOptions
 from waymark.decide.served import ServedNames
-from waymark.domain.hashing import block_keys, namespace
-from waymark.domain.keys import KEY_BYTES, pack
+from waymark.domain.hashing import block_keys, hash_keys, namespace
+from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import ConductorRow, Walk, walk_with_pool
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
@@ -114,7 +113,7 @@ class Conductor:
             keys = block_keys(None, tokens, size, namespace=asked.namespace, seed=self._given.seed)
         else:
             blocks = len(numbers) // KEY_BYTES
-            keys = pack(packed_hashes(numbers[: KEY_BYTES * count]), asked.namespace)
+            keys = hash_keys(numbers[: KEY_BYTES * count], namespace=asked.namespace)
         deadline = asyncio.get_running_loop().time() + self._deadline_seconds
         read = self._quick.read(plan, keys, pieces, is_whole=blocks < count, deadline=deadline) if blocks else None
         if read is None:

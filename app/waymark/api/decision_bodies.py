@@ -14,7 +14,7 @@ from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
 from waymark.decide.policies.presets import preset
-from waymark.decide.question import GivenValues, HashedPrompt, PolicyChoice, PromptOf, Question, SelectParameters
+from waymark.decide.question import GivenValues, PolicyChoice, Question, SelectParameters
 from waymark.decide.request_prompts import no_prompt
 from waymark.decide.served import ServedModel
 from waymark.decide.usual import is_usual
@@ -23,7 +23,6 @@ from waymark.domain.hashing import namespace, text_hash
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import Adapter
 from waymark.domain.targets import Gauges
-from waymark.store.reader import KeysOf
 
 T = TypeVar("T", ScoreRequest, SelectRequest)
 
@@ -184,13 +183,3 @@ def _is_multimodal(messages: list[Any] | None) -> bool:
         for part in message["content"]
     )
     return any(isinstance(part, dict) and part.get("type") not in (None, "text") for part in parts)
-
-
-def keys_of_all(keys_of: KeysOf) -> PromptOf:
-    """Return a prompt function with all keys at once: speculative entries need the last ones."""
-
-    def prompt(block_size: int) -> HashedPrompt:
-        hashed = keys_of(block_size)
-        return HashedPrompt(hashed.tokens, hashed.keys(hashed.blocks), ids=hashed.ids)
-
-    return prompt

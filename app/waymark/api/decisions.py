@@ -12,7 +12,6 @@ from waymark.api.decision_bodies import (
     DecisionBody,
     as_served,
     check_known,
-    keys_of_all,
     read_decision,
     select_request,
 )
@@ -21,7 +20,7 @@ from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body, Format
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.tokens_file import Caller
-from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer
+from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer, keys_of_all
 from waymark.base.errors import InvalidValue, NotFound, RemoteUnavailable, UnknownModel
 from waymark.base.metrics import Metrics
 from waymark.base.shape import quick
@@ -113,8 +112,8 @@ class Decisions:
             question = decision_body.question
             at_hand = self._selector.usual.at_hand(question)
             if at_hand is not None:
-                keys_of = self._given.keys_of(SelectRequest, body, decision_body.namespace)
-                usual = yield from self._selector.deciding(at_hand, question, keys_of)
+                prompt_of = self._given.all_keys_of(SelectRequest, body, decision_body.namespace)
+                usual = yield from self._selector.deciding(at_hand, question, prompt_of)
                 if usual is not None:
                     return Answer(usual_answer(usual, question.policy.name), media_type=_JSON)
         if not self._gate.is_open:

@@ -34,7 +34,7 @@ from waymark.decide.options import SelectionOptions
 from waymark.decide.order import order, order_all
 from waymark.decide.policies.policy import Candidate
 from waymark.decide.policies.presets import PRESETS
-from waymark.decide.question import PolicyChoice, Question, RankedTargets, SelectedTarget, SelectParameters
+from waymark.decide.question import PolicyChoice, PromptOf, Question, RankedTargets, SelectedTarget, SelectParameters
 from waymark.decide.request_prompts import SequenceLoad
 from waymark.decide.reserve import PrefillProgress, TargetReserver, headers_of
 from waymark.decide.shadows import Shadows
@@ -44,7 +44,6 @@ from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.names import GroupName
 from waymark.domain.status import Decision
 from waymark.domain.table import PublisherRow
-from waymark.store.reader import KeysOf
 from waymark.store.reservations import Offer, Reservation, ReservationPart, ReservationTerms
 from waymark.store.steps import Steps, TimeLimit, Waiting, Within, finished
 from waymark.store.store import Store
@@ -215,9 +214,9 @@ class Selector:
             self._metrics.kv_index_routing_decisions.of(selected.decision).inc()
         return selected
 
-    def deciding(self, at_hand: AtHand, question: Question, keys_of: KeysOf) -> Steps[UsualTarget | None]:
+    def deciding(self, at_hand: AtHand, question: Question, prompt_of: PromptOf) -> Steps[UsualTarget | None]:
         """Return the steps of a usual decision; see ``UsualDecisions.deciding``."""
-        return self._in_time(self.usual.deciding, at_hand, question, keys_of)
+        return self._in_time(self.usual.deciding, at_hand, question, prompt_of)
 
     def _in_time(self, begin: Callable[..., Steps[T]], *arguments: Any) -> Steps[T]:
         """Take the steps of a call within the limit. Raise StoreUnavailable if Redis does not answer in time, or did

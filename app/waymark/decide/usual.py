@@ -24,7 +24,7 @@ from waymark.decide.matches import PromptMatches, request_of, sticky_key
 from waymark.decide.options import SelectionOptions
 from waymark.decide.order import EVERYBODY, Offers, SumOffers, shortlist
 from waymark.decide.policies.policy import tokens_behind
-from waymark.decide.question import HashedPrompt, Question, SelectedTarget, SelectParameters
+from waymark.decide.question import HashedPrompt, PromptOf, Question, SelectedTarget, SelectParameters
 from waymark.decide.reserve import TargetReserver
 from waymark.decide.shadows import ShadowedDecision, Shadows
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
@@ -37,7 +37,6 @@ from waymark.domain.table import HolderTable, View
 from waymark.store.chain import PackedKeys
 from waymark.store.directory import GroupEntry
 from waymark.store.quick import QuickPlan
-from waymark.store.reader import KeysOf, PromptKeys
 from waymark.store.reservations import CANDIDATES_MAX, NO_LOAD, Load, Offer, Reservation, ReservationTerms
 from waymark.store.steps import Steps
 from waymark.store.store import Store
@@ -169,7 +168,7 @@ class UsualDecisions:
         loads = self._snapshots.loads_at_hand(prepared.entry.group_id)
         return None if loads is None else (prepared, loads)
 
-    def deciding(self, at_hand: AtHand, question: Question, keys_of: KeysOf) -> Steps[UsualTarget | None]:
+    def deciding(self, at_hand: AtHand, question: Question, prompt_of: PromptOf) -> Steps[UsualTarget | None]:
         """Take a target; None if the decision is not usual, or no target can be had. Nothing is reserved then.
 
         Raise StoreUnavailable.
@@ -177,8 +176,8 @@ class UsualDecisions:
         prepared, loads = at_hand
         entry, fleet, targets, size, _ = prepared
         group, began, policy = question.group, perf_counter(), question.policy
-        prompt = keys_of(size)
-        keys, tokens = prompt.keys(prompt.blocks), prompt.tokens
+        prompt = prompt_of(size)
+        tokens, keys = prompt.tokens, prompt.keys
         found_walk = yield from self._matching(prepared, keys)
         if found_walk is None:
             return None
@@ -189,7 +188,7 @@ class UsualDecisions:
         try:
             members = targets.members
             if len(members) > CANDIDATES_MAX:
-                matches = _matches(question, prompt, keys, size, fleet, rows, loads)
+                matches = _matches(question, prompt, size, fleet, rows, loads)
                 members = shortlist(fleet, matches, question, targets, EVERYBODY, self._random).members
             values, linear = policy.values, policy.linear
             assert values is not None
@@ -267,7 +266,7 @@ class UsualDecisions:
             if walk.blocks * size > matched and not walk.view.windows:
                 metrics.avoidable_prefill_tokens.inc(walk.blocks * size - matched)
         if self._shadows.is_kept(reservation):
-            matches = _matches(question, prompt, keys, size, fleet, rows, loads)._replace(walk=walk)
+            matches = _matches(question, prompt, size, fleet, rows, loads)._replace(walk=walk)
             request, snapshot = matches.request, GroupSnapshot(entry, fleet, loads)
             ranked = SumOffers(members, matches.seen, policy, request, blocks, self._random, sums)
             offered = Offers(ranked, choices=Choices(targets))
@@ -328,12 +327,11 @@ class UsualDecisions:
 
 def _matches(
     question: Question,
-    prompt: PromptKeys,
-    keys: bytes,
+    prompt: HashedPrompt,
     size: int,
     fleet: Fleet,
     rows: Mapping[tuple[str, int], TargetRow],
     loads: GroupLoads,
 ) -> PromptMatches:
-    request = request_of(question, HashedPrompt(prompt.tokens, keys), size, 0, fleet)
-    return PromptMatches(request, PromptState(rows, loads, {}, {}), keys)
+    request = request_of(question, prompt, size, 0, fleet)
+    return PromptMatches(request, PromptState(rows, loads, {}, {}), prompt.keys)

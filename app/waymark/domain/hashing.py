@@ -107,6 +107,13 @@ def block_keys(
     return keys.pack(extend(parent, tokens, block_size, seed=seed), namespace)
 
 
+def hash_keys(seq_hashes: bytes, *, namespace: int) -> bytes:
+    """Return packed block keys (see ``keys``) from seq_hashes as little-endian u64."""
+    if native.selected is not None:
+        return native.selected.hash_keys(seq_hashes, namespace)
+    return keys.pack(struct.unpack(f"<{len(seq_hashes) // 8}Q", seq_hashes), namespace)
+
+
 def local_keys(parent: int | None, local_hashes: array[int], *, seed: int = DEFAULT_SEED) -> bytes:
     """Return packed block keys of the base model like ``extend_local``; ``local_hashes`` are u64."""
     if native.selected is not None and sys.byteorder == "little":
