@@ -46,6 +46,7 @@ ELSEWHERE = {
     "api.operations:Operation": "children of a counter",
     "store.reader:QueryCounts": "children of a counter",
     "store.quick:FirstPortions": "made by the incarnation",
+    "store.quick:KnownRuns": "made by the incarnation, and bound to views of tables",
     "store.steps:TimeLimit._running": "steps under way",
     "store.steps:_tasks": "tasks under way",
     "store.redis.words:PackedWords": "the words of one command",

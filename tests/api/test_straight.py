@@ -244,6 +244,35 @@ async def test_every_body_has_the_same_answer_on_both_ways(ways: tuple[Way, Way]
     assert straight.said.count("replied") > 0.8 * straight.said.count("begun")
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/query", {"token_ids": TOKENS}),
+        ("/query_by_hash", {"seq_hashes": HASHES}),
+        ("/dynamo/query", {"token_ids": TOKENS}),
+        ("/dynamo/query_by_hash", {"block_hashes": LOCAL}),
+    ],
+)
+async def test_what_the_first_rows_decide_needs_nothing_else(
+    store: Store, ways: tuple[Way, Way], path: str, prompt: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query of which the fields, the group and the length are known; of others, its prompt may be another one."""
+    straight, _ = ways
+    body, other = (
+        json.dumps({"model": "m", "model_name": "m", "block_size": 2} | {name: numbers[:length]}).encode()
+        for length in (300, 7)
+        for name, numbers in prompt.items()
+    )
+    for _ in range(5):  # so that the first portion becomes a large one
+        answers = [await same(ways, path, each) for each in (body, other)]
+    assert b'"7"' in answers[0]
+    counted = "query_round_trips_sum"
+    before = straight.value(counted)
+    monkeypatch.setattr(store.reader, "reading", lambda *_, **__: pytest.fail("the general way"))
+    assert [await straight.post(path, each) for each in (body, other)] == answers
+    assert straight.value(counted) == before + 2
+
+
 DECISIONS = ("/select", "/score")
 #: Fields of a decision beside its prompt.
 OF_DECISION: list[dict[str, Any]] = [

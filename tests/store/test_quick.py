@@ -11,11 +11,12 @@ import pytest
 from tests.store.factories import GROUP, Stream, stored
 from tests.store.test_reader import CHAIN, read
 from waymark.domain.keys import pack
+from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.store.chain import PackedKeys
 from waymark.store.hot import HotRows
-from waymark.store.quick import FirstPortions, QuickPlan, QuickRead, Start
+from waymark.store.quick import FirstPortions, KnownRuns, QuickPlan, QuickRead, Start
 from waymark.store.reader import Reader
 from waymark.store.steps import finished
 from waymark.store.store import Store
@@ -36,10 +37,9 @@ async def plan(store: Store, stream: Stream) -> QuickPlan:
 
 def begun(reader: Reader, plan: QuickPlan, chain: list[int], *, pieces: int = 4) -> asyncio.Future[QuickRead] | None:
     """The result to come; None if the read was not begun."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
+    result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     keys, is_whole = pack(chain[: PIECE_BLOCKS * pieces + 1]), len(chain) <= PIECE_BLOCKS * pieces
-    read = reader.quick.read(plan, keys, pieces, is_whole=is_whole, deadline=loop.time() + 30.0)
+    read = reader.quick.read(plan, keys, pieces, is_whole=is_whole, seconds=30.0)
     if read is None:
         return None
     read.begin(result)
@@ -163,6 +163,39 @@ async def test_a_hot_row_that_does_not_list_all_is_left_to_the_general_way(
     assert len(hot) == 1
     assert begun(store.reader, plan, CHAIN[:BLOCKS]) is None
     assert (await result(store.reader, plan, [9_000_000])).runs == (), "it does not concern another chain"
+
+
+async def test_what_follows_from_runs_is_made_once(store: Store, plan: QuickPlan) -> None:
+    made: list[int] = []
+
+    def make(walk: Walk) -> int:
+        made.append(walk.blocks)
+        return walk.blocks
+
+    known = KnownRuns(make, lambda _: 1000, 4000)
+    whole, part = [await result(store.reader, plan, CHAIN[:BLOCKS], pieces=pieces) for pieces in (4, 1)]
+    assert [known.of(whole) for _ in range(2)] == [BLOCKS, BLOCKS]
+    assert known.of(part) is None, "the chain goes on behind the portion"
+    assert made == [BLOCKS, PIECE_BLOCKS]
+    assert 0 < known.bytes <= 4000
+    known.clear()
+    assert (known.of(whole), known.bytes > 0, len(made)) == (BLOCKS, True, 3)
+    full = known.bytes
+    whole.runs = ((b"1", 1),) * 17
+    known.of(whole)
+    assert (known.bytes, made[-1]) == (full, 17), "so many runs are not kept"
+    whole.runs = ((b"%d" % (plan.view.newest + 1), BLOCKS),)
+    assert known.of(whole) is None, "the table does not have this holder yet"
+    for holder in range(9):
+        whole.runs = ((b"1", 1 + holder),)
+        known.of(whole)
+        assert known.bytes <= 4000
+
+
+async def test_what_follows_from_runs_may_be_larger_than_the_cache(store: Store, plan: QuickPlan) -> None:
+    known = KnownRuns(lambda walk: walk.blocks, lambda _: 5000, 4000)
+    read = await result(store.reader, plan, CHAIN[:BLOCKS])
+    assert (known.of(read), known.bytes) == (BLOCKS, 0)
 
 
 async def test_only_a_group_that_a_query_has_found_has_a_plan(store: Store, plan: QuickPlan) -> None:

@@ -154,7 +154,7 @@ class _ApiParts:
         conductor, decisions, dynamo = self.conductor, self.decisions, self.dynamo
         query = explained(conductor.query, partial(conductor.quick, conductor.query))
         query_by_hash = explained(conductor.query_by_hash, partial(conductor.quick, conductor.query_by_hash))
-        select, by_hash = explained(decisions.select), Straight(dynamo.query_by_hash)
+        select, by_hash = explained(decisions.select), Straight(dynamo.query_by_hash, dynamo.quick_query_by_hash)
         tiered = dynamo.query_tiered_by_hash
         return [
             _PathRow("POST", "/query", "read", query, docs.QUERY),
@@ -162,7 +162,7 @@ class _ApiParts:
             _PathRow("POST", "/select", "write", select, docs.SELECT, decisions.select_without_redis),
             _PathRow("POST", "/release", "write", decisions.release, docs.RELEASE),
             _PathRow("POST", "/score", "read", explained(decisions.score), docs.SCORE),
-            _PathRow("POST", "/dynamo/query", "read", Straight(dynamo.query), docs.DYNAMO_QUERY),
+            _PathRow("POST", "/dynamo/query", "read", Straight(dynamo.query, dynamo.quick_query), docs.DYNAMO_QUERY),
             _PathRow("POST", "/dynamo/query_by_hash", "read", by_hash, docs.DYNAMO_QUERY_BY_HASH),
             _PathRow("POST", "/dynamo/query_tiered_by_hash", "read", tiered, docs.DYNAMO_QUERY_TIERED),
             _PathRow("POST", "/tokenize", "read", self.tokenizer.tokenize, docs.TOKENIZE),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import orjson
@@ -19,7 +17,6 @@ from waymark.api.http.errors import InvalidBody
 from waymark.api.options import ConductorShape
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer, text_of
-from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.options import PromptOptions
@@ -31,9 +28,9 @@ from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable, block_size_of
-from waymark.store.quick import QuickPlan, QuickRead, Start
+from waymark.store.quick import QuickAnswer, QuickPlan, QuickRead, Start
 from waymark.store.reader import KeysOf, QueryReader
-from waymark.store.steps import Steps, StepsReceiver, Waiting, finished, never, run
+from waymark.store.steps import Steps, StepsReceiver, Waiting, finished
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
 
@@ -42,7 +39,6 @@ GeneralWay: TypeAlias = Callable[[Body, Start], Steps[Answer] | Paused]
 
 _JSON = Format.JSON.value
 _TOKEN_BYTES = 4
-_length = itemgetter(1)
 #: The most plans that are kept, one for each group and block size.
 _PLANS_MAX = 1024
 _UNKNOWN = "no engine is registered for this model and tenant"
@@ -114,11 +110,13 @@ class Conductor:
         else:
             blocks = len(numbers) // KEY_BYTES
             keys = hash_keys(numbers[: KEY_BYTES * count], namespace=asked.namespace)
-        deadline = asyncio.get_running_loop().time() + self._deadline_seconds
-        read = self._quick.read(plan, keys, pieces, is_whole=blocks < count, deadline=deadline) if blocks else None
+        seconds, is_whole = self._deadline_seconds, blocks < count
+        read = self._quick.read(plan, keys, pieces, is_whole=is_whole, seconds=seconds) if blocks else None
         if read is None:
             return False
-        read.begin(_QuickQuery(self, asked, blocks, body, receiver, general))
+        answer_of = partial(self._quick_answer, asked, blocks)
+        answer: QuickAnswer[Answer | Paused] = QuickAnswer(answer_of, partial(general, body), receiver)
+        read.begin(answer)
         return True
 
     def _new_plan(self, group: GroupName, block_size: int | None) -> QuickPlan | None:
@@ -131,18 +129,14 @@ class Conductor:
         self._plans[group, block_size] = plan
         return plan
 
-    def silent(self) -> StoreUnavailable:
-        return self._store.reader.silent(self._deadline_seconds)
-
-    def quick_answer(self, asked: _QueryFields, blocks: int, read: QuickRead) -> Answer | None:
+    def _quick_answer(self, asked: _QueryFields, blocks: int, read: QuickRead) -> Answer | None:
         """Return the answer by a quick read, and count it; None if the read does not decide it."""
         if read.runs is None:
             return None
         counted = self._rows.of_runs(read.plan.view, read.runs, is_whole=read.is_over)
         if counted is None:
             return None
-        found = sum(map(_length, read.runs))
-        self._quick.portions.remember(read.plan.entry.group_id, read.blocks, found)
+        read.note_length()
         self._lookup.counts.found(asked.group.model_name, blocks, counted.blocks, read.blocks, 1)
         return Answer(b"{%b:%b}" % (asked.tenant, counted.json), media_type=_JSON)
 
@@ -214,46 +208,6 @@ class Conductor:
         near = await self._served.nearest_now(group)
         way_out = _NAMED if near is None else f"did you mean {json.dumps(near)}?"
         return {"X-Waymark-Note": f"{_UNKNOWN}; {way_out}", "X-Waymark-Unknown": "model"}
-
-
-class _QuickQuery:
-    """A query whose read is quick, and the receiver of the read."""
-
-    __slots__ = ("_asked", "_blocks", "_body", "_conductor", "_general", "_receiver")
-
-    done = staticmethod(never)
-
-    def __init__(
-        self,
-        conductor: Conductor,
-        asked: _QueryFields,
-        blocks: int,
-        body: Body,
-        receiver: StepsReceiver[Answer | Paused],
-        general: GeneralWay,
-    ) -> None:
-        self._conductor = conductor
-        self._asked = asked
-        self._blocks = blocks
-        self._body = body
-        self._receiver = receiver
-        self._general = general
-
-    def set_result(self, read: QuickRead) -> None:
-        try:
-            answer = self._conductor.quick_answer(self._asked, self._blocks, read)
-            further: Answer | Steps[Answer] | Paused
-            further = self._general(self._body, read.start) if answer is None else answer
-        except Exception as exc:
-            self._receiver.set_exception(exc)
-            return
-        if isinstance(further, Answer | Paused):
-            self._receiver.set_result(further)
-        else:
-            run(further, self._receiver)
-
-    def set_exception(self, error: BaseException) -> None:
-        self._receiver.set_exception(self._conductor.silent() if isinstance(error, TimeoutError) else error)
 
 
 class _QueryFields(NamedTuple):

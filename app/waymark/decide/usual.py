@@ -7,14 +7,12 @@ of the holder table. If anything else turns out to count, this way ends without 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from random import Random
 from time import perf_counter
 from typing import NamedTuple, TypeAlias
 
 from waymark.base import native
-from waymark.base.bounded_cache import BoundedCache
 from waymark.base.metrics import Metrics
 from waymark.decide import pure_sums
 from waymark.decide.books import Choices
@@ -33,10 +31,10 @@ from waymark.domain.match import TargetRow, Walk, target_rows
 from waymark.domain.names import GroupName
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.status import Decision
-from waymark.domain.table import HolderTable, View
+from waymark.domain.table import HolderTable
 from waymark.store.chain import PackedKeys
 from waymark.store.directory import GroupEntry
-from waymark.store.quick import QuickPlan
+from waymark.store.quick import KnownRuns, QuickPlan, Start
 from waymark.store.reservations import CANDIDATES_MAX, NO_LOAD, Load, Offer, Reservation, ReservationTerms
 from waymark.store.steps import Steps
 from waymark.store.store import Store
@@ -45,13 +43,9 @@ _NOTHING = TargetRow()
 _COUNTED = f"kv_index.{Decision.KV_AWARE}"
 #: Holder tables to prepare decisions for; one more drops all.
 _PREPARED_MAX = 1024
-#: The cache of walks, and the approximate sizes of a walk, of a run and of the row of a target.
-_WALKS_BYTES_MAX = 4 * 2**20
-_WALK_BYTES, _RUN_BYTES, _ROW_BYTES = 800, 400, 300
-#: Walks of more runs hardly come twice.
-_RUNS_MAX = 16
-
-_Runs: TypeAlias = tuple[tuple[bytes, int], ...]
+#: The size of the cache of matches, and the approximate ones of a match and of its row of a target.
+_MATCHES_BYTES_MAX = 4 * 2**20
+_MATCH_BYTES, _ROW_BYTES = 1000, 300
 
 
 def is_usual(question: Question) -> bool:
@@ -105,13 +99,14 @@ class _Matched(NamedTuple):
 
     walk: Walk
     rows: Mapping[tuple[str, int], TargetRow]
-    is_over: bool = True
-    """No instance goes on behind the walk."""
 
+    @classmethod
+    def by(cls, walk: Walk) -> _Matched:
+        return cls(walk, target_rows(walk))
 
-def _size_of(matched: _Matched) -> int:
-    values = matched.walk.values
-    return sum(_RUN_BYTES + len(value) for value, _ in values) + _ROW_BYTES * len(matched.rows)
+    @property
+    def size(self) -> int:
+        return _MATCH_BYTES + _ROW_BYTES * len(self.rows)
 
 
 AtHand: TypeAlias = tuple[_Prepared, GroupLoads]
@@ -141,9 +136,8 @@ class UsualDecisions:
         self._shadows = shadows
         self._is_on = not (options.shadows or options.is_speculative)
         self._prepared: dict[GroupName, _Prepared] = store.incarnation.cache({})
-        # Many prompts have the same beginning, or no match at all. A view never changes: another table has another one.
-        self._matched: BoundedCache[tuple[View, _Runs], _Matched] = store.incarnation.cache(
-            BoundedCache(bytes_max=_WALKS_BYTES_MAX, size=_size_of, entry_bytes=_WALK_BYTES)
+        self._matched = store.incarnation.cache(
+            KnownRuns(_Matched.by, lambda matched: matched.size, _MATCHES_BYTES_MAX)
         )
         durations = metrics.decision_duration_seconds
         self._observe_walk = durations.labels(part="walk").observe
@@ -178,11 +172,11 @@ class UsualDecisions:
         group, began, policy = question.group, perf_counter(), question.policy
         prompt = prompt_of(size)
         tokens, keys = prompt.tokens, prompt.keys
-        found_walk = yield from self._matching(prepared, keys)
-        if found_walk is None:
+        matching = yield from self._matching(prepared, keys)
+        if matching is None:
             return None
         self._snapshots.used(group, entry)
-        walk, rows, _ = found_walk
+        walk, rows = matching
         blocks = len(keys) // KEY_BYTES
         read_at = ordered_at = perf_counter()
         try:
@@ -290,20 +284,16 @@ class UsualDecisions:
         Raise StoreUnavailable.
         """
         entry, fleet, _, size, plan = prepared
-        seconds, quick, start = self._options.deadline_seconds, self._reader.quick, None
+        seconds, quick = self._options.deadline_seconds, self._reader.quick
+        start: Start | None = None
         if plan is not None and keys:
             pieces = quick.portions.pieces(entry.group_id)
             portion = keys[: KEY_BYTES * PIECE_BLOCKS * pieces]
-            deadline = asyncio.get_running_loop().time() + seconds
-            read = quick.read(plan, portion, pieces, is_whole=len(portion) == len(keys), deadline=deadline)
+            read = quick.read(plan, portion, pieces, is_whole=len(portion) == len(keys), seconds=seconds)
             if read is not None:
-                try:
-                    yield read
-                except TimeoutError:
-                    raise self._reader.silent(seconds) from None
-                matched = None if read.runs is None else self._matched_by(plan.view, read.runs)
-                if matched is not None and (matched.is_over or read.is_over):
-                    quick.portions.remember(entry.group_id, read.blocks, sum(length for _, length in read.runs))
+                yield read
+                matched = self._matched.of(read)
+                if matched is not None:
                     return matched
                 start = read.start
         group = fleet.table.group
@@ -311,18 +301,7 @@ class UsualDecisions:
         now, table = self._reader.at_hand(group)
         if reading is None or now is not entry or table is not fleet.table:
             return None
-        return _Matched(reading.walk, target_rows(reading.walk))
-
-    def _matched_by(self, view: View, runs: _Runs) -> _Matched | None:
-        """Return what the targets have by the runs of a prompt; None if the table does not have all holders."""
-        matched = self._matched.find((view, runs))
-        if matched is None:
-            walk = Walk(view)
-            is_over = not walk.feed(runs)
-            matched = _Matched(walk, target_rows(walk), is_over)
-            if len(runs) <= _RUNS_MAX:
-                self._matched.keep((view, runs), matched)
-        return matched if matched.walk.newest_seen <= view.newest else None
+        return _Matched.by(reading.walk)
 
 
 def _matches(

@@ -7,13 +7,16 @@ decide by themselves. If they do not decide, the general way goes on with the re
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
+from waymark.base.errors import StoreUnavailable
 from waymark.domain.keys import KEY_BYTES
+from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.row_runs import row_runs
 from waymark.domain.rows import PIECE_BLOCKS
@@ -23,6 +26,12 @@ from waymark.store.directory import GroupEntry
 from waymark.store.fetch import Fetch, Fetched, Fetcher
 from waymark.store.hot import HotRows, is_crowd
 from waymark.store.incarnation import Incarnation
+from waymark.store.redis.read_connection import ReplyReceiver
+from waymark.store.steps import Steps, never, run
+
+T = TypeVar("T")
+
+Runs: TypeAlias = tuple[tuple[bytes, int], ...]
 
 #: The two sizes of the first portion, in rows. The small one is usual, because most new prompts have no match. The
 #: large one is used if more than ``_LONG_SHARE`` of the recent prompts matched the whole small portion: it saves a
@@ -80,7 +89,19 @@ class Start(NamedTuple):
 class QuickRead(Fetch):
     """The read of a first portion: a step whose result is itself."""
 
-    __slots__ = ("_changes", "_clearings", "_fetched", "_hot", "_keys", "_reads", "blocks", "is_over", "plan", "runs")
+    __slots__ = (
+        "_changes",
+        "_clearings",
+        "_fetched",
+        "_hot",
+        "_keys",
+        "_reads",
+        "_seconds",
+        "blocks",
+        "is_over",
+        "plan",
+        "runs",
+    )
 
     def __init__(
         self,
@@ -91,10 +112,11 @@ class QuickRead(Fetch):
         asked: WantedValues,
         hot: Mapping[int, bytes],
         is_over: bool,
-        deadline: float,
+        seconds: float,
     ) -> None:
-        super().__init__(reads.fetcher, plan.entry, asked, True, deadline)
+        super().__init__(reads.fetcher, plan.entry, asked, True, asyncio.get_running_loop().time() + seconds)
         self._reads = reads
+        self._seconds = seconds
         self._keys = keys
         self._hot = hot
         self._changes, self._clearings = reads.incarnation.changes, reads.hot.clearings
@@ -102,7 +124,7 @@ class QuickRead(Fetch):
         self.plan = plan
         self.blocks = min(len(keys) // KEY_BYTES, PIECE_BLOCKS * pieces)
         """How many blocks are looked up."""
-        self.runs: tuple[tuple[bytes, int], ...] | None = None
+        self.runs: Runs | None = None
         """The runs of these blocks; None if the rows alone do not decide them."""
         self.is_over = is_over
         """No holder has a block behind these."""
@@ -122,6 +144,14 @@ class QuickRead(Fetch):
                     if any(map(is_crowd, runs)):
                         reads.hot.keep(plan.entry.group_id, self.asked.heads, fetched.values, time.monotonic())
         self._receiver.set_result(self)
+
+    def set_exception(self, error: BaseException) -> None:
+        super().set_exception(self._reads.silent(self._seconds) if isinstance(error, TimeoutError) else error)
+
+    def note_length(self) -> None:
+        """Take in how long the prompt is in the index, for the portions of the next ones. The runs decide it."""
+        found = sum([length for _, length in self.runs or ()])
+        self._reads.portions.remember(self.plan.entry.group_id, self.blocks, found)
 
     @property
     def start(self) -> Start:
@@ -146,7 +176,10 @@ class QuickReads:
         groups: Mapping[GroupName, GroupEntry],
         tables: Mapping[int, HolderTable],
         portions: FirstPortions,
+        silent: Callable[[float], StoreUnavailable],
     ) -> None:
+        self.silent = silent
+        """Makes the error of a query that Redis has not answered within so many seconds."""
         self.fetcher = fetcher
         self._groups = groups
         self._tables = tables
@@ -173,12 +206,12 @@ class QuickReads:
         table = plan.table
         return self._tables.get(plan.entry.group_id) is table and self._groups.get(table.group) is plan.entry
 
-    def read(self, plan: QuickPlan, keys: bytes, pieces: int, *, is_whole: bool, deadline: float) -> QuickRead | None:
+    def read(self, plan: QuickPlan, keys: bytes, pieces: int, *, is_whole: bool, seconds: float) -> QuickRead | None:
         """Return the read of the rows of the first ``pieces`` pieces of a chain, which asks for those that are not hot;
         None if a hot row does not list all that it may have.
 
         ``keys`` are the packed keys of at least these pieces, as far as the chain goes; ``is_whole``: it ends there.
-        ``deadline`` is by the clock of the event loop.
+        The error of the read is StoreUnavailable, after so many ``seconds`` at the latest.
         """
         heads = array("Q", keys[: KEY_BYTES * PIECE_BLOCKS * pieces])[::PIECE_BLOCKS].tobytes()
         group_id, pieces = plan.entry.group_id, len(heads) // KEY_BYTES
@@ -190,4 +223,103 @@ class QuickReads:
             if found:
                 hot, cold = found, (index for index in range(pieces) if index not in found)
                 heads = b"".join([heads[KEY_BYTES * index : KEY_BYTES * (index + 1)] for index in cold])
-        return QuickRead(self, plan, keys, pieces, WantedValues(heads, []), hot, is_whole, deadline)
+        return QuickRead(self, plan, keys, pieces, WantedValues(heads, []), hot, is_whole, seconds)
+
+
+class QuickAnswer(Generic[T]):
+    """An answer by a quick read, or by the general way if the read does not decide it: the receiver of the read."""
+
+    __slots__ = ("_answer", "_general", "_receiver")
+
+    done = staticmethod(never)
+
+    def __init__(
+        self,
+        answer: Callable[[QuickRead], T | None],
+        general: Callable[[Start], Steps[T] | T],
+        receiver: ReplyReceiver[T],
+    ) -> None:
+        self._answer = answer
+        self._general = general
+        self._receiver = receiver
+
+    def set_result(self, read: QuickRead) -> None:
+        try:
+            answer = self._answer(read)
+            further = self._general(read.start) if answer is None else None
+        except Exception as exc:
+            self._receiver.set_exception(exc)
+            return
+        if answer is not None:
+            self._receiver.set_result(answer)
+        elif isinstance(further, Generator):
+            run(further, self._receiver)
+        else:
+            assert further is not None
+            self._receiver.set_result(further)
+
+    def set_exception(self, error: BaseException) -> None:
+        self._receiver.set_exception(error)
+
+
+#: Walks of more runs hardly come twice.
+_RUNS_MAX = 16
+#: The approximate size of an entry, of a run, and of a holder of a view, besides what is made of the runs.
+_ENTRY_BYTES, _RUN_BYTES, _HOLDER_BYTES = 600, 100, 300
+
+
+class KnownRuns(Generic[T]):
+    """What follows from runs, and a cache of it: many prompts have the same beginning, or no match at all.
+
+    An entry belongs to a view of a holder table. A view never changes, so no entry is ever out of date; those of old
+    views are forgotten with all others when there is no room.
+    """
+
+    def __init__(self, make: Callable[[Walk], T], size: Callable[[T], int], bytes_max: int) -> None:
+        self._make = make
+        self._size = size
+        self._bytes_max = bytes_max
+        self._known: dict[View, dict[Runs, _Known[T]]] = {}
+        self.bytes = 0
+
+    def clear(self) -> None:
+        self._known.clear()
+        self.bytes = 0
+
+    def of(self, read: QuickRead) -> T | None:
+        """Return what follows from the runs of a read; None if they do not decide, or the table lacks a holder."""
+        view, runs = read.plan.view, read.runs
+        if runs is None:
+            return None
+        of_view = self._known.get(view)
+        known = None if of_view is None else of_view.get(runs)
+        if known is None:
+            known = self._new(view, runs)
+        if not (known.is_plain and (known.is_over or read.is_over)):
+            return None
+        read.note_length()
+        return known.made
+
+    def _new(self, view: View, runs: Runs) -> _Known[T]:
+        walk = Walk(view)
+        is_over = not walk.feed(runs)
+        known = _Known(self._make(walk), walk.newest_seen <= view.newest, is_over)
+        if len(runs) <= _RUNS_MAX:
+            size = _ENTRY_BYTES + self._size(known.made) + sum([_RUN_BYTES + len(value) for value, _ in runs])
+            of_view = _ENTRY_BYTES + _HOLDER_BYTES * view.size
+            if self.bytes + of_view + size > self._bytes_max:
+                self.clear()
+            if of_view + size <= self._bytes_max:
+                self.bytes += size if view in self._known else of_view + size
+                self._known.setdefault(view, {})[runs] = known
+        return known
+
+
+class _Known(NamedTuple, Generic[T]):
+    """What follows from a walk."""
+
+    made: T
+    is_plain: bool
+    """The table has all holders."""
+    is_over: bool
+    """No instance goes on behind the runs."""

@@ -98,7 +98,9 @@ class Reader:
         self._groups: dict[GroupName, GroupEntry] = incarnation.cache({})
         self._tables: dict[int, HolderTable] = incarnation.cache({})
         self._portions = incarnation.cache(FirstPortions())
-        self.quick = QuickReads(self._fetcher, incarnation, hot, self._groups, self._tables, self._portions)
+        self.quick = QuickReads(
+            self._fetcher, incarnation, hot, self._groups, self._tables, self._portions, self.silent
+        )
 
     async def read(
         self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float

@@ -6,7 +6,9 @@ It sees the blocks that the root API sees. A row is an instance whose id is a ca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 from waymark.api.dynamo.schemas import (
     DynamoQueryByHashRequest,
@@ -14,10 +16,10 @@ from waymark.api.dynamo.schemas import (
     DynamoRegisterRequest,
     DynamoUnregisterRequest,
 )
-from waymark.api.http.answers import PARTIAL, Answer
-from waymark.api.http.bodies import Body
+from waymark.api.http.answers import PARTIAL, Answer, Paused
+from waymark.api.http.bodies import Body, Format, encode
 from waymark.api.http.errors import short
-from waymark.api.http.prompts import LocalHashKeys, TokenKeys, hashes_in, tokens_in
+from waymark.api.http.prompts import LocalHashKeys, TokenKeys, hashes_in, packed_hashes, tokens_in
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, InvalidValue, NotFound
 from waymark.base.metrics import Metrics
@@ -38,14 +40,22 @@ from waymark.contract.dynamo import (
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.options import PromptOptions
 from waymark.domain.engines import UNNAMED
-from waymark.domain.hashing import namespace
-from waymark.domain.match import DynamoRank, dynamo_rows, walk_with_pool
+from waymark.domain.hashing import block_keys, local_keys, namespace
+from waymark.domain.keys import KEY_BYTES
+from waymark.domain.match import DynamoRank, Walk, dynamo_rows, walk_with_pool
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U64_MASK, GroupName, Registration, is_endpoint
 from waymark.domain.pool_keys import PromptIds
+from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable
+from waymark.store.quick import KnownRuns, QuickAnswer, QuickPlan, QuickRead, Start
 from waymark.store.reader import KeysOf, PromptKeys, QueryReader, Reading
-from waymark.store.steps import Steps, finished
+from waymark.store.steps import Steps, StepsReceiver, finished
 from waymark.store.store import Store
+
+#: The most plans that are kept, one for each group.
+_PLANS_MAX = 1024
+#: The size of the cache of answers.
+_ANSWERS_BYTES_MAX = 4 * 2**20
 
 
 class Dynamo:
@@ -67,8 +77,14 @@ class Dynamo:
         self._names_others = names_others
         self._max_tokens = options.tokens_max
         self._seed = options.hash_seed
-        self._lookup = QueryReader(store.reader, metrics, deadline_seconds=options.deadline_seconds)
+        self._deadline_seconds = options.deadline_seconds
+        self._lookup = QueryReader(store.reader, metrics, deadline_seconds=self._deadline_seconds)
         self._allowed = allowed
+        self._quick = store.reader.quick
+        self._plans: dict[GroupName, QuickPlan] = store.incarnation.cache({})
+        self._known = store.incarnation.cache(
+            KnownRuns(_KnownAnswer.by, lambda known: len(known.content), _ANSWERS_BYTES_MAX)
+        )
 
     async def register(self, body: Body) -> Answer:
         request = DynamoRegisterRequest.of(body.fields)
@@ -122,19 +138,38 @@ class Dynamo:
         self._store.reader.forget_rows()
         return Answer(OK)
 
-    def query(self, body: Body) -> Steps[Answer]:
-        request = body.asked(DynamoQueryRequest.of)
+    def query(self, body: Body, start: Start | None = None) -> Steps[Answer]:
+        asked = body.asked(_by_tokens)
         tokens = tokens_in(body, "token_ids", self._max_tokens)
-        ns = namespace(request.lora_name, [] if request.cache_salt is None else [request.cache_salt])
 
         def prompt(block_size: int) -> PromptKeys:
-            keys = TokenKeys(tokens, block_size, ns, self._seed)
-            return PromptKeys(keys, len(tokens) // (4 * block_size), len(tokens) // 4, PromptIds(tokens, ns))
+            keys = TokenKeys(tokens, block_size, asked.namespace, self._seed)
+            ids = PromptIds(tokens, asked.namespace)
+            return PromptKeys(keys, len(tokens) // (4 * block_size), len(tokens) // 4, ids)
 
-        return self._answer(request.group, prompt, request.cache_salt)
+        return self._answer(asked.group, prompt, asked.salt, start)
 
-    def query_by_hash(self, body: Body) -> Steps[Answer]:
-        return self._answer(*self._by_hash(body))
+    def quick_query(self, body: Body, receiver: StepsReceiver[Answer | Paused]) -> bool:
+        """Begin to answer ``query`` by a quick read; False if its group or its rows are not plain."""
+        asked, plan, numbers = self._plain(body)
+        if plan is None or asked is None:
+            return False
+        size, pieces = plan.view.block_size, self._quick.portions.pieces(plan.entry.group_id)
+        tokens = numbers[: 4 * size * PIECE_BLOCKS * pieces]
+        keys = block_keys(None, tokens, size, namespace=asked.namespace, seed=self._seed)
+        return self._begin(plan, keys, len(numbers) // (4 * size), pieces, partial(self.query, body), receiver)
+
+    def query_by_hash(self, body: Body, start: Start | None = None) -> Steps[Answer]:
+        return self._answer(*self._by_hash(body), start=start)
+
+    def quick_query_by_hash(self, body: Body, receiver: StepsReceiver[Answer | Paused]) -> bool:
+        """Begin to answer ``query_by_hash`` like ``quick_query``."""
+        asked, plan, numbers = self._plain(body)
+        if plan is None or asked is None or asked.salt is not None:
+            return False
+        pieces = self._quick.portions.pieces(plan.entry.group_id)
+        keys = local_keys(None, packed_hashes(numbers[: KEY_BYTES * PIECE_BLOCKS * pieces]), seed=self._seed)
+        return self._begin(plan, keys, len(numbers) // KEY_BYTES, pieces, partial(self.query_by_hash, body), receiver)
 
     async def query_tiered_by_hash(self, body: Body) -> Answer:
         """Answer the same query in blocks, tier by tier: a selection service without an index of its own reads this."""
@@ -146,8 +181,8 @@ class Dynamo:
 
     def _by_hash(self, body: Body) -> tuple[GroupName, KeysOf]:
         """Return the group and the prompt of a body with local hashes."""
-        request = body.asked(DynamoQueryByHashRequest.of)
-        if body.fields.get("cache_salt") is not None:
+        asked = body.asked(_by_hash)
+        if asked.salt is not None:
             raise InvalidValue(
                 "cache_salt is not used here, because block_hashes already depend on it; leave it out, or use query",
                 field="cache_salt",
@@ -159,12 +194,14 @@ class Dynamo:
             keys = LocalHashKeys(local_hashes, self._seed)
             return PromptKeys(keys, len(local_hashes), len(local_hashes) * block_size)
 
-        return request.group, prompt
+        return asked.group, prompt
 
-    def _answer(self, group: GroupName, keys_of: KeysOf, salt: str | None = None) -> Steps[Answer]:
+    def _answer(
+        self, group: GroupName, keys_of: KeysOf, salt: str | None = None, start: Start | None = None
+    ) -> Steps[Answer]:
         """Return the answer for a prompt in blocks of its group's size."""
         (block_size, reading), in_pools = yield from self._pools.beside(
-            self._read(group, keys_of),
+            self._read(group, keys_of, start),
             partial(self._store.reader.table_at_hand, group),
             partial(_block_size, group),
             keys_of,
@@ -174,8 +211,83 @@ class Dynamo:
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         return Answer(in_tokens(rows, block_size), headers=headers)
 
-    def _read(self, group: GroupName, keys_of: KeysOf) -> Steps[tuple[int, Reading | None]]:
-        return self._lookup.read_in_size(group, partial(_block_size, group), keys_of)
+    def _read(self, group: GroupName, keys_of: KeysOf, start: Start | None = None) -> Steps[tuple[int, Reading | None]]:
+        return self._lookup.read_in_size(group, partial(_block_size, group), keys_of, start)
+
+    # ---- the quick way ---------------------------------------------------------------------------------
+
+    def _plain(self, body: Body) -> tuple[_Asked | None, QuickPlan | None, bytes]:
+        """Return what a body asks and how its group is read quickly, if it has been asked before and is plain."""
+        asked: _Asked | None = None if body.text is None else body.text.asked
+        if asked is None or body.numbers is None:
+            return None, None, b""
+        plan = self._plans.get(asked.group)
+        if plan is None or not self._quick.is_current(plan):
+            plan = self._quick.plan(asked.group, None)
+            if (
+                plan is None
+                or self._pools.of(plan.table)
+                or _block_size(asked.group, plan.table) != plan.view.block_size
+            ):
+                return asked, None, b""
+            if len(self._plans) >= _PLANS_MAX:
+                self._plans.clear()
+            self._plans[asked.group] = plan
+        return asked, plan, body.numbers
+
+    def _begin(
+        self,
+        plan: QuickPlan,
+        keys: bytes,
+        blocks: int,
+        pieces: int,
+        general: Callable[[Start], Steps[Answer | Paused]],
+        receiver: StepsReceiver[Answer | Paused],
+    ) -> bool:
+        seconds, is_whole = self._deadline_seconds, KEY_BYTES * blocks == len(keys)
+        read = self._quick.read(plan, keys, pieces, is_whole=is_whole, seconds=seconds) if blocks else None
+        if read is None:
+            return False
+        answer: QuickAnswer[Answer | Paused] = QuickAnswer(partial(self._quick_answer, blocks), general, receiver)
+        read.begin(answer)
+        return True
+
+    def _quick_answer(self, blocks: int, read: QuickRead) -> Answer | None:
+        """Return the answer by a quick read, and count it; None if the read does not decide it."""
+        known = self._known.of(read)
+        if known is None:
+            return None
+        self._lookup.counts.found(read.plan.table.group.model_name, blocks, known.blocks, read.blocks, 1)
+        return Answer(known.content, media_type=Format.JSON.value)
+
+
+class _Asked(NamedTuple):
+    """The fields of a query besides its prompt."""
+
+    group: GroupName
+    namespace: int
+    salt: str | None
+
+
+def _by_tokens(fields: dict[str, Any]) -> _Asked:
+    request = DynamoQueryRequest.of(fields)
+    salts = [] if request.cache_salt is None else [request.cache_salt]
+    return _Asked(request.group, namespace(request.lora_name, salts), request.cache_salt)
+
+
+def _by_hash(fields: dict[str, Any]) -> _Asked:
+    return _Asked(DynamoQueryByHashRequest.of(fields).group, 0, fields.get("cache_salt"))
+
+
+class _KnownAnswer(NamedTuple):
+    """The JSON of an answer, and how many blocks of the prompt it is about."""
+
+    content: bytes
+    blocks: int
+
+    @classmethod
+    def by(cls, walk: Walk) -> _KnownAnswer:
+        return cls(encode(in_tokens(dynamo_rows(walk), walk.view.block_size), Format.JSON), walk.blocks)
 
 
 def _block_size(group: GroupName, table: HolderTable | None) -> int:
