@@ -419,14 +419,14 @@ def test_what_is_kept_is_bounded_in_time_and_in_bytes() -> None:
     heads = b"".join(b"%08d" % number for number in range(4))
     hot.keep(1, heads, [crowd, value([1], 0, {1: [1]}), marked, None], now=0.0)
     assert hot.expire(9.9)
-    assert hot.find(1, heads) == {0: (crowd, True), 2: (marked, False)}
+    assert hot.find(1, heads) == {0: (crowd, True, False), 2: (marked, False, True)}
     assert hot.find(2, heads) == {}
     assert not hot.expire(10.0)
     assert (len(hot), hot.bytes) == (0, 0)
     for number in range(100):
         hot.keep(1, b"%08d" % number, [crowd], now=20.0)
         assert hot.bytes <= 4000
-    assert hot.find(1, b"%08d" % 99 + b"%08d" % 1) == {0: (crowd, True)}
+    assert hot.find(1, b"%08d" % 99 + b"%08d" % 1) == {0: (crowd, True, False)}
     hot.keep(1, b"too long", [crowd * 100], now=20.0)
     assert (len(hot), hot.bytes) == (0, 0), "what is larger than everything is not kept"
     hot.clear()

@@ -31,7 +31,7 @@ from waymark.store.steps import Steps, never, run
 
 T = TypeVar("T")
 
-Runs: TypeAlias = tuple[tuple[bytes, int], ...]
+FoundRuns: TypeAlias = tuple[tuple[bytes, int], ...]
 
 #: The two sizes of the first portion, in rows. The small one is usual, because most new prompts have no match. The
 #: large one is used if more than ``_LONG_SHARE`` of the recent prompts matched the whole small portion: it saves a
@@ -124,7 +124,7 @@ class QuickRead(Fetch):
         self.plan = plan
         self.blocks = min(len(keys) // KEY_BYTES, PIECE_BLOCKS * pieces)
         """How many blocks are looked up."""
-        self.runs: Runs | None = None
+        self.runs: FoundRuns | None = None
         """The runs of these blocks; None if the rows alone do not decide them."""
         self.is_over = is_over
         """No holder has a block behind these."""
@@ -279,7 +279,7 @@ class KnownRuns(Generic[T]):
         self._make = make
         self._size = size
         self._bytes_max = bytes_max
-        self._known: dict[View, dict[Runs, _Known[T]]] = {}
+        self._known: dict[View, dict[FoundRuns, _Known[T]]] = {}
         self.bytes = 0
 
     def clear(self) -> None:
@@ -300,7 +300,7 @@ class KnownRuns(Generic[T]):
         read.note_length()
         return known.made
 
-    def _new(self, view: View, runs: Runs) -> _Known[T]:
+    def _new(self, view: View, runs: FoundRuns) -> _Known[T]:
         walk = Walk(view)
         is_over = not walk.feed(runs)
         known = _Known(self._make(walk), walk.newest_seen <= view.newest, is_over)
