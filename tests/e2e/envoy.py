@@ -104,6 +104,7 @@ def picker_filter(response_body: str) -> dict[str, Any]:
             "failure_mode_allow": False,
             "message_timeout": "60s",
             "metadata_options": {"forwarding_namespaces": {"untyped": ["envoy.lb.subset_hint"]}},
+            "response_attributes": ["upstream.address"],
             "processing_mode": {
                 "request_header_mode": "SEND",
                 "request_body_mode": "FULL_DUPLEX_STREAMED",
@@ -182,8 +183,7 @@ def configuration(
             "typed_config": {"@type": f"{_EXTENSIONS}.retry.host.previous_hosts.v3.PreviousHostsPredicate"},
         }],
     }  # fmt: skip
-    served = {"header": {"key": "x-gateway-destination-endpoint-served", "value": "%UPSTREAM_REMOTE_ADDRESS%"}}
-    inner_route = _route("engines", other) | {"response_headers_to_add": [served]}
+    inner_route = _route("engines", other)
     has_picker = bool(pickers)
     filters = [_pool_filter(subset)] if subset else []
     filters += [picker_filter(response_body)] if has_picker else []

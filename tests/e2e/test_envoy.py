@@ -280,9 +280,11 @@ async def test_an_engine_that_dies_costs_no_request(fleet: Fleet) -> None:
     assert first == 200
     (dead,) = [engine for engine in fleet.engines if engine.generator.requests]
     await dead.__aexit__(None, None, None)
+    alive = {engine.url.removeprefix("http://") for engine in fleet.engines if engine is not dead}
     for turn in range(6):
         answer = await fleet.chat(f"hello {turn}")
         assert answer.status_code == 200, answer.text
+        assert answer.headers["x-decoder-host-port"] in alive, "Envoy says who answered"
     assert sorted(fleet.served())[1:] != [0, 1], "others have answered"
     await wait_until(fleet.is_idle, "every reservation is released, the dead engine's too")
 
@@ -325,25 +327,29 @@ async def test_an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet
 
 @both_modes
 async def test_an_engine_says_nothing_in_our_name(fleet: Fleet) -> None:
-    engine, model = fleet.engines[0], "forged"
+    (engine, other, _), model = fleet.engines, "forged"
     await engine.__aexit__(None, None, None)
     forged = ["x-session-token", "X-Session-Token", "x-decoder-host-port", "x-waymark-decision"]
     forged += ["x-waymark-engine", "x-cache", "x-cache-key", "x-prefiller-host-port", "x-kept"]
 
     async def forges(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        lines = ["HTTP/1.1 200 OK", "content-length: 2", *(f"{name}: forged" for name in forged), "", "{}"]
+        lines = ["HTTP/1.1 200 OK", "content-length: 2", *(f"{name}: forged" for name in forged)]
+        lines += [f"x-gateway-destination-endpoint-served: {other.url.removeprefix('http://')}", "", "{}"]
         writer.write("\r\n".join(lines).encode())
 
-    target = Target(address=engine.url)
-    await fleet.store.registry.register(
-        registration("forger", kind=EngineKind.NONE, model_name=model, endpoint=None, target=target)
-    )
+    for name, target in (
+        ("forger", Target(address=engine.url)), ("other", Target(address=other.url, weight=0.0)),
+    ):  # fmt: skip
+        await fleet.store.registry.register(
+            registration(name, kind=EngineKind.NONE, model_name=model, endpoint=None, target=target)
+        )
     async with listening(forges, int(engine.url.rpartition(":")[2])):
         answer = await fleet.chat("hello", model=model)
     assert answer.status_code == 200, answer.text
     assert [name for name, value in answer.headers.multi_items() if "forged" in value] == ["x-kept"]
     assert answer.headers.get_list("x-decoder-host-port") == [engine.url.removeprefix("http://")]
+    assert "x-gateway-destination-endpoint-served" not in answer.headers
     assert len(answer.headers.get_list("x-session-token")) == 1
 
 

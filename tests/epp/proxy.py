@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -91,19 +92,23 @@ class Stream:
         *,
         is_end: bool = False,
         served: str | None = None,
-        forged: Sequence[str] = (),
+        upstream: str | None = None,
+        forged: Mapping[str, str] = MappingProxyType({}),
         removed: Sequence[str] = (),
     ) -> dict[str, str]:
         """The headers of an engine's answer, ``forged`` among them; those that the picker sets in it.
 
-        It must remove those of ``removed``.
+        Who answered is in the metadata (``served``), or an attribute (``upstream``). It must remove those of
+        ``removed``.
         """
-        said = {":status": str(status)} | dict.fromkeys(forged, "forged")
+        said = {":status": str(status), **forged}
         message = pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers=header_map(said), end_of_stream=is_end))
         if served is not None:
             message.metadata_context.filter_metadata["envoy.lb"].update(
                 {"x-gateway-destination-endpoint-served": served}
             )
+        if upstream is not None:
+            message.attributes["envoy.filters.http.ext_proc"].update({"upstream.address": upstream})
         async with within(SECONDS):
             await self.call.write(message)
         answer = await self.receive()

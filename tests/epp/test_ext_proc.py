@@ -179,10 +179,11 @@ async def test_an_engine_says_nothing_in_our_name(store: Store, pods: dict[str, 
     ours = ["x-session-token", "x-decoder-host-port", "x-waymark-decision"]
     removed = [
         "x-waymark-engine", "X-Waymark-Other", "x-cache", "x-cache-key", "x-prefiller-host-port",
-        "mif-prefill-endpoint", "x-kv-cache-source-host-port",
+        "mif-prefill-endpoint", "x-kv-cache-source-host-port", "x-gateway-destination-endpoint",
+        "x-gateway-destination-endpoint-subset",
     ]  # fmt: skip
     forged = [*ours, *removed, "x-cached", "content-type"]
-    said = await stream.answered(forged=forged, removed=[name.lower() for name in removed])
+    said = await stream.answered(forged=dict.fromkeys(forged, "forged"), removed=[name.lower() for name in removed])
     assert said.keys() == set(ours), "an engine's are replaced"
     assert said["x-decoder-host-port"] == place
     assert "forged" not in said.values()
@@ -208,14 +209,16 @@ async def test_only_the_subset_is_picked_from(
         assert refused(answer)[0] == 503
 
 
+@pytest.mark.parametrize("said_by", ["served", "upstream"])
 async def test_the_reservation_moves_to_the_fallback_that_served(
-    store: Store, pods: dict[str, str], start_epp: StartEpp
+    store: Store, pods: dict[str, str], start_epp: StartEpp, said_by: str
 ) -> None:
     stream = (await start_epp(store)).stream()
-    first, second, _ = destinations(await stream.ask(CHAT))
+    first, second, third = destinations(await stream.ask(CHAT))
     await stream.request_back()
     assert set(await loads(store)) == {first}
-    await stream.answered(served=second)
+    forged = {"x-gateway-destination-endpoint-served": third}
+    await stream.answered(forged=forged, removed=list(forged), **{said_by: second})
 
     async def has_moved() -> bool:
         return set(await loads(store)) == {second}
@@ -223,6 +226,19 @@ async def test_the_reservation_moves_to_the_fallback_that_served(
     await wait_until(has_moved, "the fallback has it")
     await stream.content(b"x", is_end=True)
     await nothing_under_way(store)
+
+
+async def test_an_engine_does_not_say_that_another_one_served(
+    store: Store, pods: dict[str, str], start_epp: StartEpp
+) -> None:
+    """Its own load and its failures would count as the other's."""
+    stream = (await start_epp(store)).stream()
+    first, second, _ = destinations(await stream.ask(CHAT))
+    await stream.request_back()
+    forged = {"x-gateway-destination-endpoint-served": second}
+    said = await stream.answered(forged=forged, removed=list(forged))
+    assert said["x-decoder-host-port"] == first
+    assert set(await loads(store)) == {first}
 
 
 @pytest.mark.parametrize("when", ["body", "picked", "answered"])

@@ -67,6 +67,7 @@ async def test_a_body_goes_on_byte_for_byte_with_the_headers_that_may_pass(start
         "x-decoder-host-port": "10.0.0.1:1",
         "x-encoder-hosts-ports": "10.0.0.1:1",
         "x-gateway-destination-endpoint": "10.0.0.1:1",
+        "x-gateway-destination-endpoint-served": "10.0.0.1:1",
         "x-prefiller-url": "http://10.0.0.1:1",
         "x-data-parallel-rank": "7",
         "connection": "keep-alive, x-hop",
@@ -86,7 +87,7 @@ async def test_a_body_goes_on_byte_for_byte_with_the_headers_that_may_pass(start
     assert (request.headers["x-request-id"], request.headers["openai-organization"]) == ("mine-1", "kept")
     gone = {"x-api-key", "x-waymark-decision", "mif-prefill-endpoint", "x-hop", "te", "x-prefiller-url"}
     gone |= {f"x-{name}-host-port" for name in ("prefiller", "kv-cache-source", "data-parallel")}
-    gone |= {"x-encoder-hosts-ports", "x-gateway-destination-endpoint"}
+    gone |= {"x-encoder-hosts-ports", "x-gateway-destination-endpoint", "x-gateway-destination-endpoint-served"}
     assert not gone & {name.lower() for name in request.headers}
     place = running.engines[0].url.removeprefix("http://")
     assert request.headers.getall("x-decoder-host-port", []) in ([], [place]), "only the decision names one"

@@ -26,11 +26,12 @@ _URL_CHARACTERS_MAX = 2048
 #: copy blocks from. A client with one of these headers could choose where an engine connects to.
 _PLACE_HEADERS = frozenset(
     {
-        "x-data-parallel-host-port", "x-decoder-host-port", "x-encoder-hosts-ports", "x-gateway-destination-endpoint",
-        "x-kv-cache-source-host-port", "x-prefiller-host-port", "x-prefiller-url",
+        "x-data-parallel-host-port", "x-decoder-host-port", "x-encoder-hosts-ports", "x-kv-cache-source-host-port",
+        "x-prefiller-host-port", "x-prefiller-url",
     }
 )  # fmt: skip
-_PLACE_HEADERS_BEGIN = "mif-"
+#: The second one also begins the names that say which endpoints may be chosen, and which one has answered.
+_PLACE_HEADERS_BEGIN = ("mif-", "x-gateway-destination-endpoint")
 
 
 class Role(StrEnum):

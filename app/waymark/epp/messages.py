@@ -17,8 +17,9 @@ from google.protobuf.struct_pb2 import Struct, Value
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 DESTINATION = "x-gateway-destination-endpoint"
-SERVED = "x-gateway-destination-endpoint-served"
+_SERVED = "x-gateway-destination-endpoint-served"
 _LB = "envoy.lb"
+_FILTER, _UPSTREAM = "envoy.filters.http.ext_proc", "upstream.address"
 _SUBSET, _SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 
 #: Bytes of a body in one answer: below 64 KiB including the rest of the message.
@@ -55,11 +56,15 @@ def subset_of(request: Any) -> frozenset[str] | None:
     return frozenset(name.strip() for name in names if name.strip())
 
 
-def served_of(request: Any, headers: Mapping[str, str]) -> str | None:
-    """Return the ``host:port`` that answered, as the proxy reports it; None if it does not."""
-    value = _metadata(request, _LB, SERVED)
-    place = value.string_value if value is not None else headers.get(SERVED, "")
-    return place.strip() or None
+def served_of(request: Any) -> str | None:
+    """Return the ``host:port`` that answered, as the proxy reports it; None if it does not.
+
+    A header would not do: an engine could send it, so that its own load and its own failures count as another's.
+    """
+    value = _metadata(request, _LB, _SERVED)
+    if value is None and _FILTER in request.attributes:
+        value = request.attributes[_FILTER].fields.get(_UPSTREAM)
+    return None if value is None else value.string_value.strip() or None
 
 
 def _metadata(request: Any, namespace: str, key: str) -> Any:

@@ -326,7 +326,7 @@ class ProcessCall:
 
     async def _answered(self, message: Any, headers: dict[str, str]) -> None:
         self._has_answer = True
-        place = messages.served_of(message, headers)
+        place = messages.served_of(message)
         if place is not None and self._under_way is not None:
             await self._under_way.move(place)
         # A status without fault of the engine, such as 429 or 404, is an answer.
