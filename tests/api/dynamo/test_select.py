@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,35 @@ async def test_places_of_a_worker_must_be_allowed(store: Store, make_client: Mak
         answer = await replica.post("/dynamo/workers", json=WORKER | fields)
         assert "WAYMARK_ALLOWED_ENDPOINTS" in answer.json()["not_schedulable_reasons"][0], fields
     assert (await replica.get("/workers")).json()["publishers"] == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"endpoint": "http://u:5ecret@10.0.0.1:8000"},
+        {"endpoint": "u:5ecret@10.0.0.1"},
+        {"endpoint": "http://10.0.0.1:8000/?key=5ecret"},
+        {"endpoint": "http://10.0.0.1:8000#5ecret"},
+        {"kv_events_endpoint": "tcp://u:5ecret@10.0.0.1:5557"},
+        {"kv_events_endpoints": {"0": SOCKETS[0], "1": "tcp://u:5ecret@10.0.0.1:5557"}},
+        {"replay_endpoint": "tcp://5ecret@10.0.0.1:5558"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_a_password_in_a_description_is_neither_stored_nor_shown(
+    store: Store, make_client: MakeClient, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    replica = await make_client(store, access_log=True)
+    (field,) = fields
+    refused = [await replica.post("/dynamo/workers", json=WORKER | fields)]
+    assert (await replica.post("/dynamo/workers", json=WORKER)).status_code == 201
+    refused.append(await replica.patch("/dynamo/workers/1", json=fields))
+    for answer in refused:
+        assert (answer.status_code, f"{field} is " in answer.text, "5ecr" in answer.text) == (422, True, False)
+    shown = await replica.patch("/dynamo/workers/1", json={"block_size": BLOCK_SIZE})
+    assert shown.json()["lifecycle"] == "schedulable"
+    assert "5ecr" not in shown.text + caplog.text
 
 
 @pytest.mark.parametrize("path", ["/dynamo/workers/x", "/dynamo/workers/-1", f"/dynamo/workers/{2**64}"])

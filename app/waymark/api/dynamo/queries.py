@@ -24,7 +24,7 @@ from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, InvalidValue, NotFound
 from waymark.base.metrics import Metrics
 from waymark.base.shape import quick
-from waymark.base.shown import shown
+from waymark.base.shown import shown_url
 from waymark.contract.dynamo import (
     OK,
     DynamoDeviceBlocks,
@@ -118,7 +118,7 @@ class Dynamo:
         if endpoint is None:
             return None
         if not is_endpoint(endpoint):
-            raise InvalidValue(f"{field} is {shown(endpoint)}; it must be {ENDPOINT}", field=field)
+            raise InvalidValue(f"{field} is {shown_url(endpoint)}; it must be {ENDPOINT}", field=field)
         self._allowed.check(endpoint, field)
         return endpoint
 

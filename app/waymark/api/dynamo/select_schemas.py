@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, Field, WithJsonSchema
+from pydantic import AfterValidator, AliasChoices, Field, WithJsonSchema
 
 from waymark.api.dynamo.schemas import InstanceId
 from waymark.api.http.fields import HashList, NonEmptyName, OptionalName, RequestBody, TokenIds
@@ -19,7 +19,25 @@ _U32 = f"an integer of 0..{U32_MAX}"
 
 U32 = Annotated[int, Field(ge=0, le=U32_MAX)]
 SafeInteger = Annotated[int, Field(ge=0, le=2**53 - 1)]
-Urls = Annotated[dict[str, str], WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}})]
+
+
+def _without(characters: str) -> AfterValidator:
+    """Refuse a URL with one of these characters: a description is stored and shown, and a password must not be."""
+
+    def check(text: str | None) -> str | None:
+        if text is not None and not set(characters).isdisjoint(text):
+            raise ValueError
+        return text
+
+    return AfterValidator(check)
+
+
+_Address = Annotated[OptionalName, _without("@?#")]
+_Socket = Annotated[OptionalName, _without("@")]
+_Sockets = Annotated[
+    dict[str, Annotated[str, _without("@")]],
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
+]
 
 
 class _InGroup(RequestBody):
@@ -40,10 +58,19 @@ class _InGroup(RequestBody):
 class WorkerPatch(RequestBody):
     """The fields to change in a worker's description. Absent fields stay as they are."""
 
-    endpoint: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}, the address of its requests")
-    kv_events_endpoint: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}, the socket of its events")
-    kv_events_endpoints: Urls | None = Field(default=None, description="an object: the socket of each rank")
-    replay_endpoint: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}, the socket of replays")
+    endpoint: _Address = Field(
+        default=None,
+        description=f"{OPTIONAL_NAME}, the address of its requests, without a user, a query and a fragment",
+    )
+    kv_events_endpoint: _Socket = Field(
+        default=None, description=f"{OPTIONAL_NAME}, the socket of its events, without an '@'"
+    )
+    kv_events_endpoints: _Sockets | None = Field(
+        default=None, description="an object: the socket of each rank, without an '@'"
+    )
+    replay_endpoint: _Socket = Field(
+        default=None, description=f"{OPTIONAL_NAME}, the socket of replays, without an '@'"
+    )
     block_size: U32 | None = Field(default=None, description=_U32)
     data_parallel_start_rank: U32 | None = Field(default=None, description=_U32)
     data_parallel_size: Annotated[int, Field(ge=0, le=_RANKS_MAX)] | None = Field(

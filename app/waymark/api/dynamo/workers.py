@@ -127,7 +127,7 @@ class DynamoWorkerHandlers:
                 ("replay_endpoint", description.get("replay_endpoint")),
             ):
                 if text is not None and not is_endpoint(text):
-                    raise InvalidValue(f"{field} is {shown(text)} for dp_rank {rank}; it must be {ENDPOINT}")
+                    raise InvalidValue(f"{field} is {shown_url(text)} for dp_rank {rank}; it must be {ENDPOINT}")
                 self._allowed.check(text, field)
             registrations.append(
                 Registration(

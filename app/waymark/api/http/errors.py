@@ -28,8 +28,11 @@ from waymark.base.shown import SHOWN_MAX, kind, shown, shown_url
 _SECRET = frozenset({"additionalsalt", "additional_salt", "cache_salt"})
 #: Fields whose values may hold a password.
 _URLS = frozenset(
-    {"url", "address", "metrics_url", "endpoint", "replay_endpoint", "snapshot_endpoint", "medium_endpoints"}
-)
+    {
+        "url", "address", "metrics_url", "endpoint", "replay_endpoint", "snapshot_endpoint", "medium_endpoints",
+        "kv_events_endpoint", "kv_events_endpoints",
+    }
+)  # fmt: skip
 
 _STATUS_OF_REASON = {"too_large": 413, "unsupported_content_type": 415}
 
