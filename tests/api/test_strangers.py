@@ -23,12 +23,16 @@ OPEN = "this port is open: every client may read and change everything"
         ("query", {"host": "0.0.0.0"}, True),
         ("serve", {"host": "0.0.0.0", "api_token": "secret"}, False),
         ("serve", {}, False),
-        ("gateway", {}, False),
+        ("gateway", {}, True),
+        ("gateway", {"gateway_keys": f"one:{'0' * 64}"}, False),
         ("gateway", {"host": "0.0.0.0"}, True),
         ("gateway", {"host": "0.0.0.0", "api_token": "secret"}, False),
     ],
-    ids=["serve", "query", "with-a-token", "loopback", "gateway-on-loopback", "gateway", "gateway-with-a-token"],
-)
+    ids=[
+        "serve", "query", "with-a-token", "loopback", "gateway-on-loopback", "gateway-with-keys", "gateway",
+        "gateway-with-a-token",
+    ],
+)  # fmt: skip
 async def test_an_open_port_is_said_once_in_the_log_and_in_ready(
     redis_url: str, tmp_path: Path, role: str, settings: dict[str, str], is_open: bool
 ) -> None:
@@ -37,6 +41,7 @@ async def test_an_open_port_is_said_once_in_the_log_and_in_ready(
             for _ in range(2):
                 warnings = (await client.get("/ready")).json().get("warnings", [])
                 assert sum(warning.startswith(OPEN) for warning in warnings) == is_open
+                assert "loopback" in str(warnings) or not is_open or "host" in settings
         assert live.said().count(OPEN) == is_open
 
 

@@ -194,15 +194,13 @@ def openness(settings: Settings, *, is_gateway: bool = False) -> str | None:
     """
     if settings.api_token is not None or settings.api_tokens_file is not None:
         return None
-    if is_loopback(settings.host):
-        return None
-    if is_gateway:
-        if settings.gateway_keys:
-            return None
-    elif settings.redis_url == "memory://":
+    is_local = is_loopback(settings.host)
+    if settings.gateway_keys if is_gateway else is_local or settings.redis_url == "memory://":
         return None
     names = "WAYMARK_API_TOKEN and WAYMARK_GATEWAY_KEYS" if is_gateway else "WAYMARK_API_TOKEN"
-    return (
-        f"this port is open: every client may read and change everything; set {names}, or let only hosts that you "
-        "trust reach it"
+    reach = (
+        "as it listens on loopback, only this machine reaches it"
+        if is_local
+        else "or let only hosts that you trust reach it"
     )
+    return f"this port is open: every client may read and change everything; set {names}; {reach}"
