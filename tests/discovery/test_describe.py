@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from tests.discovery.conftest import Engine, recorded, vllm_metrics, vllm_models
+from tests.listening import listening, port_of
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, RemoteUnavailable
@@ -193,6 +195,21 @@ async def test_an_engine_that_starts_or_is_not_there_is_unavailable(
         await describer.describe(engine.url)
     with pytest.raises(RemoteUnavailable, match=f"127.0.0.1:{free_port}"):
         await describer.describe(f"http://127.0.0.1:{free_port}")
+
+
+@pytest.mark.parametrize("status", [b"000", b"099", b"101", b"600", b"999"])
+async def test_a_status_that_is_none_is_no_description(describer: Describer, status: bytes) -> None:
+    body = json.dumps(vllm_models("m")).encode()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 %b Odd\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body)
+        )
+
+    async with listening(answer) as server:
+        with pytest.raises((InvalidValue, RemoteUnavailable)):
+            await describer.describe(f"http://127.0.0.1:{port_of(server)}")
 
 
 async def test_a_redirect_is_named(engine: Engine, describer: Describer) -> None:

@@ -17,6 +17,7 @@ from aiohttp import web
 from tests.api.conftest import MakeClient, client, make_client, register
 from tests.conftest import wait_until
 from tests.ingest.conftest import QUICK
+from tests.listening import listening, port_of
 from tests.store.factories import registration
 from waymark.base.asker import Asker, HttpReply
 from waymark.base.errors import StoreUnavailable
@@ -241,6 +242,46 @@ async def test_many_engines_are_asked_one_after_the_other_and_their_readings_las
     assert min(later - earlier for earlier, later in pairwise(asked_at)) > SPACE_SECONDS / 2
     # A reading counts until the engine has had its turn again, with two that fail in between.
     assert min(lasting) >= 3 * 1000 * count * SPACE_SECONDS * 0.9
+
+
+async def test_only_an_answer_with_status_200_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    statuses = [b"000", b"099", b"101", b"204", b"206", b"500", b"600", b"999"]
+    body = b"vllm:num_requests_waiting 1\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        status = head.partition(b" /")[2].partition(b"/metrics")[0]
+        writer.write(
+            b"HTTP/1.1 %b Odd\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body)
+        )
+
+    read: list[int] = []
+
+    async def note(_: int, publisher: int, *__: Any) -> bool:
+        read.append(publisher)
+        return True
+
+    store: Any = SimpleNamespace(gauges=SimpleNamespace(note=note))
+    asker, metrics = Asker(), Metrics()
+    scraper = Scraper(store, metrics, asker, 0.05)
+    async with listening(answer) as server:
+        url = f"http://127.0.0.1:{port_of(server)}"
+        claims = [
+            Claim(registration(f"pod-{number}", target=Target(address=f"{url}/{status.decode()}")), number, 1, 1)
+            for number, status in enumerate([*statuses, b"200"])
+        ]
+        scraper.see(claims, claims)
+        try:
+            await wait_until(lambda: len(read) >= 3, "the one with an answer is read again and again", 30)
+
+            def complaints() -> int:
+                return sum(each.message == "metrics of an engine cannot be read" for each in caplog.records)
+
+            await wait_until(lambda: complaints() == len(statuses), "each of the others was asked", 30)
+        finally:
+            await scraper.close()
+            await asker.close()
+    assert set(read) == {len(statuses)}
 
 
 async def test_redis_that_is_away_is_no_fault_of_an_engine(
