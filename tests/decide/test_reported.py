@@ -303,6 +303,24 @@ async def test_a_long_prompt_is_looked_up_in_portions(
     assert (looked_up, portions) == (2, [2]), "without time there is one look-up all the same"
 
 
+async def test_a_new_prompt_costs_little_and_a_short_known_one_is_one_look_up(
+    store: Store, prompts: ReportedPrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await sglang(store, "pod-1", 1, 9)
+    _, looked_up = await prompts.match_engine_hashes(list(range(50_000, 58_000)), 60.0)
+    assert looked_up <= 100, "of eight thousand blocks that nobody has"
+    requests: list[int] = []
+    find = store.hashes.find
+
+    async def counted(group_id: int, engine_hashes: Sequence[int]) -> dict[int, Spot]:
+        requests.append(len(engine_hashes))
+        return await find(group_id, engine_hashes)
+
+    monkeypatch.setattr(store.hashes, "find", counted)
+    await prompts.match_engine_hashes(ENGINE_HASHES, 60.0)
+    assert requests == [len(ENGINE_HASHES)]
+
+
 @pytest.mark.parametrize(
     "fields",
     [

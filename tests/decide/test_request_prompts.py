@@ -188,3 +188,9 @@ def test_copies_share_the_prefill_of_their_prompt(
 @pytest.mark.parametrize(("prompts", "copies"), [((1,) * 500, 1), ((1,), 500), ((1,) * 9, 500)])
 def test_the_load_of_a_request_has_a_ceiling(prompts: tuple[int, ...], copies: int) -> None:
     assert len(further_sequences(prompts, copies)) == SEQUENCES_MAX - 1
+
+
+def test_dozens_of_answers_are_load_and_a_thousand_make_one_request_no_hundred() -> None:
+    for prompts, copies in (((7,), 32), ((7,) * 32, 1), ((7,) * 4, 8)):
+        assert len(further_sequences(prompts, copies)) == 31
+    assert len(further_sequences((7,), 1000)) < 100

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from tests.conftest import wait_until
 from tests.store.factories import registration
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.shown import SHOWN_MAX
+from waymark.decide import served
 from waymark.decide.served import ServedModel, ServedNames
 from waymark.domain.names import GroupName, Registration
 from waymark.domain.targets import Target
@@ -230,6 +231,42 @@ async def test_known_names_are_not_read_again_before_their_time() -> None:
     await names.of(group("x"))
     await asyncio.sleep(0)
     assert redis.reads == 2
+
+
+async def test_a_new_adapter_is_known_within_seconds_and_no_request_reads_the_names_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    redis, now = Redis(pod("pod-1", adapters=("x",))), 1000.0
+    names = names_of(redis)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    await names.of(group("x"))
+    redis.registered = [pod("pod-1", adapters=("x", "y"))]
+    for _ in range(100):  # of a busy replica
+        now += 0.003
+        assert await names.of(group("y")) is None
+    assert redis.reads == 1
+    now += 2.0
+    assert await names.of(group("y")) == ServedModel(group("base"), "y")
+
+
+async def test_a_name_is_compared_with_every_one_of_hundreds_and_not_with_all_of_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names, compared = names_of(Redis(*(pod(f"pod-{n}", f"model-{n:05}") for n in range(500)))), 0
+    await names.of(group("unknown"))
+    assert {names.nearest(group(f"model-{n:05}-instruct")) for n in range(0, 500, 9)} == {
+        f"model-{n:05}" for n in range(0, 500, 9)
+    }
+
+    def close(_: str, possibilities: Iterable[str], n: int) -> list[str]:
+        nonlocal compared
+        compared = len(list(possibilities))
+        return []
+
+    monkeypatch.setattr(served, "get_close_matches", close)
+    names = names_of(Redis(*(pod(f"pod-{n}", f"model-{n}") for n in range(5000))))
+    assert await names.nearest_now(group("unknown")) is None
+    assert 500 <= compared <= 2000, "five thousand would hold up others for tens of milliseconds"
 
 
 async def test_a_name_that_gets_targets_of_its_own_is_a_model_of_its_own() -> None:

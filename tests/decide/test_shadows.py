@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.base.shape import plain
+from waymark.decide import shadows as shadows_module
 from waymark.decide.matches import PromptMatches
 from waymark.decide.options import Shadow
 from waymark.decide.order import order
@@ -234,6 +237,32 @@ async def test_a_shadow_that_fails_is_counted_and_the_others_go_on(caplog: pytes
     assert sum(counted(metrics, "lmetric").values()) == 3
     assert [list(each.shadows) for each in kept.decisions] == [["lmetric"]] * 3
     assert len([record for record in caplog.records if record.message == "a shadow fails"]) == 1, "once a minute"
+
+
+async def test_a_shadow_that_fails_for_an_hour_fills_no_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> Any:
+        raise ZeroDivisionError
+
+    now = 1000.0
+    monkeypatch.setattr(shadows_module, "time", SimpleNamespace(time=time.time, monotonic=lambda: now))
+    broken = PolicyChoice.of(replace(PRESETS["llm-d"], name="broken", rank=fails, needs_gauges=False))
+    shadows = shadows_of(Kept(), more=[Shadow("broken", broken)])
+    for _ in range(360):
+        await decided(shadows, *scene(Random(2)), question_of(), Random(1))
+        now += 10.0
+    said = sum(record.message == "a shadow fails" for record in caplog.records)
+    assert 20 <= said <= 120, "often enough for those who look at the last minutes"
+
+
+@pytest.mark.parametrize(("blocks", "is_kept"), [(2000, True), (100_000, False)])
+async def test_a_record_has_the_pool_of_a_usual_prompt_and_not_of_a_gigantic_one(blocks: int, is_kept: bool) -> None:
+    kept, (snapshot, matches) = Kept(), scene(Random(2))
+    pool = (1 << blocks) - 1
+    request = matches.request._replace(tokens=SIZE * blocks, pool=pool)
+    await decided(shadows_of(kept), snapshot, matches._replace(request=request), question_of(), Random(1))
+    assert kept.decisions[0].pool == (pool if is_kept else 0)
 
 
 async def test_a_shadow_without_a_target_is_counted() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import AsyncMock
@@ -409,6 +411,21 @@ async def test_a_slow_redis_holds_the_last_byte_for_a_moment_only(monkeypatch: p
     answered.set()
     await of.settle()
     assert recorded.calls == [(1, ReservationPart.OK)], "the release goes on behind it"
+
+
+async def test_the_last_byte_waits_as_long_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
+    (documented,) = re.findall(r"The last piece waits until the reservation is released, (\d+) ms at most", page)
+    waited: list[float | None] = []
+
+    async def wait(tasks: set[asyncio.Task[None]], **bounds: float | None) -> None:
+        waited.append(bounds["timeout"])
+        await asyncio.gather(*tasks)
+
+    request = begun(all_of(Recorded()), RESERVATIONS[:1])
+    monkeypatch.setattr(asyncio, "wait", wait)
+    await request.give_back(is_ok=True)
+    assert waited == [int(documented) / 1000]
 
 
 async def test_a_request_behind_an_idle_time_is_renewed_again() -> None:
