@@ -281,10 +281,15 @@ async def test_after_a_failure_redis_is_left_alone_for_a_moment(
         raise StoreUnavailable("Redis is away")
 
     monkeypatch.setattr(selector, "_select", fails)
-    for _ in range(3):
-        with pytest.raises(StoreUnavailable):
-            await selector.select(asked())
-    assert len(tries) == 1
+    counted, now = [], asyncio.get_running_loop().time()
+    with monkeypatch.context() as still:
+        still.setattr(asyncio.get_running_loop(), "time", lambda: now)
+        for seconds in (0, 0.1, 0.3, 3.0, 0.3):
+            now += seconds
+            with pytest.raises(StoreUnavailable):
+                await selector.select(asked())
+            counted.append(len(tries))
+    assert counted == [1, 1, 1, 2, 2], "requests do not wait for it, and soon one tries"
     monkeypatch.setattr(selector, "_select", select)
     selector._away_until = 0.0  # as after a moment
     await selector.select(asked())
