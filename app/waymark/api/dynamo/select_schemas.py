@@ -32,9 +32,9 @@ def _without(characters: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-_Address = Annotated[OptionalName, _without("@?#")]
-_Socket = Annotated[OptionalName, _without("@")]
-_Sockets = Annotated[
+_WorkerAddress = Annotated[OptionalName, _without("@?#")]
+_WorkerSocket = Annotated[OptionalName, _without("@")]
+_WorkerSockets = Annotated[
     dict[str, Annotated[str, _without("@")]],
     WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
 ]
@@ -58,17 +58,17 @@ class _InGroup(RequestBody):
 class WorkerPatch(RequestBody):
     """The fields to change in a worker's description. Absent fields stay as they are."""
 
-    endpoint: _Address = Field(
+    endpoint: _WorkerAddress = Field(
         default=None,
         description=f"{OPTIONAL_NAME}, the address of its requests, without a user, a query and a fragment",
     )
-    kv_events_endpoint: _Socket = Field(
+    kv_events_endpoint: _WorkerSocket = Field(
         default=None, description=f"{OPTIONAL_NAME}, the socket of its events, without an '@'"
     )
-    kv_events_endpoints: _Sockets | None = Field(
+    kv_events_endpoints: _WorkerSockets | None = Field(
         default=None, description="an object: the socket of each rank, without an '@'"
     )
-    replay_endpoint: _Socket = Field(
+    replay_endpoint: _WorkerSocket = Field(
         default=None, description=f"{OPTIONAL_NAME}, the socket of replays, without an '@'"
     )
     block_size: U32 | None = Field(default=None, description=_U32)
