@@ -14,7 +14,7 @@ import pytest
 from tests.factories import publisher_row, workers_answer
 from tests.ports import unused_port
 from waymark import __version__
-from waymark.base.errors import ServiceRefused
+from waymark.base.errors import ServiceRefused, ServiceUnreachable
 from waymark.console.doctor import Finding, examine, parts
 from waymark.console.screen import Text
 from waymark.console.service import RemoteService
@@ -28,7 +28,8 @@ class Answers:
 
     def __init__(self) -> None:
         self.ready = httpx.Response(200, json={"status": "ready", "warnings": []})
-        self.health, self.clock, self.version = 200, 0.0, __version__
+        self.health, self.clock = 200, 0.0
+        self.version: str | None = __version__
         self.refusal: ServiceRefused | None = None
         self.publishers = [publisher_row()]
         self.view: dict[str, Any] = {}
@@ -38,6 +39,8 @@ class Answers:
         return self.ready if path == "/ready" else httpx.Response(self.health, headers={"date": date})
 
     def get(self, path: str) -> Any:
+        if self.version is None:
+            raise ServiceUnreachable("there was no answer in time")
         return {"info": {"version": self.version}}
 
     def workers(self) -> WorkersAnswer:
@@ -122,6 +125,13 @@ def test_redis_that_is_unavailable_and_what_it_warns_of(service: Answers) -> Non
 def test_another_version(service: Answers) -> None:
     service.version = "0.0.1"
     assert "Waymark is 0.0.1" in unwell(service).sentence
+
+
+def test_a_version_that_does_not_come_in_time_keeps_no_other_check_from_its_finding(service: Answers) -> None:
+    service.version = None
+    sentence = "that of Waymark is not known: there was no answer in time"
+    assert unwell(service) == ("warning", "versions", sentence)
+    assert len(found(service)) == 7
 
 
 def test_no_ingest_worker_and_a_record_that_cannot_be_read(service: Answers) -> None:

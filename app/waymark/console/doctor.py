@@ -113,7 +113,11 @@ def _readiness(service: RemoteService) -> Iterator[Finding]:
 
 
 def _version(service: RemoteService) -> Finding:
-    theirs = service.get("/openapi.json")["info"]["version"]
+    try:
+        theirs = service.get("/openapi.json")["info"]["version"]
+    except (ServiceRefused, ServiceUnreachable) as error:
+        # A busy replica may take long to make the document at its first request.
+        return Finding("warning", "versions", f"that of Waymark is not known: {error}")
     if theirs != __version__:
         return Finding("warning", "versions", f"Waymark is {theirs}, this command {__version__}; install the same one")
     return Finding("ok", "versions", f"Waymark and this command are {theirs}")
