@@ -15,8 +15,10 @@ from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import Truncation
+from waymark.domain.hashing import unpack_tokens
 from waymark.domain.multimodal import PromptItem
 from waymark.domain.names import GroupName
+from waymark.tokenization import remote as remote_module
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.remote import RemoteTokenizer
 from waymark.tokenization.sources import EngineTokenizer
@@ -316,3 +318,53 @@ async def test_what_is_not_a_list_of_ids_is_an_error_of_the_tokenizer(
     engine.says(200, f'{{"tokens": {tokens}}}')
     with pytest.raises(TokenizerUnavailable, match="has no list of tokens"):
         await remote.tokens(HI)
+
+
+LONG = ",".join(map(str, range(100)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (f'{{"tokens": [{LONG}]}}', list(range(100))),
+        (f'{{"count": 100, "tokens" :\n [ {LONG} ], "token_strs": null}}', list(range(100))),
+        (f'{{"x": {{"tokens": [{LONG}]}}, "tokens": [1]}}', [1]),
+        (f'{{"x": "tokens", "tokens": [1], "y": [{LONG}]}}', [1]),
+        (f'{{"token_ids": [{LONG}], "tokens": [2]}}', [2]),
+        (f'{{"x": "\\"tokens\\": [{LONG}]", "tokens": [3]}}', [3]),
+        (f'{{"tokens": [{LONG},]}}', None),
+        (f'{{"tokens": [{LONG},,1]}}', None),
+        (f'{{"tokens": [{LONG},true]}}', None),
+        (f'{{"tokens": [{LONG},-1]}}', None),
+        (f'{{"tokens": [{LONG},4294967296]}}', None),
+        (f'{{"tokens": [{LONG},[1]]}}', None),
+        (f'{{"tokens": [{LONG},"]"]}}', None),
+        (f'{{"tokens": [{LONG}', None),
+        (f'{{"tokens": [{LONG}]]}}', None),
+    ],
+)
+async def test_a_long_list_of_ids_is_read_in_pieces(
+    engine: Engine, remote: RemoteTokenizer, monkeypatch: pytest.MonkeyPatch, answer: str, expected: list[int] | None
+) -> None:
+    engine.says(200, answer)
+    read = []
+    for piece_bytes in (2**16, 7):
+        monkeypatch.setattr(remote_module, "_PIECE_BYTES", piece_bytes)
+        try:
+            read.append(unpack_tokens((await remote.tokens(HI)).ids))
+        except TokenizerUnavailable:
+            read.append(None)
+    assert read == [expected] * 2
+
+
+async def test_more_ids_than_a_prompt_can_have_are_not_kept(
+    engine: Engine, remote: RemoteTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_module, "_MEDIA_IDS_MAX", 0)
+    for count, is_kept in ((80_000, True), (100_000, False)):
+        engine.says(200, b'{"tokens": [%b]}' % b",".join([b"1"] * count))
+        if is_kept:
+            assert len((await remote.tokens(HI)).ids) == 4 * count
+            continue
+        with pytest.raises(TokenizerUnavailable, match="no list of ids"):
+            await remote.tokens(HI)

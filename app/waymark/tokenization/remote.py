@@ -5,8 +5,11 @@ Only the render endpoints name the images of a prompt, and some servers have no 
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from waymark.base.asker import Asker
@@ -22,6 +25,11 @@ from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, Tokenize
 #: more, and a chat template adds some. The data of images has no such bound.
 _ID_BYTES, _TEMPLATE_BYTES, MEDIA_BYTES_MAX = 12, 2**20, 32 * 2**20
 _MEDIA_IDS_MAX = 2**20
+#: The bytes of a list of ids that are read in one turn of the event loop; and the values beside a longer list.
+_PIECE_BYTES, _OTHER_VALUES_MAX = 2**16, 2**18
+_LIST_OF_IDS = re.compile(rb'"(tokens|token_ids)"\s*:\s*\[')
+#: What stands for a list that is read in pieces.
+_MARK = "ids"
 _CHAT_RENDER, _COMPLETION_RENDER = "/v1/chat/completions/render", "/v1/completions/render"
 #: A server without a path answers with such a status.
 _NO_PATH = (404, 405, 501)
@@ -127,6 +135,8 @@ class RemoteTokenizer:
 
     def _ids(self, answer: Any, name: str) -> bytes:
         ids = answer.get(name) if isinstance(answer, Mapping) else None
+        if isinstance(ids, bytes):
+            return ids
         # A boolean is an int to Python.
         if isinstance(ids, list) and set(map(type, ids)) <= {int}:
             try:
@@ -173,11 +183,11 @@ class RemoteTokenizer:
         if status != 200:
             raise self._unusable(f"it answered with status {status}")
         try:
-            answer = bounded_loads(received, values_max=max(_MEDIA_IDS_MAX, bytes_max // _ID_BYTES))
-        except ValueError:
+            answer = await _loaded(received, max(_MEDIA_IDS_MAX, bytes_max // _ID_BYTES))
+        except (ValueError, OverflowError):
             answer = None
         if not isinstance(answer, dict | list):
-            raise self._unusable("its answer is no JSON object")
+            raise self._unusable("its answer is no JSON object, or has no list of ids")
         return answer
 
     def _unusable(self, why: str) -> TokenizerUnavailable:
@@ -189,6 +199,37 @@ def _json(body: dict[str, Any], field: str) -> bytes:
         return json.dumps(body, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidValue(f"{field} cannot be written as JSON: {str(error)[:100]}; send JSON", field=field) from None
+
+
+async def _loaded(received: bytes, ids_max: int) -> Any:
+    """Read an answer. A long list of ids comes as bytes, and is read in pieces: the parser holds the process."""
+    for start in islice(_LIST_OF_IDS.finditer(received), 4):
+        end = received.find(b"]", start.end())
+        if end - start.end() > _PIECE_BYTES:
+            ids = await _ids_in(received, start.end(), end, ids_max)
+            rest = b'%b"%b"%b' % (received[: start.end() - 1], _MARK.encode(), received[end + 1 :])
+            answer, name = bounded_loads(rest, values_max=_OTHER_VALUES_MAX), start[1].decode()
+            for part in answer if isinstance(answer, list) else [answer]:
+                if isinstance(part, dict) and part.get(name) == _MARK:
+                    part[name] = ids
+            return answer
+    return bounded_loads(received, values_max=_OTHER_VALUES_MAX)
+
+
+async def _ids_in(received: bytes, start: int, end: int, ids_max: int) -> bytes:
+    """Return numbers between commas as ids. Raise ValueError, or OverflowError, if one is not an id."""
+    pieces, length = [], 0
+    while True:
+        cut = received.find(b",", start + _PIECE_BYTES, end)
+        ids = bounded_loads(b"[%b]" % received[start : end if cut < 0 else cut])
+        length += len(ids)
+        if set(map(type, ids)) != {int} or length > ids_max:
+            raise ValueError
+        pieces.append(pack_tokens(ids))
+        if cut < 0:
+            return b"".join(pieces)
+        start = cut + 1
+        await asyncio.sleep(0)
 
 
 def _told(received: bytes) -> str:

@@ -1,0 +1,59 @@
+"""An engine that answers a text with millions of ids, or with other millions, holds up no client of the replica."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import orjson
+import pytest
+
+from tests.e2e.test_hostile_metrics import OTHERS_SECONDS, slowest_answer
+from tests.e2e.test_hostile_template import MEMORY_KIB, peak_kib
+from tests.hostile.raw_server import Pieces, RawServer, http
+from tests.listening import listening, port_of
+from tests.live import Live, start
+from tests.patience import patient
+
+#: The longest text that is taken by default, and as many ids as it can have.
+TEXT = "a" * 2**21
+_MB = 1_000_000
+
+
+def tokens(content: bytes, more: bytes = b"null") -> bytes:
+    return b'{"count": 1, "tokens": [%b], "more": %b}' % (content, more)
+
+
+#: An answer, and the status for the client.
+ANSWERS = {
+    "as many ids as the text can have": (tokens(b", ".join([b"4294967295"] * len(TEXT))), 200),
+    "30 MB of ids": (tokens(b",".join([b"1234567"] * (30 * _MB // 8))), 503),
+    "24 MB of short ids": (tokens(b",".join([b"1"] * (12 * _MB))), 503),
+    "24 MB of lists": (tokens(b"1", b"[%b[]]" % (b"[]," * (8 * _MB))), 503),
+    "24 MB of numbers elsewhere": (tokens(b"1", b"[%b1]" % (b"1," * (12 * _MB))), 503),
+    "24 MB of a text": (tokens(b"1", b'"%b"' % (b"x" * 24 * _MB)), 200),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_a_long_answer_of_a_tokenizer_holds_up_nobody(redis_url: str, tmp_path: Path, name: str) -> None:
+    content, status = ANSWERS[name]
+    answer = http(content)
+
+    def answered(path: str, body: bytes) -> Pieces:
+        assert path == "/tokenize"
+        return [answer[start : start + 2**16] for start in range(0, len(answer), 2**16)]
+
+    async with listening(RawServer(answered).handler) as server:
+        tokenizers = {"text": f"http://127.0.0.1:{port_of(server)}"}
+        async with start("query", redis_url, tmp_path / "log", tokenizers=orjson.dumps(tokenizers).decode()) as live:
+            asked = asyncio.create_task(ask(live))
+            assert await slowest_answer(live, asked) <= patient(OTHERS_SECONDS)
+            assert (await asked).status_code == status, (await asked).text
+            assert 0 < peak_kib(live.pid) <= MEMORY_KIB
+
+
+async def ask(live: Live) -> httpx.Response:
+    async with live.client() as client:
+        return await client.post("/query", json={"model": "text", "block_size": 16, "prompt": TEXT})
