@@ -1,20 +1,21 @@
-"""A model whose chat template takes all memory or time is refused, and holds up no other model and no other client."""
+"""A model whose files take all memory or time is refused, and holds up no other model and no other client."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.test_hostile_metrics import slowest_answer
-from tests.live import start
+from tests.live import Live, start
 from tests.patience import patient, within
 from tests.tokenization import small
+from tests.tokenization.test_encoders import GROWS, changed, nested
 from tests.tokenization.test_renderers import HOSTILE
 from waymark.tokenization.templates import SOURCE_MAX
 
@@ -29,27 +30,12 @@ def chat(model: str, text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_hostile_template_holds_up_nobody(redis_url: str, tmp_path: Path, name: str) -> None:
-    small.directory(tmp_path / "models" / "honest", template=small.CHATML)
     small.directory(tmp_path / "models" / "hostile", template=HOSTILE[name])
-    loop, slowest = asyncio.get_running_loop(), 0.0
-    async with (
-        start("serve", redis_url, tmp_path / "log", tokenizers_dir=str(tmp_path / "models")) as live,
-        live.client() as client,
-        live.client() as stranger,
-    ):
-        await ask(client, chat("honest", "Hi"), 200)
+    async with opened(redis_url, tmp_path / "models") as live, live.client() as stranger:
+        loop = asyncio.get_running_loop()
         attack = asyncio.gather(*(refused(loop, stranger, chat("hostile", f"Hi {n}")) for n in range(4)))
-        turn = memory = 0
-        async with within(60):
-            while not attack.done():
-                turn += 1
-                for answer in (client.get("/health"), ask(client, chat("honest", f"turn {turn}"), 200)):
-                    slowest = max(slowest, await duration(loop, answer))
-                memory = max(memory, *map(peak_kib, (live.pid, *children(live.pid))))
-                await asyncio.sleep(0.01)
+        await held_up_nobody(live, attack, are_children_small=True)
         assert max(await attack) <= patient(REFUSED_SECONDS)
-        assert 0 < memory <= MEMORY_KIB
-        assert slowest <= patient(OTHERS_SECONDS)
 
 
 def _sparse(size: int) -> Callable[[Path], None]:
@@ -60,16 +46,22 @@ def _lists(path: Path) -> None:
     path.write_bytes(b"[" + b"[]," * (4 * SOURCE_MAX // 3 - 2) + b"[]]")
 
 
+def _nested(path: Path) -> None:
+    """Each takes half a second to open, and the library holds the GIL."""
+    path.write_text(nested(2**20))
+
+
 FILES = [
     ("tokenizer.json", _sparse(4 * 2**30)),
     ("tokenizer_config.json", _sparse(4 * 2**30)),
     ("chat_template.jinja", _sparse(4 * 2**30)),
     ("tokenizer_config.json", _lists),
+    ("tokenizer.json", _nested),
 ]
 
 
 @pytest.mark.parametrize(("name", "write"), FILES)
-async def test_a_large_file_of_a_model_holds_up_nobody(
+async def test_a_file_of_a_model_holds_up_nobody(
     redis_url: str, tmp_path: Path, name: str, write: Callable[[Path], None]
 ) -> None:
     """Above the bound it is not read, and at the bound it is read off the loop."""
@@ -78,14 +70,46 @@ async def test_a_large_file_of_a_model_holds_up_nobody(
         path = small.directory(models / f"hostile-{number}", template=small.CHATML) / name
         path.touch()
         write(path)
-    async with (
-        start("serve", redis_url, tmp_path / "log", tokenizers_dir=str(models)) as live,
-        live.client() as client,
-    ):
-        asked = asyncio.gather(*(answered(client, chat(f"hostile-{number}", "Hi")) for number in range(4)))
-        assert await slowest_answer(live, asked) <= patient(OTHERS_SECONDS)
-        assert {answer.status_code for answer in await asked} == {400}
-        assert 0 < peak_kib(live.pid) <= MEMORY_KIB
+    async with opened(redis_url, models) as live, live.client() as stranger:
+        attack = asyncio.gather(*(answered(stranger, chat(f"hostile-{number}", "Hi")) for number in range(4)))
+        await held_up_nobody(live, attack)
+        assert {answer.status_code for answer in await attack} == {400}
+
+
+async def test_a_text_that_takes_all_memory_holds_up_nobody(redis_url: str, tmp_path: Path) -> None:
+    """Its tokenizer makes 2 GB of it, which ends a process."""
+    path = small.directory(tmp_path / "models" / "hostile", template=small.CHATML) / "tokenizer.json"
+    path.write_text(changed(normalizer=GROWS | {"content": "y" * 2**20}))
+    async with opened(redis_url, tmp_path / "models", max_tokens=2**16) as live, live.client() as stranger:
+        attack = asyncio.create_task(answered(stranger, chat("hostile", "x" * 2000)))
+        await held_up_nobody(live, attack)
+        assert ((await attack).status_code, "bytes of memory" in (await attack).text) == (400, True)
+
+
+@asynccontextmanager
+async def opened(redis_url: str, models: Path, **settings: Any) -> AsyncIterator[Live]:
+    """A process that knows an honest model, too."""
+    small.directory(models / "honest", template=small.CHATML)
+    log = models.parent / "log"
+    async with start("serve", redis_url, log, tokenizers_dir=str(models), **settings) as live, live.client() as client:
+        await ask(client, chat("honest", "Hi"), 200)
+        yield live
+
+
+async def held_up_nobody(live: Live, attack: asyncio.Future[Any], *, are_children_small: bool = False) -> None:
+    """Ask for ``/health``, and for texts of the honest model, until the attack is over."""
+    loop, slowest, memory, turn = asyncio.get_running_loop(), 0.0, 0, 0
+    async with live.client() as client, within(60):
+        while not attack.done():
+            turn += 1
+            for answer in (client.get("/health"), ask(client, chat("honest", f"turn {turn}"), 200)):
+                slowest = max(slowest, await duration(loop, answer))
+            processes = (live.pid, *(children(live.pid) if are_children_small else ()))
+            memory = max(memory, *map(peak_kib, processes), 0)
+            await asyncio.sleep(0.01)
+    assert turn
+    assert slowest <= patient(OTHERS_SECONDS)
+    assert 0 < memory <= MEMORY_KIB
 
 
 async def answered(client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:

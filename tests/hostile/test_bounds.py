@@ -497,6 +497,15 @@ ELSEWHERE = {
     "a conversation that is stored": "gateway/test_responses.py::test_some_answers_are_not_stored",
     "`tokenizer.json`": "tokenization/test_local.py::test_a_file_above_its_bound_is_not_read",
     "any other file of a tokenizer": "tokenization/test_local.py::test_a_file_above_its_bound_is_not_read",
+    "CPU to open a tokenizer": (
+        "tokenization/test_encoders.py::test_a_file_that_cannot_be_opened_is_refused_with_a_sentence"
+    ),
+    "memory of a tokenizer": (
+        "tokenization/test_encoders.py::test_a_text_that_costs_too_much_is_refused_and_the_next_one_is_encoded"
+    ),
+    "CPU of a tokenizer for a text": (
+        "tokenization/test_encoders.py::test_a_text_that_costs_too_much_is_refused_and_the_next_one_is_encoded"
+    ),
     "steps of a chat template": "tokenization/test_renderers.py::test_a_hostile_template_is_refused_with_a_sentence",
     "memory of a chat template": "tokenization/test_renderers.py::test_a_hostile_template_is_refused_with_a_sentence",
     "streams of a picker": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, tzinfo
@@ -55,7 +55,24 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def opened(tmp_path: Path, pool: ThreadPoolExecutor) -> Open:
+async def at(anyio_backend: str, pool: ThreadPoolExecutor) -> AsyncIterator[Open]:
+    """Opens the tokenizer of a directory."""
+    made = []
+
+    def at(directory: Path, **options: Any) -> LocalTokenizer:
+        options = {"prompts": SegmentMemo(MAX), "bytes_max": MAX} | options
+        memo, metrics = options.pop("memo", None), options.pop("metrics", None)
+        memo = SegmentMemo(MAX) if memo is None else memo
+        made.append(LocalTokenizer("file:///m", directory, memo, pool, metrics or Metrics(), **options))
+        return made[-1]
+
+    yield at
+    for local in made:
+        await local.close()
+
+
+@pytest.fixture
+def opened(tmp_path: Path, at: Open) -> Open:
     """Opens a small tokenizer of a kind."""
 
     def opened(
@@ -67,11 +84,7 @@ def opened(tmp_path: Path, pool: ThreadPoolExecutor) -> Open:
         **files: Any,
     ) -> LocalTokenizer:
         directory = small.directory(tmp_path / kind, kind, **files)
-        memo = SegmentMemo(MAX) if memo is None else memo
-        prompts = SegmentMemo(20_000)
-        return LocalTokenizer(
-            "file:///m", directory, memo, pool, metrics or Metrics(), prompts=prompts, bytes_max=bytes_max
-        )
+        return at(directory, memo=memo, metrics=metrics, bytes_max=bytes_max)
 
     return opened
 
@@ -116,6 +129,7 @@ def test_ids_are_those_of_the_whole_text_with_the_memo_and_without(kind: small.K
             runner.run(check(TextPrompt(text, adds)))
 
         each()
+        runner.run(local.close())
     assert remembered
 
 
@@ -199,6 +213,21 @@ def test_a_text_is_split_at_the_longest_token_wherever_it_is_searched(
     )
 
 
+def test_a_text_is_not_split_at_tokens_that_cost_much_to_find() -> None:
+    several, many = ({chr(0x4E00 + n): n for n in range(number)} for number in (500, 600))
+    assert Splitter(several, (), 0).split("a丁b").texts == ["a", "b"]
+    assert Splitter(many, (), 0).split("a丁b").texts == ["a丁b"]
+    assert Splitter({"丁": 1}, list(many), 0).split("a丁b").texts == ["a丁b"]
+
+
+def test_a_text_is_not_split_into_too_many_pieces() -> None:
+    splitter = Splitter({"<>": 1}, ["<mask>"], 0)
+    assert len(splitter.split("<>" * 60_000).texts) == 60_001
+    assert len(splitter.split("<>" * 70_000).texts) == 1
+    text = "a" * 100_000 + "<mask>" + "<>" * 1000
+    assert splitter.split(text).texts == [text]
+
+
 async def test_the_loop_turns_while_a_long_text_is_encoded(opened: Open) -> None:
     local = opened("byte-level", bytes_max=MAX)
     text = "The quick brown fox jumps over 12345 lazy dogs. " * 13_000
@@ -251,7 +280,7 @@ async def test_messages_without_a_template_are_refused(opened: Open) -> None:
     assert caught.value.reason == "no_tokenizer"
 
 
-async def test_templates_are_read_where_models_have_them(opened: Open, tmp_path: Path) -> None:
+async def test_templates_are_read_where_models_have_them(opened: Open, at: Open, tmp_path: Path) -> None:
     user = ChatPrompt([{"role": "user", "content": "Hi"}], add_generation_prompt=False)
     with_tools = ChatPrompt(user.messages, tools=[{"type": "function", "function": {"name": "f"}}])
 
@@ -268,15 +297,11 @@ async def test_templates_are_read_where_models_have_them(opened: Open, tmp_path:
     assert await said(local, with_tools) == "f!"
     directory = tmp_path / "byte-level"
     (directory / "chat_template.jinja").write_text("from the file\n")
-    memo, pool = SegmentMemo(0), ThreadPoolExecutor(1)
-    with pool:
-        local = LocalTokenizer("file:///m", directory, memo, pool, Metrics(), prompts=SegmentMemo(MAX), bytes_max=MAX)
-        assert await said(local, user) == "from the file"
-        (directory / "chat_template.jinja").unlink()
-        (directory / "tokenizer_config.json").write_text("{}")
-        (directory / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
-        local = LocalTokenizer("file:///m", directory, memo, pool, Metrics(), prompts=SegmentMemo(MAX), bytes_max=MAX)
-        assert await said(local, user) == "of a processor"
+    assert await said(at(directory), user) == "from the file"
+    (directory / "chat_template.jinja").unlink()
+    (directory / "tokenizer_config.json").write_text("{}")
+    (directory / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+    assert await said(at(directory), user) == "of a processor"
 
 
 def make(directory: Path, pool: ThreadPoolExecutor) -> LocalTokenizer:
@@ -335,19 +360,15 @@ def test_a_template_that_is_not_utf_8_is_named(tmp_path: Path, pool: ThreadPoolE
         make(directory, pool)
 
 
-async def test_a_tokenizer_that_cuts_and_fills_texts_by_itself_does_not(opened: Open, tmp_path: Path) -> None:
+async def test_a_tokenizer_that_cuts_and_fills_texts_by_itself_does_not(opened: Open, at: Open, tmp_path: Path) -> None:
     opened()
     path = tmp_path / "byte-level" / "tokenizer.json"
     cutting = Tokenizer.from_file(str(path))
     cutting.enable_truncation(4)
     cutting.enable_padding(length=64)
     cutting.save(str(path))
-    with ThreadPoolExecutor(1) as pool:
-        local = LocalTokenizer(
-            "file:///m", path.parent, SegmentMemo(0), pool, Metrics(), prompts=SegmentMemo(MAX), bytes_max=MAX
-        )
-        prompt = TextPrompt("The quick brown fox jumps over the lazy dog")
-        assert await local.tokens(prompt) == TokenizedPrompt(whole(small.tokenizer(), prompt))
+    prompt = TextPrompt("The quick brown fox jumps over the lazy dog")
+    assert await at(path.parent).tokens(prompt) == TokenizedPrompt(whole(small.tokenizer(), prompt))
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace-first"])
@@ -397,17 +418,17 @@ def test_fewer_ids_than_are_added_are_refused() -> None:
     assert caught.value.field == "truncate_prompt_tokens"
 
 
-async def test_a_known_prompt_is_not_rendered_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = Metrics()
-    local = opened(metrics=metrics, template=small.CHATML)
-    messages = [{"role": "user", "content": "Hello"}]
-    first = await local.tokens(ChatPrompt(messages))
+@pytest.mark.parametrize("words", [1, 2**14], ids=["short", "long"])
+async def test_a_known_prompt_is_not_rendered_again(opened: Open, words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    local = opened(template=small.CHATML)
+    content = "Hello " * words
+    first = await local.tokens(ChatPrompt([{"role": "user", "content": content}]))
 
     def render(*_: object) -> str:
         raise AssertionError("rendered again")
 
     monkeypatch.setattr(ChatTemplate, "render", render)
-    assert known(local, ChatPrompt([{"role": "user", "content": "Hello"}])) == first
+    assert known(local, ChatPrompt([{"role": "user", "content": content}])) == first
 
 
 _HELLO = {"role": "user", "content": "Hello"}
@@ -438,13 +459,10 @@ async def test_a_prompt_that_differs_in_anything_is_another_one(opened: Open, ot
     assert known(local, other) is None
 
 
-async def test_tokenizers_that_share_a_memo_do_not_share_its_prompts(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+async def test_tokenizers_that_share_a_memo_do_not_share_its_prompts(tmp_path: Path, at: Open) -> None:
     memo, prompts = SegmentMemo(MAX), SegmentMemo(MAX)
     one, other = (
-        LocalTokenizer(
-            "file:///m", small.directory(tmp_path / kind, kind), memo, pool, Metrics(), prompts=prompts, bytes_max=MAX
-        )
-        for kind in ("byte-level", "wordpiece")
+        at(small.directory(tmp_path / kind, kind), memo=memo, prompts=prompts) for kind in ("byte-level", "wordpiece")
     )
     await one.tokens(TextPrompt("Hello"))
     assert known(one, TextPrompt("Hello")) is not None

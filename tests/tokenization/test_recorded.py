@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, tzinfo
 from functools import cache
@@ -54,8 +54,9 @@ Open = Callable[..., LocalTokenizer]
 
 
 @pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+async def opened(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Open]:
     """Opens the tokenizer that was recorded with, which a newer release of the library may train otherwise."""
+    made = []
     with ThreadPoolExecutor(1) as pool:
 
         @cache
@@ -63,18 +64,23 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
             path = tmp_path_factory.mktemp("model")
             directory = small.directory(path, template=templates()[template or "chatml"])
             (directory / "tokenizer.json").write_text(json.dumps(SESSION["tokenizer"]))
-            return LocalTokenizer(
-                "file:///m",
-                directory,
-                SegmentMemo(2**20),
-                pool,
-                Metrics(),
-                prompts=SegmentMemo(2**20),
-                bytes_max=2**20,
-                is_for_sglang=is_for_sglang,
+            made.append(
+                LocalTokenizer(
+                    "file:///m",
+                    directory,
+                    SegmentMemo(2**20),
+                    pool,
+                    Metrics(),
+                    prompts=SegmentMemo(2**20),
+                    bytes_max=2**20,
+                    is_for_sglang=is_for_sglang,
+                )
             )
+            return made[-1]
 
         yield opened
+        for local in made:
+            await local.close()
 
 
 def prompt(body: dict[str, Any]) -> Prompt:

@@ -497,7 +497,7 @@ FORMER: Final = {
     PREFIX + "BODIES_MAX_BYTES": "16 times WAYMARK_MAX_BODY_BYTES",
     PREFIX + "INSPECT_SECONDS": "2.5 times WAYMARK_REDIS_TIMEOUT_SECONDS",
     PREFIX + "POOL_HASHES_MAX": "a quarter of WAYMARK_STREAM_BLOCKS_MAX, at least 1,000",
-    PREFIX + "TOKENIZER_THREADS": "4, THREADS in waymark.tokenization.tokenizers",
+    PREFIX + "TOKENIZER_THREADS": "4, THREADS in waymark.tokenization.encoding",
     PREFIX + "PREFIX_BYTES": "1,024, PREFIX_BYTES in waymark.chat.prefix_key",
     PREFIX + "REPLAY_SECONDS": "600, REPLAY_SECONDS in waymark.ingest.stream",
     PREFIX + "RESERVATIONS_MAX": "1,000,000, RESERVATIONS_MAX in waymark.decide.options",

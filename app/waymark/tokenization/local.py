@@ -1,14 +1,12 @@
-"""A tokenizer in this process: ``tokenizer.json``, ``tokenizer_config.json`` and the chat template of a model.
+"""A tokenizer from files: ``tokenizer.json``, ``tokenizer_config.json`` and the chat template of a model.
 
-``encode_batch_fast`` alone is called, and in the pool's threads: ``encode`` holds the GIL as long as it takes.
-Looking up a result, all work on a short text but its encoding, and encoding a few words are done on the event loop:
-they cost less than a switch to a thread and back.
+Another process encodes texts (``encoders``), and others render templates. Looking up a result, and all other work on a
+short text, are done on the event loop: they cost less than a switch to a thread and back.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import marshal
 import os
@@ -16,35 +14,36 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from importlib.util import find_spec
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
 from xxhash import xxh3_128_digest
 
+from waymark.base.bounded_json import bounded_loads
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import has_media
 from waymark.domain.hashing import pack_tokens
+from waymark.tokenization.encoders import TokenizerProcess
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.renderers import Renderers
 from waymark.tokenization.segments import Pieces, SegmentMemo, Splitter
 from waymark.tokenization.templates import SOURCE_MAX, ChatTemplate
 
+if find_spec("tokenizers") is None:  # another process imports it
+    raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
+
 log = logging.getLogger(__name__)
 
-#: Characters of a text to split on the loop; beyond it a thread does it. A longer prompt is not remembered.
+#: Characters of a text to split on the loop; beyond it a thread does it.
 _SHORT = 2**16
-#: Characters to encode on the loop, in less than a millisecond; the way to a thread and back takes longer. It is a new
-#: turn of a conversation.
-_FEW = 2**11
 #: How long messages wait until their model's template may be rendered.
 _TURN_SECONDS = 0.5
 _SAMPLES = 20
-#: Files of a model come from a hub. Of the tokenizers in use, the largest have 33 MB, and a configuration 1 MB. The
-#: library holds the process while it reads a tokenizer, once for each model.
+#: Files of a model come from a hub. Of the tokenizers in use, the largest have 33 MB, and a configuration 1 MB.
 TOKENIZER_BYTES_MAX, TEXT_BYTES_MAX = 40 * 2**20, 4 * SOURCE_MAX
 #: Pieces of the samples: texts that a tokenizer may treat otherwise at a border.
 _PIECES = (
@@ -82,36 +81,13 @@ _FOLLOWING = (
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def read_tokenizer(directory: Path) -> Tokenizer:
+def encoder_of(directory: Path, bytes_max: int) -> TokenizerProcess:
+    """Open the tokenizer of a directory for texts up to ``bytes_max``."""
     path = directory / "tokenizer.json"
-    content = _content(path, TOKENIZER_BYTES_MAX)
-    try:
-        if content is None:
-            raise FileNotFoundError("there is no such file")
-        tokenizer = Tokenizer.from_buffer(content)
-    except Exception as error:  # the library has no narrower exception
-        raise InvalidValue(
-            f"{path} cannot be read as a tokenizer: {str(error)[:200]}; put a tokenizer there, or give the model "
-            "another source in WAYMARK_TOKENIZERS",
-            reason="no_tokenizer",
-            field="model",
-        ) from None
-    # Engines cut and fill prompts themselves, if at all.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def splitter_of(tokenizer: Tokenizer) -> Splitter:
-    tokens, peculiar = {}, []
-    for number, token in tokenizer.get_added_tokens_decoder().items():
-        if not token.content or token.normalized:
-            continue  # the tokenizer looks for these in each piece, after it has normalized it
-        if token.lstrip or token.rstrip or token.single_word:
-            peculiar.append(token.content)
-        else:
-            tokens[token.content] = number
-    return Splitter(tokens, peculiar, SegmentMemo.seed())
+    size = path.stat().st_size if path.is_file() else 0
+    if size > TOKENIZER_BYTES_MAX:
+        raise _too_large(path, size, TOKENIZER_BYTES_MAX)
+    return TokenizerProcess(path, TOKENIZER_BYTES_MAX, bytes_max)
 
 
 class Templates:
@@ -164,13 +140,17 @@ def _content(path: Path, bytes_max: int) -> bytes | None:
         content = file.read(bytes_max + 1) if size <= bytes_max else b""
     size = max(size, len(content))
     if size > bytes_max:
-        raise InvalidValue(
-            f"{path} has {size} bytes, and at most {bytes_max} are read; put a smaller file there, or give the model "
-            "another source in WAYMARK_TOKENIZERS",
-            reason="no_tokenizer",
-            field="model",
-        )
+        raise _too_large(path, size, bytes_max)
     return content
+
+
+def _too_large(path: Path, size: int, bytes_max: int) -> InvalidValue:
+    return InvalidValue(
+        f"{path} has {size} bytes, and at most {bytes_max} are read; put a smaller file there, or give the model "
+        "another source in WAYMARK_TOKENIZERS",
+        reason="no_tokenizer",
+        field="model",
+    )
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -178,8 +158,8 @@ def _json(path: Path) -> dict[str, Any]:
     if content is None:
         return {}
     try:
-        document = json.loads(content.decode())
-    except (ValueError, RecursionError) as error:  # thousands of lists in each other
+        document = bounded_loads(content)
+    except ValueError as error:
         raise InvalidValue(f"{path} is not JSON: {error}; mend it", reason="no_tokenizer", field="model") from None
     return document if isinstance(document, dict) else {}
 
@@ -215,14 +195,20 @@ class LocalTokenizer:
         self._segments_known = metrics.tokenize_segments.labels(known="true")
         self._segments_new = metrics.tokenize_segments.labels(known="false")
         self._bytes_max = bytes_max
-        self._tokenizer = read_tokenizer(directory)
         self._renderers = renderers or Renderers(metrics)
-        self._template = read_templates(directory, bytes_max, is_for_sglang=is_for_sglang, renderers=self._renderers)
         self._turn = asyncio.Lock()
         """Held while a text is rendered: one model takes one of the threads that wait for renderings."""
-        self._splitter = splitter_of(self._tokenizer)
-        self._around = self._added_around()
-        self.splits = self._are_samples_equal()
+        self._encoder = encoder_of(directory, bytes_max)
+        try:
+            self._template = read_templates(
+                directory, bytes_max, is_for_sglang=is_for_sglang, renderers=self._renderers
+            )
+            self._splitter = Splitter(self._encoder.tokens, self._encoder.peculiar, SegmentMemo.seed())
+            self._around = self._added_around()
+            self.splits = self._are_samples_equal()
+        except BaseException:
+            self._encoder.close()
+            raise
         self.encodes_whole = not self.splits
         if not self.splits:
             log.warning(
@@ -231,10 +217,8 @@ class LocalTokenizer:
             )
 
     def key(self, prompt: Prompt) -> bytes | None:
-        """Return a digest of everything that determines the ids of a short prompt; None if it cannot be computed
-        cheaply.
-        """
-        if not _is_short(prompt):
+        """Return a digest of everything that determines the ids of a prompt; None if it cannot be computed cheaply."""
+        if not _is_within(prompt, self._bytes_max):
             return None
         facts = prompt.said
         if isinstance(prompt, ChatPrompt):
@@ -249,7 +233,7 @@ class LocalTokenizer:
             return None  # too deep, or no JSON
 
     def known(self, key: bytes) -> TokenizedPrompt | None:
-        """Return the remembered ids of a short prompt."""
+        """Return the remembered ids of a prompt."""
         ids = self._prompts.find(key)
         if ids is None:
             return None
@@ -267,7 +251,7 @@ class LocalTokenizer:
             prompt = replace(prompt, truncation=None)  # it knows no such field
         if isinstance(prompt, ChatPrompt):
             pieces = await self._rendered(prompt)
-        elif key is not None or _is_short(prompt):
+        elif len(prompt.text) <= _SHORT:
             pieces = self._pieces(prompt)
         else:
             pieces = await asyncio.get_running_loop().run_in_executor(self._pool, self._pieces, prompt)
@@ -285,8 +269,7 @@ class LocalTokenizer:
         ]
         joined = pieces.joined(ids)
         if isinstance(prompt, ChatPrompt) and has_media(prompt.messages):
-            loop = asyncio.get_running_loop()
-            uncertain = await loop.run_in_executor(self._pool, self._uncertain, pieces.texts[-1])
+            uncertain = await self._uncertain(pieces.texts[-1])
             joined = joined[: max(0, len(joined) - 4 * uncertain)]
         joined = self._surrounded(prompt, joined)
         if key is not None:
@@ -295,15 +278,11 @@ class LocalTokenizer:
 
     async def text(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, including special tokens; unknown ids are left out."""
-
-        def decoded() -> str:
-            (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=False)
-            return text
-
-        return await asyncio.get_running_loop().run_in_executor(self._pool, decoded)
+        return await self._encoder.decode(pack_tokens(list(ids)))
 
     async def close(self) -> None:
-        """Do no work: no resource is open."""
+        """End the process of the tokenizer."""
+        self._encoder.close()
 
     async def _rendered(self, prompt: ChatPrompt) -> Pieces:
         try:
@@ -339,7 +318,7 @@ class LocalTokenizer:
         """Return the pieces before the first image; empty if texts are not split."""
         return self._splitter.split(self._text(prompt, is_cut=True)) if self.splits else Pieces([""], [b""], [])
 
-    def _uncertain(self, text: str) -> int:
+    async def _uncertain(self, text: str) -> int:
         """Return how many ids at the end of a piece depend on the following text, which only the engine knows."""
         window = text[-_WINDOW:]
         if not window:
@@ -347,7 +326,7 @@ class LocalTokenizer:
         # The following text may change the last word, whatever its first characters are.
         word = len(window) - len(window.rstrip().rpartition(" ")[0])
         beginning = window[: len(window) - min(word, _WORD)]
-        whole, *continued = self._encoded([window, beginning, *(window + ids for ids in _FOLLOWING)])
+        whole, *continued = await self._encoder.encode([window, beginning, *(window + ids for ids in _FOLLOWING)])
         same = min(len(commonprefix([whole, ids])) for ids in continued) // 4  # noqa: RUF071  # of ids
         return len(whole) // 4 - same
 
@@ -395,26 +374,15 @@ class LocalTokenizer:
     async def _encoded_anew(self, new: Mapping[bytes, str], *, adds: bool) -> dict[bytes, bytes]:
         """Encode texts by their keys, and remember the ids in the memo."""
         self._segments_new.inc(len(new))
-        texts = list(new.values())
-        if sum(map(len, texts)) <= _FEW:
-            encoded = self._encoded(texts, adds)
-        else:
-            encoded = await asyncio.get_running_loop().run_in_executor(self._pool, self._encoded, texts, adds)
+        encoded = await self._encoder.encode(list(new.values()), adds=adds)
         result = dict(zip(new, encoded, strict=True))
         for key, ids in result.items():
             self._memo.keep(key, ids)
         return result
 
-    def _encoded(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[bytes]:
-        # One at a time: several would be spread over all cores.
-        return [
-            pack_tokens(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
-            for text in texts
-        ]
-
     def _added_around(self) -> tuple[bytes, bytes]:
         """Return the tokenizer's additions before and behind a text with special tokens."""
-        (bare,), (full,) = self._encoded(["a"]), self._encoded(["a"], add_special_tokens=True)
+        (bare,), (full,) = self._encoder.encoded_first(["a"]), self._encoder.encoded_first(["a"], adds=True)
         start = full.find(bare)
         while start % 4 and start >= 0:
             start = full.find(bare, start + 1)
@@ -424,23 +392,22 @@ class LocalTokenizer:
         beginning, ending = self._around
         for sample in _samples(self._splitter.words):
             pieces = self._splitter.split(sample)
-            glued = pieces.joined([self._encoded([text])[0] if text else b"" for text in pieces.texts])
-            if self._encoded([sample]) != [glued]:
-                return False
-            if self._encoded([sample], add_special_tokens=True) != [beginning + glued + ending]:
+            whole, *parts = self._encoder.encoded_first([sample, *pieces.texts])
+            glued = pieces.joined([ids if text else b"" for text, ids in zip(pieces.texts, parts, strict=True)])
+            if whole != glued or self._encoder.encoded_first([sample], adds=True) != [beginning + glued + ending]:
                 return False
         return True
 
 
-def _is_short(prompt: Prompt) -> bool:
+def _is_within(prompt: Prompt, characters_max: int) -> bool:
     if isinstance(prompt, TextPrompt):
-        return len(prompt.text) <= _SHORT
-    characters_left = _SHORT - (
+        return len(prompt.text) <= characters_max
+    characters_left = characters_max - (
         0 if prompt.system is None else len(prompt.system) * (1 if isinstance(prompt.system, str) else 1024)
     )
     for message in prompt.messages:
         content = message.get("content") if isinstance(message, dict) else None
-        characters_left -= len(content) + 100 if isinstance(content, str) else _SHORT // 64
+        characters_left -= len(content) + 100 if isinstance(content, str) else 1024
         if characters_left < 0:
             return False
     return True

@@ -7,33 +7,17 @@ itself, so one that takes long delays no other model.
 from __future__ import annotations
 
 import marshal
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from pathlib import Path
-from time import monotonic
 from typing import Any, NamedTuple
 
 from waymark.base.errors import TokenizerUnavailable
 from waymark.base.metrics import Metrics
 from waymark.tokenization import rendering
-from waymark.tokenization.rendering import (
-    ANSWER,
-    ENDED,
-    OUT_OF_CPU,
-    OUT_OF_MEMORY,
-    OUT_OF_STEPS,
-    REQUEST,
-    TEXT,
-    TOO_LARGE,
-)
+from waymark.tokenization.processes import ChildProcess, is_out_of_cpu, named
+from waymark.tokenization.rendering import ENDED, OUT_OF_CPU, OUT_OF_MEMORY, OUT_OF_STEPS, TEXT, TOO_LARGE
 
 #: Processes of one pool, and so renderings at the same time. A process takes about 12 MB.
 PROCESSES_MAX = 8
@@ -103,7 +87,7 @@ class Renderer:
         self._source = source.encode("utf-8", "replace")
         self.turn = threading.Lock()
         """Held by the thread that uses the process."""
-        self._process: _Process | None = None
+        self._process: ChildProcess | None = None
 
     def compile(self) -> Rendered:
         """Start a process with the template, unless it runs."""
@@ -134,12 +118,12 @@ class Renderer:
         self._pool.use(self)
         if self._process is not None:
             return Rendered(TEXT, "")
-        self._process = _Process()
+        self._process = ChildProcess(rendering.__file__)
         return self._asked(self._process, self._source, 0, _START_SECONDS)
 
-    def _asked(self, process: _Process, request: bytes, bytes_max: int, seconds: float) -> Rendered:
+    def _asked(self, process: ChildProcess, request: bytes, bytes_max: int, seconds: float) -> Rendered:
         try:
-            answer = process.ask(request, bytes_max, seconds)
+            kind, text = process.ask(request, bytes_max, answer_max=max(4 * bytes_max, 1024), seconds=seconds)
         except TimeoutError:
             process.kill()
             self.stop()
@@ -150,92 +134,11 @@ class Renderer:
         except (OSError, EOFError):
             code = process.end()
             self.stop()
-            is_late = code in (-signal.SIGPROF, -signal.SIGXCPU)
+            is_late = is_out_of_cpu(code)
             self._pool.count("cpu" if is_late else "ended")
-            return Rendered(OUT_OF_CPU, "") if is_late else Rendered(ENDED, _named(code))
-        if answer.kind in _STOPPED:
-            self._pool.count(_STOPPED[answer.kind])
-        if answer.kind == OUT_OF_MEMORY or (bytes_max == 0 and answer.kind != TEXT):
+            return Rendered(OUT_OF_CPU, "") if is_late else Rendered(ENDED, named(code))
+        if kind in _STOPPED:
+            self._pool.count(_STOPPED[kind])
+        if kind == OUT_OF_MEMORY or (bytes_max == 0 and kind != TEXT):
             self.stop()
-        return answer
-
-
-class _Process:
-    """A process and the socket to it."""
-
-    def __init__(self) -> None:
-        self._parent = os.getpid()
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-            self._process = subprocess.Popen(
-                # -P: beside the file are modules with the names of others.
-                [sys.executable, "-P", str(Path(rendering.__file__)), str(theirs.fileno())],
-                env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                # A signal to the group of the parent, as a terminal sends it, is not for this process.
-                start_new_session=True,
-            )
-        # Also for a pool that was never closed.
-        self._finalizer = weakref.finalize(self, _end, self._process, self._socket, self._parent)
-
-    def is_usable(self) -> bool:
-        """Return whether it runs, and is this process's own: after a fork, two processes share the socket."""
-        return self._parent == os.getpid() and self._finalizer.alive and self._process.poll() is None
-
-    def ask(self, request: bytes, bytes_max: int, seconds: float) -> Rendered:
-        """Send a request and return its answer. Raises EOFError or OSError if the process ends, TimeoutError."""
-        deadline = monotonic() + seconds
-        self._socket.settimeout(seconds)
-        self._socket.sendall(REQUEST.pack(len(request), bytes_max) + request)
-        kind, size = ANSWER.unpack(self._read(ANSWER.size, deadline))
-        # A template may have taken over the process: its answers are not trusted.
-        if size > max(4 * bytes_max, 1024):
-            raise EOFError
-        return Rendered(kind, self._read(size, deadline).decode("utf-8", "replace"))
-
-    def kill(self) -> None:
-        """End it in the middle of a rendering."""
-        self._process.kill()
-
-    def end(self) -> int:
-        """End it and return its status."""
-        self._finalizer()
-        return self._process.returncode or 0
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        pieces = []
-        while size:
-            seconds_left = deadline - monotonic()
-            if seconds_left <= 0:
-                raise TimeoutError
-            self._socket.settimeout(seconds_left)
-            piece = self._socket.recv(min(size, 2**18))
-            if not piece:
-                raise EOFError
-            pieces.append(piece)
-            size -= len(piece)
-        return b"".join(pieces)
-
-
-def _end(process: subprocess.Popen[bytes], connection: socket.socket, parent: int) -> None:
-    connection.close()
-    if os.getpid() != parent:
-        process.returncode = 0  # the child of another process
-        return
-    try:
-        # It ends by itself at the end of its socket, unless it is in the middle of a rendering.
-        process.wait(0.1)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def _named(code: int) -> str:
-    try:
-        return f"signal {signal.Signals(-code).name}"
-    except ValueError:
-        return f"status {code}"
+        return Rendered(kind, text.decode("utf-8", "replace"))

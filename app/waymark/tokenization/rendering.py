@@ -107,7 +107,7 @@ def answer(template: Template, request: bytes, bytes_max: int) -> tuple[bytes, s
         return UNFIT, first_line(error)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the beginning of an error's text, which may have many lines."""
     return (str(error) or type(error).__name__).splitlines()[0][:200]
 

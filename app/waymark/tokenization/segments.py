@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_digest
@@ -20,8 +21,9 @@ from waymark.base.bounded_cache import BoundedCache
 _ENTRY_BYTES = 250
 #: Characters of one search. A search holds the GIL.
 _WINDOW = 2**16
-#: Characters of an added token; those of models have less than half as many. A text is not split at longer ones.
-_TOKEN_MAX = 128
+#: Characters of an added token, and steps of a search at each character. Those of models have less than half as many. A
+#: text is not split at others, nor into more pieces.
+_TOKEN_MAX, _STEPS_MAX, _PIECES_MAX = 128, 512, 2**16
 
 
 class Pieces(NamedTuple):
@@ -68,20 +70,21 @@ class Splitter:
     def __init__(self, tokens: Mapping[str, int], peculiar: Sequence[str], seed: int) -> None:
         self._ids = {content: number.to_bytes(4, "little") for content, number in tokens.items()}
         self._seed = seed
-        self._longest = max(map(len, tokens), default=0)
-        # A search takes as many steps at each character as a token shares characters with the text.
-        is_short = max(map(len, (*tokens, *peculiar)), default=0) <= _TOKEN_MAX
-        self._pattern = re.compile(f"({_any_of(tokens)})") if tokens and is_short else None
-        self._peculiar = re.compile(_any_of(peculiar)) if peculiar and is_short else None
+        self._longest = max(map(len, (*tokens, *peculiar)), default=0)
+        patterns = [_any_of(tokens), _any_of(peculiar)]
+        can_split = None not in patterns
+        self._pattern, self._peculiar = [re.compile(f"({each})") if each and can_split else None for each in patterns]
         self.words = tuple(tokens)
 
     def split(self, text: str) -> Pieces:
-        if self._pattern is None or (self._peculiar is not None and self._peculiar.search(text)):
+        if self._pattern is None or (self._peculiar is not None and self._has(self._peculiar, text)):
             parts = [text]
         elif len(text) <= _WINDOW:
             parts = self._pattern.split(text)
         else:
-            parts = list(self._split_in_windows(self._pattern, text))
+            parts = list(islice(self._split_in_windows(self._pattern, text), 2 * _PIECES_MAX))
+            if len(parts) == 2 * _PIECES_MAX:
+                parts = [text]
         texts, seed, ids = parts[::2], self._seed, self._ids
         keys = [xxh3_128_digest(text_piece.encode(), seed) if text_piece else b"" for text_piece in texts]
         return Pieces(texts, keys, [ids[token] for token in parts[1::2]])
@@ -89,6 +92,10 @@ class Splitter:
     def whole(self, text: str, kind: bytes) -> Pieces:
         """Return a text as one piece; ``kind`` distinguishes two uses of one text."""
         return Pieces([text], [xxh3_128_digest(kind + text.encode(), self._seed)], [])
+
+    def _has(self, pattern: re.Pattern[str], text: str) -> bool:
+        ends = range(_WINDOW, len(text) + _WINDOW, _WINDOW)
+        return any(pattern.search(text, end - _WINDOW, end + self._longest) for end in ends)
 
     def _split_in_windows(self, pattern: re.Pattern[str], text: str) -> Iterator[str]:
         """Yield a text and a token by turns; the last is a text."""
@@ -110,17 +117,22 @@ _Tree = dict[str, Any]
 """Characters to their possible successors; an empty one ends a word."""
 
 
-def _any_of(words: Mapping[str, int] | Sequence[str]) -> str:
-    """Return a pattern that matches the longest of some words, and looks at each character of a text a few times
-    only.
-    """
+def _any_of(words: Collection[str]) -> str | None:
+    """Return a pattern that matches the longest of some words; None if it might look at a character too many times."""
+    if max(map(len, words), default=0) > _TOKEN_MAX:
+        return None
     tree: _Tree = {}
     for word in words:
         node = tree
         for character in word:
             node = node.setdefault(character, {})
         node[""] = {}
-    return _pattern(tree)
+    return _pattern(tree) if _steps(tree) <= _STEPS_MAX else None
+
+
+def _steps(node: _Tree) -> int:
+    """Return how many branches a search tries at most from here on."""
+    return len(node) + max(map(_steps, node.values()), default=0)
 
 
 def _pattern(node: _Tree) -> str:

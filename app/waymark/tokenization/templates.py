@@ -226,6 +226,8 @@ _CONTENT = r"""(?:\.content|\[\s*['"]content['"]\s*\])"""
 _CONTENT_SET = re.compile(rf"\{{%[-+]?\s*set\s+(\w+)\s*=\s*\w+{_CONTENT}")
 #: A call with the form of a date, or a test whether it is defined. The result of any other use cannot be foreseen.
 _CLOCK = re.compile(r"""strftime_now(?:\s*\(\s*(['"])(?P<form>[^'"\\]*)\1\s*\)|\s+is\s+(?:not\s+)?defined)""")
+#: Characters of all forms of a template. Those of models have less than 30.
+_FORMS_MAX = 256
 _LOOP = re.compile(rf"\{{%[-+]?\s*for\s+\w+\s+in\s+(\w+)({_CONTENT})?\s*(?:\||if\b|-?%\}})")
 #: SGLang assumes that a template with such a word iterates over parts.
 _MEDIA_WORDS = ("image", "audio", "video", "vision")
@@ -245,9 +247,11 @@ def takes_parts(source: str) -> bool:
 def dates_of(source: str) -> tuple[str, ...] | None:
     """Return the forms in which a template asks for the date, or None if it asks in other ways."""
     calls = list(_CLOCK.finditer(source))
-    if len(calls) != source.count("strftime_now"):
+    forms = tuple(dict.fromkeys(call["form"] for call in calls if call["form"] is not None))
+    # They are written at each prompt.
+    if len(calls) != source.count("strftime_now") or sum(map(len, forms)) > _FORMS_MAX:
         return None
-    return tuple(dict.fromkeys(call["form"] for call in calls if call["form"] is not None))
+    return forms
 
 
 def takes_parts_for_sglang(source: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,7 +40,9 @@ from waymark.tokenization.sources import (
 T = TypeVar("T")
 
 THREADS = 4
-"""The threads that encode texts: with the one that answers requests, as many as a process keeps busy."""
+"""The threads that split long texts, and search directories."""
+OPENINGS_MAX = 8
+"""Sources that are opened at the same time. A large tokenizer takes a second or two, and a hostile one ten."""
 UNDER_WAY_MAX = 32
 _SHARE = 3
 """The most places of a model for each free one: 24 of 32 if no other model has any."""
@@ -95,6 +97,9 @@ class Tokenizers:
         metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes + self._prompts.bytes)
         metrics.tokenizers_whole.set_function(lambda: len(self._whole()))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
+        self._openers = ThreadPoolExecutor(OPENINGS_MAX, thread_name_prefix="open")
+        self._openings: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Held while the source of a model is opened."""
         self._renderers = Renderers(metrics)
         self._discovered: dict[str, str] = {}
         self._search_again = 0.0
@@ -175,7 +180,8 @@ class Tokenizers:
             await source.close()
         if self._engines is not None:
             await self._engines.asker.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._openers):
+            pool.shutdown(wait=False, cancel_futures=True)
         self._renderers.close()
 
     # ---- one piece of work -------------------------------------------------------------------------
@@ -251,12 +257,13 @@ class Tokenizers:
                 failed=self._engines.failed,
                 is_default=url is None,
             )
-        failed_until, failure = self._failed.get(model, (0.0, None))
-        if failure is not None and monotonic() < failed_until:
-            raise failure
-        # Two texts may open one model at the same time; the first one done stays.
-        opened = await self._try_to_open(model, url)
-        return self._open.setdefault(model, opened)
+        async with self._openings[model]:  # texts that come meanwhile wait for the result
+            if model not in self._open:
+                failed_until, failure = self._failed.get(model, (0.0, None))
+                if failure is not None and monotonic() < failed_until:
+                    raise failure
+                self._open[model] = await self._try_to_open(model, url)
+            return self._open[model]
 
     async def _discover(self, model: str) -> str | None:
         if self._directory is None:
@@ -269,10 +276,13 @@ class Tokenizers:
         return self._discovered.get(model)
 
     async def _try_to_open(self, model: str, url: str) -> Source:
+        began = monotonic()
         try:
-            return await self._in_thread(partial(self._opened, model, url))
+            return await asyncio.get_running_loop().run_in_executor(self._openers, self._opened, model, url)
         except (InvalidValue, TokenizerUnavailable) as failure:
-            self._failed[model] = (monotonic() + _AGAIN_SECONDS, failure)
+            # A file that takes long must not keep a processor busy.
+            pause = _AGAIN_SECONDS * max(1.0, monotonic() - began)
+            self._failed[model] = (monotonic() + pause, failure)
             raise
 
     def _opened(self, model: str, url: str) -> Source:

@@ -1,0 +1,249 @@
+"""Tokenizers in processes of their own (``encoding``), one for each model.
+
+A tokenizer that exceeds a bound costs its process, and the next text starts another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import marshal
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from time import monotonic
+from typing import Any, NamedTuple
+
+from waymark.base.errors import InvalidValue, TokenizerUnavailable
+from waymark.base.logs import fields
+from waymark.tokenization import encoding
+from waymark.tokenization.encoding import Bounds
+from waymark.tokenization.processes import ChildProcess, is_out_of_cpu, named
+from waymark.tokenization.rendering import ANSWER, REQUEST, TEXT, TOO_LARGE
+
+log = logging.getLogger(__name__)
+
+#: CPU to open a tokenizer. The largest in use take one to two seconds.
+OPEN_SECONDS_MAX = 10.0
+#: How long an opening may take on a busy machine.
+_OPEN_WALL_SECONDS = 60.0
+#: CPU for one text as long as texts may be by default, which takes some two seconds; a longer one has more.
+TEXT_SECONDS_MAX = 10.0
+_TEXT_BYTES = 2 * 2**20
+#: The address space of a process: a tokenizer takes up to 500 MB, and a text some 300 bytes for each of its own, of
+#: which two may be as long as texts may be.
+MEMORY_BYTES_MAX, _TEXT_MEMORY = 2**30, 1024
+#: The bytes of an answer for each byte that a text may have: an id has four, and some normalizers make a text longer.
+_ANSWER_BYTES = 16
+#: The samples with which a tokenizer is tried are shorter.
+_SAMPLE_BYTES = 2**16
+#: The bytes of the answer of an opening: added tokens in JSON.
+_OPENED_BYTES_MAX = 8 * 2**20
+
+
+def memory_bytes_max(bytes_max: int) -> int:
+    """Return the bound on the memory of a process for texts of up to so many bytes."""
+    return MEMORY_BYTES_MAX + _TEXT_MEMORY * bytes_max
+
+
+class _Opened(NamedTuple):
+    """A process with an open tokenizer, and its added tokens."""
+
+    process: ChildProcess
+    tokens: dict[str, int]
+    peculiar: list[str]
+
+
+class TokenizerProcess:
+    """The process of one model's tokenizer. It must be made in a thread, which waits until the tokenizer is open.
+
+    Raise ``InvalidValue`` (no_tokenizer) if the file is not a usable tokenizer.
+    """
+
+    def __init__(self, path: Path, file_bytes_max: int, bytes_max: int) -> None:
+        """``bytes_max`` are the most bytes of a text."""
+        self._path = path
+        if not path.is_file():  # a pipe would be waited for
+            raise self._unusable("there is no such file")
+        self._file_bytes_max = file_bytes_max
+        self._bounds = Bounds(
+            memory_bytes_max(bytes_max),
+            OPEN_SECONDS_MAX,
+            TEXT_SECONDS_MAX * max(1.0, bytes_max / _TEXT_BYTES),
+            _ANSWER_BYTES * max(bytes_max, _SAMPLE_BYTES),
+        )
+        self._deadline = monotonic() + _OPEN_WALL_SECONDS
+        self._process, self.tokens, self.peculiar = self._opened()
+        """The added tokens at which texts are split, with their ids, and those that match in ways of their own."""
+        self._numbers = count()
+        self._answers: _Answers | None = None
+        self._starting = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="open")
+        """Opens the tokenizer again if its process has ended."""
+
+    def encoded_first(self, texts: Sequence[str], *, adds: bool = False) -> list[bytes]:
+        """Return the ids of texts, as ``encode`` does. It blocks, and must not be called after ``encode``."""
+        request = marshal.dumps((list(texts), adds), 2)
+        kind, answer = self._asked_in_thread(self._process, request, 0, 4 + self._bounds.answer_bytes)
+        if kind != TEXT:
+            raise self._unusable(answer[4:].decode("utf-8", "replace"))
+        return _split(answer[4:], len(texts))
+
+    async def encode(self, texts: Sequence[str], *, adds: bool = False) -> list[bytes]:
+        """Return the ids of texts as little-endian u32; ``adds``: with the tokenizer's special tokens."""
+        return _split(await self._asked(marshal.dumps((list(texts), adds), 2)), len(texts))
+
+    async def decode(self, ids: bytes) -> str:
+        """Return the text of ids, including special tokens; unknown ids are left out."""
+        return (await self._asked(marshal.dumps((ids, False), 2))).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """End the process."""
+        if self._answers is not None:
+            self._answers.close()
+        self._process.kill()  # it may be in the middle of a text
+        self._process.end()
+        self._thread.shutdown(wait=False)
+
+    async def _asked(self, request: bytes) -> bytes:
+        loop = asyncio.get_running_loop()
+        why = ""
+        for _ in range(2):  # another text may have ended the process
+            answers = await self._connected()
+            try:
+                kind, answer = await answers.ask(next(self._numbers) % 2**32, request)
+            except EOFError:
+                why = self._reason(await loop.run_in_executor(self._thread, answers.process.end))
+                continue
+            if kind == TEXT:
+                return answer
+            why = answer.decode("utf-8", "replace")
+            if kind == TOO_LARGE:
+                why = f"it makes more than {self._bounds.answer_bytes} bytes of it"
+            break
+        raise InvalidValue(f"the tokenizer of this model cannot read this text: {why}; send less, or send token_ids")
+
+    async def _connected(self) -> _Answers:
+        """Return the connection to the process. One that has ended is started again, and opens the tokenizer again."""
+        async with self._starting:
+            loop = asyncio.get_running_loop()
+            if self._answers is not None and not self._answers.is_closed and self._process.is_usable():
+                return self._answers
+            if self._answers is not None or not self._process.is_usable():
+                self._process = await loop.run_in_executor(self._thread, self._opened_again)
+            self._answers = answers = _Answers(self._process, self._bounds.answer_bytes)
+            await loop.create_unix_connection(lambda: answers, sock=self._process.socket)
+            return answers
+
+    def _opened_again(self) -> ChildProcess:
+        why = self._reason(self._process.end())
+        log.warning("a tokenizer ended its process", extra=fields(source=str(self._path), reason=why))
+        self._deadline = monotonic() + _OPEN_WALL_SECONDS
+        return self._opened().process
+
+    def _opened(self) -> _Opened:
+        process = ChildProcess(encoding.__file__, *map(str, self._bounds))
+        request = str(self._path).encode("utf-8", "surrogateescape")
+        kind, answer = self._asked_in_thread(process, request, self._file_bytes_max, _OPENED_BYTES_MAX)
+        if kind != TEXT:
+            process.end()
+            raise self._unusable(answer.decode("utf-8", "replace"))
+        added = json.loads(answer)
+        return _Opened(process, added["tokens"], added["peculiar"])
+
+    def _asked_in_thread(
+        self, process: ChildProcess, request: bytes, number: int, answer_max: int
+    ) -> tuple[bytes, bytes]:
+        seconds = max(0.1, self._deadline - monotonic())
+        try:
+            return process.ask(request, number, answer_max=answer_max, seconds=seconds)
+        except TimeoutError:
+            process.kill()
+            process.end()
+            raise TokenizerUnavailable(
+                f"the tokenizer {self._path} was not opened within {_OPEN_WALL_SECONDS:g} s; try again in a moment"
+            ) from None
+        except (OSError, EOFError):
+            raise self._unusable(self._reason(process.end())) from None
+
+    def _reason(self, status: int) -> str:
+        bounds = self._bounds
+        if is_out_of_cpu(status):
+            return (
+                f"it takes more than {bounds.open_seconds:g} s of CPU to open, or {bounds.text_seconds:g} s for a text"
+            )
+        return f"it takes more than {bounds.memory_bytes} bytes of memory, or ends its process ({named(status)})"
+
+    def _unusable(self, why: str) -> InvalidValue:
+        return InvalidValue(
+            f"{self._path} cannot be read as a tokenizer: {why[:200]}; put a tokenizer there, or give the model "
+            "another source in WAYMARK_TOKENIZERS",
+            reason="no_tokenizer",
+            field="model",
+        )
+
+
+class _Answers(asyncio.Protocol):
+    """The requests to a process that have no answer yet."""
+
+    def __init__(self, process: ChildProcess, answer_max: int) -> None:
+        self.process = process
+        self._answer_max = answer_max
+        self.is_closed = False
+        self._transport: Any = None
+        self._waiting: dict[int, asyncio.Future[tuple[bytes, bytes]]] = {}
+        self._received = bytearray()
+
+    async def ask(self, number: int, request: bytes) -> tuple[bytes, bytes]:
+        """Return the kind of an answer, and the answer. Raise EOFError if the process ends."""
+        if self.is_closed or self._transport is None:
+            raise EOFError
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._transport.write(REQUEST.pack(len(request), number) + request)
+        try:
+            return await answer
+        finally:
+            del self._waiting[number]
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        while len(received) >= ANSWER.size:
+            kind, size = ANSWER.unpack_from(received)
+            # A model's file may have taken over the process: its answers are not trusted.
+            if not 4 <= size <= 4 + self._answer_max:
+                self.close()
+                return
+            end = ANSWER.size + size
+            if len(received) < end:
+                return
+            number = int.from_bytes(received[ANSWER.size : ANSWER.size + 4], "little")
+            answer = self._waiting.get(number)
+            if answer is not None and not answer.done():
+                answer.set_result((kind, bytes(received[ANSWER.size + 4 : end])))
+            del received[:end]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_closed = True
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(EOFError())
+
+
+def _split(answer: bytes, texts: int) -> list[bytes]:
+    """Return the ids of each text."""
+    at, ids = 4 * texts, []
+    for size in struct.unpack_from(f"<{texts}I", answer.ljust(at, b"\0")):
+        ids.append(answer[at : at + 4 * size])
+        at += 4 * size
+    return ids
