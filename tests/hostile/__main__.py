@@ -32,7 +32,7 @@ async def session(door: str, seed: int, seconds: float, only: list[str]) -> Outc
 def main() -> int:
     parser = argparse.ArgumentParser(description="Attack every door of Waymark beside honest clients.")
     parser.add_argument("--seed", type=int, default=random.randrange(100_000))
-    parser.add_argument("--seconds", type=float, default=120, help="for all doors together")
+    parser.add_argument("--seconds", type=float, default=120, help="for all doors together, at least")
     parser.add_argument("--only", metavar="DOOR[/ATTACK]", action="append", default=[])
     arguments = parser.parse_args()
     wanted = [each.partition("/") for each in arguments.only]

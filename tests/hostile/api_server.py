@@ -20,6 +20,8 @@ GONE = http(b'{"kind": "Status", "code": 410}', status="410 Gone")
 #: So many requests in a second and a half are no attack on the API server: one list has several pages.
 REQUESTS_MAX = 40
 LIE_SECONDS = 1.5
+#: Until a new pod is registered, once it is said.
+RIGHT_SECONDS = 5.0
 
 
 def pods(*items: Any, version: str = "1", following: str = "") -> bytes:
@@ -70,7 +72,7 @@ class ApiServer(Attacker):
             return (watches or self._truth)(path, body) if self._is_watch(path) else lists(path, body)
 
         self.server.answer = answer
-        await asyncio.sleep(LIE_SECONDS)
+        await asyncio.sleep(LIE_SECONDS * self.part)
         asked = self.server.asked - before
         self._true += 1
         self.server.answer = self._truth
@@ -84,7 +86,7 @@ class ApiServer(Attacker):
             async with self.http.get(self.target["url"] + "/services") as answer:
                 return instance.encode() in await answer.read()
 
-        await wait_until(is_registered, f"{instance} is registered", 8.0)
+        await wait_until(is_registered, f"{instance} is registered", RIGHT_SECONDS)
 
     async def versions_that_are_gone(self) -> None:
         def gone(path: str, body: bytes) -> Pieces:

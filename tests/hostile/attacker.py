@@ -1,6 +1,6 @@
 """The process that attacks: what all attackers share, and its ``main``.
 
-    python -m tests.hostile.attacker '{"door": "page", "seed": 1, "seconds": 5, "target": {...}}'
+    python -m tests.hostile.attacker '{"door": "page", "seed": 1, "seconds": 5, "part": 1, "target": {...}}'
 
 An attacker is a stranger: it has only what a door shows to strangers, an address or a directory. Each of its public
 methods is one attack, which is over in a second or two and is repeated with other numbers. It says on its output, one
@@ -19,13 +19,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from random import Random
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import pytest
 
 from tests.patience import patient, within
 
+_Item = TypeVar("_Item")
 #: After which an attack that is not over has found something: whoever is attacked has let it wait.
 ATTACK_SECONDS = 30.0
 #: How long an answer to a stranger may take.
@@ -44,10 +45,14 @@ def expect(is_so: bool, seen: str) -> None:
 
 
 class Attacker:
-    """``target`` is what a stranger knows of the door; ``random`` is set anew for each attack, by its seed."""
+    """``target`` is what a stranger knows of the door; ``random`` is set anew for each attack, by its seed.
 
-    def __init__(self, target: Mapping[str, Any], stack: AsyncExitStack) -> None:
+    ``part`` is the part of each attack that is made, of its requests or of its time.
+    """
+
+    def __init__(self, target: Mapping[str, Any], stack: AsyncExitStack, part: float = 1.0) -> None:
         self.target = target
+        self.part = part
         self.stack = stack
         self.random = Random()
         self.http: aiohttp.ClientSession
@@ -66,6 +71,13 @@ class Attacker:
 
     async def _prepare(self) -> None:
         """What the attacker of one door needs besides."""
+
+    def _times(self, count: int) -> int:
+        return max(1, round(count * self.part))
+
+    def _some(self, items: Sequence[_Item], count: int) -> list[_Item]:
+        """At least one of them."""
+        return self.random.sample(items, self._times(count))
 
     async def _post(self, url: str, body: Any, /, **headers: str) -> tuple[int, bytes]:
         """POST ``body``, as JSON where it is not bytes; ``headers`` have ``_`` for ``-``. A 500 is a find."""
@@ -112,17 +124,22 @@ def attacker_of(door: str) -> type[Attacker]:
     return found
 
 
-async def attack(door: str, seed: int, seconds: float, target: Mapping[str, Any], only: Sequence[str]) -> None:
-    """All attacks in an order by the seed, and again with the next seed, until so many seconds have passed."""
+async def attack(
+    door: str, seed: int, seconds: float, part: float, target: Mapping[str, Any], only: Sequence[str]
+) -> None:
+    """All attacks in an order by the seed, and again with the next seed, until so many seconds have passed.
+
+    Each of them is made once, however long it takes.
+    """
     async with AsyncExitStack() as stack:
-        attacker = attacker_of(door)(target, stack)
+        attacker = attacker_of(door)(target, stack, part)
         await attacker.open()
         began, number = monotonic(), 0
         names = [name for name in attacker.attacks() if not only or name in only]
         say(attacks=names)
         for of_round in range(seed, sys.maxsize):
             for name in Random(of_round).sample(names, len(names)):
-                if number and monotonic() - began > seconds:
+                if number >= len(names) and monotonic() - began > seconds:
                     return
                 number += 1
                 attacker.random = Random(f"{name} {of_round}")

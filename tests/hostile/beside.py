@@ -193,17 +193,14 @@ class Processes:
 
     def resident_mib(self) -> float:
         """Memory in use by the largest of them, with its children."""
-        children: dict[int, list[int]] = {}
-        sizes: dict[int, float] = {}
-        for entry in os.listdir("/proc"):
-            if entry.isdecimal():
-                with suppress(OSError, IndexError):
-                    words = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                    children.setdefault(int(words[1]), []).append(int(entry))
-                    sizes[int(entry)] = int(words[21]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
         def of(pid: int) -> float:
-            return sizes.get(pid, 0.0) + sum(map(of, children.get(pid, ())))
+            size = 0.0
+            with suppress(OSError):  # it has ended
+                size = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+                for thread in os.listdir(f"/proc/{pid}/task"):
+                    size += sum(map(of, map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())))
+            return size
 
         return max(map(of, self.pids), default=0.0)
 

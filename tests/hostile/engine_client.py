@@ -78,14 +78,14 @@ class EngineClient(Attacker):
 
     async def frames_that_become_large(self) -> None:
         """Small frames of millions of events, and of events of millions of hashes."""
-        for name in self.random.sample(sorted(HOSTILE), 4):
+        for name in self._some(sorted(HOSTILE), 4):
             await self._send(HOSTILE[name]())
         await self._is_followed()
 
     async def frames_that_are_no_frames(self) -> None:
         pick = self.random
         whole = batch(["BlockStored", [1, 2], None, [1, 2, 3, 4, 5, 6, 7, 8], 4, None, "GPU"])
-        for _ in range(100):
+        for _ in range(self._times(100)):
             cut, at = pick.randrange(len(whole)), pick.randrange(len(whole))
             payload = pick.choice(
                 [
@@ -106,7 +106,7 @@ class EngineClient(Attacker):
 
     async def numbers_of_batches_that_jump(self) -> None:
         pick = self.random
-        for _ in range(60):
+        for _ in range(self._times(60)):
             self._seq = pick.choice(
                 [0, self._seq, self._seq + 1, self._seq + 10**6, 2**53 - 2, 2**62, max(0, self._seq - 5)]
             )
@@ -125,7 +125,7 @@ class EngineClient(Attacker):
                 simple += [[value(depth + 1) for _ in range(pick.choice([0, 1, 5]))], {"a": value(depth + 1)}]
             return pick.choice(simple)
 
-        for _ in range(200):
+        for _ in range(self._times(200)):
             event = ["BlockStored", [1, 2], None, [1, 2, 3, 4, 5, 6, 7, 8], 4, None, "GPU", None, None, 0]
             event = pick.choice([event, ["BlockRemoved", [1, 2], "GPU", 0], ["AllBlocksCleared"]])
             for _ in range(pick.choice([1, 1, 3])):
@@ -140,7 +140,7 @@ class EngineClient(Attacker):
     async def ranks_media_and_adapters_without_end(self) -> None:
         """Each batch under another name: of a rank, a medium, an adapter, a space."""
         pick = self.random
-        for number in range(1500):
+        for number in range(self._times(1500)):
             name = f"{pick.getrandbits(64):x}"
             one = [1, 2, 3, number]
             event = [
@@ -162,7 +162,7 @@ class EngineClient(Attacker):
         """Blocks that are their own parents, that share a hash, and that follow from each other in a ring."""
         pick = self.random
         events: list[Any] = []
-        for _ in range(2000):
+        for _ in range(self._times(2000)):
             mine, parent = pick.randrange(200), pick.randrange(200)
             events.append(["BlockStored", [mine], parent, [pick.randrange(3) for _ in range(4)], 4, None, "GPU"])
             if pick.random() < 0.3:
@@ -253,7 +253,7 @@ class EngineClient(Attacker):
         async with listening(speak) as server:
             await self._register("fast", f"tcp://127.0.0.1:{port_of(server)}")
             await wait_until(lambda: sent > 0, "somebody listens to it")
-            await asyncio.sleep(2.0)
+            await asyncio.sleep(2.0 * self.part)
             await self._unregister("fast")
         await self._is_followed()
 
@@ -277,7 +277,7 @@ class EngineClient(Attacker):
             for number in range(3):
                 await self._register(f"endless-{number}", endpoint)
             await wait_until(lambda: sent > 0, "somebody listens to it")
-            await asyncio.sleep(4.0)
+            await asyncio.sleep(4.0 * self.part)
             is_over = True
             for number in range(3):
                 await self._unregister(f"endless-{number}")
@@ -287,7 +287,7 @@ class EngineClient(Attacker):
         """A few of them stay, so that the next attacks have several streams."""
         pick = self.random
         there: list[tuple[str, int]] = []
-        for number in range(40):
+        for number in range(self._times(40)):
             name, rank = pick.choice(["churn", f"churn-{number % 5}", *TEXTS]), pick.choice([0, 1, 5, 2**31, -1, "0"])
             fields: dict[str, Any] = {"dp_rank": rank}
             if pick.random() < 0.5:

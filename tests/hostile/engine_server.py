@@ -98,7 +98,7 @@ class EngineServer(Attacker):
         ]
 
     async def metrics_at_registration(self) -> None:
-        for text in self.random.sample(self._metrics(), 5):
+        for text in self._some(self._metrics(), 5):
             await self._lie(metrics=text)
 
     async def metrics_of_an_engine_that_turns(self) -> None:
@@ -106,7 +106,7 @@ class EngineServer(Attacker):
         self._answers = dict(GOOD)
         status, said = await self._post(f"{self.target['url']}/register", {"url": self._url, "tenant_id": "hostile"})
         expect(status == 200, f"an engine without fault is not registered: {status} {said[:300]!r}")
-        for text in self.random.sample(self._metrics(), 2):
+        for text in self._some(self._metrics(), 2):
             self._answers["/metrics"] = text
             before = self.server.asked
             for _ in range(100):
@@ -141,7 +141,7 @@ class EngineServer(Attacker):
             {"sources": pick.choice([[], {}, [None], [[]], {"0": []}])},
             {"0": {"endpoint": [], "publisher": {}}},
         ]
-        for document in pick.sample(documents, 3):
+        for document in self._some(documents, 3):
             await self._lie(kv_event_sources=json.dumps(document).encode())
         long_number = json.dumps([{"endpoint": "tcp://*:1", "rank": 0}]).replace(" 0", " " + DIGITS)
         for raw in (DEEP, b'{"0":' * 20_000, long_number.encode(), b'{"0": {"endpoint": "\\ud800"}}', b"\xff\xfe[]"):
@@ -161,7 +161,7 @@ class EngineServer(Attacker):
         """SGLang's ``/server_info``."""
         pick = self.random
         values: list[Any] = [0, -1, 1, 2**63, 10**30, 1.5, True, None, "16", [], {}, "\x00", "x" * 10_000]
-        for _ in range(6):
+        for _ in range(self._times(6)):
             events = {"endpoint_host": "*", "endpoint_port_base": 5557, "block_size": 16, "dp_size": 1}
             server: dict[str, Any] = {"served_model_name": "hostile", "page_size": 16, "kv_events": events}
             for chosen in (events, server):
@@ -195,7 +195,7 @@ class EngineServer(Attacker):
             [b"HTTP/1.1 200 OK\r\n\r\n", *[b"x" * 65536] * 100],
             [b"HTTP/1.1 200 OK\r\nset-cookie: \xff\x00\r\n\r\n{}"],
         ]
-        for lie in pick.sample(lies, 6):
+        for lie in self._some(lies, 6):
             path = pick.choice(sorted(GOOD))
             self._answers = dict(GOOD) | {path: lie}
             await self._registered()
@@ -235,7 +235,7 @@ class EngineServer(Attacker):
             b"[1e400]",
             b"[" + b"{}," * 1_000_000 + b"1]",
         ]
-        for tokens in [*pick.sample(found, 6), many]:
+        for tokens in [*self._some(found, 6), many]:
             for path in ("/tokenize", "/v1/chat/completions/render"):
                 name = b"tokens" if path == "/tokenize" else b"token_ids"
                 self._answers[path] = b'{"%b": %b, "count": 1, "max_model_len": 4096}' % (name, tokens)

@@ -131,7 +131,7 @@ class GatewayClient(Attacker):
 
     async def fields_of_wrong_types(self) -> None:
         pick = self.random
-        for _ in range(120):
+        for _ in range(self._times(120)):
             path = pick.choice(sorted(FIELDS))
             body = {"model": pick.choice(["hostile", "not-there", self._value()]), **FIELDS[path]}
             for _ in range(pick.choice([1, 2])):
@@ -142,7 +142,7 @@ class GatewayClient(Attacker):
         """Each field of each path, at the depths at which parsers and writers of JSON give up."""
         pick = self.random
         for path, fields in FIELDS.items():
-            for name in pick.sample(sorted(fields), min(3, len(fields))):
+            for name in self._some(sorted(fields), min(3, len(fields))):
                 depth = pick.choice([63, 64, 65, 126, 127, 128, 252, 253, 254, 255, 256, 500, 1000, 1025, 100_000])
                 opened, closed = pick.choice([(b"[", b"]"), (b'{"a":', b"}")])
                 inner = opened * depth + b"1" + closed * depth
@@ -162,7 +162,7 @@ class GatewayClient(Attacker):
             os.urandom(_MIB),
             b" " * (17 * _MIB),
         ]
-        for body in pick.sample(bodies, 4):
+        for body in self._some(bodies, 4):
             await self._ask(pick.choice(["/v1/chat/completions", "/v1/completions", "/v1/responses"]), body)
 
     async def forms_of_nonsense(self) -> None:
@@ -185,7 +185,7 @@ class GatewayClient(Attacker):
             cut + b'content-disposition: form-data; name="model"\r\n\r\n' + b"m" * 1_000_000 + b"\r\n--b--",
             cut + b'content-disposition: form-data; name="model"; filename="\xff\x00"\r\n\r\n\xff\r\n--b--',
         ]
-        for body in pick.sample(bodies, 6):
+        for body in self._some(bodies, 6):
             boundary = pick.choice(["b", '"b"', "", "x" * 5000, '"', "b; boundary=c"])
             await self._ask(pick.choice(FORMS), body, content_type=f"multipart/form-data; boundary={boundary}")
 
@@ -209,8 +209,8 @@ class GatewayClient(Attacker):
             finally:
                 writer.transport.abort()
 
-        ends = [(pick.randrange(len(whole) + 1), 0) for _ in range(30)]
-        ends += [(len(whole), pick.choice([0, 1, 300])) for _ in range(30)]
+        ends = [(pick.randrange(len(whole) + 1), 0) for _ in range(self._times(30))]
+        ends += [(len(whole), pick.choice([0, 1, 300])) for _ in range(self._times(30))]
         await asyncio.gather(*(stop(*each) for each in ends))
 
     async def heads_that_mislead(self) -> None:
@@ -235,7 +235,7 @@ class GatewayClient(Attacker):
             "te: trailers",
             "connection: host",
         ]
-        for field in pick.sample(fields, 8):
+        for field in self._some(fields, 8):
             stored = "/v1/responses/" + pick.choice(["x", "%00", "a" * 5000, "../.."])
             whole = head(pick.choice([*FIELDS, "/v1/models", stored]), content, field, "connection: close", kind=None)
             said = await self._said(self.target["port"], whole + content, seconds=8)

@@ -42,7 +42,7 @@ class GatewayEngine(Attacker):
         self._lie = lie
         path = path or self.random.choice(sorted(FIELDS))
         body = {"model": "hostile", **FIELDS[path], **more, "user": f"{self.random.random()}"}
-        received = b""
+        received = bytearray()
         status = 0
         try:
             async with self.http.post(self.target["url"] + path, json=body) as answer:
@@ -59,9 +59,9 @@ class GatewayEngine(Attacker):
         except TimeoutError:
             raise Found(f"{path} is not answered: {b''.join(lie)[:200]!r}") from None
         except CUT:
-            return status, received, False
-        expect(status != 500, f"{path} is answered with 500 {received[:200]!r}: {b''.join(lie)[:200]!r}")
-        return status, received, True
+            return status, bytes(received), False
+        expect(status != 500, f"{path} is answered with 500 {bytes(received[:200])!r}: {b''.join(lie)[:200]!r}")
+        return status, bytes(received), True
 
     async def answers_that_are_cut_short(self) -> None:
         """At any byte: what has not come whole may not look whole."""
@@ -77,7 +77,7 @@ class GatewayEngine(Attacker):
             begin = sent.index(b"\r\n\r\n") + 4
             if kind == "stream" and not stream:
                 continue
-            for at in pick.sample(range(begin, len(sent) - 1), 12):
+            for at in self._some(range(begin, len(sent) - 1), 12):
                 status, received, is_whole = await self._asked([sent[:at]], path, stream=kind == "stream")
                 is_error = not is_whole or status >= 400 or b"error" in received
                 expect(
@@ -105,20 +105,20 @@ class GatewayEngine(Attacker):
             chunked(*EVENTS[:-1], b"data: [DONE]\n\n" * 100_000),
             chunked(os.urandom(65536)),
         ]
-        for stream in pick.sample(streams, 4):
+        for stream in self._some(streams, 4):
             await self._asked(
                 stream, pick.choice(["/v1/responses", "/v1/chat/completions", "/v1/messages"]), stream=True
             )
 
     async def two_large_events(self) -> None:
         """Two events of a MB, in the pieces in which a slow engine sends them."""
-        event = b'data: {"type": "response.output_text.delta", "delta": "' + b"a" * 1_000_000 + b'"}\n\n'
+        event = b'data: {"type": "response.output_text.delta", "delta": "' + b"a" * self._times(1_000_000) + b'"}\n\n'
         pieces = [event[n : n + 512] for n in range(0, len(event), 512)]
         await self._asked(chunked(*pieces, *pieces, b"data: [DONE]\n\n"), "/v1/responses", stream=True)
 
     async def streams_of_single_bytes(self) -> None:
         """Two events of a MiB in pieces of a few bytes would need more patience than an attacker has."""
-        event = b'data: {"type": "response.output_text.delta", "delta": "' + b"a" * 150_000 + b'"}\n\n'
+        event = b'data: {"type": "response.output_text.delta", "delta": "' + b"a" * self._times(150_000) + b'"}\n\n'
         pieces = [event[n : n + 37] for n in range(0, len(event), 37)]
         await self._asked(chunked(*pieces, b"data: [DONE]\n\n"), "/v1/responses", stream=True)
 
@@ -150,14 +150,14 @@ class GatewayEngine(Attacker):
             [b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:9/\r\ncontent-length: 0\r\n\r\n"],
             [b"HTTP/1.1 200 OK\r\nset-cookie: a=b\r\nset-cookie: \xff\r\ncontent-length: 2\r\n\r\n{}"],
         ]
-        for lie in pick.sample(lies, 10):
+        for lie in self._some(lies, 10):
             await self._asked(lie, "/v1/chat/completions", stream=pick.random() < 0.3)
 
     async def answers_of_wrong_types(self) -> None:
         """JSON that is kept, counted or read by the gateway."""
         pick = self.random
         values: list[Any] = [None, True, -1, 10**400, 1.5, "", "x", [], {}, [[]], [None], {"a": []}]
-        for _ in range(15):
+        for _ in range(self._times(15)):
             path = pick.choice(["/v1/responses", "/v1/responses", *PATHS])
             answer: dict[str, Any] = {**true_answer(path), "usage": {"prompt_tokens": 1, "input_tokens": 1}}
             answer[pick.choice(sorted(answer))] = pick.choice(values)
@@ -192,6 +192,6 @@ class GatewayEngine(Attacker):
                 pass
 
         try:
-            await asyncio.gather(*(ask(text) for text in ["silent", "slow", "slow"] * 10))
+            await asyncio.gather(*(ask(text) for text in ["silent", "slow", "slow"] * self._times(10)))
         finally:
             self.server.pause, self.server.answer = 0.0, before

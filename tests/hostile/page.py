@@ -27,6 +27,7 @@ WRITES: dict[str, dict[str, Any]] = {
     "/events": {"event_id": 10**9, "event_type": "cleared", "backend_id": "honest", "tenant_id": "honest"},
     "/weight": {**HONEST, "weight": 0},
 }
+DEPTHS = [63, 64, 65, 127, 128, 253, 254, 255, 256, 1000, 1024, 1025, 100_000]
 PATHS = [
     "/ui",
     "/ui/",
@@ -73,7 +74,7 @@ class Page(Attacker):
 
     async def paths_of_nonsense(self) -> None:
         pick = self.random
-        for _ in range(60):
+        for _ in range(self._times(60)):
             method = pick.choice(["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE", "X" * 50, "get"])
             query = pick.choice(
                 [
@@ -138,8 +139,8 @@ class Page(Attacker):
             "/dynamo/select",
             "/dynamo/overlap_scores",
         ]
-        for path in pick.sample(paths, 12):
-            for depth in pick.sample([63, 64, 65, 127, 128, 253, 254, 255, 256, 1000, 1024, 1025, 100_000], 4):
+        for path in self._some(paths, 12):
+            for depth in pick.sample(DEPTHS, 4):
                 opened, closed = pick.choice([(b"[", b"]"), (b'{"a":', b"}")])
                 deep = opened * depth + b"1" + closed * depth
                 name = pick.choice([b"token_ids", b"messages", b"labels", b"model", b"tools", b"events", b"unknown"])
@@ -166,7 +167,7 @@ class Page(Attacker):
             "%00",
             "x" * 5000,
         ]
-        for _ in range(40):
+        for _ in range(self._times(40)):
             path = pick.choice(["/books", "/placement", "/placement/warm", "/policies/compare", "/dynamo/loads"])
             chosen = "&".join(f"{pick.choice(parameters)}={pick.choice(values)}" for _ in range(pick.randrange(5)))
             await self._send("GET", f"{path}?{chosen}")
@@ -192,7 +193,7 @@ class Page(Attacker):
             "k" * 16_384,
             "k" * 16_385,
         ]
-        for text in self.random.sample(files, 6):
+        for text in self._some(files, 6):
             status, said = await self._post(self.target["url"] + "/policies/replay", {"file": text, "since": "24h"})
             expect(status in (200, 400, 413), f"the file {text[:40]!r} is answered with {status} {said[:200]!r}")
 
@@ -216,7 +217,7 @@ class Page(Attacker):
             "-0",
             "1E1",
         ]
-        for _ in range(60):
+        for _ in range(self._times(60)):
             path = pick.choice(["/query", "/register", "/select", "/events", "/query_by_hash"])
             name = pick.choice(
                 ["block_size", "dp_rank", "event_id", "base_block_idx", "shards", "weight", "limit", "depth"]

@@ -110,14 +110,14 @@ class PickerStream(Attacker):
                 response_body=pb.HttpBody(body=os.urandom(1000), end_of_stream=pick.random() < 0.5)
             ),
         ]
-        for _ in range(25):
+        for _ in range(self._times(25)):
             first = [kinds[0]()] if pick.random() < 0.7 else []
             await self._converse(*first, *(pick.choice(kinds)() for _ in range(pick.randrange(6))))
 
     async def fields_of_wrong_types(self) -> None:
         pick = self.random
         values: list[Any] = [None, True, -1, 2**64, 1.5, "", "x" * 10_000, [], {}, [[]], [1, "a"], "\x00"]
-        for _ in range(20):
+        for _ in range(self._times(20)):
             body: dict[str, Any] = {
                 "model": "honest",
                 "prompt": "hello",
@@ -245,7 +245,7 @@ class PickerStream(Attacker):
 
     async def frames_that_are_no_grpc(self) -> None:
         """HTTP/2 by hand: streams that are reset as soon as they begin, windows, settings and pings without end."""
-        pick, port = self.random, self.target["picker_port"]
+        port = self.target["picker_port"]
         settings = frame(4, 0, 0, b"")
         # An indexed POST, a path and a scheme, by the table that every peer has.
         fields = b"\x83\x86\x04" + bytes([len(_METHOD)]) + _METHOD.encode()
@@ -263,4 +263,4 @@ class PickerStream(Attacker):
             _PREFACE + settings + frame(0, 0, 1, bytes(16_384)) * 500,
             _PREFACE + frame(4, 0, 0, b"\x00\x04\xff\xff\xff\xff\x00\x01\xff\xff\xff\xff"),
         ]
-        await asyncio.gather(*(self._said(port, flood, seconds=1.0) for flood in pick.sample(floods, 4)))
+        await asyncio.gather(*(self._said(port, flood, seconds=1.0) for flood in self._some(floods, 4)))

@@ -46,10 +46,11 @@ async def run(
     *,
     seed: int,
     seconds: float,
+    part: float = 1.0,
     only: Sequence[str] = (),
     tell: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Attack a door until so many seconds have passed, and each attack has been made."""
+    """Attack a door until so many seconds have passed, and each attack has been made, or a part of it."""
     outcome = Outcome(door)
     async with DOORS[door](redis_url, directory) as opened, neighbour() as beside_them:
         async with Redis.from_url(redis_url) as redis:
@@ -58,7 +59,14 @@ async def run(
         beside = Beside(door, processes, opened.checks, opened.slow, tell)
         await beside.quiet()
         is_over = asyncio.Event()
-        told = {"door": door, "seed": seed, "seconds": seconds, "target": opened.target, "only": list(only)}
+        told = {
+            "door": door,
+            "seed": seed,
+            "seconds": seconds,
+            "part": part,
+            "target": opened.target,
+            "only": list(only),
+        }
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(beside.run(is_over))
             try:

@@ -129,11 +129,11 @@ class Template(Attacker):
         expect(seconds < patient(RENDER_SECONDS), f"a template that {what} takes {seconds:.1f} s: {said[:200]!r}")
 
     async def templates_that_cost(self) -> None:
-        for what in self.random.sample(sorted(TEMPLATES), 7):
+        for what in self._some(sorted(TEMPLATES), 7):
             await self._converse(what, TEMPLATES[what])
 
     async def files_that_are_no_model(self) -> None:
-        for what in self.random.sample(sorted(FILES), 4):
+        for what in self._some(sorted(FILES), 4):
             await self._converse(f"comes with {what}", small.CHATML, FILES[what])
 
     async def conversations_that_cost(self) -> None:
@@ -154,7 +154,7 @@ class Template(Attacker):
             [[]],
             "\u202e" * 1000,
         ]
-        for _ in range(12):
+        for _ in range(self._times(12)):
             messages: Any = [{"role": pick.choice(["user", "", "x" * 5000, 1]), "content": pick.choice(values)}]
             messages = pick.choice(
                 [
