@@ -65,7 +65,7 @@ typedef struct {
 typedef enum { FAILED = -1, UNUSUAL = 0, READ = 1 } Outcome;
 
 /* Whether a value is a text, and this one. */
-static int is_name(const Value *value, const Name *name)
+static inline int is_name(const Value *value, const Name *name)
 {
     return value->kind == TEXT && value->number == name->size && memcmp(value->start, name->text, name->size) == 0;
 }

@@ -147,7 +147,7 @@ static inline int read_value(Reader *reader, Value *value)
 }
 
 /* Go behind the next value, with all that is in it. 0 where it is not whole and plain. */
-static int skip_value(Reader *reader, int depth)
+static inline int skip_value(Reader *reader, int depth)
 {
     Value value;
     if (!read_value(reader, &value))

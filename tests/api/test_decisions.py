@@ -16,7 +16,7 @@ from tests.conftest import wait_until
 from waymark.base.errors import StoreUnavailable
 from waymark.decide.selector import Selector
 from waymark.domain.hashing import extend, namespace, token_bytes
-from waymark.store.fetch import Fetcher
+from waymark.store.fetch import Fetch
 from waymark.store.scripts import Scripts
 from waymark.store.store import Store
 
@@ -496,17 +496,17 @@ async def test_a_decision_is_one_round_trip_more_than_a_query(
     await hold("pod-1", PROMPT)
     await post(client, "/select")
     asked: list[str] = []
-    fetch, calling = Fetcher.fetch, Scripts._calling
+    begin, calling = Fetch.begin, Scripts._calling
 
-    def counted_fetch(*given: Any, **named: Any) -> Any:
+    def counted_begin(self: Fetch, receiver: Any) -> None:
         asked.append("rows")
-        return fetch(*given, **named)
+        begin(self, receiver)
 
     def counted_calling(self: Scripts, name: str, *given: Any) -> Any:
         asked.append(name)
         return calling(self, name, *given)
 
-    monkeypatch.setattr(Fetcher, "fetch", counted_fetch)
+    monkeypatch.setattr(Fetch, "begin", counted_begin)
     monkeypatch.setattr(Scripts, "_calling", counted_calling)
     await post(client, "/query", block_size=2)
     assert asked == ["rows"]
