@@ -290,6 +290,21 @@ def test_a_part_that_computes_has_no_clock_no_socket_and_no_thread(part: str) ->
     assert all(may(f"{part}.names", name) for name in COMPUTING)
 
 
+@pytest.mark.parametrize("module", ["decide.order", "decide.fleet", "decide.group_loads", "decide.pure_sums"])
+def test_an_order_of_targets_follows_from_its_arguments(
+    module: str, sources: dict[str, str], imports: dict[str, set[str]]
+) -> None:
+    """It has no I/O and no clock, waits for nothing, and draws only from what its caller passes."""
+    tree = ast.parse(sources[module])
+    assert {name.partition(".")[0] for name in imports[module]} <= COMPUTING | {"abc", "random", "waymark"}
+    of_store = {name for name in imports[module] if name.startswith("waymark.store")}
+    assert {name.rpartition(".")[0] for name in of_store} <= {"waymark.store.reservations"}, "words of Redis' answers"
+    nodes = list(ast.walk(tree))
+    assert not any(isinstance(node, ast.AsyncFunctionDef | ast.Await) for node in nodes)
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert not called & {"Random", "open", "print"}
+
+
 def test_no_exception_is_left_over(imports: dict[str, set[str]]) -> None:
     assert {module: set(reasons) - imports[module] for module, reasons in NOT_COMPUTING.items()} == {
         module: set() for module in NOT_COMPUTING

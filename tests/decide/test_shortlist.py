@@ -133,6 +133,29 @@ def test_the_short_list_has_the_choice_of_all(name: str, seed: int) -> None:
             seen.loads.put(random.choice(fleet.members).publisher, Load(random.choice((0, 5_000)), random.randrange(9)))
 
 
+@pytest.mark.parametrize("seed", seeds(3))
+@pytest.mark.parametrize("name", PRESETS)
+def test_equal_arguments_have_equal_answers_and_stay_as_they_were(name: str, seed: int) -> None:
+    """In whichever process: replicas share nothing but what they have read."""
+    policy, key = PolicyChoice.of(PRESETS[name]), Random(seed).randbytes(32)
+    question = Question(GROUP, lambda size: HashedPrompt(1000, b""), policy, prefix_key=key)
+    found = []
+    for draw in (5, 5, 6):
+        random = Random(f"{name} {seed}")
+        fleet = fleet_of(random, 60)
+        seen = state_of(random, fleet, has_tokens=True)
+        before = dict(seen.loads), dict(seen.rows), dict(seen.expected)
+        request = RoutingRequest(SIZE * BLOCKS + 3, SIZE, prefix_key=key)
+        snapshot = GroupSnapshot(GroupEntry(1, 1), fleet, left_out=frozenset({1, 7}))
+        answer = order(snapshot, PromptMatches(request, seen, b""), question, Random(draw))
+        assert answer is not None
+        assert (dict(seen.loads), dict(seen.rows), dict(seen.expected)) == before
+        found.append([(each.candidate, each.value, each.parts) for each in scored_of(answer.decode)])
+    assert found[0] == found[1]
+    if name != "dynamo":
+        assert [value for _, value, _ in found[0]] == [value for _, value, _ in found[2]], "draws decide between equals"
+
+
 @pytest.mark.parametrize("name", ["least-work", "dynamo", "lmetric", "longest", "sticky"])
 def test_the_list_stays_short_however_many_targets_there_are(name: str) -> None:
     random = Random(name)

@@ -7,7 +7,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import zmq
@@ -18,8 +19,9 @@ from tests.patience import patient, within
 from waymark.base.errors import InvalidValue
 from waymark.ingest import sockets
 from waymark.ingest import subscriber as module
+from waymark.ingest.connection_failure import ConnectionFailure
 from waymark.ingest.frames import Frame, PayloadFacts, digest
-from waymark.ingest.sockets import MessageReader, ZmqContext, connect, open_socket
+from waymark.ingest.sockets import LiveConnection, MessageReader, ZmqContext, connect, open_socket
 from waymark.ingest.subscriber import UNREACHABLE_NOTE_SECONDS, Subscriber
 from waymark.ingest.subscribers import Subscribers
 
@@ -517,3 +519,26 @@ def test_many_that_cannot_be_reached_are_noted_a_hundred_times_a_second_at_most(
     assert absent / (subscriber.note_seconds / 3) < 101
     subscriber._set_absent(False)
     assert subscriber.note_seconds == UNREACHABLE_NOTE_SECONDS, "one that was there is tried every few seconds"
+
+
+@pytest.mark.parametrize(
+    ("failures", "is_unreachable"),
+    [
+        pytest.param([(0.0, ConnectionFailure.REFUSED)], False, id="once"),
+        pytest.param([(0.0, ConnectionFailure.REFUSED), (2.0, ConnectionFailure.REFUSED)], True, id="within-2-s"),
+        pytest.param([(0.0, ConnectionFailure.REFUSED), (2.1, ConnectionFailure.REFUSED)], False, id="later"),
+        pytest.param([(0.0, None), (0.5, ConnectionFailure.REFUSED)], True, id="reset-and-refused"),
+        pytest.param([(0.0, ConnectionFailure.UNANSWERED), (0.5, ConnectionFailure.UNANSWERED)], False, id="silent"),
+    ],
+)
+def test_two_failures_at_once_make_a_publisher_unreachable(
+    context: ZmqContext, failures: list[tuple[float, ConnectionFailure | None]], is_unreachable: bool
+) -> None:
+    """A publisher that was there; None is a connection that was made and is gone."""
+    now = 1000.0
+    subscriber = Subscriber(context, "ipc:///nowhere", buffer_bytes=1, buffer_frames=1, clock=lambda: now)
+    for seconds, failure in failures:
+        now = 1000.0 + seconds
+        link = SimpleNamespace(is_up=failure is None, attempt=SimpleNamespace(failure=failure))
+        subscriber._note_failure(cast(LiveConnection, link))
+    assert subscriber.is_unreachable == is_unreachable
