@@ -24,8 +24,10 @@ from tools.benchmarks import (
     branching,
     capacity,
     compare,
+    fleet_sizes,
     gateway,
     hybrid,
+    messages,
     prompts,
     replicas,
     scale,
@@ -522,3 +524,28 @@ def test_a_hybrid_model_is_measured_beside_a_plain_one() -> None:
     assert [name for name, _, ratio in lines if ratio == "1.00" and name.endswith(", plain")] == [
         name for name, _, _ in lines if name.endswith(", plain")
     ]
+
+
+# ---- the size of the fleet -------------------------------------------------------------------------
+
+
+def test_sticky_is_held_against_the_default_policy_of_the_same_rounds() -> None:
+    default, sticky, *_ = (name for name in fleet_sizes.QUESTIONS if "3 targets" in name or "blocks, sticky" in name)
+    found = {(100, sticky): ([1.2, 2.0, 9.0],), (100, default): ([1.0, 2.0, 3.0],), (10, sticky): ([9.0],)}
+    (row,) = fleet_sizes.sticky_rows(found)
+    assert (row.figure, row.other, row.ratio, row.bar, row.holds) == (2.0, 2.0, 1.2, 1.3, True)
+    assert fleet_sizes.sticky_rows({(10, sticky): ([9.0],), (10, default): ([1.0],)}) == []
+
+
+def test_a_decision_without_tokens_has_a_bar_for_all_of_it_and_one_for_what_targets_add() -> None:
+    found = {("/select", 10): 1.0, ("/select", 500): 4.5, ("picker", 10): 2.0, ("picker", 500): 4.5}
+    rows = {row.what: (row.figure, row.holds) for row in messages.rows_of(found, 10)}
+    text = "messages without a tokenizer: CPU with Redis"
+    assert rows == {
+        f"/select, 10 targets, {text}": (1.0, None),
+        f"/select, 500 targets, {text}": (4.5, False),
+        f"/select, 500 targets, {text}, beyond that with 10": (3.5, False),
+        f"picker, 10 targets, {text}": (2.0, None),
+        f"picker, 500 targets, {text}": (4.5, None),
+        f"picker, 500 targets, {text}, beyond that with 10": (2.5, True),
+    }

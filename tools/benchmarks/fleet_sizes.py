@@ -16,7 +16,7 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
@@ -36,6 +36,8 @@ HOLDERS = 3
 TARGETS = (10, 100, 1_000, 5_000)
 #: What the cost of a decision with tokens may be, over that with 10 targets.
 BARS = {1_000: 2.0, 5_000: 3.0}
+#: What ``sticky`` may cost over the default policy, with so many targets.
+STICKY_TARGETS, STICKY_BAR = 100, 1.3
 _CONNECTIONS = 4
 _REQUESTS = 200
 """The requests of a round."""
@@ -50,8 +52,9 @@ def _by_policy(name: str) -> Callable[[Prompt], bytes]:
     return lambda prompt: json.dumps(json.loads(prompts.by_tokens(prompt)) | {"policy": name}).encode()
 
 
+_DEFAULT = "512 blocks, 3 targets have them"
 QUESTIONS: dict[str, Callable[[Prompt], bytes]] = {
-    "512 blocks, 3 targets have them": prompts.by_tokens,
+    _DEFAULT: prompts.by_tokens,
     "512 blocks, dynamo": _by_policy("dynamo"),
     "512 blocks, lmetric": _by_policy("lmetric"),
     "512 blocks, sticky": _by_policy("sticky"),
@@ -102,7 +105,17 @@ def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int, reques
                         cost = contenders[which].cost_ms(bodies)
                         if number >= 0:
                             found[count, name][which].append(cost)
-    return [_row(found, targets[0], count, name) for count, name in found]
+    rows = [_row(found, targets[0], count, name) for count, name in found]
+    return [*rows, *sticky_rows(found)] if len(trees) == 1 else rows
+
+
+def sticky_rows(found: Mapping[tuple[int, str], tuple[list[float], ...]]) -> list[Row]:
+    """The row of ``sticky`` beside the default policy, if both were asked with that many targets."""
+    sticky, default = (found.get((STICKY_TARGETS, name)) for name in ("512 blocks, sticky", _DEFAULT))
+    if sticky is None or default is None:
+        return []
+    what = f"/select, {STICKY_TARGETS} targets, 512 blocks, sticky: CPU of replica and Redis, over the default policy"
+    return [against("sizes", what, "ms", sticky[0], default[0], "least-work", STICKY_BAR)]
 
 
 def _row(found: dict[tuple[int, str], tuple[list[float], ...]], least: int, count: int, name: str) -> Row:
@@ -111,7 +124,7 @@ def _row(found: dict[tuple[int, str], tuple[list[float], ...]], least: int, coun
     if len(figures) > 1:
         return against("sizes", what, "ms", figures[0], figures[1], "the tree before")
     few = median(found[least, name][0])
-    bar = BARS.get(count) if name in tuple(QUESTIONS)[:1] else None
+    bar = BARS.get(count) if name == _DEFAULT else None
     return Row("sizes", what, median(figures[0]), "ms", few, f"{least} targets", median(figures[0]) / few, bar)
 
 
