@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,7 +15,7 @@ from waymark.decide.options import SelectionOptions
 from waymark.decide.policies.policy import RoutingRequest
 from waymark.decide.question import CopySource
 from waymark.decide.snapshot import GroupSnapshot
-from waymark.decide.sources import PULLS_MAX, Peers
+from waymark.decide.sources import Peers
 from waymark.domain.answer_times import NO_SUMS, AnswerTimes, TimeSums
 from waymark.domain.keys import pack
 from waymark.domain.match import TargetRow, Walk
@@ -122,7 +124,9 @@ def test_each_offered_target_has_choices_of_its_own() -> None:
     found = peers({2: TargetRow(device=100), 3: TargetRow(device=80)}, {1: PLAIN, 2: SOURCE, 3: SOURCE})
     pulls = found.pulls([1, 2, 3, 1], [0, 100, 80, 30])
     assert pulls is not None
-    assert (pulls.sources, pulls.choices, pulls.pulls_max) == ([2, 3], [[0, 1], [], [], [0]], PULLS_MAX)
+    page = (Path(__file__).parents[2] / "docs" / "routing.md").read_text(encoding="utf-8")
+    (documented,) = re.findall(r"at most (\d+) copies from one engine are under way", page)
+    assert (pulls.sources, pulls.choices, pulls.pulls_max) == ([2, 3], [[0, 1], [], [], [0]], int(documented))
     assert found.pulls([1, 2], [90, 100]) is None
 
 
