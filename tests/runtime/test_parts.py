@@ -34,7 +34,8 @@ def test_options_have_the_defaults_of_their_settings() -> None:
     [
         pytest.param({}, False, False, False, id="a trial"),
         pytest.param({}, True, False, True, id="a gateway on a trial"),
-        pytest.param({"host": "127.0.0.1"}, True, False, False, id="loopback"),
+        pytest.param({"host": "127.0.0.1"}, True, False, True, id="a gateway on loopback"),
+        pytest.param({"host": "::1", "redis_url": "redis://redis"}, False, False, False, id="a replica on loopback"),
         pytest.param({"redis_url": "redis://redis"}, False, False, True, id="a replica"),
         pytest.param({"redis_url": "redis://redis", "api_token": "t"}, False, False, False, id="a token"),
         pytest.param({"gateway_keys": ("a:b",)}, True, True, False, id="a gateway with keys"),
