@@ -1,11 +1,16 @@
 from __future__ import annotations
 
-from tests.decide.walk import moves_of, walks
+from typing import Any
+
+import pytest
+
+from tests.decide.walk import GENERAL, moves_of, walks
 
 
-async def test_a_decision_goes_through_few_files(redis_url: str) -> None:
+@pytest.mark.parametrize("fields", [{}, GENERAL], ids=["usual", "general"])
+async def test_a_decision_goes_through_few_files(redis_url: str, fields: dict[str, Any]) -> None:
     """A reader follows a decision through 40 files and 45 changes of package at most."""
-    called = await walks(redis_url)
+    called = await walks(redis_url, **fields)
     assert min(len(set(files)) for files in called) <= 40
     assert min(moves_of(files) for files in called) <= 45
 

@@ -1,6 +1,6 @@
 """The files that a warm ``/select`` goes through, and how often it changes the package.
 
-    python -m tests.decide.walk redis://127.0.0.1:6379/9
+    python -m tests.decide.walk [--general] redis://127.0.0.1:6379/9
 
 Eight engines, three of which have half of a prompt of 100 blocks. Of ten decisions the shortest counts: work in the
 background is called, too, when it is due. The database must be empty.
@@ -36,7 +36,11 @@ ROOT = f"{Path(waymark.__file__).parent}/"
 TOKENS = list(range(1600))
 
 
-async def walks(url: str) -> list[list[str]]:
+#: A field with which a decision is not usual, so that it goes the general way.
+GENERAL = {"count": 2}
+
+
+async def walks(url: str, **fields_of_body: Any) -> list[list[str]]:
     """The files of the calls of each decision."""
     async with AsyncExitStack() as stack:
         store, asker = Store.open(url), Asker()
@@ -52,7 +56,7 @@ async def walks(url: str) -> list[list[str]]:
         seqs = count(1)
         for number in range(3):
             await hold_blocks(store, seqs, f"p{number}", TOKENS[:800])
-        body = json.dumps({"model": "m", "token_ids": TOKENS}).encode()
+        body = json.dumps({"model": "m", "token_ids": TOKENS} | fields_of_body).encode()
         return [await walk(app, body) for _ in range(13)][3:]
 
 
@@ -107,7 +111,10 @@ def moves_of(called: list[str]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.decide.walk", description="The walk of a /select.")
     parser.add_argument("redis", help="URL of an empty Redis database")
-    found = min(asyncio.run(walks(parser.parse_args().redis)), key=lambda each: (len(set(each)), moves_of(each)))
+    parser.add_argument("--general", action="store_true", help="a decision that is not usual")
+    options = parser.parse_args()
+    called = asyncio.run(walks(options.redis, **(GENERAL if options.general else {})))
+    found = min(called, key=lambda each: (len(set(each)), moves_of(each)))
     for name, calls in sorted(Counter(found).items()):
         print(f"{calls:5} {name}")
     print(f"{len(set(found))} files, {moves_of(found)} changes of package, {len(found)} calls")
