@@ -40,7 +40,7 @@ def changed(**fields: Any) -> str:
 
 def nested(number: int) -> str:
     """Lists that are read as one kind of normalizer after the other; each takes many times its bytes."""
-    return changed(normalizer="@").replace('"@"', f"[{'[],' * number}[]]")
+    return changed(normalizer="lists of lists").replace('"lists of lists"', f"[{'[],' * number}[]]")
 
 
 #: Each character becomes the content.

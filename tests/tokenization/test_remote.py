@@ -347,7 +347,7 @@ async def test_a_long_list_of_ids_is_read_in_pieces(
     engine: Engine, remote: RemoteTokenizer, monkeypatch: pytest.MonkeyPatch, answer: str, expected: list[int] | None
 ) -> None:
     engine.says(200, answer)
-    read = []
+    read: list[list[int] | None] = []
     for piece_bytes in (2**16, 7):
         monkeypatch.setattr(remote_module, "_PIECE_BYTES", piece_bytes)
         try:

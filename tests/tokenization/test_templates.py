@@ -17,7 +17,7 @@ from tests.unit import examples
 from waymark.base.errors import InvalidValue
 from waymark.chat.openai import for_template
 from waymark.tokenization.prompt import ChatPrompt
-from waymark.tokenization.templates import ChatTemplate, takes_parts
+from waymark.tokenization.templates import ChatTemplate, dates_of, takes_parts
 
 # Chat templates are rendered in a process of their own.
 pytestmark = pytest.mark.outside
@@ -341,3 +341,14 @@ def test_a_template_that_begins_otherwise_with_an_image_has_no_certain_beginning
 def test_a_template_that_leaves_images_out_has_no_certain_beginning() -> None:
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{% endfor %}", {}, bytes_max=2**20)
     assert template.render_before_media(ChatPrompt(PICTURE)) == ""
+
+
+def test_dates_that_take_long_to_write_are_not_foreseen() -> None:
+    """They would be written at each prompt, on the event loop."""
+
+    def asked(*forms: str) -> str:
+        return "".join(f"{{{{ strftime_now('{form}') }}}}" for form in forms)
+
+    assert dates_of(asked("%d %b %Y", "%H")) == ("%d %b %Y", "%H")
+    assert dates_of(asked("%c" * 128)) == ("%c" * 128,)
+    assert dates_of(asked("%c" * 128, "%Y")) is None

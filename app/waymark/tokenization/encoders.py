@@ -201,7 +201,8 @@ class _Answers(asyncio.Protocol):
         """Return the kind of an answer, and the answer. Raise EOFError if the process ends."""
         if self.is_closed or self._transport is None:
             raise EOFError
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[bytes, bytes]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
         self._transport.write(REQUEST.pack(len(request), number) + request)
         try:
             return await answer
