@@ -30,6 +30,8 @@ STRAIGHT: dict[str, tuple[dict[str, list[int]], str]] = {
     "/dynamo/query_by_hash": ({"block_hashes": [1, 2]}, "scores"),
     "/select": ({"token_ids": [1, 2, 3, 4]}, "target"),
     "/score": ({"token_ids": [1, 2, 3, 4]}, "scores"),
+    "/dynamo/select": ({"token_ids": [1, 2, 3, 4]}, "worker_id"),
+    "/dynamo/select_and_reserve": ({"token_ids": [1, 2, 3, 4]}, "worker_id"),
 }
 
 
@@ -66,9 +68,12 @@ async def test_uvicorn_serves_it_and_closes_it(redis_url: str) -> None:
                 return False
 
         await wait_until(is_ready, "it is ready", 30)
-        body = {"type": "standard", "modelname": "m", "instance_id": "i", "block_size": 4}
-        assert (await client.post("/register", json=body)).status_code == 200
-        assert (await client.get("/workers")).json()["publishers"][0]["instance_id"] == "i"
+        body = {"type": "standard", "modelname": "m", "block_size": 4}
+        # The Dynamo API shows instances with a number alone.
+        for instance_id in ("i", "7"):
+            assert (await client.post("/register", json=body | {"instance_id": instance_id})).status_code == 200
+        publishers = (await client.get("/workers")).json()["publishers"]
+        assert {each["instance_id"] for each in publishers} == {"i", "7"}
         for path, (prompt, key) in STRAIGHT.items():
             answer = await client.post(path, json={"model": "m", "model_name": "m"} | prompt)
             assert answer.status_code == 200, (path, answer.text)

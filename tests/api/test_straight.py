@@ -24,6 +24,7 @@ from tests.conftest import wait_until
 from tests.patience import patient, patient_settings
 from tests.proxy import Proxy, proxy_to
 from tests.serving.wire import connections, served, wire
+from tests.test_asgi import STRAIGHT
 from waymark.api import application
 from waymark.api.application import create_app
 from waymark.base.asgi import Answering, RawHeaders, StraightQuestion, StraightRequest
@@ -557,23 +558,40 @@ async def test_a_long_body_in_pieces_goes_the_straight_way(ways: tuple[Way, Way]
     assert ways[0].said == ["begun", "replied"]
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("/query", b'"longest_matched":600'),
-        ("/select", b'"device_tokens":600'),
-        ("/score", b'"a"'),
-        ("/dynamo/select", b'"longest_matched":300'),
-    ],
-)
-async def test_a_usual_request_needs_no_task(store: Store, path: str, expected: bytes) -> None:
+#: Each straight question with a body, and what the answer has.
+USUAL: dict[str, tuple[dict[str, Any], bytes]] = {
+    "/query": ({"token_ids": TOKENS}, b'"longest_matched":600'),
+    "/query_by_hash": ({"seq_hashes": HASHES}, b'"longest_matched":600'),
+    "/select": ({"token_ids": TOKENS}, b'"device_tokens":600'),
+    "/score": ({"token_ids": TOKENS}, b'"a"'),
+    "/dynamo/query": ({"token_ids": TOKENS}, b'"longest_matched":300'),
+    "/dynamo/query_by_hash": ({"block_hashes": LOCAL}, b'"longest_matched":300'),
+    "/dynamo/select": ({"token_ids": TOKENS}, b'"longest_matched":300'),
+}
+#: Its steps have tasks: the name of a reservation is written before, and after.
+NAMED = "/dynamo/select_and_reserve"
+
+
+async def test_every_straight_question_is_compared_and_served_by_other_servers(store: Store) -> None:
+    settings = Settings(**patient_settings())
+    asker = parts.asker(settings)
+    app = create_app(store, parts.api_options(settings), parts.selection_options(settings), Metrics(), asker=asker)
+    await asker.close()
+    straight = {path.decode() for path in app.straight}
+    assert straight == {*USUAL, NAMED} == {*PATHS, *DECISIONS, *DYNAMO_DECISIONS} == STRAIGHT.keys()
+
+
+@pytest.mark.parametrize("path", USUAL)
+async def test_a_usual_request_needs_no_task(store: Store, path: str) -> None:
+    asked, expected = USUAL[path]
+    body = json.dumps({"model": "m", "model_name": "m", "block_size": 2} | asked).encode()
     async with way(store, is_straight=True, loads_ms=10_000) as straight:
-        made = await tasks_made(straight, path, expected)
+        made = await tasks_made(straight, path, body, expected)
     # These are of the process, and no request waits for them.
     assert [each for each in made if not re.search("_keep|_flush", each)] == []
 
 
-async def tasks_made(straight: Way, path: str, expected: bytes) -> list[str]:
+async def tasks_made(straight: Way, path: str, body: bytes, expected: bytes) -> list[str]:
     """The tasks that a second request makes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", straight.port)
     made: list[str] = []
@@ -583,7 +601,7 @@ async def tasks_made(straight: Way, path: str, expected: bytes) -> list[str]:
             made.append(str(coroutine))
         return asyncio.Task(coroutine, loop=loop, **named)
 
-    async def answer(body: bytes) -> None:
+    async def answer() -> None:
         writer.write(request(path, body))
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 ")
@@ -591,12 +609,11 @@ async def tasks_made(straight: Way, path: str, expected: bytes) -> list[str]:
         assert found is not None
         assert expected in await reader.readexactly(int(found[1]))
 
-    body = QUERY.replace(b'"model"', b'"model_name"') if path.startswith("/dynamo") else QUERY
-    await answer(body)
+    await answer()
     loop = asyncio.get_running_loop()
     loop.set_task_factory(noted)
     try:
-        await answer(body)
+        await answer()
     finally:
         loop.set_task_factory(None)
         writer.close()

@@ -1,6 +1,6 @@
 """Two thousand decisions with their answers, over all policies and doors, recorded from one tree and asked of the next.
 
-    python -m tests.decide.corpus            compare this tree with the recorded answers
+    python -m tests.decide.corpus            compare this tree with the recorded answers, on both ways of the server
     python -m tests.decide.corpus --record   record them again
 
 A scenario is a fleet of random targets with blocks, loads, outcomes and gauges, on an emulated Redis. Each question is
@@ -35,6 +35,7 @@ from tests.decide.corpus_files import PICKER_FILES
 from tests.patience import patient_settings
 from tests.tokenization import small
 from waymark.api.application import create_app
+from waymark.base.asgi import RawHeaders, StraightTable
 from waymark.base.errors import WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
@@ -173,14 +174,39 @@ class Scenario:
 # ---- its answers -----------------------------------------------------------------------------------
 
 
+class _Straight:
+    """The server of one question on the straight way; None is an answer that ASGI has to give."""
+
+    def __init__(self) -> None:
+        self.result: asyncio.Future[httpx.Response | None] = asyncio.get_running_loop().create_future()
+
+    def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
+        found = [(b"content-type", media_type), *headers]
+        self.result.set_result(httpx.Response(status, headers=found, content=body))
+
+    def pass_on(self) -> None:
+        self.result.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        self.result.set_exception(error)
+
+
 class _Answering:
     """A scenario in a store of its own, with both doors open."""
 
-    def __init__(self, scenario: Scenario, store: Store, http: httpx.AsyncClient, requests: RequestSelector) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        store: Store,
+        http: httpx.AsyncClient,
+        requests: RequestSelector,
+        straight: StraightTable,
+    ) -> None:
         self._scenario = scenario
         self._store = store
         self._http = http
         self._requests = requests
+        self._straight = straight
 
     async def fill(self) -> None:
         """Register the targets, and give them blocks, gauges, loads and outcomes."""
@@ -223,9 +249,23 @@ class _Answering:
     async def answer(self, question: Question) -> str:
         if "request" in question:
             return await self._routed(question)
-        found = await self._http.post(question["path"], json=question["body"])
+        found = await self._asked(question["path"], question["body"])
         headers = {key: value for key, value in sorted(found.headers.items()) if key.startswith("x-waymark")}
         return json.dumps({"status": found.status_code, **headers, "body": found.json()})
+
+    async def _asked(self, path: str, body: Any) -> httpx.Response:
+        """The answer to one question: by the straight way, if there is one."""
+        if (question := self._straight.get(path.encode())) is not None:
+            content = json.dumps(body).encode()
+            length = b"%d" % len(content)
+            request = question.open([(b"content-type", b"application/json"), (b"content-length", length)])
+            assert request is not None
+            answered = _Straight()
+            request.begin(content, answered)
+            if (answer := await answered.result) is not None:
+                return answer
+            assert body.get("explain"), "the only questions of the corpus that the straight way passes on"
+        return await self._http.post(path, json=body)
 
     async def _routed(self, question: Question) -> str:
         only = question.get("only")
@@ -267,7 +307,7 @@ def _shown(routed: RoutedRequest) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _answering(scenario: Scenario, draw: int) -> AsyncIterator[_Answering]:
+async def _answering(scenario: Scenario, draw: int, *, is_straight: bool) -> AsyncIterator[_Answering]:
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
         small.directory(directory / MODEL, template=small.CHATML)
@@ -294,15 +334,15 @@ async def _answering(scenario: Scenario, draw: int) -> AsyncIterator[_Answering]
         requests = RequestSelector(
             store, parts.prompt_options(settings), metrics, selector, tokenizers, gate, parts.profile(settings)
         )
-        found = _Answering(scenario, store, http, requests)
+        found = _Answering(scenario, store, http, requests, app.straight if is_straight else {})
         await found.fill()
         yield found
 
 
-async def answers(seed: int, draw: int) -> list[tuple[Question, str]]:
-    """The questions of a scenario with their answers."""
+async def answers(seed: int, draw: int, *, is_straight: bool = False) -> list[tuple[Question, str]]:
+    """The questions of a scenario with their answers; ``is_straight``: by the straight way of the server."""
     scenario = Scenario(seed)
-    async with _answering(scenario, draw) as answering:
+    async with _answering(scenario, draw, is_straight=is_straight) as answering:
         return [(question, await answering.answer(question)) for question in scenario.questions()]
 
 
@@ -319,9 +359,9 @@ def recorded() -> dict[int, list[tuple[int, Question, str]]]:
     return found
 
 
-async def differences(seed: int, expected: list[tuple[int, Question, str]]) -> list[str]:
+async def differences(seed: int, expected: list[tuple[int, Question, str]], *, is_straight: bool = False) -> list[str]:
     """What this tree answers otherwise than the recorded one."""
-    found = await answers(seed, draw=0)
+    found = await answers(seed, draw=0, is_straight=is_straight)
     complaints = []
     for number, question, answer in expected:
         asked, got = found[number]
@@ -349,7 +389,12 @@ async def _record() -> int:
 
 
 async def _compare() -> list[str]:
-    return [each for seed, expected in recorded().items() for each in await differences(seed, expected)]
+    return [
+        each
+        for seed, expected in recorded().items()
+        for is_straight in (False, True)
+        for each in await differences(seed, expected, is_straight=is_straight)
+    ]
 
 
 def main() -> None:

@@ -20,11 +20,13 @@ def recorded() -> dict[int, list[tuple[int, corpus.Question, str]]]:
     return corpus.recorded()
 
 
-@pytest.mark.parametrize("seed", PART)
-async def test_decisions_are_as_recorded(
-    seed: int, recorded: dict[int, list[tuple[int, corpus.Question, str]]]
+@pytest.mark.parametrize(
+    ("seed", "is_straight"), [*((seed, False) for seed in PART), *((seed, True) for seed in PART[::3])]
+)
+async def test_decisions_are_as_recorded_on_both_ways(
+    seed: int, is_straight: bool, recorded: dict[int, list[tuple[int, corpus.Question, str]]]
 ) -> None:
-    complaints = await corpus.differences(seed, recorded[seed])
+    complaints = await corpus.differences(seed, recorded[seed], is_straight=is_straight)
     assert complaints == []
 
 

@@ -45,11 +45,21 @@ def test_what_was_imported_is_not_collected_again(role: str, free_port: int) -> 
 
 TARGETS, CALLS = 100, 60
 #: Runs a replica with many targets and prints, for its first calls, how many objects each collection went through, how
-#: many a full one would go through afterwards, how many are left out of all, and which modules the calls have imported.
+#: many a full one would go through afterwards, how many are left out of all, which modules the calls have imported, and
+#: the paths of those that went to the ASGI application.
 FIRST_CALLS = """
 import asyncio, gc, json, os, signal, sys, urllib.request
 from waymark.runtime import replica
 from waymark.base.settings import Settings
+from waymark.serving.connection import HttpConnection
+
+ordinary, start = set(), HttpConnection.start
+
+def noted(connection, cycle):
+    ordinary.add(cycle.scope["path"])
+    start(connection, cycle)
+
+HttpConnection.start = noted
 
 port, targets, calls, seconds = map(int, sys.argv[1:])
 
@@ -75,7 +85,8 @@ async def main():
     for number in range(calls):
         for path in ("/query", "/select"):
             await asyncio.to_thread(post, path, token_ids=list(range(number, number + 1024)))
-    print(json.dumps([max(through), len(gc.get_objects()), gc.get_freeze_count(), sorted(set(sys.modules) - before)]))
+    imported = sorted(set(sys.modules) - before)
+    print(json.dumps([max(through), len(gc.get_objects()), gc.get_freeze_count(), imported, sorted(ordinary)]))
     os.kill(os.getpid(), signal.SIGTERM)
     await role
 
@@ -88,7 +99,8 @@ def test_no_first_call_of_a_replica_with_many_targets_goes_through_the_heap(free
     command = [sys.executable, "-c", FIRST_CALLS, *map(str, (free_port, TARGETS, CALLS, seconds))]
     said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * seconds)
     assert said.returncode == 0, said.stderr
-    most, full, frozen, imported = json.loads(said.stdout)
+    most, full, frozen, imported, ordinary = json.loads(said.stdout)
     assert frozen > 10_000
     assert max(most, full) < frozen / 10
     assert imported == []
+    assert ordinary == ["/register"], "queries and decisions go the straight way"
