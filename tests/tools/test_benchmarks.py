@@ -27,6 +27,7 @@ from tools.benchmarks import (
     fleet_sizes,
     gateway,
     hybrid,
+    lone,
     messages,
     prompts,
     replicas,
@@ -194,6 +195,25 @@ def test_the_probe_sees_what_was_stored(tmp_path: Path) -> None:
 
         assert is_kept()
         assert not is_other()
+
+
+@pytest.mark.long
+@pytest.mark.outside
+def test_a_lone_frame_is_followed_through_a_worker() -> None:
+    lines = lone.measure(3).splitlines()
+
+    assert [line.split("  ")[0] for line in lines[1:-1]] == [what for _, _, what in lone.MOMENTS]
+    since = [int(line.split()[-1]) for line in lines[1:-1]]
+    assert since == sorted(since)
+    assert since[0] > 0
+
+
+def test_a_moment_of_a_frame_is_the_first_of_its_kind_after_the_one_before() -> None:
+    moments = {number: [at + number for at in (5, 100, 107, 200)] for number in range(len(lone.MOMENTS))}
+
+    assert lone.in_turn([90, 108], moments) == [[10, *[1] * 7], [92, *[1] * 7]]
+    with pytest.raises(SystemExit, match="never came to its hop 0"):
+        lone.in_turn([200], moments)
 
 
 @pytest.mark.outside

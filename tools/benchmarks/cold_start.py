@@ -34,7 +34,7 @@ from pathlib import Path
 from tools.benchmarks import prompts
 from tools.benchmarks.feed import STORE_BLOCKS, Publisher, payloads, publishers, wait_for
 from tools.benchmarks.load import read_bodies, write_bodies
-from tools.benchmarks.processes import RedisServer, queue_seconds, redis_server, wait_until, waymark
+from tools.benchmarks.processes import RedisServer, prefer, queue_seconds, redis_server, wait_until, waymark
 from tools.benchmarks.prompts import PIECE_BLOCKS
 from tools.benchmarks.report import Row, table
 
@@ -81,8 +81,8 @@ def measure(
         wait_for([replica], {first.number: asked[-1]})
         bodies = write_bodies(folder / "bodies", map(prompts.by_tokens, asked))
         if is_real_time:
-            _prefer(2, redis.pid, replica.pid)
-            _prefer(1, os.getpid(), *(each.pid for each in ingest))
+            prefer(2, redis.pid, replica.pid)
+            prefer(1, os.getpid(), *(each.pid for each in ingest))
         probed = _Probed(replica.port, bodies, (replica.pid, redis.pid), is_real_time)
         idle = _idle(probed)
         backlogs = _backlogs(engines, blocks // max(1, engines))
@@ -169,7 +169,7 @@ class _Probe:
         command = (sys.executable, "-m", "tools.benchmarks.cold_start", "--probe", *words)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         if of.is_real_time:
-            _prefer(2, self._process.pid)
+            prefer(2, self._process.pid)
 
     def end(self) -> Answers:
         output, _ = self._process.communicate(b"end\n", timeout=120)
@@ -181,13 +181,6 @@ def _idle(of: _Probed) -> Answers:
     probe = _Probe(of)
     time.sleep(IDLE_SECONDS)
     return probe.end()
-
-
-def _prefer(priority: int, *pids: int) -> None:
-    """Give these processes a core whenever they are ready to run, before all of a lower priority."""
-    for pid in pids:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(priority))
 
 
 def probe(port: int, path: Path, pids: Sequence[int]) -> None:

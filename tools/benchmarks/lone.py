@@ -1,0 +1,182 @@
+"""Where the time goes from the publication of a lone frame until an answer has its blocks, hop by hop.
+
+    python -m tools.benchmarks.lone [--frames 300] [--real-time]
+
+An engine publishes one store of four blocks at a time, an idle worker applies it, and a replica is asked for it. The
+worker notes the moments at which a frame comes to each of its steps, by a clock that all processes share. A figure is
+the median of all frames, in microseconds by that clock. ``--real-time`` gives the processes a core whenever they want
+one, and keeps the other load of the machine away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import wraps
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from tools.benchmarks import prompts
+from tools.benchmarks.feed import Publisher, publishers, stored
+from tools.benchmarks.processes import Server, prefer, redis_server, wait_until, waymark
+from tools.benchmarks.report import aligned
+from waymark.apply.applier import Applier
+from waymark.apply.counts import Counts
+from waymark.cli import main as waymark_main
+from waymark.ingest.batch_decoder import BatchDecoder
+from waymark.ingest.life import Life
+from waymark.ingest.subscriber import Subscriber
+from waymark.store.index import Index
+from waymark.store.redis.read_connection import ReadConnection
+
+#: The moments of a frame in their order: the call that begins each, and what has been done since the moment before.
+MOMENTS: Final[tuple[tuple[type, str, str], ...]] = (
+    (Subscriber, "read", "libzmq and the network: until the worker is woken"),
+    (BatchDecoder, "decode", "its message is received, its stream is woken"),
+    (Applier, "apply", "it is decoded, and in order"),
+    (Index, "apply", "its blocks are resolved"),
+    (ReadConnection, "_write", "its call is packed"),
+    (ReadConnection, "data_received", "the call is written, Redis runs it, and the reply is here"),
+    (Counts, "applied", "the reply has come to the task of the stream"),
+    (Life, "count_passed", "it is counted, and the watermark moved"),
+)
+_BLOCKS, _GAP_SECONDS, _WARM = 4, 0.015, 10
+
+
+def in_turn(sent: Sequence[int], moments: Mapping[int, Sequence[int]]) -> list[list[int]]:
+    """Return for each frame the nanoseconds of each hop: a moment is the first of its kind after the one before."""
+    found = []
+    for at in sent:
+        hops = []
+        for number in range(len(MOMENTS)):
+            of_kind = moments[number]
+            place = bisect_right(of_kind, at)
+            if place == len(of_kind):
+                raise SystemExit(f"a frame never came to its hop {number}: {MOMENTS[number][2]}")
+            hops.append(of_kind[place] - at)
+            at = of_kind[place]
+        found.append(hops)
+    return found
+
+
+def _noted(noted: list[int], function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        noted.append(time.monotonic_ns())
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _worker(file: Path) -> int:
+    """``waymark ingest``, which writes its moments to ``file`` at SIGUSR1."""
+    moments: dict[int, list[int]] = {}
+    for number, (owner, name, _) in enumerate(MOMENTS):
+        setattr(owner, name, _noted(moments.setdefault(number, []), getattr(owner, name)))
+
+    def write(*_: object) -> None:
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(moments), encoding="ascii")
+        new.replace(file)
+
+    signal.signal(signal.SIGUSR1, write)
+    return waymark_main()
+
+
+class _Asked:
+    """A replica, over one connection."""
+
+    def __init__(self, server: Server) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def until_it_has(self, tokens: Sequence[int]) -> int:
+        """Return how many nanoseconds the answer took that has the whole prompt. SystemExit if none has it."""
+        body = json.dumps({"model": prompts.MODEL, "token_ids": tokens})
+        took = 0
+
+        def has() -> bool:
+            nonlocal took
+            began = time.monotonic_ns()
+            self._connection.request("POST", "/query", body, {"Content-Type": "application/json"})
+            answer = json.loads(self._connection.getresponse().read())
+            took = time.monotonic_ns() - began
+            return any(row["longest_matched"] == len(tokens) for row in answer.get("default", {}).values())
+
+        wait_until(has, "an answer has the blocks of a frame")
+        return took
+
+
+def _publish(publisher: Publisher, asked: _Asked, frames: int) -> tuple[list[int], list[int]]:
+    """Return when each frame was sent, and how long the question for it took. One more frame follows: once it can be
+    found, the worker has done with those before.
+    """
+    chosen = random.Random(7)
+    sent, questions = [], []
+    for _ in range(frames + 1):
+        tokens = chosen.choices(range(prompts.VOCABULARY), k=_BLOCKS * prompts.BLOCK_SIZE)
+        payload = stored([chosen.getrandbits(64) for _ in range(_BLOCKS)], None, tokens)
+        time.sleep(chosen.uniform(0.3, 1.7) * _GAP_SECONDS)
+        sent.append(time.monotonic_ns())
+        publisher.send(payload)
+        time.sleep(_GAP_SECONDS)
+        questions.append(asked.until_it_has(tokens))
+    return sent[:-1], questions[:-1]
+
+
+def measure(frames: int, *, is_real_time: bool = False) -> str:
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
+        file = folder / "moments"
+        redis = stack.enter_context(redis_server(folder))
+        replica = stack.enter_context(waymark(folder, "query", redis.url))
+        command = (sys.executable, "-m", "tools.benchmarks.lone", "--worker", str(file))
+        worker = stack.enter_context(waymark(folder, "ingest", redis.url, command=command))
+        (publisher,) = stack.enter_context(publishers(1))
+        publisher.register(replica)
+        if is_real_time:
+            prefer(1, os.getpid(), redis.pid, replica.pid, worker.pid)
+        asked = stack.enter_context(closing(_Asked(replica)))
+        sent, questions = (each[_WARM:] for each in _publish(publisher, asked, _WARM + frames))
+        os.kill(worker.pid, signal.SIGUSR1)
+        wait_until(file.exists, "the worker has told its moments")
+        moments = {int(number): times for number, times in json.loads(file.read_text(encoding="ascii")).items()}
+    hops = in_turn(sent, moments)
+    lines = [("of a lone frame, us", "", "since it was published")]
+    for number, (_, _, what) in enumerate(MOMENTS):
+        since = median(sum(each[: number + 1]) for each in hops)
+        lines.append((what, f"{median(each[number] for each in hops) / 1e3:.0f}", f"{since / 1e3:.0f}"))
+    lines.append(("a question for its blocks, by a client in Python", f"{median(questions) / 1e3:.0f}", ""))
+    return aligned(lines)
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--worker"]:
+        file = Path(sys.argv[2])
+        del sys.argv[1:3]
+        return _worker(file)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.benchmarks.lone", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--frames", type=int, default=300)
+    parser.add_argument("--real-time", action="store_true", help="keep the other load of the machine away")
+    given = parser.parse_args()
+    print(measure(given.frames, is_real_time=given.real_time))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
