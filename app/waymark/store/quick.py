@@ -11,6 +11,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Callable, Generator, Mapping
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -42,6 +43,7 @@ _LONG_SHARE = 1 / 3
 _WEIGHT = 1 / 8
 _SMALL_BLOCKS = PIECE_BLOCKS * _FIRST_PORTIONS[0]
 
+_length = itemgetter(1)
 _NO_ROWS: Mapping[int, bytes] = MappingProxyType({})
 
 
@@ -150,7 +152,7 @@ class QuickRead(Fetch):
 
     def note_length(self) -> None:
         """Take in how long the prompt is in the index, for the portions of the next ones. The runs decide it."""
-        found = sum([length for _, length in self.runs or ()])
+        found = sum(map(_length, self.runs or ()))
         self._reads.portions.remember(self.plan.entry.group_id, self.blocks, found)
 
     @property
