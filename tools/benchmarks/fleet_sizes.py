@@ -58,6 +58,7 @@ QUESTIONS: dict[str, Callable[[Prompt], bytes]] = {
     "512 blocks, dynamo": _by_policy("dynamo"),
     "512 blocks, lmetric": _by_policy("lmetric"),
     "512 blocks, sticky": _by_policy("sticky"),
+    "512 blocks, composite": _by_policy("composite"),
     "no tokens, sticky": _by_key,
 }
 
