@@ -1,10 +1,11 @@
 """Honest traffic beside an attack: every answer is compared, and timed by its ratio to the quiet run before.
 
 A process holds others up in two ways. Something else works in its place: its loop, a thread that keeps the GIL, a
-script of Redis. Then one thread was on the CPU for long while an honest client waited; a busy machine shares the
-processors fairly, so that it makes such a thread slow, and no other one long. Or the process waits for something, such
-as a lock. Then the client's clock tells, without the time for which the machine is to blame: in which a thread of the
-process or of its Redis could run and had no processor, and by which a neighbour that does nothing but answer was late.
+script of Redis. Then one thread was on the CPU for long while an honest client waited: for longer than its share of
+the time in which the client waited for the machine, so a busy machine hides what is short. Or the process waits for
+something, such as a lock. Then the client's clock tells, without the time for which the machine is to blame: in which
+a thread of the process or of its Redis could run and had no processor, and by which a neighbour that does nothing but
+answer was late.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class Cost:
         """Return whether others were held up, in comparison with the quiet run."""
         # Two threads of one core slow each other down, by no more than this.
         bound = min(2.0, patience()) * HELD_SECONDS
-        return self.held > max(bound, RATIO * quiet.held) or self.blamed > max(bound, RATIO * quiet.blamed)
+        share = min(1.0, 2.0 / patience())
+        return self.held > max(bound + share * self.excused, RATIO * quiet.held) or self.blamed > max(
+            bound, RATIO * quiet.blamed
+        )
 
 
 @dataclass(slots=True)

@@ -56,7 +56,7 @@ async def main():
 
 asyncio.run(main())
 """
-HOLDS_SECONDS = 0.5
+HOLDS_SECONDS = 0.7
 #: A loop of so many times.
 SCRIPT = "for _ = 1, ARGV[1] do end"
 
@@ -119,10 +119,23 @@ def busy_processor(*pids: int) -> Iterator[None]:
             loop.wait()
 
 
-@pytest.mark.parametrize(
-    ("what", "is_busy"), [("loop", False), ("gil", False), ("lock", False), ("gil", True), ("lock", True)]
-)
-async def test_whatever_keeps_an_answer_is_found(quiet: Times, what: str, is_busy: bool) -> None:
+@pytest.fixture
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the load is, no thread has a large share of a processor by chance."""
+    monkeypatch.setenv(VARIABLE, "1000")
+
+
+@pytest.mark.parametrize("what", ["loop", "gil"])
+async def test_a_thread_that_keeps_an_answer_is_found(quiet: Times, small_shares: None, what: str) -> None:
+    await is_found(quiet, what)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_a_lock_that_keeps_an_answer_is_found(quiet: Times, is_busy: bool) -> None:
+    await is_found(quiet, "lock", is_busy)
+
+
+async def is_found(quiet: Times, what: str, is_busy: bool = False) -> None:
     async with serving() as served, neighbour() as beside:
         with busy_processor(*([served.pid] if is_busy else [])):
             cost = await Processes([served.pid], None, beside).cost_of(lambda: served.ask(what))
@@ -130,9 +143,10 @@ async def test_whatever_keeps_an_answer_is_found(quiet: Times, what: str, is_bus
     assert cost.is_late(quiet), cost
 
 
-async def test_a_script_that_keeps_redis_is_found(quiet: Times, redis_url: str) -> None:
-    async with Redis.from_url(redis_url) as redis, Redis.from_url(redis_url) as other:
-        processes = Processes([], (await redis.info("server"))["process_id"])
+async def test_a_script_that_keeps_redis_is_found(quiet: Times, small_shares: None, redis_url: str) -> None:
+    redis, other = (Redis.from_url(redis_url, socket_timeout=None) for _ in range(2))
+    async with neighbour() as beside, redis, other:
+        processes = Processes([], (await redis.info("server"))["process_id"], beside)
 
         async def loop(count: float) -> None:
             await other.eval(SCRIPT, 0, int(count))
@@ -179,6 +193,14 @@ async def test_a_client_that_works_is_not_found(quiet: Times) -> None:
     assert not cost.is_late(quiet), cost
 
 
+def test_what_ran_for_its_share_while_the_machine_was_late_is_not_found(
+    quiet: Times, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "20")
+    assert not Cost(waited=10.0, held=1.4, excused=9.9).is_late(quiet)
+    assert Cost(waited=10.0, held=1.6, excused=9.9).is_late(quiet)
+
+
 def test_what_took_long_in_the_quiet_run_may_take_long(quiet: Times) -> None:
     cost = Cost(waited=0.6, held=0.6, excused=0.0)
     assert cost.is_late(quiet)
@@ -190,7 +212,7 @@ def test_what_took_long_in_the_quiet_run_may_take_long(quiet: Times) -> None:
 def test_two_threads_of_one_core_may_slow_each_other_down(quiet: Times, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "20")
     assert not Cost(waited=0.6, held=1.9 * HELD_SECONDS, excused=0.2).is_late(quiet)
-    assert Cost(waited=0.6, held=2.1 * HELD_SECONDS, excused=0.2).is_late(quiet)
+    assert Cost(waited=0.6, held=2.2 * HELD_SECONDS, excused=0.2).is_late(quiet)
     assert Cost(waited=100.0, held=0.0, excused=99.0).is_late(quiet)
 
 
