@@ -229,14 +229,25 @@ def visibility(options: Options) -> Iterator[Row]:
         yield Row("P8", "the blocks/s that were published meanwhile", sent / seconds, "blocks/s")
         yield Row("P8", "the worker's CPU meanwhile", worker / seconds, "cores")
         yield Row("P8", "Redis' CPU meanwhile", redis / seconds, "cores")
+        if bench.peer is not None:
+            for publisher in load:
+                publisher.register(bench.peer)
+            ours, theirs = (
+                sorted(_probed(bench, how, loaded, load))[loaded * 99 // 100] for how in ("replica", "peer")
+            )
+            name = f"published to visible by /query, under {RATE:,} blocks/s: p99"
+            yield Row("P8", name, ours, "ms", theirs, PEER, ours / theirs, 1.3)
 
 
-def _probed(bench: Bench, how: str, probes: int) -> list[float]:
+def _probed(bench: Bench, how: str, probes: int, load: Sequence[Publisher] = ()) -> list[float]:
+    """The milliseconds of each probe, while ``load`` publishes."""
     server = bench.peer if how == "peer" else bench.replica
     assert server is not None
     where = bench.redis.path if how == "redis" else f"{server.port}{server.prefix}/query"
+    backlog = new_stores(probes * RATE * 64 // 1000) if load else []
     with visible.probing(where, "redis" if how == "redis" else "query", probes) as probe:
         probe.register(server)
+        _publish_steadily(load, backlog, probe.is_done)
         wait_until(probe.is_done, "the probe is done")
         return probe.latencies_ms()
 
