@@ -99,10 +99,11 @@ def test_what_few_requests_have_is_not(fields: dict[str, Any]) -> None:
 def test_a_new_field_is_unusual_until_somebody_says_that_it_is_not() -> None:
     question = asked()
     others = set(Question._fields) - {"policy", "parameters"}
-    usual_fields = {name for name in others if is_usual(question._replace(**{name: object()}))}
+    other_fields: dict[str, dict[str, Any]] = {name: {name: object()} for name in others}
+    usual_fields = {name for name, other in other_fields.items() if is_usual(question._replace(**other))}
     assert usual_fields == {"group", "prompt", "block_size", "lora_name", "cache_salt", "asked"}
-    changed = {name: object() for name in SelectParameters.__dataclass_fields__}
-    parameters = {name: replace(question.parameters, **{name: value}) for name, value in changed.items()}
+    changed: dict[str, dict[str, Any]] = {name: {name: object()} for name in SelectParameters.__dataclass_fields__}
+    parameters = {name: replace(question.parameters, **other) for name, other in changed.items()}
     usual_terms = {name for name, each in parameters.items() if is_usual(question._replace(parameters=each))}
     assert usual_terms == {"milliseconds"}
 

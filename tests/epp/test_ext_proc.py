@@ -218,7 +218,8 @@ async def test_the_reservation_moves_to_the_fallback_that_served(
     await stream.request_back()
     assert set(await loads(store)) == {first}
     forged = {"x-gateway-destination-endpoint-served": third}
-    await stream.answered(forged=forged, removed=list(forged), **{said_by: second})
+    says: dict[str, Any] = {said_by: second}
+    await stream.answered(forged=forged, removed=list(forged), **says)
 
     async def has_moved() -> bool:
         return set(await loads(store)) == {second}

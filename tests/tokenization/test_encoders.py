@@ -218,7 +218,8 @@ def test_the_program_answers_each_request(tmp_path: Path, monkeypatch: pytest.Mo
     ours, theirs = socket.socketpair()
     name = str(path).encode()
     ours.sendall(REQUEST.pack(len(name), MIB) + name)
-    for number, asked in enumerate([([HI], False), (ids(HI), False), (1, 2)]):
+    questions: list[Any] = [([HI], False), (ids(HI), False), (1, 2)]
+    for number, asked in enumerate(questions):
         request = marshal.dumps(asked, 2)
         ours.sendall(REQUEST.pack(len(request), number) + request)
     ours.shutdown(socket.SHUT_WR)

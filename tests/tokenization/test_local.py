@@ -60,7 +60,7 @@ async def at(anyio_backend: str, pool: ThreadPoolExecutor) -> AsyncIterator[Open
     made = []
 
     def at(directory: Path, **options: Any) -> LocalTokenizer:
-        options = {"prompts": SegmentMemo(MAX), "bytes_max": MAX} | options
+        options = {"prompts": SegmentMemo(MAX), "bytes_max": MAX, **options}
         memo, metrics = options.pop("memo", None), options.pop("metrics", None)
         memo = SegmentMemo(MAX) if memo is None else memo
         made.append(LocalTokenizer("file:///m", directory, memo, pool, metrics or Metrics(), **options))
