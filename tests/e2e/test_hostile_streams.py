@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import httpx
@@ -15,24 +15,28 @@ from tests.listening import listening
 from tests.patience import patient
 
 OTHERS_SECONDS = 0.25
-_EVENT = b'data: {"type": "response.output_text.delta", "delta": "' + b"a" * 1_000_000 + b'"}\n\n'
+_EVENT = b'data: {"type": "response.output_text.delta", "delta": "%b"}\n\n'
 
 
 def in_pieces(body: bytes, size: int) -> Iterable[bytes]:
     return (body[start : start + size] for start in range(0, len(body), size))
 
 
-STREAMS = {
-    "8 MB of empty events": chunked(*in_pieces(b"\n\n" * 4_000_000, 65536)),
-    "8 MB of events without a text": chunked(*in_pieces(b"data:\n\n" * 1_200_000, 65536)),
-    "two events of 1 MB in small pieces": chunked(*in_pieces(_EVENT * 2, 512)),
+#: A stream, made when it is asked for, and the size of its pieces.
+STREAMS: dict[str, tuple[Callable[[], bytes], int]] = {
+    "8 MB of empty events": (lambda: b"\n\n" * 4_000_000, 65536),
+    "8 MB of events without a text": (lambda: b"data:\n\n" * 1_200_000, 65536),
+    "two events of 1 MB in small pieces": (lambda: _EVENT % (b"a" * 1_000_000) * 2, 512),
 }
 
 
 @pytest.mark.parametrize("name", STREAMS)
 async def test_a_stream_that_costs_holds_up_nobody(redis_url: str, tmp_path: Path, name: str) -> None:
+    content, size = STREAMS[name]
+    stream = chunked(*in_pieces(content(), size))
+
     def answer(path: str, body: bytes) -> Pieces:
-        return STREAMS[name] if path == "/v1/responses" else [http(b"", status="404 Not Found")]
+        return stream if path == "/v1/responses" else [http(b"", status="404 Not Found")]
 
     async with gateway(redis_url, tmp_path) as opened:
         engine, url = RawServer(answer), opened.target["url"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -25,21 +26,21 @@ def tokens(content: bytes, more: bytes = b"null") -> bytes:
     return b'{"count": 1, "tokens": [%b], "more": %b}' % (content, more)
 
 
-#: An answer, and the status for the client.
-ANSWERS = {
-    "as many ids as the text can have": (tokens(b", ".join([b"4294967295"] * len(TEXT))), 200),
-    "30 MB of ids": (tokens(b",".join([b"1234567"] * (30 * _MB // 8))), 503),
-    "24 MB of short ids": (tokens(b",".join([b"1"] * (12 * _MB))), 503),
-    "24 MB of lists": (tokens(b"1", b"[%b[]]" % (b"[]," * (8 * _MB))), 503),
-    "24 MB of numbers elsewhere": (tokens(b"1", b"[%b1]" % (b"1," * (12 * _MB))), 503),
-    "24 MB of a text": (tokens(b"1", b'"%b"' % (b"x" * 24 * _MB)), 200),
+#: An answer, made when it is asked for, and the status for the client.
+ANSWERS: dict[str, tuple[Callable[[], bytes], int]] = {
+    "as many ids as the text can have": (lambda: tokens(b", ".join([b"4294967295"] * len(TEXT))), 200),
+    "30 MB of ids": (lambda: tokens(b",".join([b"1234567"] * (30 * _MB // 8))), 503),
+    "24 MB of short ids": (lambda: tokens(b",".join([b"1"] * (12 * _MB))), 503),
+    "24 MB of lists": (lambda: tokens(b"1", b"[%b[]]" % (b"[]," * (8 * _MB))), 503),
+    "24 MB of numbers elsewhere": (lambda: tokens(b"1", b"[%b1]" % (b"1," * (12 * _MB))), 503),
+    "24 MB of a text": (lambda: tokens(b"1", b'"%b"' % (b"x" * 24 * _MB)), 200),
 }
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 async def test_a_long_answer_of_a_tokenizer_holds_up_nobody(redis_url: str, tmp_path: Path, name: str) -> None:
     content, status = ANSWERS[name]
-    answer = http(content)
+    answer = http(content())
 
     def answered(path: str, body: bytes) -> Pieces:
         assert path == "/tokenize"
