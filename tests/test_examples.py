@@ -45,7 +45,7 @@ def test_no_body_of_an_answer_passes_through_the_picker_of_the_page() -> None:
     assert picker == tried
     (policy,) = [each for each in shown if isinstance(each, dict) and each.get("kind") == "EnvoyExtensionPolicy"]
     assert [each["processingMode"] for each in policy["spec"]["extProc"]] == [
-        {"request": {"body": "FullDuplexStreamed"}, "response": {}}
+        {"request": {"body": "FullDuplexStreamed"}, "response": {"attributes": ["upstream.address"]}}
     ]
 
 
