@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import marshal
 import os
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.patience import wait_for
+from tests.patience import patient, wait_for
 from tests.tokenization import small
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.domain.hashing import pack_tokens
 from waymark.tokenization import encoders, encoding
 from waymark.tokenization.encoders import TokenizerProcess
+from waymark.tokenization.processes import ChildProcess
 from waymark.tokenization.rendering import ANSWER, REQUEST, TEXT, UNFIT
 
 # A tokenizer is in a process of its own.
@@ -67,8 +70,11 @@ async def opened(anyio_backend: str, tmp_path: Path) -> AsyncIterator[Open]:
 
 
 def children() -> set[int]:
-    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    found: set[int] = set()
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
 
 
 def ids(text: str, *, adds: bool = False) -> bytes:
@@ -167,6 +173,48 @@ async def test_a_process_that_was_killed_is_replaced(opened: Open, caplog: pytes
         os.kill(process, signal.SIGKILL)
         assert await encoder.encode([text]) == [ids(text)]
     assert "a tokenizer ended its process" in caplog.text
+
+
+async def test_the_next_socket_of_the_same_number_is_read(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The socket of a process that has ended is closed before the loop hears of it, and the next one has its number."""
+    before = children()
+    encoder = opened()
+    assert await encoder.encode([HI]) == [ids(HI)]
+    (process,) = children() - before
+    os.kill(process, signal.SIGKILL)
+    stat = Path(f"/proc/{process}/stat")
+    wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", "it has ended")
+    loop, has_ended = asyncio.get_running_loop(), threading.Event()
+    end, in_a_thread = ChildProcess.end, loop.run_in_executor
+
+    def ended(child: ChildProcess) -> int:
+        status = end(child)
+        has_ended.set()
+        return status
+
+    def at_once(pool: Any, call: Callable[..., Any], *arguments: Any) -> Any:
+        future = in_a_thread(pool, call, *arguments)
+        assert has_ended.wait(patient(20))
+        return future
+
+    monkeypatch.setattr(ChildProcess, "end", ended)
+    monkeypatch.setattr(loop, "run_in_executor", at_once)
+    async with asyncio.timeout(patient(20)):
+        assert await encoder.encode([HI]) == [ids(HI)]
+
+
+async def test_a_process_that_hangs_is_replaced(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = children()
+    encoder = opened()
+    assert await encoder.encode([HI]) == [ids(HI)]
+    (process,) = children() - before
+    os.kill(process, signal.SIGSTOP)
+    monkeypatch.setattr(encoders, "_TEXT_WALL_SECONDS", 0.1)
+    with pytest.raises(TokenizerUnavailable, match="has not answered in time"):
+        await encoder.encode([HI])
+    monkeypatch.undo()
+    assert await encoder.encode([HI]) == [ids(HI)]
+    assert process not in children()
 
 
 async def test_texts_of_others_are_encoded_again_when_one_ends_the_process(

@@ -33,6 +33,8 @@ _OPEN_WALL_SECONDS = 60.0
 #: CPU for one text as long as texts may be by default, which takes some two seconds; a longer one has more.
 TEXT_SECONDS_MAX = 10.0
 _TEXT_BYTES = 2 * 2**20
+#: How long such a text may take on a busy machine.
+_TEXT_WALL_SECONDS = 120.0
 #: The address space of a process: a tokenizer takes up to 500 MB, and a text some 300 bytes for each of its own, of
 #: which two may be as long as texts may be.
 MEMORY_BYTES_MAX, _TEXT_MEMORY = 2**30, 1024
@@ -69,10 +71,11 @@ class TokenizerProcess:
         if not path.is_file():  # a pipe would be waited for
             raise self._unusable("there is no such file")
         self._file_bytes_max = file_bytes_max
+        self._lengths = max(1.0, bytes_max / _TEXT_BYTES)
         self._bounds = Bounds(
             memory_bytes_max(bytes_max),
             OPEN_SECONDS_MAX,
-            TEXT_SECONDS_MAX * max(1.0, bytes_max / _TEXT_BYTES),
+            TEXT_SECONDS_MAX * self._lengths,
             _ANSWER_BYTES * max(bytes_max, _SAMPLE_BYTES),
         )
         self._deadline = monotonic() + _OPEN_WALL_SECONDS
@@ -114,7 +117,13 @@ class TokenizerProcess:
         for _ in range(2):  # another text may have ended the process
             answers = await self._connected()
             try:
-                kind, answer = await answers.ask(next(self._numbers) % 2**32, request)
+                async with asyncio.timeout(_TEXT_WALL_SECONDS * self._lengths):
+                    kind, answer = await answers.ask(next(self._numbers) % 2**32, request)
+            except TimeoutError:
+                answers.process.kill()  # it may hang; other texts under way go to the next one
+                raise TokenizerUnavailable(
+                    f"the tokenizer {self._path} has not answered in time; try again in a moment"
+                ) from None
             except EOFError:
                 why = self._reason(await loop.run_in_executor(self._thread, answers.process.end))
                 continue
@@ -133,6 +142,9 @@ class TokenizerProcess:
             if self._answers is not None and not self._answers.is_closed and self._process.is_usable():
                 return self._answers
             if self._answers is not None or not self._process.is_usable():
+                if self._answers is not None:
+                    # Before its socket is closed elsewhere: the loop takes the next one of that number for the same.
+                    self._answers.close()
                 self._process = await loop.run_in_executor(self._thread, self._opened_again)
             self._answers = answers = _Answers(self._process, self._bounds.answer_bytes)
             await loop.create_unix_connection(lambda: answers, sock=self._process.socket)
