@@ -378,6 +378,7 @@ def test_a_list_that_loses_its_rows_meanwhile_is_read_safely(
         rows.clear()
 
     call, before = getattr(loops, name), gc.get_threshold()
+    gc.freeze()  # all else that the tests have made
     fill()
     expected = call(keys, rows)[0]
     gc.callbacks.append(clear)

@@ -47,10 +47,10 @@ async def server() -> AsyncIterator[ApiServerStub]:
 
 LISTS = {
     "two million items": page(b",".join([b"{}"] * 2_000_000)),
-    "two million nulls": page(b",".join([b"null"] * 2_000_000)),
+    "a million nulls": page(b",".join([b"null"] * 1_000_000)),
     "a pod of 300,000 labels": page(pod_with_labels(300_000)),
-    "a pod of 250,000 labels": page(pod_with_labels(250_000)),
-    "a version of a million numbers": version(b"[" + b"1," * 1_000_000 + b"1]"),
+    "a pod of 130,000 labels": page(pod_with_labels(130_000)),
+    "a version of half a million numbers each": version(b"[" + b"1," * 500_000 + b"1]"),
 }
 
 
@@ -60,7 +60,7 @@ async def test_a_list_of_pods_holds_up_nobody(redis_url: str, tmp_path: Path, se
     await holds_up_nobody(redis_url, tmp_path, server)
 
 
-@pytest.mark.parametrize("count", [300_000, 250_000])
+@pytest.mark.parametrize("count", [300_000, 130_000])
 async def test_an_event_of_a_watch_holds_up_nobody(
     redis_url: str, tmp_path: Path, server: ApiServerStub, count: int
 ) -> None:

@@ -26,12 +26,12 @@ class TooMuchJson(ValueError):
     """The JSON is nested more deeply, or has more values, than is allowed. The error says which."""
 
 
-def bounded_loads(text: bytes, *, values_max: int = VALUES_MAX) -> Any:
+def bounded_loads(text: bytes, *, values_max: int = VALUES_MAX, parts_max: int = PARTS_MAX) -> Any:
     """Read JSON. Raise TooMuchJson, or orjson.JSONDecodeError if it is not JSON; both are ValueErrors."""
-    if len(text) > PARTS_MAX and (
-        text.count(b",") > values_max or any(text.count(mark) > PARTS_MAX for mark in _PARTS)
+    if len(text) > parts_max and (
+        text.count(b",") > values_max or any(text.count(mark) > parts_max for mark in _PARTS)
     ):
-        raise TooMuchJson(f"it has more than {values_max} values, or {PARTS_MAX} lists, objects or members of objects")
+        raise TooMuchJson(f"it has more than {values_max} values, or {parts_max} lists, objects or members of objects")
     value = orjson.loads(text)
     if text.count(b"[") + text.count(b"{") > DEPTH_MAX and _is_too_deep(value):
         raise TooMuchJson(f"it has more than {DEPTH_MAX} lists or objects within each other")

@@ -44,6 +44,8 @@ PAGES_MAX = 2 * PODS_MAX // _PAGE_PODS
 _THIN_PODS, _THIN_SECONDS = _PAGE_PODS // 10, 0.1
 PAGE_BYTES_MAX = 32 * 2**20
 LINE_BYTES_MAX = 4 * 2**20
+#: Values of a page or an event, and lists, objects and members of objects: fifty pods have some ten thousand.
+_VALUES_MAX, _PARTS_MAX = 2**20, 2**17
 #: A resource version, or a token of the next page: it becomes a part of a URL.
 TOKEN_CHARACTERS_MAX = 8192
 _LIST_SECONDS, _PATCH_SECONDS = 30.0, 10.0
@@ -231,7 +233,7 @@ class PodWatch:
         if reply.status != 200:
             raise Unanswered(_refused(reply.status))
         try:
-            page = bounded_loads(reply.body)
+            page = bounded_loads(reply.body, values_max=_VALUES_MAX, parts_max=_PARTS_MAX)
         except TooMuchJson as error:
             raise Unanswered(f"its list of pods is refused: {error}") from None
         except ValueError:
@@ -268,7 +270,7 @@ class PodWatch:
     def _event(self, line: bytes) -> str:
         """Apply one event. Return its resource version, or an empty text."""
         try:
-            event = bounded_loads(line)
+            event = bounded_loads(line, values_max=_VALUES_MAX, parts_max=_PARTS_MAX)
             kind, item = event["type"], event["object"]
             version = _token(item.get("metadata") or {}, "resourceVersion")
         except (ValueError, KeyError, TypeError, AttributeError):
