@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.patience import patient, wait_for
+from tests.patience import patient, wait_for, within
 from tests.tokenization import small
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.domain.hashing import pack_tokens
@@ -199,7 +199,7 @@ async def test_the_next_socket_of_the_same_number_is_read(opened: Open, monkeypa
 
     monkeypatch.setattr(ChildProcess, "end", ended)
     monkeypatch.setattr(loop, "run_in_executor", at_once)
-    async with asyncio.timeout(patient(20)):
+    async with within(20):
         assert await encoder.encode([HI]) == [ids(HI)]
 
 
