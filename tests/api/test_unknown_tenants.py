@@ -43,7 +43,9 @@ async def test_what_a_query_of_an_unknown_tenant_reads_does_not_grow(redis_url: 
             await store.registry.register(registration(f"pod-{number}", tenant_id=f"tenant-{number}"))
             if number in (1, 199):
                 await cost_of(api, redis)  # the list of tenants is read once after a change
-                found.append(await cost_of(api, redis))
+                # The replica reads for itself now and then, whatever is asked.
+                costs = [await cost_of(api, redis) for _ in range(3)]
+                found.append(min(costs, key=lambda cost: sum(cost[1].values())))
     await store.close()
     (few_bytes, few), (many_bytes, many) = found
     assert many == few

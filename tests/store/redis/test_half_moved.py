@@ -101,6 +101,7 @@ async def asked_of(store: Store, model_name: str, blocks: list[int]) -> dict[str
     return {name: row.longest for name, row in conductor_rows(reading.walk).items()}
 
 
+@pytest.mark.outside
 async def test_queries_are_answered_while_a_slot_is_half_moved(cluster: Cluster, store: Store) -> None:
     """Keys go ahead a few at a time, under load; what is written to the group meanwhile arrives in the end."""
     grant, gpu = await held(store, "pod-1", "m")
