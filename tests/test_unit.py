@@ -45,6 +45,7 @@ def item(fixtures: tuple[str, ...] = (), mark: str = "", path: str = "tests/test
         (item(("store",), store="real"), True),
         (item(("free_port", "store")), True),
         (item(path="tests/lua/test_it.py"), True),
+        (item(path="tests/store/redis/test_it.py"), True),
         (item(mark="outside"), True),
         (item(mark="slow"), True),
         (item(mark="peer"), False),

@@ -158,7 +158,7 @@ def is_outside(item: pytest.Item) -> bool:
     needs = OUTSIDE_FIXTURES.intersection(getattr(item, "fixturenames", ()))
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     is_real = "real" in (parameters.get("redis"), parameters.get("store"), parameters.get("any_bench"))
-    is_in_directory = item.path.parent.name in OUTSIDE_DIRECTORIES
+    is_in_directory = not OUTSIDE_DIRECTORIES.isdisjoint(item.nodeid.partition("::")[0].split("/"))
     return bool(
         is_in_directory or needs or is_real or item.get_closest_marker("outside") or item.get_closest_marker("slow")
     )

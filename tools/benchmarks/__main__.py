@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         paths=("native", "pure") if native.implementation() == "native" else ("pure",),
     )
     about = _about(options)
-    rows, loops, failed = _measured(options, given.only)
+    rows, loops, misses, failed = _measured(options, given.only)
     about["a loop in Python, ms"] = f"{min(loops):.0f} to {max(loops):.0f}"
+    about["a read that the caches miss, ns"] = f"{min(misses):.0f} to {max(misses):.0f}"
     if failed:
         about["failed"] = "; ".join(failed)
     for path in given.beside:
@@ -141,14 +143,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[float], list[str]]:
-    """The rows of the parts that were asked for, the times of a loop between them, and what the parts that failed say.
+def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[float], list[float], list[str]]:
+    """The rows of the parts that were asked for, two times of the machine between them, and what parts that failed say.
 
     A part that fails costs no row that it, or another part, has yielded. After one that is stopped no other follows.
     """
     rows: list[Row] = []
     failed: list[str] = []
-    loops = [_loop_ms() for _ in range(5)]
+    loops, misses = [_loop_ms() for _ in range(5)], [_miss_ns()]
     parts = [(names, measure) for names, measure in PARTS if not only or set(names) & set(only)]
     with Progress("waymark bench") as progress:
         for number, (names, measure) in enumerate(parts, 1):
@@ -169,8 +171,9 @@ def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[fl
                 failed.append(f"{part}: {str(error) or type(error).__name__}")
                 print(f"failed: {failed[-1]}", file=sys.stderr, flush=True)
             loops += [_loop_ms() for _ in range(5)]
+            misses.append(_miss_ns())
             progress.step(f"{part}: {several(len(rows) - before, 'row')}, {time.monotonic() - began:.0f} s")
-    return rows, loops, failed
+    return rows, loops, misses, failed
 
 
 def _about(options: Options) -> dict[str, Any]:
@@ -190,11 +193,30 @@ def _about(options: Options) -> dict[str, Any]:
     }
 
 
+#: Entries of a chain within a core's first cache, and of one of 32 MiB; a multiplier 4n + 1 visits each entry once.
+_CHAINS = (1 << 10, 1 << 22)
+_STEPS = 200_000
+
+
 def _loop_ms() -> float:
     """CPU time of always the same work: how steady the machine is, whose cores may be others' too."""
     began = time.process_time()
     for _ in range(1_000_000):
         pass
+    return (time.process_time() - began) * 1e3
+
+
+def _miss_ns() -> float:
+    """CPU time of a read of memory that no cache of this core has: a neighbour can make it five times as dear."""
+    near, far = (array("Q", ((place * 1_664_525 + 1_013_904_223) % size for place in range(size))) for size in _CHAINS)
+    return (_steps_ms(far) - _steps_ms(near)) * 1e6 / _STEPS
+
+
+def _steps_ms(chain: array[int]) -> float:
+    """CPU time of _STEPS steps, each to the place that the last one names."""
+    place, began = 0, time.process_time()
+    for _ in range(_STEPS):
+        place = chain[place]
     return (time.process_time() - began) * 1e3
 
 
