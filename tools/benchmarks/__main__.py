@@ -20,6 +20,7 @@ import time
 import traceback
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from tools.benchmarks import (
     texts,
 )
 from tools.benchmarks.options import Options
-from tools.benchmarks.processes import redis_server
+from tools.benchmarks.processes import awake_cores, redis_server
 from tools.benchmarks.report import Row, beside, table, write_json, write_markdown
 from waymark import __version__
 from waymark.base import native
@@ -127,7 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         paths=("native", "pure") if native.implementation() == "native" else ("pure",),
     )
     about = _about(options)
-    rows, loops, misses, failed = _measured(options, given.only)
+    with awake_cores() if given.awake else nullcontext():
+        rows, loops, misses, failed = _measured(options, given.only)
+    about["cores"] = f"{os.cpu_count()}{', kept awake' if given.awake else ''}"
     about["a loop in Python, ms"] = f"{min(loops):.0f} to {max(loops):.0f}"
     about["a read that the caches miss, ns"] = f"{min(misses):.0f} to {max(misses):.0f}"
     if failed:
@@ -187,7 +190,6 @@ def _about(options: Options) -> dict[str, Any]:
         "redis": version,
         "path": native.implementation(),
         "python": platform.python_version(),
-        "cores": os.cpu_count(),
         "load before": round(os.getloadavg()[0], 1),
         "quick": options.is_quick,
     }
@@ -257,6 +259,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--trace", type=Path, help="recorded requests, in place of synthetic prompts: JSON lines with hash_ids"
+    )
+    parser.add_argument(
+        "--awake",
+        action="store_true",
+        help="keep the cores from sleeping: a hypervisor gives a core that does to others, which empty its caches",
     )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument(

@@ -53,6 +53,35 @@ def prefer(priority: int, *pids: int) -> None:
             os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(priority))
 
 
+_AWAKE = """
+import os, sys
+parent = os.getppid()
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+os.sched_setaffinity(0, {int(sys.argv[1])})
+while os.getppid() == parent:
+    for _ in range(100_000):
+        pass
+"""
+
+
+@contextmanager
+def awake_cores() -> Iterator[None]:
+    """Run a loop on each core that gives way to everything else, so that no core sleeps.
+
+    A hypervisor gives a core that sleeps to other guests, whose work empties its caches; and it takes time to wake.
+    """
+    loops = [
+        subprocess.Popen([sys.executable, "-Sc", _AWAKE, str(core)])  # in this session, which its priority is for
+        for core in sorted(os.sched_getaffinity(0))
+    ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 def wait_until(
     predicate: Callable[[], bool], description: str, seconds: float = SETTLE_SECONDS, pause_seconds: float = 0.02
 ) -> None:
