@@ -146,7 +146,7 @@ async def is_found(quiet: Times, what: str, is_busy: bool = False) -> None:
 
 @pytest.fixture
 def patient_redis_url(redis_url: str) -> Iterator[str]:
-    """That of a Redis that lets a script run on: on a busy machine it takes more than the five seconds of the default."""
+    """That of a Redis that lets a script run on: on a busy machine, it takes more than the usual five seconds."""
     with SyncRedis.from_url(redis_url) as redis:
         before = redis.config_get("lua-time-limit")
         redis.config_set("lua-time-limit", 600_000)
