@@ -79,7 +79,7 @@ ELSEWHERE = {
     "ingest.replay_places:ReplayPlaces": "replays under way",
     "ingest.running:LeaseKeeper._kept": "the grants of the streams that run",
     "ingest.running:StreamRunner._errors": "what the log says already",
-    "ingest.shares:Shares": "computed from ids and names alone",
+    "ingest.polling:Shares": "computed from ids and names alone",
     "ingest.sweeping:SweepPace": "how long steps have taken",
     "ingest.status_reporter:StatusReporter": "one stream, under one grant",
     "store.activity:Activity._waiting": "entries that are still to be written",

@@ -8,8 +8,8 @@ import pytest
 
 from tests.store.factories import registration
 from waymark.domain.names import PublisherName
-from waymark.ingest import shares
-from waymark.ingest.shares import RegisteredRanks, Shares
+from waymark.ingest import polling
+from waymark.ingest.polling import RegisteredRanks, Shares
 from waymark.store.claims import Claim
 
 WORKERS = ["worker-1", "worker-2", "worker-3"]
@@ -71,7 +71,7 @@ def test_a_poll_like_the_last_one_hashes_nothing(monkeypatch: pytest.MonkeyPatch
         hashed.append(text)
         return len(hashed)
 
-    monkeypatch.setattr(shares, "xxh3_64_intdigest", counted)
+    monkeypatch.setattr(polling, "xxh3_64_intdigest", counted)
     own, claims = Shares("worker-1"), claims_of(40)
     own.of(claims, unlimited(WORKERS))
     assert len(hashed) == 40 * 3

@@ -19,7 +19,7 @@ from tests.store.histories import Fleet
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.ingest import sweeping
-from waymark.ingest.shares import Shares
+from waymark.ingest.polling import Shares
 from waymark.ingest.sweeping import Overdue, UnclaimedWatch
 from waymark.store import keys, reservations
 from waymark.store.directory import GroupEntry
