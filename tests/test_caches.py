@@ -63,7 +63,7 @@ ELSEWHERE = {
     "apply.options:ApplyOptions": "settings",
     "apply.slices:LoopTurns": "streams that wait for their turn, by event loop",
     "ingest.batch_decoder:BatchDecoder": "what the log says already",
-    "ingest.event_source:EventSource": "events that wait to be applied",
+    "ingest.prefix_stream:EventSource": "events that wait to be applied",
     "ingest.prefix_stream:PrefixStream": "one stream, under one grant",
     "ingest.frames:FrameBuffer": "frames that wait to be applied",
     "ingest.scraping:Scraper": "engines that are scraped, by URL",

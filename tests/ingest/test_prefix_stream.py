@@ -22,7 +22,7 @@ from waymark.decide.group_loads import GroupLoads
 from waymark.domain.engines import EngineKind
 from waymark.domain.names import PublisherName, Registration
 from waymark.domain.prefixes import PrefixSource, prefix_key
-from waymark.ingest import event_source, prefix_stream
+from waymark.ingest import prefix_stream
 from waymark.store import keys
 from waymark.store.holder_tables import decode_table
 
@@ -112,7 +112,7 @@ async def source() -> AsyncIterator[Source]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_source, "PAUSE_SECONDS_MAX", 0.2)
+    monkeypatch.setattr(prefix_stream, "PAUSE_SECONDS_MAX", 0.2)
 
 
 def registration(source: Source, instance_id: str = "vllm-1", **options: Any) -> Registration:
@@ -245,7 +245,7 @@ async def test_a_lost_connection_is_resumed_and_said_until_entries_of_before_hav
 async def test_a_source_is_counted_with_the_names_of_continuum_router(
     bench: Bench, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_stream, "EventSource", partial(event_source.EventSource, queue_events=4))
+    monkeypatch.setattr(prefix_stream, "EventSource", partial(prefix_stream.EventSource, queue_events=4))
     await bench.store.registry.register(registration(source))
     hand = await bench.worker()
     of = {"backend": "vllm-1"}
@@ -432,7 +432,7 @@ async def test_decisions_leave_an_engine_out_whose_source_is_gone(bench: Bench, 
 
 async def test_the_engines_key_is_sent(source: Source) -> None:
     asker = Asker(key=EngineKey("secret"))
-    reader = event_source.EventSource(asker, source.url)
+    reader = prefix_stream.EventSource(asker, source.url)
     reading = asyncio.create_task(reader.run())
     await source.is_read()
     assert source.requests[0]["Authorization"] == "Bearer secret"
@@ -451,7 +451,7 @@ async def test_a_source_behind_tls_is_read_where_its_ca_is_trusted(tmp_path: Pat
     await source.start(context)
     url = source.url.replace("http:", "https:")
     askers = [Asker(), Asker(ca_file=str(tmp_path / "ca.pem"))]
-    stranger, trusting = (event_source.EventSource(asker, url) for asker in askers)
+    stranger, trusting = (prefix_stream.EventSource(asker, url) for asker in askers)
     reading = [asyncio.create_task(each.run()) for each in (stranger, trusting)]
     await source.tell("cache_created", HASHES[0], 5)
     await wait_until(lambda: trusting.received == 1, "the event has arrived", PATIENCE_SECONDS)
@@ -468,7 +468,7 @@ async def test_a_source_behind_tls_is_read_where_its_ca_is_trusted(tmp_path: Pat
 
 async def test_events_that_find_no_room_are_dropped_and_counted(source: Source) -> None:
     asker = Asker()
-    reader = event_source.EventSource(asker, source.url, queue_events=10)
+    reader = prefix_stream.EventSource(asker, source.url, queue_events=10)
     reading = asyncio.create_task(reader.run())
     for name in HASHES[:25]:
         await source.tell("cache_created", name, 1)

@@ -28,6 +28,9 @@ from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 
+log = logging.getLogger(__name__)
+
+
 # The share of a worker, which follows from its reading alone.
 #
 # Every worker reads the same publishers and live workers, and computes its share by itself (rendezvous hashing: when a
@@ -164,8 +167,6 @@ class RegistrationKeeper:
         else:
             self._refused.discard(registration.name)
 
-
-log = logging.getLogger(__name__)
 
 #: The most times that one poll restores registrations. It does so each time that Redis has come back empty.
 _RESTORES_MAX = 20
