@@ -68,7 +68,7 @@ ELSEWHERE = {
     "ingest.frames:FrameBuffer": "frames that wait to be applied",
     "ingest.scraping:Scraper": "engines that are scraped, by URL",
     "ingest.polling:RegistrationKeeper": "publishers of the file whose refusal is in the log",
-    "ingest.record_snapshot:RecordReply": "the chunks of one reply",
+    "ingest.snapshot:RecordReply": "the chunks of one reply",
     "ingest.received:ReceivedFrames": "frames of one stream, until they are applied",
     "ingest.rank_streams:RankStreams": "one stream, under one grant",
     "ingest.life:Life": "one stream, under one grant",

@@ -16,7 +16,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench
 from tests.ingest.endless import EMPTY, LONGEST, PART_MAX, ROUTER, publishing, publishing_at
 from tests.patience import patient, within
-from waymark.ingest import record_snapshot, request, snapshot, unfinished
+from waymark.ingest import request, snapshot, unfinished
 from waymark.ingest.replay import Replay
 from waymark.ingest.request import EndlessMessage, PublisherRequest
 from waymark.ingest.sockets import ZmqContext
@@ -42,7 +42,7 @@ async def snapshot_of(context: ZmqContext, endpoint: str) -> object:
 
 
 async def records_of(context: ZmqContext, endpoint: str) -> object:
-    return await record_snapshot.ask(
+    return await snapshot.ask_records(
         context, endpoint, seconds=patient(60), message_bytes_max=PART_MAX, block_size=16, between=_go_on
     )
 

@@ -21,8 +21,7 @@ from waymark.domain.slices import Slices
 from waymark.domain.targets import Target
 from waymark.ingest import snapshot, snapshots
 from waymark.ingest.life import Life
-from waymark.ingest.record_snapshot import RecordReply
-from waymark.ingest.snapshot import BadSnapshot
+from waymark.ingest.snapshot import BadSnapshot, RecordReply
 from waymark.ingest.snapshots import Snapshots
 from waymark.ingest.stream import StreamOptions
 from waymark.store import keys

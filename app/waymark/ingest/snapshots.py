@@ -24,7 +24,7 @@ from waymark.base.logs import fields
 from waymark.domain.events import Batch, Cleared, PlainEvents, StoredReference
 from waymark.engines.sglang import read_records
 from waymark.engines.wire import Rejected
-from waymark.ingest import record_snapshot, snapshot
+from waymark.ingest import snapshot
 from waymark.ingest.frames import digest
 from waymark.ingest.life import Life
 from waymark.ingest.received import ReceivedFrames
@@ -151,7 +151,7 @@ class Snapshots:
         if registration.kind.traits.snapshots == "batches":
             ask = snapshot.ask
         else:
-            ask = partial(record_snapshot.ask, block_size=registration.block_size)
+            ask = partial(snapshot.ask_records, block_size=registration.block_size)
         return await ask(
             self._context,
             self._source.endpoint,
