@@ -16,7 +16,7 @@ from tests.api.conftest import Hold, MakeClient
 from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table, value, walk
 from tests.masters import started_master
 from tests.patience import patient
-from waymark.api.answer_rows import AnswerCache, in_tokens
+from waymark.api.conductor import AnswerCache, in_tokens
 from waymark.base.metrics import Metrics
 from waymark.decide import asked_pools
 from waymark.domain.hashing import extend, namespace, token_bytes
