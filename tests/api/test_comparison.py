@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from waymark.api.comparison import FirstTokenLines, PolicySums, are_apart, compare, decide_again, outcomes, replay
+from waymark.api.policies import FirstTokenLines, PolicySums, are_apart, compare, decide_again, outcomes, replay
 from waymark.decide.options import Shadow
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.presets import PRESETS

@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from waymark.api.comparison import compare
+from waymark.api.policies import compare
 from waymark.base.metrics import Metrics
 from waymark.base.shape import plain
 from waymark.decide.fleet import Fleet, PromptState

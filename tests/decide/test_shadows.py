@@ -19,7 +19,7 @@ from tests.decide.played import Kept, decided, play, reservation, shadows_of
 from tests.decide.test_fleet import fleet_of
 from tests.decide.test_shortlist import state_of
 from tests.store.factories import registration
-from waymark.api.comparison import are_apart, compare, decide_again, replay
+from waymark.api.policies import are_apart, compare, decide_again, replay
 from waymark.base import watched_file
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
