@@ -14,10 +14,10 @@ import zmq
 
 from tests.conftest import wait_until
 from tests.patience import patient
-from waymark.ingest.descriptors import FILES_PER_REPLAY, FILES_PER_STREAM, OTHER_FILES, fit, room_for
 from waymark.ingest.replay import Replay
 from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.subscriber import Subscriber
+from waymark.ingest.worker import FILES_PER_REPLAY, FILES_PER_STREAM, OTHER_FILES, fit, room_for
 from waymark.store.redis.client import CONNECTIONS
 
 
@@ -98,7 +98,7 @@ def test_the_soft_limit_is_raised_before_streams_are_left_out() -> None:
     code = (
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512))\n"
-        "from waymark.ingest.descriptors import room_for\n"
+        "from waymark.ingest.worker import room_for\n"
         "print(room_for(40, 2).is_limited, room_for(4096, 8).is_limited)\n"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
     )

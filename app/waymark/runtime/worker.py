@@ -20,10 +20,9 @@ from waymark.discovery.describe import Describer
 from waymark.discovery.kubernetes import ApiServer
 from waymark.discovery.pods import PodPorts
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery
-from waymark.ingest.descriptors import room_for
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.stream import StreamOptions
-from waymark.ingest.worker import Worker
+from waymark.ingest.worker import Worker, room_for
 from waymark.runtime import parts
 from waymark.store.store import Store
 
