@@ -16,8 +16,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, Bench
 from waymark.domain.status import StreamStatus
 from waymark.ingest import sockets
-from waymark.ingest.connection_failure import Attempt, ConnectionFailure
-from waymark.ingest.sockets import ZmqContext
+from waymark.ingest.sockets import Attempt, ConnectionFailure, ZmqContext
 from waymark.ingest.subscriber import Subscriber
 
 

@@ -23,8 +23,8 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
 from waymark.domain.parts import Commit
 from waymark.ingest.batch_decoder import BatchDecoder
-from waymark.ingest.connection_failure import ConnectionFailure
 from waymark.ingest.frames import ReplayedBatch
+from waymark.ingest.sockets import ConnectionFailure
 from waymark.ingest.stream import Stream
 from waymark.ingest.subscriber import Subscriber
 from waymark.store.pacing import Pacer

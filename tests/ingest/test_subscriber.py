@@ -19,9 +19,8 @@ from tests.patience import patient, within
 from waymark.base.errors import InvalidValue
 from waymark.ingest import sockets
 from waymark.ingest import subscriber as module
-from waymark.ingest.connection_failure import ConnectionFailure
 from waymark.ingest.frames import Frame, PayloadFacts, digest
-from waymark.ingest.sockets import LiveConnection, MessageReader, ZmqContext, connect, open_socket
+from waymark.ingest.sockets import ConnectionFailure, LiveConnection, MessageReader, ZmqContext, connect, open_socket
 from waymark.ingest.subscriber import UNREACHABLE_NOTE_SECONDS, Subscriber
 from waymark.ingest.subscribers import Subscribers
 

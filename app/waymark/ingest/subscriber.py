@@ -27,9 +27,8 @@ from typing import Self
 import zmq
 
 from waymark.apply.slices import LoopTurns
-from waymark.ingest.connection_failure import ConnectionFailure
 from waymark.ingest.frames import Frame, FrameBuffer, FrameRoom, PayloadFacts, parse_live
-from waymark.ingest.sockets import MESSAGE_BYTES_MAX, LiveConnection, ZmqContext
+from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ConnectionFailure, LiveConnection, ZmqContext
 from waymark.ingest.subscribers import Subscribers
 
 FRAMES_PER_READ = 500
