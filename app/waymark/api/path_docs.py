@@ -16,7 +16,6 @@ from waymark.api import (
 from waymark.api import decision_schemas as decision_bodies
 from waymark.api import query_schemas as text_bodies
 from waymark.api.dynamo import schemas as dynamo_bodies
-from waymark.api.dynamo import select_schemas as select_bodies
 from waymark.api.dynamo.select import USAGE
 from waymark.api.http.access import Doc
 from waymark.contract import admin as admin_answers
@@ -326,34 +325,34 @@ DEREGISTER_PEER = Doc(
 PEERS = Doc("Lists the base URLs of the peers, as they were registered.", answer=list[str], headers=_NOTE)
 ADD_WORKER = Doc(
     "Stores the description of a worker. Once the description is complete, Waymark registers the worker.",
-    select_bodies.WorkerRequest,
+    dynamo_bodies.WorkerRequest,
     dynamo.DynamoWorkerDescription,
     201,
 )
 CHANGE_WORKER = Doc(
     "Changes the description of a worker.",
-    select_bodies.WorkerPatch,
+    dynamo_bodies.WorkerPatch,
     dynamo.DynamoWorkerDescription,
     errors=(404, 409),
 )
 REMOVE_WORKER = Doc("Removes a worker and its blocks.", answer=dynamo.DynamoWorkerDescription, errors=(400, 404, 409))
 DYNAMO_SELECT = Doc(
     "Picks the worker for a prompt; nothing is reserved.",
-    select_bodies.DynamoSelectRequest,
+    dynamo_bodies.DynamoSelectRequest,
     dynamo.DynamoSelectAnswer,
     errors=(409, 429),
     queue="decide",
 )
 SELECT_AND_RESERVE = Doc(
     "Picks the worker for a prompt, and makes a reservation under an id.",
-    select_bodies.DynamoSelectRequest,
+    dynamo_bodies.DynamoSelectRequest,
     dynamo.DynamoSelectAndReserveAnswer,
     errors=(409, 429),
     queue="decide",
 )
 RESERVE = Doc(
     "Makes a reservation for an earlier selection, or for a worker that the client picked.",
-    select_bodies.DynamoReservationRequest,
+    dynamo_bodies.DynamoReservationRequest,
     dynamo.DynamoReservation,
     201,
     errors=(404, 409, 429),
@@ -363,19 +362,19 @@ PREFILL_COMPLETE = Doc(
     "Reports that the prefill of a reservation is done.", answer=dynamo.DynamoStatus, errors=(404,), queue="decide"
 )
 OUTPUT_BLOCK = Doc(
-    "Renews a reservation.", select_bodies.OutputBlockRequest, dynamo.DynamoStatus, errors=(404,), queue="decide"
+    "Renews a reservation.", dynamo_bodies.OutputBlockRequest, dynamo.DynamoStatus, errors=(404,), queue="decide"
 )
 END_RESERVATION = Doc(
     "Ends a reservation.", answer=dynamo.DynamoStatus, errors=(400, 404), queue="decide", parameters=USAGE
 )
 OVERLAP_SCORES = Doc(
     "Returns the blocks that each worker has of a prompt.",
-    select_bodies.DynamoPromptRequest,
+    dynamo_bodies.DynamoPromptRequest,
     dynamo.DynamoOverlapScores,
 )
 POTENTIAL_LOADS = Doc(
     "Returns the load that each worker would have if it got a prompt.",
-    select_bodies.DynamoPromptRequest,
+    dynamo_bodies.DynamoPromptRequest,
     list[dynamo.DynamoLoad],
 )
 LOADS = Doc(

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from waymark.api.dynamo.queries import is_worker_id
-from waymark.api.dynamo.select_schemas import DynamoPromptRequest, DynamoReservationRequest, DynamoSelectRequest
+from waymark.api.dynamo.schemas import DynamoPromptRequest, DynamoReservationRequest, DynamoSelectRequest
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.prompts import LocalHashKeys, hashes_in, tokens_in

@@ -10,7 +10,7 @@ import asyncio
 from uuid import uuid4
 
 from waymark.api.dynamo.loads import NONE_THERE, DynamoInputs, none_schedulable, remembered
-from waymark.api.dynamo.select_schemas import (
+from waymark.api.dynamo.schemas import (
     DynamoReservationRequest,
     DynamoSelectRequest,
     OutputBlockRequest,

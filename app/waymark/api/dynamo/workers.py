@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from waymark.api.dynamo.select_schemas import WorkerPatch, WorkerRequest
+from waymark.api.dynamo.schemas import WorkerPatch, WorkerRequest
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.base.endpoints import AllowedEndpoints
