@@ -50,7 +50,7 @@ PARTS: dict[str, set[str]] = {
         *("decide.policies", "discovery", "inspection", "contract", "api.http", "api.dynamo"),
     },
     "runtime": {
-        *("base", "store", "store.redis", "apply", "tokenization", "decide", "discovery", "serving"),
+        *("base", "store", "apply", "tokenization", "decide", "discovery", "serving"),
         *("api", "gateway", "epp", "ingest"),
     },
     "cli": {"base", "console", "simulator", "client", "runtime"},

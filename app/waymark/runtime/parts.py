@@ -20,8 +20,7 @@ from waymark.decide.question import ProfileName
 from waymark.store import keys
 from waymark.store.directory import EngineAddresses
 from waymark.store.hot import BYTES_MAX, HotRows
-from waymark.store.redis.credentials import Credentials
-from waymark.store.store import Store
+from waymark.store.store import Credentials, Store
 from waymark.tokenization.tokenizers import Engines, Tokenizers
 
 log = logging.getLogger(__name__)

@@ -49,6 +49,8 @@ from waymark.store.takeover import Takeover
 from waymark.store.workers import DiscoveryLease, Heartbeats
 from waymark.store.worth import Valuations
 
+__all__ = ["Credentials", "Store"]
+
 T = TypeVar("T")
 
 
