@@ -111,7 +111,7 @@ def test_a_former_setting_is_warned_of_and_what_it_names_is_there(caplog: pytest
         value, name, module = found.groups()
         number, _, unit = value.partition(" ")
         count = number.replace(",", "")
-        expected = float(count) * (2**20 if unit else 1) if count.isdigit() else count
+        expected = float(count) * (2**20 if unit else 1) if count[:1].isdigit() else count
         assert getattr(import_module(module), name) == expected, variable
 
 

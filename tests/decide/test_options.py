@@ -35,7 +35,7 @@ def test_the_settings_are_taken_in_their_units() -> None:
         ({"loads_ms": 0}, "loads_seconds", 0.0),
         ({}, "target_requests_max", 0),
         ({"target_requests_max": 7}, "target_requests_max", 7),
-        ({"drift_max": 0.5}, "drift_max", 0.5),
+        ({}, "drift_max", 0.2),
         ({}, "is_speculative", False),
         ({"speculative": True}, "is_speculative", True),
         ({"prefill_tokens_per_second": 8_000}, "prefill_tokens_per_second", 8_000.0),

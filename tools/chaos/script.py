@@ -109,7 +109,6 @@ def settings(rng: random.Random, *, is_cluster: bool = False) -> dict[str, Any]:
         "sweep_blocks_per_second": rng.choice((40, 400, 20_000)),
         "on_gap": rng.choice(("keep", "reset")),
         "shards": rng.choice((1, 4, 4, 4) if is_cluster else (1, 4)),
-        "hot_block_ms": rng.choice((0, 200)),
     }
 
 

@@ -109,7 +109,7 @@ class Metrics:
     tokens_chosen = counter("How many prompt tokens the chosen target had, of these requests.")
     tokens_expected = counter("How many prompt tokens the engine was expected to reuse, of these requests.")
     tokens_delivered = counter("How many prompt tokens the engine has reused, of these requests.")
-    drifts = counter("How many times a target was found to reuse fewer tokens than WAYMARK_DRIFT_MAX allows.")
+    drifts = counter("How many times a target was found to reuse less than 80 % of the expected tokens.")
 
     shadow_decisions = counter(
         "How many decisions a shadow ordered, by whether it prefers the same target, another one, or none.",

@@ -304,8 +304,6 @@ class Settings(BaseModel):
     """How long, in milliseconds, a replica reuses the loads that it read from Redis. 0 reads them for each decision."""
     speculative: bool = False
     """Whether a target counts as having the blocks of a prompt as soon as it is picked for the prompt."""
-    drift_max: float = Field(0.2, ge=0.01, le=1)
-    """The share of the expected cached tokens that an engine may fail to deliver before its blocks count for less."""
     shadow: str | None = None
     """Policies that order the targets of each decision, but decide nothing: presets and picker files, with commas."""
     decisions_kept: float = Field(0.01, ge=0, le=1)
@@ -372,8 +370,6 @@ class Settings(BaseModel):
     """The form of `/query` answers: `published` (old), `instances` (new), or `auto`: JSON is old, msgpack has both."""
     native: bool = True
     """Whether the native module is used if it was built; `false` selects the pure-Python path."""
-    hot_block_ms: int = Field(200, ge=0, le=60_000)
-    """How long, in milliseconds, a replica keeps a row of the index that many holders share; 0 disables this cache."""
     epp_drain_seconds: float = Field(5.0, ge=0, le=3600)
     """How long an endpoint picker accepts requests after SIGTERM; its health check already reports that it stops."""
     finish_seconds: int = Field(60, ge=0, le=_DAY)
@@ -517,6 +513,8 @@ FORMER: Final = {
     PREFIX + "DISCOVERY_CA_FILE": "the CA of the pod, or with WAYMARK_DISCOVERY_URL the file of SSL_CERT_FILE",
     PREFIX + "INSPECT_AT_ONCE": "2, AT_ONCE in waymark.api.inspections",
     PREFIX + "HOT_BLOCK_BYTES": "64 MiB, BYTES_MAX in waymark.store.hot",
+    PREFIX + "HOT_BLOCK_MS": "200, MILLISECONDS in waymark.store.hot",
+    PREFIX + "DRIFT_MAX": "0.2, DRIFT_MAX in waymark.decide.options",
     PREFIX + "EVENT_MEMORY_BYTES": "64 MiB, BYTES_MAX in waymark.apply.resuming",
     PREFIX + "REPLAY_BYTES_PER_SECOND_MIN": "16,384, BYTES_PER_SECOND_MIN in waymark.ingest.stream",
     PREFIX + "EPP_IDLE_SECONDS": "600, IDLE_SECONDS in waymark.epp.server",

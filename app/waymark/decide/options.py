@@ -24,6 +24,9 @@ PolicySource = PolicyChoice | WatchedFile[PolicyChoice]
 RESERVATIONS_MAX = 1_000_000
 """The reservations of one model: those of a thousand engines with a thousand requests each. Without a bound, a client
 that releases none would fill Redis."""
+DRIFT_MAX = 0.2
+"""The share of a target's expected tokens that may be missing before its tokens count for less. The dashboard and
+its runbook name this share, too."""
 #: The most shadows: each one ranks the targets of every decision.
 _SHADOWS_MAX = 4
 
@@ -69,8 +72,7 @@ class SelectionOptions:
     """The greatest age of loads that candidates are ranked by; 0: they are read for each decision."""
     target_requests_max: int = 0
     reservations_max: int = RESERVATIONS_MAX
-    drift_max: float = 0.2
-    """The share of a target's expected tokens that may be missing before its tokens count for less."""
+    drift_max: float = DRIFT_MAX
     is_speculative: bool = False
     prefill_tokens_per_second: float = 0.0
     shadows: tuple[Shadow, ...] = ()

@@ -19,7 +19,7 @@ from waymark.decide.options import PromptOptions, SelectionOptions, read_policy,
 from waymark.decide.question import ProfileName
 from waymark.store import keys
 from waymark.store.directory import EngineAddresses
-from waymark.store.hot import BYTES_MAX, HotRows
+from waymark.store.hot import BYTES_MAX, MILLISECONDS, HotRows
 from waymark.store.store import Credentials, Store
 from waymark.tokenization.tokenizers import Engines, Tokenizers
 
@@ -56,7 +56,7 @@ def open_store(settings: Settings, metrics: Metrics | None = None, *, keeps_answ
         shards=settings.shards,
         timeout_seconds=settings.redis_timeout_seconds,
         credentials=credentials(settings),
-        hot=None if metrics is None else HotRows(settings.hot_block_ms / 1000, BYTES_MAX, metrics),
+        hot=None if metrics is None else HotRows(MILLISECONDS / 1000, BYTES_MAX, metrics),
         metrics=metrics,
         are_shards_set="shards" in settings.model_fields_set,
         hash_seed=settings.hash_seed,
@@ -138,7 +138,6 @@ def selection_options(settings: Settings) -> SelectionOptions:
         deadline_seconds=settings.query_deadline_ms / 1000,
         loads_seconds=settings.loads_ms / 1000,
         target_requests_max=settings.target_requests_max,
-        drift_max=settings.drift_max,
         is_speculative=settings.speculative,
         prefill_tokens_per_second=settings.prefill_tokens_per_second,
         shadows=read_shadows(settings.shadow or ""),

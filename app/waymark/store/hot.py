@@ -26,6 +26,10 @@ def is_crowd(run: tuple[bytes, int]) -> bool:
     return run[0].count(b" ") >= _HOLDERS_MIN - 1
 
 
+MILLISECONDS = 200
+"""How long a replica keeps a row. The engine that stored its blocks last may be missing from a row that eight others
+have: the choice among those is as good. A longer time saves little, since a busy replica asks for each such row only
+five times a second."""
 BYTES_MAX = 64 * 2**20
 """Only rows that many holders share are kept, for a moment: those of the beginnings of prompts, which are few."""
 
