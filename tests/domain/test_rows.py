@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tests.domain.rows import format_entry, format_row
 from waymark.domain.rows import (
     DEPTHS,
     FORMAT,
@@ -12,8 +13,6 @@ from waymark.domain.rows import (
     HolderEntry,
     Place,
     Row,
-    format_entry,
-    format_row,
     parse,
     parse_entry,
     parse_field,

@@ -144,12 +144,6 @@ def parse(value: bytes, slots_max: int = ROW_SLOTS) -> Row:
     return Row(slots, bool(mark), holders)
 
 
-def format_row(row: Row) -> bytes:
-    """Return a row as text."""
-    holders = b"".join(b" %d:%x" % pair for pair in row.holders.items())
-    return row.slots + (b"+" if row.is_marked else b"") + holders
-
-
 def slots_of(block_keys: Iterable[int], depth: int, piece_blocks: int = PIECE_BLOCKS) -> bytes:
     """Return the slots of consecutive blocks, the first block at ``depth``."""
     return b"".join(
@@ -195,8 +189,3 @@ def parse_entry(value: bytes) -> HolderEntry:
     if len(value) % 8 or len(value) > 8 * ROW_SLOTS:
         raise ValueError(f"it is no list of at most {ROW_SLOTS} engine hashes of 8 bytes")
     return HolderEntry(namespace, keys.unpack(value))
-
-
-def format_entry(entry: HolderEntry) -> bytes:
-    """Return an entry as text."""
-    return (b"%016x:" % entry.namespace if entry.namespace else b"") + keys.pack(entry.hashes)

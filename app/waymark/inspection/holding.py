@@ -121,8 +121,6 @@ class PromptHoldings:
     keys: Sequence[int]
     instances: tuple[InstanceLines, ...]
     """The longest match first, then by name; pools last."""
-    ended_ids: int
-    """The number of holder ids in these blocks whose lives have ended, and that wait for the sweep."""
 
     @property
     def best(self) -> int:
@@ -170,8 +168,7 @@ async def hold(
         for (is_pool, instance_id), holder_lines in lines.items()
     ]
     instances.sort(key=lambda instance: (instance.is_pool, -instance.match, -instance.blocks, instance.instance_id))
-    ended = positions.keys() - table.holders.keys()
-    return PromptHoldings(group, block_size, block_keys, tuple(instances), len(ended))
+    return PromptHoldings(group, block_size, block_keys, tuple(instances))
 
 
 def _runs(holders: Iterable[set[int]]) -> Iterator[tuple[bytes, int]]:

@@ -19,7 +19,6 @@ from waymark.simulator.engine import Completion, Generator
 from waymark.simulator.workload import VOCABULARY, SimulatedPrompt, mark_of, said, tokens_of_messages, tokens_of_text
 
 _CREATED = 1_700_000_000
-_EMBEDDING_NUMBERS = 8
 _CHOICES_MAX = 128
 
 
