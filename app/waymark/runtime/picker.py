@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from functools import partial
 
 from waymark.api.application import create_probes
 from waymark.base import native
@@ -51,6 +52,20 @@ def epp_options(settings: Settings) -> EppOptions:
     )
 
 
+def call_context(
+    settings: Settings, requests: RequestSelector, under_way: RequestsUnderWay, metrics: Metrics
+) -> CallContext:
+    return CallContext(
+        requests,
+        under_way,
+        metrics,
+        BodyBytes(settings.max_body_bytes, parts.bodies_bytes_max(settings), metrics),
+        settings.epp_tenant,
+        settings.request_seconds,
+        IDLE_SECONDS,
+    )
+
+
 async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
     """Run one process, until a signal ends it. Raises SettingsError."""
     is_native = native.select(settings.native) == "native"
@@ -67,24 +82,13 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
         under_way = RequestsUnderWay(selector, store.begin)
         requests = RequestSelector(store, prompt_options, metrics, selector, tokenizers, gate, parts.profile(settings))
         prompts = ReportedPrompts(store, requests, prompt_options, metrics, settings.epp_tenant)
-        picker = CallContext(
-            requests,
-            under_way,
-            metrics,
-            BodyBytes(settings.max_body_bytes, parts.bodies_bytes_max(settings), metrics),
-            settings.epp_tenant,
-            settings.request_seconds,
-            IDLE_SECONDS,
-        )
+        picker = call_context(settings, requests, under_way, metrics)
         bounds = server_bounds(settings, 0)
         http = http_server(create_probes(store, parts.api_options(settings), metrics, gate), bounds, metrics)
         freeze_heap()
         stop = stop_signal()
         refusals: list[str] = []
-
-        async def waits_for() -> str | None:
-            return await _waits_for(store, gate, refusals, stop)
-
+        waits_for = partial(_waits_for, store, gate, refusals, stop)
         servers = EppServer(epp_options(settings), picker, prompts, waits_for)
         async with servers as server, asyncio.TaskGroup() as tasks:
             if sockets:

@@ -11,15 +11,17 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from waymark.api.application import create_app, create_probes
 from waymark.base import native
 from waymark.base.asgi import StraightTable
+from waymark.base.asker import Asker
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
@@ -29,6 +31,10 @@ from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
 from waymark.serving.listening import listen
 from waymark.store.store import Store
+from waymark.tokenization.tokenizers import Tokenizers
+
+if TYPE_CHECKING:
+    from waymark.runtime.gateway import GatewayRole
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +116,77 @@ def stop_signal() -> asyncio.Event:
     return stop
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessParts:
+    """The parts that serve the HTTP port of a process."""
+
+    settings: Settings
+    store: Store
+    metrics: Metrics
+    tokenizers: Tokenizers
+    asker: Asker
+    stop: asyncio.Event
+    """It is set when the process ends."""
+
+    @classmethod
+    def open(cls, settings: Settings, role: str) -> ProcessParts:
+        """Return the parts of a process. They connect when they are first used."""
+        metrics = Metrics(role=role, is_native=native.select(settings.native) == "native")
+        store = parts.open_store(settings, metrics, keeps_answers=role == "gateway")
+        tokenizers, asker = parts.tokenizers(settings, metrics, store), parts.asker(settings)
+        return cls(settings, store, metrics, tokenizers, asker, stop_signal())
+
+    def server(self, bounds: ServerBounds, *, has_api: bool) -> uvicorn.Server:
+        """Return the server of a query replica, or with ``has_api`` False that of a worker's probes."""
+        options = parts.api_options(self.settings)
+        if not has_api:
+            return http_server(create_probes(self.store, options, self.metrics), bounds, self.metrics)
+        selection = parts.selection_options(self.settings)
+        app = create_app(self.store, options, selection, self.metrics, self.tokenizers, self.asker, self.stop)
+        return http_server(app, bounds, self.metrics, straight=app.straight)
+
+    def gateway(self, bounds: ServerBounds) -> tuple[uvicorn.Server, GatewayRole]:
+        """Return the server of a gateway, and its role."""
+        from waymark.runtime import gateway as runtime_gateway
+
+        role = runtime_gateway.GatewayRole(
+            self.store, self.settings, self.metrics, self.tokenizers, self.asker, self.stop
+        )
+        server = http_server(
+            role.app,
+            bounds,
+            self.metrics,
+            shutdown_seconds=self.settings.finish_seconds,
+            shape=runtime_gateway.body_of_rejection,
+        )
+        return server, role
+
+    async def close(self) -> None:
+        await self.tokenizers.close()
+        await self.asker.close()
+        await self.store.close()
+
+
+class FormatCheck:
+    """The check whether this release can read the index in Redis. A worker waits for it."""
+
+    def __init__(self, store: Store) -> None:
+        self.is_passed = asyncio.Event()
+        self.refusal: str | None = None
+        """Why this release cannot read the index."""
+        self._store = store
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Check the format as soon as Redis answers. Set ``stop`` if it is another one."""
+        while True:
+            try:
+                self.refusal = await self._store.other_format()
+                break
+            except StoreUnavailable:
+                await asyncio.sleep(_FORMAT_AGAIN_SECONDS)
+        (self.is_passed if self.refusal is None else stop).set()
+
+
 async def run(
     settings: Settings,
     *,
@@ -128,80 +205,67 @@ async def run(
         # a mistake in the settings ends the process before it opens anything
         options = runtime_worker.checked_options(settings)
     role = "serve" if has_api and has_worker else "query" if has_api else "gateway" if has_gateway else "ingest"
-    is_native = native.select(settings.native) == "native"
-    metrics = Metrics(role=role, is_native=is_native)
-    store = parts.open_store(settings, metrics, keeps_answers=has_gateway)
+    process = ProcessParts.open(settings, role)
+    store, metrics = process.store, process.metrics
     await report_redis(store)
     worker_files = 0
     if has_worker:
         options, worker_files = runtime_worker.within_files(options, is_alone=not (has_api or has_gateway))
     bounds = server_bounds(settings, worker_files)
-    tokenizers = parts.tokenizers(settings, metrics, store)
-    asker = parts.asker(settings)
-    stop = stop_signal()
-    gateway, api_options = None, parts.api_options(settings)
+    gateway: GatewayRole | None = None
     if has_gateway:
-        from waymark.runtime import gateway as runtime_gateway
-
-        gateway = runtime_gateway.GatewayRole(store, settings, metrics, tokenizers, asker, stop)
-        server = http_server(
-            gateway.app,
-            bounds,
-            metrics,
-            shutdown_seconds=settings.finish_seconds,
-            shape=runtime_gateway.body_of_rejection,
-        )
-    elif has_api:
-        app = create_app(store, api_options, parts.selection_options(settings), metrics, tokenizers, asker, stop)
-        server = http_server(app, bounds, metrics, straight=app.straight)
+        server, gateway = process.gateway(bounds)
     else:
-        server = http_server(create_probes(store, api_options, metrics), bounds, metrics)
+        server = process.server(bounds, has_api=has_api)
     freeze_heap()
-    fit = asyncio.Event()
-    refusals: list[str] = []
-
-    async def check_format() -> None:
-        refusal = await _other_format(store)
-        if refusal is None:
-            fit.set()
-        else:
-            refusals.append(refusal)
-            stop.set()
+    check = FormatCheck(store)
 
     async def work() -> None:
-        await fit.wait()
+        await check.is_passed.wait()
         await runtime_worker.worker(store, settings, metrics, options).run()
 
     try:
-        if sockets:
-            log.info("listening", extra=fields(host=settings.host, port=sockets[0].getsockname()[1], role=role))
-        warning = parts.openness(settings, is_gateway=has_gateway) if has_api or has_gateway else None
-        if warning is not None:
-            log.warning(warning)
-        async with asyncio.TaskGroup() as tasks:
-            format_check = tasks.create_task(check_format())
-            ended: set[asyncio.Task[Any]] = {tasks.create_task(stop.wait())}
-            if sockets:
-                ended.add(tasks.create_task(server.serve(list(sockets))))
-            workers: list[asyncio.Task[None]] = []
-            if has_worker:
-                workers.append(tasks.create_task(work()))
-                workers.append(tasks.create_task(runtime_worker.discovery(store, settings, metrics, asker).run()))
-            if gateway is not None:
-                workers += [tasks.create_task(task) for task in gateway.tasks()]
-            await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
-            stop.set()
-            server.should_exit = True
-            for worker in (*workers, format_check):
-                worker.cancel()
+        _announce(settings, sockets, role)
+        background: list[Coroutine[Any, Any, None]] = [check.run(process.stop)]
+        if has_worker:
+            background += [work(), runtime_worker.discovery(store, settings, metrics, process.asker).run()]
+        if gateway is not None:
+            background += gateway.tasks()
+        await _serve(server, sockets, background, process.stop)
     finally:
         if gateway is not None:
             await gateway.close()
-        await tokenizers.close()
-        await asker.close()
-        await store.close()
-    if refusals:
-        raise SettingsError(refusals[0])
+        await process.close()
+    if check.refusal is not None:
+        raise SettingsError(check.refusal)
+
+
+def _announce(settings: Settings, sockets: Sequence[socket.socket], role: str) -> None:
+    """Log the port, and a warning if it is open to strangers."""
+    if sockets:
+        log.info("listening", extra=fields(host=settings.host, port=sockets[0].getsockname()[1], role=role))
+    warning = None if role == "ingest" else parts.openness(settings, is_gateway=role == "gateway")
+    if warning is not None:
+        log.warning(warning)
+
+
+async def _serve(
+    server: uvicorn.Server,
+    sockets: Sequence[socket.socket],
+    background: Sequence[Coroutine[Any, Any, None]],
+    stop: asyncio.Event,
+) -> None:
+    """Serve the sockets, with ``background`` beside it, until ``stop`` is set or the server ends."""
+    async with asyncio.TaskGroup() as tasks:
+        ended: set[asyncio.Task[Any]] = {tasks.create_task(stop.wait())}
+        if sockets:
+            ended.add(tasks.create_task(server.serve(list(sockets))))
+        others = [tasks.create_task(work) for work in background]
+        await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        stop.set()
+        server.should_exit = True
+        for task in others:
+            task.cancel()
 
 
 async def report_redis(store: Store) -> None:
@@ -212,12 +276,3 @@ async def report_redis(store: Store) -> None:
             "redis does not answer; start it, or set WAYMARK_REDIS_URL to the one that runs",
             extra=fields(redis=store.url),
         )
-
-
-async def _other_format(store: Store) -> str | None:
-    """Return ``Store.other_format``, as soon as Redis answers."""
-    while True:
-        try:
-            return await store.other_format()
-        except StoreUnavailable:
-            await asyncio.sleep(_FORMAT_AGAIN_SECONDS)
