@@ -12,12 +12,17 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from waymark.base.errors import InvalidValue
-from waymark.client import AsyncClient, Publisher, Refused, StreamStatus, Unavailable, Workers
+from waymark.client import AsyncClient, Publisher, Refused, Registered, StreamStatus, Unavailable, Workers
 
 if TYPE_CHECKING:
     from waymark.simulator.options import SimulateOptions
     from waymark.simulator.run import Register
 
+#: The fields of a registration that arguments may have in place of what the engine says.
+_FIELDS = (
+    *("instance_id", "type", "model", "block_size", "endpoint", "replay_endpoint", "snapshot_endpoint", "dp_rank"),
+    *("role", "tenant_id"),
+)
 _PAUSE_SECONDS = 0.1
 #: The pause between two attempts to register a simulated engine.
 AGAIN_SECONDS = 0.5
@@ -46,19 +51,7 @@ class PrintedLine:
 
 async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
     """Yield lines to print: the engine, then the state of each of its streams. Raise NotRegistered if that fails."""
-    names = (
-        "instance_id",
-        "type",
-        "model",
-        "block_size",
-        "endpoint",
-        "replay_endpoint",
-        "snapshot_endpoint",
-        "dp_rank",
-        "role",
-        "tenant_id",
-    )
-    options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    options = {name: value for name in _FIELDS if (value := getattr(arguments, name)) is not None}
     async with _client(arguments) as waymark:
         try:
             engine = await waymark.register_url(arguments.engine, **options)
@@ -72,27 +65,7 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
         )
         for warning in engine.warnings:
             yield PrintedLine(f"warning: {warning}", {"warning": warning})
-        tenant_id = arguments.tenant_id or "default"
-        began = monotonic()
-        while True:
-            answer = await _workers(waymark)
-            publishers = [
-                publisher
-                for publisher in answer.publishers
-                if (publisher.instance_id, publisher.tenant_id) == (engine.instance_id, tenant_id)
-                and publisher.dp_rank in engine.endpoints
-            ]
-            if all(
-                publisher.status not in (StreamStatus.STARTING, StreamStatus.REPLAYING, StreamStatus.UNREACHABLE)
-                and _has_blocks(publisher)
-                for publisher in publishers
-            ):
-                break
-            if monotonic() > began + arguments.wait_seconds:
-                break
-            if publishers and not answer.workers and monotonic() > began + _WORKER_SECONDS:
-                break
-            await asyncio.sleep(_PAUSE_SECONDS)
+        publishers, has_workers = await _settled(waymark, engine, arguments)
         for each in publishers:
             endpoint = engine.endpoints[each.dp_rank]
             yield PrintedLine(
@@ -100,11 +73,38 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
                 {"dp_rank": each.dp_rank, "endpoint": endpoint, "status": each.status}
                 | {"blocks": dict(each.blocks), "last_error": each.last_error},
             )
-        if any(engine.endpoints.values()) and publishers and not answer.workers:
+        if any(engine.endpoints.values()) and publishers and not has_workers:
             raise NotRegistered(
                 f"{engine.instance_id} is registered, but no ingest worker is alive, so nothing is known of its cache: "
                 "start one with 'waymark ingest'"
             )
+
+
+async def _settled(
+    waymark: AsyncClient, engine: Registered, arguments: argparse.Namespace
+) -> tuple[list[Publisher], bool]:
+    """Wait until the streams of an engine have begun, or the time for that is over.
+
+    Return them, and whether an ingest worker is alive.
+    """
+    tenant_id = arguments.tenant_id or "default"
+    began = monotonic()
+    while True:
+        answer = await _workers(waymark)
+        publishers = [
+            publisher
+            for publisher in answer.publishers
+            if (publisher.instance_id, publisher.tenant_id) == (engine.instance_id, tenant_id)
+            and publisher.dp_rank in engine.endpoints
+        ]
+        seconds = monotonic() - began
+        if (
+            all(map(_has_begun, publishers))
+            or seconds > arguments.wait_seconds
+            or (publishers and not answer.workers and seconds > _WORKER_SECONDS)
+        ):
+            return publishers, bool(answer.workers)
+        await asyncio.sleep(_PAUSE_SECONDS)
 
 
 async def unregister(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
@@ -134,7 +134,10 @@ async def _workers(waymark: AsyncClient) -> Workers:
         return Workers()  # the token may write and not read
 
 
-def _has_blocks(publisher: Publisher) -> bool:
+def _has_begun(publisher: Publisher) -> bool:
+    """Return whether the state of a stream is the one to show; an active one has blocks."""
+    if publisher.status in (StreamStatus.STARTING, StreamStatus.REPLAYING, StreamStatus.UNREACHABLE):
+        return False
     return publisher.status != StreamStatus.ACTIVE or any(publisher.blocks.values())
 
 

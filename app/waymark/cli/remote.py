@@ -126,24 +126,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             parser.add_argument("engine", metavar="NAME", help="the instance_id")
             parser.add_argument("--dp-rank", type=int, help="repair this rank only")
         case "drain":
-            parser.add_argument(
-                "engine", metavar="NAME", nargs="?", help="the instance_id, or the URL that its requests go to"
-            )
-            parser.add_argument(
-                "--cheapest", type=int, metavar="N", help="instead of NAME: so many engines with the least to lose"
-            )
-            parser.add_argument("--model", help="with --cheapest: the model of the engines")
-            parser.add_argument("--wait-seconds", type=float, default=120.0, help="how long to wait for requests (120)")
-            parser.add_argument(
-                "--unregister", action="store_true", help="unregister the engine when it has no requests"
-            )
-            parser.add_argument("--resume", action="store_true", help="send the engine requests again")
-            parser.add_argument(
-                "--weight",
-                type=float,
-                default=1.0,
-                help="with --resume: the weight of the engine, its share of requests (1)",
-            )
+            _add_drain_flags(parser)
         case "top":
             parser.add_argument("--seconds", type=float, default=2.0, help="seconds between two updates (2)")
         case "events":
@@ -169,6 +152,20 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
             parser.add_argument(
                 "--no-ports", action="store_true", help="do not connect to the event sockets of engines"
             )
+
+
+def _add_drain_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engine", metavar="NAME", nargs="?", help="the instance_id, or the URL that its requests go to")
+    parser.add_argument(
+        "--cheapest", type=int, metavar="N", help="instead of NAME: so many engines with the least to lose"
+    )
+    parser.add_argument("--model", help="with --cheapest: the model of the engines")
+    parser.add_argument("--wait-seconds", type=float, default=120.0, help="how long to wait for requests (120)")
+    parser.add_argument("--unregister", action="store_true", help="unregister the engine when it has no requests")
+    parser.add_argument("--resume", action="store_true", help="send the engine requests again")
+    parser.add_argument(
+        "--weight", type=float, default=1.0, help="with --resume: the weight of the engine, its share of requests (1)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -348,13 +345,20 @@ def _drained(
         return EXIT_FAILED
     finally:
         if arguments.json and any(messages_of.values()):  # one document, when the output is complete
-            engines = [
-                ({"why": reasons[name]} if name in reasons else {}) | {"instance_id": name, "messages": messages}
-                for name, messages in messages_of.items()
-            ]
-            subject = {"model_name": arguments.model, "engines": engines} if reasons else engines[0]
-            print(json.dumps({"done": is_done} | subject), flush=True)
+            document = {"done": is_done} | _drained_engines(messages_of, reasons, arguments.model)
+            print(json.dumps(document), flush=True)
     return EXIT_OK
+
+
+def _drained_engines(
+    messages_of: Mapping[str, Sequence[str]], reasons: Mapping[str, str], model_name: str | None
+) -> dict[str, Any]:
+    """Return the engines of a drain for a program: one by name, or those that were chosen, with the reasons."""
+    engines = [
+        ({"why": reasons[name]} if name in reasons else {}) | {"instance_id": name, "messages": messages}
+        for name, messages in messages_of.items()
+    ]
+    return {"model_name": model_name, "engines": engines} if reasons else engines[0]
 
 
 def _top(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:

@@ -80,10 +80,9 @@ def _path() -> str:
 
 def _demo(arguments: argparse.Namespace) -> int:
     from waymark.cli import loop
-    from waymark.cli.demonstration import BEGINNING, DRAINED, ENGINES, MODEL, STOPPED, DemoFailed, PromptMatch, run_demo
+    from waymark.cli.demonstration import DemoFailed, PromptMatch, run_demo
     from waymark.console.progress import Progress, parts
     from waymark.console.screen import Screen
-    from waymark.console.service import DEFAULT_URL
 
     is_shown = False
 
@@ -91,19 +90,7 @@ def _demo(arguments: argparse.Namespace) -> int:
         nonlocal is_shown
         progress.clear()
         Screen().show(parts(lines))
-        body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]})
-        of_url = "" if url == DEFAULT_URL else f" --url {url}"
-        if of_url and not os.environ.get("WAYMARK_PORT"):
-            print(f"\nAnother process listens on the usual port, so this Waymark is at {url}.")
-        print(
-            f"\nIt goes on with {ENGINES} engines and with requests until you press Ctrl-C: {DRAINED} is drained, and "
-            f"{STOPPED} has been stopped.\nThe page: {url}/ui\nIn another terminal:\n{_path()}"
-            f"  waymark top{of_url}\n  waymark publishers --bad{of_url}\n"
-            f"  waymark ask --model {MODEL} --text '{BEGINNING}'{of_url}\n"
-            f"  waymark ask --model {MODEL} --tokens 1000-1159{of_url}\n"
-            f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
-            flush=True,
-        )
+        _print_invitation(url)
         is_shown = True
 
     stays = sys.stdout.isatty() and not (arguments.once or arguments.json or arguments.url)
@@ -123,6 +110,26 @@ def _demo(arguments: argparse.Namespace) -> int:
     else:
         Screen().show(parts(lines))
     return EXIT_OK
+
+
+def _print_invitation(url: str) -> None:
+    """Print what a person can do with the demo that goes on at this URL."""
+    from waymark.cli.demonstration import BEGINNING, DRAINED, ENGINES, MODEL, STOPPED
+    from waymark.console.service import DEFAULT_URL
+
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]})
+    of_url = "" if url == DEFAULT_URL else f" --url {url}"
+    if of_url and not os.environ.get("WAYMARK_PORT"):
+        print(f"\nAnother process listens on the usual port, so this Waymark is at {url}.")
+    print(
+        f"\nIt goes on with {ENGINES} engines and with requests until you press Ctrl-C: {DRAINED} is drained, and "
+        f"{STOPPED} has been stopped.\nThe page: {url}/ui\nIn another terminal:\n{_path()}"
+        f"  waymark top{of_url}\n  waymark publishers --bad{of_url}\n"
+        f"  waymark ask --model {MODEL} --text '{BEGINNING}'{of_url}\n"
+        f"  waymark ask --model {MODEL} --tokens 1000-1159{of_url}\n"
+        f"  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
+        flush=True,
+    )
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
