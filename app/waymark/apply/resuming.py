@@ -144,12 +144,7 @@ async def resumed(
         await applier.drop_staged()
     if state.is_damaged:
         log.warning("record of a stream is damaged", extra=fields(stream=str(grant.claim.registration.name)))
-        await store.records.adopt(grant, state)
-        await applier.new_life()
-        resolver.resume({}, frozenset(), None, {})
-        state = await store.records.read(grant)
-        if state is None:
-            raise Fenced
+        state = await _begun_anew(applier, store, grant, state)
     elif has_skipped and KEPT in resolver.flags:
         # Shard 0 may have lost engine hashes of blocks on other shards. The resolver skips these blocks when they are
         # applied again, so their hashes would stay missing. Without the flag all hashes are written again.
@@ -157,6 +152,17 @@ async def resumed(
         await applier.keep_facts()
     await applier.bounding.check(at_once=True)
     return applier, state
+
+
+async def _begun_anew(applier: Applier, store: Store, grant: Grant, damaged: StreamRecord) -> StreamRecord:
+    """Begin a new life, and return its record. Raises Fenced if there is none."""
+    await store.records.adopt(grant, damaged)
+    await applier.new_life()
+    applier.resolver.resume({}, frozenset(), None, {})
+    state = await store.records.read(grant)
+    if state is None:
+        raise Fenced
+    return state
 
 
 def staged(

@@ -12,7 +12,7 @@ Both answer requests, too: ``openai`` has the paths of a chat, this module Anthr
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -215,25 +215,27 @@ class EngineHttp:
         self.generator = Generator(engine, block_size, pace, faults or AnswerFaults())
         """Its counts, and the faults of its answers."""
         openai = OpenAi(self.generator, EngineModels(model_name, self._adapters, answer_tokens))
-        messages = Messages(self.generator, openai)
         application = web.Application(client_max_size=_BODY_BYTES_MAX, middlewares=[_refusing])
-        application.router.add_post("/v1/chat/completions", openai.chat)
-        application.router.add_post("/v1/completions", openai.completions)
-        application.router.add_post("/v1/embeddings", openai.embeddings)
-        application.router.add_post("/v1/messages", messages.messages)
-        application.router.add_post("/v1/responses", messages.responses)
-        application.router.add_post("/tokenize", openai.tokenize)
-        application.router.add_get("/health", self._health)
-        application.router.add_get("/v1/models", self._models)
-        application.router.add_get("/metrics", self._metrics)
-        if self._is_sglang:
-            application.router.add_get("/server_info", self._server_info)
-        else:
-            application.router.add_get("/version", self._version)
-        if has_sources and not self._is_sglang:
-            application.router.add_get("/kv_event_sources", self._sources)
+        application.add_routes(self._routes(openai, Messages(self.generator, openai), has_sources=has_sources))
         # A client that goes ends its request, as on a real engine.
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+
+    def _routes(self, openai: OpenAi, messages: Messages, *, has_sources: bool) -> Iterator[web.RouteDef]:
+        yield web.post("/v1/chat/completions", openai.chat)
+        yield web.post("/v1/completions", openai.completions)
+        yield web.post("/v1/embeddings", openai.embeddings)
+        yield web.post("/v1/messages", messages.messages)
+        yield web.post("/v1/responses", messages.responses)
+        yield web.post("/tokenize", openai.tokenize)
+        yield web.get("/health", self._health)
+        yield web.get("/v1/models", self._models)
+        yield web.get("/metrics", self._metrics)
+        if self._is_sglang:
+            yield web.get("/server_info", self._server_info)
+        else:
+            yield web.get("/version", self._version)
+            if has_sources:
+                yield web.get("/kv_event_sources", self._sources)
 
     async def __aenter__(self) -> Self:
         await self._runner.setup()

@@ -76,37 +76,10 @@ class PublisherStates:
         records = [StreamFields(self._parser, name, raw_record) for name, raw_record in zip(names, pairs, strict=True)]
         prefixes = await self._opaque_prefixes(claims, records)
         drifts = await self.drifts(claims)
-        states: list[PublisherState] = []
-        for claim, fields, opaque, drift in zip(claims, records, prefixes, drifts, strict=True):
-            fields.is_of_this_format()
-            ts = fields.number("ts")
-            counters = fields.integers(COUNTER, str)
-            blocks = {name.medium: 0 for name in fields.integers(HOLDER, HolderName.parse)}
-            for medium in blocks:
-                blocks[medium] = counters.pop(BLOCKS + medium, 0)
-            status, error = fields.status(), fields.text("last_error") or None
-            if not claim.registration.kind.traits.tells_events:
-                status = StreamStatus.NO_EVENTS
-            if drift is not None and status in (StreamStatus.ACTIVE, StreamStatus.DEGRADED):
-                status, error = StreamStatus.DEGRADED, "; ".join(filter(None, (error, f"drift: {drift}")))
-            states.append(
-                PublisherState(
-                    registration=claim.registration,
-                    id=claim.publisher,
-                    group_id=claim.group_id,
-                    status=status,
-                    watermark=fields.integer("watermark"),
-                    lag_seconds=None if ts is None else max(0.0, now - ts),
-                    counters={name: n for name, n in counters.items() if not name.startswith(BLOCKS)},
-                    blocks=blocks,
-                    last_error=error,
-                    worker=fields.text("worker") if fields.has("worker") else None,
-                    prefixes=opaque,
-                    flags=frozenset(fields.text("flags").split()),
-                    recent=read_recent(fields.text("recent"), now),
-                )
-            )
-        return states
+        return [
+            _state(claim, fields, opaque, drift, now)
+            for claim, fields, opaque, drift in zip(claims, records, prefixes, drifts, strict=True)
+        ]
 
     async def holders(self, claims: Sequence[Claim]) -> list[list[tuple[HolderName, int]]]:
         """Return the live holders of each claim, as far as they can be read."""
@@ -144,3 +117,35 @@ class PublisherStates:
         ]
         counts = iter(await self._client.several(commands, is_lenient=True) if commands else ())
         return [{name.medium: next(counts) or 0 for name in holders} for holders in holders_of_sources]
+
+
+def _state(
+    claim: Claim, fields: StreamFields, opaque: Mapping[str, int], drift: Drift | None, now: float
+) -> PublisherState:
+    """Return the state in a record."""
+    fields.is_of_this_format()
+    ts = fields.number("ts")
+    counters = fields.integers(COUNTER, str)
+    blocks = {name.medium: 0 for name in fields.integers(HOLDER, HolderName.parse)}
+    for medium in blocks:
+        blocks[medium] = counters.pop(BLOCKS + medium, 0)
+    status, error = fields.status(), fields.text("last_error") or None
+    if not claim.registration.kind.traits.tells_events:
+        status = StreamStatus.NO_EVENTS
+    if drift is not None and status in (StreamStatus.ACTIVE, StreamStatus.DEGRADED):
+        status, error = StreamStatus.DEGRADED, "; ".join(filter(None, (error, f"drift: {drift}")))
+    return PublisherState(
+        registration=claim.registration,
+        id=claim.publisher,
+        group_id=claim.group_id,
+        status=status,
+        watermark=fields.integer("watermark"),
+        lag_seconds=None if ts is None else max(0.0, now - ts),
+        counters={name: n for name, n in counters.items() if not name.startswith(BLOCKS)},
+        blocks=blocks,
+        last_error=error,
+        worker=fields.text("worker") if fields.has("worker") else None,
+        prefixes=opaque,
+        flags=frozenset(fields.text("flags").split()),
+        recent=read_recent(fields.text("recent"), now),
+    )

@@ -74,17 +74,10 @@ def _parse(url: str) -> Address:
         raise ValueError("its role must be primary or replica")
     if role == "replica" and kind in ("server", "socket"):
         raise ValueError("role=replica is for Sentinels and Clusters: here give the address of the replica itself")
-    db, name = query.get("db", ""), ""
-    if kind == "socket":
-        if hosts or not path:
-            raise ValueError("write unix:///path/to/the.sock, with ?db=1 for a database")
-    elif kind == "sentinel":
-        name, _, in_path = unquote(path)[1:].partition("/")
-        if not name:
-            raise ValueError("after the Sentinels comes the name of the primary: redis+sentinel://host:26379/name")
-        db = in_path or db
-    else:
-        db = unquote(path)[1:] or db
+    if kind == "socket" and (hosts or not path):
+        raise ValueError("write unix:///path/to/the.sock, with ?db=1 for a database")
+    name, in_path = _name_and_database(kind, path)
+    db = in_path or query.get("db", "")
     if db and not re.fullmatch(r"[0-9]{1,5}", db):
         raise ValueError("the database is a number, such as redis://host:6379/0; user and password percent-encoded")
     if kind == "cluster" and int(db or 0):
@@ -100,6 +93,18 @@ def _parse(url: str) -> Address:
         username=username or None,
         password=password or None,
     )
+
+
+def _name_and_database(kind: str, path: str) -> tuple[str, str]:
+    """Return what a path says: the Sentinels' name for the primary, and the database; empty if there is none."""
+    if kind == "socket":
+        return "", ""
+    if kind != "sentinel":
+        return "", unquote(path)[1:]
+    name, _, db = unquote(path)[1:].partition("/")
+    if not name:
+        raise ValueError("after the Sentinels comes the name of the primary: redis+sentinel://host:26379/name")
+    return name, db
 
 
 def _parameters(query: str) -> dict[str, str]:
