@@ -185,7 +185,7 @@ GeneralWay: TypeAlias = Callable[[Body, Start], Steps[Answer] | Paused]
 
 _JSON = Format.JSON.value
 _TOKEN_BYTES = 4
-#: The most plans that are kept, one for each group and block size.
+#: The most plans to keep, one for each group and block size.
 _PLANS_MAX = 1024
 _UNKNOWN = "no engine is registered for this model and tenant"
 _NAMED = "POST /inspect/prompt names the models that are"

@@ -94,8 +94,8 @@ class PolicySums:
     times_of_chosen: list[float] = field(default_factory=list)
     is_simulated: bool = False
     costs: list[float | None] = field(default_factory=list)
-    """By decision in the simulated fleet: the time to the first token, or without times the tokens that are computed
-    again; None if it preferred no target.
+    """By decision in the simulated fleet: the time to the first token, or without times the tokens computed again; None
+    if it preferred no target.
     """
     costs_of_chosen: list[float | None] = field(default_factory=list)
     alike: list[str] = field(default_factory=list)

@@ -20,7 +20,7 @@ from waymark.base.asgi import Answering, RawHeaders, StraightRequest
 from waymark.base.errors import StoreUnavailable, WaymarkError
 from waymark.store.steps import Steps, StepsReceiver, finished, never, run, waited
 
-#: Fields that are looked at only if they are there.
+#: The fields of an unusual request.
 _UNUSUAL = frozenset({b"content-encoding", b"origin", b"sec-fetch-site"})
 #: A longer body is read piece by piece on the ordinary way. It is about 150,000 token ids.
 _BODY_BYTES_MAX = 2**20

@@ -124,7 +124,7 @@ def text_of(group: GroupName, request: PromptFields, *further_kinds: str) -> Mod
 
 
 class GivenPrompts:
-    """A reader of prompts that are token ids or hashes already, checked to the last element."""
+    """A reader of prompts of token ids or hashes, checked to the last element."""
 
     def __init__(self, options: PromptOptions) -> None:
         self._max_tokens = options.tokens_max

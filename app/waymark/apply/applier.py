@@ -79,7 +79,7 @@ class Applier:
         is_patient: bool = True,
         is_staged: bool = False,
     ) -> None:
-        """Create an applier. ``is_staged``: the blocks belong to a life that is hidden from readers until
+        """Create an applier. ``is_staged``: the blocks belong to a life hidden from readers until
         ``take_place``.
         """
         self.grant = grant

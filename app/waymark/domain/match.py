@@ -31,7 +31,7 @@ class Walk:
         self.newest_seen = 0
         """The largest holder id in the values read; above ``view.newest`` the table is behind."""
         self._runs: list[tuple[Presence, int]] = []
-        self._going: frozenset[int] | None = None  # instances that have everything so far; None before the first run
+        self._going: frozenset[int] | None = None  # instances with everything so far; None before the first run
 
     def feed(self, runs: Iterable[tuple[bytes, int]]) -> bool:
         """Walk on over runs of equal values, (value, how many); False when no instance goes on."""

@@ -54,7 +54,7 @@ UNNAMED: Final = BEST.name
 """The medium of an event that does not name one."""
 DEVICE: Final = frozenset(medium.name for medium in MEDIA if medium.is_device)
 STORAGE: Final = MEDIA[-1].name
-"""The medium of blocks that have left the machine."""
+"""The medium of blocks outside the machine."""
 IN_EVERY_ANSWER: Final = tuple(medium.name for medium in MEDIA if medium.is_in_every_answer)
 HOST: Final = frozenset(medium.name for medium in MEDIA if medium.is_host)
 

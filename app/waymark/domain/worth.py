@@ -1,8 +1,8 @@
 """What the cache of an engine is worth: the tokens that would be lost with it, and the most used prefixes.
 
 A ``Tally`` counts row by row, so its memory grows with the number of engines and not with the number of blocks.
-``Prompts`` counts how often the blocks of prompts were asked for. Both are estimates. A block that is in a row for one
-engine and in a branch row for another one counts as if each had it alone.
+``Prompts`` counts how often the blocks of prompts were asked for. Both are estimates. A block in a row for one engine
+and in a branch row for another one counts as if each had it alone.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 #: Bytes of one message: pieces of bodies are far smaller, and a larger message is refused before it is read.
 MESSAGE_BYTES_MAX = 4 * 2**20
-#: How long a certificate that is made here is valid.
+#: How long a certificate made here is valid.
 _YEARS = 10
 #: Of the streams of a health port.
 _HEALTH_STREAMS_MAX = 256

@@ -52,7 +52,7 @@ class BatchDecoder:
 
     @property
     def payload_bytes_max(self) -> int:
-        """The bytes of the longest payload that is read."""
+        """The bytes of the longest payload to read."""
         return self._decode.ceilings.frame_bytes
 
     async def decode(
@@ -60,7 +60,7 @@ class BatchDecoder:
     ) -> Incoming | None:
         """Return the decoded batch, or None if ``seq`` is too large.
 
-        A payload that cannot be decoded, or that has the topic of another publisher, gives an empty batch, so that
+        An undecodable payload, or one under the topic of another publisher, gives an empty batch, so that
         its seq still counts. ``is_known``: the batch was applied before, so only its digest is computed.
         """
         if seq > _SEQ_MAX:
@@ -148,7 +148,7 @@ class BatchDecoder:
 
 
 def _fitting(frames: Iterable[Frame | ReplayedBatch], bytes_max: int) -> list[bytes]:
-    """Return the payloads of the first frames that have so many bytes together and may be decoded."""
+    """Return the payloads of the first frames, of so many bytes together, that may be decoded."""
     payloads: list[bytes] = []
     for frame in frames:
         payload = frame.payload

@@ -23,7 +23,7 @@ SEQ_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PayloadFacts:
-    """The facts of a payload that is too long to be read: its frame counts, and waits without its bytes."""
+    """The facts of a payload too long to be read: its frame counts, and waits without its bytes."""
 
     size: int
     digest: str
@@ -33,7 +33,7 @@ class PayloadFacts:
         return cls(len(payload), digest(payload))
 
     def __len__(self) -> int:
-        """Return the number of bytes that are kept."""
+        """Return the number of kept bytes."""
         return 0
 
 
@@ -104,7 +104,7 @@ def digest_slices(payload: bytes) -> Slices[str]:
     return state.hexdigest()
 
 
-# The bounded buffer of a publisher's frames that are not applied yet, oldest first.
+# The bounded buffer of a publisher's frames until they are applied, oldest first.
 
 
 TAKE_BYTES = 8 * 2**20
@@ -113,7 +113,7 @@ include them."""
 
 
 class FrameRoom:
-    """The room that the buffers of a worker share: ``bytes_max`` bytes of frames that are not applied yet.
+    """The room that the buffers of a worker share: ``bytes_max`` bytes of frames still to be applied.
 
     A buffer that holds less than its equal part may take a frame even if the others fill the room, so that many large
     buffers do not cost the small ones their frames. Together they therefore hold at most twice ``bytes_max``.

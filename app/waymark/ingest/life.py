@@ -350,7 +350,7 @@ class Life:
         return any(name.dp_rank == dp_rank for name in self.applier.resolver.holders)
 
     async def yield_ranks(self) -> None:
-        """End the holders of other ranks that are now registered: other streams report these ranks."""
+        """End the holders of other ranks once these are registered: other streams report them."""
         resolver = self.applier.resolver
         ranks = {name.dp_rank for name in resolver.holders} - {resolver.registration.dp_rank}
         for dp_rank in ranks & resolver.registered_ranks:

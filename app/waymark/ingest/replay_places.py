@@ -69,7 +69,7 @@ class ReplayPlace:
 
 
 class ReplayPlaces:
-    """``size`` places. A stream that has waited for ``patience_seconds`` may get the place of a replay of at least that
+    """``size`` places. After waiting for ``patience_seconds``, a stream may get the place of a replay of at least that
     age.
     """
 
@@ -116,7 +116,7 @@ class ReplayPlaces:
             return YieldReason.SLOW
         if place.seconds < self.patience_seconds:
             return None
-        # Each stream that has waited for too long takes one place: those of slow replays first, the oldest first.
+        # Each stream whose wait is too long takes one place: those of slow replays first, the oldest first.
         takers_before = sum(
             holder.seconds >= self.patience_seconds
             and (not holder.is_slow, -holder.seconds) < (not place.is_slow, -place.seconds)
@@ -125,7 +125,7 @@ class ReplayPlaces:
         return YieldReason.FAIRNESS if takers_before < self._takers(place.is_slow, takers_before + 1) else None
 
     def _takers(self, is_slow: bool, enough: int) -> int:
-        """Return how many streams that have waited for too long may take such a place, counted up to ``enough``.
+        """Return how many streams whose wait is too long may take such a place, counted up to ``enough``.
 
         A slow stream may only take the place of a slow one.
         """
@@ -176,7 +176,7 @@ class ReplayPace:
             self._bytes, self._seconds = 0, 0.0
 
 
-# The pauses before a publisher that has not answered a replay request is asked again.
+# The pauses between replay requests to a publisher that does not answer.
 
 
 #: The longest pause before another request for the beginning of a life, in seconds. Each such request takes a replay

@@ -50,7 +50,7 @@ _ASKED_AT_ONCE = 256
 
 
 class LeaseKeeper:
-    """A keeper of the leases of the streams that are inside ``keeping``."""
+    """A keeper of the leases of the streams inside ``keeping``."""
 
     def __init__(self, store: Store, seconds: float) -> None:
         """``seconds``: how long a lease lasts. It is renewed four times in this time."""
@@ -340,7 +340,7 @@ class StreamRunner:
     async def _give_back(self, grant: Grant) -> None:
         try:
             dropping = asyncio.ensure_future(self._store.leases.drop(grant))
-            # A stream that is stopped meanwhile does not wait for it, and nobody else reads the error.
+            # A stream stopped meanwhile does not wait for it, and nobody else reads the error.
             dropping.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.shield(dropping)
         except StoreUnavailable as exc:

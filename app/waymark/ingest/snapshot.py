@@ -26,7 +26,7 @@ from waymark.ingest.unfinished import LONGEST_PARTS
 REQUEST: Final = b"snapshot"
 PUBLISHER_ID_BYTES: Final = 16
 NOTHING_RECORDED: Final = -1
-"""The seq of an engine that has not published yet."""
+"""The seq of an engine before its first batch."""
 UNAVAILABLE: Final = -2
 """The seq of an engine that cannot make a snapshot now."""
 BYTES_MAX: Final = 256 * 2**20
@@ -35,7 +35,7 @@ PARTS_MAX: Final = 65_536
 """No snapshot has so many chunks: each has hundreds of blocks."""
 
 _TURN_PARTS = 1024
-#: The bytes on the wire that are no part: those of the handshake, and some for each part.
+#: The bytes on the wire besides the parts: those of the handshake, and some for each part.
 _HEAD_BYTES = 2**20
 
 

@@ -102,7 +102,7 @@ async def readable(socket: zmq.Socket[bytes], seconds: float) -> None:
 
 
 class MessageReader:
-    """A reader of the messages of a socket that never waits, in calls that are short for any input.
+    """A reader of a socket's messages, which never waits; each call is short for any input.
 
     A message has as many parts as its sender likes, and libzmq never skips any. Of a message with more parts than any
     frame has, a call returns the first, which no parser takes; the calls after it throw the others away.
@@ -112,7 +112,7 @@ class MessageReader:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.count = 0
-        """The number of calls that have received anything."""
+        """The number of calls that received anything."""
         self._socket = socket
         self._has_rest = False
 

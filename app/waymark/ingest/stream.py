@@ -44,16 +44,16 @@ _BUSY_SECONDS, _SILENT_SECONDS = 2.5, 5.0
 _SETTLE_TRIES = 2
 
 BYTES_PER_SECOND_MIN = 16_384
-"""A replay that is slower than this lets a waiting stream replay first. Over a network that
-works, every replay is faster; only one that has nearly come to a halt is not."""
+"""A slower replay lets a waiting stream replay first. Over a network that works, every replay is faster, unless it has
+nearly come to a halt."""
 
 REPLAY_SECONDS = 600.0
 """The time of one replay. A slow one lets others go first, and one that halts ends sooner, so this is for one that
 would never end."""
 
 FOLD_BATCHES = 64
-"""Waiting frames that are applied together. A call to Redis has a bounded number of blocks anyway, so that queries need
-not wait for it."""
+"""How many waiting frames are applied together. A call to Redis has a bounded number of blocks anyway, so that queries
+need not wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Stream:
         snapshots: SnapshotSource | None = None,
     ) -> None:
         """Create a stream. ``room`` and ``subscribers`` are those of the worker. ``snapshots``: where to ask for a
-        snapshot of the engine's cache, if that is possible.
+        snapshot of the engine's cache, if the engine makes any.
         """
         registration = life.applier.grant.claim.registration
         assert registration.endpoint is not None
@@ -330,7 +330,7 @@ class Stream:
         await life.flush()
 
     async def _settle(self, judgement: FramePosition, incoming: Incoming) -> FramePosition:
-        """Settle a frame that is not simply the next. The result is IN_ORDER, BEGINNING, STALE, APPLIED or MIXED."""
+        """Settle a frame other than the next one. The result is IN_ORDER, BEGINNING, STALE, APPLIED or MIXED."""
         life = self._life
         if judgement in (FramePosition.STALE, FramePosition.MIXED):
             return judgement

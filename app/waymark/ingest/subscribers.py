@@ -37,7 +37,7 @@ _FORGOTTEN_SECONDS = 1.0
 
 
 class _Watched:
-    """A connection that is watched."""
+    """A watched connection."""
 
     def __init__(self, link: LiveConnection, read: Callable[[], None], refuse: Callable[[], None]) -> None:
         self.message = UnfinishedMessage(link)

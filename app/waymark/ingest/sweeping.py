@@ -237,7 +237,7 @@ class Overdue:
             await asyncio.sleep(max(0.0, deadline - loop.time()))
 
     async def _under_way(self) -> Sequence[int]:
-        """Return the groups that have reservations; all groups if Redis does not answer."""
+        """Return the groups with reservations; all groups if Redis does not answer."""
         groups = list(self._groups)
         try:
             return await self._reservations.under_way(groups) if groups else ()

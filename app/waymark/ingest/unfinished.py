@@ -139,7 +139,7 @@ def process_memory() -> int:
 
 
 def give_back_memory() -> None:
-    """Give memory that is free in the process back to the system, if the C library can (glibc).
+    """Give free memory of the process back to the system, if the C library can (glibc).
 
     It takes some milliseconds for each 100 MiB, and does not hold the GIL. libzmq's threads free the parts of an ended
     connection one by one, and glibc keeps them: in a process that never gave them back, each further connection was

@@ -45,7 +45,7 @@ class HttpConnection(asyncio.Protocol):
         self._server = server_state
         self.connections.keep_alive_seconds = config.timeout_keep_alive
         self._cycles: deque[RequestCycle] = deque()
-        """Requests that have begun and are not answered; the answer of the first is under way."""
+        """Begun requests without an answer; the answer of the first is under way."""
         self._reading: RequestCycle | None = None
         """The request whose body is arriving, answered or not."""
         self._is_done = False

@@ -203,7 +203,7 @@ class ClaimWriter:
         )
 
     async def _confirm(self, claim: Claim) -> bool:
-        """Return whether a claim that has begun is still in Redis, under the same ids."""
+        """Return whether a begun claim is still in Redis, under the same ids."""
         group, name = keys.group_field(claim.registration.group), keys.publisher_field(claim.registration.name)
         raw, entry = await self._client.several([("HGET", keys.PUBLISHERS, name), ("HGET", keys.GROUPS, group)])
         if raw != claim.raw:

@@ -1,4 +1,4 @@
-"""Reads that mostly need one request: the first portion of a chain, in a group that is known and plain.
+"""Reads that mostly need one request: the first portion of a chain, in a known and plain group.
 
 ``Reader.reading`` takes any group, and any number of requests. Its steps pass through some fifty functions, which a
 processor whose caches are cold notices. A quick read passes through a few, for as much of a chain as its first rows
@@ -209,7 +209,7 @@ class QuickReads:
         return self._tables.get(plan.entry.group_id) is table and self._groups.get(table.group) is plan.entry
 
     def read(self, plan: QuickPlan, keys: bytes, pieces: int, *, is_whole: bool, seconds: float) -> QuickRead | None:
-        """Return the read of the rows of the first ``pieces`` pieces of a chain, which asks for those that are not hot;
+        """Return the read of the rows of the first ``pieces`` pieces of a chain, which asks for all but the hot ones;
         None if a hot row does not list all that it may have.
 
         ``keys`` are the packed keys of at least these pieces, as far as the chain goes; ``is_whole``: it ends there.

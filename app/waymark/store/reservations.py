@@ -2,8 +2,8 @@
 
 A decision is one call of ``reserve``. Redis runs the calls one after the other. Each call ends some overdue
 reservations, ranks the candidates by their present loads, and adds the reservation to the best one. A reservation is a
-member of a sorted set. A script subtracts from a load only if the member exists. So a release that is repeated, late,
-or sent after Redis came back empty has no effect, and a load never falls below zero.
+member of a sorted set. A script subtracts from a load only if the member exists. So a release has no effect if it is
+repeated, late, or sent after Redis came back empty, and a load never falls below zero.
 """
 
 from __future__ import annotations

@@ -70,11 +70,11 @@ class TimeLimit:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._running: deque[tuple[float, Within]] = deque()
-        """Those that have begun, in order, each with the time by which it must end; some of them have ended."""
+        """Those begun so far, in order, each with the time by which it must end; some of them have ended."""
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, step: Within) -> None:
-        """End a step that has not ended by itself when its time is over."""
+        """End a step when its time is over, unless it has ended by itself."""
         loop, running = asyncio.get_running_loop(), self._running
         while running and running[0][1].is_ended:
             running.popleft()

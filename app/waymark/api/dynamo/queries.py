@@ -52,7 +52,7 @@ from waymark.store.reader import KeysOf, PromptKeys, QueryReader, Reading
 from waymark.store.steps import Steps, StepsReceiver, finished
 from waymark.store.store import Store
 
-#: The most plans that are kept, one for each group.
+#: The most plans to keep, one for each group.
 _PLANS_MAX = 1024
 #: The size of the cache of answers.
 _ANSWERS_BYTES_MAX = 4 * 2**20

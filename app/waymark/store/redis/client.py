@@ -298,7 +298,7 @@ class RedisClient:
             return await pipeline.execute(raise_on_error=False)
 
     async def ask(self, key: bytes, packed: bytes, reader: ReplyReader[T], deadline: float | None) -> T:
-        """Send packed commands to the server that has ``key``; ``reader`` turns the replies into the result.
+        """Send packed commands to the server of ``key``; ``reader`` turns the replies into the result.
 
         Raise TimeoutError at ``deadline``, a time of the event loop's clock, and StoreUnavailable. It also raises
         StoreUnavailable if a slot of a Cluster has moved, and on the embedded Redis: the caller then uses ``several``.
@@ -316,7 +316,7 @@ class RedisClient:
         raise StoreUnavailable("the embedded Redis has no connections")
 
     def connection(self, key: bytes) -> ReadConnection | None:
-        """Return the read connection to the server that has ``key``, or None if it is not open, and ``ask`` has to open
+        """Return the read connection to the server of ``key``, or None if it is not open, and ``ask`` has to open
         it.
         """
         if self.reads is not None:
@@ -446,7 +446,7 @@ def _parameters(text: str) -> tuple[Parameter, ...]:
 
 
 REPEATABLE = frozenset({"apply_rows", "release", "end_overdue", "read_loads", "reserve", "match_placements"})
-"""Scripts that may run twice for one call. Each skips the steps that are done already, or only reads."""
+"""Scripts that may run twice for one call. Each skips finished steps, or only reads."""
 TOGETHER = frozenset(
     {"begin_publisher", "claim_publisher", "new_ids", "raise_fence", "renew_leases", "take_lease", "write_record"}
 )

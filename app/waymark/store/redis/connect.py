@@ -83,7 +83,7 @@ class WaitingPool(BlockingConnectionPool):
         try:
             await super().release(connection)
         except asyncio.CancelledError:
-            # A caller that is cancelled during its wait for the pool's lock would never return the connection.
+            # A caller cancelled during its wait for the pool's lock would never return the connection.
             if connection in self._in_use_connections:
                 await asyncio.shield(super().release(connection))
             raise

@@ -148,7 +148,7 @@ class ReadConnection(asyncio.Protocol):
                 self._loop.call_soon(self._write)
 
     def silent_at(self) -> float:
-        """Return the time of the loop's clock by which Redis has to answer a question that is sent now."""
+        """Return the time of the loop's clock by which Redis has to answer a question sent now."""
         return self._loop.time() + self._silent_seconds
 
     def _write(self) -> None:
