@@ -15,7 +15,7 @@ import itertools
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -271,33 +271,8 @@ class SimulatedPublisher:
                     await socket.send_multipart([identity, b"", kind, payload])
 
     def _record_messages(self) -> list[tuple[bytes, bytes]]:
-        faults, tiers = self.faults, {medium: tier for tier, medium in enumerate((GPU, CPU, DISK), 1)}
-        chunks: list[list[dict[str, Any]]] = []
-        for _, events in self.snapshot():
-            stores = [event for event in events if isinstance(event, BlockStored)]
-            parents = {event.block_hashes[0]: event.parent_block_hash for event in stores if event.token_ids}
-            references = {(event.block_hashes[0], event.medium) for event in stores if not event.token_ids}
-            if faults.snapshot_version == 1:
-                chunks.append(
-                    [
-                        {"parent_block_hash": _signed(parents[engine_hash]), "block_hashes": [_signed(engine_hash)]}
-                        for engine_hash, medium in references
-                        if medium == GPU
-                    ]
-                )
-            else:
-                chunks.append(
-                    [
-                        {
-                            "parent_block_hash": _signed(parents[engine_hash]),
-                            "block_hash": _signed(engine_hash),
-                            "tier": tiers[medium],
-                            "component_mask": 1,
-                            "block_size": stores[0].block_size,
-                        }
-                        for engine_hash, medium in references
-                    ]
-                )
+        faults = self.faults
+        chunks = [_records(events, faults.snapshot_version) for _, events in self.snapshot()]
         chunks = [chunk for chunk in chunks if chunk]
         barrier = self.next_seq - 1
         header = {
@@ -331,6 +306,30 @@ class SimulatedPublisher:
         if chunks and faults.snapshot_other_id:
             chunks[-1] = chunks[-1].replace(publisher_id, bytes(16))
         return [(self.next_seq - 1).to_bytes(8, "big", signed=True), publisher_id, *chunks]
+
+
+def _records(events: Sequence[WireEvent], version: int) -> list[dict[str, Any]]:
+    """Return the records of a chunk, in the form of this version of the request."""
+    stores = [event for event in events if isinstance(event, BlockStored)]
+    parents = {event.block_hashes[0]: event.parent_block_hash for event in stores if event.token_ids}
+    references = {(event.block_hashes[0], event.medium) for event in stores if not event.token_ids}
+    if version == 1:
+        return [
+            {"parent_block_hash": _signed(parents[engine_hash]), "block_hashes": [_signed(engine_hash)]}
+            for engine_hash, medium in references
+            if medium == GPU
+        ]
+    tiers = {medium: tier for tier, medium in enumerate((GPU, CPU, DISK), 1)}
+    return [
+        {
+            "parent_block_hash": _signed(parents[engine_hash]),
+            "block_hash": _signed(engine_hash),
+            "tier": tiers[medium],
+            "component_mask": 1,
+            "block_size": stores[0].block_size,
+        }
+        for engine_hash, medium in references
+    ]
 
 
 def _signed(value: int | None) -> int | None:

@@ -82,6 +82,10 @@ class Index:
                 return verdict
         if commit is None and not events:
             return Verdict.APPLIED
+        return await self._commit(grant, commit, events)
+
+    async def _commit(self, grant: Grant, commit: Commit | None, events: list[Arg]) -> Verdict:
+        """Move the watermark, which is on shard 0, behind what the other shards have applied."""
         moved = sorted(grant.moved_shards)
         shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]
         outcome = await self._scripts.commit_batch(
