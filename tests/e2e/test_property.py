@@ -34,8 +34,7 @@ from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
 from waymark.domain.names import DEFAULT_TENANT, PublisherName
 from waymark.engines import decoder
 from waymark.ingest.life import Life
-from waymark.ingest.options import WorkerOptions
-from waymark.ingest.stream import StreamOptions
+from waymark.ingest.options import StreamOptions, WorkerOptions
 from waymark.ingest.worker import Worker
 from waymark.simulator.encode import WireEvent
 from waymark.simulator.options import Faults

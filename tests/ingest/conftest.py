@@ -34,9 +34,8 @@ from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName, PublisherName, Registration
-from waymark.ingest.options import WorkerOptions
+from waymark.ingest.options import StreamOptions, WorkerOptions
 from waymark.ingest.sockets import ZmqContext
-from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
 from waymark.simulator.engine import SimulatedEngine, build_engine
 from waymark.simulator.workload import SimulatedPrompt

@@ -10,9 +10,8 @@ from typing import Any
 from tests.conftest import wait_until
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
-from waymark.ingest.options import WorkerOptions
+from waymark.ingest.options import StreamOptions, WorkerOptions
 from waymark.ingest.running import StreamRunner
-from waymark.ingest.stream import StreamOptions
 from waymark.ingest.worker import Worker
 from waymark.store.store import Store
 

@@ -10,7 +10,8 @@ import pytest
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench, Pod
 from waymark.ingest import running
-from waymark.ingest.stream import Stream, StreamOptions
+from waymark.ingest.options import StreamOptions
+from waymark.ingest.stream import Stream
 from waymark.store import keys
 
 #: No replay but those that frames, connections and repairs ask for.

@@ -21,9 +21,9 @@ from waymark.domain.slices import Slices
 from waymark.domain.targets import Target
 from waymark.ingest import snapshot, snapshots
 from waymark.ingest.life import Life
+from waymark.ingest.options import StreamOptions
 from waymark.ingest.snapshot import BadSnapshot, RecordReply
 from waymark.ingest.snapshots import Snapshots
-from waymark.ingest.stream import StreamOptions
 from waymark.store import keys
 from waymark.store.holder_tables import decode_table
 from waymark.store.leases import new_place

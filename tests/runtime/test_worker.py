@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from waymark.apply.options import ApplyOptions
 from waymark.base.settings import Settings
-from waymark.ingest.stream import StreamOptions
+from waymark.ingest.options import StreamOptions
 from waymark.runtime.worker import worker_options
 
 

@@ -1,19 +1,52 @@
-"""The options of an ingest worker, except those of each stream."""
+"""The options of an ingest worker, and of each of its streams."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from waymark.apply.options import ApplyOptions
 from waymark.domain.names import Registration
-from waymark.ingest.stream import StreamOptions
+from waymark.ingest.sockets import MESSAGE_BYTES_MAX
 
 #: The seconds between two polls of a worker, at most.
 _POLL_SECONDS = 2.0
 #: The replays that a worker runs at once. Each holds unapplied batches in memory, and all of them share one core. If
 #: more are needed at once, another worker takes half of the streams, and runs as many.
 REPLAYS_MAX = 8
+
+BYTES_PER_SECOND_MIN = 16_384
+"""A slower replay lets a waiting stream replay first. Over a network that works, every replay is faster, unless it has
+nearly come to a halt."""
+
+REPLAY_SECONDS = 600.0
+"""The time of one replay. A slow one lets others go first, and one that halts ends sooner, so this is for one that
+would never end."""
+
+FOLD_BATCHES = 64
+"""How many waiting frames are applied together. A call to Redis has a bounded number of blocks anyway, so that queries
+need not wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """The options of a stream, under the names of the settings if they are settings."""
+
+    on_gap: Literal["keep", "reset"] = "keep"
+    probe_seconds: float = 30.0
+    replay_idle_seconds: float = 2.0
+    replay_seconds: float = REPLAY_SECONDS
+    replay_bytes_per_second_min: int = BYTES_PER_SECOND_MIN
+    publisher_timeout: float = 60.0
+    lease_seconds: float = 8.0
+    stream_buffer_bytes: int = 64 * 2**20
+    stream_buffer_frames: int = 20_000
+    fold_batches: int = FOLD_BATCHES
+    message_bytes_max: int = MESSAGE_BYTES_MAX
+    snapshot_answer_seconds: float = 30.0
+    snapshot_seconds: float = 120.0
+    snapshot_pause_seconds: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)

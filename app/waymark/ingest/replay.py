@@ -20,6 +20,7 @@ import zmq
 from waymark.apply.applier import Incoming
 from waymark.ingest.frames import SEQ_BYTES, ReplayedBatch, is_end_marker, parse_replay
 from waymark.ingest.life import Life
+from waymark.ingest.options import StreamOptions
 from waymark.ingest.received import ReceivedFrames, Settling
 from waymark.ingest.replay_places import ReplayPace, ReplayPlace, YieldReason
 from waymark.ingest.request import PublisherRequest
@@ -166,26 +167,21 @@ class ReplayAttempt:
         endpoint: str,
         place: ReplayPlace,
         received: ReceivedFrames,
+        options: StreamOptions,
         *,
-        idle_seconds: float,
         seconds: float,
-        bytes_per_second_min: int,
-        fold_batches: int,
-        message_bytes_max: int,
         between_portions: Callable[[], Awaitable[None]],
     ) -> None:
         self.yielded: YieldReason | None = None
         """Why the place had to be given up before the end."""
         self._place = place
         self._received = received
-        self._pace = ReplayPace(bytes_per_second_min, idle_seconds)
+        self._pace = ReplayPace(options.replay_bytes_per_second_min, options.replay_idle_seconds)
         self._life = life
         self._context = context
         self._endpoint = endpoint
-        self._idle_seconds = idle_seconds
+        self._options = options
         self._deadline = time.monotonic() + seconds
-        self._fold_batches = fold_batches
-        self._message_bytes_max = message_bytes_max
         self._between_portions = between_portions
         self._hole: tuple[int, int] | None = None
         """(first missing seq, seq that came instead) of the last request. If the next one has the same hole, the
@@ -225,9 +221,9 @@ class ReplayAttempt:
             self._context,
             self._endpoint,
             self._life.replay_from,
-            idle_seconds=self._idle_seconds,
+            idle_seconds=self._options.replay_idle_seconds,
             portion_bytes=_PORTION_BYTES,
-            message_bytes_max=self._message_bytes_max,
+            message_bytes_max=self._options.message_bytes_max,
             deadline=self._deadline,
         )
         self._life.applier.slices.begin()
@@ -246,7 +242,7 @@ class ReplayAttempt:
 
     async def _portion(self, replay: Replay) -> list[ReplayedBatch]:
         began = time.monotonic()
-        portion = await replay.batches(self._fold_batches)
+        portion = await replay.batches(self._options.fold_batches)
         self._pace.add(sum(len(reply.payload) for reply in portion), time.monotonic() - began)
         return portion
 

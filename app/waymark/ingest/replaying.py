@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.ingest.life import Life
+from waymark.ingest.options import StreamOptions
 from waymark.ingest.received import ReceivedFrames
 from waymark.ingest.replay import AttemptResult, ReplayAttempt
 from waymark.ingest.replay_places import ReplayPlace, ReplayPlaces
@@ -33,12 +34,8 @@ class Replaying:
         places: ReplayPlaces,
         metrics: Metrics,
         received: ReceivedFrames,
+        options: StreamOptions,
         *,
-        idle_seconds: float,
-        seconds: float,
-        bytes_per_second_min: int,
-        fold_batches: int,
-        message_bytes_max: int,
         tick: Callable[[], Awaitable[None]],
         wake: Callable[[], None],
     ) -> None:
@@ -49,17 +46,14 @@ class Replaying:
         self._places = places
         self._received = received
         self._metrics = metrics
-        self._idle_seconds = idle_seconds
-        self._seconds = seconds
-        self._bytes_per_second_min = bytes_per_second_min
-        self._fold_batches = fold_batches
-        self._message_bytes_max = message_bytes_max
+        self._options = options
+        self._idle_seconds = options.replay_idle_seconds
         self._tick = tick
         self._wake = wake
         registration = life.applier.grant.claim.registration
         self._instance = (registration.tenant_id, registration.instance_id)
         self._place: ReplayPlace | None = None
-        self._seconds_left = seconds
+        self._seconds_left = options.replay_seconds
         self._is_slow = False
 
     @property
@@ -77,13 +71,13 @@ class Replaying:
         if self._place is not None:
             self._place.release()
             self._place = None
-        self._seconds_left = self._seconds
+        self._seconds_left = self._options.replay_seconds
 
     async def run(self, endpoint: str, *, needed_by: int | None) -> AttemptResult:
         """Replay missing batches. WAITING if live frames can be applied before there is a place.
 
         ``needed_by`` is the seq of a live frame that waits. If batches are missing before it, the frame waits until
-        there is a place; otherwise it waits at most ``idle_seconds``.
+        there is a place; otherwise it waits at most ``replay_idle_seconds``.
         """
         self.is_running = True
         try:
@@ -127,11 +121,8 @@ class Replaying:
             endpoint,
             place,
             self._received,
-            idle_seconds=self._idle_seconds,
+            self._options,
             seconds=self._seconds_left,
-            bytes_per_second_min=self._bytes_per_second_min,
-            fold_batches=self._fold_batches,
-            message_bytes_max=self._message_bytes_max,
             between_portions=self._tick,
         )
         try:
@@ -147,5 +138,5 @@ class Replaying:
             if self._seconds_left > 0:
                 return AttemptResult.YIELDED
             outcome = AttemptResult.INCOMPLETE
-        self._seconds_left = self._seconds
+        self._seconds_left = self._options.replay_seconds
         return outcome

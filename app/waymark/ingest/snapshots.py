@@ -27,6 +27,7 @@ from waymark.engines.wire import Rejected
 from waymark.ingest import snapshot
 from waymark.ingest.frames import digest
 from waymark.ingest.life import Life
+from waymark.ingest.options import StreamOptions
 from waymark.ingest.received import ReceivedFrames
 from waymark.ingest.snapshot import NOTHING_RECORDED, UNAVAILABLE, BadSnapshot, Snapshot
 from waymark.ingest.sockets import ZmqContext
@@ -71,22 +72,19 @@ class Snapshots:
         source: SnapshotSource,
         context: ZmqContext,
         received: ReceivedFrames,
+        options: StreamOptions,
         *,
-        answer_seconds: float,
-        seconds: float,
-        pause_seconds: float,
-        message_bytes_max: int,
         tick: Callable[[], Awaitable[None]],
     ) -> None:
-        """``pause_seconds`` is the least pause before an engine is asked again; it doubles after failures."""
         self._life = life
         self._source = source
         self._context = context
         self._received = received
-        self._answer_seconds = answer_seconds
-        self._seconds = seconds
-        self._pause_seconds = self._pause = pause_seconds
-        self._message_bytes_max = message_bytes_max
+        self._answer_seconds = options.snapshot_answer_seconds
+        self._seconds = options.snapshot_seconds
+        self._pause_seconds = self._pause = options.snapshot_pause_seconds
+        """The least pause before an engine is asked again, and the present one: it doubles after failures."""
+        self._message_bytes_max = options.message_bytes_max
         self._tick = tick
         self._due = 0.0
         self._repairs = False

@@ -11,8 +11,6 @@ import asyncio
 import logging
 import math
 import time
-from dataclasses import dataclass
-from typing import Literal
 
 from waymark.apply.applier import Applier, Incoming
 from waymark.apply.redis_calls import Fenced
@@ -23,6 +21,7 @@ from waymark.domain.status import StreamStatus
 from waymark.ingest.counters import REPLAY_INCOMPLETE, REPLAY_SILENT, REPLAY_WAITING
 from waymark.ingest.frames import FrameRoom
 from waymark.ingest.life import Life
+from waymark.ingest.options import StreamOptions
 from waymark.ingest.order import FramePosition
 from waymark.ingest.rank_streams import RankStreams
 from waymark.ingest.received import ReceivedFrames, Settling
@@ -30,7 +29,7 @@ from waymark.ingest.replay import AttemptResult
 from waymark.ingest.replay_places import ReplayPauses, ReplayPlaces
 from waymark.ingest.replaying import Replaying
 from waymark.ingest.snapshots import PAUSE_SECONDS_MAX, Snapshots, SnapshotSource
-from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext
+from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.status_reporter import StatusReporter
 from waymark.ingest.subscriber import Subscriber
 from waymark.ingest.subscribers import Subscribers
@@ -42,38 +41,6 @@ _TICK_SECONDS = 0.25
 #: How long a stream stays at that pace after its last news, and how often it looks at itself from then on.
 _BUSY_SECONDS, _SILENT_SECONDS = 2.5, 5.0
 _SETTLE_TRIES = 2
-
-BYTES_PER_SECOND_MIN = 16_384
-"""A slower replay lets a waiting stream replay first. Over a network that works, every replay is faster, unless it has
-nearly come to a halt."""
-
-REPLAY_SECONDS = 600.0
-"""The time of one replay. A slow one lets others go first, and one that halts ends sooner, so this is for one that
-would never end."""
-
-FOLD_BATCHES = 64
-"""How many waiting frames are applied together. A call to Redis has a bounded number of blocks anyway, so that queries
-need not wait for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamOptions:
-    """The options of a stream, under the names of the settings if they are settings."""
-
-    on_gap: Literal["keep", "reset"] = "keep"
-    probe_seconds: float = 30.0
-    replay_idle_seconds: float = 2.0
-    replay_seconds: float = REPLAY_SECONDS
-    replay_bytes_per_second_min: int = BYTES_PER_SECOND_MIN
-    publisher_timeout: float = 60.0
-    lease_seconds: float = 8.0
-    stream_buffer_bytes: int = 64 * 2**20
-    stream_buffer_frames: int = 20_000
-    fold_batches: int = FOLD_BATCHES
-    message_bytes_max: int = MESSAGE_BYTES_MAX
-    snapshot_answer_seconds: float = 30.0
-    snapshot_seconds: float = 120.0
-    snapshot_pause_seconds: float = 60.0
 
 
 class Stream:
@@ -118,25 +85,11 @@ class Stream:
             places,
             metrics,
             self._received,
-            idle_seconds=options.replay_idle_seconds,
-            seconds=options.replay_seconds,
-            bytes_per_second_min=options.replay_bytes_per_second_min,
-            fold_batches=options.fold_batches,
-            message_bytes_max=options.message_bytes_max,
+            options,
             tick=self._tick,
             wake=self._subscriber.wake,
         )
-        self._snapshots = snapshots and Snapshots(
-            life,
-            snapshots,
-            context,
-            self._received,
-            answer_seconds=options.snapshot_answer_seconds,
-            seconds=options.snapshot_seconds,
-            pause_seconds=options.snapshot_pause_seconds,
-            message_bytes_max=options.message_bytes_max,
-            tick=self._tick,
-        )
+        self._snapshots = snapshots and Snapshots(life, snapshots, context, self._received, options, tick=self._tick)
         self._pauses = ReplayPauses(options.probe_seconds)
         self._repaired: int | None = None
         """The number of the last life that was to be replayed from its first batch, because of a repair."""

@@ -20,8 +20,7 @@ from waymark.discovery.describe import Describer
 from waymark.discovery.kubernetes import ApiServer
 from waymark.discovery.pods import PodPorts
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery
-from waymark.ingest.options import WorkerOptions
-from waymark.ingest.stream import StreamOptions
+from waymark.ingest.options import StreamOptions, WorkerOptions
 from waymark.ingest.worker import Worker, room_for
 from waymark.runtime import parts
 from waymark.store.store import Store
