@@ -228,10 +228,10 @@ ENGLISH = {
     '"what" as a noun, in 1,000 words': (1.4, 2),
     '"where" for "if" or "when", in 1,000 words': (0.3, 1),
     '"none", "nothing", "nobody", in 1,000 words': (1.0, 1),
-    '"that is", "that has" behind a noun, in 1,000 words': (2.0, 2),
+    '"that is", "that has" behind a noun, in 1,000 words': (1.3, 1),
     '"of it", "of them", "of these", in 1,000 words': (0.5, 0.5),
     '"if", "when", in 1,000 words': (9.0, 8),
-    "names that are pronouns, prepositions or participles, %": (1.7, 1),
+    "names that are pronouns, prepositions or participles, %": (1.3, 1),
 }
 
 
