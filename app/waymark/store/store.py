@@ -156,20 +156,13 @@ class Store:
         """Return a store on ``url``. Queries read from ``read_url``, and gateways keep answers in ``answers_url``, if
         there is one. It connects on the first command.
         """
-
         read_client = answers_client = None
         if read_url is not None:
             read_client = RedisClient.open(
                 read_url, timeout_seconds=timeout_seconds, credentials=credentials, variable="WAYMARK_REDIS_READ_URL"
             )
         if answers_url is not None:
-            # The user and the password of another Redis are in its URL.
-            answers_client = RedisClient.open(
-                answers_url,
-                timeout_seconds=timeout_seconds,
-                credentials=replace(credentials or Credentials(), username=None, password_file=None),
-                variable="WAYMARK_ANSWERS_REDIS_URL",
-            )
+            answers_client = _open_answers(answers_url, timeout_seconds, credentials or Credentials())
         client = RedisClient.open(url, timeout_seconds=timeout_seconds, credentials=credentials)
         return cls(
             client,
@@ -293,4 +286,14 @@ def _complaint_of_format(version: bytes | None, last_group: bytes | None) -> str
         f"the index in this Redis has another format (found: {name}, wanted: {FORMAT}): stop all processes of Waymark, "
         "run 'waymark reset --yes' or use another database, and start them again; engines with a replay endpoint then "
         "send their blocks again"
+    )
+
+
+def _open_answers(url: str, timeout_seconds: float, credentials: Credentials) -> RedisClient:
+    """Return the client of the Redis for answers. Its user and password are in its URL."""
+    return RedisClient.open(
+        url,
+        timeout_seconds=timeout_seconds,
+        credentials=replace(credentials, username=None, password_file=None),
+        variable="WAYMARK_ANSWERS_REDIS_URL",
     )
