@@ -155,6 +155,8 @@ EXPORTED = [
     "waymark_text_cache_hits_total",
     "waymark_tokenize_duration_seconds{source}",
     "waymark_tokenize_segments_total{known}",
+    "waymark_tokenizers_closed_total",
+    "waymark_tokenizers_open",
     "waymark_tokenizers_whole",
     "waymark_tokens_available_total",
     "waymark_tokens_cache_bytes",

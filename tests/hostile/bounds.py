@@ -31,7 +31,7 @@ from waymark.epp.server import MESSAGE_BYTES_MAX
 from waymark.ingest import scraping, snapshot, unfinished
 from waymark.serving.limits import AHEAD_MAX, HEAD_BYTES_MAX, HEAD_FIELDS_MAX
 from waymark.store.index_file import RECORD_BYTES_MAX
-from waymark.tokenization import encoders, remote, rendering
+from waymark.tokenization import encoders, places, remote, rendering
 from waymark.tokenization.local import TEXT_BYTES_MAX, TOKENIZER_BYTES_MAX
 from waymark.tokenization.templates import SOURCE_MAX
 
@@ -131,6 +131,11 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("CPU to open a tokenizer", int(encoders.OPEN_SECONDS_MAX), _NO_TOKENIZER, _SECONDS),
         Bound("memory of a tokenizer", encoders.memory_bytes_max(2 * 2**20), "400", _BYTES, "max_tokens"),
         Bound("CPU of a tokenizer for a text", int(encoders.TEXT_SECONDS_MAX), "400", _SECONDS, "max_tokens"),
+        Bound(
+            "tokenizers that are open",
+            places.OPEN_MAX,
+            "the idle one that was used least recently is closed; without an idle one 503 after 2 s",
+        ),
         Bound("characters of a chat template", SOURCE_MAX, _NO_TEMPLATE),
         Bound("steps of a chat template", rendering.STEPS_MAX, "400"),
         Bound("memory of a chat template", rendering.MEMORY_BYTES_MAX, "400", _BYTES),

@@ -506,6 +506,7 @@ ELSEWHERE = {
     "CPU of a tokenizer for a text": (
         "tokenization/test_encoders.py::test_a_text_that_costs_too_much_is_refused_and_the_next_one_is_encoded"
     ),
+    "tokenizers that are open": "e2e/test_many_models.py::test_more_models_than_may_be_open",
     "steps of a chat template": "tokenization/test_renderers.py::test_a_hostile_template_is_refused_with_a_sentence",
     "memory of a chat template": "tokenization/test_renderers.py::test_a_hostile_template_is_refused_with_a_sentence",
     "streams of a picker": (

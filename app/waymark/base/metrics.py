@@ -274,6 +274,8 @@ class Metrics:
     renderings_stopped = counter(
         "How many renderings of a chat template were stopped, by the bound that stopped them.", "reason"
     )
+    tokenizers_closed = counter("How many tokenizers were closed to open another: so many are open at most.")
+    tokenizers_open = gauge("How many tokenizers are open, each in a process of its own.")
     tokenizers_whole = gauge(
         "How many open tokenizers encode each text as a whole, because their segments cannot be cached."
     )

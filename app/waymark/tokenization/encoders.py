@@ -1,4 +1,4 @@
-"""Tokenizers in processes of their own (``encoding``), one for each model.
+"""Tokenizers in processes of their own (``encoding``), one for each model; ``places`` bounds how many run.
 
 A tokenizer that exceeds a bound costs its process, and the next text starts another.
 """
@@ -11,16 +11,16 @@ import logging
 import marshal
 import struct
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.logs import fields
 from waymark.tokenization import encoding
 from waymark.tokenization.encoding import Bounds
+from waymark.tokenization.places import EncoderPlace, EncoderPlaces
 from waymark.tokenization.processes import ChildProcess, is_out_of_cpu, named
 from waymark.tokenization.rendering import ANSWER, REQUEST, TEXT, TOO_LARGE
 
@@ -51,12 +51,8 @@ def memory_bytes_max(bytes_max: int) -> int:
     return MEMORY_BYTES_MAX + _TEXT_MEMORY * bytes_max
 
 
-class _Opened(NamedTuple):
-    """A process with an open tokenizer, and its added tokens."""
-
-    process: ChildProcess
-    tokens: dict[str, int]
-    peculiar: list[str]
+class TokenizerChanged(TokenizerUnavailable):
+    """The file of a tokenizer is another one than at first: the added tokens and all remembered ids are out of date."""
 
 
 class TokenizerProcess:
@@ -65,7 +61,7 @@ class TokenizerProcess:
     Raise ``InvalidValue`` (no_tokenizer) if the file is not a usable tokenizer.
     """
 
-    def __init__(self, path: Path, file_bytes_max: int, bytes_max: int) -> None:
+    def __init__(self, path: Path, file_bytes_max: int, bytes_max: int, places: EncoderPlaces | None = None) -> None:
         """``bytes_max`` are the most bytes of a text."""
         self._path = path
         if not path.is_file():  # a pipe would be waited for
@@ -78,19 +74,26 @@ class TokenizerProcess:
             TEXT_SECONDS_MAX * self._lengths,
             _ANSWER_BYTES * max(bytes_max, _SAMPLE_BYTES),
         )
-        self._deadline = monotonic() + _OPEN_WALL_SECONDS
-        self._process, self.tokens, self.peculiar = self._opened()
-        """The added tokens at which texts are split, with their ids, and those that match in ways of their own."""
+        self._digest = ""
+        """A digest of the file."""
+        self._deadline = 0.0
         self._numbers = count()
         self._answers: _Answers | None = None
         self._starting = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="open")
-        """Opens the tokenizer again if its process has ended."""
+        self._places = places or EncoderPlaces()
+        self._place = EncoderPlace()
+        with self._places.taken(self._place):
+            _, added = self._open()
+        self.tokens: dict[str, int] = added["tokens"]
+        self.peculiar: list[str] = added["peculiar"]
+        """The added tokens at which texts are split, with their ids, and those that match in ways of their own."""
 
     def encoded_first(self, texts: Sequence[str], *, adds: bool = False) -> list[bytes]:
         """Return the ids of texts, as ``encode`` does. It blocks, and must not be called after ``encode``."""
         request = marshal.dumps((list(texts), adds), 2)
-        kind, answer = self._asked_in_thread(self._process, request, 0, 4 + self._bounds.answer_bytes)
+        with self._places.taken(self._place):
+            process = self._place.process or self._opened_again()
+            kind, answer = self._asked_in_thread(process, request, 0, 4 + self._bounds.answer_bytes)
         if kind != TEXT:
             raise self._unusable(answer[4:].decode("utf-8", "replace"))
         return _split(answer[4:], len(texts))
@@ -107,11 +110,19 @@ class TokenizerProcess:
         """End the process."""
         if self._answers is not None:
             self._answers.close()
-        self._process.kill()  # it may be in the middle of a text
-        self._process.end()
-        self._thread.shutdown(wait=False)
+        process = self._places.drop(self._place)
+        if process is not None:
+            process.kill()  # it may be in the middle of a text
+            process.end()
 
     async def _asked(self, request: bytes) -> bytes:
+        await self._places.take(self._place)
+        try:
+            return await self._answered(request)
+        finally:
+            self._places.leave(self._place)
+
+    async def _answered(self, request: bytes) -> bytes:
         loop = asyncio.get_running_loop()
         why = ""
         for _ in range(2):  # another text may have ended the process
@@ -125,7 +136,7 @@ class TokenizerProcess:
                     f"the tokenizer {self._path} has not answered in time; try again in a moment"
                 ) from None
             except EOFError:
-                why = self._reason(await loop.run_in_executor(self._thread, answers.process.end))
+                why = self._reason(await loop.run_in_executor(self._places.threads, answers.process.end))
                 continue
             if kind == TEXT:
                 return answer
@@ -139,32 +150,44 @@ class TokenizerProcess:
         """Return the connection to the process. One that has ended is started again, and opens the tokenizer again."""
         async with self._starting:
             loop = asyncio.get_running_loop()
-            if self._answers is not None and not self._answers.is_closed and self._process.is_usable():
-                return self._answers
-            if self._answers is not None or not self._process.is_usable():
-                if self._answers is not None:
-                    # Before its socket is closed elsewhere: the loop takes the next one of that number for the same.
-                    self._answers.close()
-                self._process = await loop.run_in_executor(self._thread, self._opened_again)
-            self._answers = answers = _Answers(self._process, self._bounds.answer_bytes)
-            await loop.create_unix_connection(lambda: answers, sock=self._process.socket)
+            answers, process = self._answers, self._place.process
+            is_usable = process is not None and process.is_usable()
+            if answers is not None and not answers.is_closed and answers.process is process and is_usable:
+                return answers
+            if answers is not None and answers.process.is_own():
+                # Before its socket is closed elsewhere: the loop takes the next one of that number for the same.
+                answers.close()
+            if process is None or answers is not None or not is_usable:
+                process = await loop.run_in_executor(self._places.threads, self._opened_again)
+            self._answers = answers = _Answers(process, self._bounds.answer_bytes)
+            await loop.create_unix_connection(lambda: answers, sock=process.socket)
             return answers
 
     def _opened_again(self) -> ChildProcess:
-        why = self._reason(self._process.end())
-        log.warning("a tokenizer ended its process", extra=fields(source=str(self._path), reason=why))
-        self._deadline = monotonic() + _OPEN_WALL_SECONDS
-        return self._opened().process
+        """Return another process; the tokenizer was closed, or its process has ended."""
+        process, self._place.process = self._place.process, None
+        if process is not None:
+            why = self._reason(process.end())
+            log.warning("a tokenizer ended its process", extra=fields(source=str(self._path), reason=why))
+        return self._open()[0]
 
-    def _opened(self) -> _Opened:
+    def _open(self) -> tuple[ChildProcess, dict[str, Any]]:
+        """Start the process of the place. Return it, and the added tokens."""
+        self._deadline = monotonic() + _OPEN_WALL_SECONDS
+        self._places.end_surplus()
         process = ChildProcess(encoding.__file__, *map(str, self._bounds))
         request = str(self._path).encode("utf-8", "surrogateescape")
         kind, answer = self._asked_in_thread(process, request, self._file_bytes_max, _OPENED_BYTES_MAX)
         if kind != TEXT:
             process.end()
             raise self._unusable(answer.decode("utf-8", "replace"))
-        added = json.loads(answer)
-        return _Opened(process, added["tokens"], added["peculiar"])
+        added: dict[str, Any] = json.loads(answer)
+        if self._digest not in ("", added["digest"]):
+            process.end()
+            raise TokenizerChanged(f"{self._path} has changed since it was opened; try again in a moment")
+        self._digest = added["digest"]
+        self._place.process = process
+        return process, added
 
     def _asked_in_thread(
         self, process: ChildProcess, request: bytes, number: int, answer_max: int

@@ -20,6 +20,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple
 
+from xxhash import xxh3_128_hexdigest
+
 from waymark.domain.hashing import pack_tokens, unpack_tokens
 from waymark.tokenization.rendering import ANSWER, REQUEST, TEXT, TOO_LARGE, UNFIT, first_line
 
@@ -144,7 +146,7 @@ def opened(stream: BinaryIO, seconds_max: float) -> OpenTokenizer | None:
         if len(content) > bytes_max:
             raise ValueError(f"it has more than {bytes_max} bytes")  # it has grown
         tokenizer = OpenTokenizer(content)
-        answer = json.dumps(tokenizer.added())
+        answer = json.dumps(tokenizer.added() | {"digest": xxh3_128_hexdigest(content)})
     except BaseException as error:  # a panic of the library is no Exception
         tokenizer, kind, answer = None, UNFIT, first_line(error)
     signal.setitimer(signal.ITIMER_PROF, 0)

@@ -28,6 +28,7 @@ from waymark.base.metrics import Metrics
 from waymark.chat.requests import has_media
 from waymark.domain.hashing import pack_tokens
 from waymark.tokenization.encoders import TokenizerProcess
+from waymark.tokenization.places import EncoderPlaces
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.renderers import Renderers
 from waymark.tokenization.segments import Pieces, SegmentMemo, Splitter
@@ -81,13 +82,13 @@ _FOLLOWING = (
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def encoder_of(directory: Path, bytes_max: int) -> TokenizerProcess:
+def encoder_of(directory: Path, bytes_max: int, places: EncoderPlaces | None = None) -> TokenizerProcess:
     """Open the tokenizer of a directory for texts up to ``bytes_max``."""
     path = directory / "tokenizer.json"
     size = path.stat().st_size if path.is_file() else 0
     if size > TOKENIZER_BYTES_MAX:
         raise _too_large(path, size, TOKENIZER_BYTES_MAX)
-    return TokenizerProcess(path, TOKENIZER_BYTES_MAX, bytes_max)
+    return TokenizerProcess(path, TOKENIZER_BYTES_MAX, bytes_max, places)
 
 
 class Templates:
@@ -184,6 +185,7 @@ class LocalTokenizer:
         bytes_max: int,
         is_for_sglang: bool = False,
         renderers: Renderers | None = None,
+        places: EncoderPlaces | None = None,
     ) -> None:
         """``memo`` remembers pieces, ``prompts`` whole prompts. Messages are read as vLLM reads them, or as SGLang."""
         self.name = name
@@ -198,7 +200,7 @@ class LocalTokenizer:
         self._renderers = renderers or Renderers(metrics)
         self._turn = asyncio.Lock()
         """Held while a text is rendered: one model takes one of the threads that wait for renderings."""
-        self._encoder = encoder_of(directory, bytes_max)
+        self._encoder = encoder_of(directory, bytes_max, places)
         try:
             self._template = read_templates(
                 directory, bytes_max, is_for_sglang=is_for_sglang, renderers=self._renderers

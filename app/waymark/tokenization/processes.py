@@ -39,9 +39,13 @@ class ChildProcess:
         # Also for a process that nobody ended.
         self._finalizer = weakref.finalize(self, _end, self._process, self.socket, self._parent)
 
+    def is_own(self) -> bool:
+        """Return whether this process has started it: after a fork, two processes share the socket."""
+        return self._parent == os.getpid()
+
     def is_usable(self) -> bool:
-        """Return whether it runs, and is this process's own: after a fork, two processes share the socket."""
-        return self._parent == os.getpid() and self._finalizer.alive and self._process.poll() is None
+        """Return whether it runs, and is this process's own."""
+        return self.is_own() and self._finalizer.alive and self._process.poll() is None
 
     def ask(self, request: bytes, number: int, *, answer_max: int, seconds: float) -> tuple[bytes, bytes]:
         """Send a request and return the kind of its answer, and the answer. Raises EOFError or OSError if the process
@@ -59,6 +63,10 @@ class ChildProcess:
     def kill(self) -> None:
         """End it in the middle of its work."""
         self._process.kill()
+
+    def wait(self) -> None:
+        """Wait until it has ended; its socket stays open."""
+        self._process.wait()
 
     def end(self) -> int:
         """End it and return its status."""

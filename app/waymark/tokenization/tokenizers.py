@@ -23,6 +23,8 @@ from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
 from waymark.domain.names import DEFAULT_TENANT, GroupName
+from waymark.tokenization.encoders import TokenizerChanged
+from waymark.tokenization.places import EncoderPlaces, NoPlace
 from waymark.tokenization.prompt import Prompt, Source, SourcedTokens
 from waymark.tokenization.remote import RemoteTokenizer
 from waymark.tokenization.renderers import Renderers
@@ -101,6 +103,7 @@ class Tokenizers:
         self._openings: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Held while the source of a model is opened."""
         self._renderers = Renderers(metrics)
+        self._places = EncoderPlaces(metrics)
         self._discovered: dict[str, str] = {}
         self._search_again = 0.0
         self._search = asyncio.Lock()
@@ -183,6 +186,7 @@ class Tokenizers:
         for pool in (self._pool, self._openers):
             pool.shutdown(wait=False, cancel_futures=True)
         self._renderers.close()
+        self._places.close()
 
     # ---- one piece of work -------------------------------------------------------------------------
 
@@ -228,11 +232,19 @@ class Tokenizers:
 
     async def _made(self, group: GroupName, prompt: Prompt, key: bytes | None) -> SourcedTokens:
         source = await self._source(group)
-        prompt_tokens = await source.tokens(prompt, key)
+        try:
+            prompt_tokens = await source.tokens(prompt, key)
+        except TokenizerChanged:
+            source = await self._opened_anew(group, source)
+            prompt_tokens = await source.tokens(prompt)
         return SourcedTokens(prompt_tokens.ids, source.kind, prompt_tokens.items)
 
     async def _text(self, group: GroupName, ids: Sequence[int]) -> str:
-        return await (await self._source(group)).text(ids)
+        source = await self._source(group)
+        try:
+            return await source.text(ids)
+        except TokenizerChanged:
+            return await (await self._opened_anew(group, source)).text(ids)
 
     # ---- sources -----------------------------------------------------------------------------------
 
@@ -265,6 +277,13 @@ class Tokenizers:
                 self._open[model] = await self._try_to_open(model, url)
             return self._open[model]
 
+    async def _opened_anew(self, group: GroupName, source: Source) -> Source:
+        """Return the source of a model whose file has changed."""
+        if self._open.get(group.model_name) is source:
+            del self._open[group.model_name]
+            await source.close()
+        return await self._source(group)
+
     async def _discover(self, model: str) -> str | None:
         if self._directory is None:
             return None
@@ -279,6 +298,8 @@ class Tokenizers:
         began = monotonic()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._openers, self._opened, model, url)
+        except NoPlace:
+            raise  # as soon as another text has its answer, there is one
         except (InvalidValue, TokenizerUnavailable) as failure:
             # A file that takes long must not keep a processor busy.
             pause = _AGAIN_SECONDS * max(1.0, monotonic() - began)
@@ -309,6 +330,7 @@ class Tokenizers:
             bytes_max=self._text_bytes_max,
             is_for_sglang=is_for_sglang(url),
             renderers=self._renderers,
+            places=self._places,
         )
 
     def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:

@@ -1,0 +1,170 @@
+"""The tokenizers that are open, each in a process of its own: a few of all models.
+
+A tokenizer takes some 100 to 500 MB, and there may be a thousand models. To open one more, the one that was used least
+recently is closed, never one that is answering. While all are answering, a text waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from waymark.base.errors import TokenizerUnavailable
+from waymark.base.metrics import Metrics
+from waymark.tokenization.processes import ChildProcess
+
+#: Open tokenizers of one process. If each were one of the largest, all would take 8 GB.
+OPEN_MAX = 16
+#: How long a text waits for one of them to become idle. A text has five seconds, and its tokenizer is opened then.
+_WAIT_SECONDS = 2.0
+
+
+class NoPlace(TokenizerUnavailable):
+    """The refusal while all open tokenizers are answering."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"{OPEN_MAX} tokenizers are open, which is the maximum, and none was idle within {_WAIT_SECONDS:g} s; try "
+            "again in a moment"
+        )
+
+
+class EncoderPlace:
+    """The process of one model's tokenizer, or its absence."""
+
+    def __init__(self) -> None:
+        self.process: ChildProcess | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the process runs."""
+        return self.process is not None and self.process.is_usable()
+
+
+class EncoderPlaces:
+    """The places of open tokenizers. Its methods are for threads, except ``take``."""
+
+    def __init__(self, metrics: Metrics | None = None) -> None:
+        self._metrics = metrics
+        self._reset()
+        if metrics is not None:
+            metrics.tokenizers_open.set_function(lambda: len(self._taken))
+
+    async def take(self, place: EncoderPlace) -> None:
+        """Begin a text; ``leave`` ends it. Raise ``NoPlace`` if all other tokenizers answer for too long."""
+        waiting = self._begin(place)
+        if waiting is not None:
+            with self._awaited(place, waiting):
+                async with asyncio.timeout(_WAIT_SECONDS):
+                    await asyncio.wrap_future(waiting)
+
+    @contextmanager
+    def taken(self, place: EncoderPlace) -> Iterator[None]:
+        """Use a place in a thread, which waits as a text does in ``take``."""
+        waiting = self._begin(place)
+        if waiting is not None:
+            with self._awaited(place, waiting):
+                waiting.result(_WAIT_SECONDS)
+        try:
+            yield
+        finally:
+            self.leave(place)
+
+    def leave(self, place: EncoderPlace) -> None:
+        """End a text."""
+        with self._lock:
+            texts = self._taken.pop(place, None)
+            if texts is not None and (texts > 1 or place.is_open):
+                self._taken[place] = texts - 1
+            self._admit()
+
+    def drop(self, place: EncoderPlace) -> ChildProcess | None:
+        """Forget a place, and return its process for the caller to end."""
+        with self._lock:
+            self._taken.pop(place, None)
+            process, place.process = place.process, None
+            self._admit()
+        return process
+
+    def end_surplus(self) -> None:
+        """End the processes of those that were closed; to be called before another one is started."""
+        with self._ending:
+            while self._surplus:
+                process = self._surplus.pop()
+                # The event loop closes its socket when it reads the end, or the last reference does.
+                process.kill()
+                process.wait()
+
+    def close(self) -> None:
+        """Release the threads."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _reset(self) -> None:
+        self._process_id = os.getpid()
+        self._lock = threading.Lock()
+        self._taken: dict[EncoderPlace, int] = {}
+        """The number of texts under way, and of openings; the least recently used place first."""
+        self._waiting: deque[tuple[EncoderPlace, Future[None]]] = deque()
+        self._surplus: list[ChildProcess] = []
+        self._ending = threading.Lock()
+        self.threads = ThreadPoolExecutor(OPEN_MAX, thread_name_prefix="open")
+        """Open tokenizers again."""
+
+    def _begin(self, place: EncoderPlace) -> Future[None] | None:
+        """Begin a text, or return the future of its beginning."""
+        if self._process_id != os.getpid():
+            self._reset()  # after a fork the processes and threads are the parent's
+        with self._lock:
+            if place in self._taken:
+                self._count(place)
+                return None
+            waiting: Future[None] = Future()
+            self._waiting.append((place, waiting))
+            self._admit()
+        return None if waiting.done() else waiting
+
+    def _admit(self) -> None:
+        """Let those begin that wait, as far as there is room."""
+        while self._waiting:
+            place, waiting = self._waiting[0]
+            if not (waiting.cancelled() or place in self._taken or self._has_room()):
+                return
+            self._waiting.popleft()
+            if waiting.set_running_or_notify_cancel():
+                self._count(place)
+                waiting.set_result(None)
+
+    def _count(self, place: EncoderPlace) -> None:
+        self._taken[place] = self._taken.pop(place, 0) + 1
+
+    def _has_room(self) -> bool:
+        """Return whether one more place may be taken; close the least recently used one that is idle, if need be."""
+        if len(self._taken) < OPEN_MAX:
+            return True
+        idle = next((place for place, texts in self._taken.items() if not texts), None)
+        if idle is None:
+            return False
+        del self._taken[idle]
+        if idle.process is not None:
+            self._surplus.append(idle.process)
+            idle.process = None
+        if self._metrics is not None:
+            self._metrics.tokenizers_closed.inc()
+        return True
+
+    @contextmanager
+    def _awaited(self, place: EncoderPlace, waiting: Future[None]) -> Iterator[None]:
+        """Give the place back if the waiting ends otherwise."""
+        try:
+            yield
+        except BaseException as error:
+            if not waiting.cancel():
+                self.leave(place)  # it began at the last moment
+            if isinstance(error, TimeoutError):
+                raise NoPlace from None
+            raise

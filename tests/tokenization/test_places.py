@@ -1,0 +1,215 @@
+"""places: however many models are asked for, few tokenizers are open, and each text gets the ids of its own model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.patience import patient, wait_for, wait_until
+from tests.tokenization import small
+from tests.tokenization.bounds import be_patient
+from tests.tokenization.test_encoders import children
+from waymark.base.errors import TokenizerUnavailable
+from waymark.base.metrics import Metrics
+from waymark.domain.hashing import pack_tokens
+from waymark.tokenization import places as places_module
+from waymark.tokenization.encoders import TokenizerProcess
+from waymark.tokenization.places import EncoderPlaces, NoPlace
+from waymark.tokenization.processes import ChildProcess
+from waymark.tokenization.prompt import TextPrompt
+from waymark.tokenization.tokenizers import Tokenizers
+
+# A tokenizer is in a process of its own.
+pytestmark = pytest.mark.outside
+
+HI = "Hello, world! "
+OPEN_MAX = 2
+MODELS = [*small.KINDS]
+
+
+@pytest.fixture(autouse=True)
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
+    monkeypatch.setattr(places_module, "OPEN_MAX", OPEN_MAX)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many processes there are when another one has started."""
+    before, start = children(), ChildProcess.__init__
+    counts: list[int] = []
+
+    def counted(process: ChildProcess, program: str, *arguments: str) -> None:
+        start(process, program, *arguments)
+        counts.append(len(children() - before))
+
+    monkeypatch.setattr(ChildProcess, "__init__", counted)
+    return counts
+
+
+@pytest.fixture
+async def tokenizers(anyio_backend: str, tmp_path: Path) -> AsyncIterator[Tokenizers]:
+    for kind in MODELS:
+        small.directory(tmp_path / kind, kind)
+    made = Tokenizers({}, tmp_path, Metrics(), cache_bytes=0)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def two(anyio_backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """Two tokenizers that share one place; the first one's process."""
+    monkeypatch.setattr(places_module, "OPEN_MAX", 1)
+    places, before = EncoderPlaces(Metrics()), children()
+    path = small.directory(tmp_path) / "tokenizer.json"
+    second, first = (TokenizerProcess(path, 2**20, 2**20, places) for _ in range(2))
+    (process,) = children() - before
+    yield first, second, process
+    first.close()
+    second.close()
+    places.close()
+
+
+def ids(text: str, kind: small.Kind = "byte-level") -> bytes:
+    return pack_tokens(small.tokenizer(kind).encode(text, add_special_tokens=False).ids)
+
+
+async def test_models_beyond_the_bound_have_their_ids_in_turn_and_at_once(
+    tokenizers: Tokenizers, started: list[int]
+) -> None:
+    async def is_right(kind: small.Kind, text: str) -> None:
+        prompt = TextPrompt(text, add_special_tokens=False)
+        assert (await tokenizers.tokens(kind, prompt)).ids == ids(text, kind)
+
+    for turn in range(2):
+        for kind in MODELS:
+            await is_right(kind, f"turn {turn}")
+    in_turn = len(started)
+    for turn in range(2, 4):
+        async with asyncio.TaskGroup() as tasks:
+            for kind in MODELS:
+                for text in (f"turn {turn}", HI * turn * 100):
+                    tasks.create_task(is_right(kind, text))
+    assert (in_turn, max(started)) == (2 * len(MODELS), OPEN_MAX)
+    said = tokenizers._metrics.render()[0].decode()
+    assert f"waymark_tokenizers_open {float(OPEN_MAX)}" in said
+    assert f"waymark_tokenizers_closed_total {float(len(started) - OPEN_MAX)}" in said
+
+
+async def test_one_that_is_used_again_stays_open(tokenizers: Tokenizers, started: list[int]) -> None:
+    often, *others = MODELS
+    for number, kind in enumerate(others):
+        for model in (often, kind):
+            await tokenizers.tokens(model, TextPrompt(f"{number}"))
+    assert len(started) == len(MODELS)
+
+
+async def test_one_that_is_answering_is_not_closed(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, process = two
+    os.kill(process, signal.SIGSTOP)
+    text = asyncio.create_task(first.encode([HI]))
+    await wait_until(lambda: first._answers is not None, "the first one is asked")
+    with monkeypatch.context() as patch:
+        patch.setattr(places_module, "_WAIT_SECONDS", 0.05)
+        with pytest.raises(NoPlace, match=r"1 tokenizers are open, .* none was idle within"):
+            await second.encode([HI])
+    os.kill(process, signal.SIGCONT)
+    assert await text == [ids(HI)]
+    assert await second.encode([HI]) == [ids(HI)]
+
+
+async def test_a_text_waits_until_one_is_idle(two: Any) -> None:
+    first, second, process = two
+    os.kill(process, signal.SIGSTOP)
+    text = asyncio.create_task(first.encode([HI]))
+    await wait_until(lambda: first._answers is not None, "the first one is asked")
+    left, waiting = (asyncio.create_task(second.encode([HI])) for _ in range(2))
+    await wait_until(lambda: len(second._places._waiting) == 2, "the second one waits")
+    left.cancel()
+    os.kill(process, signal.SIGCONT)
+    assert await text == [ids(HI)]
+    assert await waiting == [ids(HI)]
+    assert left.cancelled()
+    assert await first.encode([HI]) == [ids(HI)]
+
+
+async def test_a_model_that_found_no_place_is_opened_as_soon_as_there_is_one(
+    tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(places_module, "OPEN_MAX", 0)
+        patch.setattr(places_module, "_WAIT_SECONDS", 0.05)
+        with pytest.raises(TokenizerUnavailable, match="which is the maximum"):
+            await tokenizers.tokens("unigram", TextPrompt(HI))
+    assert (await tokenizers.tokens("unigram", TextPrompt(HI))).source == "local"
+
+
+async def test_a_file_that_has_changed_while_it_was_closed_is_opened_anew(
+    tokenizers: Tokenizers, tmp_path: Path
+) -> None:
+    first, second, third, *_ = MODELS
+
+    async def is_of(kind: small.Kind, text: str) -> None:
+        assert (await tokenizers.tokens(first, TextPrompt(text, add_special_tokens=False))).ids == ids(text, kind)
+
+    await is_of(first, HI)
+    small.directory(tmp_path / first, "wordpiece")
+    await is_of(first, HI)
+    for model in (second, third):
+        await tokenizers.tokens(model, TextPrompt(HI))
+    for text in (HI + HI, HI):
+        await is_of("wordpiece", text)
+    for model in (second, third):
+        await tokenizers.tokens(model, TextPrompt(HI + HI))
+    small.directory(tmp_path / first, "unigram")
+    assert await tokenizers.text(first, list(memoryview(ids("a", "unigram")).cast("I"))) == "a"
+
+
+def test_a_forked_process_opens_its_own(tmp_path: Path) -> None:
+    encoder = TokenizerProcess(small.directory(tmp_path) / "tokenizer.json", 2**20, 2**20)
+    before = children()
+    with asyncio.Runner() as runner:
+        assert runner.run(encoder.encode([HI])) == [ids(HI)]
+        forked = os.fork()
+        if not forked:
+            status = 1
+            try:
+                status = 0 if asyncio.run(encoder.encode([HI])) == [ids(HI)] else 1
+                encoder.close()
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
+        assert runner.run(encoder.encode([HI + HI])) == [ids(HI + HI)]
+        assert children() == before
+        encoder.close()
+
+
+def test_a_program_that_is_started_later_keeps_no_tokenizer_alive(tmp_path: Path) -> None:
+    path = small.directory(tmp_path) / "tokenizer.json"
+    program = (
+        "import asyncio, subprocess\nfrom pathlib import Path\n"
+        "from waymark.tokenization.encoders import TokenizerProcess\n"
+        f"encoder = TokenizerProcess(Path({str(path)!r}), 2**20, 2**21)\n"
+        "async def main():\n"
+        "    await encoder.encode(['x'])\n"
+        "    later = await asyncio.create_subprocess_exec('sleep', '1000')\n"
+        "    print(encoder._place.process._process.pid, later.pid, flush=True)\n"
+        "    await later.wait()\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child, later = (Path(f"/proc/{pid}") for pid in parent.stdout.readline().split())
+        assert child.exists()
+        parent.kill()
+    wait_for(lambda: not child.exists(), "the tokenizer has ended, too", patient(10))
+    assert later.exists()
+    os.kill(int(later.name), signal.SIGKILL)
