@@ -37,7 +37,7 @@ from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside
 
-BACKOFF_SECONDS = kubernetes._BACKOFF_SECONDS
+BACKOFF_SECONDS, BACKOFF_SECONDS_MAX = kubernetes._BACKOFF_SECONDS, kubernetes._BACKOFF_SECONDS_MAX
 SAID = {"model": "llama", "block-size": "16", "type": "vLLM"}
 
 
@@ -383,6 +383,39 @@ async def test_an_odd_list_is_right_within_five_seconds_at_the_defaults(
         await asyncio.gather(task, return_exceptions=True)
         await describer.close()
         await watch._asker.close()
+
+
+@pytest.mark.parametrize("failures", [1, 3, 4, 12])
+@pytest.mark.parametrize("fault", [{"status": 403}, {"status": 410}, {"body": b"<html>"}], ids=str)
+async def test_a_failed_list_is_right_within_five_seconds_at_the_defaults(
+    server: ApiServerStub, monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any], failures: int
+) -> None:
+    """By a clock that moves only in pauses; the server is right after a failure, and pauses are longest."""
+    now = mended_at = 1000.0
+
+    class Clock:
+        """asyncio, but it sleeps by that clock."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(asyncio, name)
+
+        async def sleep(self, seconds: float) -> None:
+            nonlocal now, mended_at
+            if len(server.asked_at) == failures:
+                mended_at, server.status, server.body = now, 200, None
+            now += seconds
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(kubernetes, "_BACKOFF_SECONDS", BACKOFF_SECONDS)
+    monkeypatch.setattr(kubernetes, "_BACKOFF_SECONDS_MAX", BACKOFF_SECONDS_MAX)
+    monkeypatch.setattr(kubernetes, "monotonic", lambda: now)
+    monkeypatch.setattr(kubernetes, "asyncio", Clock())
+    monkeypatch.setattr("waymark.discovery.kubernetes.random.uniform", lambda _, most: most)
+    for name, value in fault.items():
+        setattr(server, name, value)
+    async with watching(server) as watch:
+        await until(lambda: watch.lists == 1, "the list is read")
+        assert 0.0 < now - mended_at <= 5.0
 
 
 @pytest.mark.parametrize(

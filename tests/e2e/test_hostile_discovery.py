@@ -103,7 +103,9 @@ ODDITIES = {
 
 
 async def test_pods_are_right_again_soon_after_the_server_is(redis_url: str, tmp_path: Path) -> None:
-    """All at once, as each of them is little but pauses."""
+    """All at once, as each of them is little but pauses. A busy machine makes them late; that the pauses themselves are
+    short is shown by the tests of ``discovery/test_kubernetes.py`` with a clock of their own.
+    """
     async with asyncio.TaskGroup() as tasks:
         for number, what in enumerate(ODDITIES):
             tasks.create_task(are_right_again(redis_url, tmp_path / f"{number}.log", f"odd{number}:", what))
