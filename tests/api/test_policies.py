@@ -64,15 +64,17 @@ async def test_shadows_and_policies_are_compared_with_what_was_chosen(
         assert (nothing["chosen"]["decisions"], nothing["policies"]) == (0, [])
 
 
+@pytest.mark.parametrize("decisions_max", [2, 1], ids=["at the bound", "above it"])
 async def test_of_more_decisions_than_a_comparison_takes_the_newest_are_compared(
-    make_client: MakeClient, store: Store, register: Register, monkeypatch: pytest.MonkeyPatch
+    make_client: MakeClient, store: Store, register: Register, monkeypatch: pytest.MonkeyPatch, decisions_max: int
 ) -> None:
-    monkeypatch.setattr(policies, "DECISIONS_MAX", 1)
+    monkeypatch.setattr(policies, "DECISIONS_MAX", decisions_max)
     api = await make_client(store, shadow="lmetric", decisions_kept=1.0)
     await decide(api, store, register)
     answer = (await api.get("/policies/compare?since=2h")).json()
-    assert (answer["chosen"]["decisions"], answer["chosen"]["reported"]) == (1, 0), "the first was reported"
-    assert [row["decisions"] for row in answer["policies"]] == [1]
+    chosen = answer["chosen"]
+    assert (chosen["decisions"], chosen["reported"]) == (decisions_max, decisions_max - 1), "the first was reported"
+    assert [row["decisions"] for row in answer["policies"]] == [decisions_max]
 
 
 async def replayed(api: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:

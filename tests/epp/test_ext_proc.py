@@ -22,7 +22,7 @@ from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
 from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Role
-from waymark.epp.server import EppOptions
+from waymark.epp.server import MESSAGE_BYTES_MAX, EppOptions
 from waymark.store.store import Store
 
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello"}], "stream": True}
@@ -598,10 +598,21 @@ async def test_a_message_that_is_too_large_is_refused_and_others_go_on(
     store: Store, pods: dict[str, str], start_epp: StartEpp
 ) -> None:
     epp = await start_epp(store)
-    stream = epp.stream()
-    await stream.headers()
-    await stream.call.write(pb.ProcessingRequest(request_body=pb.HttpBody(body=b"x" * 8 * 2**20)))
-    assert await stream.status() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    async def sent(size: int) -> Stream:
+        """A stream that has sent a message of so many bytes."""
+        stream = epp.stream()
+        await stream.headers()
+        body = json.dumps(CHAT).encode()
+        message = pb.ProcessingRequest(request_body=pb.HttpBody(body=body.ljust(size), end_of_stream=True))
+        message.request_body.body = body.ljust(2 * size - message.ByteSize())
+        assert message.ByteSize() == size
+        await stream.call.write(message)
+        return stream
+
+    # It is read, and its body is above another bound.
+    assert (await (await sent(MESSAGE_BYTES_MAX)).receive()).immediate_response.details == "waymark_too_large"
+    assert await (await sent(MESSAGE_BYTES_MAX + 1)).status() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert destinations(await epp.stream().ask(CHAT))
 
 

@@ -270,6 +270,7 @@ async def test_a_query_that_cannot_be_answered_gets_an_empty_match(
     client = Client(epp)
     await client.publish(URLS[0], [1])
     assert await client.matched([1], keyspace(scheme=3)) == {}
+    assert await client.matched([1] * BLOCKS_MAX) == {URLS[0]: 1}
     assert await client.matched([1] * (BLOCKS_MAX + 1)) == {}
 
     async def fails(*_: object, **__: object) -> object:
@@ -282,7 +283,7 @@ async def test_a_query_that_cannot_be_answered_gets_an_empty_match(
         assert (await refused(client.publish(URLS[0], [1])))[0] == grpc.StatusCode.UNAVAILABLE
     assert await client.matched([1]) == {URLS[0]: 1}
     outcomes = ("other_scheme", "too_long", "unavailable", "match")
-    assert [metrics.index_queries.labels(outcome=each).value for each in outcomes] == [1, 1, 1, 1]
+    assert [metrics.index_queries.labels(outcome=each).value for each in outcomes] == [1, 1, 1, 2]
     another = Client(await start_epp(store, hash_seed=7))
     assert await another.matched([1]) == {}, "an index with another seed has other hashes"
     another.close()

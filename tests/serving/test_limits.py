@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from tests.patience import wait_until, within
 from tests.serving.test_answers import USUAL
+from tests.serving.wire import LAST, echo, post, served
 from tests.serving.wire import connections as bounded
-from tests.serving.wire import post, served
+from waymark.base.metrics import Metrics
 from waymark.serving.connection import protocol
+from waymark.serving.limits import Connections, Rejection
 
 
 async def test_one_that_was_answered_before_its_body_had_come_is_idle() -> None:
@@ -57,7 +60,9 @@ async def test_a_body_that_comes_with_its_head_is_under_the_ceiling_too() -> Non
                     assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
                 other.write(post(b"x" * 600, path="/waits"))
                 await wait_until(lambda: connections.bodies_bytes == 600, "the other's body is held")
-                writer.write(post(b"x" * 600))
+                writer.write(post(b"x" * 400))
+                assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+                writer.write(post(b"x" * 401))
                 assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 503")
                 assert b"WAYMARK_MAX_BODY_BYTES" in await reader.read()
                 may_go_on.set()
@@ -67,6 +72,59 @@ async def test_a_body_that_comes_with_its_head_is_under_the_ceiling_too() -> Non
             may_go_on.set()
             writer.close()
             other.close()
+
+
+async def test_just_so_many_connections_stay_open() -> None:
+    metrics = Metrics()
+    connections = bounded(metrics, connections_max=3)
+
+    def cut() -> float:
+        return metrics.http_connections_cut.labels(reason="connections").value
+
+    async with served(echo, protocol(connections)) as port, AsyncExitStack() as stack:
+        opened = []
+        for count in range(1, 5):
+            opened.append(await asyncio.open_connection("127.0.0.1", port))
+            stack.callback(opened[-1][1].close)
+            await wait_until(lambda count=count: metrics.http_connections.value + cut() == count, "it is open")
+            assert cut() == (0 if count < 4 else 1)
+        async with within(20):
+            assert (await opened[0][0].read()).startswith(b"HTTP/1.1 503")
+            for reader, writer in opened[1:]:
+                writer.write(LAST)
+                assert (await reader.read()).startswith(b"HTTP/1.1 200")
+
+
+def test_a_request_has_just_its_time() -> None:
+    class Clock:
+        now = 0.0
+
+        def time(self) -> float:
+            return self.now
+
+        def call_later(self, *_: Any) -> None:
+            pass
+
+    class Late:
+        loop, is_holding = Clock(), False
+        ended: Any = None
+
+        def reject(self, rejection: Rejection) -> None:
+            self.ended = rejection.why
+
+        def abort(self) -> None:
+            self.ended = "unread"
+
+    clock: Any = Late.loop
+    for begin, why in ((Connections.opened, "slow"), (Connections.closing, "unread")):
+        connection: Any = Late()
+        connections, clock.now = bounded(request_seconds=5.0), 0.0
+        begin(connections, connection)
+        ended = []
+        for clock.now in (4.999, 5.001):
+            connections._poll(clock)
+            ended.append(connection.ended)
+        assert ended == [None, why]
 
 
 def test_what_all_answers_begin_with_is_never_that_of_a_second_before() -> None:

@@ -272,6 +272,7 @@ async def test_a_text_that_cannot_be_read_is_refused_by_its_field(
     with pytest.raises(InvalidValue, match=named) as caught:
         await local.tokens(prompt)
     assert caught.value.reason == reason
+    assert (await local.tokens(TextPrompt("x" * 1000))).ids
 
 
 async def test_messages_without_a_template_are_refused(opened: Open) -> None:

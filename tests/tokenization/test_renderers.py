@@ -72,6 +72,23 @@ def test_a_hostile_template_is_refused_with_a_sentence(pool: Renderers, name: st
     assert caught.value.field in ("messages", "model")
 
 
+def test_a_template_has_just_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a turn of a loop costs is the library's matter, so it is found out first."""
+
+    def is_rendered(turns: int, steps: int) -> bool:
+        monkeypatch.setattr(rendering, "STEPS_MAX", steps)
+        request = marshal.dumps(({"turns": [0] * turns}, (*NOW.timetuple()[:6], 0)), 2)
+        kind, _ = rendering.answer(rendering.Template("{% for turn in turns %}{% endfor %}"), request, 10)
+        assert kind in (rendering.TEXT, rendering.OUT_OF_STEPS)
+        return kind == rendering.TEXT
+
+    steps_max = rendering.STEPS_MAX
+    first, second, third = (next(steps for steps in range(1, 100) if is_rendered(turns, steps)) for turns in range(3))
+    assert third - second == second - first > 0
+    turns = (steps_max - first) // (second - first)
+    assert [is_rendered(number, steps_max) for number in (turns, turns + 1)] == [True, False]
+
+
 def test_what_stops_a_rendering_is_counted_and_the_next_one_works() -> None:
     metrics = Metrics()
     pool = Renderers(metrics)
