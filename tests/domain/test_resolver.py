@@ -317,6 +317,19 @@ def test_a_report_finds_what_was_missing(index: Index, is_reused: bool | None) -
     assert index.resolver.unknown == (1 if is_reused else 2)
 
 
+@pytest.mark.parametrize(("missing", "first", "left"), [(6, 1, 0), (6, 3, 0), (6, 4, 4), (9, 1, 7)])
+def test_a_report_of_nearly_all_blocks_leaves_none_missing(index: Index, missing: int, first: int, left: int) -> None:
+    """Six are known, and the report has two new ones, so it may name up to eight. The number of missing ones is an
+    estimate; it is not given up for a report of fewer blocks.
+    """
+    index.events(stored([1, 2, 3, 4, 5, 6], "ABCDEF"))
+    index.resolver.flags.add(UNTRUSTED)
+    index.resolver.missing = missing
+    names = "ABCDEFGH"[first - 1 :]
+    index.events(stored([*range(first, 9)], names, parent=first - 1 if first > 1 else None))
+    assert index.resolver.unknown == left
+
+
 def test_sets_stay_sets_after_a_lost_gap() -> None:
     index = Index(registration(copies="set"))
     index.resolver.flags.add(UNTRUSTED)

@@ -252,8 +252,12 @@ class StreamBlocks:
         """
         stored = [part for part in parts if part.kind == "+"]
         if any(part.is_known for part in stored):
-            new = sum(len(part.packed_hashes) // 8 for part in stored if not part.is_known)
-            self.recover(max(0, new - waited))
+            named = sum(part.count for part in stored)
+            new = sum(part.count for part in stored if not part.is_known)
+            # The number of missing blocks is an estimate, so some may be left after a report of all that there is. No
+            # other batch names so many; the rest of the known blocks may have been removed with the lost batches.
+            names_all = 4 * named >= 3 * self.memory.blocks and named >= self.missing
+            self.recover(self.missing if names_all else max(0, new - waited))
 
     # ---- copies ------------------------------------------------------------------------------------
 
