@@ -25,6 +25,7 @@ EntryPoint digest, hash_blocks, hash_keys, chain; /* hashing.c */
 EntryPoint read_batch;                  /* batches.c */
 EntryPoint row_runs, piece_runs;        /* row_runs.c */
 EntryPoint rank_sums, offer_sums;       /* sums.c */
+EntryPoint add_columns, least_of;       /* columns.c */
 /* Each puts its types into the module. -1 with an exception. */
 int add_events(PyObject *module);       /* events.c */
 int add_known(PyObject *module);        /* known.c */

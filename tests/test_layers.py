@@ -81,7 +81,7 @@ NOT_COMPUTING: dict[str, dict[str, str]] = {
     "engines.batches": {"gc": "the objects of a large batch are collected while they are young"},
     "decide.policies.policy": {"random": "the default of a draw that the caller may pass"},
     "decide.policies.profile": {"random": "equal endpoints are picked at random"},
-    "decide.policies.presets": {"random": "a temperature picks at random"},
+    "decide.policies.columns": {"random": "equal candidates are ordered by draws that the caller passes"},
 }
 
 # Third-party package -> the parts or modules that may import it.

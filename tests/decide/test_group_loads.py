@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.decide.policies.conftest import prompt, target
 from tests.unit import examples, seeds
-from waymark.decide.group_loads import GroupLoads, LoadOrder, RequestSum
+from waymark.decide.group_loads import GroupLoads, LoadColumns, LoadOrder, RequestSum
 from waymark.decide.policies.policy import Candidate, Inputs, LoadCost, LoadWeights
 from waymark.decide.policies.presets import PRESETS
 from waymark.store.reservations import DRIFT, HEALTH, Load, LoadChanges
@@ -318,7 +318,7 @@ def counted(loads: GroupLoads, asked: list[int]) -> GroupLoads:
     return loads
 
 
-@pytest.mark.parametrize("kind", ["order", "sum"])
+@pytest.mark.parametrize("kind", ["order", "sum", "columns"])
 @pytest.mark.parametrize(
     ("changed", "looked_at"),
     [
@@ -338,14 +338,16 @@ def counted(loads: GroupLoads, asked: list[int]) -> GroupLoads:
 def test_a_follower_looks_at_what_has_changed(kind: str, changed: Sequence[int], looked_at: int) -> None:
     weights, asked = dict.fromkeys(range(1, 81), 1.0), list[int]()
     loads, cost = counted(GroupLoads(), asked), LoadCost(LoadWeights(requests=1.0))
-    order, total = LoadOrder(weights, cost, Random(1)), RequestSum(weights)
+    order, total, columns = LoadOrder(weights, cost, Random(1)), RequestSum(weights), LoadColumns(weights)
 
     def follow() -> int:
         asked.clear()
         if kind == "order":
             order.least(loads, cost, 1)
-        else:
+        elif kind == "sum":
             total.of(loads)
+        else:
+            columns.of(loads)
         return len(asked)
 
     assert follow() == 80, "the first time"
@@ -445,7 +447,7 @@ def cost_by(name: str, tokens: int = 640, **overrides: Any) -> LoadCost | None:
 
 
 def test_these_policies_need_few_targets_of_many() -> None:
-    assert set(BY_LOAD) == {"least-work", "dynamo", "lmetric", "longest"}
+    assert set(BY_LOAD) == {"least-work", "dynamo", "hicache", "lmetric", "longest"}
 
 
 @pytest.mark.parametrize("name", BY_LOAD)
@@ -488,6 +490,9 @@ def test_more_load_never_costs_less(name: str, loads: list[dict[str, Any]]) -> N
         ("dynamo", {"prefill_load_scale": 10}, {"wait": 300, "context": 50}, 3_050),
         ("dynamo", {"overlap_score_weight": 2, "prefill_load_scale": 10}, {"wait": 300, "context": 50}, 6_050),
         ("dynamo", {"track_prefill_tokens": False}, {"wait": 300, "context": 50}, 50),
+        # In blocks, with those of the prompt.
+        ("hicache", {}, {"wait": 360, "active": 2, "context": 160}, (360 + 640) / 16 + 10),
+        ("hicache", {"overlap_score_weight": 3}, {"wait": 360, "context": 160, "weight": 2.0}, 3 * 820 / 16 + 5),
         ("lmetric", {}, {"wait": 360, "active": 2}, (360 + 640) * 3),
         ("lmetric", {}, {"wait": 360, "active": 2, "weight": 2.0}, (180 + 640) * 2),
     ],
@@ -498,6 +503,19 @@ def test_a_cost_by_load_is_the_published_one(
     cost = cost_by(name, **overrides)
     assert cost is not None
     assert cost_of(cost, target("a", **load)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("blocks", [0, 10, 40, 200])
+def test_blocks_of_a_pool_are_cheaper_for_all_targets(blocks: int) -> None:
+    preset = PRESETS["hicache"]
+    assert preset.by_load is not None
+    request = prompt(640, pool=(1 << blocks) - 1)
+    cost = preset.by_load(request, preset.values({}))
+    assert cost is not None
+    some = [target("a", wait=32, context=48)]
+    assert cost_of(cost, some[0]) == max(0, 32 + 640 - 8 * blocks) / 16 + 3
+    (scored,) = preset.rank(Inputs(request, some, preset.values({}), Random(1))).scored
+    assert scored.value == cost_of(cost, some[0])
 
 
 def test_a_policy_that_draws_lots_needs_all_targets() -> None:

@@ -156,7 +156,7 @@ def test_equal_arguments_have_equal_answers_and_stay_as_they_were(name: str, see
         assert [value for _, value, _ in found[0]] == [value for _, value, _ in found[2]], "draws decide between equals"
 
 
-@pytest.mark.parametrize("name", ["least-work", "dynamo", "lmetric", "longest", "sticky"])
+@pytest.mark.parametrize("name", ["least-work", "composite", "dynamo", "hicache", "lmetric", "longest", "sticky"])
 def test_the_list_stays_short_however_many_targets_there_are(name: str) -> None:
     random = Random(name)
     policy = PolicyChoice.of(PRESETS[name])

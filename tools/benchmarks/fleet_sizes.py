@@ -59,19 +59,42 @@ QUESTIONS: dict[str, Callable[[Prompt], bytes]] = {
     "512 blocks, lmetric": _by_policy("lmetric"),
     "512 blocks, sticky": _by_policy("sticky"),
     "512 blocks, composite": _by_policy("composite"),
+    "512 blocks, picker file": prompts.by_tokens,
     "no tokens, sticky": _by_key,
 }
+_OF_FILE = {"512 blocks, picker file"}
+"""The questions for a replica whose policy is this file: a filter, and the scorers that such files have most often."""
+_FILE = """
+kind: EndpointPickerConfig
+plugins:
+- type: single-profile-handler
+- {type: by-label, parameters: {label: tier, validValues: [gold], allowsNoLabel: true}}
+- type: precise-prefix-cache-scorer
+- type: kv-cache-utilization-scorer
+- type: queue-scorer
+- type: active-request-scorer
+schedulingProfiles:
+- name: default
+  plugins:
+  - {pluginRef: by-label}
+  - {pluginRef: precise-prefix-cache-scorer, weight: 3}
+  - {pluginRef: kv-cache-utilization-scorer, weight: 2}
+  - {pluginRef: queue-scorer, weight: 2}
+  - {pluginRef: active-request-scorer}
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Contender:
     redis: RedisServer
     replica: Server
+    with_file: Server
 
-    def cost_ms(self, bodies: Path) -> float:
-        before = self.replica.cpu() + self.redis.cpu()
-        load = run(self.replica.port, "/select", bodies, _CONNECTIONS)
-        cost = (self.replica.cpu() + self.redis.cpu() - before) / load.requests * 1e3
+    def cost_ms(self, question: str, bodies: Path) -> float:
+        replica = self.with_file if question in _OF_FILE else self.replica
+        before = replica.cpu() + self.redis.cpu()
+        load = run(replica.port, "/select", bodies, _CONNECTIONS)
+        cost = (replica.cpu() + self.redis.cpu() - before) / load.requests * 1e3
         client = self.redis.client  # else the loads would grow, and with them what the next ones decide by
         names = [name for kind in ("reservations", "load", "changes") for name in client.keys(f"wm:*:{kind}")]
         if not names:
@@ -103,7 +126,7 @@ def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int, reques
                     part = islice(cycle(held[(number + 1) * size :][:size]), requests)
                     bodies = write_bodies(folder / "bodies", map(body, part))
                     for which in range(len(contenders))[:: 1 if number % 2 else -1]:
-                        cost = contenders[which].cost_ms(bodies)
+                        cost = contenders[which].cost_ms(name, bodies)
                         if number >= 0:
                             found[count, name][which].append(cost)
     rows = [_row(found, targets[0], count, name) for count, name in found]
@@ -137,14 +160,20 @@ def _started(folder: Path, tree: Path, held: Sequence[Prompt]) -> Iterator[_Cont
         command = (str(tree / ".venv" / "bin" / "waymark"),)
     # CPU is measured; a busy machine only makes it take longer.
     environ = {"WAYMARK_REDIS_TIMEOUT_SECONDS": "30", "WAYMARK_QUERY_DEADLINE_MS": "60000"}
-    with redis_server(folder) as redis, waymark(folder, "query", redis.url, environ, command=command) as replica:
+    file = folder / "picker.yaml"
+    file.write_text(_FILE, "utf-8")
+    with (
+        redis_server(folder) as redis,
+        waymark(folder, "query", redis.url, environ, command=command) as replica,
+        waymark(folder, "query", redis.url, environ | {"WAYMARK_POLICY": str(file)}, command=command) as with_file,
+    ):
         with waymark(folder, "ingest", redis.url, environ, command=command), publishers(HOLDERS) as engines:
             for engine in engines:
                 engine.register(replica)
                 for prompt in held:
                     engine.store(prompt)
             wait_for([replica], {engine.number: held[-1] for engine in engines})
-        yield _Contender(redis, replica)
+        yield _Contender(redis, replica, with_file)
 
 
 def main() -> int:

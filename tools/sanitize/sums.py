@@ -105,6 +105,43 @@ def _words(offers: list[Offer], promises: list[str]) -> Iterator[str]:
         yield f"{next(places) + 1} {new} {handicap!r} {weight!r} {first} {lasting} {promise}"
 
 
+# ---- columns ----------------------------------------------------------------------------------------
+
+
+def _columns(script: bytes) -> list[Any]:
+    """Pairs of a weight and a column; some numbers are missing, and some are beyond 0 and 1."""
+    width = 1 + (script[0] % 7 if script else 0)
+    rows = [script[at : at + width + 1] for at in range(1, len(script) - width, width + 1)]
+    numbers = {each: (each - 64) / 128 if each % 5 else None for each in range(256)}
+    return [(row[0] / 16, [numbers[each] for each in row[1:]]) for row in rows]
+
+
+def use_add(add: Callable[..., Any], script: bytes, is_clamped: int) -> object:
+    return add(_columns(script), is_clamped)
+
+
+def add_columns(script: bytes, is_clamped: int) -> object:
+    columns = _columns(script)
+    if not columns:
+        raise TypeError
+    sums = [0.0] * len(columns[0][1])
+    for weight, column in columns:
+        for at, number in enumerate(column):
+            if number is not None:
+                sums[at] += weight * (max(0.0, min(1.0, number)) if is_clamped else number)
+    return sums
+
+
+def use_least(least_of: Callable[..., Any], script: bytes, most: int, sign: int) -> object:
+    return least_of(list(script), [byte % 3 for byte in script], most, sign)
+
+
+def least_of(script: bytes, most: int, sign: int) -> object:
+    if not -(2**63) <= most < 2**63:
+        raise OverflowError
+    return sorted(range(len(script)), key=lambda at: (sign * script[at], script[at] % 3, at))[: max(0, most)]
+
+
 _EACH = bytes(range(256))
 #: Targets that have nothing, everything, a part, and soon a part.
 SCRIPTS = [b"", bytes(8) * 9, _EACH, _EACH[::-1], _EACH[1::3] + _EACH[::5], b"\1\1\2\0\0\0\0\0" + bytes(64)]

@@ -469,6 +469,16 @@ TARGETS: dict[str, Target] = {
         {1: [0, 1, 15, 16, 17, 64, 2**20], 2: [1, 3, 16, 60], 3: [*COUNTS]},
         use=sums.use_offer,
     ),
+    "add_columns": Target(
+        sums.add_columns, [(script, 0) for script in sums.SCRIPTS], [bytes(8)], {1: [0, 1]}, use=sums.use_add
+    ),
+    "least_of": Target(
+        sums.least_of,
+        [(script, most, sign) for script in sums.SCRIPTS for most, sign in ((8, 1), (300, -1))],
+        [bytes(8)],
+        {1: [*COUNTS, 65, 300], 2: [-1, 0, 1]},
+        use=sums.use_least,
+    ),
     "row_runs": Target(row_runs, PIECES, ROW_WORDS),
     "piece_runs": Target(piece_runs, PIECES, ROW_WORDS),
 }

@@ -3,8 +3,8 @@
 The C module is built from ``native/`` if there is a compiler; a build without one continues in Python. Each loop has
 both implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, the knowledge
 of a stream in ``domain.pure_known``, parts in ``domain.parts`` and ``store.calls``, lists in ``api.http.bodies``,
-events in ``engines.plain``, requests in ``serving.request_reader``, orders in ``decide.pure_sums``. Both give the same
-for every input, and the same tests run over both.
+events in ``engines.plain``, requests in ``serving.request_reader``, orders in ``decide.pure_sums`` and
+``decide.policies.pure_columns``. Both give the same for every input, and the same tests run over both.
 
 In a checkout, ``native/`` may change without a new build; a module built from other sources is refused.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -99,6 +99,12 @@ class NativeFunctions(Protocol):
         random: int,
         /,
     ) -> tuple[list[Any], list[str], list[str]]: ...
+
+    def add_columns(
+        self, columns: Sequence[tuple[float, Sequence[float | None]]], is_clamped: bool, /
+    ) -> list[float]: ...
+
+    def least_of(self, values: Sequence[float], draws: Sequence[float], most: int, sign: float, /) -> list[int]: ...
 
 
 def digest_of(sources: Path) -> str:

@@ -16,6 +16,7 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.decide.fleet import Allowed, Fleet, FleetMember, PromptState, TargetSet
 from waymark.decide.policies.policy import RoutingRequest, Scored, least_new
+from waymark.decide.policies.profile import PickerConfig
 from waymark.domain.books import PROMISE_TEXT, Promise, Usage
 from waymark.domain.match import TargetRow
 from waymark.domain.names import Repair
@@ -35,6 +36,21 @@ class Choices(NamedTuple):
     targets: TargetSet | None
     allowed: Allowed = Allowed()
     ranked: frozenset[_Name] = frozenset()
+
+    @classmethod
+    def of_file(
+        cls,
+        file: PickerConfig,
+        scored: Sequence[Scored],
+        request: RoutingRequest,
+        targets: TargetSet,
+        allowed: Allowed,
+    ) -> Self:
+        """Return the targets that pass the filters of a picker file; ``scored`` are those that it has ranked."""
+        profile = file.profiles[file.decode]
+        if profile.prompt_filters:
+            return cls.of(scored)
+        return cls(targets.passing(request, profile.filters), allowed)
 
     @classmethod
     def of(cls, scored: Sequence[Scored]) -> Self:

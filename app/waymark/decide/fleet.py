@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from random import Random
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from waymark.decide.asked_pools import queried_pools
-from waymark.decide.group_loads import LoadOrder, RequestSum
+from waymark.decide.group_loads import LoadColumns, LoadOrder, RequestSum
+from waymark.decide.policies.columns import CandidateColumns
 from waymark.decide.policies.filters import is_for_decode, is_for_prefill, role_of
-from waymark.decide.policies.policy import Candidate, LoadCost, LoadWeights
+from waymark.decide.policies.policy import Candidate, Filter, LoadCost, LoadWeights, RoutingRequest
 from waymark.decide.policies.ring import Ring, bound
 from waymark.decide.question import GivenValues
 from waymark.domain.answer_times import AnswerTimes
@@ -34,6 +36,8 @@ _RINGS_MAX = 4
 _ORDERS_MAX = 4
 #: Sets of targets of a fleet that are kept: further names of the model, and roles.
 _SETS_MAX = 1024
+#: Sets by the filters of picker files that are kept of one set.
+_PASSING_MAX = 16
 
 
 class FleetMember(NamedTuple):
@@ -123,6 +127,8 @@ class Shortlist(NamedTuple):
     members: Sequence[FleetMember]
     active_bound: int | None = None
     """The requests that a target may have by ``sticky``."""
+    are_all: bool = False
+    """Whether the policy compares all that are allowed."""
 
 
 class TargetSet:
@@ -138,6 +144,23 @@ class TargetSet:
         self._weights = {member.publisher: member.target.weight for member in members}
         self._orders: dict[tuple[LoadWeights, LoadWeights | None], LoadOrder] = {}
         self._sum = RequestSum(self._weights)
+        self._passing: dict[tuple[Filter, ...], TargetSet] = {}
+
+    @cached_property
+    def columns(self) -> LoadColumns:
+        """The loads and gauges of the members, in their order."""
+        return LoadColumns(self._weights)
+
+    def passing(self, request: RoutingRequest, filters: tuple[Filter, ...]) -> TargetSet:
+        """Return the members that pass filters by registrations, which no request changes."""
+        targets = self._passing.get(filters) if filters else self
+        if targets is None:
+            if len(self._passing) >= _PASSING_MAX:
+                self._passing.clear()
+            idle = CandidateColumns([member.idle for member in self.members]).passing(request, filters)
+            targets = TargetSet([self._by_publisher[candidate.publisher] for candidate in idle])
+            self._passing[filters] = targets
+        return targets
 
     def count(self, allowed: Allowed) -> int:
         """Return the number of members that are allowed."""
@@ -203,7 +226,7 @@ class TargetSet:
         having |= {publisher: None for _, _, publisher in rest}
         return [self._by_publisher[publisher] for publisher in having]
 
-    def having(self, seen: PromptState, allowed: Allowed, rival: int) -> dict[int, FleetMember]:
+    def having(self, seen: PromptState, allowed: Allowed, rival: int | None = None) -> dict[int, FleetMember]:
         """Return the members that have a part of the prompt, and ``rival``, by publisher."""
         return {publisher: self._by_publisher[publisher] for publisher in self._having(seen, allowed, (rival,))}
 

@@ -1,6 +1,7 @@
-"""The loads of one group as last read, which of them have changed, and the orders and sums that follow them.
+"""The loads of one group as last read, which of them have changed, and the orders, sums and columns that follow them.
 
-A decision looks at the first few targets of an order, so that it costs the same however many targets there are.
+A decision looks at the first few targets of an order, so that it costs the same however many targets there are. Only a
+policy that compares all targets reads columns.
 """
 
 from __future__ import annotations
@@ -8,14 +9,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from random import Random
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 from waymark.decide.policies.policy import LoadCost, LoadWeights
 from waymark.domain.books import Drift
+from waymark.domain.targets import Gauges
 from waymark.store.reservations import DRIFT, HEALTH, Load, LoadChanges, left_out_until
+
+T = TypeVar("T")
 
 #: The number of changes to keep for readers; one further behind looks at all loads again.
 _CHANGES_MAX = 4096
@@ -290,3 +294,59 @@ class RequestSum(_LoadFollower):
             requests = loads.get(publisher, _IDLE).requests
             self._sum += requests - self._requests[publisher]
             self._requests[publisher] = requests
+
+
+class LoadColumns(_LoadFollower):
+    """The loads of some targets as columns, one number of each target, in the order of ``weights``.
+
+    It keeps columns that follow from gauges, too, until another reading.
+    """
+
+    def __init__(self, weights: Mapping[int, float]) -> None:
+        super().__init__(weights)
+        self.place = {publisher: place for place, publisher in enumerate(weights)}
+        """The place of each publisher in a column."""
+        self.active: list[int] = []
+        self.requests: list[float] = []
+        """``active`` of a target of weight 1; the same for ``queue`` and ``context``."""
+        self.queue: list[float] = []
+        self.context: list[float] = []
+        self.health: list[float] = []
+        self.last_cold: list[int] = []
+        self._gauges: Mapping[int, Gauges] | None = None
+        self._of_gauges: dict[Hashable, Sequence[Any]] = {}
+
+    def of(self, loads: Mapping[int, Load]) -> Self:
+        """Return the columns as the loads are now."""
+        self._follow(loads)
+        return self
+
+    def of_gauges(self, gauges: Mapping[int, Gauges], key: Hashable, make: Callable[[], Sequence[T]]) -> Sequence[T]:
+        """Return what ``make`` does, once for each reading of the gauges; ``key`` names it."""
+        if gauges is not self._gauges:
+            self._gauges, self._of_gauges = gauges, {}
+        column = self._of_gauges.get(key)
+        if column is None:
+            column = self._of_gauges[key] = make()
+        return column
+
+    def _make(self, loads: Mapping[int, Load]) -> None:
+        rows = [self._row(publisher, loads) for publisher in self._weights]
+        for field, column in enumerate(self._columns):
+            column[:] = [row[field] for row in rows]
+
+    def _change(self, publishers: Iterable[int], loads: Mapping[int, Load]) -> None:
+        for publisher in publishers:
+            place = self.place[publisher]
+            for column, number in zip(self._columns, self._row(publisher, loads), strict=True):
+                column[place] = number
+
+    @property
+    def _columns(self) -> Sequence[list[Any]]:
+        return self.active, self.requests, self.queue, self.context, self.health, self.last_cold
+
+    def _row(self, publisher: int, loads: Mapping[int, Load]) -> tuple[float, ...]:
+        load, weight = loads.get(publisher, _IDLE), self._weights[publisher]
+        health = load.health if load.failed else 1.0
+        requests, queue = load.requests / weight, load.tokens / weight
+        return load.requests, requests, queue, load.context / weight, health, load.cold

@@ -27,6 +27,7 @@ from waymark.decide.fleet import (
     TargetSet,
     candidate_of,
 )
+from waymark.decide.fleet_columns import candidates_of
 from waymark.decide.matches import PromptMatches
 from waymark.decide.policies.policy import (
     CREDITS,
@@ -143,12 +144,12 @@ def _order(
     if _is_sum(matches, question):
         return Offers(SumOffers(short.members, matches.seen, policy, matches.request, blocks, random), choices=choices)
     size = matches.request.block_size
-    candidates = fleet.candidates(matches.seen, size, members=short.members)
+    candidates = candidates_of(fleet, *targets, short, matches.seen, size)
     before: Sequence[Candidate] = ()
     if is_split:
-        targets = targets_of(fleet, question, left_out, "prefill")
-        prefill_short = shortlist(fleet, matches, question._replace(session=None), *targets, random)
-        before = fleet.candidates(matches.seen, size, members=prefill_short.members)
+        prefill_targets = targets_of(fleet, question, left_out, "prefill")
+        prefill_short = shortlist(fleet, matches, question._replace(session=None), *prefill_targets, random)
+        before = candidates_of(fleet, *prefill_targets, prefill_short, matches.seen, size)
     found = stages(fleet, matches.request, question, candidates, before, random, short.active_bound)
     if found is None:
         return None
@@ -166,8 +167,8 @@ def _order(
         is_by_place=found.decision is Decision.SESSION,
         is_prefill_elsewhere=prefill is not None,
     )
-    if policy.preset is None:
-        choices = Choices.of(found.decode)
+    if policy.file is not None:
+        choices = Choices.of_file(policy.file, found.decode, matches.request, *targets)
     return Offers(decode, prefill, found.encode, found.decision, found.home, choices, active_bound=short.active_bound)
 
 
@@ -188,33 +189,28 @@ def shortlist(
     fleet: Fleet, matches: PromptMatches, question: Question, targets: TargetSet, allowed: Allowed, random: Random
 ) -> Shortlist:
     """Return those of the allowed targets that a decision has to rank."""
-    policy, request = question.policy, matches.request
-    if policy.preset is None or policy.values is None:
-        return Shortlist(targets.all(allowed))
+    preset, values, request = question.policy.preset, question.policy.values, matches.request
+    if preset is None or values is None:
+        return Shortlist(targets.all(allowed), are_all=True)
+    if preset.falls_back is not None and request.has_tokens:
+        having = [*targets.having(matches.seen, allowed).values()]
+        fallback = preset.falls_back(fleet.candidates(matches.seen, request.block_size, members=having), values)
+        if fallback is not None:
+            preset, values = fallback, fallback.values({})
     most = _places(question)
-    if policy.preset.name == "sticky" and request.prefix_key is not None:
-        ring = fleet.ring(int(policy.values.number("virtual_nodes")))
-        return targets.below_bound(
-            matches.seen,
-            ring.clockwise(request.prefix_key),
-            policy.values.number("load_factor_epsilon"),
-            most,
-            allowed=allowed,
-            session=question.session,
-        )
-    if policy.preset.by_load is None or len(targets.members) <= most:
-        return Shortlist(targets.all(allowed))
-    cost = policy.preset.by_load(request, policy.values)
-    if cost is None:
-        return Shortlist(targets.all(allowed))
+    if preset.name == "sticky" and request.prefix_key is not None:
+        clockwise = fleet.ring(int(values.number("virtual_nodes"))).clockwise(request.prefix_key)
+        epsilon, session = values.number("load_factor_epsilon"), question.session
+        return targets.below_bound(matches.seen, clockwise, epsilon, most, allowed=allowed, session=session)
+    cost = None if preset.by_load is None else preset.by_load(request, values)
+    if cost is None or len(targets.members) <= most:
+        return Shortlist(targets.all(allowed), are_all=True)
     nearest: Iterable[tuple[str, int]] = ()
     if request.ring is not None and request.prefix_key is not None:
         nearest = request.ring.clockwise(request.prefix_key)
-    session, rival = question.session, question.rival
+    rival, session, seen = question.rival, question.session, matches.seen
     return Shortlist(
-        targets.shortlist(
-            matches.seen, cost, most, random, allowed=allowed, session=session, rival=rival, nearest=nearest
-        )
+        targets.shortlist(seen, cost, most, random, allowed=allowed, session=session, rival=rival, nearest=nearest)
     )
 
 
@@ -270,7 +266,7 @@ def stages(
     """
     policy, parameters = question.policy, question.parameters
     if policy.file is not None and parameters.profile != "single":
-        found = policy.file.run(request, candidates, random)
+        found = policy.file.run(request, candidates, random, _places(question))
         return RankedStages(*found, *_by_key(request, found.decode)) if found.decode else None
     most = _places(question)
     decode = rank(policy, request, candidates, fleet, random, most, active_bound)
@@ -299,7 +295,7 @@ def rank(
         return Ranking(())
     if policy.preset is None:
         assert policy.file is not None
-        scored = policy.file.profiles[policy.file.decode].run(request, candidates, random)
+        scored = policy.file.profiles[policy.file.decode].run(request, candidates, random, most)
         return Ranking(scored, *_by_key(request, scored))
     assert policy.values is not None
     ring = None
@@ -322,7 +318,7 @@ def _by_key(request: RoutingRequest, scored: Sequence[Scored]) -> tuple[Decision
     """Return the decision of a file, and the target of the prefix key among those that its filters let through."""
     if request.has_tokens:
         return Decision.KV_AWARE, None
-    home = home_of(request, [candidate.candidate for candidate in scored])
+    home = home_of(request, scored)
     return (Decision.LOAD, None) if home is None else (Decision.PREFIX, home.publisher)
 
 
@@ -393,7 +389,7 @@ class ScoredOffers:
         return next((at for at, each in enumerate(self._all) if each.candidate.publisher == publisher), None)
 
     def others(self, at: int, count: int) -> list[Candidate]:
-        return [each.candidate for place, each in enumerate(self._all) if place != at][:count]
+        return [each.candidate for place, each in enumerate(self._all[: count + 1]) if place != at][:count]
 
 
 _Sum = tuple[float, float, int, FleetMember, float, TargetRow | None, Load | None, int]

@@ -6,8 +6,8 @@ import pytest
 
 from tests.decide.policies.conftest import prompt, target
 from waymark.decide.policies import filters
-from waymark.decide.policies.filters import Filter, Requirement
-from waymark.decide.policies.policy import Candidate
+from waymark.decide.policies.filters import Requirement
+from waymark.decide.policies.policy import Candidate, Filter
 from waymark.domain.targets import Role
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.decide.policies.conftest import prompt, target
 from waymark.decide.policies.policy import Candidate, Ranking, RoutingRequest, Scored
-from waymark.decide.policies.without_tokens import by_prefix_key, first_by_key, home_of, with_home
+from waymark.decide.policies.without_tokens import by_prefix_key, first_by_key, home_of
 from waymark.domain.status import Decision
 
 KEY = b"k" * 32
@@ -44,6 +44,10 @@ A, B, C = target("a"), target("b"), target("c")
 # ---- the target of a key ------------------------------------------------------------------------------
 
 
+def listed(candidates: Sequence[Candidate]) -> list[Scored]:
+    return [Scored(each, 0.0, {}) for each in candidates]
+
+
 @pytest.mark.parametrize(
     ("request_", "candidates", "expected"),
     [
@@ -60,13 +64,13 @@ A, B, C = target("a"), target("b"), target("c")
 def test_a_key_names_the_first_candidate_that_it_meets(
     request_: RoutingRequest, candidates: Sequence[Candidate], expected: Candidate | None
 ) -> None:
-    assert home_of(request_, candidates) is expected
+    assert home_of(request_, listed(candidates)) is expected
 
 
 def test_the_rank_belongs_to_the_name() -> None:
     second = target("a", dp_rank=1)
-    assert home_of(unread("a"), [second]) is None
-    assert home_of(unread("a"), [second, A]) is A
+    assert home_of(unread("a"), listed([second])) is None
+    assert home_of(unread("a"), listed([second, A])) is A
 
 
 # ---- a policy without tokens --------------------------------------------------------------------------
@@ -142,16 +146,3 @@ def test_the_others_keep_their_order() -> None:
     many = [target(f"t{number}") for number in range(6)]
     scored = [Scored(each, 1.0 if place < 4 else 2.0, {}) for place, each in enumerate(many)]
     assert names(first_by_key(unread("t3"), scored)) == ["t3", "t0", "t1", "t2", "t4", "t5"]
-
-
-# ---- scores -------------------------------------------------------------------------------------------
-
-
-def test_the_key_is_one_more_scorer_for_the_target_that_it_names() -> None:
-    scored = [Scored(each, 0.25, {"load": 0.25}) for each in (A, B)]
-    found = with_home(unread("b"), [A, B], scored, "prefix-key", 3.0)
-    assert [(each.value, dict(each.parts)) for each in found] == [
-        (0.25, {"load": 0.25, "prefix-key": 0.0}),
-        (3.25, {"load": 0.25, "prefix-key": 3.0}),
-    ]
-    assert with_home(unread("gone"), [A, B], scored, "prefix-key", 3.0) is scored

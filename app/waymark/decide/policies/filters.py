@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from waymark.base.errors import InvalidValue
-from waymark.decide.policies.policy import Candidate, RoutingRequest
+from waymark.decide.policies.policy import Candidate, Filter, RoutingRequest
 from waymark.decide.policies.scorers import context_ranges
 from waymark.domain.targets import Role
-
-Filter: TypeAlias = Callable[[RoutingRequest, Sequence[Candidate]], list[Candidate]]
 
 #: Labels that name a role; a registration's own ``role`` comes first.
 ROLE_LABELS = ("mif.moreh.io/role", "llm-d.ai/role")

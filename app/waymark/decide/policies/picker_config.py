@@ -17,10 +17,10 @@ from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.decide.policies import filters
 from waymark.decide.policies import profile as deciders
-from waymark.decide.policies.filters import OPERATORS, Filter
+from waymark.decide.policies.filters import OPERATORS
 from waymark.decide.policies.latency import needs_gauges
 from waymark.decide.policies.plugins import PLUGINS, Plugin, PluginKind
-from waymark.decide.policies.policy import Values, nearest, read_constants
+from waymark.decide.policies.policy import Filter, Values, nearest, read_constants
 from waymark.decide.policies.profile import (
     PICKERS,
     Decider,
@@ -125,6 +125,7 @@ def _profile(entry: Any, where: str, declared: Mapping[str, DeclaredPlugin]) -> 
     fields = _mapping(entry, where)
     _only(fields, ("name", "plugins"), where)
     filters: list[Filter] = []
+    prompt_filters: list[Filter] = []
     scorers: list[WeightedScorer] = []
     picker: Picker = max_score
     endpoints = 1
@@ -136,8 +137,10 @@ def _profile(entry: Any, where: str, declared: Mapping[str, DeclaredPlugin]) -> 
         if name not in declared:
             raise InvalidValue(f"{here}.pluginRef {shown(name)} is not in plugins; {nearest(name, declared)}")
         plugin = declared[name]
-        if plugin.row.kind in (PluginKind.FILTER, PluginKind.FILTER_AND_SCORER):
-            filters += _filter(plugin)
+        if plugin.row.kind is PluginKind.FILTER:
+            filters.append(_filter(plugin))
+        if plugin.row.kind is PluginKind.FILTER_AND_SCORER and plugin.parameters.get("enableFiltering", False):
+            prompt_filters.append(_length_filter(plugin))
         if plugin.row.kind in (PluginKind.SCORER, PluginKind.FILTER_AND_SCORER):
             scorers.append(_scorer(plugin, _weight(values.get("weight", 1), f"{here}.weight")))
         elif plugin.row.kind is PluginKind.PICKER:
@@ -146,28 +149,36 @@ def _profile(entry: Any, where: str, declared: Mapping[str, DeclaredPlugin]) -> 
             problem = f"{here}.pluginRef {shown(name)} is of kind {plugin.row.kind}"
             sentence = f"{problem}; a profile has filters, scorers, pickers"
             raise InvalidValue(sentence, field=f"{here}.pluginRef")
-    return Profile(_text(fields.get("name"), f"{where}.name"), tuple(filters), tuple(scorers), picker, endpoints)
+    return Profile(
+        _text(fields.get("name"), f"{where}.name"),
+        tuple(filters),
+        tuple(scorers),
+        picker,
+        endpoints,
+        tuple(prompt_filters),
+    )
 
 
-def _filter(plugin: DeclaredPlugin) -> list[Filter]:
+def _length_filter(plugin: DeclaredPlugin) -> Filter:
+    return filters.by_context_length(str(plugin.parameters.get("label", CONTEXT_LABEL)))
+
+
+def _filter(plugin: DeclaredPlugin) -> Filter:
     parameters = plugin.parameters
     if plugin.type in _ROLES:
-        return [_ROLES[plugin.type]]
-    if plugin.type == "context-length-aware":
-        label = str(parameters.get("label", CONTEXT_LABEL))
-        return [filters.by_context_length(label)] if parameters.get("enableFiltering", False) else []
+        return _ROLES[plugin.type]
     if plugin.type == "by-label":
         allows_no_label = bool(parameters.get("allowsNoLabel", False))
         label = _text(parameters.get("label"), f"{plugin.where}.label")
         valid = frozenset(parameters.get("validValues", ()))
         if not valid and not allows_no_label:
             raise InvalidValue(f"{plugin.where}.validValues is missing; name the values, or set allowsNoLabel")
-        return [filters.by_label(label, valid, allows_no_label)]
+        return filters.by_label(label, valid, allows_no_label)
     requirements = [
         filters.Requirement(row["key"], row["operator"], frozenset(row.get("values", ())))
         for row in parameters.get("matchExpressions", ())
     ]
-    return [filters.by_selector(parameters.get("matchLabels", {}), requirements)]
+    return filters.by_selector(parameters.get("matchLabels", {}), requirements)
 
 
 def _scorer(plugin: DeclaredPlugin, weight: float) -> WeightedScorer:

@@ -228,7 +228,10 @@ class Scored(NamedTuple):
     @classmethod
     def sum_of(cls, candidate: Candidate, parts: Mapping[str, float | None]) -> Scored:
         """Return the sum of the parts; a part of None adds 0."""
-        return cls(candidate, sum(part or 0.0 for part in parts.values()), parts)
+        total = 0.0
+        for part in parts.values():  # ``sum`` rounds otherwise in later releases of Python
+            total += part or 0.0
+        return cls(candidate, total, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +290,8 @@ class Inputs(NamedTuple):
 
 
 RankFunction: TypeAlias = Callable[[Inputs], Ranking]
+Filter: TypeAlias = Callable[[RoutingRequest, Sequence[Candidate]], list[Candidate]]
+"""Returns the candidates that a request may go to, in their order. It looks at each by itself."""
 
 # ---- common functions of all policies -------------------------------------------------------------
 
@@ -380,6 +385,8 @@ class Preset:
     by_load: Callable[[RoutingRequest, Values], LoadCost | None] | None = None
     """The cost by load alone, if only those can win that have a part of the prompt, and the least loaded of the others.
     None, or a function that returns None: the policy compares all targets."""
+    falls_back: Callable[[Sequence[Candidate], Values], Preset | None] | None = None
+    """Returns the policy that decides instead, by the candidates that have a part of the prompt; None: this one."""
     needs_gauges: bool = False
 
     def values(self, overrides: Mapping[str, Any]) -> Values:

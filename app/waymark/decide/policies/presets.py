@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from random import Random
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
+from waymark.decide.policies.columns import CandidateColumns, ColumnSums, RankedColumns, SumParts, columns_of
 from waymark.decide.policies.policy import (
     CREDITS,
     Candidate,
@@ -32,6 +32,7 @@ from waymark.decide.policies.policy import (
     ranked,
 )
 from waymark.decide.policies.ring import EPSILON, POINTS, Ring, bound
+from waymark.decide.policies.scorers import free_shares, shortest_queues
 from waymark.domain.status import Decision
 
 # ---- ours -----------------------------------------------------------------------------------------
@@ -74,29 +75,42 @@ _OVER = 2.0**52
 
 
 def _composite(inputs: Inputs) -> Ranking:
-    _, candidates, values, random, *_ = inputs
-    most_matched = max(candidate.matched for candidate in candidates)
-    most_active = max(candidate.requests for candidate in candidates)
-    scored, best = [], 0.0
-    for candidate in candidates:
-        lower_tokens = candidate.matched - candidate.device
-        tiered = (
-            values.number("gpu_tier_weight") * candidate.device + values.number("storage_tier_weight") * lower_tokens
-        )
-        overlap = tiered / most_matched if most_matched else 0.0
-        load = 1.0 - candidate.requests / most_active if most_active else 1.0
-        best = max(best, overlap)
-        parts = {
-            "overlap": values.number("overlap_weight") * overlap,
-            "load": values.number("load_weight") * load,
-            "health": values.number("health_weight") * candidate.health,
-        }
-        scored.append(Scored.sum_of(candidate, parts))
-    if best >= values.number("min_overlap_threshold"):
-        return ranked(scored, random, is_cost=False)
-    fallback = PRESETS[values.word("fallback")]
-    order = fallback.rank(inputs._replace(values=fallback.values({}))).scored
-    return Ranking([Scored(candidate_scored.candidate, 0.0, {}) for candidate_scored in order], Decision.FALLBACK)
+    columns, values = columns_of(inputs.candidates), inputs.values
+    overlaps = _overlaps(columns, values)
+    if (fallback := _fallback(overlaps, values)) is not None:
+        order = fallback.rank(inputs._replace(values=fallback.values({}))).scored
+        return Ranking([Scored(candidate_scored.candidate, 0.0, {}) for candidate_scored in order], Decision.FALLBACK)
+    requests = columns.requests
+    most_active = max(requests)
+    loads = [1.0 - active / most_active for active in requests] if most_active else [1.0] * len(columns)
+    parts: SumParts = {
+        "overlap": (values.number("overlap_weight"), overlaps),
+        "load": (values.number("load_weight"), loads),
+        "health": (values.number("health_weight"), columns.health),
+    }
+    return Ranking(ColumnSums(columns, parts).ranked(inputs.request, inputs.random, inputs.most, is_cost=False))
+
+
+def _overlaps(columns: CandidateColumns, values: Values) -> list[float]:
+    """Return the share of the longest match that each candidate has."""
+    most_matched = max(columns.by_match(lambda candidate: candidate.matched), default=0)
+    device, lower = values.number("gpu_tier_weight"), values.number("storage_tier_weight")
+
+    def overlap(candidate: Candidate) -> float:
+        tiered = device * candidate.device + lower * (candidate.matched - candidate.device)
+        return tiered / most_matched if most_matched else 0.0
+
+    return columns.by_match(overlap)
+
+
+def _fallback(overlaps: Sequence[float], values: Values) -> Preset | None:
+    """Return the policy that decides instead of ``composite``, if the best overlap is too low."""
+    is_low = max(overlaps, default=0.0) < values.number("min_overlap_threshold")
+    return PRESETS[values.word("fallback")] if is_low else None
+
+
+def _composite_falls_back(having: Sequence[Candidate], values: Values) -> Preset | None:
+    return _fallback(_overlaps(columns_of(having), values), values)
 
 
 def _check_composite(values: Values) -> None:
@@ -108,34 +122,32 @@ def _check_composite(values: Values) -> None:
 
 
 def _dynamo(inputs: Inputs) -> Ranking:
-    request, candidates, values, random, *_ = inputs
+    request, candidates, values, *_ = inputs
     tokens, size = request.tokens, request.block_size
     prefill_weight = values.number("overlap_score_weight") * values.number("prefill_load_scale")
-    active_weight, has_wait = values.number("active_weight"), values.is_on("track_prefill_tokens")
-    credits, scored = count_credits(values), []
-    for candidate in candidates:
-        wait = candidate.queue if has_wait else 0.0
-        prefill = prefill_weight * (wait + max(0.0, tokens - credits(candidate))) / size
-        decode = (candidate.context / candidate.weight + tokens) / size
-        active = active_weight * candidate.requests
-        parts = {"prefill": prefill, "decode": decode, "active": active}
-        scored.append(Scored(candidate, prefill + decode + active, parts))
-    return _softened(scored, values.number("router_temperature"), random)
+    credits, columns = count_credits(values), columns_of(candidates)
+    new = columns.by_match(lambda candidate: max(0.0, tokens - credits(candidate)))
+    waits = columns.queue if values.is_on("track_prefill_tokens") else [0.0] * len(new)
+    parts: SumParts = {
+        "prefill": (1.0, [prefill_weight * (wait + rest) / size for wait, rest in zip(waits, new, strict=True)]),
+        "decode": (1.0, [(context + tokens) / size for context in columns.context]),
+        "active": (values.number("active_weight"), columns.requests),
+    }
+    return Ranking(_softened(ColumnSums(columns, parts), inputs))
 
 
-def _softened(scored: Sequence[Scored], temperature: float, random: Random) -> Ranking:
+def _softened(sums: ColumnSums, inputs: Inputs) -> Sequence[Scored]:
     """Return the candidates, lowest cost first. With a temperature above 0, drawn by a softmax over the costs, scaled
     to their range.
     """
-    least, most = min(candidate.value for candidate in scored), max(candidate.value for candidate in scored)
+    request, _, values, random, _, places, _ = inputs
+    temperature, least, most = values.number("router_temperature"), min(sums.values), max(sums.values)
     if temperature == 0 or least == most:
-        return ranked(scored, random, is_cost=True)
-
-    def drawn(candidate: Scored) -> float:
-        # The largest of logits with Gumbel noise is a draw from their softmax, and so is each next one of the rest.
-        return (candidate.value - least) / ((most - least) * temperature) + math.log(-math.log(1.0 - random.random()))
-
-    return Ranking(sorted(scored, key=drawn))
+        return sums.ranked(request, random, places, is_cost=True)
+    # The largest of logits with Gumbel noise is a draw from their softmax, and so is each next one of the rest.
+    draw, log, scale = random.random, math.log, (most - least) * temperature
+    noisy_costs = [(value - least) / scale + log(-log(1.0 - draw())) for value in sums.values]
+    return RankedColumns(sums, noisy_costs, [0.0] * len(noisy_costs), 1.0, places)
 
 
 def _hicache(inputs: Inputs) -> Ranking:
@@ -166,20 +178,14 @@ def _lmetric(inputs: Inputs) -> Ranking:
 
 
 def _llm_d(inputs: Inputs) -> Ranking:
-    request, candidates, values, random, *_ = inputs
-    waiting = [candidate.gauges.waiting for candidate in candidates if candidate.gauges is not None]
-    least, most = (min(waiting), max(waiting)) if waiting else (0, 0)
-    scored = []
-    for candidate in candidates:
-        gauges = candidate.gauges
-        queue = None if gauges is None else (most - gauges.waiting) / (most - least) if most > least else 1.0
-        parts = {
-            "prefix": values.number("prefix_weight") * candidate.matched / max(1, request.tokens),
-            "kv_cache": None if gauges is None else values.number("kv_cache_weight") * (1.0 - gauges.kv_usage),
-            "queue": None if queue is None else values.number("queue_weight") * queue,
-        }
-        scored.append(Scored.sum_of(candidate, parts))
-    return ranked(scored, random, is_cost=False)
+    columns, values = columns_of(inputs.candidates), inputs.values
+    weight, tokens = values.number("prefix_weight"), max(1, inputs.request.tokens)
+    parts: SumParts = {
+        "prefix": (1.0, columns.by_match(lambda candidate: weight * candidate.matched / tokens)),
+        "kv_cache": (values.number("kv_cache_weight"), columns.by_gauges("free", free_shares)),
+        "queue": (values.number("queue_weight"), columns.by_gauges("waiting", shortest_queues)),
+    }
+    return Ranking(ColumnSums(columns, parts).ranked(inputs.request, inputs.random, inputs.most, is_cost=False))
 
 
 def _sticky(inputs: Inputs) -> Ranking:
@@ -240,6 +246,17 @@ def _dynamo_by_load(request: RoutingRequest, values: Values) -> LoadCost | None:
     return LoadCost(LoadWeights(tokens, values.number("active_weight") * request.block_size, 1.0))
 
 
+def _hicache_by_load(request: RoutingRequest, values: Values) -> LoadCost:
+    # The cost itself: a pool's blocks are the same for all, and it grows with the queue and with the context.
+    tokens, size, weight = request.tokens, request.block_size, values.number("overlap_score_weight")
+    reduction = values.number("shared_cache_multiplier") * request.pool_blocks_beyond(0) * size
+    return LoadCost(
+        _QUEUE,
+        LoadWeights(context=1.0),
+        lambda wait, context: weight * max(0.0, wait + tokens - reduction) / size + context / size,
+    )
+
+
 def _lmetric_by_load(request: RoutingRequest, values: Values) -> LoadCost:
     # (wait + new) * (active + 1) is no sum: which of two targets is better depends on the prompt. But it grows with
     # both, so a target cannot win if another has a shorter queue and fewer requests.
@@ -285,6 +302,7 @@ _PRESETS = (
                      choices=("sticky", "least-work", "lmetric", "longest")),
         ),
         check=_check_composite,
+        falls_back=_composite_falls_back,
     ),
     Preset(
         "dynamo",
@@ -319,6 +337,7 @@ _PRESETS = (
             Constant("deduct_device", True, "Whether `prefill` leaves out tokens on the device. `true` follows "
                      "HiCache's code, `false` the example in HiCache's documentation."),
         ),
+        by_load=_hicache_by_load,
     ),
     Preset(
         "lmetric",

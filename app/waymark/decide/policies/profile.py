@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, TypeAlias
 
-from waymark.decide.policies.filters import Filter
-from waymark.decide.policies.policy import Candidate, RoutingRequest, Scored, ranked
+from waymark.decide.policies.columns import ColumnSums, columns_of
+from waymark.decide.policies.policy import Candidate, Filter, RoutingRequest, Scored, ranked
+from waymark.decide.policies.pure_columns import Column
 from waymark.decide.policies.scorers import Scores
-from waymark.decide.policies.without_tokens import first_by_key, with_home
 
 Picker: TypeAlias = Callable[[Sequence[Scored], Random], Sequence[Scored]]
 """A function that returns all candidates, in the order in which they would be taken."""
@@ -101,33 +101,38 @@ class Profile:
 
     name: str
     filters: tuple[Filter, ...] = ()
+    """Filters by registrations alone."""
     scorers: tuple[WeightedScorer, ...] = ()
     picker: Picker = max_score
     endpoints_max: int = 1
     """The number of targets that the picker gives to its caller."""
+    prompt_filters: tuple[Filter, ...] = ()
+    """Filters that look at the prompt, too."""
 
-    def run(self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random) -> Sequence[Scored]:
-        """Return the candidates that pass the filters, in the picker's order; the result may be empty."""
-        remaining = list(candidates)
-        for keep in self.filters:
-            remaining = keep(request, remaining)
+    def run(
+        self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random, most: int | None = None
+    ) -> Sequence[Scored]:
+        """Return the candidates that pass the filters, in the picker's order; the result may be empty.
+
+        ``most`` is how many places the caller looks at; None: all.
+        """
+        remaining = columns_of(candidates).passing(request, self.filters)
+        for keep in self.prompt_filters:
+            remaining = columns_of(keep(request, remaining))
         if not remaining:
             return []
-        columns = {scorer.name: (scorer.weight, scorer.score(request, remaining)) for scorer in self.scorers}
-        scored = []
-        for index, candidate in enumerate(remaining):
-            parts = {name: _weighted(weight, scores[index]) for name, (weight, scores) in columns.items()}
-            scored.append(Scored.sum_of(candidate, parts))
-        if request.has_tokens:
-            return self.picker(scored, random)
-        # Its weight is that of the scorers that cannot see a match.
-        weight = sum(scorer.weight for scorer in self.scorers if scorer.is_prefix)
-        picked = self.picker(with_home(request, remaining, scored, _PREFIX_KEY, weight), random)
-        return first_by_key(request, picked) if self.picker is max_score else picked
-
-
-def _weighted(weight: float, score: float | None) -> float | None:
-    return None if score is None else weight * min(1.0, max(0.0, score))
+        parts: dict[str, tuple[float, Column]] = {
+            scorer.name: (scorer.weight, scorer.score(request, remaining)) for scorer in self.scorers
+        }
+        home = remaining.home(request)
+        if home is not None:
+            # Its weight is that of the scorers that cannot see a match.
+            weight = sum(scorer.weight for scorer in self.scorers if scorer.is_prefix)
+            parts[_PREFIX_KEY] = weight, [float(place == home) for place in range(len(remaining))]
+        sums = ColumnSums(remaining, parts, is_clamped=True)
+        if self.picker is max_score:
+            return sums.ranked(request, random, most, is_cost=False)
+        return self.picker([sums.scored(place) for place in range(len(remaining))], random)
 
 
 class ProfileStages(NamedTuple):
@@ -187,9 +192,14 @@ class PickerConfig:
     def needs_answer_times(self) -> bool:
         return any(scorer.needs_answer_times for profile in self.profiles.values() for scorer in profile.scorers)
 
-    def run(self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random) -> ProfileStages:
-        """Run decode first; then encode and prefill, each if its decider wants it and it has a target."""
-        decode = self.profiles[self.decode].run(request, candidates, random)
+    def run(
+        self, request: RoutingRequest, candidates: Sequence[Candidate], random: Random, most: int | None = None
+    ) -> ProfileStages:
+        """Run decode first; then encode and prefill, each if its decider wants it and it has a target.
+
+        ``most`` is how many places of a stage the caller looks at; None: all.
+        """
+        decode = self.profiles[self.decode].run(request, candidates, random, most)
         if not decode:
             return ProfileStages(())
         target = decode[0].candidate
@@ -198,6 +208,6 @@ class PickerConfig:
             if name is None or decider is None or not decider(request, target):
                 return ()
             profile = self.profiles[name]
-            return profile.run(request, candidates, random)[: profile.endpoints_max]
+            return profile.run(request, candidates, random, most)[: profile.endpoints_max]
 
         return ProfileStages(decode, stage(self.prefill, self.prefill_decider), stage(self.encode, self.encode_decider))

@@ -13,10 +13,11 @@ from typing import TypeAlias
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.decide.policies import latency
+from waymark.decide.policies.columns import columns_of
 from waymark.decide.policies.policy import Candidate, Constant, RoutingRequest, Values, least_is_one
 from waymark.domain.targets import Gauges
 
-Scores: TypeAlias = list[float | None]
+Scores: TypeAlias = Sequence[float | None]
 """The scores of the candidates, in their order."""
 ScoreFunction: TypeAlias = Callable[[RoutingRequest, Sequence[Candidate], Values], Scores]
 
@@ -41,15 +42,17 @@ class Scorer:
 def _precise_prefix(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     whole = request.blocks * request.block_size
     if whole == 0:
-        return [0.0 for _ in candidates]
-    return [(candidate.device + 0.8 * (candidate.matched - candidate.device)) / whole for candidate in candidates]
+        return [0.0] * len(candidates)
+    return columns_of(candidates).by_match(
+        lambda candidate: (candidate.device + 0.8 * (candidate.matched - candidate.device)) / whole
+    )
 
 
 def _expected_prefix(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     whole = min(request.blocks, int(values.number("maxPrefixBlocksToMatch"))) * request.block_size
     if whole == 0:
-        return [0.0 for _ in candidates]
-    return [min(_history(candidate), whole) / whole for candidate in candidates]
+        return [0.0] * len(candidates)
+    return columns_of(candidates).by_match(lambda candidate: min(_history(candidate), whole) / whole)
 
 
 def _history(candidate: Candidate) -> int:
@@ -57,66 +60,73 @@ def _history(candidate: Candidate) -> int:
 
 
 def _no_hit_lru(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    if any(candidate.matched or candidate.expected or candidate.history for candidate in candidates):
-        return [0.5 for _ in candidates]
-    if len(candidates) == 1:
+    columns = columns_of(candidates)
+    if any(columns.by_match(lambda candidate: candidate.matched or candidate.expected or candidate.history or 0)):
+        return [0.5] * len(columns)
+    if len(columns) == 1:
         return [1.0]
     # Those that never took a cold request come first, in their order; then the one that did so longest ago.
-    places = sorted(range(len(candidates)), key=lambda index: (candidates[index].last_cold, index))
-    scores: Scores = [0.0] * len(candidates)
+    places = sorted(range(len(columns)), key=columns.last_cold.__getitem__)
+    scores = [0.0] * len(columns)
     for rank, index in enumerate(places):
-        scores[index] = 1.0 - rank / (len(candidates) - 1)
+        scores[index] = 1.0 - rank / (len(columns) - 1)
     return scores
 
 
 def _session(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    return [1.0 if candidate.instance_id == request.session else 0.0 for candidate in candidates]
+    return [1.0 if instance == request.session else 0.0 for instance in columns_of(candidates).instances]
 
 
 # ---- load ------------------------------------------------------------------------------------------
 
 
 def _active_requests(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    most = max(candidate.requests for candidate in candidates)
-    idle, best_busy = values.number("idleThreshold"), values.number("maxBusyScore")
+    columns = columns_of(candidates)
+    active, requests = columns.active, columns.requests
+    most, idle, best_busy = max(requests), values.number("idleThreshold"), values.number("maxBusyScore")
     return [
-        1.0 if candidate.active <= idle else (most - candidate.requests) / most * best_busy for candidate in candidates
+        1.0 if count <= idle else (most - weighted) / most * best_busy
+        for count, weighted in zip(active, requests, strict=True)
     ]
 
 
 def _lmetric(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    size = request.block_size
-    costs = [(request.blocks - candidate.matched // size) * size * (candidate.requests + 1) for candidate in candidates]
-    return [*least_is_one(costs)]
+    columns, size = columns_of(candidates), request.block_size
+    new = columns.by_match(lambda candidate: (request.blocks - candidate.matched // size) * size)
+    costs = [tokens * (requests + 1) for tokens, requests in zip(new, columns.requests, strict=True)]
+    return least_is_one(costs)
 
 
 # ---- scores by gauges ------------------------------------------------------------------------------
 
 
 def _kv_cache(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    return [None if candidate.gauges is None else 1.0 - candidate.gauges.kv_usage for candidate in candidates]
+    return columns_of(candidates).by_gauges("free", free_shares)
 
 
 def _queue(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    return _by_gauge(candidates, lambda gauges: gauges.waiting)
+    return columns_of(candidates).by_gauges("waiting", shortest_queues)
 
 
 def _running(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
-    return _by_gauge(candidates, lambda gauges: gauges.running)
+    return columns_of(candidates).by_gauges(
+        "running", lambda gauges: _by_gauge(gauges, lambda reading: reading.running)
+    )
 
 
 def _load_aware(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     threshold = values.number("threshold")
-    return [
-        None if candidate.gauges is None else 0.5 * (1.0 - min(candidate.gauges.waiting, threshold) / threshold)
-        for candidate in candidates
-    ]
+    return columns_of(candidates).by_gauges(
+        ("load", threshold),
+        lambda gauges: [
+            None if reading is None else 0.5 * (1.0 - min(reading.waiting, threshold) / threshold) for reading in gauges
+        ],
+    )
 
 
 def _adapter(request: RoutingRequest, candidates: Sequence[Candidate], values: Values) -> Scores:
     return [
-        None if candidate.gauges is None else _of_adapter(request.lora_name, candidate.gauges)
-        for candidate in candidates
+        None if gauges is None else _of_adapter(request.lora_name, gauges) for gauges in columns_of(candidates).gauges
     ]
 
 
@@ -167,19 +177,21 @@ def _in_range(tokens: int, least: int, most: int) -> float:
 # ---- how they are made ----------------------------------------------------------------------------
 
 
-def _by_gauge(candidates: Sequence[Candidate], amount: Callable[[Gauges], int]) -> Scores:
-    return _where_known(
-        [None if candidate.gauges is None else float(amount(candidate.gauges)) for candidate in candidates]
-    )
+def free_shares(gauges: Sequence[Gauges | None]) -> list[float | None]:
+    """Return the free share of each KV cache."""
+    return [None if reading is None else 1.0 - reading.kv_usage for reading in gauges]
 
 
-def _where_known(costs: Sequence[float | None]) -> Scores:
-    """Return the scores of ``least_is_one`` for the candidates with a cost; None for the others."""
-    known_costs = {index: cost for index, cost in enumerate(costs) if cost is not None}
-    if not known_costs:
-        return [None for _ in costs]
-    scores = dict(zip(known_costs, least_is_one(list(known_costs.values())), strict=True))
-    return [scores.get(index) for index in range(len(costs))]
+def shortest_queues(gauges: Sequence[Gauges | None]) -> list[float | None]:
+    """Return 1 for the shortest queue, and 0 for the longest."""
+    return _by_gauge(gauges, lambda reading: reading.waiting)
+
+
+def _by_gauge(gauges: Sequence[Gauges | None], amount: Callable[[Gauges], int]) -> list[float | None]:
+    """Return the scores of ``least_is_one`` for engines with gauges; None for the others."""
+    costs = [float(amount(reading)) for reading in gauges if reading is not None]
+    scores = iter(least_is_one(costs) if costs else ())
+    return [None if reading is None else next(scores) for reading in gauges]
 
 
 # ---- the table ------------------------------------------------------------------------------------
@@ -248,4 +260,6 @@ SCORERS: Mapping[str, Scorer] = {scorer.name: scorer for scorer in _SCORERS}
 
 def scored_by_label(request: RoutingRequest, candidates: Sequence[Candidate], label: str) -> Scores:
     """Score as ``context-length-aware`` does: by the range of lengths in each candidate's label."""
-    return [context_score(request.tokens, candidate.labels.get(label)) for candidate in candidates]
+    texts = [labels.get(label) for labels in columns_of(candidates).labels]
+    scores = {text: context_score(request.tokens, text) for text in set(texts)}
+    return [scores[text] for text in texts]

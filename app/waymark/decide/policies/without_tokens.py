@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from waymark.decide.policies.columns import CandidateColumns, RankedColumns, columns_of
 from waymark.decide.policies.policy import Candidate, Ranking, RoutingRequest, Scored
 from waymark.domain.status import Decision
 
@@ -18,33 +19,21 @@ def by_prefix_key(
     request: RoutingRequest, candidates: Sequence[Candidate], rank: Callable[[Sequence[Candidate]], Ranking]
 ) -> Ranking:
     """Rank candidates with ``rank`` for a prompt without tokens; there is at least one candidate."""
-    home = home_of(request, candidates)
-    if home is None:
-        return Ranking(rank(candidates).scored, Decision.LOAD)
+    columns = columns_of(candidates)
+    place = columns.home(request)
+    if place is None:
+        return Ranking(rank(columns).scored, Decision.LOAD)
+    home = columns[place]
     # At least one token, so that policies that compare shares see it for the shortest prompt, too.
-    supposed = [
-        candidate._replace(device=max(1, request.tokens)) if candidate is home else candidate
-        for candidate in candidates
-    ]
+    scored = rank(columns.supposing(place, home._replace(device=max(1, request.tokens)))).scored
+    if isinstance(scored, RankedColumns) and scored.is_by_key:
+        scored.show(place, home)
+        return Ranking(scored, Decision.PREFIX, home.publisher)
     scored = [
         candidate._replace(candidate=home) if candidate.candidate.publisher == home.publisher else candidate
-        for candidate in rank(supposed).scored
+        for candidate in scored
     ]
     return Ranking(first_by_key(request, scored), Decision.PREFIX, home.publisher)
-
-
-def with_home(
-    request: RoutingRequest, candidates: Sequence[Candidate], scored: Sequence[Scored], name: str, weight: float
-) -> Sequence[Scored]:
-    """Add the prefix key to scores, as a scorer that gives 1 to the target that it names."""
-    home = home_of(request, candidates)
-    if home is None:
-        return scored
-    result = []
-    for candidate in scored:
-        score = weight if candidate.candidate is home else 0.0
-        result.append(Scored(candidate.candidate, candidate.value + score, {**candidate.parts, name: score}))
-    return result
 
 
 def first_by_key(request: RoutingRequest, scored: Sequence[Scored]) -> Sequence[Scored]:
@@ -52,15 +41,19 @@ def first_by_key(request: RoutingRequest, scored: Sequence[Scored]) -> Sequence[
     equal = [candidate for candidate in scored if candidate.value == scored[0].value] if scored else []
     if len(equal) < 2:
         return scored
-    first = home_of(request, [candidate.candidate for candidate in equal])
+    first = home_of(request, equal)
     if first is None:
         return scored
     return sorted(scored, key=lambda candidate: candidate.candidate is not first)
 
 
-def home_of(request: RoutingRequest, candidates: Sequence[Candidate]) -> Candidate | None:
+def home_of(request: RoutingRequest, scored: Sequence[Scored]) -> Candidate | None:
     """Return the first candidate that the prefix key meets; None with tokens, or without a key."""
-    if request.ring is None or request.prefix_key is None:
+    if request.ring is None:
         return None
-    by_name = {(candidate.instance_id, candidate.dp_rank): candidate for candidate in candidates}
-    return next((by_name[name] for name in request.ring.clockwise(request.prefix_key) if name in by_name), None)
+    if isinstance(scored, RankedColumns):
+        columns = scored.columns
+    else:
+        columns = CandidateColumns([candidate.candidate for candidate in scored])
+    place = columns.home(request)
+    return None if place is None else columns[place]
