@@ -44,7 +44,7 @@ PARTS: dict[str, set[str]] = {
         *("base", "domain", "contract", "store", "chat", "decide"),
     },
     "epp": {"base", "domain", "chat", "decide"},
-    "api.dynamo": {"base", "domain", "contract", "store", "decide", "decide.policies", "api.http"},
+    "api.dynamo": {"base", "domain", "contract", "store", "decide", "api.http"},
     "api": {
         *("base", "domain", "store", "engines", "chat", "apply", "tokenization", "decide"),
         *("decide.policies", "discovery", "inspection", "contract", "api.http", "api.dynamo"),

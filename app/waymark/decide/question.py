@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Self
 from uuid import uuid4
 
 from waymark.decide.policies.policy import Candidate, Linear, Preset, Scored, Values
+from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.profile import PickerConfig
 from waymark.domain.answer_times import NO_TIMES, AskedTimes
 from waymark.domain.match import Walk
@@ -77,6 +78,13 @@ class PolicyChoice:
     def of(cls, policy: Preset | PickerConfig) -> Self:
         """Return a preset with its own constants, or a file."""
         return cls(policy, policy.values({})) if isinstance(policy, Preset) else cls(None, file=policy)
+
+    @classmethod
+    def named(cls, name: str, constants: Mapping[str, Any]) -> Self:
+        """Return a preset with these values of its constants. Names of no constant are ignored."""
+        chosen = PRESETS[name]
+        own = {constant.name for constant in chosen.constants}
+        return cls(chosen, chosen.values({constant: constants[constant] for constant in constants if constant in own}))
 
 
 @dataclass(frozen=True, slots=True)

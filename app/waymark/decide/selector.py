@@ -306,6 +306,12 @@ class Selector:
             headers=headers_of(best, prefill, offers.encode),
         )
 
+    async def target(self, group: GroupName, publisher: int) -> Candidate | None:
+        """Return a registered target by its id, without its loads."""
+        fleet = await self.snapshots.newest_fleet(group)
+        member = None if fleet is None else fleet.by_publisher.get(publisher)
+        return None if member is None else Candidate(member.publisher, *member.name, address=member.target.address)
+
     async def reserve(
         self, group: GroupName, candidate: Candidate, tokens: int, context: int, milliseconds: int
     ) -> Reservation:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from waymark.api.dynamo.queries import is_worker_id
 from waymark.api.dynamo.schemas import DynamoPromptRequest, DynamoReservationRequest, DynamoSelectRequest
@@ -23,9 +23,7 @@ from waymark.contract.dynamo import (
     DynamoOverlapScores,
 )
 from waymark.decide.options import PromptOptions
-from waymark.decide.policies.policy import Candidate, Scored
-from waymark.decide.policies.presets import PRESETS
-from waymark.decide.question import HashedPrompt, PolicyChoice, PromptOf, Question
+from waymark.decide.question import HashedPrompt, PolicyChoice, PromptOf, Question, RankedTargets
 from waymark.decide.selector import Selector
 from waymark.domain.hashing import block_keys, namespace
 from waymark.domain.keys import KEY_BYTES
@@ -36,7 +34,6 @@ from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 
 PromptRequest: TypeAlias = DynamoSelectRequest | DynamoPromptRequest | DynamoReservationRequest
-_CONSTANTS = {constant.name for constant in PRESETS["dynamo"].constants}
 
 
 class DynamoInputs:
@@ -63,10 +60,7 @@ class DynamoInputs:
 
     def policy(self, overrides: Mapping[str, Any] | None) -> PolicyChoice:
         """Return the policy of the configuration, or Dynamo's with the constants that a request sets."""
-        if not overrides:
-            return self._selector.default_policy
-        preset = PRESETS["dynamo"]
-        return PolicyChoice(preset, preset.values({name: overrides[name] for name in overrides if name in _CONSTANTS}))
+        return PolicyChoice.named("dynamo", overrides) if overrides else self._selector.default_policy
 
     def prompt(self, request: PromptRequest, body: Body) -> PromptOf:
         """Return the prompt that a body has as tokens or as hashes. Raise ``InvalidValue`` if it has neither."""
@@ -109,6 +103,31 @@ def none_schedulable(group: GroupName) -> NoTarget:
 NONE_THERE = DynamoRank()
 
 
+class WorkerLoad(NamedTuple):
+    """The load of a worker, and its part of a prompt, in tokens."""
+
+    worker_id: int
+    dp_rank: int
+    device: int
+    """The tokens of the prompt that the worker has on its device."""
+    wait: int
+    """Prefill tokens of its reservations still to be computed."""
+    context: int
+    """Prompt tokens of its requests under way."""
+    active: int
+    """The number of these requests."""
+
+    def answer(self, tokens: int, blocks: int) -> DynamoLoad:
+        """Return the load as the API has it, with so much work under way."""
+        return DynamoLoad(
+            worker_id=self.worker_id,
+            dp_rank=self.dp_rank,
+            potential_prefill_tokens=tokens,
+            potential_decode_blocks=blocks,
+            active_requests=self.active,
+        )
+
+
 class DynamoLoadHandlers:
     """Handlers of scores and loads."""
 
@@ -119,15 +138,15 @@ class DynamoLoadHandlers:
 
     async def overlap_scores(self, body: Body) -> Answer:
         """Return each worker's share of a prompt, in blocks."""
-        scored, walk, prompt, block_size = await self._all(body)
+        loads, walk, prompt, block_size = await self._all(body)
         rows = {} if walk is None else dynamo_rows(walk)
         workers = []
-        for candidate in scored:
-            row = rows.get(candidate.instance_id, {}).get(candidate.dp_rank, NONE_THERE)
+        for load in loads:
+            row = rows.get(str(load.worker_id), {}).get(load.dp_rank, NONE_THERE)
             workers.append(
                 DynamoOverlap(
-                    worker_id=int(candidate.instance_id),
-                    dp_rank=candidate.dp_rank,
+                    worker_id=load.worker_id,
+                    dp_rank=load.dp_rank,
                     device_blocks=row.gpu,
                     host_pinned_blocks=row.cpu,
                     disk_blocks=row.disk,
@@ -147,15 +166,14 @@ class DynamoLoadHandlers:
 
     async def potential_loads(self, body: Body) -> Answer:
         """Return the work that each worker would have if the prompt went there."""
-        scored, _, prompt, block_size = await self._all(body)
+        loads, _, prompt, block_size = await self._all(body)
         return Answer(
             [
-                _load(
-                    candidate,
-                    candidate.wait + max(0, prompt.tokens - candidate.device),
-                    candidate.context // block_size + prompt.tokens // block_size,
+                load.answer(
+                    load.wait + max(0, prompt.tokens - load.device),
+                    load.context // block_size + prompt.tokens // block_size,
                 )
-                for candidate in scored
+                for load in loads
             ]
         )
 
@@ -179,19 +197,18 @@ class DynamoLoadHandlers:
             ranked = await self._selector.score(question)
             if ranked is None:
                 continue
-            workers = _workers(ranked.scored)
             rows.append(
                 DynamoGroupLoads(
                     model_name=group.model_name,
                     routing_group=group.tenant_id,
-                    loads=[_load(worker, worker.wait, worker.context // block_size) for worker in workers],
+                    loads=[load.answer(load.wait, load.context // block_size) for load in _loads(ranked)],
                     pending_count=0,
                     pending_isl_tokens=0,
                 )
             )
         return Answer(rows)
 
-    async def _all(self, body: Body) -> tuple[Sequence[Candidate], Walk | None, HashedPrompt, int]:
+    async def _all(self, body: Body) -> tuple[Sequence[WorkerLoad], Walk | None, HashedPrompt, int]:
         """Return every worker for a prompt."""
         request = DynamoPromptRequest.of(body.fields)
         group = request.group
@@ -205,25 +222,20 @@ class DynamoLoadHandlers:
             cache_salt=request.cache_salt,
         )
         ranked = await self._selector.score(question)
-        workers = _workers(() if ranked is None else ranked.scored)
-        return workers, None if ranked is None else ranked.walk, cache[block_size], block_size
+        if ranked is None:
+            return [], None, cache[block_size], block_size
+        return _loads(ranked), ranked.walk, cache[block_size], block_size
 
 
 def _nothing(tokens: int, _: int) -> HashedPrompt:
     return HashedPrompt(tokens, b"")
 
 
-def _load(candidate: Candidate, tokens: int, blocks: int) -> DynamoLoad:
-    return DynamoLoad(
-        worker_id=int(candidate.instance_id),
-        dp_rank=candidate.dp_rank,
-        potential_prefill_tokens=tokens,
-        potential_decode_blocks=blocks,
-        active_requests=candidate.active,
+def _loads(ranked: RankedTargets) -> list[WorkerLoad]:
+    """Return the loads of the workers among the candidates, by their ids: equal scores come in any order."""
+    candidates = (scored.candidate for scored in ranked.scored)
+    return sorted(
+        WorkerLoad(int(each.instance_id), each.dp_rank, each.device, each.wait, each.context, each.active)
+        for each in candidates
+        if is_worker_id(each.instance_id)
     )
-
-
-def _workers(scored: Sequence[Scored]) -> list[Candidate]:
-    """Return the workers among the candidates, by their ids: those of equal scores come in any order."""
-    candidates = (candidate.candidate for candidate in scored if is_worker_id(candidate.candidate.instance_id))
-    return sorted(candidates, key=lambda item: (int(item.instance_id), item.dp_rank))

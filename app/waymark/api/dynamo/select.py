@@ -27,7 +27,6 @@ from waymark.contract.dynamo import (
     DynamoSelectAnswer,
 )
 from waymark.decide.fail_open import Cause, StartupGate
-from waymark.decide.policies.policy import Candidate
 from waymark.decide.question import HashedPrompt, Question, SelectParameters
 from waymark.decide.selector import Selector
 from waymark.domain.books import Usage
@@ -104,7 +103,7 @@ class DynamoSelect:
             wanted = await self._wanted(request, group, body)
         if not await self._store.selections.change(request.selection_id, old_state, _BEGUN, _PENDING_MS):
             raise _taken(request.selection_id)
-        candidate = await self._target(group, wanted)
+        candidate = await self._selector.target(group, wanted.publisher)
         if candidate is None:
             await self._forget(request.selection_id)
             raise _no_pending(request.selection_id, group)
@@ -190,7 +189,7 @@ class DynamoSelect:
             dp_rank=candidate.dp_rank,
             endpoint=candidate.address,
             block_size=block_size,
-            overlap=_overlap(selected.walk, candidate, block_size),
+            overlap=_overlap(selected.walk, candidate.instance_id, block_size),
             effective_prefill_tokens=new,
             potential_decode_blocks=candidate.context // block_size + -(-prompt.tokens // block_size),
         )
@@ -225,11 +224,6 @@ class DynamoSelect:
                 return Reservation(0, member.publisher, tokens, context or 0, "0" * 16)
         raise NotFound(f"Worker WorkerWithDpRank {{ worker_id: {worker}, dp_rank: {request.dp_rank} }} not found")
 
-    async def _target(self, group: GroupName, wanted: Reservation) -> Candidate | None:
-        fleet = await self._selector.snapshots.newest_fleet(group)
-        member = None if fleet is None else fleet.by_publisher.get(wanted.publisher)
-        return None if member is None else Candidate(member.publisher, *member.name, address=member.target.address)
-
     # ---- the state of an id --------------------------------------------------------------------------
 
     async def _begin(self, selection_id: str, state: str = _BEGUN) -> None:
@@ -252,9 +246,9 @@ class DynamoSelect:
         await asyncio.shield(self._store.selections.change(selection_id, _BEGUN, ""))
 
 
-def _overlap(walk: Walk | None, candidate: Candidate, block_size: int) -> DynamoInstance:
+def _overlap(walk: Walk | None, instance_id: str, block_size: int) -> DynamoInstance:
     """Return the worker's share of a prompt, in tokens, over all of its ranks."""
-    ranks = {} if walk is None else dynamo_rows(walk).get(candidate.instance_id, {})
+    ranks = {} if walk is None else dynamo_rows(walk).get(instance_id, {})
     rows = [ranks[rank] for rank in sorted(ranks)] or [NONE_THERE]
     disk = max(row.disk for row in rows) * block_size
     return DynamoInstance(
