@@ -30,7 +30,7 @@ from waymark.base.errors import ServiceUnreachable
 from waymark.base.settings import Settings
 from waymark.base.shape import parse
 from waymark.cli import remote
-from waymark.console import ask, books, decisions, events
+from waymark.console import ask, decisions, events
 from waymark.console.publishers import not_used
 from waymark.console.screen import Grid
 from waymark.console.service import RemoteService
@@ -600,7 +600,7 @@ def test_a_reservation_is_made_last_so_that_it_is_always_shown() -> None:
 
 def target(instance_id: str | None, earned: int, **fields: Any) -> BookOfTarget:
     named = {"tenant_id": "t", "model_name": "m", "instance_id": instance_id, "dp_rank": 0, "credit": 1.0}
-    sums: dict[str, Any] = dict.fromkeys((*books.SUMMED, "prompt_tokens", "completion_tokens"), 0) | {
+    sums: dict[str, Any] = dict.fromkeys((*decisions.SUMMED, "prompt_tokens", "completion_tokens"), 0) | {
         "chosen_by_medium": {}
     }
     sums |= {"ttft_ms": None, "requests": 1, "expected": 10, "delivered": 8, "earned": earned}
@@ -610,15 +610,15 @@ def target(instance_id: str | None, earned: int, **fields: Any) -> BookOfTarget:
 def test_books_are_added_up_by_engine_model_or_tenant() -> None:
     targets = [target("a", 1), target("b", 5, credit=0.5), target(None, 2), target("a", 7, model_name="other")]
 
-    assert [(each["instance_id"], each["earned"]) for each in books.added(targets, "engine")] == [
+    assert [(each["instance_id"], each["earned"]) for each in decisions.added(targets, "engine")] == [
         ("a", 7), ("b", 5), (None, 2), ("a", 1),
     ]  # fmt: skip
-    by_model = books.added(targets, "model")
+    by_model = decisions.added(targets, "model")
     assert [(each["model_name"], each["earned"], each["credit"]) for each in by_model] == [
         ("m", 8, 0.5),
         ("other", 7, 1.0),
     ]
-    assert [each["requests"] for each in books.added(targets, "tenant")] == [4]
+    assert [each["requests"] for each in decisions.added(targets, "tenant")] == [4]
 
 
 async def test_books_say_what_routing_earned(live: Live) -> None:

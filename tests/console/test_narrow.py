@@ -19,7 +19,7 @@ from tests.ports import unused_port
 from waymark import cli
 from waymark.cli import demonstration as demo
 from waymark.cli.parser import COMMANDS as COMMANDS_OF_THE_SHELL
-from waymark.console import ask, books, decisions, progress, publishers
+from waymark.console import ask, decisions, progress, publishers
 from waymark.console.screen import Screen, ScreenPart
 from waymark.domain.hashing import extend, token_bytes
 
@@ -33,7 +33,7 @@ PUBLISHER = publisher_row(
     load={"requests": 3, "tokens": 0},
     complaint="no connection to tcp://10.0.0.7:5557: the connection was refused; is the engine running?",
 )
-LINE = dict.fromkeys(books.SUMMED, 1_234_567) | {
+LINE = dict.fromkeys(decisions.SUMMED, 1_234_567) | {
     "tenant_id": "default",
     "model_name": "Qwen/Qwen3-0.6B",
     "instance_id": "vllm-decode-0",
@@ -65,7 +65,7 @@ def drawn() -> dict[str, Sequence[ScreenPart]]:
     row |= {"not_used": ""}
     return {
         "publishers": publishers.parts(of_publishers | {"publishers": [PUBLISHER]}),
-        "books": books.parts({"total": SimpleNamespace(**LINE), "minutes": 60, "lines": [LINE]}),
+        "books": decisions.parts_of_books({"total": SimpleNamespace(**LINE), "minutes": 60, "lines": [LINE]}),
         "select": decisions.parts_of_selection(
             {"selected": selection, "scores": [SCORE], "total_tokens": 132, "not_considered": {}}
         ),

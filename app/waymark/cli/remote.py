@@ -374,7 +374,7 @@ def _top(service: RemoteService, arguments: argparse.Namespace, screen: Screen) 
 def _books(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
     from importlib.util import find_spec
 
-    from waymark.console.books import books, draw, parts
+    from waymark.console.decisions import books, draw, parts_of_books
 
     if arguments.plot is not None and find_spec("matplotlib") is None:
         print("waymark books: --plot needs matplotlib: pip install 'waymark[plot]', or leave it out", file=sys.stderr)
@@ -385,7 +385,7 @@ def _books(service: RemoteService, arguments: argparse.Namespace, screen: Screen
     if arguments.json:
         screen.write(json.dumps(plain(report), indent=2))
     else:
-        screen.show(parts(report))
+        screen.show(parts_of_books(report))
     return EXIT_OK
 
 
