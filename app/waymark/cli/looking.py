@@ -35,15 +35,15 @@ def run(arguments: argparse.Namespace) -> int:
 def show(service: RemoteService | None, arguments: argparse.Namespace, screen: Screen) -> int:
     """Ask the service, and print its answer; without one only a namespace is computed."""
     if service is None:
-        from waymark.console import lookups
+        from waymark.console import views
 
-        screen.show(lookups.of_namespace(arguments))
+        screen.show(views.of_namespace(arguments))
         return EXIT_OK
     if arguments.command == "inspect":
         _inspect(service, arguments, screen)
         return EXIT_OK
-    from waymark.console import status_view
     from waymark.console.inspections import drains_of, status_of
+    from waymark.console.views import parts_of_status
 
     try:
         return print_answer(
@@ -51,7 +51,7 @@ def show(service: RemoteService | None, arguments: argparse.Namespace, screen: S
             arguments,
             screen,
             status_of,
-            lambda answer: status_view.parts(answer, is_plain=screen.is_plain, drains=drains_of(service, answer)),
+            lambda answer: parts_of_status(answer, is_plain=screen.is_plain, drains=drains_of(service, answer)),
         )
     except KeyboardInterrupt:
         if arguments.watch:
@@ -83,13 +83,13 @@ def _service(arguments: argparse.Namespace) -> Iterator[RemoteService]:
 
 
 def _inspect(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> None:
-    from waymark.console import inspections, lookups
+    from waymark.console import inspections, views
 
     if arguments.what == "keys" or arguments.keys:
         screen.write(str(inspections.keys_of(service, arguments)))
     elif arguments.what == "prompt":
         screen.show(inspections.drawn(inspections.inspected(service, arguments), screen, top=arguments.top))
     elif arguments.what == "block":
-        screen.show(lookups.block(inspections.block_of(service, arguments).rows))
+        screen.show(views.block(inspections.block_of(service, arguments).rows))
     else:
-        screen.show(lookups.holder(inspections.holder_of(service, arguments).holders))
+        screen.show(views.holder(inspections.holder_of(service, arguments).holders))

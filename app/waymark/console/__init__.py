@@ -6,5 +6,5 @@ prompts. They need neither Redis nor a package of the server.
 
 ``waymark status`` and ``waymark inspect`` ask it, too; with only a URL of Redis, ``LocalService`` calls the same
 handlers in the process, so they show the truth even if no replica runs. ``screen`` prints (colours and boxes on a
-terminal, plain lines elsewhere), ``status_view``, ``cells`` and ``lookups`` draw, ``arguments`` has all flags.
+terminal, plain lines elsewhere), ``views`` draws, ``arguments`` has all flags.
 """
