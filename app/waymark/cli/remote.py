@@ -207,8 +207,8 @@ def _print_answer(service: RemoteService, arguments: argparse.Namespace, screen:
             from waymark.console.decisions import parts_of_policies as parts
             from waymark.console.decisions import policies as command
         case "placement":
-            from waymark.console.placement import parts
-            from waymark.console.placement import placement as command
+            from waymark.console.drain import parts_of_placement as parts
+            from waymark.console.drain import placement as command
         case _:
             from waymark.console.publishers import parts
             from waymark.console.publishers import publishers as command
@@ -289,8 +289,7 @@ def _repair(service: RemoteService, arguments: argparse.Namespace) -> int:
 
 def _drain(service: RemoteService, arguments: argparse.Namespace) -> int:
     from waymark.base.errors import InvalidValue
-    from waymark.console.drain import drain, drain_all, named
-    from waymark.console.placement import cheapest, why
+    from waymark.console.drain import cheapest, drain, drain_all, named, why
 
     if (arguments.engine is None) == (arguments.cheapest is None):
         raise InvalidValue("waymark drain needs the NAME of an engine, or --cheapest N with --model, and not both")
