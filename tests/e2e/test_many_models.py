@@ -35,9 +35,6 @@ async def test_more_models_than_may_be_open(redis_url: str, tmp_path: Path) -> N
             return await live.metric("waymark_tokenizers_closed_total")
 
         async def in_turn() -> None:
-            for number in range(OPEN_MAX):
-                await is_right(number, "one")
-            assert await closed() == 0
             await is_right(OPEN_MAX, "one")
             assert await closed() == 1
             await is_right(0, "two")  # the one that was closed
@@ -48,6 +45,10 @@ async def test_more_models_than_may_be_open(redis_url: str, tmp_path: Path) -> N
                 for number in range(len(kinds)):
                     tasks.create_task(is_right(number, "several"))
 
+        for number in range(OPEN_MAX):
+            await is_right(number, "one")
+        assert await closed() == 0
+        assert len(children(live.pid)) == OPEN_MAX
         for use in (in_turn, at_once):
             using = asyncio.create_task(use())
             assert await slowest_answer(live, using) <= patient(OTHERS_SECONDS)
