@@ -30,6 +30,7 @@ from waymark.decide.policies.scorers import SCORERS
 from waymark.decide.question import HashedPrompt, PolicyChoice, Question
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.match import TargetRow
+from waymark.domain.status import Decision
 from waymark.domain.targets import Gauges, Role
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import Load
@@ -223,6 +224,20 @@ def test_a_filter_by_registrations_is_asked_once() -> None:
     other = Fleet(fleet.table)
     asked(policy, other, loads, {})
     assert len(counts) == 2, "another table has other targets"
+
+
+def test_composite_makes_a_ring_only_where_it_falls_back() -> None:
+    fleet, loads = busy_fleet(60)
+    assert asked(PolicyChoice.of(PRESETS["composite"]), fleet, loads, {}).decision is Decision.KV_AWARE
+    assert fleet.rings == {}
+    cold = fleet_of(Random(1), 60)
+    request = RoutingRequest(SIZE * BLOCKS, SIZE, prefix_key=bytes(32))
+    question = Question(GROUP, lambda size: HashedPrompt(1000, b""), PolicyChoice.of(PRESETS["composite"]))
+    matches = PromptMatches(request, PromptState({}, loads, {}, {}), b"")
+    found = order(GroupSnapshot(GroupEntry(1, 1), cold), matches, question, Random(1))
+    assert found is not None
+    assert found.decision is Decision.FALLBACK
+    assert list(cold.rings) == [POINTS]
 
 
 def test_filters_of_files_that_were_read_again_are_forgotten() -> None:

@@ -41,7 +41,7 @@ from waymark.decide.policies.policy import (
     least_new,
     read_constants,
 )
-from waymark.decide.policies.ring import POINTS, Ring
+from waymark.decide.policies.ring import POINTS, LazyRing, Ring
 from waymark.decide.policies.without_tokens import by_prefix_key, home_of
 from waymark.decide.question import PolicyChoice, Question
 from waymark.decide.snapshot import GroupSnapshot
@@ -298,11 +298,8 @@ def rank(
         scored = policy.file.profiles[policy.file.decode].run(request, candidates, random, most)
         return Ranking(scored, *_by_key(request, scored))
     assert policy.values is not None
-    ring = None
-    if policy.preset.name == "sticky":
-        ring = fleet.ring(int(policy.values.number("virtual_nodes")))
-    elif policy.preset.name == "composite" and policy.values.word("fallback") == "sticky":
-        ring = fleet.ring(POINTS)
+    points = int(policy.values.number("virtual_nodes")) if policy.preset.name == "sticky" else POINTS
+    ring = LazyRing(lambda: fleet.ring(points))
     if request.session is not None:
         most = None  # the ranks of the session's instance come first, wherever the policy has them
     inputs = Inputs(request, candidates, policy.values, random, ring, most, active_bound)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import SHOWN_MAX, shown
-from waymark.decide.policies.ring import Ring
 from waymark.domain.answer_times import NO_TIMES, AnswerTimes, AskedTimes
 from waymark.domain.status import Decision
 from waymark.domain.targets import Gauges, Role
@@ -281,7 +280,7 @@ class Inputs(NamedTuple):
     candidates: Sequence[Candidate]
     values: Values
     random: Random
-    ring: Ring | None = None
+    ring: RingPlaces | None = None
     """A ring of the targets' names; without one it is built for the call."""
     most: int | None = None
     """The number of places that the caller looks at, if the others need no place; None: all."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from waymark.domain.hashing import text_hash
@@ -48,6 +48,17 @@ class Ring:
                 yield names[index]
                 if len(visited) == self._count:
                     return
+
+
+class LazyRing:
+    """A ring that is made when a key first asks it: the ring of a large fleet takes long to make."""
+
+    def __init__(self, make: Callable[[], Ring]) -> None:
+        self._make = make
+
+    def clockwise(self, key: bytes) -> Iterator[tuple[str, int]]:
+        """Yield the names of all targets; see ``Ring``."""
+        return self._make().clockwise(key)
 
 
 def bound(active: int, targets: int, epsilon: float = EPSILON) -> int:
