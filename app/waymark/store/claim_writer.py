@@ -106,15 +106,7 @@ class ClaimWriter:
         lacks names of ``known`` without a claim.
         """
         claims, without_claim = await self._as_registered(registrations)
-        new = [registration for registration in without_claim if registration.name not in known]
-        ids = await asyncio.gather(*(self._new_ids(registration) for registration in new))
-        wanted = [
-            _claim_of(registration, answer) for registration, answer in zip(new, ids, strict=True) if answer.is_applied
-        ]
-        results = await asyncio.gather(
-            *(self.replace(new_claim.registration.name, b"", new_claim) for new_claim in wanted)
-        )
-        new_claims = [claim for claim in results if claim is not None]
+        new_claims = await self._claimed([each for each in without_claim if each.name not in known])
         claims += new_claims
         grants = await asyncio.gather(*(self._begin(claim) for claim in claims))
         claims = [claim for claim, outcome in zip(claims, grants, strict=True) if outcome.is_applied]
@@ -138,6 +130,15 @@ class ClaimWriter:
             if claim.registration.name in new_names:
                 self._note(ActivityKind.REGISTERED, **about(claim.registration), detail="")
         return new_names
+
+    async def _claimed(self, new: Sequence[Registration]) -> list[Claim]:
+        """Claim the names of new publishers under new ids. The result lacks those that another caller claims first."""
+        ids = await asyncio.gather(*(self._new_ids(registration) for registration in new))
+        wanted = [
+            _claim_of(registration, answer) for registration, answer in zip(new, ids, strict=True) if answer.is_applied
+        ]
+        results = await asyncio.gather(*(self.replace(claim.registration.name, b"", claim) for claim in wanted))
+        return [claim for claim in results if claim is not None]
 
     async def _as_registered(self, registrations: Sequence[Registration]) -> tuple[list[Claim], list[Registration]]:
         """Return the claims of those registered in just this way, and the registrations without a claim."""

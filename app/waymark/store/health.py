@@ -154,17 +154,11 @@ class HealthWatch:
 
     def _complaints(self, info: Mapping[str, Any]) -> Iterable[tuple[HealthReason, str]]:
         policy = str(info.get("maxmemory_policy", "noeviction"))
-        if policy.startswith("volatile-"):
+        if policy != "noeviction":
             yield (
                 HealthReason.EVICTION,
-                f"Redis has maxmemory-policy {policy}, which evicts keys with a time to live, such as leases: "
-                "streams would move between workers again and again; set maxmemory-policy to noeviction",
-            )
-        elif policy != "noeviction":
-            yield (
-                HealthReason.EVICTION,
-                f"Redis has maxmemory-policy {policy}, which evicts any key: blocks, registrations and the order of "
-                "events would be lost without a trace; set maxmemory-policy to noeviction",
+                f"Redis has maxmemory-policy {policy}, which evicts {_evicted(policy)}; "
+                "set maxmemory-policy to noeviction",
             )
         version = str(info.get("redis_version", ""))
         if (number := _version(version)) is not None and number < _OLDEST:
@@ -197,6 +191,13 @@ class HealthWatch:
                 f"Redis uses {used} of {most} bytes and refuses writes: queries are answered, nothing is indexed or "
                 "registered; raise maxmemory, or spread the blocks over a Cluster",
             )
+
+
+def _evicted(policy: str) -> str:
+    """Return the keys that Redis evicts by this policy, and the consequence."""
+    if policy.startswith("volatile-"):
+        return "keys with a time to live, such as leases: streams would move between workers again and again"
+    return "any key: blocks, registrations and the order of events would be lost without a trace"
 
 
 def seed_of(raw: bytes) -> int:
