@@ -22,9 +22,9 @@ from waymark.decide.matches import PromptMatches
 from waymark.decide.order import Offers, order
 from waymark.decide.policies import filters
 from waymark.decide.policies.columns import CandidateColumns, columns_of
-from waymark.decide.policies.policy import Candidate, Preset, RoutingRequest, read_constants
+from waymark.decide.policies.policy import Candidate, Filter, Preset, RoutingRequest, read_constants
 from waymark.decide.policies.presets import PRESETS
-from waymark.decide.policies.profile import PickerConfig, Profile, WeightedScorer
+from waymark.decide.policies.profile import PICKERS, PickerConfig, Profile, WeightedScorer, max_score
 from waymark.decide.policies.ring import POINTS
 from waymark.decide.policies.scorers import SCORERS
 from waymark.decide.question import HashedPrompt, PolicyChoice, Question
@@ -50,8 +50,9 @@ def file_of(random: Random) -> PickerConfig:
         scorers.append(
             WeightedScorer(name, random.choice((0.5, 1.0, 3.0)), score, row.needs_gauges, False, row.is_prefix)
         )
-    kept = random.choice(((), (is_small,), (filters.decode_filter, is_small)))
-    profiles = {"decode": Profile("decode", kept, tuple(scorers))}
+    choices: list[tuple[Filter, ...]] = [(), (is_small,), (filters.decode_filter, is_small)]
+    picker = random.choice([max_score, *PICKERS.values()])
+    profiles = {"decode": Profile("decode", random.choice(choices), tuple(scorers), picker)}
     if random.random() < 0.5:
         return PickerConfig(profiles, "decode")
     profiles["prefill"] = Profile("prefill", (is_small,), tuple(scorers[:1]))
@@ -172,23 +173,23 @@ def asked(
     return found
 
 
-def usual_file(*kept: Any) -> PolicyChoice:
+def usual_file(*kept: Filter, picker: str = "max-score-picker") -> PolicyChoice:
     names = ("precise-prefix-cache-scorer", "kv-cache-utilization-scorer", "queue-scorer", "active-request-scorer")
     scorers = [
         WeightedScorer(name, 1.0, partial(SCORERS[name].score, values=read_constants(SCORERS[name].parameters, {}, "")))
         for name in names
     ]
-    return PolicyChoice.of(PickerConfig({"p": Profile("p", kept, tuple(scorers))}, "p"))
+    return PolicyChoice.of(PickerConfig({"p": Profile("p", kept, tuple(scorers), PICKERS[picker])}, "p"))
 
 
 @pytest.mark.parametrize(
     ("name", "has_tokens"),
-    [("dynamo", True), ("hicache", True), *itertools.product(("composite", "llm-d", "file"), (True, False))],
+    [("dynamo", True), ("hicache", True), *itertools.product(("composite", "llm-d", *PICKERS), (True, False))],
 )
 def test_few_candidates_are_made_however_many_targets_there_are(
     name: str, has_tokens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = usual_file(is_small) if name == "file" else choice_of(name, Random(1))
+    policy = usual_file(is_small, picker=name) if name in PICKERS else choice_of(name, Random(1))
     made: list[int] = []
     candidates = Fleet.candidates
 

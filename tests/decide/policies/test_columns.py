@@ -115,7 +115,12 @@ def test_an_order_is_that_of_all_candidates_however_few_are_made_at_once(
 def test_only_those_are_made_that_somebody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     scored = ColumnSums.scored
-    monkeypatch.setattr(ColumnSums, "scored", lambda self, place: made.append(place) or scored(self, place))
+
+    def noted(self: ColumnSums, place: int) -> Scored:
+        made.append(place)
+        return scored(self, place)
+
+    monkeypatch.setattr(ColumnSums, "scored", noted)
     found = sums_of(True).ranked(prompt(64), Random(1), 3, is_cost=True)
     assert [found[0], *found[:3]]
     assert len(made) == 3

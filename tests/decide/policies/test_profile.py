@@ -17,6 +17,7 @@ from waymark.decide.policies.policy import Candidate, RoutingRequest, Scored
 from waymark.decide.policies.profile import (
     PICKERS,
     HistoryTerms,
+    Picker,
     PickerConfig,
     Profile,
     Speculation,
@@ -36,10 +37,6 @@ ALL = [A, B, C]
 
 def names(scored: Sequence[Scored]) -> list[str]:
     return [each.candidate.instance_id for each in scored]
-
-
-def scored(*values: float) -> list[Scored]:
-    return [Scored(target(f"t{place}"), value, {}) for place, value in enumerate(values)]
 
 
 def scorer(name: str, weight: float, *scores: float | None, is_prefix: bool = False, **needs: bool) -> WeightedScorer:
@@ -62,25 +59,30 @@ def without(*left_out: str) -> Callable[[RoutingRequest, Sequence[Candidate]], l
 # ---- pickers ------------------------------------------------------------------------------------------
 
 
+def picked(picker: Picker, scores: Sequence[float], random: Random) -> list[str]:
+    """The candidates in the order in which they are taken."""
+    numbers = picker(scores, random)
+    return [f"t{place}" for place in sorted(range(len(scores)), key=lambda place: -numbers[place])]
+
+
 @pytest.mark.parametrize("picker", PICKERS)
 @settings(max_examples=examples(40))
 @given(st.lists(st.floats(-1, 5), max_size=8), st.integers(0, 99))
 def test_a_picker_orders_each_candidate_once(picker: str, values: list[float], seed: int) -> None:
-    some = scored(*values)
-    assert sorted(names(PICKERS[picker](some, Random(seed)))) == sorted(names(some))
+    assert sorted(picked(PICKERS[picker], values, Random(seed))) == sorted(f"t{place}" for place in range(len(values)))
 
 
 def test_the_greatest_score_is_first() -> None:
-    assert names(max_score(scored(0.1, 0.9, -3.0, 0.5), Random(1))) == ["t1", "t3", "t0", "t2"]
+    assert picked(max_score, (0.1, 0.9, -3.0, 0.5), Random(1)) == ["t1", "t3", "t0", "t2"]
 
 
 def test_any_may_be_first_by_chance() -> None:
-    first = Counter(names(by_chance(scored(0.0, 0.0, 9.0), Random(seed)))[0] for seed in range(300))
+    first = Counter(picked(by_chance, (0.0, 0.0, 9.0), Random(seed))[0] for seed in range(300))
     assert all(60 < first[name] < 140 for name in ("t0", "t1", "t2")), first
 
 
 def test_a_greater_score_is_more_likely_first_and_a_score_of_zero_is_last() -> None:
-    orders = [names(weighted_by_chance(scored(3.0, 1.0, 0.0, -1.0), Random(seed))) for seed in range(400)]
+    orders = [picked(weighted_by_chance, (3.0, 1.0, 0.0, -1.0), Random(seed)) for seed in range(400)]
     first = Counter(order[0] for order in orders)
     # Three of four, and one of four.
     assert 260 < first["t0"] < 340

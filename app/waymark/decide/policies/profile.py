@@ -1,6 +1,6 @@
 """A profile: filters, then scorers with their weights, then a picker; and which profiles a request goes through.
 
-A picker turns scores into the chosen candidate and the next best ones.
+A picker turns scores into the order in which candidates are taken.
 """
 
 from __future__ import annotations
@@ -11,38 +11,37 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, TypeAlias
 
-from waymark.decide.policies.columns import ColumnSums, columns_of
-from waymark.decide.policies.policy import Candidate, Filter, RoutingRequest, Scored, ranked
+from waymark.decide.policies.columns import ColumnSums, RankedColumns, columns_of
+from waymark.decide.policies.policy import Candidate, Filter, RoutingRequest, Scored
 from waymark.decide.policies.pure_columns import Column
 from waymark.decide.policies.scorers import Scores
 
-Picker: TypeAlias = Callable[[Sequence[Scored], Random], Sequence[Scored]]
-"""A function that returns all candidates, in the order in which they would be taken."""
+Picker: TypeAlias = Callable[[Sequence[float], Random], Sequence[float]]
+"""A function of the scores that returns a number of each candidate; the one with the greatest number is taken first."""
 
 
-def max_score(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
-    """Order by score, greatest first; equal ones by chance."""
-    return ranked(scored, random, is_cost=False).scored
+def max_score(scores: Sequence[float], random: Random) -> Sequence[float]:
+    """Take the greatest score first."""
+    return scores
 
 
-def by_chance(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
-    """Return the candidates in random order."""
-    return random.sample(list(scored), len(scored))
+def by_chance(scores: Sequence[float], random: Random) -> Sequence[float]:
+    """Take the candidates in random order."""
+    return random.sample(range(len(scores)), len(scores))
 
 
-def weighted_by_chance(scored: Sequence[Scored], random: Random) -> Sequence[Scored]:
-    """Return the candidates in random order, those with greater scores more likely first.
+def weighted_by_chance(scores: Sequence[float], random: Random) -> Sequence[float]:
+    """Take the candidates in random order, those with greater scores more likely first.
 
     Each candidate gets ``u ** (1 / score)``, with ``u`` uniform in 0 to 1, and the greatest comes first. This is
     algorithm A-Res of Efraimidis and Spirakis, "Weighted random sampling with a reservoir" (2006). A score of 0 comes
     after all others.
     """
 
-    def key(candidate: Scored) -> float:
-        uniform = 1.0 - random.random()  # above 0, so that it has a logarithm
-        return math.log(uniform) / candidate.value if candidate.value > 0 else -math.inf
-
-    return sorted(scored, key=key, reverse=True)
+    draw, log = random.random, math.log
+    # A number above 0 has a logarithm.
+    logarithms = [log(1.0 - draw()) for _ in scores]
+    return [number / score if score > 0 else -math.inf for number, score in zip(logarithms, scores, strict=True)]
 
 
 PICKERS: Mapping[str, Picker] = {
@@ -132,7 +131,7 @@ class Profile:
         sums = ColumnSums(remaining, parts, is_clamped=True)
         if self.picker is max_score:
             return sums.ranked(request, random, most, is_cost=False)
-        return self.picker([sums.scored(place) for place in range(len(remaining))], random)
+        return RankedColumns(sums, self.picker(sums.values, random), [0.0] * len(remaining), -1.0, most)
 
 
 class ProfileStages(NamedTuple):
