@@ -160,13 +160,20 @@ def busy_fleet(count: int) -> tuple[Fleet, GroupLoads]:
 
 
 def asked(
-    policy: PolicyChoice, fleet: Fleet, loads: GroupLoads, gauges: dict[int, Gauges], *, has_tokens: bool = True
+    policy: PolicyChoice,
+    fleet: Fleet,
+    loads: GroupLoads,
+    gauges: dict[int, Gauges],
+    *,
+    has_tokens: bool = True,
+    session: str | None = None,
 ) -> Offers:
     holders = [each for each in fleet.members if each.is_whole and each.tells_events][: 3 * has_tokens]
     seen = PromptState({each.name: TargetRow(device=BLOCKS) for each in holders}, loads, {}, gauges)
     ring = None if has_tokens else fleet.ring(POINTS)
-    request = RoutingRequest(SIZE * BLOCKS, SIZE, prefix_key=bytes(32), has_tokens=has_tokens, ring=ring)
-    question = Question(GROUP, lambda size: HashedPrompt(1000, b""), policy, prefix_key=bytes(32))
+    key = bytes(32)
+    request = RoutingRequest(SIZE * BLOCKS, SIZE, 0, None, session, key, has_tokens=has_tokens, ring=ring)
+    question = Question(GROUP, lambda size: HashedPrompt(1000, b""), policy, prefix_key=key, session=session)
     found = order(GroupSnapshot(GroupEntry(1, 1), fleet), PromptMatches(request, seen, b""), question, Random(1))
     assert found is not None
     found.decode.offers()
@@ -206,6 +213,28 @@ def test_few_candidates_are_made_however_many_targets_there_are(
         gauges = {each.publisher: Gauges(1, 1, 0.5) for each in fleet.members}
         asked(policy, fleet, loads, gauges, has_tokens=has_tokens)
         assert sum(made) <= 30, made
+
+
+@pytest.mark.parametrize("name", ["composite", "llm-d", "dynamo"])
+def test_a_session_makes_few_candidates_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, loads = busy_fleet(600)
+    made: list[FleetMember] = []
+    candidates = Fleet.candidates
+
+    def noted(self: Fleet, *arguments: Any, members: Sequence[FleetMember]) -> Any:
+        made.extend(members)
+        return candidates(self, *arguments, members=members)
+
+    monkeypatch.setattr(Fleet, "candidates", noted)
+    own = [each for each in fleet.members if each.is_whole][-1]
+    found = asked(choice_of(name, Random(1)), fleet, loads, {}, session=own.name[0])
+    assert found.decision is Decision.SESSION
+    assert found.decode.scored(0).candidate.publisher == own.publisher
+    assert len(made) <= 30
+    places = [each.candidate.publisher for each in found.decode.best(600)]
+    assert len(set(places)) == len(places) > 100, "each once"
+    elsewhere = asked(choice_of(name, Random(1)), fleet, loads, {}, session="gone")
+    assert elsewhere.decision is Decision.KV_AWARE
 
 
 def test_a_filter_by_registrations_is_asked_once() -> None:

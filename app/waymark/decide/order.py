@@ -27,8 +27,9 @@ from waymark.decide.fleet import (
     TargetSet,
     candidate_of,
 )
-from waymark.decide.fleet_columns import candidates_of
+from waymark.decide.fleet_columns import FleetColumns, candidates_of
 from waymark.decide.matches import PromptMatches
+from waymark.decide.policies.columns import RankedColumns
 from waymark.decide.policies.policy import (
     CREDITS,
     Candidate,
@@ -300,7 +301,7 @@ def rank(
     assert policy.values is not None
     points = int(policy.values.number("virtual_nodes")) if policy.preset.name == "sticky" else POINTS
     ring = LazyRing(lambda: fleet.ring(points))
-    if request.session is not None:
+    if request.session is not None and not (request.has_tokens and isinstance(candidates, FleetColumns)):
         most = None  # the ranks of the session's instance come first, wherever the policy has them
     inputs = Inputs(request, candidates, policy.values, random, ring, most, active_bound)
     by_policy = policy.preset.rank
@@ -323,6 +324,9 @@ def _session_first(ranking: Ranking, session: str) -> Ranking:
     """Put the ranks of the session's instance before all others; if it is not a candidate, the order stays the
     same.
     """
+    if isinstance(ranking.scored, RankedColumns):
+        is_there = ranking.scored.put_first(session)
+        return replace(ranking, decision=Decision.SESSION, home=None) if is_there else ranking
     own = [candidate for candidate in ranking.scored if candidate.candidate.instance_id == session]
     if not own:
         return ranking

@@ -199,6 +199,8 @@ class RankedColumns(Sequence[Scored]):
         self.columns, self.is_by_key = sums.columns, is_by_key
         self._sums, self._keys, self._sign = sums, (values, draws), sign
         self._first: list[Scored] = []
+        self._ahead: list[int] = []
+        """The places of those that come before all others."""
         self._make(len(values) if most is None else most)
 
     @overload
@@ -225,11 +227,23 @@ class RankedColumns(Sequence[Scored]):
             for scored in self._first
         ]
 
+    def put_first(self, instance_id: str) -> bool:
+        """Put the candidates of an instance before all others. Return whether it has any."""
+        numbers, draws = self._keys
+        ahead = [place for place, name in enumerate(self.columns.instances) if name == instance_id]
+        self._ahead = sorted(ahead, key=lambda place: (self._sign * numbers[place], draws[place]))
+        most, self._first = len(self._first), []
+        self._make(most)
+        return bool(ahead)
+
     def _made_to(self, place: int) -> list[Scored]:
         if place >= len(self._first):
             self._make(len(self))
         return self._first
 
     def _make(self, most: int) -> None:
-        places = (native.selected or pure_columns).least_of(*self._keys, most, self._sign)
-        self._first += map(self._sums.scored, places[len(self._first) :])
+        ahead = self._ahead
+        places = (native.selected or pure_columns).least_of(*self._keys, most + len(ahead), self._sign)
+        if ahead:
+            places = [*ahead, *(place for place in places if place not in ahead)]
+        self._first += map(self._sums.scored, places[len(self._first) : most])
