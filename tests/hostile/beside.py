@@ -196,12 +196,13 @@ class Processes:
         return Cost(waited, held, min(waited, excused))
 
     def resident_mib(self) -> float:
-        """Memory in use by the largest of them, with its children."""
+        """Memory in use by the largest of them, with its children, without what they share: the pages of files."""
 
         def of(pid: int) -> float:
             size = 0.0
             with suppress(OSError):  # it has ended
-                size = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+                _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+                size = (resident - shared) * os.sysconf("SC_PAGE_SIZE") / 2**20
                 for thread in os.listdir(f"/proc/{pid}/task"):
                     size += sum(map(of, map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())))
             return size
