@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,12 +82,15 @@ async def test_just_so_many_connections_stay_open() -> None:
     def cut() -> float:
         return metrics.http_connections_cut.labels(reason="connections").value
 
+    def are_counted(count: int) -> bool:
+        return metrics.http_connections.value + cut() == count
+
     async with served(echo, protocol(connections)) as port, AsyncExitStack() as stack:
         opened = []
         for count in range(1, 5):
             opened.append(await asyncio.open_connection("127.0.0.1", port))
             stack.callback(opened[-1][1].close)
-            await wait_until(lambda count=count: metrics.http_connections.value + cut() == count, "it is open")
+            await wait_until(partial(are_counted, count), "it is open")
             assert cut() == (0 if count < 4 else 1)
         async with within(20):
             assert (await opened[0][0].read()).startswith(b"HTTP/1.1 503")
