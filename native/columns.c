@@ -85,7 +85,7 @@ PyObject *add_columns(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         count = PySequence_Size(PyTuple_GetItem(PyTuple_GetItem(pairs, 0), 1));
     else if (pairs != NULL)
         PyErr_SetString(PyExc_TypeError, "sums need a first part of a weight and a column");
-    double *sums = count < 0 ? NULL : PyMem_New(double, 2 * (size_t)count + 1), *numbers = sums + count;
+    double *sums = count < 0 ? NULL : PyMem_New(double, 2 * (size_t)count + 1), *numbers = sums == NULL ? NULL : sums + count;
     if (count >= 0 && sums == NULL)
         PyErr_NoMemory();
     else if (count >= 0) {
