@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -26,8 +25,8 @@ from waymark.decide.policies.policy import Candidate, Filter, Preset, RoutingReq
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.profile import PICKERS, PickerConfig, Profile, WeightedScorer, max_score
 from waymark.decide.policies.ring import POINTS
-from waymark.decide.policies.scorers import SCORERS
-from waymark.decide.question import HashedPrompt, PolicyChoice, Question
+from waymark.decide.policies.scorers import SCORERS, Scores
+from waymark.decide.question import GivenValues, HashedPrompt, PolicyChoice, Question
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.match import TargetRow
 from waymark.domain.status import Decision
@@ -42,14 +41,20 @@ def is_small(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[C
     return [each for each in candidates if each.weight < 2.0]
 
 
+def weighted(name: str, weight: float) -> WeightedScorer:
+    row = SCORERS[name]
+    values = read_constants(row.parameters, {}, "parameters")
+
+    def score(request: RoutingRequest, candidates: Sequence[Candidate]) -> Scores:
+        return row.score(request, candidates, values)
+
+    return WeightedScorer(name, weight, score, row.needs_gauges, False, row.is_prefix)
+
+
 def file_of(random: Random) -> PickerConfig:
     scorers = []
     for name in random.sample(sorted(SCORERS), random.randint(1, 6)):
-        row = SCORERS[name]
-        score = partial(row.score, values=read_constants(row.parameters, {}, "parameters"))
-        scorers.append(
-            WeightedScorer(name, random.choice((0.5, 1.0, 3.0)), score, row.needs_gauges, False, row.is_prefix)
-        )
+        scorers.append(weighted(name, random.choice((0.5, 1.0, 3.0))))
     choices: list[tuple[Filter, ...]] = [(), (is_small,), (filters.decode_filter, is_small)]
     picker = random.choice([max_score, *PICKERS.values()])
     profiles = {"decode": Profile("decode", random.choice(choices), tuple(scorers), picker)}
@@ -182,11 +187,8 @@ def asked(
 
 def usual_file(*kept: Filter, picker: str = "max-score-picker") -> PolicyChoice:
     names = ("precise-prefix-cache-scorer", "kv-cache-utilization-scorer", "queue-scorer", "active-request-scorer")
-    scorers = [
-        WeightedScorer(name, 1.0, partial(SCORERS[name].score, values=read_constants(SCORERS[name].parameters, {}, "")))
-        for name in names
-    ]
-    return PolicyChoice.of(PickerConfig({"p": Profile("p", kept, tuple(scorers), PICKERS[picker])}, "p"))
+    scorers = tuple(weighted(name, 1.0) for name in names)
+    return PolicyChoice.of(PickerConfig({"p": Profile("p", kept, scorers, PICKERS[picker])}, "p"))
 
 
 @pytest.mark.parametrize(
@@ -221,9 +223,15 @@ def test_a_session_makes_few_candidates_too(name: str, monkeypatch: pytest.Monke
     made: list[FleetMember] = []
     candidates = Fleet.candidates
 
-    def noted(self: Fleet, *arguments: Any, members: Sequence[FleetMember]) -> Any:
-        made.extend(members)
-        return candidates(self, *arguments, members=members)
+    def noted(
+        self: Fleet,
+        seen: PromptState,
+        block_size: int,
+        given: Mapping[tuple[str, int], GivenValues] | None = None,
+        members: Sequence[FleetMember] | None = None,
+    ) -> list[Candidate]:
+        made.extend(members or ())
+        return candidates(self, seen, block_size, given, members)
 
     monkeypatch.setattr(Fleet, "candidates", noted)
     own = [each for each in fleet.members if each.is_whole][-1]

@@ -271,7 +271,7 @@ def test_the_shortest_scores_one_and_the_longest_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(("waiting", "expected"), [(0, 0.5), (64, 0.25), (127, 0.5 / 128), (128, 0.0), (10**9, 0.0)])
 def test_a_queue_counts_up_to_its_threshold(waiting: int, expected: float) -> None:
-    assert scores("load-aware-scorer", prompt(64), target("a", gauges=busy(waiting))) == [pytest.approx(expected)]
+    assert scores("load-aware-scorer", prompt(64), target("a", gauges=busy(waiting))) == pytest.approx([expected])
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_a_text_that_is_no_range_is_refused_with_an_example(text: str) -> None:
 def test_a_tight_range_with_room_above_fits_best(tokens: int, label: str | None, expected: float) -> None:
     assert context_score(tokens, label) == pytest.approx(expected)
     some = [target("a", labels={} if label is None else {"l": label})]
-    assert scored_by_label(prompt(tokens), some, "l") == [pytest.approx(expected)]
+    assert scored_by_label(prompt(tokens), some, "l") == pytest.approx([expected])
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 1000, 10**9])
