@@ -110,6 +110,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
         Bound("growth of a worker by messages without an end", unfinished.MEMORY_BYTES_MAX, _ENDED, _BYTES),
         Bound("a snapshot", snapshot.BYTES_MAX, _NO_SNAPSHOT, _BYTES),
         Bound("parts of a snapshot", snapshot.PARTS_MAX, _NO_SNAPSHOT),
+        Bound("records of a snapshot", snapshot.RECORDS_MAX, _NO_SNAPSHOT),
         Bound("ranks that an engine names", RANKS_MAX, "400 that names what to give"),
         Bound("a line of an engine's metrics that is read", LINE_BYTES_MAX, _NO_GAUGES, _BYTES),
         Bound("such lines", LINES_MAX, _NO_GAUGES),

@@ -535,6 +535,7 @@ ELSEWHERE = {
     "growth of a worker by messages without an end": (
         "ingest/test_subscribers.py::test_the_connection_with_most_bytes_ends_if_the_process_has_grown"
     ),
+    "records of a snapshot": "ingest/test_snapshots.py::test_a_snapshot_has_so_many_records",
     "parts of a snapshot": "ingest/test_snapshots.py::test_the_parts_of_a_snapshot_have_a_bound_and_are_read_in_turns",
     "`tokenizer.json`": "tokenization/test_local.py::test_a_file_above_its_bound_is_not_read",
     "any other file of a tokenizer": "tokenization/test_local.py::test_a_file_above_its_bound_is_not_read",
