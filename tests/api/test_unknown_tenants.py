@@ -43,9 +43,10 @@ async def test_what_a_query_of_an_unknown_tenant_reads_does_not_grow(redis_url: 
             await store.registry.register(registration(f"pod-{number}", tenant_id=f"tenant-{number}"))
             if number in (1, 199):
                 await cost_of(api, redis)  # the list of tenants is read once after a change
-                # The replica reads for itself now and then, whatever is asked.
-                costs = [await cost_of(api, redis) for _ in range(3)]
-                found.append(min(costs, key=lambda cost: sum(cost[1].values())))
+                # The replica reads for itself now and then, whatever is asked: another command each time.
+                sizes, calls = zip(*[await cost_of(api, redis) for _ in range(5)], strict=True)
+                always = set(calls[0]).intersection(*calls)
+                found.append((min(sizes), {name: min(each[name] for each in calls) for name in always}))
     await store.close()
     (few_bytes, few), (many_bytes, many) = found
     assert many == few
