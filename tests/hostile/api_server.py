@@ -192,7 +192,7 @@ class ApiServer(Attacker):
         await self._lie(lambda path, body: lie, lambda path, body: lie)
 
     async def ten_thousand_pods(self) -> None:
-        """In pages as they should be; no engine answers."""
+        """In pages as they should be; no engine answers. Two lists may begin in the time, each with a watch behind it."""
         items = [pod(f"many-{n}", f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}") for n in range(256, 2256)]
 
         def page(path: str, body: bytes) -> Pieces:
@@ -200,4 +200,4 @@ class ApiServer(Attacker):
             more = str(first + 100) if first + 100 < len(items) else ""
             return [http(pods(*items[first : first + 100], following=more))]
 
-        await self._lie(page)
+        await self._lie(page, most=2 * (len(items) // 100 + 1))
