@@ -192,7 +192,7 @@ class ApiServer(Attacker):
         await self._lie(lambda path, body: lie, lambda path, body: lie)
 
     async def ten_thousand_pods(self) -> None:
-        """In pages as they should be; no engine answers. Two lists may begin in the time, each with a watch behind it."""
+        """In pages as they should be; no engine answers. Two lists may begin in the time, and a watch behind each."""
         items = [pod(f"many-{n}", f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}") for n in range(256, 2256)]
 
         def page(path: str, body: bytes) -> Pieces:
