@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.patience import patient, wait_for, within
+from tests.patience import patient, wait_for, wait_until, within
 from tests.tokenization import small
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.domain.hashing import pack_tokens
@@ -163,6 +163,21 @@ async def test_a_short_text_does_not_wait_for_long_ones(opened: Open) -> None:
     assert not all(each.done() for each in long)
     for each in long:
         assert len((await each)[0]) > 4 * 30_000
+
+
+async def test_a_long_text_leaves_no_memory_in_use(opened: Open) -> None:
+    tokenizer = opened()
+
+    def own_mib() -> float:
+        (pid,) = children()
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+        return (resident - shared) * os.sysconf("SC_PAGE_SIZE") / MIB
+
+    await tokenizer.encode([HI])
+    before = own_mib()
+    for _ in range(2):
+        await tokenizer.encode(["a" * MIB])
+    await wait_until(lambda: own_mib() < before + 12, lambda: f"it has {own_mib():.0f} MiB, and {before:.0f} before")
 
 
 async def test_a_process_that_was_killed_is_replaced(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
