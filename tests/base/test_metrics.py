@@ -156,6 +156,7 @@ EXPORTED = [
     "waymark_tokenize_duration_seconds{source}",
     "waymark_tokenize_segments_total{known}",
     "waymark_tokenizers_closed_total",
+    "waymark_tokenizers_long_bytes",
     "waymark_tokenizers_open",
     "waymark_tokenizers_whole",
     "waymark_tokens_available_total",

@@ -187,6 +187,10 @@ ELSEWHERE = {
         ("waymark_tokenizers_closed_total", "waymark_tokenizers_open"),
         ("tests/tokenization/test_places.py", "test_models_beyond_the_bound_have_their_ids_in_turn_and_at_once"),
     ),
+    "waymark_tokenizers_long_bytes": (
+        "tests/tokenization/test_places.py",
+        "test_a_long_text_waits_for_room_and_short_ones_and_other_models_do_not",
+    ),
     "waymark_tokenizers_whole": (
         "tests/api/test_texts.py",
         "test_ready_and_a_metric_name_a_tokenizer_whose_texts_are_not_split",

@@ -32,9 +32,9 @@ Check = Callable[[], Awaitable[None]]
 HELD_SECONDS = 0.25
 #: An answer is late only if it also took so many times as much as in the mean of the quiet run.
 RATIO = 8.0
-#: By so much a process may grow while it is attacked, with all of its children: the frames that a worker may wait with
-#: at its defaults, 256 MiB, and as much again for what is received or decoded at the moment, and what is
-#: freed but kept.
+#: By so much a process may grow while it is attacked, with all of its children, if its door has no other bound: the
+#: frames that a worker may wait with at its defaults, 256 MiB, and as much again for what is received or decoded at the
+#: moment, and what is freed but kept.
 GROWTH_MIB = 512.0
 _PAUSE_SECONDS = 0.05
 #: Between two questions to the neighbour, and so many of its answers are remembered: of a minute.
@@ -220,6 +220,7 @@ class Beside:
     slow: Mapping[str, Check] = field(default_factory=dict)
     tell: Callable[[str], None] | None = None
     """Is told of every finding at once."""
+    growth_mib: float = GROWTH_MIB
     attack: str = "none"
     seed: int = 0
     findings: list[Finding] = field(default_factory=list)
@@ -277,7 +278,7 @@ class Beside:
         while not is_over.is_set():
             now = self.processes.resident_mib()
             self.peak_mib = max(self.peak_mib, now)
-            if now - self.quiet_mib > GROWTH_MIB and not is_told:
+            if now - self.quiet_mib > self.growth_mib and not is_told:
                 is_told = True
                 self.found(f"memory has grown from {self.quiet_mib:.0f} to {now:.0f} MiB")
             await asyncio.sleep(0.1)

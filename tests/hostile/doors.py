@@ -18,7 +18,7 @@ import httpx
 
 from tests.conftest import wait_until
 from tests.e2e.conftest import Api, Engines
-from tests.hostile.beside import Check
+from tests.hostile.beside import GROWTH_MIB, Check
 from tests.live import Live, start
 from tests.ports import unused_port
 from tests.store.factories import registration
@@ -28,6 +28,7 @@ from waymark.simulator.engine import EngineSpeed, build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.simulator.workload import SimulatedPrompt, mark_of
 from waymark.store.store import Store
+from waymark.tokenization import rendering
 
 #: What is hostile has this name, what is honest that one: nothing that the first says may change the second.
 HOSTILE, HONEST = "hostile", "honest"
@@ -35,6 +36,8 @@ _PROMPT = tuple(range(1, 41))
 _MIB = 2**20
 #: Until a block that an honest engine stores is found.
 _VISIBLE_SECONDS = 3.0
+#: What a rendering may take, and while it waits its tokenizer a text of 2 MiB, of which each byte takes some 300.
+_MODEL_MIB = rendering.MEMORY_BYTES_MAX / _MIB + 2 * 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Opened:
     """What a stranger knows, as JSON."""
     checks: Mapping[str, Check]
     slow: Mapping[str, Check] = field(default_factory=dict)
+    growth_mib: float = GROWTH_MIB
 
 
 Open = Callable[[str, Path], AbstractAsyncContextManager[Opened]]
@@ -107,7 +111,8 @@ async def template(redis_url: str, directory: Path) -> AsyncIterator[Opened]:
     models = directory / "models"
     models.mkdir()
     async with service(redis_url, directory, role="query", tokenizers_dir=str(models)) as opened:
-        yield Opened(opened.processes, {**opened.target, "models": str(models)}, opened.checks, opened.slow)
+        target = {**opened.target, "models": str(models)}
+        yield Opened(opened.processes, target, opened.checks, opened.slow, _MODEL_MIB)
 
 
 @asynccontextmanager

@@ -56,7 +56,7 @@ async def run(
         async with Redis.from_url(redis_url) as redis:
             server = await redis.info("server")
         processes = Processes([live.pid for live in opened.processes], server["process_id"], beside_them)
-        beside = Beside(door, processes, opened.checks, opened.slow, tell)
+        beside = Beside(door, processes, opened.checks, opened.slow, tell, opened.growth_mib)
         await beside.quiet()
         is_over = asyncio.Event()
         told = {

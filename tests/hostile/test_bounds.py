@@ -549,6 +549,12 @@ ELSEWHERE = {
         "tokenization/test_encoders.py::test_a_text_that_costs_too_much_is_refused_and_the_next_one_is_encoded"
     ),
     "tokenizers that are open": "e2e/test_many_models.py::test_more_models_than_may_be_open",
+    "long texts that are encoded at the same time": (
+        "tokenization/test_places.py::test_a_long_text_waits_for_room_and_short_ones_and_other_models_do_not"
+    ),
+    "such texts of one model": (
+        "tokenization/test_places.py::test_a_long_text_waits_for_room_and_short_ones_and_other_models_do_not"
+    ),
     "steps of a chat template": "tokenization/test_renderers.py::test_a_template_has_just_so_many_steps",
     "memory of a chat template": "tokenization/test_renderers.py::test_a_hostile_template_is_refused_with_a_sentence",
     "streams of a picker": (

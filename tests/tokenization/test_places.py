@@ -143,6 +143,52 @@ async def test_a_text_waits_until_one_is_idle(two: Any) -> None:
         assert await first.encode([HI]) == [ids(HI)]
 
 
+async def test_a_long_text_waits_for_room_and_short_ones_and_other_models_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places_module, "OPEN_MAX", 3)
+    longest = 2**16
+    metrics, before = Metrics(), children()
+    places, path = EncoderPlaces(metrics), small.directory(tmp_path) / "tokenizer.json"
+    made, stopped = [], []
+    for _ in range(3):
+        made.append(TokenizerProcess(path, 2**20, longest, places))
+        stopped.append(*(children() - before - set(stopped)))
+    first, second, third = made
+    all_of_one = "a b " * (longest // 2)
+    room = places_module.TEXTS_OF_ONE_MAX * longest
+
+    def taken() -> bytes:
+        return metrics.render()[0]
+
+    for process in stopped[:2]:
+        os.kill(process, signal.SIGSTOP)
+    texts = [asyncio.create_task(first.encode([all_of_one]))]
+    await wait_until(lambda: len(places.long_texts) == room, "the first one has a long text")
+    with monkeypatch.context() as patch:
+        patch.setattr(places_module, "_WAIT_SECONDS", 0.05)
+        with pytest.raises(NoPlace, match=rf"{room} bytes of long texts are being encoded, .* try again"):
+            await first.encode([all_of_one])
+    async with within(60):
+        assert await third.encode([all_of_one]) == [ids(all_of_one)], "there is room for another model"
+        texts.append(asyncio.create_task(second.encode([all_of_one])))
+        await wait_until(lambda: len(places.long_texts) == 2 * room, "the second one has a long text")
+        assert f"waymark_tokenizers_long_bytes {float(2 * room)}".encode() in taken()
+        with monkeypatch.context() as patch:
+            patch.setattr(places_module, "_WAIT_SECONDS", 0.05)
+            with pytest.raises(NoPlace, match="bytes of long texts are being encoded"):
+                await third.encode([all_of_one])
+        assert await third.encode([HI]) == [ids(HI)]
+        texts += [asyncio.create_task(each.encode([all_of_one])) for each in (first, third)]
+        for process in stopped[:2]:
+            os.kill(process, signal.SIGCONT)
+        assert await asyncio.gather(*texts) == [[ids(all_of_one)]] * 4
+    assert b"waymark_tokenizers_long_bytes 0.0" in taken()
+    for each in made:
+        each.close()
+    places.close()
+
+
 async def test_a_model_that_found_no_place_is_opened_as_soon_as_there_is_one(
     tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,6 +275,7 @@ class Metrics:
         "How many renderings of a chat template were stopped, by the bound that stopped them.", "reason"
     )
     tokenizers_closed = counter("How many tokenizers were closed to open another: so many are open at most.")
+    tokenizers_long_bytes = gauge("How many bytes of long texts are being encoded; they take the most memory.")
     tokenizers_open = gauge("How many tokenizers are open, each in a process of its own.")
     tokenizers_whole = gauge(
         "How many open tokenizers encode each text as a whole, because their segments cannot be cached."

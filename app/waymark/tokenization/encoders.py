@@ -67,6 +67,7 @@ class TokenizerProcess:
         if not path.is_file():  # a pipe would be waited for
             raise self._unusable("there is no such file")
         self._file_bytes_max = file_bytes_max
+        self._bytes_max = bytes_max
         self._lengths = max(1.0, bytes_max / _TEXT_BYTES)
         self._bounds = Bounds(
             memory_bytes_max(bytes_max),
@@ -116,6 +117,12 @@ class TokenizerProcess:
             process.end()
 
     async def _asked(self, request: bytes) -> bytes:
+        if len(request) <= encoding.LONG:
+            return await self._asked_in_place(request)
+        async with self._places.long_texts.taken(self._place, len(request), self._bytes_max):
+            return await self._asked_in_place(request)
+
+    async def _asked_in_place(self, request: bytes) -> bytes:
         await self._places.take(self._place)
         try:
             return await self._answered(request)

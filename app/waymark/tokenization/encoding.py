@@ -31,8 +31,8 @@ ADDED_MAX, ADDED_CHARACTERS_MAX = 2**16, 2**18
 
 #: Characters to encode at once, in less than a millisecond. It is a new turn of a conversation.
 _FEW = 2**11
-#: Threads for texts up to ``_LONG`` characters, and for longer ones, which take most memory.
-THREADS, _LONG, _LONG_THREADS = 4, 2**16, 2
+#: Threads for texts up to ``LONG`` characters, and for longer ones, which take most memory.
+THREADS, LONG, _LONG_THREADS = 4, 2**16, 2
 _WATCH_SECONDS = 0.5
 
 
@@ -111,7 +111,7 @@ class Server:
             request = self._stream.read(size)
             if size <= _FEW:
                 self._work(number, request)
-            elif size <= _LONG:
+            elif size <= LONG:
                 short.submit(self._work, number, request)
             else:
                 long.submit(self._long, number, request)

@@ -1,7 +1,8 @@
 """The tokenizers that are open, each in a process of its own: a few of all models.
 
 A tokenizer takes some 100 to 500 MB, and there may be a thousand models. To open one more, the one that was used least
-recently is closed, never one that is answering. While all are answering, a text waits.
+recently is closed, never one that is answering. While all are answering, a text waits. Long texts have a room of their
+own, because each takes some 300 bytes of memory for each of its own.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 from waymark.base.errors import TokenizerUnavailable
 from waymark.base.metrics import Metrics
@@ -20,18 +21,18 @@ from waymark.tokenization.processes import ChildProcess
 
 #: Open tokenizers of one process. If each were one of the largest, all would take 8 GB.
 OPEN_MAX = 16
+#: The room for long texts, in texts as long as they may be, and what one tokenizer may have of it: one whose texts
+#: never end does not keep those of the others out. At the default bound on texts all take some 2.5 GB.
+TEXTS_MAX, TEXTS_OF_ONE_MAX = 4, 2
 #: How long a text waits for one of them to become idle. A text has five seconds, and its tokenizer is opened then.
 _WAIT_SECONDS = 2.0
 
 
 class NoPlace(TokenizerUnavailable):
-    """The refusal while all open tokenizers are answering."""
+    """The refusal while all open tokenizers are answering, or too many long texts are encoded."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            f"{OPEN_MAX} tokenizers are open, which is the maximum, and none was idle within {_WAIT_SECONDS:g} s; try "
-            "again in a moment"
-        )
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{why} within {_WAIT_SECONDS:g} s; try again in a moment")
 
 
 class EncoderPlace:
@@ -46,6 +47,43 @@ class EncoderPlace:
         return self.process is not None and self.process.is_usable()
 
 
+class LongTexts:
+    """The long texts that are being encoded by all tokenizers; for one event loop."""
+
+    def __init__(self) -> None:
+        self._sizes: Counter[EncoderPlace] = Counter()
+        """Bytes, for each tokenizer that has some."""
+        self._changed = asyncio.Condition()
+
+    def __len__(self) -> int:
+        return self._sizes.total()
+
+    @asynccontextmanager
+    async def taken(self, place: EncoderPlace, size: int, longest: int) -> AsyncIterator[None]:
+        """Hold room for so many bytes, of texts that may have up to ``longest``. Raise ``NoPlace`` if there is none
+        for too long.
+        """
+        size = min(size, TEXTS_OF_ONE_MAX * longest)
+
+        def has_room() -> bool:
+            sizes = self._sizes
+            return sizes[place] + size <= TEXTS_OF_ONE_MAX * longest and len(self) + size <= TEXTS_MAX * longest
+
+        try:
+            async with asyncio.timeout(_WAIT_SECONDS), self._changed:
+                await self._changed.wait_for(has_room)
+                self._sizes[place] += size
+        except TimeoutError:
+            raise NoPlace(f"{len(self)} bytes of long texts are being encoded, and too few were done") from None
+        try:
+            yield
+        finally:
+            self._sizes[place] -= size
+            self._sizes += Counter()  # without those that have none
+            async with self._changed:
+                self._changed.notify_all()
+
+
 class EncoderPlaces:
     """The places of open tokenizers. Its methods are for threads, except ``take``."""
 
@@ -54,6 +92,7 @@ class EncoderPlaces:
         self._reset()
         if metrics is not None:
             metrics.tokenizers_open.set_function(lambda: len(self._taken))
+            metrics.tokenizers_long_bytes.set_function(lambda: len(self.long_texts))
 
     async def take(self, place: EncoderPlace) -> None:
         """Begin a text; ``leave`` ends it. Raise ``NoPlace`` if all other tokenizers answer for too long."""
@@ -112,6 +151,7 @@ class EncoderPlaces:
         self._waiting: deque[tuple[EncoderPlace, Future[None]]] = deque()
         self._surplus: list[ChildProcess] = []
         self._ending = threading.Lock()
+        self.long_texts = LongTexts()
         self.threads = ThreadPoolExecutor(OPEN_MAX, thread_name_prefix="open")
         """Open tokenizers again."""
 
@@ -166,5 +206,5 @@ class EncoderPlaces:
             if not waiting.cancel():
                 self.leave(place)  # it began at the last moment
             if isinstance(error, TimeoutError):
-                raise NoPlace from None
+                raise NoPlace(f"{OPEN_MAX} tokenizers are open, which is the maximum, and none was idle") from None
             raise
