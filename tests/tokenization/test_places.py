@@ -150,7 +150,8 @@ async def test_a_long_text_waits_for_room_and_short_ones_and_other_models_do_not
     longest = 2**16
     metrics, before = Metrics(), children()
     places, path = EncoderPlaces(metrics), small.directory(tmp_path) / "tokenizer.json"
-    made, stopped = [], []
+    made: list[TokenizerProcess] = []
+    stopped: list[int] = []
     for _ in range(3):
         made.append(TokenizerProcess(path, 2**20, longest, places))
         stopped.append(*(children() - before - set(stopped)))
