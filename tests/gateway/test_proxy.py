@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -479,6 +480,8 @@ async def test_each_further_token_of_a_stream_is_timed(start: Start, is_stream: 
     running.engines[0].handler = lambda request: events(request, DELTA, USAGE + DONE, until=goes_on)
     asked = asyncio.create_task(running.post(chat("a", stream=is_stream)))
     await wait_until(lambda: running.value("ttft_seconds_count") == 1, "the first content was seen", 10)
+    seen = monotonic()
+    await wait_until(lambda: monotonic() - seen > 0.005, "more than a millisecond has passed")
     goes_on.set()
     await asked
     await wait_until(free(running), "nothing is reserved", 10)
