@@ -6,6 +6,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench
+from tests.patience import patient
 from waymark.base.errors import RecordDamaged
 from waymark.ingest import stream as stream_module
 from waymark.ingest.running import LeaseKeeper
@@ -85,7 +86,8 @@ async def becomes_silent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 async def test_a_silent_stream_keeps_its_lease_and_is_not_woken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "_BUSY_SECONDS", 0.5)
-    hand = await bench.worker(options=WITHOUT_PROBES, lease_seconds=1.0)
+    monkeypatch.setattr(stream_module, "_SILENT_SECONDS", 3600.0)
+    hand = await bench.worker(options=WITHOUT_PROBES, lease_seconds=patient(1.0))
     pod = await bench.pod()
     await pod.at_work(2)
     waits = await becomes_silent(monkeypatch)
