@@ -16,7 +16,8 @@
 --       milliseconds      how long the reservation lasts from now, unless it is released before
 --       nonce             random, and the same in a repeated call. It distinguishes equal reservations
 --       context           tokens of the prompt
---       weight_new, weight_active  cost = (tokens + weight_active * requests) / weight + weight_new * new + handicap
+--       weight_new, weight_active  cost = (tokens + weight_active * requests) / weight + weight_new * new + handicap. Of
+--                         equal costs the first is the best
 --       limit             a target with this many requests is passed over; 0 means no limit
 --       reservations_max  if the group has this many reservations, no more are made
 --       cold              '1' if no target has a block of the prompt

@@ -57,7 +57,7 @@ static PyMethodDef methods[] = {
           "members, rows, loads, expected, draw, tokens, least, size, device_credit, host_credit, disk_credit, "
           "shared_credit, weight_new, weight_active",
           "The targets of a decision, least cost first, if their costs are sums."),
-    ENTRY(offer_sums, "offer, sums, most, blocks, size, weight_new, available, reusable, random",
+    ENTRY(offer_sums, "offer, sums, most, blocks, size, weight_new, available, reusable, random, handicap, weight",
           "Offers, promises and words of a reservation."),
     ENTRY(add_columns, "columns, is_clamped", "The sum of each candidate, of columns with weights."),
     ENTRY(least_of, "values, draws, most, sign", "The places of the least values, least first."),

@@ -201,7 +201,8 @@ PyObject *rank_sums(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 typedef struct {
     PyObject *type, *offers, *promises, *words;
     long long blocks, size, available, reusable, random;
-    double weight_new;
+    double weight_new, handicap;
+    PyObject *weight; /* None: each has its own */
 } Offered;
 
 /* The terms of one offer; two neighbours with equal ones share a word. */
@@ -245,7 +246,7 @@ static int read_terms(const Offered *of, PyObject *sum, PyObject *weight, OfferT
     /* A target with all complete blocks gives nothing back, so its last tokens count in the cost alone. */
     const int is_whole = row != Py_None && !blocks[SHARED] && of->blocks && matched == of->blocks && new <= (double)of->size;
     terms->tokens = is_whole ? 0 : (long long)ceil(new);
-    terms->handicap = 0.0 + of->weight_new * (new - (double)terms->tokens);
+    terms->handicap = of->handicap + of->weight_new * (new - (double)terms->tokens);
     if (row != Py_None || soon) {
         const long long most = matched > soon ? matched : soon;
         terms->expected = most <= of->reusable / of->size ? most * of->size : of->reusable;
@@ -304,7 +305,9 @@ static int add_offers(const Offered *of, PyObject *sums, Py_ssize_t count)
         PyObject *sum = PyList_GetItem(sums, i), *weight = NULL;
         Py_XINCREF(sum);
         int is_added = 0;
-        if (sum != NULL && has_fields(sum, SUM_FIELDS, "a sum") && (weight = weight_of(PyTuple_GetItem(sum, MEMBER))) != NULL)
+        if (sum != NULL && has_fields(sum, SUM_FIELDS, "a sum"))
+            weight = of->weight == Py_None ? weight_of(PyTuple_GetItem(sum, MEMBER)) : Py_NewRef(of->weight);
+        if (weight != NULL)
             is_added = add_offer(of, sum, weight, i, &last);
         Py_XDECREF(weight);
         Py_XDECREF(sum);
@@ -314,18 +317,19 @@ static int add_offers(const Offered *of, PyObject *sums, Py_ssize_t count)
     return 1;
 }
 
-/* offer_sums(offer, sums, most, blocks, size, weight_new, available, reusable, random)
+/* offer_sums(offer, sums, most, blocks, size, weight_new, available, reusable, random, handicap, weight)
  *     -> tuple[list[Offer], list[str], list[str]]
  *
  * The first `most` of the tuples of rank_sums as offers, what is promised of each, and the terms as `reserve` reads
- * them. `blocks` are those of the prompt; no row has all of them if it is 0.
+ * them. `blocks` are those of the prompt; no row has all of them if it is 0. Each has the `handicap` in addition to its
+ * own, and the `weight`; with None, its own weight.
  */
 PyObject *offer_sums(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)module;
-    if (!has_arguments("offer_sums", nargs, 9))
+    if (!has_arguments("offer_sums", nargs, 11))
         return NULL;
-    Offered of = {args[0], NULL, NULL, NULL, 0, 0, 0, 0, 0, 0.0};
+    Offered of = {args[0], NULL, NULL, NULL, 0, 0, 0, 0, 0, 0.0, 0.0, args[10]};
     if (!PyList_Check(args[1])) {
         PyErr_SetString(PyExc_TypeError, "the sums are a list");
         return NULL;
@@ -341,6 +345,7 @@ PyObject *offer_sums(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     long long *const numbers[] = {&of.available, &of.reusable, &of.random};
     for (int i = 0; i < 3 && !PyErr_Occurred(); i++)
         *numbers[i] = PyLong_AsLongLong(args[6 + i]);
+    of.handicap = PyErr_Occurred() ? 0.0 : PyFloat_AsDouble(args[9]);
     if (PyErr_Occurred())
         return NULL;
     of.offers = PyList_New(0), of.promises = PyList_New(0), of.words = PyList_New(0);

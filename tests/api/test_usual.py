@@ -100,7 +100,7 @@ def requests(random: Random) -> Iterator[dict[str, Any]]:
     others: list[dict[str, Any]] = [
         *({"count": 3}, {"explain": True}, {"only": ["e0", "e1"]}, {"exclude": ["e0"]}, {"by": "address"}),
         *({"reserve": False}, {"expect": True}, {"profile": "single"}, {"request_id": "r"}, {"block_size": 2 * SIZE}),
-        *({"session_token": base64.b64encode(b"e1").decode()}, {"policy": "sticky"}, {"policy": "dynamo"}),
+        *({"session_token": base64.b64encode(b"e1").decode()}, {"policy": "lmetric"}, {"policy": "dynamo"}),
     ]
     usual_fields: list[dict[str, Any]] = [
         *(
@@ -113,6 +113,7 @@ def requests(random: Random) -> Iterator[dict[str, Any]]:
         ),
         {"policy": "least-work", "overrides": {"host_credit": 0.3, "disk_credit": 0.7, "new_weight": 1.1}},
         {"policy": "least-work", "overrides": {"overlap_score_credit": 0.1, "active_weight": 0.7}},
+        *({"policy": "sticky"}, {"policy": "sticky", "overrides": {"load_factor_epsilon": 0.01, "virtual_nodes": 7}}),
     ]
     for number in range(54):
         length = random.choice((0, 1, SIZE - 1, SIZE, SIZE + 1, 40, 200, 401, random.randrange(402)))

@@ -268,8 +268,7 @@ def test_the_ring_goes_on_to_the_first_below_the_bound(seed: int) -> None:
     of, random = crowd(seed), Random(seed)
     targets, ring = of.fleet.targets(None, "whole"), of.fleet.ring(20)
     key, most = random.randbytes(32), random.choice((1, 3))
-    seen = PromptState({}, of.loads, {}, {})
-    found = targets.below_bound(seen, ring.clockwise(key), 0.25, most, allowed=of.allowed)
+    found = targets.below_bound(of.loads, ring.clockwise(key), 0.25, most, allowed=of.allowed)
     some = [each for each in of.fleet.members if of.allowed.has(each.publisher)]
     if not some:
         assert (list(found.members), found.active_bound) == ([], None)
@@ -295,12 +294,11 @@ def test_the_ring_goes_on_to_the_ranks_of_a_session() -> None:
     key = b"k" * 32
     way = list(ring.clockwise(key))
     last = way[-1][0]
-    nothing = PromptState({}, {}, {}, {})
-    found = targets.below_bound(nothing, ring.clockwise(key), 0.25, 1, session=last)
+    found = targets.below_bound({}, ring.clockwise(key), 0.25, 1, session=last)
     assert [each.name for each in found.members] == way
-    assert len(targets.below_bound(nothing, ring.clockwise(key), 0.25, 1).members) == 1
+    assert len(targets.below_bound({}, ring.clockwise(key), 0.25, 1).members) == 1
     allowed = Allowed(without=frozenset(each.publisher for each in fleet.members if each.name[0] == last))
-    without = targets.below_bound(nothing, ring.clockwise(key), 0.25, 1, allowed=allowed, session=last)
+    without = targets.below_bound({}, ring.clockwise(key), 0.25, 1, allowed=allowed, session=last)
     assert len(without.members) == 1, "a session whose instance is left out starts anew"
 
 
@@ -398,11 +396,11 @@ def test_a_target_at_the_bound_is_full(requests: list[int], most: int, expected:
     targets = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {})).targets(None, "whole")
     loads = {number: Load(0, count) for number, count in enumerate(requests, 1)}
     way = [(f"pod-{number}", 0) for number in rows]
-    found = targets.below_bound(PromptState({}, loads, {}, {}), [("gone", 0), *way], 0.25, most)
+    found = targets.below_bound(loads, [("gone", 0), *way], 0.25, most)
     assert (numbers(found.members), found.active_bound) == (expected, bound)
     # A target that is not allowed has neither requests nor a place.
     allowed = Allowed(without=frozenset({1}))
-    without = targets.below_bound(PromptState({}, loads, {}, {}), way, 0.25, 9, allowed=allowed)
+    without = targets.below_bound(loads, way, 0.25, 9, allowed=allowed)
     assert (numbers(without.members), without.active_bound) == (
         [2, 3, 4],
         math.ceil(1.25 * (sum(requests[1:]) + 1) / 3),

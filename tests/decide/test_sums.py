@@ -40,10 +40,13 @@ def test_both_implementations_give_the_same(seed: int) -> None:
         draw = Random(seed).random if seed % 2 else (lambda: 0.5)
         facts = fleet.members, seen.rows.get, seen.loads.get, expected, draw
         sums = loops.rank_sums(*facts, tokens, least, size, *credits, 3.0, 512.0)
-        told = loops.offer_sums(Offer, sums, CANDIDATES_MAX, BLOCKS, size, 3.0, 5 * size, tokens - least, size)
+        told = [
+            loops.offer_sums(Offer, sums, CANDIDATES_MAX, BLOCKS, size, 3.0, 5 * size, tokens - least, size, *terms)
+            for terms in ((0.0, None), (1.0, 1e300))
+        ]
         results.append((sums, told))
     assert results[0] == results[1]
-    assert all(type(each) is Offer for each in results[0][1][0])
+    assert all(type(each) is Offer for offers, *_ in results[0][1] for each in offers)
     assert list(map(repr, results[0][1])) == list(map(repr, results[1][1])), "also the forms of numbers"
 
 
@@ -96,6 +99,6 @@ def test_what_cannot_be_a_target_is_an_error() -> None:
     (of_member,) = loops.rank_sums([member], {}.get, loads.get, None, float, *numbers)
     for wrong, error in (((-1, 16), "a count is -1"), ((2**31, 16), "a count is 2147483648"), ((1, 0), "has tokens")):
         with pytest.raises((OverflowError, ValueError), match=error):
-            loops.offer_sums(Offer, [of_member], 8, *wrong, 3.0, 0, 0, 0)
+            loops.offer_sums(Offer, [of_member], 8, *wrong, 3.0, 0, 0, 0, 0.0, None)
     with pytest.raises(OverflowError, match="new tokens"):
-        loops.offer_sums(Offer, [(*of_member[:4], float("nan"), *of_member[5:])], 8, 1, 16, 3.0, 0, 0, 0)
+        loops.offer_sums(Offer, [(*of_member[:4], float("nan"), *of_member[5:])], 8, 1, 16, 3.0, 0, 0, 0, 0.0, None)

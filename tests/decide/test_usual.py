@@ -17,11 +17,13 @@ from waymark.base.metrics import Metrics
 from waymark.decide import usual
 from waymark.decide.options import read_shadows
 from waymark.decide.policies.presets import PRESETS
+from waymark.decide.policies.ring import Ring
 from waymark.decide.question import GivenValues, HashedPrompt, PolicyChoice, Question, SelectParameters
 from waymark.decide.selector import Selector
 from waymark.decide.usual import UsualDecisions, UsualTarget, is_usual
 from waymark.domain.answer_times import AskedTimes
 from waymark.domain.engines import EngineKind
+from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
 from waymark.domain.status import Decision
 from waymark.domain.targets import Role, Target
@@ -32,6 +34,8 @@ from waymark.store.store import Store
 pytestmark = pytest.mark.usefixtures("implementation")
 
 IDS = list(range(64))
+#: The prefix key of the prompt: its last block.
+KEY = prompt_of(16).keys[-KEY_BYTES:]
 
 
 @pytest.fixture
@@ -109,8 +113,8 @@ def test_a_new_field_is_unusual_until_somebody_says_that_it_is_not() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_only_a_policy_that_is_a_sum_is_usual(name: str) -> None:
-    assert is_usual(asked(PolicyChoice.of(PRESETS[name]))) == (name == "least-work")
+def test_only_a_policy_that_is_a_sum_or_sticky_is_usual(name: str) -> None:
+    assert is_usual(asked(PolicyChoice.of(PRESETS[name]))) == (name in ("least-work", "sticky"))
 
 
 # ---- which groups and replicas are --------------------------------------------------------------------
@@ -293,6 +297,49 @@ async def test_a_redis_that_is_away_is_said(store: Store, metrics: Metrics, monk
     monkeypatch.setattr(UsualDecisions, "_matching", away)
     with pytest.raises(StoreUnavailable, match="Redis is away"):
         await finished(selector.deciding(at_hand, question, prompt_of))
+
+
+def sticky(**constants: float) -> Question:
+    return asked(PolicyChoice.named("sticky", constants))
+
+
+async def test_a_prefix_stays_with_its_target_up_to_the_bound(store: Store, metrics: Metrics) -> None:
+    """Of four targets, the second takes over when the first one has twice the mean."""
+    names = [f"pod-{number}" for number in range(4)]
+    await pods(store, *names)
+    selector = await known(store, metrics)
+    found = [await decided(selector, sticky(load_factor_epsilon=1.0)) for _ in range(4)]
+    ring = [name for name, _ in Ring([(name, 0) for name in names]).clockwise(KEY)]
+    # The bounds are ceil(2 * 1 / 4), ceil(2 * 2 / 4), and then 2.
+    of_first, of_second = Decision.PREFIX_HASH, Decision.OVERFLOW
+    assert [(each.member.name[0], each.decision, each.cost) for each in found if each is not None] == [
+        *((ring[0], of_first, 0.0), (ring[1], of_second, 0.0), (ring[0], of_first, 0.0), (ring[1], of_second, 0.0)),
+    ]
+    assert await requests(store) == {ring[0]: 2, ring[1]: 2}
+
+
+async def test_a_prefix_passes_over_a_target_that_redis_knows_to_be_full(store: Store, metrics: Metrics) -> None:
+    """The replica's own reading is an hour old; the cost that is shown is the target's place."""
+    names = [f"pod-{number}" for number in range(3)]
+    await pods(store, *names)
+    selector = await known(store, metrics, target_requests_max=1)
+    at_hand = selector.usual.at_hand(sticky())
+    assert at_hand is not None
+    ring = [name for name, _ in Ring([(name, 0) for name in names]).clockwise(KEY)]
+    elsewhere = await selector_of(store, metrics).select(asked(only=frozenset({ring[0]})))
+    assert elsewhere.target.candidate.instance_id == ring[0]
+    found = await decided(selector, sticky())
+    assert found is not None
+    assert (found.member.name[0], found.cost, found.decision) == (ring[1], 1.0, Decision.PREFIX_HASH)
+
+
+async def test_a_prompt_without_a_prefix_is_not_decided_by_its_key(store: Store, metrics: Metrics) -> None:
+    await pods(store)
+    selector = await known(store, metrics)
+    at_hand = selector.usual.at_hand(sticky())
+    assert at_hand is not None
+    assert await finished(selector.deciding(at_hand, sticky(), lambda size: HashedPrompt(9, b""))) is None
+    assert await requests(store) == {}
 
 
 async def test_a_prompt_shorter_than_a_block_is_decided_by_load(store: Store, metrics: Metrics) -> None:

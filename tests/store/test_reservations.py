@@ -15,6 +15,7 @@ from tests.store.factories import Stream, claim_of, registration, snapshot, stre
 from tests.store.histories import Fleet, History
 from waymark.base.errors import InvalidValue
 from waymark.decide.group_loads import GroupLoads
+from waymark.decide.order import PLACE_HANDICAP, PLACE_WEIGHT
 from waymark.domain.answer_times import AnswerTimes, TimeSums
 from waymark.store import keys
 from waymark.store.reservations import (
@@ -75,6 +76,14 @@ async def test_a_target_of_twice_the_weight_takes_twice_as_much(fleet: Fleet) ->
         await fleet.reservations.reserve(fleet.group_id, offers, ReservationTerms(context=1, weight_active=1.0))
 
     assert [load.requests for load in await fleet.loads()] == [20, 10, 10]
+
+
+async def test_in_an_order_by_place_the_first_target_is_taken_whatever_its_load(fleet: Fleet) -> None:
+    offers = [Offer(publisher, 10**14, PLACE_HANDICAP, PLACE_WEIGHT) for publisher in fleet.publishers]
+    for _ in range(3):
+        await fleet.reservations.reserve(fleet.group_id, offers, ReservationTerms(context=1))
+
+    assert [load.requests for load in await fleet.loads()] == [3, 0, 0]
 
 
 async def test_a_target_at_the_limit_is_passed_over_and_all_of_them_is_saturated(fleet: Fleet) -> None:

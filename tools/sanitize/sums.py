@@ -79,7 +79,7 @@ def _few(script: bytes, tokens: int, size: int) -> list[Any]:
 
 
 def use_offer(offer: Callable[..., Any], script: bytes, tokens: int, size: int, blocks: int) -> object:
-    return offer(Offer, _few(script, tokens, size), 8, blocks, size, 3.0, 7 * size, max(0, tokens - 1), size)
+    return offer(Offer, _few(script, tokens, size), 8, blocks, size, 3.0, 7 * size, max(0, tokens - 1), size, 1.0, None)
 
 
 def offer_sums(script: bytes, tokens: int, size: int, blocks: int) -> object:
@@ -90,7 +90,7 @@ def offer_sums(script: bytes, tokens: int, size: int, blocks: int) -> object:
         device, host, shared, disk = row or (0, 0, 0, 0)
         is_whole = row is not None and not shared and 0 < blocks == sum(row) and new <= size
         reserved = 0 if is_whole else math.ceil(new)
-        offers.append(Offer(publisher, reserved, 3.0 * (new - reserved), member[2].weight))
+        offers.append(Offer(publisher, reserved, 1.0 + 3.0 * (new - reserved), member[2].weight))
         held = [size * each for each in (device, host, disk, shared)]
         expected = min(max(sum(held), soon * size), max(0, tokens - 1))
         promises.append("-".join(map(str, (7 * size, *held, expected, size))))

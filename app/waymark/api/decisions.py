@@ -310,10 +310,10 @@ def score_row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, ex
 
 def usual_answer(selected: UsualTarget, policy: str) -> bytes:
     """Return the JSON text of ``select_answer`` for a usual decision."""
-    member, row, load, cost, tokens, size, prefix_key, reservation = selected
+    member, row, load, cost, tokens, size, prefix_key, reservation, decision = selected
     device, host, shared, disk = row
     health = load.health if load.failed else 1.0
-    return _usual_text(member.name, member.target.address, policy) % (
+    return _usual_text(member.name, member.target.address, policy, decision) % (
         orjson.dumps(cost),
         size * device,
         size * host,
@@ -329,17 +329,18 @@ def usual_answer(selected: UsualTarget, policy: str) -> bytes:
 
 
 @lru_cache(4096)
-def _usual_text(name: tuple[str, int], address: str | None, policy: str) -> bytes:
+def _usual_text(name: tuple[str, int], address: str | None, policy: str, decision: Decision) -> bytes:
     """Return a usual answer about a target, with a place for each value that differs between two of them."""
-    instance_id, address_text, policy_text, headers = [
-        orjson.dumps(value).replace(b"%", b"%%") for value in (name[0], address, policy, target_headers(address))
+    instance_id, address_text, policy_text, decision_text, headers = [
+        orjson.dumps(value).replace(b"%", b"%%")
+        for value in (name[0], address, policy, decision, target_headers(address))
     ]
     return (
         b'{"target":{"instance_id":%b,"dp_rank":%d,"address":%b,"score":null,"cost":%%b,"device_tokens":%%d,'
         b'"host_tokens":%%d,"disk_tokens":%%d,"shared_tokens":%%d,"expected_tokens":0,"new_tokens":%%d,'
         b'"wait_tokens":%%d,"active_requests":%%d,"health":%%b},"others":[],"prefill":null,"encode":[],"policy":%b,'
-        b'"decision":"kv_aware","degraded":false,"prefix_key":%%b,"reservation":"%%b","headers":%b}'
-    ) % (instance_id, name[1], address_text, policy_text, headers)
+        b'"decision":%b,"degraded":false,"prefix_key":%%b,"reservation":"%%b","headers":%b}'
+    ) % (instance_id, name[1], address_text, policy_text, decision_text, headers)
 
 
 def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:

@@ -97,6 +97,8 @@ class NativeFunctions(Protocol):
         available: int,
         reusable: int,
         random: int,
+        handicap: float,
+        weight: float | None,
         /,
     ) -> tuple[list[Any], list[str], list[str]]: ...
 

@@ -251,7 +251,7 @@ class TargetSet:
 
     def below_bound(
         self,
-        seen: PromptState,
+        loads: Mapping[int, Load],
         clockwise: Iterable[tuple[str, int]],
         epsilon: float,
         most: int,
@@ -264,7 +264,7 @@ class TargetSet:
         The share of targets below the bound is at least ``epsilon / (1 + epsilon)``, since the others alone would have
         more requests than there are. So the key meets few others on its way.
         """
-        loads, some = seen.loads, self.all(allowed)
+        some = self.all(allowed)
         if not some:
             return Shortlist(())
         if allowed.are_all:

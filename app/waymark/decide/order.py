@@ -51,10 +51,11 @@ from waymark.domain.match import TargetRow
 from waymark.domain.status import Decision
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer
 
-#: Where Redis cannot compute an order again, a place in it outweighs any load.
-_PLACE = 2.0**44
 BY_PLACE = Linear(0.0, 0.0)
-_CREDITS = read_constants(CREDITS, {}, "overrides")
+#: The handicap and the weight of a target if Redis cannot compute the order again. A load divided by this weight is
+#: lost in the sum, so all targets cost the same, and Redis takes the first one.
+PLACE_HANDICAP, PLACE_WEIGHT = 1.0, 1e300
+DEFAULT_CREDITS = read_constants(CREDITS, {}, "overrides")
 EVERYBODY = Allowed()
 
 
@@ -202,7 +203,7 @@ def shortlist(
     if preset.name == "sticky" and request.prefix_key is not None:
         clockwise = fleet.ring(int(values.number("virtual_nodes"))).clockwise(request.prefix_key)
         epsilon, session = values.number("load_factor_epsilon"), question.session
-        return targets.below_bound(matches.seen, clockwise, epsilon, most, allowed=allowed, session=session)
+        return targets.below_bound(matches.seen.loads, clockwise, epsilon, most, allowed=allowed, session=session)
     cost = None if preset.by_load is None else preset.by_load(request, values)
     if cost is None or len(targets.members) <= most:
         return Shortlist(targets.all(allowed), are_all=True)
@@ -364,14 +365,14 @@ class ScoredOffers:
     def offers(self) -> list[Offer]:
         values, linear = self._policy.values, self.linear
         if values is None or values.credits is None:
-            values = _CREDITS
+            values = DEFAULT_CREDITS
         new_of, offers = count_new(self._request, values), []
-        for place, (candidate, value, _) in enumerate(self._first):
+        for candidate, value, _ in self._first:
             new, weight = new_of(candidate), candidate.weight
             # The cost besides load and new tokens.
             rest_cost = value - candidate.queue - linear.active * candidate.requests - linear.new * new
             if linear is BY_PLACE:
-                rest_cost, weight = place * _PLACE, 1.0
+                rest_cost, weight = PLACE_HANDICAP, PLACE_WEIGHT
             is_whole = not candidate.shared and candidate.matched == self._whole and new <= self._request.block_size
             is_reserved = not (is_whole or self._is_prefill_elsewhere)
             offers.append(_offer(candidate.publisher, new, rest_cost, weight, linear, is_reserved=is_reserved))
@@ -458,6 +459,8 @@ class SumOffers:
             available,
             request.tokens - self._least,
             random,
+            0.0,
+            None,
         )
 
     def matched_blocks(self) -> list[int]:

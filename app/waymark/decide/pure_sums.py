@@ -62,8 +62,13 @@ def offer_sums(
     available: int,
     reusable: int,
     random: int,
+    handicap: float,
+    weight: float | None,
 ) -> tuple[list[Offer], list[str], list[str]]:
-    """Return the first ``most`` sums as offers, what is promised of each, and the words of a reservation."""
+    """Return the first ``most`` sums as offers, what is promised of each, and the words of a reservation.
+
+    Each has the ``handicap`` in addition to its own, and the ``weight``; with None, its own weight.
+    """
     offers, promises = [], []
     for _, _, publisher, member, new, row, _, soon in sums[:most]:
         device, host, shared, disk = row or _NO_ROW
@@ -71,7 +76,8 @@ def offer_sums(
         # A target with all complete blocks gives nothing back, so its last tokens count in the cost alone.
         is_whole = row is not None and not shared and blocks and matched == blocks and new <= size
         reserved = 0 if is_whole else math.ceil(new)
-        offers.append(offer(publisher, reserved, 0.0 + weight_new * (new - reserved), member.target.weight))
+        of_target = member.target.weight if weight is None else weight
+        offers.append(offer(publisher, reserved, handicap + weight_new * (new - reserved), of_target))
         will_have = min(max(matched, soon) * size, reusable)
         promises.append(
             PROMISE_TEXT % (available, size * device, size * host, size * disk, size * shared, will_have, random)

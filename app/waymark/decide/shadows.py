@@ -82,7 +82,7 @@ class Preferences:
         if preset.name == "sticky" and request.prefix_key is not None:
             clockwise = fleet.ring(int(values.number("virtual_nodes"))).clockwise(request.prefix_key)
             epsilon = values.number("load_factor_epsilon")
-            short = self._targets.below_bound(matches.seen, clockwise, epsilon, 1, allowed=self._allowed)
+            short = self._targets.below_bound(matches.seen.loads, clockwise, epsilon, 1, allowed=self._allowed)
             members, bound = short.members, short.active_bound
         else:
             cost = None if preset.by_load is None else preset.by_load(request, values)
