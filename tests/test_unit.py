@@ -133,9 +133,19 @@ def test_it_leaves_out_directories_and_marked_tests() -> None:
     assert "test_what_is_outside" in done.stdout
 
 
-@pytest.mark.parametrize(("is_unit", "tried"), [(True, (10, 40)), (False, (15, 400))])
+@pytest.mark.parametrize(
+    ("is_unit", "is_random", "tried"),
+    [
+        (True, False, (10, 40, 7)),
+        (True, True, (10, 40, 30)),
+        (False, False, (10, 100, 7)),
+        (False, True, (15, 400, 30)),
+    ],
+)
 def test_a_property_is_tried_with_a_part_of_its_examples(
-    is_unit: bool, tried: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    is_unit: bool, is_random: bool, tried: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unit, "_is_unit", is_unit)
-    assert (unit.examples(15), unit.examples(400)) == tried
+    monkeypatch.setattr(unit, "_is_random", is_random)
+    assert (unit.examples(15), unit.examples(400), len(unit.seeds(30))) == tried
+    assert len(unit.seeds(3)) == 3

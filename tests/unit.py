@@ -38,11 +38,13 @@ OUTSIDE_FIXTURES = {"free_port", "redis_socket", "redis_url", "silent_port"}
 #: The mark of a file in which every test is outside or slow.
 WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(outside|slow)$", re.MULTILINE)
 #: How many examples a property is tried with that does not say it itself.
-UNIT_EXAMPLES, WHOLE_EXAMPLES = 10, 100
-#: The part of the examples of a property that says how many it needs.
-UNIT_PART = 10
-#: How many random histories of a test are among the unit tests.
+UNIT_EXAMPLES, WHOLE_EXAMPLES, RANDOM_EXAMPLES = 10, 25, 100
+#: The part of the examples of a property that says how many it needs, and of the random histories of a test.
+UNIT_PART, WHOLE_PART = 10, 4
+#: How many random histories of a test are among the unit tests, and how many are in the suite at least.
 UNIT_SEEDS = 4
+#: Another run looks for other examples, and has them all.
+_is_random = "WAYMARK_TEST_RANDOM" in os.environ
 #: Test processes for each processor: most tests wait for other processes. And at most so many, for the memory's sake.
 _PER_PROCESSOR, _PROCESSES_MAX = 3, 8
 _FORBIDDEN = {"socket.bind": "binds a socket", "socket.connect": "connects", "subprocess.Popen": "starts a process"}
@@ -63,25 +65,28 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.addaudithook(_refuse)
     # A busy machine makes an example slow, and that is no fault of the code. The same tests have the same examples, so
     # that a run that fails fails again; WAYMARK_TEST_RANDOM=1 looks for others.
-    examples = UNIT_EXAMPLES if is_unit else WHOLE_EXAMPLES
+    whole = RANDOM_EXAMPLES if _is_random else WHOLE_EXAMPLES
     settings.register_profile(
         "waymark",
-        max_examples=examples,
+        max_examples=UNIT_EXAMPLES if is_unit else whole,
         deadline=None,
-        derandomize="WAYMARK_TEST_RANDOM" not in os.environ,
+        derandomize=not _is_random,
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("waymark")
 
 
 def examples(count: int) -> int:
-    """How many examples a property is tried with that needs ``count``: a part of them in the inner loop."""
-    return max(UNIT_EXAMPLES, count // UNIT_PART) if _is_unit else count
+    """How many examples a property is tried with that has ``count``: a part of them, unless others are looked for."""
+    if _is_random and not _is_unit:
+        return count
+    return max(UNIT_EXAMPLES, count // (UNIT_PART if _is_unit else WHOLE_PART))
 
 
 def seeds(count: int) -> list[Any]:
-    """Parameters of a test of random histories: the first few are for the inner loop, all of them for the suite."""
-    return [pytest.param(seed, marks=[pytest.mark.slow] if seed >= UNIT_SEEDS else []) for seed in range(count)]
+    """Parameters of a test of ``count`` random histories: a part of them, and the first few in the inner loop too."""
+    tried = count if _is_random else min(count, max(UNIT_SEEDS, count // WHOLE_PART))
+    return [pytest.param(seed, marks=[pytest.mark.slow] if seed >= UNIT_SEEDS else []) for seed in range(tried)]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -106,7 +111,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_unit = config.getoption("--unit")
     left_out = outside if is_unit else emulated_twins(items)
     config.hook.pytest_deselected(items=left_out)
-    remaining = [item for item in items if item not in set(left_out)]
+    gone = set(left_out)
+    remaining = [item for item in items if item not in gone]
     items[:] = long_first(remaining, getattr(config, "workerinput", {}).get("workercount", 1))
     if not is_unit and config.pluginmanager.hasplugin("rerunfailures"):
         # A machine that stops for seconds breaks what no deadline covers. The closing lines name each test that was
@@ -148,7 +154,6 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
 

@@ -24,6 +24,7 @@ from tests.conftest import wait_until
 from tests.e2e.session import MODEL_NAME, Publisher, Session, Spec, Step, prompts, registration, specs, steps
 from tests.model import Model, Space, Tokens
 from tests.patience import patient
+from tests.unit import examples
 from waymark.api.application import create_app
 from waymark.api.options import ApiOptions
 from waymark.apply.options import ApplyOptions
@@ -308,7 +309,9 @@ class Sockets:
 _CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=_CHECKS)
+# On the real Redis, which is faster; what the scripts do on the emulated one is shown by tests/store and tests/lua.
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=_CHECKS)
 @given(
     specs=specs,
     prompts=prompts,

@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.serving.readings import Reading, Readings, of_h11, ours
+from tests.unit import examples
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +117,7 @@ def check(sent: list[bytes], found: Readings, other: Readings) -> None:
     assert found.status in (0, 400, 411, 431, 501, 503), sent
 
 
-@settings(deadline=None, max_examples=1500)
+@settings(deadline=None, max_examples=examples(1500))
 @given(pieces())
 @example([b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nExpect: 100-continue\r\n\r\n"])
 @example([b"GET ttp://z/a HTTP/1.1\r\nHost: x\r\n\r\n"])
@@ -124,7 +125,7 @@ def test_ours_and_h11_never_read_two_different_requests(sent: list[bytes]) -> No
     check(sent, asyncio.run(ours(sent)), of_h11(sent))
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 @given(pieces())
 def test_how_the_bytes_are_cut_changes_nothing(sent: list[bytes]) -> None:
     whole = asyncio.run(ours([b"".join(sent)]))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.serving.readings import Readings, ours
 from tests.serving.wire import answers, connections, echo, served, wire
+from tests.unit import examples
 from waymark.base import native
 from waymark.serving.connection import protocol
 
@@ -156,7 +157,7 @@ def pieces(draw: st.DrawFn) -> list[bytes]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(pieces())
 def test_both_readers_read_the_same_requests(sent: list[bytes]) -> None:
     if native.selected is None:

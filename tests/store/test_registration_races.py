@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.store.factories import apply_changes, begins, blocks_of, registration, stored
+from tests.unit import seeds
 from waymark.base.errors import Conflict, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.domain.names import PublisherName, Registration
@@ -29,7 +30,7 @@ from waymark.store.holder_tables import decode_table
 from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 
-ROUNDS = 25
+ROUNDS = 15
 NAMES = [registration(f"pod-{i}", dp_rank=rank).name for i in range(2) for rank in range(2)]
 BLOCKS = range(1, 40)
 
@@ -216,7 +217,7 @@ async def world(redis_url: str, request: pytest.FixtureRequest) -> AsyncIterator
         yield World(stores, stores[0]._client, chance)
 
 
-@pytest.mark.parametrize("world", range(8), indirect=True)
+@pytest.mark.parametrize("world", seeds(16), indirect=True)
 async def test_whatever_races_nothing_is_half_registered(world: World) -> None:
     for _ in range(ROUNDS):
         await world.play()

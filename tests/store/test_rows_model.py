@@ -11,7 +11,7 @@ from waymark.domain import moves
 from waymark.domain.parts import Waves
 from waymark.store.redis.client import SCRIPTS, Script
 
-HISTORIES = {"real": 100, "emulated": 8}
+HISTORIES = {"real": 40, "emulated": 4}
 """``python -m tests.store.rows_model`` runs more, by seed."""
 
 DEFECTS = {
