@@ -19,7 +19,7 @@ install: ## put the command waymark on the PATH of this user, in an environment 
 	@sh scripts/install.sh
 
 check: lint ## the inner loop: style, types, and the tests that need nothing but Python; half a minute
-	@$(BIN)/python -m pytest -p no:schemathesis --unit --quiet --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest --unit --quiet --numprocesses 2 --dist loadfile
 
 test: ## check everything: style, types, and the tests on a real Redis
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.installed-dev programs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ __all__ = ["engine", "start_engine"]
 #: No client waits longer for an answer while another peer lies.
 OTHERS_SECONDS = 0.25
 
-LABELS = ",".join(f'a{n}="x"' for n in range(300_000))
-TEXTS = {
-    "labels": f"vllm:num_requests_waiting{{{LABELS}}} 1\nvllm:cache_config_info{{{LABELS}}} 1.0\n",
-    "a word": "vllm:num_requests_waiting" + "m" * 3_500_000,
-    "a word among labels": f"vllm:cache_config_info{{{'m' * 3_500_000}}} 1.0\n",
-    "short lines": "vllm:num_requests_waiting 1\n" * 120_000,
+
+def labels() -> str:
+    return ",".join(f'a{n}="x"' for n in range(300_000))
+
+
+TEXTS: dict[str, Callable[[], str]] = {
+    "labels": lambda: f"vllm:num_requests_waiting{{{labels()}}} 1\nvllm:cache_config_info{{{labels()}}} 1.0\n",
+    "a word": lambda: "vllm:num_requests_waiting" + "m" * 3_500_000,
+    "a word among labels": lambda: f"vllm:cache_config_info{{{'m' * 3_500_000}}} 1.0\n",
+    "short lines": lambda: "vllm:num_requests_waiting 1\n" * 120_000,
 }
 
 
@@ -50,7 +54,7 @@ async def slowest_answer(live: Live, meanwhile: asyncio.Future[Any]) -> float:
 
 @pytest.mark.parametrize("name", TEXTS)
 async def test_a_scrape_holds_up_nobody(live: Live, engine: Engine, name: str) -> None:
-    engine.answers["/metrics"] = TEXTS[name]
+    engine.answers["/metrics"] = TEXTS[name]()
     async with live.client() as client:
         body = {
             "type": "none",
@@ -67,7 +71,7 @@ async def test_a_scrape_holds_up_nobody(live: Live, engine: Engine, name: str) -
 @pytest.mark.parametrize("name", TEXTS)
 async def test_a_registration_by_url_holds_up_nobody(live: Live, engine: Engine, name: str) -> None:
     engine.is_vllm()
-    engine.answers["/metrics"] = TEXTS[name]
+    engine.answers["/metrics"] = TEXTS[name]()
 
     async def register() -> None:
         async with live.client() as client:

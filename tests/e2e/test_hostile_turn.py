@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from itertools import chain, count
@@ -15,7 +15,7 @@ from tests.conftest import wait_until
 from tests.discovery.conftest import Engine, engine, start_engine, vllm_metrics
 from tests.e2e.conftest import Api, Engines
 from tests.e2e.fleet import owners
-from tests.e2e.test_hostile_metrics import LABELS
+from tests.e2e.test_hostile_metrics import labels
 from tests.hostile.beside import Beside, Check, Processes, neighbour
 from tests.hostile.doors import is_up
 from tests.live import Live, start
@@ -28,7 +28,10 @@ __all__ = ["engine", "start_engine"]
 WORKERS = ("first", "second")
 NAME, WORD = "vllm:num_requests_waiting", "m" * 3_500_000
 #: Each of them has a line that is refused, which the log of its worker says.
-LIES = [f"{NAME}{{{LABELS}}} 1\n", f"{NAME}{WORD}\n{NAME}{{{WORD}}} 1\n"]
+LIES: list[Callable[[], str]] = [
+    lambda: f"{NAME}{{{labels()}}} 1\n",
+    lambda: f"{NAME}{WORD}\n{NAME}{{{WORD}}} 1\n",
+]
 #: An answer has as long as it takes until the next one, so it has to be long enough for some megabytes.
 SCRAPE_SECONDS, SCRAPE_SECONDS_MAX = 0.2, 5.0
 
@@ -118,7 +121,7 @@ async def test_an_engine_that_turns_stops_neither_worker(
             try:
                 for several in hostile.values():
                     for instance, lie in zip(several, LIES, strict=True):
-                        engine.answers[f"/metrics/{instance}"] = lie
+                        engine.answers[f"/metrics/{instance}"] = lie()
                 for worker, several in zip(workers, hostile.values(), strict=True):
                     await wait_until(partial(are_refused, worker, several), f"{several} are refused")
                 await are_scraped([*honest.values()], 1)

@@ -128,7 +128,7 @@ async def test_a_refusal_is_told_on(engine: Engine, remote: RemoteTokenizer, sta
         (200, '{"tokens": "abc"}', "no list of tokens"),
         (200, b'{"tokens": [' + b"1," * 2**24 + b"1]}", "longer than"),
     ],
-    ids=lambda value: str(value)[:20],
+    ids=lambda value: str(value[:20] if isinstance(value, bytes) else value)[:20],
 )
 async def test_an_engine_that_answers_otherwise_is_unavailable(
     engine: Engine, remote: RemoteTokenizer, status: int, body: str | bytes, named: str
