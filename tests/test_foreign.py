@@ -142,7 +142,7 @@ def borrowed(nodes: list[ast.AST], own: set[str]) -> Iterator[str]:
 
 def found_in(sources: Path) -> set[tuple[str, str]]:
     """Every borrowed name in a tree of modules."""
-    read = {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in sources.rglob("*.py")}
+    read = {path: nodes_of(path) for path in sources.rglob("*.py")}
     modules = {".".join(path.relative_to(sources.parent).with_suffix("").parts): path for path in read}
     names = {path: own_names(nodes) for path, nodes in read.items()}
     found = set()
@@ -172,13 +172,24 @@ def is_documented(module: str, name: str) -> bool:
 
 def replaced(of: type) -> Iterator[str]:
     """Methods and attributes of a watched package's class that a class of ours replaces."""
+    watched = [
+        base
+        for base in of.__mro__[1:]
+        if base.__module__.partition(".")[0] in WATCHED and base.__module__ not in DOCUMENTED_MODULES
+    ]
+    if not watched:
+        return  # to read the sources of a class takes long
     names = {name for name in vars(of) if not name.startswith("__") and name not in MADE_BY_PYTHON} | stored(of)
     for name in names:
-        for base in of.__mro__[1:]:
-            is_watched = base.__module__.partition(".")[0] in WATCHED and base.__module__ not in DOCUMENTED_MODULES
-            if is_watched and (name in vars(base) or name in stored(base)):
+        for base in watched:
+            if name in vars(base) or name in stored(base):
                 yield f"{base.__name__}.{name}"
                 break
+
+
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 @cache
@@ -190,8 +201,7 @@ def stored(of: type) -> set[str]:
 def found_undocumented() -> set[tuple[str, str]]:
     found = set()
     for path in SOURCES.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        nodes = list(ast.walk(ast.parse(text)))
+        text, nodes = path.read_text(encoding="utf-8"), nodes_of(path)
         own = str(path.relative_to(SOURCES))
         found |= {(own, name) for name in undocumented(nodes)}
         classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.bases]

@@ -22,7 +22,13 @@ from waymark.tokenization.remote import RemoteTokenizer
 pytestmark = pytest.mark.outside
 
 IDS = b'{"tokens": [1, 2, 345678], "count": 3, "prompt": "a"}'
-PODS = [pod(f"pod-{number}", version=number) for number in range(2)]
+#: As short as pods may be: each byte is a case.
+PODS = [
+    {name: value for name, value in pod(f"pod-{number}", version=number).items() if name in ("metadata", "spec")}
+    for number in range(2)
+]
+for each in PODS:
+    del each["metadata"]["labels"], each["metadata"]["annotations"], each["metadata"]["creationTimestamp"]
 LIST = json.dumps({"metadata": {"resourceVersion": "7"}, "items": PODS[:1]}).encode()
 EVENTS = b"".join(json.dumps({"type": "ADDED", "object": each}).encode() + b"\n" for each in PODS)
 

@@ -80,8 +80,10 @@ async def test_an_answer_that_is_cut_short_never_looks_whole(start: Start, kind:
         await running.store.registry.register(registration(url, 0))
         if not resets:
             assert await looks_whole(running, path, len(whole))
-        # A reset is an error at any byte; where an answer just ends, each byte is a case of its own.
-        all_cuts = range(0, len(whole), 4 if resets else 1)
+        # A reset is an error at any byte; where an answer just ends, each byte is a case of its own, but for the heads,
+        # which are much alike.
+        first_cut = 0 if kind in ("length", "stream") else whole.index(b"\r\n\r\n")
+        all_cuts = range(first_cut, len(whole), 8 if resets else 1)
         for first in range(0, len(all_cuts), 8):
             cuts = all_cuts[first : first + 8]
             found = await asyncio.gather(*(looks_whole(running, path, cut) for cut in cuts))

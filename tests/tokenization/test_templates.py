@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import datetime
+from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.tokenization.small import CHATML, TEMPLATES
@@ -50,12 +52,18 @@ def source(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text()
 
 
+@cache
+def template_of(name: str) -> ChatTemplate:
+    return ChatTemplate(source(name), SPECIAL, bytes_max=MAX)
+
+
 class Refused(Exception):
     """The template called ``raise_exception``."""
 
 
-def by_jinja2(text: str, prompt: ChatPrompt) -> str:
-    """The same, with the library and the options of transformers."""
+@cache
+def template_of_jinja2(text: str) -> Template:
+    """The template with the library and the options of transformers."""
 
     def refuse(message: str) -> str:
         raise Refused(message)
@@ -68,7 +76,11 @@ def by_jinja2(text: str, prompt: ChatPrompt) -> str:
     )
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return environment.from_string(text).render(
+    return environment.from_string(text)
+
+
+def by_jinja2(text: str, prompt: ChatPrompt) -> str:
+    return template_of_jinja2(text).render(
         messages=for_template(prompt.messages, takes_parts=takes_parts(text)),
         tools=prompt.tools,
         documents=None,
@@ -143,8 +155,7 @@ prompts = st.builds(
 @settings(deadline=None, max_examples=examples(60))
 @given(prompt=prompts)
 def test_a_conversation_is_rendered_as_by_jinja2(name: str, prompt: ChatPrompt) -> None:
-    text = source(name)
-    template = ChatTemplate(text, SPECIAL, bytes_max=MAX)
+    text, template = source(name), template_of(name)
     ours, theirs = outcome(lambda: template.render(prompt)), outcome(lambda: by_jinja2(text, prompt))
     assert ours == theirs
 
