@@ -94,18 +94,17 @@ async def api(memory_store: Store, make_client: MakeClient, tmp_path: Path) -> h
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("name", REFUSED)
-async def test_its_sender_is_refused_and_nobody_else(api: httpx.AsyncClient, door: str, name: str) -> None:
-    body, media_type, status, reason = REFUSED[name]
-    hostile = [api.post(door, content=body, headers={"Content-Type": media_type}) for _ in range(3)]
-    sound = [api.post("/tokenize", json=SOUND) for _ in range(3)]
-    *refused, one, two, three = await asyncio.gather(*hostile, *sound)
-    for answer in refused:
-        told = msgpack.unpackb(answer.content) if media_type == MSGPACK else answer.json()
-        assert (answer.status_code, told["reason"]) == (status, reason), told
-        assert len(told["error"]) < 500
-    assert one.status_code == two.status_code == three.status_code == 200
-    assert one.json() == two.json() == three.json()
+async def test_its_sender_is_refused_and_nobody_else(api: httpx.AsyncClient, door: str) -> None:
+    for name, (body, media_type, status, reason) in REFUSED.items():
+        hostile = [api.post(door, content=body, headers={"Content-Type": media_type}) for _ in range(2)]
+        sound = [api.post("/tokenize", json=SOUND) for _ in range(2)]
+        *refused, one, two = await asyncio.gather(*hostile, *sound)
+        for answer in refused:
+            told = msgpack.unpackb(answer.content) if media_type == MSGPACK else answer.json()
+            assert (answer.status_code, told["reason"]) == (status, reason), (name, told)
+            assert len(told["error"]) < 500, name
+        assert one.status_code == two.status_code == 200, name
+        assert one.json() == two.json(), name
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -234,7 +234,7 @@ async def same(ways: tuple[Way, Way], path: str, body: bytes, *lines: bytes) -> 
 async def test_every_body_has_the_same_answer_on_both_ways(ways: tuple[Way, Way], implementation: str) -> None:
     """Most have fields beside the prompt that an earlier one had, too, and which are known then."""
     seen = set()
-    for body in bodies():
+    for body in islice(bodies(), 0, None, 1 if implementation == "native" else 3):
         for path in PATHS:
             seen.add((await same(ways, path, body))[9:12])
     for body in packed_bodies():
@@ -300,7 +300,7 @@ OF_DECISION: list[dict[str, Any]] = [
 
 
 def decision_bodies() -> Iterator[bytes]:
-    yield from bodies()
+    yield from islice(bodies(), 0, None, 3)
     for more in OF_DECISION:
         for prompt in (
             {"token_ids": TOKENS},
@@ -366,7 +366,7 @@ OF_DYNAMO: list[dict[str, Any]] = [
 def dynamo_bodies() -> Iterator[tuple[bytes, ...]]:
     """Each with its headers."""
     packed = b"content-type: application/msgpack"
-    yield from ((body,) for body in bodies())
+    yield from ((body,) for body in islice(bodies(), 0, None, 3))
     yield from ((body, packed) for body in packed_bodies())
     for more in OF_DYNAMO:
         for prompt in (
@@ -401,7 +401,7 @@ async def test_every_decision_of_the_dynamo_api_has_the_same_answer_on_both_ways
     for path in DYNAMO_DECISIONS:
         statuses = {status for of, status in seen if of == path}
         assert {b"200", b"400", b"404", b"413", b"422", b"503"} >= statuses >= {b"200", b"422", b"503"}
-    assert straight.said.count("replied") == straight.said.count("begun") > 1000
+    assert straight.said.count("replied") == straight.said.count("begun") > 500
 
 
 SELECTION = json.dumps({"model_name": "m", "token_ids": TOKENS, "selection_id": "mine"}).encode()

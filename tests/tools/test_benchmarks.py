@@ -55,6 +55,12 @@ from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.rows import SLOT_CHARS
 
 
+@pytest.fixture(autouse=True)
+def _short_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast the machine reads memory, nothing here asks: to make a chain of 32 MiB takes a second each time."""
+    monkeypatch.setattr(benchmarks, "_CHAINS", (1 << 8, 1 << 12))
+
+
 @pytest.mark.long
 @pytest.mark.outside
 def test_queries_and_bytes_are_measured_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
