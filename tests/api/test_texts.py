@@ -101,36 +101,30 @@ async def test_tokens_are_answered_in_the_shape_of_vllm(api: httpx.AsyncClient) 
     assert msgpack.unpackb(text.content) == {"prompt": small.BOS + "Hello"}
 
 
+#: Fields, and the status, the reason and the field of their refusal.
+UNFIT: list[tuple[dict[str, Any], int, str, str | None]] = [
+    ({"model": "m", "prompt": 1}, 400, "invalid_type", "prompt"),
+    ({"model": "m", "messages": "Hi"}, 400, "invalid_type", "messages"),
+    ({"model": "m", "messages": [], "system": 1}, 400, "invalid_type", "system"),
+    ({"model": "m", "messages": [], "system": [{"type": "image"}]}, 400, "invalid_value", "system"),
+    ({"model": "m", "messages": [{}]}, 400, "invalid_value", "messages"),
+    ({"model": "m", "messages": [], "chat_template_kwargs": {"tools": 1}}, 400, "invalid_value", None),
+    ({"model": "m", "prompt": "Hi", "messages": []}, 400, "invalid_value", "messages"),
+    ({"model": "m", "prompt": "x" * 2000}, 413, "too_large", "prompt"),
+    ({"model": "m", "prompt": None}, 400, "missing", None),
+]
+
+
 @pytest.mark.parametrize("path", ["/query", "/tokenize", "/score", "/select"])
-@pytest.mark.parametrize(
-    ("fields", "status", "reason", "field"),
-    [
-        ({"model": "m", "prompt": 1}, 400, "invalid_type", "prompt"),
-        ({"model": "m", "messages": "Hi"}, 400, "invalid_type", "messages"),
-        ({"model": "m", "messages": [], "system": 1}, 400, "invalid_type", "system"),
-        ({"model": "m", "messages": [], "system": [{"type": "image"}]}, 400, "invalid_value", "system"),
-        ({"model": "m", "messages": [{}]}, 400, "invalid_value", "messages"),
-        ({"model": "m", "messages": [], "chat_template_kwargs": {"tools": 1}}, 400, "invalid_value", None),
-        ({"model": "m", "prompt": "Hi", "messages": []}, 400, "invalid_value", "messages"),
-        ({"model": "m", "prompt": "x" * 2000}, 413, "too_large", "prompt"),
-        ({"model": "m", "prompt": None}, 400, "missing", None),
-    ],
-)
 async def test_a_prompt_that_does_not_fit_is_refused(
-    memory_store: Store,
-    make_client: MakeClient,
-    models: Path,
-    path: str,
-    fields: dict[str, Any],
-    status: int,
-    reason: str,
-    field: str | None,
+    memory_store: Store, make_client: MakeClient, models: Path, path: str
 ) -> None:
     api = await make_client(memory_store, tokenizers_dir=models, max_tokens=1024)
-    answer = await api.post(path, json=fields | {"block_size": 2})
-    assert (answer.status_code, answer.json()["reason"]) == (status, reason), answer.text
-    if field is not None:
-        assert answer.json()["field"] == field
+    for fields, status, reason, field in UNFIT:
+        answer = await api.post(path, json=fields | {"block_size": 2})
+        assert (answer.status_code, answer.json()["reason"]) == (status, reason), answer.text
+        if field is not None:
+            assert answer.json()["field"] == field, fields
 
 
 PROMPTS: dict[str, Any] = {

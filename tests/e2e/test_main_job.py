@@ -250,12 +250,10 @@ async def test_a_prompt_of_a_million_tokens_is_walked_to_its_end(cluster: Cluste
     assert await replica.query(tokens + (1,) * 15, block_size=16, **group) == expected
 
 
-async def test_a_block_with_eight_hundred_holders_has_eight_hundred_right_rows(
-    cluster: Cluster, engines: Engines
-) -> None:
-    """A hundred instances of eight ranks: rank r of each has the first r + 1 blocks."""
+async def test_a_block_with_many_holders_has_as_many_right_rows(cluster: Cluster, engines: Engines) -> None:
+    """Thirty instances of eight ranks: rank r of each has the first r + 1 blocks."""
     replica, group = cluster.replicas[0], engines.group
-    names = [(f"i{i:02}", rank) for i in range(100) for rank in range(8)]
+    names = [(f"i{i:02}", rank) for i in range(30) for rank in range(8)]
     gate = asyncio.Semaphore(16)
     hashes = extend(None, token_bytes(tuple(range(40))), BLOCK_SIZE)
 
@@ -292,4 +290,4 @@ async def test_a_block_with_eight_hundred_holders_has_eight_hundred_right_rows(
     for service in cluster.replicas:
         for ask in (service.query, service.query_by_hash):
             answer = await ask(tuple(range(40)), **group)
-            assert answer == {engines.tenant_id: {f"i{i:02}": row for i in range(100)}}
+            assert answer == {engines.tenant_id: {f"i{i:02}": row for i in range(30)}}

@@ -502,20 +502,17 @@ async def test_a_request_of_every_form_is_passed_on(start: Start) -> None:
 
 
 @pytest.mark.parametrize("paths", [*([path] for path in PATHS), [COUNT_TOKENS, *FURTHER]], ids=lambda paths: paths[0])
-@pytest.mark.parametrize("depth", [199, 200, 254, 1000, 5000])
-async def test_a_body_that_is_too_deep_is_refused_before_any_engine_has_it(
-    start: Start, paths: list[str], depth: int
-) -> None:
+async def test_a_body_that_is_too_deep_is_refused_before_any_engine_has_it(start: Start, paths: list[str]) -> None:
     running = await start(1, response_cache="memory", responses="memory", cache_control_injection=True)
-    # The object is a level, too. In a field that nothing reads, and in those that are read, changed and kept.
-    deep = b"[" * depth + b"]" * depth
     body = {"model": "demo", "messages": [{"role": "user", "content": "a"}], "input": "a", "prompt": "a", "system": "b"}
     names = ("unknown", "system", "input", "tools", "metadata")
-    for path, name in product(paths, names):
+    for path, name, depth in product(paths, names, (199, 200, 254, 1000, 5000)):
+        # The object is a level, too. In a field that nothing reads, and in those that are read, changed and kept.
+        deep = b"[" * depth + b"]" * depth
         fields = {each: value for each, value in body.items() if each != name}
         sent = orjson.dumps(fields)[:-1] + b',"%b":%b}' % (name.encode(), deep)
         answer = await running.client.post(path, content=sent)
-        assert answer.status_code == (400 if depth >= 200 else 200), (path, name, answer.text)
+        assert answer.status_code == (400 if depth >= 200 else 200), (path, name, depth, answer.text)
         if depth >= 200:
             assert "200 lists or objects" in answer.text or "not valid JSON" in answer.text
-    assert sum(running.asked) == (0 if depth >= 200 else len(names) * len(paths))
+    assert sum(running.asked) == len(names) * len(paths), "of the depth that may be"

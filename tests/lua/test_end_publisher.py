@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import GROUP, Stream, claim_of, hgetall, registration, snapshot
@@ -138,6 +139,7 @@ async def test_an_end_takes_row_holders_record_and_lease_and_leaves_the_neighbou
     assert left[keys.fence(1, 0).encode()][2] == {b"holder": b"2"}
 
 
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
 async def test_more_holders_than_one_unpack_can_hold_end(redis: Redis, stream: Stream, store: Store) -> None:
     for start in range(0, 8100, 900):
         await stream.begin(*(f"0 GPU {number:016x}" for number in range(start, start + 900)))

@@ -237,6 +237,7 @@ async def test_the_last_event_of_a_holder_ends_with_it(stream: Stream) -> None:
     assert (await state_of(stream)).event_ids == {second: 4}
 
 
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
 async def test_more_holders_than_one_unpack_can_hold_begin_and_end(redis: Redis, stream: Stream) -> None:
     for start in range(0, 8100, 900):
         await stream.begin(*(f"0 GPU {number:016x}" for number in range(start, start + 900)))

@@ -292,6 +292,7 @@ async def test_a_register_that_died_is_made_good_by_the_next(
     assert await is_whole(store, redis)
 
 
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
 @pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("script", ["claim_publisher", "take_lease", "raise_fence", "end_publisher", "drop_fence"])
 @pytest.mark.parametrize("next_one", ["unregister", "register", "move"])

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.store.factories import Stream, claim_of, registration, snapshot, stream_of
 from tests.store.histories import Fleet, History
+from tests.unit import seeds
 from waymark.base.errors import InvalidValue
 from waymark.decide.group_loads import GroupLoads
 from waymark.decide.order import PLACE_HANDICAP, PLACE_WEIGHT
@@ -518,7 +519,8 @@ async def test_too_many_candidates_are_the_callers_mistake(fleet: Fleet) -> None
 # ---- against a model -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+@pytest.mark.parametrize("seed", seeds(16))
 async def test_random_histories_agree_with_the_model(store: Store, redis: Redis, seed: int) -> None:
     fleet = await fleet_of(store, redis, Random(seed).randint(1, CANDIDATES_MAX))
     await History(fleet, seed).run(80)

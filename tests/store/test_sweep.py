@@ -70,6 +70,7 @@ async def test_a_dead_holder_leaves_every_block_and_takes_nobody_along(
     assert await store.sweeper.pick(neighbour.entry) is None
 
 
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
 @SHARDS
 @pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(

@@ -395,22 +395,22 @@ PARTS = (
 )
 
 
-@pytest.mark.parametrize("end", ["dog", "dog.", "dog ", "dog\n", "12", "été"])
 @pytest.mark.parametrize("kind", small.KINDS)
-async def test_all_certain_ids_before_an_image_are_known(kind: small.Kind, end: str, opened: Open) -> None:
+async def test_all_certain_ids_before_an_image_are_known(kind: small.Kind, opened: Open) -> None:
     local, reference = opened(kind, template=PARTS), small.tokenizer(kind)
-    text = "The quick brown fox jumps over the lazy " * 10 + end
-    picture = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": "x"}}]
-    ids = unpack_tokens((await local.tokens(ChatPrompt([{"role": "user", "content": picture}]))).ids)
     assert local.splits == (kind != "metaspace-first")
-    if not local.splits:
-        assert ids == []
-        return
-    before = f"<|im_start|>user\n{text}"
-    for behind in ("", "<image>", "<|im_end|>", "quick", " over", "s", "3", "\n\n", "'t", "{", "é"):
-        all_ids = reference.encode(before + behind, add_special_tokens=False).ids
-        assert all_ids[: len(ids)] == ids, behind
-    assert len(ids) >= len(reference.encode(before, add_special_tokens=False).ids) - 12
+    for end in ("dog", "dog.", "dog ", "dog\n", "12", "été"):
+        text = "The quick brown fox jumps over the lazy " * 10 + end
+        picture = [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": "x"}}]
+        ids = unpack_tokens((await local.tokens(ChatPrompt([{"role": "user", "content": picture}]))).ids)
+        if not local.splits:
+            assert ids == [], end
+            continue
+        before = f"<|im_start|>user\n{text}"
+        for behind in ("", "<image>", "<|im_end|>", "quick", " over", "s", "3", "\n\n", "'t", "{", "é"):
+            all_ids = reference.encode(before + behind, add_special_tokens=False).ids
+            assert all_ids[: len(ids)] == ids, (end, behind)
+        assert len(ids) >= len(reference.encode(before, add_special_tokens=False).ids) - 12, end
 
 
 def test_fewer_ids_than_are_added_are_refused() -> None:
@@ -435,29 +435,27 @@ async def test_a_known_prompt_is_not_rendered_again(opened: Open, words: int, mo
 _HELLO = {"role": "user", "content": "Hello"}
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        ChatPrompt([{"role": "user", "content": "Hello "}]),
-        ChatPrompt([{"role": "user", "content": "Hello", "name": "a"}]),
-        ChatPrompt([_HELLO, _HELLO]),
-        ChatPrompt([_HELLO], tools=[{"function": {"name": "f"}}]),
-        ChatPrompt([_HELLO], system="Be brief."),
-        ChatPrompt([_HELLO], template_kwargs={"a": True}),
-        ChatPrompt([_HELLO], template_kwargs={"a": 1}),
-        ChatPrompt([_HELLO], add_generation_prompt=False),
-        ChatPrompt([_HELLO], add_generation_prompt=False, continue_final_message=True),
-        ChatPrompt([_HELLO], add_special_tokens=True),
-        ChatPrompt([_HELLO], truncation=Truncation(2)),
-        TextPrompt("Hello"),
-    ],
-    ids=str,
-)
-async def test_a_prompt_that_differs_in_anything_is_another_one(opened: Open, other: TextPrompt | ChatPrompt) -> None:
+OTHERS: list[Prompt] = [
+    ChatPrompt([{"role": "user", "content": "Hello "}]),
+    ChatPrompt([{"role": "user", "content": "Hello", "name": "a"}]),
+    ChatPrompt([_HELLO, _HELLO]),
+    ChatPrompt([_HELLO], tools=[{"function": {"name": "f"}}]),
+    ChatPrompt([_HELLO], system="Be brief."),
+    ChatPrompt([_HELLO], template_kwargs={"a": True}),
+    ChatPrompt([_HELLO], template_kwargs={"a": 1}),
+    ChatPrompt([_HELLO], add_generation_prompt=False),
+    ChatPrompt([_HELLO], add_generation_prompt=False, continue_final_message=True),
+    ChatPrompt([_HELLO], add_special_tokens=True),
+    ChatPrompt([_HELLO], truncation=Truncation(2)),
+    TextPrompt("Hello"),
+]
+
+
+async def test_a_prompt_that_differs_in_anything_is_another_one(opened: Open) -> None:
     local = opened(template=small.CHATML)
     await local.tokens(ChatPrompt([_HELLO]))
     assert known(local, ChatPrompt([_HELLO])) is not None
-    assert known(local, other) is None
+    assert [other for other in OTHERS if known(local, other) is not None] == []
 
 
 async def test_tokenizers_that_share_a_memo_do_not_share_its_prompts(tmp_path: Path, at: Open) -> None:
