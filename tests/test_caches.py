@@ -112,7 +112,7 @@ ELSEWHERE = {
     "store.chain:Chain": "one query",
     "store.chain:_PieceValues": "one query",
     "store.fetch:_of_group": "computed from an id and the prefix of keys alone",
-    "store.reservations:_names": "computed from an id and the prefix of keys alone",
+    "store.reservations:Reservations._plain": "words of calls, which follow from an id and the terms alone",
     "store.redis.client:RedisClient._pipelines": "nodes",
     "store.redis.cluster:SharedPipeline": "calls under way",
     "store.redis.cluster:Cluster": "nodes, which the map of slots corrects",

@@ -17,7 +17,7 @@ from waymark.base.errors import StoreUnavailable
 from waymark.decide.selector import Selector
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.store.fetch import Fetch
-from waymark.store.scripts import Scripts
+from waymark.store.scripts import ScriptCall
 from waymark.store.store import Store
 
 Register = Callable[..., Awaitable[None]]
@@ -496,18 +496,18 @@ async def test_a_decision_is_one_round_trip_more_than_a_query(
     await hold("pod-1", PROMPT)
     await post(client, "/select")
     asked: list[str] = []
-    begin, calling = Fetch.begin, Scripts._calling
+    begin, begin_call = Fetch.begin, ScriptCall.begin
 
     def counted_begin(self: Fetch, receiver: Any) -> None:
         asked.append("rows")
         begin(self, receiver)
 
-    def counted_calling(self: Scripts, name: str, *given: Any) -> Any:
-        asked.append(name)
-        return calling(self, name, *given)
+    def counted_call(self: ScriptCall, receiver: Any) -> None:
+        asked.append(self._name)
+        begin_call(self, receiver)
 
     monkeypatch.setattr(Fetch, "begin", counted_begin)
-    monkeypatch.setattr(Scripts, "_calling", counted_calling)
+    monkeypatch.setattr(ScriptCall, "begin", counted_call)
     await post(client, "/query", block_size=2)
     assert asked == ["rows"]
     await post(client, "/select")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -19,9 +20,13 @@ from redis import Redis as SyncRedis
 
 from tests.api.conftest import MakeClient, hold_blocks
 from tests.patience import patient
+from waymark.api import decisions
+from waymark.api.decisions import Decisions
+from waymark.api.http.answers import Answer
+from waymark.base.asgi import RawHeaders
 from waymark.decide import selector
 from waymark.decide.reserve import PrefillProgress, WatchedReservation
-from waymark.decide.usual import UsualDecisions, UsualTarget
+from waymark.decide.usual import UsualDecision, UsualDecisions, UsualTarget
 from waymark.domain.hashing import extend, token_bytes
 from waymark.store.kept_decisions import KeptDecision, KeptDecisions
 from waymark.store.store import Store
@@ -49,14 +54,23 @@ class Taken:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.targets: list[UsualTarget] = []
-        deciding = UsualDecisions.deciding
+        answer = decisions._quick_answer
 
-        def noted(self_: UsualDecisions, *given: Any) -> Any:
-            target = yield from deciding(self_, *given)
-            self.targets += [] if target is None else [target]
-            return target
+        def noted(usual: UsualDecision) -> Answer | None:
+            self.targets += [] if usual.target is None else [usual.target]
+            return answer(usual)
 
-        monkeypatch.setattr(UsualDecisions, "deciding", noted)
+        monkeypatch.setattr(decisions, "_quick_answer", noted)
+        quick_select = Decisions.quick_select
+        self.quick = 0
+        """The decisions that needed no steps."""
+
+        def counted(self_: Decisions, *given: Any) -> bool:
+            is_quick = quick_select(self_, *given)
+            self.quick += is_quick
+            return is_quick
+
+        monkeypatch.setattr(Decisions, "quick_select", counted)
         self.kept: list[KeptDecision] = []
         """The decisions to keep in Redis."""
 
@@ -82,6 +96,35 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
     clock = SimpleNamespace(time=lambda: 1.8e9, monotonic=time.monotonic)
     monkeypatch.setattr("waymark.store.reservations.time", clock)
     return Taken(monkeypatch)
+
+
+class Straight:
+    """One answer on the straight way."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[httpx.Response | None] = asyncio.get_running_loop().create_future()
+
+    def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
+        self.answer.set_result(httpx.Response(status, headers=[(b"content-type", media_type), *headers], content=body))
+
+    def pass_on(self) -> None:
+        self.answer.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        self.answer.set_exception(error)
+
+
+async def selected(client: httpx.AsyncClient, fields: dict[str, Any], *, is_straight: bool) -> httpx.Response:
+    transport: Any = client._transport
+    if is_straight:
+        body, answering = json.dumps(fields).encode(), Straight()
+        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        request = transport.app.straight[b"/select"].open(head)
+        request.begin(body, answering)
+        answer = await answering.answer
+        if answer is not None:
+            return answer
+    return await client.post("/select", json=fields)
 
 
 def nonces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +168,7 @@ def requests(random: Random) -> Iterator[dict[str, Any]]:
         yield {"model": "m"} | prompt | random.choice(others if number % 6 == 5 else usual_fields)
 
 
-async def played(make_client: MakeClient, url: str, seed: int, engines: int) -> list[str]:
+async def played(make_client: MakeClient, url: str, seed: int, engines: int, *, is_straight: bool = False) -> list[str]:
     """What clients and Redis say while the same things happen, and the numbers at the end."""
     random = Random(seed)
     said: list[str] = []
@@ -147,7 +190,7 @@ async def played(make_client: MakeClient, url: str, seed: int, engines: int) -> 
                 await register(client, "late", address="http://late:1")
             if number % 16 == 9:
                 store.incarnation.forget()  # so that loads are read, with the requests that have ended meanwhile
-            answer = await client.post("/select", json=body)
+            answer = await selected(client, body, is_straight=is_straight)
             said.append(f"{json.dumps(body)[:80]} {answer.status_code} {answer.headers['content-type']} {answer.text}")
             reservation = answer.json().get("reservation")
             if reservation and random.random() < 0.6:
@@ -170,12 +213,13 @@ def _read(kind: str) -> tuple[Any, ...]:
     return ("HGETALL", "wm:{1}:load") if kind == "load" else ("ZRANGE", "wm:{1}:reservations", 0, -1)
 
 
-@pytest.mark.parametrize(("engines", "seed"), [(1, 0), (8, 1), (14, 2)])
+@pytest.mark.parametrize(("engines", "seed", "is_straight"), [(1, 0, True), (8, 1, False), (14, 2, True)])
 async def test_the_general_way_gives_the_same(
-    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, taken: Taken, engines: int, seed: int
+    make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, taken: Taken, engines: int, seed: int, is_straight: bool
 ) -> None:
     nonces(monkeypatch)
-    by_usual = await played(make_client, "memory://", seed, engines)
+    by_usual = await played(make_client, "memory://", seed, engines, is_straight=is_straight)
+    assert (taken.quick > 10) is is_straight
     count, kept, watched = len(taken.targets), taken.kept.copy(), taken.watched.copy()
     assert count > 20
     assert len(kept) > count, "the first nonces are below every share"
@@ -195,10 +239,11 @@ async def test_the_general_way_gives_the_same_with_a_real_redis(
     make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, taken: Taken, redis_url: str
 ) -> None:
     nonces(monkeypatch)
-    by_usual = await played(make_client, redis_url, 5, 8)
+    by_usual = await played(make_client, redis_url, 5, 8, is_straight=True)
     assert len(taken.targets) > 20
     with SyncRedis.from_url(redis_url, protocol=2) as redis:
         redis.flushall()
     nonces(monkeypatch)
     monkeypatch.setattr(UsualDecisions, "at_hand", lambda *_: None)
+    assert taken.quick > 10
     assert await played(make_client, redis_url, 5, 8) == by_usual

@@ -291,7 +291,7 @@ async def test_after_a_failure_redis_is_left_alone_for_a_moment(
             counted.append(len(tries))
     assert counted == [1, 1, 1, 2, 2], "requests do not wait for it, and soon one tries"
     monkeypatch.setattr(selector, "_select", select)
-    selector._away_until = 0.0  # as after a moment
+    selector._limit._away_until = 0.0  # as after a moment
     await selector.select(asked())
 
 
@@ -378,7 +378,7 @@ async def test_only_a_redis_that_is_away_is_done_without(
     monkeypatch.setattr(selector, "_select", fails)
     if is_known:
         assert (await selector.select_open(asked(), open_gate())).is_degraded
-        selector._away_until = 0.0
+        selector._limit._away_until = 0.0
         with pytest.raises(type(error)):
             await selector.select_open(asked(), open_gate(), passed_on=Cause.NO_REDIS)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import hold_blocks
+from tests.conftest import wait_until
 from tests.decide.test_selector import MODEL, asked, pods, prompt_of, requests, selector_of
 from tests.store.factories import registration
 from waymark.base.errors import StoreUnavailable
@@ -18,17 +19,19 @@ from waymark.decide import usual
 from waymark.decide.options import read_shadows
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.ring import Ring
-from waymark.decide.question import GivenValues, HashedPrompt, PolicyChoice, Question, SelectParameters
+from waymark.decide.question import GivenValues, HashedPrompt, PolicyChoice, PromptOf, Question, SelectParameters
 from waymark.decide.selector import Selector
-from waymark.decide.usual import UsualDecisions, UsualTarget, is_usual
+from waymark.decide.usual import AtHand, UsualDecision, UsualTarget, is_usual
 from waymark.domain.answer_times import AskedTimes
 from waymark.domain.engines import EngineKind
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
 from waymark.domain.status import Decision
 from waymark.domain.targets import Role, Target
-from waymark.store.reservations import CANDIDATES_MAX, ReservationPart
-from waymark.store.steps import finished
+from waymark.store.reader import Reader
+from waymark.store.reservations import CANDIDATES_MAX, Reservation, ReservationPart, Reservations
+from waymark.store.scripts import ScriptCall
+from waymark.store.steps import Steps, finished
 from waymark.store.store import Store
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -56,7 +59,16 @@ async def known(store: Store, metrics: Metrics, **options: Any) -> Selector:
 async def decided(selector: Selector, question: Question) -> UsualTarget | None:
     """Decide in the usual way; None if the decision is not usual."""
     at_hand = selector.usual.at_hand(question)
-    return None if at_hand is None else await finished(selector.deciding(at_hand, question, prompt_of))
+    return None if at_hand is None else await target_of(selector, at_hand, question)
+
+
+async def target_of(
+    selector: Selector, at_hand: AtHand, question: Question, prompt: PromptOf = prompt_of
+) -> UsualTarget | None:
+    def steps() -> Steps[UsualDecision]:
+        return (yield UsualDecision(selector.usual, at_hand, question, prompt(at_hand[0].block_size)))
+
+    return (await finished(steps())).target
 
 
 # ---- which questions are usual ------------------------------------------------------------------------
@@ -280,7 +292,7 @@ async def test_a_table_that_has_changed_meanwhile_ends_without_an_effect(store: 
     at_hand = selector.usual.at_hand(question)
     assert at_hand is not None
     await pods(store, "pod-3")
-    assert await finished(selector.deciding(at_hand, question, prompt_of)) is None
+    assert await target_of(selector, at_hand, question) is None
     assert await requests(store) == {}
 
 
@@ -291,12 +303,13 @@ async def test_a_redis_that_is_away_is_said(store: Store, metrics: Metrics, monk
     at_hand = selector.usual.at_hand(question)
     assert at_hand is not None
 
-    def away(*_: object) -> Any:
+    def away(*_: object, **__: object) -> Steps[None]:
         raise StoreUnavailable("Redis is away")
+        yield
 
-    monkeypatch.setattr(UsualDecisions, "_matching", away)
+    monkeypatch.setattr(Reader, "reading", away)
     with pytest.raises(StoreUnavailable, match="Redis is away"):
-        await finished(selector.deciding(at_hand, question, prompt_of))
+        await target_of(selector, at_hand, question)
 
 
 def sticky(**constants: float) -> Question:
@@ -338,8 +351,57 @@ async def test_a_prompt_without_a_prefix_is_not_decided_by_its_key(store: Store,
     selector = await known(store, metrics)
     at_hand = selector.usual.at_hand(sticky())
     assert at_hand is not None
-    assert await finished(selector.deciding(at_hand, sticky(), lambda size: HashedPrompt(9, b""))) is None
+    assert await target_of(selector, at_hand, sticky(), lambda size: HashedPrompt(9, b"")) is None
     assert await requests(store) == {}
+
+
+class Unanswered:
+    """Decisions whose reservations Redis does not answer, and what is taken back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.called: list[ScriptCall] = []
+        self.taken_back: list[Reservation] = []
+        self.error: BaseException | None = None
+
+        def begin(call: ScriptCall, receiver: object) -> None:
+            call._began = 0.0
+            self.called.append(call)
+
+        def take_back(_: Reservations, reservations: Sequence[Reservation], milliseconds: int) -> None:
+            self.taken_back += reservations
+
+        monkeypatch.setattr(ScriptCall, "begin", begin)
+        monkeypatch.setattr(Reservations, "take_back", take_back)
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, result: object) -> None:
+        raise AssertionError("there is no reply")
+
+    def set_exception(self, error: BaseException) -> None:
+        self.error = error
+
+
+@pytest.mark.parametrize("end", ["cancel", "end_late", "set_exception"])
+async def test_a_reservation_without_a_reply_is_taken_back(
+    store: Store, metrics: Metrics, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """A caller has gone, the time is over, or Redis is away; only then it is not asked for a moment."""
+    await pods(store)
+    selector, question = await known(store, metrics), asked()
+    unanswered = Unanswered(monkeypatch)
+    at_hand = selector.usual.at_hand(question)
+    assert at_hand is not None
+    decision = UsualDecision(selector.usual, at_hand, question, prompt_of(16))
+    decision.begin(unanswered)
+    await wait_until(lambda: bool(unanswered.called), "it asks for a reservation")
+    getattr(decision, end)(*[StoreUnavailable("away")] * (end == "set_exception"))
+    assert decision.done()
+    assert {each.publisher for each in unanswered.taken_back} == {1, 2}
+    assert {each.nonce for each in unanswered.taken_back} == {unanswered.called[0].args[2]}
+    assert isinstance(unanswered.error, StoreUnavailable) is (end != "cancel")
+    assert (selector.usual.at_hand(question) is None) is (end != "cancel")
 
 
 async def test_a_prompt_shorter_than_a_block_is_decided_by_load(store: Store, metrics: Metrics) -> None:
@@ -348,6 +410,6 @@ async def test_a_prompt_shorter_than_a_block_is_decided_by_load(store: Store, me
     question = asked()
     at_hand = selector.usual.at_hand(question)
     assert at_hand is not None
-    found = await finished(selector.deciding(at_hand, question, lambda size: HashedPrompt(9, b"")))
+    found = await target_of(selector, at_hand, question, lambda size: HashedPrompt(9, b""))
     assert found is not None
     assert (sum(found.row), found.tokens, found.prefix_key) == (0, 9, None)

@@ -79,6 +79,17 @@ async def test_a_target_of_twice_the_weight_takes_twice_as_much(fleet: Fleet) ->
     assert [load.requests for load in await fleet.loads()] == [20, 10, 10]
 
 
+async def test_a_plain_call_has_the_words_of_the_signature(fleet: Fleet) -> None:
+    """Whether another call with the same terms has come before or not."""
+    promises, words = ["1-0-0-0-0-0-0"] * 3, ["1 5 0.0 1.0 0 0 1-0-0-0-0-0-0"]
+    for context, is_cold, milliseconds in ((7, True, 50), (8, False, 50), (9, True, 60)):
+        terms = ReservationTerms(context, 3.0, 512.0, milliseconds, 2, 9, is_cold, promises=promises, words=words)
+        for publishers in (fleet.publishers, fleet.publishers[:2]):
+            call = fleet.reservations.call(fleet.group_id, [Offer(each, 5) for each in publishers], terms)
+            by_signature = fleet.reservations._step(fleet.group_id, terms, call.nonce, publishers, words)
+            assert (call.step.keys, call.step.args) == (by_signature.keys, by_signature.args)
+
+
 async def test_in_an_order_by_place_the_first_target_is_taken_whatever_its_load(fleet: Fleet) -> None:
     offers = [Offer(publisher, 10**14, PLACE_HANDICAP, PLACE_WEIGHT) for publisher in fleet.publishers]
     for _ in range(3):

@@ -154,7 +154,8 @@ class _ApiParts:
         conductor, decisions, dynamo = self.conductor, self.decisions, self.dynamo
         query = explained(conductor.query, partial(conductor.quick, conductor.query))
         query_by_hash = explained(conductor.query_by_hash, partial(conductor.quick, conductor.query_by_hash))
-        select, by_hash = explained(decisions.select), Straight(dynamo.query_by_hash, dynamo.quick_query_by_hash)
+        select = explained(decisions.select, decisions.quick_select)
+        by_hash = Straight(dynamo.query_by_hash, dynamo.quick_query_by_hash)
         tiered = dynamo.query_tiered_by_hash
         return [
             _PathRow("POST", "/query", "read", query, docs.QUERY),

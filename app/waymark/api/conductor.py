@@ -261,7 +261,9 @@ class Conductor:
         if read is None:
             return False
         answer_of = partial(self._quick_answer, asked, blocks)
-        answer: QuickAnswer[Answer | Paused] = QuickAnswer(answer_of, partial(general, body), receiver)
+        answer: QuickAnswer[QuickRead, Answer | Paused] = QuickAnswer(
+            answer_of, lambda read: general(body, read.start), receiver
+        )
         read.begin(answer)
         return True
 

@@ -36,11 +36,12 @@ from waymark.decide.request_prompts import estimate_tokens, unread_prompt
 from waymark.decide.reserve import target_headers
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
-from waymark.decide.usual import UsualTarget
+from waymark.decide.usual import UsualDecision, UsualTarget
 from waymark.domain.books import NO_USAGE, Usage, more_cached
 from waymark.domain.status import Decision
+from waymark.store.quick import QuickAnswer
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
-from waymark.store.steps import Steps, Waiting, finished
+from waymark.store.steps import Steps, StepsReceiver, Waiting, finished
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
 
@@ -112,10 +113,31 @@ class Decisions:
             question = decision_body.question
             at_hand = self._selector.usual.at_hand(question)
             if at_hand is not None:
-                prompt_of = self._given.all_keys_of(SelectRequest, body, decision_body.namespace)
-                usual = yield from self._selector.deciding(at_hand, question, prompt_of)
-                if usual is not None:
-                    return Answer(usual_answer(usual, question.policy.name), media_type=_JSON)
+                prompt = self._given.whole(SelectRequest, body, decision_body.namespace, at_hand[0].block_size)
+                usual = yield UsualDecision(self._selector.usual, at_hand, question, prompt)
+                answer = _quick_answer(usual)
+                if answer is not None:
+                    return answer
+        return (yield from self._select_generally(decision_body, body))
+
+    def quick_select(self, body: Body, receiver: StepsReceiver[Answer | Paused]) -> bool:
+        """Begin to answer a body by a usual decision; False if it is not usual, or has not been asked before."""
+        decision_body: DecisionBody | None = None if body.text is None else body.text.asked
+        if decision_body is None or not decision_body.is_usual or not self._gate.is_unneeded:
+            return False
+        question, usual = decision_body.question, self._selector.usual
+        at_hand = usual.at_hand(question)
+        if at_hand is None:
+            return False
+        prompt = self._given.whole(SelectRequest, body, decision_body.namespace, at_hand[0].block_size)
+        general = partial(self._after_usual, decision_body, body)
+        UsualDecision(usual, at_hand, question, prompt).begin(QuickAnswer(_quick_answer, general, receiver))
+        return True
+
+    def _after_usual(self, decision_body: DecisionBody, body: Body, _: UsualDecision) -> Steps[Answer | Paused]:
+        return self._select_generally(decision_body, body)
+
+    def _select_generally(self, decision_body: DecisionBody, body: Body) -> Steps[Answer | Paused]:
         if not self._gate.is_open:
             yield Waiting(self._gate.check())
         decision_body = yield from self._resolved(decision_body)
@@ -306,6 +328,11 @@ def score_row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, ex
         reported = gauges and GaugesRow(waiting=gauges.waiting, running=gauges.running, kv_usage=gauges.kv_usage)
         vars(row).update(parts=dict(scored.parts), gauges=reported)
     return row
+
+
+def _quick_answer(usual: UsualDecision) -> Answer | None:
+    target = usual.target
+    return None if target is None else Answer(usual_answer(target, usual.question.policy.name), media_type=_JSON)
 
 
 def usual_answer(selected: UsualTarget, policy: str) -> bytes:

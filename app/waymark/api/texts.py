@@ -140,16 +140,14 @@ class GivenPrompts:
         field = model.spelling("seq_hashes", body.fields)
         return partial(_of_hashes, hashes_in(body, field, self._max_tokens), namespace)
 
-    def all_keys_of(self, model: type[RequestBody], body: Body, namespace: int) -> PromptOf:
-        """Return the prompt of ``keys_of`` with all keys at once, in few calls if the C module has read the numbers."""
-        numbers, seed = body.numbers, self.seed
+    def whole(self, model: type[RequestBody], body: Body, namespace: int, size: int) -> HashedPrompt:
+        """Return the prompt with all keys at once, in few calls if the C module has read the numbers."""
+        numbers = body.numbers
         if numbers is None:
-            return keys_of_all(self.keys_of(model, body, namespace))
+            return keys_of_all(self.keys_of(model, body, namespace))(size)
         if body.fields.get("token_ids") is None:
-            return lambda size: HashedPrompt(len(numbers) // 8 * size, hash_keys(numbers, namespace=namespace))
-        return lambda size: HashedPrompt(
-            len(numbers) // 4, block_keys(None, numbers, size, namespace=namespace, seed=seed)
-        )
+            return HashedPrompt(len(numbers) // 8 * size, hash_keys(numbers, namespace=namespace))
+        return HashedPrompt(len(numbers) // 4, block_keys(None, numbers, size, namespace=namespace, seed=self.seed))
 
     def of_tokens(self, tokens: bytes, namespace: int, items: PromptItems = ()) -> KeysOf:
         """Return the keys of token ids as little-endian u32."""

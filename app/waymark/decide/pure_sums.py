@@ -52,6 +52,29 @@ def rank_sums(
     return sums
 
 
+def in_places(
+    members: Sequence[Any],
+    rows: Callable[[Any], Any],
+    loads: Callable[[Any], Any],
+    tokens: int,
+    least: int,
+    size: int,
+    credits: tuple[float, float, float, float],
+) -> list[Any]:
+    """Return members as ``rank_sums`` returns them, in their order; the cost of each is its place."""
+    of_device, of_host, of_disk, of_shared = credits
+    sums = []
+    for place, member in enumerate(members):
+        publisher, name, *_ = member
+        row, new = rows(name), float(tokens)
+        if row is not None:
+            device, host, shared, disk = row
+            has = of_device * device + of_host * host + of_disk * disk + of_shared * shared
+            new = max(tokens - size * has, least)
+        sums.append((float(place), 0.0, publisher, member, new, row, loads(publisher), 0))
+    return sums
+
+
 def offer_sums(
     offer: type[Offer],
     sums: list[Any],

@@ -34,26 +34,24 @@ from waymark.decide.options import SelectionOptions
 from waymark.decide.order import order, order_all
 from waymark.decide.policies.policy import Candidate
 from waymark.decide.policies.presets import PRESETS
-from waymark.decide.question import PolicyChoice, PromptOf, Question, RankedTargets, SelectedTarget, SelectParameters
+from waymark.decide.question import PolicyChoice, Question, RankedTargets, SelectedTarget, SelectParameters
 from waymark.decide.request_prompts import SequenceLoad
 from waymark.decide.reserve import PrefillProgress, TargetReserver, headers_of
 from waymark.decide.shadows import Shadows
 from waymark.decide.snapshot import SnapshotKeeper
-from waymark.decide.usual import AtHand, UsualDecisions, UsualTarget
+from waymark.decide.usual import UsualDecisions
 from waymark.domain.books import NO_USAGE, Usage
 from waymark.domain.names import GroupName
 from waymark.domain.status import Decision
 from waymark.domain.table import PublisherRow
 from waymark.store.reservations import Offer, Reservation, ReservationPart, ReservationTerms
-from waymark.store.steps import Steps, TimeLimit, Waiting, Within, finished
+from waymark.store.steps import RedisLimit, Steps, Waiting, Within, finished
 from waymark.store.store import Store
 
 T = TypeVar("T")
 
 #: How often a decision starts over because its group's table has changed meanwhile.
 _LOOKUPS_MAX = 3
-#: After Redis did not answer, decisions are made without it for so long before it is asked again.
-_AWAY_SECONDS = 1.0
 _DRAINED = "drained"
 #: Names of ``only`` that are looked up for the sentence of a refusal.
 _SAID_MAX = 8
@@ -89,13 +87,12 @@ class Selector:
         )
         self._bookkeeper = Bookkeeper(store, metrics)
         self._shadows = Shadows(store.kept_decisions, self.snapshots, options, metrics, store.begin)
+        self._limit = RedisLimit(2 * options.deadline_seconds)
         self.usual = UsualDecisions(
-            store, options, metrics, self._random, self.snapshots, self._reserver, self._shadows
+            store, options, metrics, self._random, self.snapshots, self._reserver, self._shadows, self._limit
         )
         self._own = OwnReservations()
         self._matches = MatchReader(store, options, self.snapshots, pools)
-        self._limit = TimeLimit(2 * options.deadline_seconds)
-        self._away_until = float("-inf")
         self._observe_walk = metrics.decision_duration_seconds.labels(part="walk").observe
         self._observe_policy = metrics.decision_duration_seconds.labels(part="policy").observe
         metrics.prefix_routing_prefix_cardinality.set_function(lambda: store.counts.prefixes_seen)
@@ -214,26 +211,19 @@ class Selector:
             self._metrics.kv_index_routing_decisions.of(selected.decision).inc()
         return selected
 
-    def deciding(self, at_hand: AtHand, question: Question, prompt_of: PromptOf) -> Steps[UsualTarget | None]:
-        """Return the steps of a usual decision; see ``UsualDecisions.deciding``."""
-        return self._in_time(self.usual.deciding, at_hand, question, prompt_of)
-
     def _in_time(self, begin: Callable[..., Steps[T]], *arguments: Any) -> Steps[T]:
         """Take the steps of a call within the limit. Raise StoreUnavailable if Redis does not answer in time, or did
         not a moment ago; then the call is not made.
         """
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._away_until:
+        if self._limit.is_away:
             raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
         try:
             result: T = yield Within(self._limit, begin(*arguments))
-        except (StoreUnavailable, TimeoutError) as exc:
-            self._away_until = loop.time() + _AWAY_SECONDS
-            if isinstance(exc, TimeoutError):
-                raise StoreUnavailable(
-                    f"Redis did not answer within {self._limit.seconds:g} s; try again in a moment"
-                ) from None
+        except StoreUnavailable:
+            self._limit.note_away()
             raise
+        except TimeoutError:
+            raise self._limit.late() from None
         return result
 
     def _select(self, question: Question) -> Steps[SelectedTarget]:

@@ -8,12 +8,13 @@ general way begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
 
 from waymark.base import native
+from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.decide import pure_sums
 from waymark.decide.books import Choices
@@ -32,15 +33,8 @@ from waymark.decide.order import (
     SumOffers,
     shortlist,
 )
-from waymark.decide.policies.policy import Scored, tokens_behind
-from waymark.decide.question import (
-    HashedPrompt,
-    PolicyChoice,
-    PromptOf,
-    Question,
-    SelectedTarget,
-    SelectParameters,
-)
+from waymark.decide.policies.policy import Linear, Scored, tokens_behind
+from waymark.decide.question import HashedPrompt, PolicyChoice, Question, SelectedTarget, SelectParameters
 from waymark.decide.reserve import TargetReserver
 from waymark.decide.shadows import ShadowedDecision, Shadows
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
@@ -52,7 +46,8 @@ from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable
 from waymark.store.chain import PackedKeys
 from waymark.store.directory import GroupEntry
-from waymark.store.quick import KnownRuns, QuickPlan, Start
+from waymark.store.quick import KnownRuns, QuickPlan, QuickRead, Start
+from waymark.store.reader import Reading
 from waymark.store.reservations import (
     CANDIDATES_MAX,
     NO_LOAD,
@@ -60,9 +55,10 @@ from waymark.store.reservations import (
     Offer,
     Reservation,
     ReservationTerms,
+    ReserveCall,
     Reserved,
 )
-from waymark.store.steps import Steps
+from waymark.store.steps import LimitedStep, RedisLimit, StepsReceiver, StepsRun, run
 from waymark.store.store import Store
 
 _NOTHING = TargetRow()
@@ -110,18 +106,6 @@ class UsualTarget(NamedTuple):
     decision: Decision
 
 
-class _Ordered(NamedTuple):
-    """The targets that could take a prompt, and what Redis is told of the first few."""
-
-    members: Sequence[FleetMember]
-    sums: list[Any]
-    """As of ``SumOffers``, the best first; in an order by place, the cost of each is its place."""
-    offers: Sequence[Offer]
-    terms: ReservationTerms
-    decision: Decision
-    active_bound: int | None
-
-
 class _Prepared(NamedTuple):
     """The parts of the decisions in a group that stay the same while its holder table does."""
 
@@ -153,7 +137,7 @@ AtHand: TypeAlias = tuple[_Prepared, GroupLoads]
 
 
 class UsualDecisions:
-    """The usual decisions of one replica."""
+    """The usual decisions of one replica, and what they have in common."""
 
     def __init__(
         self,
@@ -164,32 +148,32 @@ class UsualDecisions:
         snapshots: SnapshotKeeper,
         reserver: TargetReserver,
         shadows: Shadows,
+        limit: RedisLimit,
     ) -> None:
-        self._reader = store.reader
-        self._reservations = store.reservations
-        self._counts = store.counts
-        self._options = options
-        self._metrics = metrics
-        self._random = random
-        self._snapshots = snapshots
-        self._reserver = reserver
-        self._shadows = shadows
+        self.reader = store.reader
+        self.reservations = store.reservations
+        self.counts = store.counts
+        self.options = options
+        self.metrics = metrics
+        self.random = random
+        self.snapshots = snapshots
+        self.reserver = reserver
+        self.shadows = shadows
+        self.limit = limit
         self._is_on = not (options.shadows or options.is_speculative)
         self._prepared: dict[GroupName, _Prepared] = store.incarnation.cache({})
-        self._matched = store.incarnation.cache(
-            KnownRuns(_Matched.by, lambda matched: matched.size, _MATCHES_BYTES_MAX)
-        )
+        self.matched = store.incarnation.cache(KnownRuns(_Matched.by, lambda matched: matched.size, _MATCHES_BYTES_MAX))
         durations = metrics.decision_duration_seconds
-        self._observe_walk = durations.labels(part="walk").observe
-        self._observe_policy = durations.labels(part="policy").observe
-        self._observe_reserve = durations.labels(part="reserve").observe
+        self.observe_walk = durations.labels(part="walk").observe
+        self.observe_policy = durations.labels(part="policy").observe
+        self.observe_reserve = durations.labels(part="reserve").observe
 
     def at_hand(self, question: Question) -> AtHand | None:
         """Return what a usual decision needs besides its prompt; None if it has to be read first, or is not usual."""
-        if not self._is_on:
+        if not self._is_on or self.limit.is_away:
             return None
         group, size = question.group, question.block_size
-        entry, table = self._reader.at_hand(group)
+        entry, table = self.reader.at_hand(group)
         prepared = self._prepared.get(group)
         if prepared is None or prepared.entry is not entry or prepared.fleet.table is not table:
             if entry is None or table is None:
@@ -199,61 +183,156 @@ class UsualDecisions:
             prepared = self._prepared[group] = self._prepare(group, entry, table)
         if not prepared.block_size or (size is not None and size != prepared.block_size):
             return None
-        loads = self._snapshots.loads_at_hand(prepared.entry.group_id)
+        loads = self.snapshots.loads_at_hand(prepared.entry.group_id)
         return None if loads is None else (prepared, loads)
 
-    def deciding(self, at_hand: AtHand, question: Question, prompt_of: PromptOf) -> Steps[UsualTarget | None]:
-        """Take a target; None if the decision is not usual, or no target can be had. Nothing is reserved then.
+    def _prepare(self, group: GroupName, entry: GroupEntry, table: HolderTable) -> _Prepared:
+        fleet = self.snapshots.fleet(group, table)
+        targets, sizes = fleet.targets(None, "whole"), fleet.block_sizes
+        has_more = fleet.has_silent or fleet.has_pools or fleet.kv_sources
+        size = next(iter(sizes)) if targets.members and len(sizes) == 1 and not has_more else 0
+        return _Prepared(entry, fleet, targets, size, self.reader.quick.plan(group, size) if size else None)
 
-        Raise StoreUnavailable.
-        """
-        prepared, loads = at_hand
-        entry, began = prepared.entry, perf_counter()
-        prompt = prompt_of(prepared.block_size)
-        if question.policy.linear is None and sticky_key(prompt.keys, prepared.block_size) is None:
-            return None
-        matched = yield from self._matching(prepared, prompt.keys)
-        if matched is None:
-            return None
-        self._snapshots.used(question.group, entry)
-        read_at = ordered_at = perf_counter()
-        try:
-            ordered = self._ordered(prepared, loads, question, prompt, matched.rows)
-            ordered_at = perf_counter()
-            found = yield from self._reservations.reserving(entry.group_id, ordered.offers, ordered.terms)
-            reserved_at = perf_counter()
-        finally:
-            self._observe_walk(read_at - began)
-            self._observe_policy(ordered_at - read_at)
-        if found.overdue:
-            self._metrics.reservations_expired.inc(found.overdue)
-        if found.reservation is None:
-            return None
-        usual = self._follow(found, found.reservation, ordered, at_hand, question, prompt)
-        self._count(usual, question.policy, matched.walk)
-        self._observe_reserve(reserved_at - ordered_at)
-        if self._shadows.is_kept(usual.reservation):
-            self._keep(usual, ordered, at_hand, question, prompt, matched)
-        return usual
 
-    def _ordered(
-        self,
-        prepared: _Prepared,
-        loads: GroupLoads,
-        question: Question,
-        prompt: HashedPrompt,
-        rows: Mapping[tuple[str, int], TargetRow],
-    ) -> _Ordered:
-        targets, size, policy, tokens = prepared.targets, prepared.block_size, question.policy, prompt.tokens
-        least = tokens_behind(tokens, size)
-        of_all: tuple[float, float | None] = 0.0, None
-        linear, decision, active_bound = policy.linear, Decision.KV_AWARE, None
-        if linear is not None:
-            members, sums = self._by_sum(prepared, loads, question, prompt, rows)
+class UsualDecision(LimitedStep):
+    """One usual decision: a step whose result is itself, and the receiver of what it reads.
+
+    Its ``target`` is None if it is not usual after all, or if no target can be had; then nothing is reserved. Its error
+    is StoreUnavailable.
+    """
+
+    _matched: _Matched
+    _members: Sequence[FleetMember]
+    _sums: list[Any]
+    """As of ``SumOffers``, the best first; in an order by place, the cost of each is its place."""
+
+    def __init__(self, of: UsualDecisions, at_hand: AtHand, question: Question, prompt: HashedPrompt) -> None:
+        super().__init__(of.limit)
+        self._of, self.question, self._prompt = of, question, prompt
+        (self._prepared, self._loads), self._began = at_hand, perf_counter()
+        self._key = sticky_key(prompt.keys, self._prepared.block_size)
+        self._least = tokens_behind(prompt.tokens, self._prepared.block_size)
+        self._decision = Decision.KV_AWARE
+        self._active_bound: int | None = None
+        self._reading: StepsRun[Reading | None] | None = None
+        self._call: ReserveCall | None = None
+        self.target: UsualTarget | None = None
+
+    # ---- the step ----------------------------------------------------------------------------------
+
+    def begin(self, receiver: StepsReceiver[UsualDecision]) -> None:
+        super().begin(receiver)
+        prepared, keys = self._prepared, self._prompt.keys
+        if self._key is None and self.question.policy.linear is None:
+            self._end().set_result(self)
+            return
+        read, plan, quick = None, prepared.plan, self._of.reader.quick
+        if plan is not None and keys:
+            pieces = quick.portions.pieces(prepared.entry.group_id)
+            portion = keys[: KEY_BYTES * PIECE_BLOCKS * pieces]
+            seconds = self._of.options.deadline_seconds
+            read = quick.read(plan, portion, pieces, is_whole=len(portion) == len(keys), seconds=seconds)
+        if read is None:
+            self._read_on(None)
         else:
-            linear, of_all = BY_PLACE, (PLACE_HANDICAP, PLACE_WEIGHT)
-            members, decision, active_bound = self._by_ring(prepared, loads, policy, prompt.keys)
-            sums = list(_places(members, rows, loads, tokens, least, size))
+            self._next: Callable[[Any], bool] = self._take_read
+            read.begin(self)
+
+    def done(self) -> bool:
+        return self.is_ended
+
+    def set_result(self, result: Any) -> None:
+        try:
+            is_over = self._next(result)
+        except Exception as exc:
+            self.set_exception(exc)
+            return
+        if is_over:
+            self._end().set_result(self)
+
+    def set_exception(self, exception: BaseException) -> None:
+        if self._call is not None:
+            self._call.take_back()
+        if isinstance(exception, StoreUnavailable):
+            self._of.limit.note_away()
+        self._end().set_exception(exception)
+
+    def cancel(self) -> None:
+        self._end()
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._call is not None:
+            self._call.lost()
+
+    # ---- what it waits for. Each returns whether it is over ----------------------------------------
+
+    def _take_read(self, read: QuickRead) -> bool:
+        matched = self._of.matched.of(read)
+        if matched is None:
+            self._read_on(read.start)
+        else:
+            self._reserve(matched)
+        return False
+
+    def _read_on(self, start: Start | None) -> None:
+        """Read the prompt as any other is read."""
+        reader, prepared = self._of.reader, self._prepared
+        group, keys = prepared.fleet.table.group, PackedKeys(self._prompt.keys)
+        self._next = self._take_reading
+        seconds = self._of.options.deadline_seconds
+        self._reading = run(
+            reader.reading(group, prepared.block_size, keys, deadline_seconds=seconds, start=start), self
+        )
+
+    def _take_reading(self, reading: Reading | None) -> bool:
+        self._reading = None
+        table = self._prepared.fleet.table
+        entry, present_table = self._of.reader.at_hand(table.group)
+        if reading is None or entry is not self._prepared.entry or present_table is not table:
+            return True  # the group is not as it was when it was prepared
+        self._reserve(_Matched.by(reading.walk))
+        return False
+
+    def _take_reply(self, reply: list[Any]) -> bool:
+        of, call = self._of, self._call
+        assert call is not None
+        found = call.reserved(reply)
+        if found.overdue:
+            of.metrics.reservations_expired.inc(found.overdue)
+        if found.reservation is not None:
+            reserved_at = perf_counter()
+            self.target = self._follow(found, found.reservation)
+            self._count(self.target)
+            of.observe_reserve(reserved_at - self._ordered_at)
+            if of.shadows.is_kept(found.reservation):
+                self._keep(self.target)
+        return True
+
+    # ---- the order ---------------------------------------------------------------------------------
+
+    def _reserve(self, matched: _Matched) -> None:
+        """Order the targets, and have Redis take one of the first few."""
+        of, entry, policy, self._matched = self._of, self._prepared.entry, self.question.policy, matched
+        of.snapshots.used(self.question.group, entry)
+        read_at, linear = perf_counter(), policy.linear
+        if linear is not None:
+            self._members, self._sums = self._by_sum(policy, linear)
+            offers, terms = self._offers(linear, 0.0, None)
+        else:
+            self._members, self._sums = self._by_ring(policy)
+            offers, terms = self._offers(BY_PLACE, PLACE_HANDICAP, PLACE_WEIGHT)
+        self._ordered_at = perf_counter()
+        of.observe_walk(read_at - self._began)
+        of.observe_policy(self._ordered_at - read_at)
+        self._next = self._take_reply
+        self._call = of.reservations.call(entry.group_id, offers, terms)
+        self._call.step.begin(self)
+
+    def _offers(
+        self, linear: Linear, handicap: float, weight: float | None
+    ) -> tuple[Sequence[Offer], ReservationTerms]:
+        """Return what Redis is told of the first targets; ``handicap`` and ``weight`` are those of ``offer_sums``."""
+        (_, _, targets, size, _), tokens, rows = self._prepared, self._prompt.tokens, self._matched.rows
         available = together = 0
         for name, row in rows.items():
             if name in targets.by_name:
@@ -262,87 +341,73 @@ class UsualDecisions:
                 available = max(available, amount)
         offers, promises, words = (native.selected or pure_sums).offer_sums(
             Offer,
-            sums,
+            self._sums,
             CANDIDATES_MAX,
-            len(prompt.keys) // KEY_BYTES,
+            len(self._prompt.keys) // KEY_BYTES,
             size,
             linear.new,
             available,
-            tokens - least,
+            tokens - self._least,
             round(together / len(targets.members)),
-            *of_all,
+            handicap,
+            weight,
         )
-        terms = ReservationTerms(
+        return offers, ReservationTerms(
             tokens,
-            linear.new,
-            linear.active,
-            question.parameters.milliseconds,
-            self._options.target_requests_max,
-            self._options.reservations_max,
+            *linear,
+            self.question.parameters.milliseconds,
+            self._of.options.target_requests_max,
+            self._of.options.reservations_max,
             not rows,
             promises=promises,
             words=words,
         )
-        return _Ordered(members, sums, offers, terms, decision, active_bound)
 
-    def _by_sum(
-        self,
-        prepared: _Prepared,
-        loads: GroupLoads,
-        question: Question,
-        prompt: HashedPrompt,
-        rows: Mapping[tuple[str, int], TargetRow],
-    ) -> tuple[Sequence[FleetMember], list[Any]]:
+    def _by_sum(self, policy: PolicyChoice, linear: Linear) -> tuple[Sequence[FleetMember], list[Any]]:
         """Return the targets that a policy has to rank, and their sums, the least first."""
-        _, fleet, targets, size, _ = prepared
-        values, linear, members = question.policy.values, question.policy.linear, targets.members
+        (_, fleet, targets, size, _), values, random = self._prepared, policy.values, self._of.random
+        members = targets.members
         if len(members) > CANDIDATES_MAX:
-            matches = _matches(question, prompt, size, fleet, rows, loads)
-            members = shortlist(fleet, matches, question, targets, EVERYBODY, self._random).members
+            members = shortlist(fleet, self._matches(), self.question, targets, EVERYBODY, random).members
         assert values is not None
         assert values.credits is not None
-        assert linear is not None
         return members, (native.selected or pure_sums).rank_sums(
             members,
-            rows.get,
-            loads.get,
+            self._matched.rows.get,
+            self._loads.get,
             None,
-            self._random.random,
-            prompt.tokens,
-            tokens_behind(prompt.tokens, size),
+            random.random,
+            self._prompt.tokens,
+            self._least,
             size,
             *values.credits,
             *linear,
         )
 
-    def _by_ring(
-        self, prepared: _Prepared, loads: GroupLoads, policy: PolicyChoice, block_keys: bytes
-    ) -> tuple[Sequence[FleetMember], Decision, int | None]:
-        """Return the first targets that the prefix key meets, and first those below the bound; see ``presets``."""
-        key, values = sticky_key(block_keys, prepared.block_size), policy.values
-        assert key is not None
+    def _by_ring(self, policy: PolicyChoice) -> tuple[Sequence[FleetMember], list[Any]]:
+        """Return the first targets that the prefix key meets, those below the bound before others; see ``presets``."""
+        prepared, loads, values, credits = self._prepared, self._loads, policy.values, DEFAULT_CREDITS.credits
+        assert self._key is not None
         assert values is not None
-        clockwise = prepared.fleet.ring(int(values.number("virtual_nodes"))).clockwise(key)
+        assert credits is not None
+        clockwise = prepared.fleet.ring(int(values.number("virtual_nodes"))).clockwise(self._key)
         epsilon = values.number("load_factor_epsilon")
         met, limit, _ = prepared.targets.below_bound(loads, clockwise, epsilon, CANDIDATES_MAX)
         assert limit is not None
         members = sorted(met, key=lambda member: loads.get(member.publisher, NO_LOAD).requests >= limit)
-        decision = Decision.PREFIX_HASH if members[0] is met[0] else Decision.OVERFLOW
-        return members[:CANDIDATES_MAX], decision, limit
+        self._decision = Decision.PREFIX_HASH if members[0] is met[0] else Decision.OVERFLOW
+        self._active_bound = limit
+        members, tokens, rows = members[:CANDIDATES_MAX], self._prompt.tokens, self._matched.rows
+        sums = pure_sums.in_places(members, rows.get, loads.get, tokens, self._least, prepared.block_size, credits)
+        return members, sums
 
-    def _follow(
-        self,
-        found: Reserved,
-        reservation: Reservation,
-        ordered: _Ordered,
-        at_hand: AtHand,
-        question: Question,
-        prompt: HashedPrompt,
-    ) -> UsualTarget:
+    # ---- what follows ------------------------------------------------------------------------------
+
+    def _follow(self, found: Reserved, reservation: Reservation) -> UsualTarget:
         """Return the target that Redis has chosen; note its load, and watch for the end of its prefill."""
-        (entry, _, _, size, _), loads = at_hand
-        (tokens, keys, *_), publisher = prompt, reservation.publisher
-        for chosen in ordered.sums:
+        (tokens, keys, *_), loads, publisher = self._prompt, self._loads, reservation.publisher
+        entry, size, question = self._prepared.entry, self._prepared.block_size, self.question
+        for chosen in self._sums:
             if chosen[2] == publisher:
                 break
         place, _, _, member, _, row, load, _ = chosen
@@ -350,140 +415,70 @@ class UsualDecisions:
         waits = found.tokens + reservation.tokens
         loads.put(publisher, Load(waits, found.requests + 1, before.context + tokens, *before[3:]))
         if reservation.tokens:
-            self._reserver.watch(reservation, waits, question, entry, member, row, keys)
+            self._of.reserver.watch(reservation, waits, question, entry, member, row, keys)
         row, load = row or _NOTHING, load or NO_LOAD
-        cost = place if question.policy.linear is None else _sum(question.policy, member, row, load, tokens, size)
-        key = sticky_key(keys, size)
-        return UsualTarget(member, row, load, cost, tokens, size, key, reservation, ordered.decision)
+        cost = place if question.policy.linear is None else self._sum(member, row, load)
+        return UsualTarget(member, row, load, cost, tokens, size, self._key, reservation, self._decision)
 
-    def _count(self, usual: UsualTarget, policy: PolicyChoice, walk: Walk) -> None:
+    def _sum(self, member: FleetMember, row: TargetRow, load: Load) -> float:
+        """Return the cost of a target, added up in the order of the general way."""
+        values, linear, weight = self.question.policy.values, self.question.policy.linear, member.target.weight
+        assert values is not None
+        assert values.credits is not None
+        assert linear is not None
+        (device, host, shared, disk), size = row, self._prepared.block_size
+        of_device, of_host, of_disk, of_shared = values.credits
+        credits = of_device * (size * device) + of_host * (size * host)
+        credits += of_disk * (size * disk) + of_shared * (size * shared)
+        cost = load.tokens / weight + linear.new * max(self._prompt.tokens - max(credits, 0), self._least)
+        return cost + linear.active * (load.requests / weight)
+
+    def _count(self, target: UsualTarget) -> None:
         """Count the decision, the target's match, and the longer matches of others."""
-        metrics, decision, tokens, size = self._metrics, usual.decision, usual.tokens, usual.block_size
-        metrics.decisions.of(policy.name, decision).value += 1
+        metrics, decision, tokens, size = self._of.metrics, self._decision, target.tokens, target.block_size
+        metrics.decisions.of(self.question.policy.name, decision).value += 1
         if decision is Decision.KV_AWARE:
             metrics.kv_index_routing_decisions.of(decision).value += 1
-            self._counts.add(_COUNTED)
+            self._of.counts.add(_COUNTED)
         else:
             metrics.prefix_routing_requests.of(decision).value += 1
-            self._counts.add(f"prefix_routing.{decision}")
+            self._of.counts.add(f"prefix_routing.{decision}")
         if tokens >= size:
-            matched = size * sum(usual.row)
+            matched, walk = size * sum(target.row), self._matched.walk
             metrics.kv_index_overlap_score.observe(matched / (tokens // size * size))
             if walk.blocks * size > matched and not walk.view.windows:
                 metrics.avoidable_prefill_tokens.inc(walk.blocks * size - matched)
 
-    def _keep(
-        self,
-        usual: UsualTarget,
-        ordered: _Ordered,
-        at_hand: AtHand,
-        question: Question,
-        prompt: HashedPrompt,
-        matched: _Matched,
-    ) -> None:
+    def _keep(self, target: UsualTarget) -> None:
         """Keep the decision, as the general way does."""
-        (entry, fleet, targets, size, _), loads = at_hand
-        policy, blocks = question.policy, len(prompt.keys) // KEY_BYTES
-        matches = _matches(question, prompt, size, fleet, matched.rows, loads)._replace(walk=matched.walk)
-        request, snapshot = matches.request, GroupSnapshot(entry, fleet, loads)
+        shadows, (entry, fleet, targets, size, _) = self._of.shadows, self._prepared
+        policy, blocks, reservation = self.question.policy, len(self._prompt.keys) // KEY_BYTES, target.reservation
+        matches = self._matches()._replace(walk=self._matched.walk)
+        request, snapshot = matches.request, GroupSnapshot(entry, fleet, self._loads)
         ranked: SumOffers | ScoredOffers
         if policy.linear is not None:
-            ranked = SumOffers(ordered.members, matches.seen, policy, request, blocks, self._random, ordered.sums)
+            ranked = SumOffers(self._members, matches.seen, policy, request, blocks, self._of.random, self._sums)
         else:
             scored = [
                 Scored(candidate_of(member, row, load, soon, size), place, {"place": place})
-                for place, _, _, member, _, row, load, soon in ordered.sums
+                for place, _, _, member, _, row, load, soon in self._sums
             ]
-            ranked = ScoredOffers(scored, policy, request, blocks, is_cold=not matched.rows)
-        offered = Offers(ranked, None, (), usual.decision, None, Choices(targets), False, ordered.active_bound)
-        place = ranked.find(usual.reservation.publisher)
-        assert place is not None
+            ranked = ScoredOffers(scored, policy, request, blocks, is_cold=not self._matched.rows)
+        offered = Offers(ranked, None, (), self._decision, None, Choices(targets), False, self._active_bound)
+        at = ranked.find(reservation.publisher)
+        assert at is not None
         selected = SelectedTarget(
-            ranked.scored(place),
+            ranked.scored(at),
             (),
             policy,
-            usual.decision,
-            prompt.tokens,
-            reservations=[usual.reservation],
+            self._decision,
+            target.tokens,
+            reservations=[reservation],
             group_id=entry.group_id,
         )
-        self._shadows.keep(ShadowedDecision(self._shadows, offered, snapshot, matches, question), selected)
+        shadows.keep(ShadowedDecision(shadows, offered, snapshot, matches, self.question), selected)
 
-    def _prepare(self, group: GroupName, entry: GroupEntry, table: HolderTable) -> _Prepared:
-        fleet = self._snapshots.fleet(group, table)
-        targets, sizes = fleet.targets(None, "whole"), fleet.block_sizes
-        has_more = fleet.has_silent or fleet.has_pools or fleet.kv_sources
-        size = next(iter(sizes)) if targets.members and len(sizes) == 1 and not has_more else 0
-        return _Prepared(entry, fleet, targets, size, self._reader.quick.plan(group, size) if size else None)
-
-    def _matching(self, prepared: _Prepared, keys: bytes) -> Steps[_Matched | None]:
-        """Return what the targets have of a prompt; None if the group is not as it was when it was prepared.
-
-        Raise StoreUnavailable.
-        """
-        entry, fleet, _, size, plan = prepared
-        seconds, quick = self._options.deadline_seconds, self._reader.quick
-        start: Start | None = None
-        if plan is not None and keys:
-            pieces = quick.portions.pieces(entry.group_id)
-            portion = keys[: KEY_BYTES * PIECE_BLOCKS * pieces]
-            read = quick.read(plan, portion, pieces, is_whole=len(portion) == len(keys), seconds=seconds)
-            if read is not None:
-                yield read
-                matched = self._matched.of(read)
-                if matched is not None:
-                    return matched
-                start = read.start
-        group = fleet.table.group
-        reading = yield from self._reader.reading(group, size, PackedKeys(keys), deadline_seconds=seconds, start=start)
-        now, table = self._reader.at_hand(group)
-        if reading is None or now is not entry or table is not fleet.table:
-            return None
-        return _Matched.by(reading.walk)
-
-
-def _places(
-    members: Sequence[FleetMember],
-    rows: Mapping[tuple[str, int], TargetRow],
-    loads: GroupLoads,
-    tokens: int,
-    least: int,
-    size: int,
-) -> Iterator[tuple[Any, ...]]:
-    """Yield the targets in an order by place, as ``rank_sums`` returns them."""
-    assert DEFAULT_CREDITS.credits is not None
-    of_device, of_host, of_disk, of_shared = DEFAULT_CREDITS.credits
-    for place, member in enumerate(members):
-        publisher, name, *_ = member
-        row, new = rows.get(name), float(tokens)
-        if row is not None:
-            device, host, shared, disk = row
-            has = of_device * device + of_host * host + of_disk * disk + of_shared * shared
-            new = max(tokens - size * has, least)
-        yield float(place), 0.0, publisher, member, new, row, loads.get(publisher), 0
-
-
-def _sum(policy: PolicyChoice, member: FleetMember, row: TargetRow, load: Load, tokens: int, size: int) -> float:
-    """Return the cost of a target, added up in the order of the general way."""
-    values, linear, weight = policy.values, policy.linear, member.target.weight
-    assert values is not None
-    assert values.credits is not None
-    assert linear is not None
-    device, host, shared, disk = row
-    of_device, of_host, of_disk, of_shared = values.credits
-    credits = of_device * (size * device) + of_host * (size * host)
-    credits += of_disk * (size * disk) + of_shared * (size * shared)
-    cost = load.tokens / weight + linear.new * max(tokens - max(credits, 0), tokens_behind(tokens, size))
-    return cost + linear.active * (load.requests / weight)
-
-
-def _matches(
-    question: Question,
-    prompt: HashedPrompt,
-    size: int,
-    fleet: Fleet,
-    rows: Mapping[tuple[str, int], TargetRow],
-    loads: GroupLoads,
-) -> PromptMatches:
-    request = request_of(question, prompt, size, 0, fleet)
-    return PromptMatches(request, PromptState(rows, loads, {}, {}), prompt.keys)
+    def _matches(self) -> PromptMatches:
+        prepared = self._prepared
+        request = request_of(self.question, self._prompt, prepared.block_size, 0, prepared.fleet)
+        return PromptMatches(request, PromptState(self._matched.rows, self._loads, {}, {}), self._prompt.keys)

@@ -30,6 +30,7 @@ from waymark.store.incarnation import Incarnation
 from waymark.store.redis.read_connection import ReplyReceiver
 from waymark.store.steps import Steps, never, run
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 FoundRuns: TypeAlias = tuple[tuple[bytes, int], ...]
@@ -228,7 +229,7 @@ class QuickReads:
         return QuickRead(self, plan, keys, pieces, WantedValues(heads, []), hot, is_whole, seconds)
 
 
-class QuickAnswer(Generic[T]):
+class QuickAnswer(Generic[R, T]):
     """An answer by a quick read, or by the general way if the read does not decide it: the receiver of the read."""
 
     __slots__ = ("_answer", "_general", "_receiver")
@@ -236,19 +237,16 @@ class QuickAnswer(Generic[T]):
     done = staticmethod(never)
 
     def __init__(
-        self,
-        answer: Callable[[QuickRead], T | None],
-        general: Callable[[Start], Steps[T] | T],
-        receiver: ReplyReceiver[T],
+        self, answer: Callable[[R], T | None], general: Callable[[R], Steps[T] | T], receiver: ReplyReceiver[T]
     ) -> None:
         self._answer = answer
         self._general = general
         self._receiver = receiver
 
-    def set_result(self, read: QuickRead) -> None:
+    def set_result(self, read: R) -> None:
         try:
             answer = self._answer(read)
-            further = self._general(read.start) if answer is None else None
+            further = self._general(read) if answer is None else None
         except Exception as exc:
             self._receiver.set_exception(exc)
             return

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.domain.books import NO_USAGE, PROMISE, Usage
 from waymark.store import keys
-from waymark.store.redis.client import RedisClient
-from waymark.store.scripts import Scripts, Verdict
+from waymark.store.redis.client import RedisClient, Reply
+from waymark.store.scripts import PlainReserve, ScriptCall, Scripts, Verdict
 from waymark.store.steps import StartTask, Steps, finished
 
 #: How many of the best candidates Redis ranks again. The caller ranks all candidates before.
@@ -270,80 +270,24 @@ class Reserved(NamedTuple):
     """The number of overdue reservations that the call ended."""
 
 
-def _possible(group_id: int, offers: Sequence[Offer], terms: ReservationTerms, nonce: str) -> list[Reservation]:
-    """Return the reservations that an unanswered call may have made, whichever target it is for."""
-    reservations = [
-        Reservation(group_id, offer.publisher, offer.new, terms.context, nonce, promise=terms.promise(index))
-        for index, offer in enumerate(offers)
-    ]
-    if terms.pulls is not None:
-        reservations += [reservations[0]._replace(source=source) for source in terms.pulls.sources]
-    return reservations
+#: Calls by their other arguments; one more drops all.
+_PLAIN_MAX = 1024
 
 
-@lru_cache(1024)
-def _names(group_id: int, _pattern: str) -> tuple[str, str, str, str]:
-    """Return the keys that each reservation of a group uses. ``_pattern`` is that of all keys, which differs with
-    their prefix.
-    """
-    return keys.load(group_id), keys.load_changes(group_id), keys.reservations(group_id), keys.holders(group_id)
+class ReserveCall(NamedTuple):
+    """One call of ``reserve``."""
 
+    reservations: Reservations
+    step: ScriptCall
+    group_id: int
+    offers: Sequence[Offer]
+    terms: ReservationTerms
+    nonce: str
 
-class Reservations:
-    """The loads and reservations of all groups. They are read and written on the primary Redis, never on a replica."""
-
-    def __init__(self, client: RedisClient, scripts: Scripts, begin: StartTask | None = None) -> None:
-        """``begin`` starts a task in the background, which ends reservations that no caller waits for."""
-        self._client = client
-        self._scripts = scripts
-        self._begin = begin
-        self._ahead_ms = 0
-
-    async def reserve(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Reserved:
-        """Send a prompt to the best of at most ``CANDIDATES_MAX`` targets, in one round trip.
-
-        If no reply comes, no caller knows the reservation, so a background task ends it as soon as Redis answers. A
-        reservation with a ``request_id`` is kept: the next try gets it, or it expires.
-        """
-        return await finished(self.reserving(group_id, offers, terms))
-
-    def reserving(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Steps[Reserved]:
-        """Return the steps of ``reserve``."""
-        if not 1 <= len(offers) <= CANDIDATES_MAX:
-            raise ValueError(f"{len(offers)} candidates; reserve ranks 1 to {CANDIDATES_MAX}")
-        pulls = terms.pulls or NO_PULLS
-        load, changes, reservations, holders = _names(group_id, keys.ALL)
-        nonce = os.urandom(8).hex()
-        words = words_of(offers, terms.promises or _NO_PROMISES) if terms.words is None else terms.words
-        try:
-            reply = yield from self._scripts.reserve(
-                load=load,
-                changes=changes,
-                reservations=reservations,
-                holders=holders,
-                request=None if terms.request_id is None else keys.request(group_id, terms.request_id),
-                spec=terms.spec_keys,
-                pulls=() if pulls is NO_PULLS else [keys.pulls(group_id, publisher) for publisher in pulls.sources],
-                again="0",
-                milliseconds=terms.milliseconds,
-                nonce=nonce,
-                context=terms.context,
-                weight_new=terms.weight_new,
-                weight_active=terms.weight_active,
-                limit=terms.limit,
-                reservations_max=terms.reservations_max,
-                cold="1" if terms.is_cold else "0",
-                repeatable="0" if terms.request_id is None else "1",
-                pulls_max=pulls.pulls_max,
-                sources="0" if pulls is NO_PULLS else pulls.words(),
-                candidate=list(map(_publisher_of, offers)),
-                terms=words,
-            )
-        except (StoreUnavailable, asyncio.CancelledError, GeneratorExit):
-            if terms.request_id is None:
-                self.take_back(_possible(group_id, offers, terms, nonce), terms.milliseconds)
-            raise
-        verdict = _VERDICTS[reply[0]]
+    def reserved(self, reply: Reply) -> Reserved:
+        """Return the result of the call."""
+        group_id, offers, terms = self.group_id, self.offers, self.terms
+        verdict, pulls = _VERDICTS[reply[0]], terms.pulls or NO_PULLS
         if verdict is Verdict.REPEATED:
             publisher, tokens, context, earlier, waited, promise, source = reply[1:]
             made = Reservation(group_id, publisher, tokens, context, earlier.decode(), waited, promise.decode())
@@ -357,12 +301,118 @@ class Reservations:
             offer.publisher,
             offer.new,
             terms.context,
-            nonce,
+            self.nonce,
             tokens,
             terms.promises[which - 1] if terms.promises else "",
             None if pulls is NO_PULLS else pulls.at(reply[5]),
         )
         return Reserved(verdict, reservation, tokens, requests, overdue)
+
+    def lost(self) -> None:
+        """Count the call, and end the reservation that it may have made: its reply is not waited for any more."""
+        self.step.lost()
+        self.take_back()
+
+    def take_back(self) -> None:
+        """End the reservation that the call may have made, whichever target it is for."""
+        group_id, context, terms = self.group_id, self.terms.context, self.terms
+        if terms.request_id is not None:
+            return  # the next try gets it
+        made = [
+            Reservation(group_id, offer.publisher, offer.new, context, self.nonce, promise=terms.promise(index))
+            for index, offer in enumerate(self.offers)
+        ]
+        if terms.pulls is not None:
+            made += [made[0]._replace(source=source) for source in terms.pulls.sources]
+        self.reservations.take_back(made, terms.milliseconds)
+
+
+class Reservations:
+    """The loads and reservations of all groups. They are read and written on the primary Redis, never on a replica."""
+
+    def __init__(self, client: RedisClient, scripts: Scripts, begin: StartTask | None = None) -> None:
+        """``begin`` starts a task in the background, which ends reservations that no caller waits for."""
+        self._client = client
+        self._scripts = scripts
+        self._begin = begin
+        self._ahead_ms = 0
+        self._plain: dict[tuple[Any, ...], PlainReserve] = {}
+        """Calls without candidates, by what a further call has in common with them."""
+
+    async def reserve(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Reserved:
+        """Send a prompt to the best of at most ``CANDIDATES_MAX`` targets, in one round trip.
+
+        If no reply comes, no caller knows the reservation, so a background task ends it as soon as Redis answers. A
+        reservation with a ``request_id`` is kept: the next try gets it, or it expires.
+        """
+        return await finished(self.reserving(group_id, offers, terms))
+
+    def reserving(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Steps[Reserved]:
+        """Return the steps of ``reserve``."""
+        call = self.call(group_id, offers, terms)
+        try:
+            reply = yield call.step
+        except (StoreUnavailable, asyncio.CancelledError):
+            call.take_back()
+            raise
+        except GeneratorExit:
+            call.lost()
+            raise
+        return call.reserved(reply)
+
+    def call(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> ReserveCall:
+        """Return the call of ``reserve``, for a caller that takes its steps itself."""
+        if not 1 <= len(offers) <= CANDIDATES_MAX:
+            raise ValueError(f"{len(offers)} candidates; reserve ranks 1 to {CANDIDATES_MAX}")
+        nonce = os.urandom(8).hex()
+        words = words_of(offers, terms.promises or _NO_PROMISES) if terms.words is None else terms.words
+        publishers = list(map(_publisher_of, offers))
+        if terms.request_id is None and terms.pulls is None and not terms.spec_keys:
+            step = self._plain_step(group_id, terms, nonce, publishers, words)
+        else:
+            step = self._step(group_id, terms, nonce, publishers, words)
+        return ReserveCall(self, step, group_id, offers, terms, nonce)
+
+    def _plain_step(
+        self, group_id: int, terms: ReservationTerms, nonce: str, publishers: Sequence[int], words: Sequence[str]
+    ) -> ScriptCall:
+        """Return what ``_step`` does, if the call has no further keys: only a few words differ from the last one."""
+        context, *others = terms[:6]
+        key = group_id, keys.ALL, *others
+        known = self._plain.get(key)
+        if known is None:
+            if len(self._plain) >= _PLAIN_MAX:
+                self._plain.clear()
+            known = self._plain[key] = PlainReserve(self._step(group_id, terms, nonce, (), ()))
+        return known.again(nonce, context, "1" if terms.is_cold else "0", publishers, words)
+
+    def _step(
+        self, group_id: int, terms: ReservationTerms, nonce: str, publishers: Sequence[int], words: Sequence[str]
+    ) -> ScriptCall:
+        pulls = terms.pulls or NO_PULLS
+        return self._scripts.reserve(
+            load=keys.load(group_id),
+            changes=keys.load_changes(group_id),
+            reservations=keys.reservations(group_id),
+            holders=keys.holders(group_id),
+            request=None if terms.request_id is None else keys.request(group_id, terms.request_id),
+            spec=terms.spec_keys,
+            pulls=() if pulls is NO_PULLS else [keys.pulls(group_id, publisher) for publisher in pulls.sources],
+            again="0",
+            milliseconds=terms.milliseconds,
+            nonce=nonce,
+            context=terms.context,
+            weight_new=terms.weight_new,
+            weight_active=terms.weight_active,
+            limit=terms.limit,
+            reservations_max=terms.reservations_max,
+            cold="1" if terms.is_cold else "0",
+            repeatable="0" if terms.request_id is None else "1",
+            pulls_max=pulls.pulls_max,
+            sources="0" if pulls is NO_PULLS else pulls.words(),
+            candidate=publishers,
+            terms=words,
+        )
 
     def take_back(self, reservations: Sequence[Reservation], milliseconds: int) -> None:
         """End reservations that no caller waits for, as soon as Redis answers, in the background.

@@ -18,7 +18,7 @@ from waymark.base.metrics import Metrics
 from waymark.store.parsing import lenient_text
 from waymark.store.redis.client import SCRIPTS, RedisClient, Reply
 from waymark.store.redis.read_connection import Replies, ReplyReceiver
-from waymark.store.steps import Steps, Waiting
+from waymark.store.steps import Waiting
 
 _ONE_REPLY = Replies(1)
 
@@ -62,42 +62,72 @@ class Outcome(NamedTuple):
         return self.verdict is Verdict.APPLIED
 
 
-class _ScriptCall:
-    """One call of a script: a step, and the receiver of the reply.
+class ScriptCall:
+    """One call of a script: a step, and the receiver of the reply. It is timed and counted.
 
     If a connection is open, the call needs no task. After an error it is made again, by ``RedisClient.run``.
     """
 
-    __slots__ = ("_args", "_client", "_keys", "_name", "_receiver", "done")
+    __slots__ = ("_began", "_is_again", "_name", "_receiver", "args", "done", "keys", "scripts")
 
-    def __init__(self, client: RedisClient, name: str, keys: Sequence[Any], args: Sequence[Any]) -> None:
-        self._client = client
-        self._name, self._keys, self._args = name, keys, args
+    def __init__(self, scripts: Scripts, name: str, keys: Sequence[Any], args: Sequence[Any]) -> None:
+        self.scripts = scripts
+        self._name, self.keys, self.args = name, keys, args
+        self._is_again = False
 
     def begin(self, receiver: ReplyReceiver[Any]) -> None:
         self._receiver = receiver
         self.done = receiver.done
-        connection = self._client.script_connection(self._name)
+        self._began = time.perf_counter()
+        connection = self.scripts._client.script_connection(self._name)
         if connection is None:
             self._run()
             return
-        words: Any = ("EVALSHA", SCRIPTS[self._name].sha, len(self._keys), *self._keys, *self._args)
+        words: Any = ("EVALSHA", SCRIPTS[self._name].sha, len(self.keys), *self.keys, *self.args)
         connection.send(hiredis.pack_command(words), _ONE_REPLY, self, connection.silent_at())
 
     def set_result(self, replies: Reply) -> None:
-        self._receiver.set_result(replies[0])
+        reply = replies if self._is_again else replies[0]
+        self.scripts._count(self._name, reply[0].decode(), self._began)
+        self._receiver.set_result(reply)
 
     def set_exception(self, error: BaseException) -> None:
-        if isinstance(error, TimeoutError):
-            self._receiver.set_exception(self._client.translated(error))
-        elif isinstance(error, RedisError):
-            self._run()
-        else:
-            self._receiver.set_exception(error)
+        if not self._is_again:
+            if isinstance(error, TimeoutError):
+                error = self.scripts._client.translated(error)
+            elif isinstance(error, RedisError):
+                self._run()
+                return
+        self.lost()
+        self._receiver.set_exception(error)
+
+    def lost(self) -> None:
+        """Count the call: no reply is waited for any more."""
+        self.scripts._count(self._name, "none", self._began)
 
     def _run(self) -> None:
-        args = SCRIPTS[self._name].again(self._args)
-        Waiting(self._client.run(self._name, self._keys, args)).begin(self._receiver)
+        self._is_again = True
+        args = SCRIPTS[self._name].again(self.args)
+        Waiting(self.scripts._client.run(self._name, self.keys, args)).begin(self)
+
+
+_RESERVE = [parameter.name for parameter in SCRIPTS["reserve"].args]
+
+
+class PlainReserve:
+    """Calls of ``reserve`` without further keys that differ in a few words."""
+
+    def __init__(self, call: ScriptCall) -> None:
+        """``call`` is one of them, without candidates."""
+        self._call = call
+        self._args = call.args[: _RESERVE.index("candidate")]
+        self._nonce, self._context, self._cold = map(_RESERVE.index, ("nonce", "context", "cold"))
+
+    def again(self, nonce: str, context: int, cold: str, candidate: Sequence[int], terms: Sequence[str]) -> ScriptCall:
+        """Return another one of them."""
+        args = [*self._args, len(candidate), *candidate, len(terms), *terms]
+        args[self._nonce], args[self._context], args[self._cold] = nonce, context, cold
+        return ScriptCall(self._call.scripts, "reserve", self._call.keys, args)
 
 
 class Scripts:
@@ -120,17 +150,6 @@ class Scripts:
         began, verdict = time.perf_counter(), "none"
         try:
             reply = await self._client.run(name, keys, args)
-            verdict = reply[0].decode()
-        finally:
-            self._count(name, verdict, began)
-        return reply
-
-    def _calling(self, name: str, values: Mapping[str, Any]) -> Steps[Reply]:
-        """Return the steps of ``_call``."""
-        keys, args = SCRIPTS[name].words(values)
-        began, verdict = time.perf_counter(), "none"
-        try:
-            reply: Reply = yield _ScriptCall(self._client, name, keys, args)
             verdict = reply[0].decode()
         finally:
             self._count(name, verdict, began)
@@ -399,9 +418,9 @@ class Scripts:
         sources: str,
         candidate: Sequence[int],
         terms: Sequence[str],
-    ) -> Steps[Reply]:
-        """Some values of the reply are texts: the nonce and the promise of a reservation that was made before."""
-        return self._calling("reserve", locals())
+    ) -> ScriptCall:
+        """Return a call, not begun. Some values of its reply are texts: nonce and promise of an earlier reservation."""
+        return ScriptCall(self, "reserve", *SCRIPTS["reserve"].words(locals()))
 
     async def release(
         self,

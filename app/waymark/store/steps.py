@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+from waymark.base.errors import StoreUnavailable
 from waymark.store.redis.read_connection import ReplyReceiver
 
 T = TypeVar("T")
@@ -28,6 +29,9 @@ class Step(Protocol):
 
 
 Steps: TypeAlias = Generator[Step, Any, T]
+
+#: After Redis did not answer, it is not asked for so long.
+_AWAY_SECONDS = 1.0
 
 #: The tasks of all ``Waiting``, which the loop itself does not keep alive.
 _tasks: set[asyncio.Future[Any]] = set()
@@ -69,11 +73,15 @@ class TimeLimit:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._running: deque[tuple[float, Within]] = deque()
+        self._running: deque[tuple[float, LimitedStep]] = deque()
         """Those begun so far, in order, each with the time by which it must end; some of them have ended."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, step: Within) -> None:
+    def late(self) -> Exception:
+        """Return the error of a step whose time is over."""
+        return TimeoutError()
+
+    def begin(self, step: LimitedStep) -> None:
         """End a step when its time is over, unless it has ended by itself."""
         loop, running = asyncio.get_running_loop(), self._running
         while running and running[0][1].is_ended:
@@ -91,30 +99,42 @@ class TimeLimit:
             self._timer = loop.call_at(running[0][0], self._check)
 
 
-class Within:
-    """The step that runs steps, and ends them with TimeoutError if they take longer than a limit."""
+class RedisLimit(TimeLimit):
+    """The longest time that Redis may take. After it did not answer, it is not asked for a moment."""
 
-    __slots__ = ("_limit", "_receiver", "_run", "_steps", "is_ended")
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self._away_until = float("-inf")
 
-    def __init__(self, limit: TimeLimit, steps: Steps[Any]) -> None:
+    @property
+    def is_away(self) -> bool:
+        return asyncio.get_running_loop().time() < self._away_until
+
+    def note_away(self) -> None:
+        """Note that Redis did not answer."""
+        self._away_until = asyncio.get_running_loop().time() + _AWAY_SECONDS
+
+    def late(self) -> StoreUnavailable:
+        self.note_away()
+        return StoreUnavailable(f"Redis did not answer within {self.seconds:g} s; try again in a moment")
+
+
+class LimitedStep:
+    """A step that ends with an error when its time is over; the receiver of what it waits for."""
+
+    __slots__ = ("_limit", "_receiver", "is_ended")
+
+    def __init__(self, limit: TimeLimit) -> None:
         self._limit = limit
-        self._steps: Steps[Any] | None = steps
         self.is_ended = False
 
     def begin(self, receiver: ReplyReceiver[Any]) -> None:
         self._receiver: ReplyReceiver[Any] | None = receiver
         self._limit.begin(self)
-        assert self._steps is not None, "it begins once"
-        steps, self._steps = self._steps, None
-        self._run: _StepsRun[Any] | None = _StepsRun(steps, self)
-        self._run.go_on(steps.send, None)
 
     def cancel(self) -> None:
-        """End the steps; their result is not needed any more."""
-        run = self._run
+        """End it; its result is not needed any more."""
         self._end()
-        if run is not None:
-            run.cancel()
 
     def done(self) -> bool:
         return self._receiver is None or self._receiver.done()
@@ -126,24 +146,53 @@ class Within:
         self._end().set_exception(exception)
 
     def end_late(self) -> None:
-        """End the steps with TimeoutError, unless they have ended."""
+        """End it with the error of its limit, unless it has ended."""
         receiver = self._receiver
         if receiver is not None:
             self.cancel()
             if not receiver.done():
-                receiver.set_exception(TimeoutError())
+                receiver.set_exception(self._limit.late())
 
     def _end(self) -> ReplyReceiver[Any]:
         """Return the receiver. Nothing is kept for the limit, which may know the step for longer."""
         receiver = self._receiver
         assert receiver is not None, "it ends once"
-        self.is_ended, self._run, self._receiver = True, None, None
+        self.is_ended, self._receiver = True, None
         return receiver
 
 
-def run(steps: Steps[T], receiver: ReplyReceiver[T]) -> None:
+class Within(LimitedStep):
+    """The step that runs steps, and ends them with TimeoutError if they take longer than a limit."""
+
+    __slots__ = ("_run", "_steps")
+
+    def __init__(self, limit: TimeLimit, steps: Steps[Any]) -> None:
+        super().__init__(limit)
+        self._steps: Steps[Any] | None = steps
+
+    def begin(self, receiver: ReplyReceiver[Any]) -> None:
+        super().begin(receiver)
+        assert self._steps is not None, "it begins once"
+        steps, self._steps = self._steps, None
+        self._run: StepsRun[Any] | None = StepsRun(steps, self)
+        self._run.go_on(steps.send, None)
+
+    def cancel(self) -> None:
+        run = self._run
+        self._end()
+        if run is not None:
+            run.cancel()
+
+    def _end(self) -> ReplyReceiver[Any]:
+        self._run = None
+        return super()._end()
+
+
+def run(steps: Steps[T], receiver: ReplyReceiver[T]) -> StepsRun[T]:
     """Run ``steps`` as far as they can go now, and on with each result; ``receiver`` gets their result or error."""
-    _StepsRun(steps, receiver).go_on(steps.send, None)
+    at_work = StepsRun(steps, receiver)
+    at_work.go_on(steps.send, None)
+    return at_work
 
 
 def never() -> bool:
@@ -163,8 +212,7 @@ async def finished(steps: Steps[T], unwanted: Callable[[T], None] | None = None)
     ``unwanted`` gets the result if the caller is cancelled when there is one already.
     """
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    at_work = _StepsRun(steps, future)
-    at_work.go_on(steps.send, None)
+    at_work = run(steps, future)
     try:
         return await future
     except asyncio.CancelledError:
@@ -174,7 +222,7 @@ async def finished(steps: Steps[T], unwanted: Callable[[T], None] | None = None)
         raise
 
 
-class _StepsRun(Generic[T]):
+class StepsRun(Generic[T]):
     """The receiver of every step of some steps."""
 
     __slots__ = ("_receiver", "_step", "_steps", "done")
@@ -189,7 +237,7 @@ class _StepsRun(Generic[T]):
         """End the steps where they are. Nobody waits for their result."""
         step, self._step = self._step, None
         self._steps.close()
-        if isinstance(step, Waiting | Within):
+        if isinstance(step, Waiting | LimitedStep):
             step.cancel()
 
     def set_result(self, result: Any) -> None:

@@ -248,7 +248,9 @@ class Dynamo:
         read = self._quick.read(plan, keys, pieces, is_whole=is_whole, seconds=seconds) if blocks else None
         if read is None:
             return False
-        answer: QuickAnswer[Answer | Paused] = QuickAnswer(partial(self._quick_answer, blocks), general, receiver)
+        answer: QuickAnswer[QuickRead, Answer | Paused] = QuickAnswer(
+            partial(self._quick_answer, blocks), lambda read: general(read.start), receiver
+        )
         read.begin(answer)
         return True
 
