@@ -13,7 +13,18 @@ from tests.unit import seeds
 from waymark.decide.fleet import Fleet, FleetMember, PromptState
 from waymark.decide.group_loads import GroupLoads
 from waymark.decide.matches import PromptMatches
-from waymark.decide.order import BY_PLACE, Offers, RankedStages, StageOffers, order, shortlist, stages, targets_of
+from waymark.decide.order import (
+    BY_PLACE,
+    PLACE_HANDICAP,
+    PLACE_WEIGHT,
+    Offers,
+    RankedStages,
+    StageOffers,
+    order,
+    shortlist,
+    stages,
+    targets_of,
+)
 from waymark.decide.policies.filters import is_for_decode, is_for_prefill
 from waymark.decide.policies.policy import RoutingRequest, Scored
 from waymark.decide.policies.presets import PRESETS
@@ -200,8 +211,10 @@ def test_redis_keeps_the_target_of_a_session() -> None:
     request, loads = RoutingRequest(SIZE * BLOCKS, SIZE, session="pod-3"), GroupLoads({3: Load(5_000, 2, 5_000)})
     found = ordered(equal_targets(4), question, request, loads)
     assert (found.decision, found.decode.linear) == (Decision.SESSION, BY_PLACE)
-    first, *others = found.decode.offers()
-    assert first.publisher == 3
-    assert all(offer.handicap - first.handicap > 2**40 for offer in others)
+    offers = found.decode.offers()
+    assert offers[0].publisher == 3
+    assert {(offer.handicap, offer.weight) for offer in offers} == {(PLACE_HANDICAP, PLACE_WEIGHT)}, (
+        "the first is taken"
+    )
     elsewhere = ordered(equal_targets(2), question, request, {})
     assert elsewhere.decision is Decision.KV_AWARE, "a session whose target is gone starts anew"
