@@ -10,7 +10,7 @@ from tests.hostile import session
 from tests.hostile.doors import DOORS
 
 #: Of the requests of an attack, and of its time.
-PART = 0.1
+PART = 0.05
 
 
 @pytest.mark.parametrize("door", DOORS)
