@@ -12,7 +12,8 @@
 --       dead     set   holder ids whose blocks are still to be swept
 -- ARGV  publisher, token, calls, before, version, above   as in new_life
 --       step     'begin' assigns ids to the holders begin*, which belong to the new life; 'take' ends the live holders,
---                and those of the new life are live instead; 'drop' ends those of the new life
+--                and those of the new life are live instead; 'drop' ends those of the new life, or only
+--                begin* if there are any
 --       life     with 'take': a random nonce, the name of the new life
 --       watermark, ts, newest_ts, digest, flags, main_groups   with 'take': the fields of the record that belong to the
 --                new life; without a watermark it has none yet, and without a digest none is known
@@ -81,7 +82,9 @@ if step == 'begin' then
   end
   redis.call('HSET', fence, 'holder', string.format('%.0f', highest))
 elseif step == 'drop' then
-  end_all(staged, 'staged:')
+  local some = {}
+  for i = first, #ARGV, 2 do some[ARGV[i]] = staged[ARGV[i]] end
+  end_all(first > #ARGV and staged or some, 'staged:')
 else
   end_all(live, 'holder:')
   for i = 1, #fields, 2 do

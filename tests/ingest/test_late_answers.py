@@ -14,6 +14,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Hand, Pod
+from waymark.apply.applier import Applier
 from waymark.ingest.life import Life
 from waymark.ingest.replay import Replay
 from waymark.ingest.replay_places import BEGINNING_SECONDS_MAX, ReplayPauses
@@ -368,7 +369,7 @@ async def test_a_gap_without_an_answer_is_asked_for_at_doubling_pauses_and_heals
     worker = await bench.worker(options=IMPATIENT)
     pod = await bench.pod(gpu_blocks=1000, cpu_blocks=0)
     await gapped(worker, pod)
-    assert (await bench.record(pod.name))["flags"] == "gap_at:5 untrusted"
+    assert (await bench.record(pod.name))["flags"] == "gap_at:5 gap_from:3 untrusted"
     for tries, pause in enumerate((60, 120), 2):
         pauses_clock.now += pause - 1
         await applied(pod)
@@ -381,23 +382,157 @@ async def test_a_gap_without_an_answer_is_asked_for_at_doubling_pauses_and_heals
     assert asked == [0, 2, 0, 0, 0]
 
 
-@pytest.mark.parametrize("has_beginning", [True, False])
-async def test_only_a_replay_of_the_whole_life_fills_a_gap(bench: Bench, has_beginning: bool) -> None:
-    """The batches of the gap alone, applied behind newer ones, could undo what those have done."""
+SMALL: dict[str, Any] = {"gpu_blocks": 32, "cpu_blocks": 0, "repeat_rate": 0.0}
+"""A cache that is full after a few prompts, so that each batch removes blocks of earlier ones."""
+
+
+async def gapped_at_work(worker: Hand, pod: Pod, missing: int = 3) -> None:
+    """Batches are lost that stored blocks and removed others, and so do those behind them."""
+    await pod.at_work(8)
+    pod.fault(replay_silent=True)
+    with pod.dropping():
+        await pod.work(missing)
+    await pod.work(6)
+    await replays(worker, "silent", 1)
+    await pod.at_watermark(13 + missing)
+    await pod.says("batches_lost")
+    assert await pod.bench.held(pod.name) != pod.truth()
+
+
+def forget_before(pod: Pod, seq: int) -> None:
+    """The engine's replay buffer begins with this batch now."""
+    while pod.publisher.batches[0][0] < seq:
+        pod.publisher._buffer.popleft()
+
+
+async def is_filled(pod: Pod, missing: int = 3) -> None:
+    """Counts of copies are not trusted any more, and all else is as if nothing had been lost."""
+    await pod.agrees()
+    await pod.has_status("active")
+    await pod.counted(restarts=0, gaps=1, batches_lost=missing)
+    assert (await pod.bench.record(pod.name))["flags"] == "filled untrusted"
+    assert (await pod.state()).known == 1.0
+    await pod.bench.is_swept()
+
+
+async def test_a_replay_from_the_gap_on_fills_it(any_bench: Bench, asked: list[int], pauses_clock: PausesClock) -> None:
+    worker = await any_bench.worker(options=IMPATIENT)
+    pod = await any_bench.pod(**SMALL)
+    await gapped_at_work(worker, pod)
+    forget_before(pod, 8)
+    pod.fault(replay_silent=False)
+    pauses_clock.now += 60
+    await is_filled(pod)
+    assert asked == [0, 7, 0]
+    pauses_clock.now += 3600
+    await applied(pod, 4)
+    await pod.agrees()
+    assert asked == [0, 7, 0], "there is nothing more to ask for"
+
+
+async def test_live_frames_are_applied_behind_the_batches_that_fill_a_gap(
+    bench: Bench, pauses_clock: PausesClock
+) -> None:
+    worker = await bench.worker(options=replace(IMPATIENT, fold_batches=2))
+    pod = await bench.pod(**SMALL)
+    await gapped_at_work(worker, pod)
+    forget_before(pod, 6)
+    copy = Applier.copy
+
+    async def slow(applier: Applier, *given: Any) -> bool:
+        await pod.work(5)
+        return await copy(applier, *given)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Applier, "copy", slow)
+        pod.fault(replay_silent=False)
+        pauses_clock.now += 60
+        await is_filled(pod)
+    await applied(pod, 2)
+    await pod.agrees()
+
+
+async def test_a_replay_that_breaks_off_leaves_the_gap_as_it_was(
+    bench: Bench, asked: list[int], pauses_clock: PausesClock
+) -> None:
+    worker = await bench.worker(options=IMPATIENT)
+    pod = await bench.pod(**SMALL)
+    await gapped_at_work(worker, pod)
+    forget_before(pod, 8)
+    before = await bench.held(pod.name)
+    pod.fault(replay_silent=False, truncate_replay=4)
+    pauses_clock.now += 60
+    await replays(worker, "incomplete", 1)
+    assert await bench.held(pod.name) == before
+    await pod.says("batches_lost")
+    pod.fault(truncate_replay=0)
+    pauses_clock.now += 120
+    await is_filled(pod)
+    assert set(asked[2:]) == {0}
+
+
+async def test_the_next_worker_fills_a_gap_if_the_first_one_dies_in_the_middle(bench: Bench) -> None:
+    first = await bench.worker("worker-1", options=IMPATIENT)
+    pod = await bench.pod(**SMALL)
+    await gapped_at_work(first, pod)
+    forget_before(pod, 8)
+    before = await bench.held(pod.name)
+    take_filled = Life.take_filled
+
+    async def last_words(life: Life, staged: Applier, ts: float | None) -> None:
+        first.client.is_dead = True
+        await take_filled(life, staged, ts)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Life, "take_filled", last_words)
+        pod.fault(replay_silent=False)
+        await pod.publisher.down()
+        await pod.publisher.up()
+        await wait_until(lambda: first.client.is_dead, "the worker has ended", PATIENCE_SECONDS)
+        await first.die()
+    assert await bench.held(pod.name) == before
+    assert any(name.startswith("staged:") for name in await bench.record(pod.name))
+    await bench.worker("worker-2", options=PATIENT)
+    await is_filled(pod)
+
+
+async def test_what_is_lost_after_a_filled_gap_is_lost(bench: Bench, pauses_clock: PausesClock) -> None:
+    worker = await bench.worker(options=IMPATIENT)
+    pod = await bench.pod(**SMALL)
+    await gapped_at_work(worker, pod)
+    pod.publisher._buffer.popleft()
+    pod.fault(replay_silent=False)
+    pauses_clock.now += 60
+    await is_filled(pod)
+    with pod.dropping():
+        await pod.work(2)
+    pod.publisher._buffer.clear()
+    await applied(pod)
+    await pod.says("batches_lost")
+    assert (await bench.record(pod.name))["flags"] == "untrusted"
+
+
+@pytest.mark.parametrize("begins", [0, 1, 3, 4])
+async def test_only_a_replay_of_the_whole_gap_fills_it(bench: Bench, begins: int, asked: list[int]) -> None:
+    """Batches 3 and 4 are missing. The first batch of the life makes all counts right, too."""
     first = await bench.worker("worker-1", options=IMPATIENT)
     pod = await bench.pod(gpu_blocks=1000, cpu_blocks=0)
     await gapped(first, pod)
     before = await bench.held(pod.name)
     await first.stop()
     await pod.is_left()
-    if not has_beginning:
-        pod.publisher._buffer.popleft()
+    forget_before(pod, begins)
     pod.fault(replay_silent=False)
+    asked.clear()
     await bench.worker("worker-2", options=PATIENT)
-    if has_beginning:
+    if begins == 0:
         await filled(pod)
-        return
-    await pod.is_silent_about("replay_silent")
-    await pod.says("batches_lost")
-    assert await bench.held(pod.name) == before
-    assert (await bench.record(pod.name))["flags"] == "untrusted"
+    elif begins < 4:
+        await is_filled(pod, missing=2)
+    else:
+        await pod.is_silent_about("replay_silent")
+        await pod.says("batches_lost")
+        assert await bench.held(pod.name) == before
+        assert (await bench.record(pod.name))["flags"] == "untrusted"
+    await applied(pod)
+    assert asked == [0]

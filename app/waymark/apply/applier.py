@@ -148,10 +148,13 @@ class Applier:
 
     async def _apply_early(self, parts: Sequence[Part]) -> None:
         """Apply parts that come before the events of the next batch."""
+        await self._apply_all(parts)
+        self._counts.stored(parts)
+
+    async def _apply_all(self, parts: Sequence[Part]) -> None:
         moves = Moves(self.resolver.memory)
         for portion in portions_of(parts, self.grant.shards):
             await self._apply(portion, moves, None, {})
-        self._counts.stored(parts)
 
     async def _keep_singles(self) -> None:
         """Mark the group as one with blocks of unknown depth, before the first such block is written."""
@@ -236,7 +239,10 @@ class Applier:
         raise Fenced
 
     async def _end(self, unit: Unit, *, is_restart: bool) -> None:
-        await self._change(unit=str(unit), is_restart=is_restart, begin=[])
+        if self._is_staged and unit != "*":
+            await self._end_staged(unit)
+        else:
+            await self._change(unit=str(unit), is_restart=is_restart, begin=[])
         self.counters["waiting_lost"] += self.resolver.end(unit)
         self.counters["waiting"] = self.resolver.waiting.blocks + len(self.resolver.objects)
         self.counters[MISSING] = self.resolver.unknown
@@ -270,6 +276,36 @@ class Applier:
         self._staged += begin
         return ids
 
+    async def _end_staged(self, unit: Unit) -> None:
+        holders = [holder for holder in self._staged if holder.name.is_of(unit)]
+        if holders:
+            self._staged = [holder for holder in self._staged if holder not in holders]
+            nonce, records = random_nonce(), self._store.records
+            await self.calls.accepted(lambda: records.drop_staged(self.grant, nonce, holders))
+
+    async def copy(self, former: Applier, seq: int, tick: Callable[[], Awaitable[None]]) -> bool:
+        """Give the staged life all blocks of another life of the stream, as if batch ``seq`` had stored them.
+
+        ``tick`` is awaited between portions. Return whether all are there: a holder may end meanwhile, and a row in
+        Redis may be damaged.
+        """
+        resolver, source, position = self.resolver, former.resolver, 1
+        resolver.facts.restore(frozenset(source.flags), source.main_group)
+        holders = dict(source.holders)
+        if holders:
+            await self.begin(resolver.holders_like(holders))
+        for name, old_holder in holders.items():
+            if name not in resolver.holders:
+                return False
+            async for keys in self._store.takeover.keys_of(self.grant, old_holder):
+                if source.holders != holders:
+                    return False
+                work = resolver.copy(seq, position, resolver.holders[name], (source.memory, old_holder), keys)
+                parts, position = await self.slices.run(work)
+                await self._apply_all(parts)
+                await tick()
+        return source.holders == holders and resolver.memory.blocks == source.memory.blocks
+
     async def take_place(self, commit: Commit) -> None:
         """End the life of the stream, and replace it by the staged one. Raise Fenced if another worker has the
         stream.
@@ -283,10 +319,13 @@ class Applier:
         self.resolver.memory.end_snapshot()
 
     async def drop_staged(self) -> None:
-        """Forget the staged blocks; the life of the stream stays. Raises Fenced."""
+        """Forget the staged blocks, of this applier or of a former worker; the life of the stream stays. Raises
+        Fenced.
+        """
         nonce = random_nonce()
         await self.calls.accepted(lambda: self._store.records.drop_staged(self.grant, nonce))
-        await self.forget()
+        if self._is_staged:
+            await self.forget()
 
     async def _change(self, *, unit: str, is_restart: bool, begin: Sequence[NewHolder]) -> list[int]:
         """End holders, or begin others, and return the ids of those begun. Redis makes a repeated change only once."""

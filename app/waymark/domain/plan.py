@@ -32,6 +32,7 @@ from waymark.domain.life_facts import EVENTS_MISSING, LifeFacts
 from waymark.domain.media import DEVICE, UNNAMED
 from waymark.domain.names import GROUP, Adapter, Holder, HolderName, Registration, Unit
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices
+from waymark.domain.windows import Window
 
 _EVENTS_AT_ONCE = SLICE_WORK // EVENT_WORK
 MEDIA_MAX = 16
@@ -244,17 +245,28 @@ class Planner:
         return _name(self.rank(batch, event), event.medium or UNNAMED, digest)
 
     def _holder(self, batch: Batch, event: StoreEvent | Cleared) -> Holder:
+        backend_id = event.envelope.backend_id if event.envelope else None
+        return self._new_holder(
+            self.rank(batch, event), event.medium or UNNAMED, self._facts.window_of(event), backend_id
+        )
+
+    def holder_of(self, name: HolderName) -> Holder:
+        """Return a new holder under the name of one of this stream, whose events have no envelopes."""
+        window = self._facts.windows.get(int(name.digest.removeprefix(GROUP))) if name.has_window else None
+        return self._new_holder(name.dp_rank, name.medium, window)
+
+    def _new_holder(self, rank: int, medium: str, window: Window | None, backend_id: str | None = None) -> Holder:
         registration = self._registration
         return Holder(
             id=0,
             publisher=self._publisher,
             instance_id=registration.instance_id,
-            dp_rank=self.rank(batch, event),
-            medium=event.medium or UNNAMED,
+            dp_rank=rank,
+            medium=medium,
             block_size=registration.block_size,
-            backend_id=event.envelope.backend_id if event.envelope else registration.instance_id,
+            backend_id=registration.instance_id if backend_id is None else backend_id,
             scope=registration.scope,
-            window=self._facts.window_of(event),
+            window=window,
         )
 
     # ---- whether it counts -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ which a batch stands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,10 +33,11 @@ from waymark.domain.events import (
     StoredWindow,
     StoreEvent,
 )
+from waymark.domain.held import HeldBlocks
 from waymark.domain.known import EventRun
 from waymark.domain.life_facts import COPIES_LAST, EXTRA_KEYS, UNTRUSTED
 from waymark.domain.media import DEVICE
-from waymark.domain.names import HolderName, Registration
+from waymark.domain.names import Holder, HolderName, Registration
 from waymark.domain.parts import STEP, Parts, joined
 from waymark.domain.plan import Plan, Planner
 from waymark.domain.rules import BatchProgress, Rules, TokenRule
@@ -421,6 +422,51 @@ class Resolver(StreamBlocks):
                 progress.position += 2 * len(event.engine_hashes)
                 if self._slice.is_full(EVENT_WORK + len(event.engine_hashes)):
                     yield
+
+    # ---- the blocks of another life of the stream --------------------------------------------------
+
+    def holders_like(self, names: Iterable[HolderName]) -> dict[HolderName, Holder]:
+        """Return new holders under the names of those of another life, whose facts this one has; windows that are not
+        read any more get none.
+        """
+        holders = {name: self._planner.holder_of(name) for name in names}
+        return {name: holder for name, holder in holders.items() if name.has_window == (holder.window is not None)}
+
+    def copy(
+        self, seq: int, position: int, holder: int, former: tuple[HeldBlocks, int], keys: Sequence[int]
+    ) -> Slices[tuple[Parts, int]]:
+        """Return the parts of batch ``seq`` that store the blocks with these keys, and the next position.
+
+        ``former`` is the memory of another life, and its holder. A block has one copy here.
+        """
+        self.placer.begin_fold()
+        parts, (memory, old_holder) = self.placer.begin_batch(seq), former
+        copies = memory.copies(old_holder)
+        for key in keys:
+            spot, block_copies = memory.held_block(old_holder, key), copies.of(key)
+            if spot is not None and block_copies is not None and self.memory.held_block(holder, key) is None:
+                for engine_hash in block_copies[1]:
+                    self.placer.block(parts, holder, position, engine_hash, spot, mode="set")
+                    position += 1
+            if self._slice.is_full(EVENT_WORK):
+                yield
+        return parts.parts, position
+
+    def recall(self, batches: Sequence[Batch], former: StreamBlocks) -> Slices[None]:
+        """Remember the blocks that stores of the batches continue, if they have left in the life ``former``."""
+        for batch in batches:
+            for event in batch.events:
+                if self._slice.is_full(EVENT_WORK):
+                    yield
+                if not isinstance(event, Stored) or event.parent is None:
+                    continue
+                rank = self._planner.rank(batch, event)
+                holder, old_holder = self.some_holder(rank), former.some_holder(rank)
+                if holder is None or old_holder is None or self.memory.find(holder, event.parent) is not None:
+                    continue
+                spot = former.memory.gone(old_holder, event.parent)
+                if spot is not None:
+                    self.memory.mark_gone(holder, event.parent, spot)
 
     # ---- objects that wait, and batches that Redis has ---------------------------------------------
 

@@ -152,9 +152,13 @@ class StreamBlocks:
         """Return the first of the holders with a block under this hash."""
         return next((holder for holder in holders if self.memory.held(holder, engine_hash) is not None), None)
 
+    def some_holder(self, dp_rank: int) -> int | None:
+        """Return a holder of the rank, if it has any."""
+        return next((holder for name, holder in self.holders.items() if name.dp_rank == dp_rank), None)
+
     def spots_of(self, dp_rank: int, hashes: Collection[int]) -> dict[int, Spot]:
         """Return the blocks that these hashes stand for on a rank, or stood for."""
-        holder = next((holder for name, holder in self.holders.items() if name.dp_rank == dp_rank), None)
+        holder = self.some_holder(dp_rank)
         if holder is None:
             return {}
         return {

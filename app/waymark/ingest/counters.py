@@ -56,6 +56,12 @@ REPAIRABLE = frozenset({JOINED_LATE, BATCHES_LOST, OVER_CEILING, BUFFER_FULL, CO
 OPENED_AT = "opened_at:"
 #: A flag of a life with a gap for which no replay was answered. The seq of the first frame behind the gap follows.
 GAP_AT = "gap_at:"
+#: A flag of the same life, with the seq of the first missing frame: a replay from there on fills the gap.
+GAP_FROM = "gap_from:"
+#: A flag of a life that had lost other batches before its gap.
+LOST_BEFORE = "lost_before"
+#: A flag of a life whose lost batches have all come later. Its counts of copies are still not trusted.
+FILLED = "filled"
 
 #: The sentences of the reasons for which a stream is degraded.
 REASONS = {
@@ -73,5 +79,45 @@ REASONS = {
 
 
 def seq_in(flags: frozenset[str], name: str) -> int | None:
-    """Return the seq in the flag ``name``, ``OPENED_AT`` or ``GAP_AT``, or None if it is not set."""
+    """Return the seq in the flag ``name``, such as ``OPENED_AT``, or None if it is not set."""
     return next((int(flag.removeprefix(name)) for flag in flags if flag.startswith(name)), None)
+
+
+class Opening:
+    """The batches of a life that a replay may still bring, because none was answered to its end: its first ones, or
+    those of a gap.
+    """
+
+    def __init__(self, flags: frozenset[str], first_seq: int) -> None:
+        self._first_seq = first_seq
+        self.opened_at = seq_in(flags, OPENED_AT)
+        """The seq of the first live frame, if the life began with it; else None."""
+        self.gap_at = seq_in(flags, GAP_AT)
+        """The first seq behind the first gap; None if there is no gap."""
+        self.gap_from = seq_in(flags, GAP_FROM)
+        """The first missing seq of that gap, if all batches from there on fill it."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened_at is not None or self.gap_at is not None
+
+    def has_beginning(self, seq: int) -> bool:
+        """Return whether a life that begins at ``seq`` has more than this one: its missing beginning, or all."""
+        return seq <= self._first_seq if self.opened_at is None else seq < self.opened_at
+
+    def has_gap(self, seq: int) -> bool:
+        """Return whether a replay that begins at ``seq`` may have all batches of the gap, though not the beginning."""
+        return self.gap_from is not None and seq <= self.gap_from and not self.has_beginning(seq)
+
+    def open_gap(self, seq: int, last_seq: int | None, *, had_losses: bool) -> list[str]:
+        """Note the gap between two batches, and return the flags for the record."""
+        self.gap_at, flags = seq, [f"{GAP_AT}{seq}"]
+        if last_seq is not None:
+            self.gap_from = last_seq + 1
+            flags += [f"{GAP_FROM}{self.gap_from}", *[LOST_BEFORE] * had_losses]
+        return flags
+
+    def close(self, flags: set[str]) -> None:
+        """Note that nothing more can come, in the flags of the life, too."""
+        flags -= {flag for flag in flags if flag.startswith((OPENED_AT, GAP_AT, GAP_FROM))}
+        self.opened_at = self.gap_at = self.gap_from = None

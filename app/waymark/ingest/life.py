@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from waymark.apply.applier import Applier, Incoming
@@ -27,8 +27,9 @@ from waymark.ingest.counters import (
     BATCHES_LOST,
     BUFFER_FULL,
     COPIES_DOUBTED,
-    GAP_AT,
+    FILLED,
     JOINED_LATE,
+    LOST_BEFORE,
     OPENED_AT,
     OVER_CEILING,
     REPAIRABLE,
@@ -36,14 +37,14 @@ from waymark.ingest.counters import (
     REPLAY_WAITING,
     SNAPSHOT_FAILED,
     LifeCounter,
+    Opening,
     metrics_of_life,
-    seq_in,
 )
 from waymark.ingest.frames import Frame, ReplayedBatch
 from waymark.ingest.order import FrameOrder, FramePosition
 from waymark.store.activity import ActivityKind
 from waymark.store.calls import CALL_BLOCKS
-from waymark.store.records import StreamRecord
+from waymark.store.records import MISSING, StreamRecord
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,9 @@ class Life:
         state: StreamRecord,
         *,
         on_gap: Literal["keep", "reset"],
+        stage: Callable[[Life], Applier] | None = None,
     ) -> None:
+        """Create a life. ``stage`` makes an applier whose life readers do not see, to fill a gap with."""
         registration = applier.grant.claim.registration
         self.applier = applier
         self.name = str(registration.name)
@@ -72,15 +75,10 @@ class Life:
         self.order = FrameOrder(state.watermark, state.digest, state.newest_ts, is_shared=is_shared)
         self.counters: Counter[str] = applier.counters
         self.first_seq = registration.kind.traits.first_seq
-        self.reasons: set[str] = {BATCHES_LOST} if UNTRUSTED in state.flags else set()
-        if OVER_CEILING in state.flags:
-            self.reasons.add(OVER_CEILING)
+        self.reasons: set[str] = {BATCHES_LOST} if UNTRUSTED in state.flags and FILLED not in state.flags else set()
+        self.reasons |= {OVER_CEILING, COPIES_DOUBTED, JOINED_LATE} & state.flags
         self.details: dict[str, str] = {}
         """Sentences that replace those in ``REASONS``, by reason."""
-        if COPIES_DOUBTED in state.flags:
-            self.reasons.add(COPIES_DOUBTED)
-        if JOINED_LATE in state.flags:
-            self.reasons.add(JOINED_LATE)
         self.acknowledged = state.watermark
         """The watermark that Redis has acknowledged."""
         self.is_proven = False
@@ -93,10 +91,9 @@ class Life:
         self._has_one_process = registration.sequence == "publisher"
         self.begun = 0
         """How many times holders and watermark have ended here."""
-        self._opened_at = seq_in(state.flags, OPENED_AT) if state.watermark is not None else None
-        """The seq of the first live frame, if the life began before any replay was answered to its end; else None."""
-        self._gap_at = seq_in(state.flags, GAP_AT) if state.watermark is not None else None
-        """The first seq after the first gap, if no replay has been answered to its end since; else None."""
+        self.opening = Opening(frozenset() if state.watermark is None else state.flags, self.first_seq)
+        self._had_losses = False
+        """Before the last loss, others were there."""
         self._unproven: tuple[int, str] | None = None
         """The watermark and digest that a replay must repeat, if live frames were applied while it waited."""
         self.is_lost = state.status is StreamStatus.LOST
@@ -107,6 +104,7 @@ class Life:
         self._metrics = metrics
         self._counted = metrics_of_life(metrics)
         self._on_gap = on_gap
+        self._stage = stage
         self._fold: list[Incoming] = []
         self._fold_bytes = self._fold_hashes = 0
         self._passed: Counter[LifeCounter] = Counter()
@@ -234,7 +232,7 @@ class Life:
     @property
     def is_open(self) -> bool:
         """Whether a replay from 0 may bring missing batches of this life: there was no answer yet."""
-        return self._opened_at is not None or self._gap_at is not None
+        return self.opening.is_open
 
     def prove(self) -> None:
         """Note that a replay has proven the same life."""
@@ -249,30 +247,69 @@ class Life:
 
     async def open_at(self, seq: int) -> None:
         """Begin a life with the live frame ``seq``, although a replay may still bring the batches before it."""
-        self._opened_at = seq
+        self.opening.opened_at = seq
         self.reasons.add(JOINED_LATE)
         await self._flag(JOINED_LATE, f"{OPENED_AT}{seq}")
 
-    async def open_gap(self, seq: int) -> None:
-        """Note that a replay may still bring the missing batches before ``seq``."""
-        if not self.is_open:
-            self._gap_at = seq
-            await self._flag(f"{GAP_AT}{seq}")
+    async def open_gap(self, seq: int, last_seq: int | None = None) -> None:
+        """Note that a replay may still bring the batches before ``seq``: those after ``last_seq``, or all."""
+        if self.opening.gap_at is None:
+            await self._flag(*self.opening.open_gap(seq, last_seq, had_losses=self._had_losses))
 
     async def close_opening(self, seq: int) -> None:
-        """Note that a replay begins at ``seq``.
+        """Note that a replay begins at ``seq``, and does not fill the gap.
 
-        If it is before the first live frame, begin the life again there. To fill a gap, the life begins again only with
-        its first batch: otherwise more would be lost than gained.
+        If it is before the first live frame, begin the life again there. If it is the first batch of the life, begin
+        the life again to fill a gap, too: all of its counts are right then.
         """
-        if not self.is_open:
-            return
-        if seq <= self.first_seq if self._opened_at is None else seq < self._opened_at:
+        if self.is_open and self.opening.has_beginning(seq):
             await self._end("a replay has what was missing")
-            return
-        self.applier.resolver.flags.difference_update([f"{OPENED_AT}{self._opened_at}", f"{GAP_AT}{self._gap_at}"])
-        self._opened_at = self._gap_at = None
+        elif self.is_open:
+            await self.close()
+
+    async def close(self) -> None:
+        """Note that no replay can bring the missing batches any more."""
+        self.opening.close(self.applier.resolver.flags)
         await self.applier.keep_facts()
+
+    # ---- a life without its gap --------------------------------------------------------------------
+
+    def stage_to_fill(self, seq: int) -> Applier | None:
+        """Return an applier to fill the gap, if a replay that begins at ``seq`` may do so.
+
+        All its batches must then be applied again, whatever their event_ids, and the age of no block may count.
+        """
+        resolver = self.applier.resolver
+        is_plain = not (resolver.is_shared or resolver.generations or resolver.traits.numbers_events)
+        can_prove = self.is_proven or seq <= self.proof[0]
+        if self._stage is None or not (self.opening.has_gap(seq) and is_plain and can_prove):
+            return None
+        return self._stage(self)
+
+    async def take_filled(self, staged: Applier, ts: float | None) -> None:
+        """Let a life without the gap, which ``staged`` has applied up to the watermark, take the place of this one."""
+        order, resolver = self.order, staged.resolver
+        assert order.watermark is not None
+        self.opening.close(resolver.flags)
+        if not resolver.flags & {LOST_BEFORE, OVER_CEILING}:
+            resolver.flags.add(FILLED)
+            self.reasons.discard(BATCHES_LOST)
+        resolver.missing = self.applier.resolver.missing if self.reasons & REPAIRABLE else 0
+        former = await self._move_to(staged, Commit(order.watermark, ts, order.newest_ts, order.digest))
+        self.counters[MISSING] = resolver.unknown
+        await staged.write({}, {MISSING: resolver.unknown})
+        log.info("a late replay has filled a gap", extra=fields(stream=self.name, watermark=order.watermark))
+        await former.forget()
+
+    async def _move_to(self, staged: Applier, commit: Commit) -> Applier:
+        """Let the life of ``staged`` take the place of this one, in one step for readers. Return the former applier."""
+        await staged.take_place(commit)
+        former, self.applier, self.decoder.slices = self.applier, staged, staged.slices
+        self.count_passed()
+        self.opening.close(set())
+        self.prove()
+        self.has_written_status = True
+        return former
 
     # ---- new lives and losses ----------------------------------------------------------------------
 
@@ -287,8 +324,8 @@ class Life:
         await self.applier.new_life()
         self.count_passed()
         self.begun += 1
-        self._opened_at = self._gap_at = self._unproven = None
-        self.acknowledged = self.publisher_id = None
+        self.opening.close(set())
+        self.acknowledged = self.publisher_id = self._unproven = None
         self.order.restart()
         # The other reasons belong to the old life.
         self.reasons &= {REPLAY_SILENT}
@@ -300,24 +337,16 @@ class Life:
         return bool(self.reasons & REPAIRABLE) or self.applier.grant.change.wants_repair
 
     async def take_snapshot(self, staged: Applier, seq: int, ts: float | None, publisher_id: bytes | None) -> None:
-        """Let a snapshot, which ``staged`` has applied whole, take the place of this life; it ends with batch ``seq``.
-
-        Readers see one step from the old life to the new one.
-        """
+        """Let a snapshot that ``staged`` has applied whole take the place of this life; it ends with batch ``seq``."""
         await self.flush()
         staged.resolver.flags.update(self.applier.resolver.flags & COPIES_LEARNED)
-        await staged.take_place(Commit(seq, ts, ts, ""))
-        former, self.applier, self.decoder.slices = self.applier, staged, staged.slices
-        self.count_passed()
+        former = await self._move_to(staged, Commit(seq, ts, ts, ""))
         self.begun += 1
-        self._opened_at = self._gap_at = self._unproven = None
         self.order.begin_behind(seq, ts)
         self.acknowledged = seq
         self._hear(publisher_id)
-        self.prove()
         self.reasons.clear()
         self.details.clear()
-        self.has_written_status = True
         await self.found()
         await former.forget()
 
@@ -356,10 +385,12 @@ class Life:
         for dp_rank in ranks & resolver.registered_ranks:
             await self.applier.new_life(dp_rank)
 
-    async def lose(self, seq: int) -> None:
-        """Give up the batches before ``seq``: continue without them, or end the life."""
-        assert self.order.watermark is not None
-        missing = seq - self.order.watermark - 1
+    async def lose(self, seq: int) -> int:
+        """Give up the batches before ``seq``: go on without them, or end the life. Return the last seq before them."""
+        last_seq = self.order.watermark
+        assert last_seq is not None
+        missing = seq - last_seq - 1
+        self._had_losses = BATCHES_LOST in self.reasons
         self._passed["batches_lost"] += missing
         log.warning(
             "batches are lost: no replay contains them",
@@ -369,6 +400,7 @@ class Life:
             await self.begin_anew("batches lost")
         else:
             await self.step_over(seq)
+        return last_seq
 
     async def pass_hole(self, seq: int) -> None:
         """Go on at ``seq``: the publisher itself does not have the batches before it."""
@@ -433,8 +465,10 @@ class Life:
         the next worker marks it as found.
         """
         flags = self.applier.resolver.flags
-        if not flags.issuperset(added):
+        is_new_loss = UNTRUSTED in added and FILLED in flags
+        if is_new_loss or not flags.issuperset(added):
             flags.update(added)
+            flags -= {FILLED} if is_new_loss else set()
             await self.applier.keep_facts(None if self.is_lost else {"status": StreamStatus.DEGRADED})
             self.has_written_status = True
 

@@ -274,24 +274,21 @@ class StreamRunner:
                 publisher_timeout=options.stream.publisher_timeout,
             )
             return
-        apply_options = options.apply
+        apply = options.apply
         ceilings = Ceilings(
-            apply_options.frame_bytes_max,
-            apply_options.batch_events_max,
-            apply_options.event_hashes_max,
-            apply_options.rejected_events,
+            apply.frame_bytes_max, apply.batch_events_max, apply.event_hashes_max, apply.rejected_events
         )
-        decode = decoder(claim.registration.kind, seed=apply_options.hash_seed, ceilings=ceilings)
-        life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap)
-        snapshots = self._snapshots_of(grant)
+        decode = decoder(claim.registration.kind, seed=apply.hash_seed, ceilings=ceilings)
+        stage = self._stage_of(grant)
+        life = Life(applier, decode, self._metrics, state, on_gap=options.stream.on_gap, stage=stage)
+        endpoint = claim.registration.snapshot_endpoint
+        snapshots = None if endpoint is None else SnapshotSource(endpoint, self._store.snapshots, stage)
         running.stream = Stream(
             life, self.context, self.places, self._metrics, options.stream, self._room, self.subscribers, snapshots
         )
 
-    def _snapshots_of(self, grant: Grant) -> SnapshotSource | None:
-        endpoint = grant.claim.registration.snapshot_endpoint
-        if endpoint is None:
-            return None
+    def _stage_of(self, grant: Grant) -> Callable[[Life], Applier]:
+        """Return a function that makes an applier whose life readers do not see."""
 
         def stage(life: Life) -> Applier:
             ranks = life.applier.resolver.registered_ranks
@@ -299,7 +296,7 @@ class StreamRunner:
             fresh.pool_hashes.is_wanted = life.applier.pool_hashes.is_wanted
             return fresh
 
-        return SnapshotSource(endpoint, self._store.snapshots, stage)
+        return stage
 
     async def _resumed(
         self, grant: Grant, registered_ranks: frozenset[int], *, is_patient: bool = True

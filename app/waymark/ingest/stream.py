@@ -307,10 +307,10 @@ class Stream:
             # The replay was requested after this frame had arrived, and shows that the frame's life has ended.
             return FramePosition.STALE
         if judgement is FramePosition.GAP:
-            await life.lose(incoming.seq)
+            last_seq = await life.lose(incoming.seq)
             judgement = self._place(incoming)
             if judgement is FramePosition.IN_ORDER and self._registration.can_replay and self._answered is None:
-                await life.open_gap(incoming.seq)
+                await life.open_gap(incoming.seq, last_seq)
         if judgement is FramePosition.BEGINNING and incoming.seq > life.first_seq:
             # Only an answer shows that the publisher does not have the beginning.
             is_open = self._registration.can_replay and self._answered != life.begun

@@ -305,9 +305,9 @@ class Records:
         """Begin holders that no reader sees, and return their ids, in order; None if fenced."""
         return await self._stage(grant, "begin", begin, above=above, nonce=nonce)
 
-    async def drop_staged(self, grant: Grant, nonce: str) -> bool:
-        """End the holders that no reader sees; False if fenced."""
-        return await self._stage(grant, "drop", [], nonce=nonce) is not None
+    async def drop_staged(self, grant: Grant, nonce: str, holders: Sequence[NewHolder] = ()) -> bool:
+        """End the holders that no reader sees, or only ``holders``; False if fenced."""
+        return await self._stage(grant, "drop", holders, nonce=nonce) is not None
 
     async def take_staged(
         self, grant: Grant, commit: Commit | None, facts: Facts, begin: Sequence[NewHolder], nonce: str

@@ -57,19 +57,31 @@ class Takeover:
         Blocks removed during the call may be missing, and blocks stored during it may be included.
         """
         for holder in holders:
-            for shard in range(grant.shards):
-                engine, cursor, is_over = keys.engine(grant.group_id, shard, holder), 0, False
-                while not is_over:
-                    cursor, fields = await self._client.hscan(engine, cursor, _FIELDS)
-                    is_over = cursor == 0
-                    entries = [self._entry_of(engine, name, value) for name, value in fields.items() if _is_place(name)]
-                    placed = [entry for entry in entries if entry is not None and not entry[0].is_single]
-                    yield [
-                        ReportedBlock(engine_hash, Spot(Place(place.head), namespace, depth, key))
-                        for rows in [await self._rows(grant, shard, placed)]
-                        for row, (entry_place, entry) in zip(rows, placed, strict=True)
-                        for place, namespace, key, depth, engine_hash in _blocks(row, entry_place, entry, holder)
-                    ]
+            async for blocks in self._portions(grant, holder, has_singles=False):
+                yield [
+                    ReportedBlock(engine_hash, Spot(Place(place.head), namespace, depth, key))
+                    for place, namespace, key, depth, engine_hash in blocks
+                ]
+
+    async def keys_of(self, grant: Grant, holder: int) -> AsyncIterator[list[int]]:
+        """Yield the keys of a holder's blocks in portions; a key may come twice. Raises StoreUnavailable."""
+        async for blocks in self._portions(grant, holder, has_singles=True):
+            yield [key for _, _, key, _, _ in blocks]
+
+    async def _portions(self, grant: Grant, holder: int, *, has_singles: bool) -> AsyncIterator[list[_StoredBlock]]:
+        for shard in range(grant.shards):
+            engine, cursor, is_over = keys.engine(grant.group_id, shard, holder), 0, False
+            while not is_over:
+                cursor, fields = await self._client.hscan(engine, cursor, _FIELDS)
+                is_over = cursor == 0
+                entries = [self._entry_of(engine, name, value) for name, value in fields.items() if _is_place(name)]
+                placed = [entry for entry in entries if entry is not None and (has_singles or not entry[0].is_single)]
+                rows = await self._rows(grant, shard, placed)
+                yield [
+                    block
+                    for row, (place, entry) in zip(rows, placed, strict=True)
+                    for block in _blocks(row, place, entry, holder)
+                ]
 
     async def _fill_from(self, grant: Grant, shard: int, holder: int, memory: HeldBlocks) -> tuple[int, int] | None:
         engine = keys.engine(grant.group_id, shard, holder)
