@@ -18,6 +18,13 @@ from waymark import cli
 pytestmark = pytest.mark.outside
 
 MODEL = "fake-llm"
+#: What only an operator may ask a gateway for, or do.
+ADMIN = [
+    *(("GET", path, None) for path in ("prefix-routing/stats", "kv-index/stats", "kv-index/backends")),
+    ("GET", "response-cache/stats", None),
+    ("POST", "response-cache/invalidate", {"clear_all": True}),
+    ("POST", "kv-index/clear", {"scope": "all"}),
+]
 
 
 async def answer_of(request: web.Request) -> web.StreamResponse:
@@ -92,6 +99,10 @@ async def test_keys_of_clients_are_no_tokens_of_operators(tmp_path: Path, capsys
     keys = f"ann:{sha256(b'k').hexdigest()}"
     async with start("gateway", "memory://", tmp_path / "log", gateway_keys=keys) as live, live.client() as client:
         assert (await client.get("/v1/models")).status_code == 401
+        for headers in ({}, {"authorization": "Bearer k"}):
+            for method, path, body in ADMIN:
+                answer = await client.request(method, f"/admin/{path}", headers=headers, json=body)
+                assert (answer.status_code, "has no token" in answer.json()["error"]) == (401, True), path
         assert await asyncio.to_thread(cli.main, ["publishers", "--url", live.url]) == cli.EXIT_OK
         capsys.readouterr()
         assert (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.outside
 WRITES = """
 async ([url, body]) => {
   const bytes = new TextEncoder().encode(body);
-  const bodies = [new Blob([body]), bytes, body, new URLSearchParams({instance_id: "pod-1", weight: "0"})];
+  const bodies = [new Blob([body]), bytes, body, new URLSearchParams(JSON.parse(body))];
   for (const each of bodies) {
     await fetch(url, {method: "POST", mode: "no-cors", body: each}).catch(() => {});
   }
@@ -31,8 +33,15 @@ async ([url, body]) => {
 """
 #: Each of these reaches the server; the last one, which must ask first, does so without a body.
 REQUESTS = 7
-#: The status of each request to the path in the access log.
-STATUS = re.compile(r"route=/weight .*status=(\d+)")
+#: What is tried: to send an engine no more requests, to plant another one, to take the index's word from it, to end it.
+BODIES: dict[str, dict[str, Any]] = {
+    "/weight": {"instance_id": "pod-1", "weight": 0},
+    "/register": {"type": "standard", "modelname": "m", "instance_id": "planted", "block_size": 4},
+    "/events": {"event_id": 1, "event_type": "cleared", "backend_id": "pod-1"},
+    "/unregister": {"instance_id": "pod-1"},
+}
+#: The path and the status of each of these requests in the access log.
+STATUS = re.compile(r"route=(/weight|/register|/events|/unregister) .*status=(\d+)")
 
 
 @asynccontextmanager
@@ -76,18 +85,23 @@ async def test_a_page_of_another_site_changes_nothing(
             (await client.post("/register", json=body)).raise_for_status()
         await page.goto(f"http://{elsewhere}:{port}/")
         own = f"http://{host}:{live.port}"
-        await page.evaluate(WRITES, [f"{own}/weight", '{"instance_id": "pod-1", "weight": 0}'])
+        own_write = [("/register", "200")]
+        await wait_until(lambda: STATUS.findall(live.said()) == own_write, "the own registration is in the log")
+        for path, written in BODIES.items():
+            await page.evaluate(WRITES, [own + path, json.dumps(written)])
         await wait_until(
-            lambda: len(STATUS.findall(live.said())) >= REQUESTS, lambda: f"all have arrived:\n{live.said()}", 20
+            lambda: len(STATUS.findall(live.said())) > REQUESTS * len(BODIES),
+            lambda: f"all have arrived:\n{live.said()}",
+            20,
         )
-        assert {*STATUS.findall(live.said())} <= {"403", "405", "415"}, live.said()
-        assert await weight(live) == 1.0
+        assert {status for _, status in STATUS.findall(live.said())[1:]} <= {"403", "405", "415"}, live.said()
+        assert await weight(live) == 1.0, "the engine is still there, and alone"
         # The own page may, from the same browser.
         await page.goto(f"{own}/ui")
         status = await page.evaluate(
             """async body => (await fetch("/weight", {
                 method: "POST", headers: {"Content-Type": "application/json"}, body})).status""",
-            '{"instance_id": "pod-1", "weight": 0}',
+            json.dumps(BODIES["/weight"]),
         )
         assert status == 200
         assert await weight(live) == 0.0
