@@ -97,8 +97,8 @@ def attacks(pattern: str) -> Iterator[str]:
 def test_every_pattern_is_linear() -> None:
     found = list(patterns())
     assert len(found) > 40
-    for place, *pattern in found:
-        check(*pattern, place=place)
+    for place, pattern, flags, searched in found:
+        check(pattern, flags, searched, place)
 
 
 def check(pattern: str | bytes, flags: int = 0, is_searched: bool = True, place: str = "") -> None:

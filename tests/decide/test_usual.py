@@ -305,7 +305,6 @@ async def test_a_redis_that_is_away_is_said(store: Store, metrics: Metrics, monk
 
     def away(*_: object, **__: object) -> Steps[None]:
         raise StoreUnavailable("Redis is away")
-        yield
 
     monkeypatch.setattr(Reader, "reading", away)
     with pytest.raises(StoreUnavailable, match="Redis is away"):

@@ -14,9 +14,8 @@ from tests.store.factories import Stream, registration, stream_of
 from waymark.apply.options import ApplyOptions
 from waymark.apply.resuming import resumed, staged
 from waymark.base.metrics import Metrics
-from waymark.domain.engines import EngineKind
+from waymark.domain.engines import Copies, EngineKind
 from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
-from waymark.domain.names import Copies
 from waymark.engines import decoder
 from waymark.ingest.counters import BATCHES_LOST, FILLED
 from waymark.ingest.frames import ReplayedBatch
@@ -294,7 +293,7 @@ async def test_a_gap_behind_another_loss_leaves_the_stream_degraded(redis: Redis
     ids=["event_ids", "pool", "ages", "entries"],
 )
 async def test_a_stream_is_not_filled_if_more_than_its_blocks_counts(
-    redis: Redis, fields: dict[str, Any], options: dict[str, int]
+    redis: Redis, fields: dict[str, Any], options: dict[str, Any]
 ) -> None:
     reader, _, _ = await gapped(redis, **fields)
     if options:
