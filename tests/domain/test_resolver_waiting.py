@@ -6,7 +6,7 @@ import pytest
 
 from tests.domain.index import Index
 from tests.factories import batch, cleared, keys, registration, removed, stored
-from waymark.domain.engines import EngineKind
+from waymark.domain.engines import Copies, EngineKind
 from waymark.domain.events import Event
 from waymark.domain.hashing import namespace
 
@@ -98,6 +98,23 @@ def test_each_removal_takes_one_waiting_copy(index: Index) -> None:
     index.events(stored([2], "B", parent=1), stored([2], "B", parent=1), removed(2))
     index.events(stored([1], "A"))
     assert index.held() == dict.fromkeys(keys("AB"), 1)
+
+
+@pytest.mark.parametrize("copies", ["set", "count"])
+def test_what_is_stored_again_after_its_removal_stays_when_its_parent_comes(copies: Copies) -> None:
+    index = Index(registration(copies=copies))
+    index.events(stored([2], "B", parent=1), removed(2))
+    index.events(stored([1, 2], "AB"))
+    assert index.has(*keys("AB"))
+    assert index.resolver.waiting.blocks == 0
+
+
+def test_a_removal_takes_all_copies_that_wait_and_the_block_if_copies_do_not_count() -> None:
+    index = Index(registration(copies="set"))
+    index.events(stored([1, 2], "AB"), stored([2], "B", parent=9), stored([2], "B", parent=9), removed(2))
+    assert index.has(*keys("A"))
+    index.events(stored([9], "A"))
+    assert index.has(*keys("A"))
 
 
 def test_a_clear_takes_what_waits_on_its_rank(index: Index) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from waymark.domain import chunks
@@ -30,7 +31,7 @@ from waymark.domain.hashing import extend
 from waymark.domain.known import Spot
 from waymark.domain.life_facts import EXTRA_KEYS
 from waymark.domain.media import DEVICE
-from waymark.domain.parts import PartList
+from waymark.domain.parts import Mode, PartList
 from waymark.domain.plan import Spaces
 from waymark.domain.rows import Place
 from waymark.domain.slices import EVENT_WORK, Slice, Slices
@@ -87,7 +88,7 @@ class Rule(Generic[StoreT, RemovalT]):
         mode = state.mode(newest)
         for i, h in enumerate(hashes):
             copies = None if copies_left is None else copies_left[i]
-            if state.waiting.blocks and not copies and any(state.waiting.remove(holder, h) for holder in holders):
+            if state.waiting.blocks and not copies and self._leaves_waiting(holders, h, mode):
                 continue
             holder = state.holder_with(holders, h)
             holder = newest if holder is None else holder
@@ -101,6 +102,16 @@ class Rule(Generic[StoreT, RemovalT]):
                 state.note_removed_again(event.medium)
             else:
                 state.cannot_find(1)
+
+    def _leaves_waiting(self, holders: Sequence[int], engine_hash: int, mode: Mode) -> bool:
+        """Note in the waiting room that a block has left. Return whether that is all: if copies count, it was the copy
+        that waits.
+        """
+        room = self._state.waiting
+        if mode == "count":
+            return any(room.remove(holder, engine_hash) for holder in holders)
+        count = sum(1 for holder in holders for _ in iter(partial(room.remove, holder, engine_hash), False))
+        return count > 0 and self._state.holder_with(holders, engine_hash) is None
 
     def _was_waiting(self, holder: int, event: RemovalT, engine_hash: int) -> bool:
         """Note that the object of a hash has left. Return whether its block was never indexed, so that this is all."""
@@ -135,6 +146,9 @@ class TokenRule(Rule[Stored, Removed]):
     def place(self, progress: BatchProgress, position: int, waiting: WaitingStore, parent: Spot | None) -> None:
         """Place the blocks of a store that continues ``parent``, or begins at the root."""
         event, state = waiting.event, self._state
+        if waiting.removed and state.mode(waiting.holder) != "count":
+            # A block that the holder has now was stored again after its removal.
+            waiting.removed = {h for h in waiting.removed if state.memory.held(waiting.holder, h) is None}
         ns = self._spaces.at_root(event) if parent is None else parent.namespace
         if parent is not None and not self._spaces.has(event, ns):
             state.drop("adapter_mismatch", event)
