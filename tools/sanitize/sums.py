@@ -97,6 +97,20 @@ def offer_sums(script: bytes, tokens: int, size: int, blocks: int) -> object:
     return offers, promises, list(_words(offers, promises))
 
 
+def use_pack(pack: Callable[..., Any], script: bytes, tokens: int, size: int, blocks: int) -> object:
+    return pack(
+        b"head", 9, _few(script, tokens, size), 8, blocks, size, 3.0, 7 * size, max(0, tokens - 1), size, 1.0, None
+    )
+
+
+def pack_sums(script: bytes, tokens: int, size: int, blocks: int) -> object:
+    found: Any = offer_sums(script, tokens, size, blocks)
+    offers, _, terms = found
+    words = [str(len(offers)), *(str(offer.publisher) for offer in offers), str(len(terms)), *terms]
+    packed = "".join(f"${len(word)}\r\n{word}\r\n" for word in words)
+    return f"*{9 + len(words)}\r\nhead{packed}".encode()
+
+
 def _words(offers: list[Offer], promises: list[str]) -> Iterator[str]:
     def terms(place: int) -> tuple[Any, ...]:
         return *offers[place][1:], promises[place]

@@ -469,6 +469,13 @@ TARGETS: dict[str, Target] = {
         {1: [0, 1, 15, 16, 17, 64, 2**20], 2: [1, 3, 16, 60], 3: [*COUNTS]},
         use=sums.use_offer,
     ),
+    "pack_sums": Target(
+        sums.pack_sums,
+        [(script, tokens, 16, 2) for script in sums.SCRIPTS for tokens in (0, 16, 33, 100)],
+        [bytes(8)],
+        {1: [0, 1, 15, 16, 17, 64, 2**20], 2: [1, 3, 16, 60], 3: [*COUNTS]},
+        use=sums.use_pack,
+    ),
     "add_columns": Target(
         sums.add_columns, [(script, 0) for script in sums.SCRIPTS], [bytes(8)], {1: [0, 1]}, use=sums.use_add
     ),

@@ -102,6 +102,23 @@ class NativeFunctions(Protocol):
         /,
     ) -> tuple[list[Any], list[str], list[str]]: ...
 
+    def pack_sums(
+        self,
+        head: bytes,
+        words: int,
+        sums: list[Any],
+        most: int,
+        blocks: int,
+        size: int,
+        weight_new: float,
+        available: int,
+        reusable: int,
+        random: int,
+        handicap: float,
+        weight: float | None,
+        /,
+    ) -> bytes: ...
+
     def add_columns(
         self, columns: Sequence[tuple[float, Sequence[float | None]]], is_clamped: bool, /
     ) -> list[float]: ...

@@ -1,4 +1,4 @@
-"""The order of targets whose costs are sums, and what Redis is told of the best, in Python; see ``native/sums.c``."""
+"""What ``native/sums.c`` and ``native/offers.c`` do, in Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from waymark.domain.books import PROMISE_TEXT
 from waymark.domain.match import TargetRow
-from waymark.store.reservations import Offer, words_of
+from waymark.store.reservations import Offer, packed_behind, words_of
 
 _NO_ROW = TargetRow()
 
@@ -106,3 +106,12 @@ def offer_sums(
             PROMISE_TEXT % (available, size * device, size * host, size * disk, size * shared, will_have, random)
         )
     return offers, promises, words_of(offers, promises)
+
+
+def pack_sums(head: bytes, words: int, sums: list[Any], *of: Any) -> bytes:
+    """Return a call of ``reserve``, packed for Redis: its first ``words`` words, packed in ``head``, and what
+    ``offer_sums`` makes of the other arguments.
+    """
+    offers, _, terms = offer_sums(Offer, sums, *of)
+    publishers = [publisher for publisher, *_ in offers]
+    return packed_behind(head, words, (len(publishers), *publishers, len(terms), *terms))

@@ -56,8 +56,8 @@ from waymark.store.reservations import (
     Reservation,
     ReservationTerms,
     ReserveCall,
-    Reserved,
 )
+from waymark.store.scripts import PackedReserve
 from waymark.store.steps import LimitedStep, RedisLimit, StepsReceiver, StepsRun, run
 from waymark.store.store import Store
 
@@ -215,7 +215,7 @@ class UsualDecision(LimitedStep):
         self._decision = Decision.KV_AWARE
         self._active_bound: int | None = None
         self._reading: StepsRun[Reading | None] | None = None
-        self._call: ReserveCall | None = None
+        self._call: PackedReserve | None = None
         self.target: UsualTarget | None = None
 
     # ---- the step ----------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class UsualDecision(LimitedStep):
 
     def set_exception(self, exception: BaseException) -> None:
         if self._call is not None:
-            self._call.take_back()
+            self._as_call(self._call).take_back()
         if isinstance(exception, StoreUnavailable):
             self._of.limit.note_away()
         self._end().set_exception(exception)
@@ -262,7 +262,7 @@ class UsualDecision(LimitedStep):
         if self._reading is not None:
             self._reading.cancel()
         if self._call is not None:
-            self._call.lost()
+            self._as_call(self._call).lost()
 
     # ---- what it waits for. Each returns whether it is over ----------------------------------------
 
@@ -296,15 +296,18 @@ class UsualDecision(LimitedStep):
     def _take_reply(self, reply: list[Any]) -> bool:
         of, call = self._of, self._call
         assert call is not None
-        found = call.reserved(reply)
-        if found.overdue:
-            of.metrics.reservations_expired.inc(found.overdue)
-        if found.reservation is not None:
-            reserved_at = perf_counter()
-            self.target = self._follow(found, found.reservation)
+        which, waited, requests, overdue = reply[1:5]
+        if overdue:
+            of.metrics.reservations_expired.inc(overdue)
+        if which:
+            reserved_at, sums = perf_counter(), self._sums[which - 1 : which]
+            (offer,), (promise,), _ = (native.selected or pure_sums).offer_sums(Offer, sums, *self._terms)
+            group_id, context = self._prepared.entry.group_id, self._prompt.tokens
+            reservation = Reservation(group_id, offer.publisher, offer.new, context, call.nonce, waited, promise)
+            self.target = self._follow(sums[0], reservation, waited, requests)
             self._count(self.target)
             of.observe_reserve(reserved_at - self._ordered_at)
-            if of.shadows.is_kept(found.reservation):
+            if of.shadows.is_kept(reservation):
                 self._keep(self.target)
         return True
 
@@ -317,51 +320,51 @@ class UsualDecision(LimitedStep):
         read_at, linear = perf_counter(), policy.linear
         if linear is not None:
             self._members, self._sums = self._by_sum(policy, linear)
-            offers, terms = self._offers(linear, 0.0, None)
+            of_all: tuple[float, float | None] = 0.0, None
         else:
             self._members, self._sums = self._by_ring(policy)
-            offers, terms = self._offers(BY_PLACE, PLACE_HANDICAP, PLACE_WEIGHT)
+            linear, of_all = BY_PLACE, (PLACE_HANDICAP, PLACE_WEIGHT)
+        self._terms = CANDIDATES_MAX, *self._facts(linear), *of_all
         self._ordered_at = perf_counter()
         of.observe_walk(read_at - self._began)
         of.observe_policy(self._ordered_at - read_at)
         self._next = self._take_reply
-        self._call = of.reservations.call(entry.group_id, offers, terms)
-        self._call.step.begin(self)
+        pack = (native.selected or pure_sums).pack_sums
+        self._call = of.reservations.packed(
+            entry.group_id,
+            self._reservation_terms(linear),
+            lambda head, words: pack(head, words, self._sums, *self._terms),
+            self._words,
+        )
+        self._call.begin(self)
 
-    def _offers(
-        self, linear: Linear, handicap: float, weight: float | None
-    ) -> tuple[Sequence[Offer], ReservationTerms]:
-        """Return what Redis is told of the first targets; ``handicap`` and ``weight`` are those of ``offer_sums``."""
-        (_, _, targets, size, _), tokens, rows = self._prepared, self._prompt.tokens, self._matched.rows
+    def _facts(self, linear: Linear) -> tuple[int, int, float, int, int, int]:
+        """Return the arguments of ``offer_sums`` that follow from the prompt and its matches."""
+        (_, _, targets, size, _), rows = self._prepared, self._matched.rows
         available = together = 0
         for name, row in rows.items():
             if name in targets.by_name:
                 amount = size * sum(row)
                 together += amount
                 available = max(available, amount)
-        offers, promises, words = (native.selected or pure_sums).offer_sums(
-            Offer,
-            self._sums,
-            CANDIDATES_MAX,
-            len(self._prompt.keys) // KEY_BYTES,
-            size,
-            linear.new,
-            available,
-            tokens - self._least,
-            round(together / len(targets.members)),
-            handicap,
-            weight,
-        )
-        return offers, ReservationTerms(
-            tokens,
-            *linear,
-            self.question.parameters.milliseconds,
-            self._of.options.target_requests_max,
-            self._of.options.reservations_max,
-            not rows,
-            promises=promises,
-            words=words,
-        )
+        blocks, reusable = len(self._prompt.keys) // KEY_BYTES, self._prompt.tokens - self._least
+        return blocks, size, linear.new, available, reusable, round(together / len(targets.members))
+
+    def _reservation_terms(self, linear: Linear) -> ReservationTerms:
+        options, milliseconds = self._of.options, self.question.parameters.milliseconds
+        bounds, is_cold = (options.target_requests_max, options.reservations_max), not self._matched.rows
+        return ReservationTerms(self._prompt.tokens, *linear, milliseconds, *bounds, is_cold)
+
+    def _words(self) -> tuple[Sequence[int], Sequence[str]]:
+        """Return the first targets, and the terms of a reservation there."""
+        offers, _, words = (native.selected or pure_sums).offer_sums(Offer, self._sums, *self._terms)
+        return [offer.publisher for offer in offers], words
+
+    def _as_call(self, step: PackedReserve) -> ReserveCall:
+        """Return the call for which there is no reply."""
+        offers, promises, _ = (native.selected or pure_sums).offer_sums(Offer, self._sums, *self._terms)
+        terms = self._reservation_terms(self.question.policy.linear or BY_PLACE)._replace(promises=promises)
+        return ReserveCall(self._of.reservations, step, self._prepared.entry.group_id, offers, terms, step.nonce)
 
     def _by_sum(self, policy: PolicyChoice, linear: Linear) -> tuple[Sequence[FleetMember], list[Any]]:
         """Return the targets that a policy has to rank, and their sums, the least first."""
@@ -403,17 +406,14 @@ class UsualDecision(LimitedStep):
 
     # ---- what follows ------------------------------------------------------------------------------
 
-    def _follow(self, found: Reserved, reservation: Reservation) -> UsualTarget:
+    def _follow(self, chosen: Any, reservation: Reservation, waited: int, requests: int) -> UsualTarget:
         """Return the target that Redis has chosen; note its load, and watch for the end of its prefill."""
         (tokens, keys, *_), loads, publisher = self._prompt, self._loads, reservation.publisher
         entry, size, question = self._prepared.entry, self._prepared.block_size, self.question
-        for chosen in self._sums:
-            if chosen[2] == publisher:
-                break
         place, _, _, member, _, row, load, _ = chosen
         before = loads.get(publisher, NO_LOAD)
-        waits = found.tokens + reservation.tokens
-        loads.put(publisher, Load(waits, found.requests + 1, before.context + tokens, *before[3:]))
+        waits = waited + reservation.tokens
+        loads.put(publisher, Load(waits, requests + 1, before.context + tokens, *before[3:]))
         if reservation.tokens:
             self._of.reserver.watch(reservation, waits, question, entry, member, row, keys)
         row, load = row or _NOTHING, load or NO_LOAD

@@ -18,11 +18,13 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+import hiredis
+
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.domain.books import NO_USAGE, PROMISE, Usage
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient, Reply
-from waymark.store.scripts import PlainReserve, ScriptCall, Scripts, Verdict
+from waymark.store.scripts import PackedReserve, PlainReserve, ScriptCall, Scripts, Verdict
 from waymark.store.steps import StartTask, Steps, finished
 
 #: How many of the best candidates Redis ranks again. The caller ranks all candidates before.
@@ -258,6 +260,12 @@ def words_of(offers: Sequence[Offer], promises: Sequence[str]) -> list[str]:
     return words
 
 
+def packed_behind(head: bytes, words: int, further: tuple[Any, ...]) -> bytes:
+    """Return a packed call whose first words, so many, are packed in ``head``."""
+    packed = hiredis.pack_command(further)
+    return b"*%d\r\n%b%b" % (words + len(further), head, packed[packed.index(b"\n") + 1 :])
+
+
 class Reserved(NamedTuple):
     """The result of ``reserve``. ``verdict`` is ``applied``, ``repeated``, ``full`` or ``saturated``."""
 
@@ -377,14 +385,28 @@ class Reservations:
         self, group_id: int, terms: ReservationTerms, nonce: str, publishers: Sequence[int], words: Sequence[str]
     ) -> ScriptCall:
         """Return what ``_step`` does, if the call has no further keys: only a few words differ from the last one."""
-        context, *others = terms[:6]
-        key = group_id, keys.ALL, *others
+        known = self._plain_calls(group_id, terms)
+        return known.again(nonce, terms.context, "1" if terms.is_cold else "0", publishers, words)
+
+    def packed(
+        self,
+        group_id: int,
+        terms: ReservationTerms,
+        pack: Callable[[bytes, int], bytes],
+        words_of: Callable[[], tuple[Sequence[int], Sequence[str]]],
+    ) -> PackedReserve:
+        """Return a call of ``reserve`` without further keys; see ``PackedReserve``."""
+        of = terms.context, "1" if terms.is_cold else "0"
+        return PackedReserve(self._plain_calls(group_id, terms), os.urandom(8).hex(), of, pack, words_of)
+
+    def _plain_calls(self, group_id: int, terms: ReservationTerms) -> PlainReserve:
+        key = group_id, keys.ALL, *terms[1:6]
         known = self._plain.get(key)
         if known is None:
             if len(self._plain) >= _PLAIN_MAX:
                 self._plain.clear()
-            known = self._plain[key] = PlainReserve(self._step(group_id, terms, nonce, (), ()))
-        return known.again(nonce, context, "1" if terms.is_cold else "0", publishers, words)
+            known = self._plain[key] = PlainReserve(self._step(group_id, terms, "", (), ()))
+        return known
 
     def _step(
         self, group_id: int, terms: ReservationTerms, nonce: str, publishers: Sequence[int], words: Sequence[str]

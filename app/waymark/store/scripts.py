@@ -7,7 +7,7 @@ test compares the two. The KEYS and ARGV of a call are built from that signature
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -83,8 +83,7 @@ class ScriptCall:
         if connection is None:
             self._run()
             return
-        words: Any = ("EVALSHA", SCRIPTS[self._name].sha, len(self.keys), *self.keys, *self.args)
-        connection.send(hiredis.pack_command(words), _ONE_REPLY, self, connection.silent_at())
+        connection.send(self._pack(), _ONE_REPLY, self, connection.silent_at())
 
     def set_result(self, replies: Reply) -> None:
         reply = replies if self._is_again else replies[0]
@@ -101,6 +100,10 @@ class ScriptCall:
         self.lost()
         self._receiver.set_exception(error)
 
+    def _pack(self) -> bytes:
+        words: Any = ("EVALSHA", SCRIPTS[self._name].sha, len(self.keys), *self.keys, *self.args)
+        return hiredis.pack_command(words)
+
     def lost(self) -> None:
         """Count the call: no reply is waited for any more."""
         self.scripts._count(self._name, "none", self._began)
@@ -114,20 +117,62 @@ class ScriptCall:
 _RESERVE = [parameter.name for parameter in SCRIPTS["reserve"].args]
 
 
+class PackedReserve(ScriptCall):
+    """A call of ``reserve`` that is packed at once. Its words are made if it cannot be sent so."""
+
+    __slots__ = ("_of", "_packed", "_plain", "_words_of", "nonce")
+
+    def __init__(
+        self,
+        plain: PlainReserve,
+        nonce: str,
+        of: tuple[int, str],
+        pack: Callable[[bytes, int], bytes],
+        words_of: Callable[[], tuple[Sequence[int], Sequence[str]]],
+    ) -> None:
+        """``of`` are the context, and whether it is cold. ``pack`` packs it behind the first words, which are packed,
+        and so many; ``words_of`` returns the candidates and their terms.
+        """
+        super().__init__(plain.call.scripts, "reserve", plain.call.keys, ())
+        self._plain, self.nonce, self._of, self._words_of = plain, nonce, of, words_of
+        self._packed = pack(plain.head(nonce, *of), plain.words)
+
+    def _pack(self) -> bytes:
+        return self._packed
+
+    def _run(self) -> None:
+        self.args = self._plain.again(self.nonce, *self._of, *self._words_of()).args
+        super()._run()
+
+
 class PlainReserve:
     """Calls of ``reserve`` without further keys that differ in a few words."""
 
     def __init__(self, call: ScriptCall) -> None:
         """``call`` is one of them, without candidates."""
-        self._call = call
+        self.call = call
         self._args = call.args[: _RESERVE.index("candidate")]
-        self._nonce, self._context, self._cold = map(_RESERVE.index, ("nonce", "context", "cold"))
+        self._places = self._nonce, self._context, self._cold = [
+            _RESERVE.index(name) for name in ("nonce", "context", "cold")
+        ]
+        words = ["EVALSHA", SCRIPTS["reserve"].sha, len(call.keys), *call.keys, *self._args]
+        self.words = len(words)
+        # Each without the number of words, which is one. Those that differ have a place for their text.
+        packed = [hiredis.pack_command((word,)).removeprefix(b"*1\r\n").replace(b"%", b"%%") for word in words]
+        for place in self._places:
+            packed[place + len(words) - len(self._args)] = b"$%d\r\n%b\r\n"
+        self._head = b"".join(packed)
+
+    def head(self, nonce: str, context: int, cold: str) -> bytes:
+        """Return the words before the candidates, packed."""
+        length = b"%d" % context
+        return self._head % (len(nonce), nonce.encode(), len(length), length, len(cold), cold.encode())
 
     def again(self, nonce: str, context: int, cold: str, candidate: Sequence[int], terms: Sequence[str]) -> ScriptCall:
         """Return another one of them."""
         args = [*self._args, len(candidate), *candidate, len(terms), *terms]
         args[self._nonce], args[self._context], args[self._cold] = nonce, context, cold
-        return ScriptCall(self._call.scripts, "reserve", self._call.keys, args)
+        return ScriptCall(self.call.scripts, "reserve", self.call.keys, args)
 
 
 class Scripts:
