@@ -325,6 +325,41 @@ class Placer:
             self._waves.use(here.seq_hash, spot.place)
         return here
 
+    def copy(
+        self, parts: PartList, holder: int, position: int, former: tuple[HeldBlocks, int], keys: Sequence[int]
+    ) -> int:
+        """Store the blocks with these keys as a holder of another memory has them, and return the next position.
+
+        The other holder keeps its blocks meanwhile, so their rows have them, and blocks of a row need not be a chain to
+        be in one part.
+        """
+        memory, old_holder = former
+        run: list[tuple[Spot, int]] = []
+        for key in dict.fromkeys(keys):
+            spot, copies = memory.held_block(old_holder, key), memory.copies(old_holder).of(key)
+            if spot is None or copies is None or self.memory.held_block(holder, key) is not None:
+                continue
+            is_plain = spot.place == Place(spot.place.head) and len(copies[1]) == 1 and SAME_HASH not in copies[1]
+            if run and not (is_plain and (spot.place, spot.namespace) == (run[0][0].place, run[0][0].namespace)):
+                position = self._copy_run(parts, holder, position, run)
+                run = []
+            if is_plain:
+                run.append((spot, copies[1][0]))
+                continue
+            for engine_hash in copies[1]:
+                self.block(parts, holder, position, engine_hash, spot, mode="set")
+                position += 1
+        return self._copy_run(parts, holder, position, run)
+
+    def _copy_run(self, parts: PartList, holder: int, position: int, run: Sequence[tuple[Spot, int]]) -> int:
+        if run:
+            place, namespace = run[0][0].place, run[0][0].namespace
+            keys, depths = [spot.key for spot, _ in run], [spot.depth for spot, _ in run]
+            hashes = [engine_hash for _, engine_hash in run]
+            self.memory.store(holder, place, namespace, keys, depths, hashes)
+            parts.add("+", holder, STEP * position + 1, place, namespace, keys, depths, hashes)
+        return position + len(run)
+
     def next_spot(self, previous: Spot | None, namespace: int, key: int) -> Spot:
         """Return the place of a new block that follows ``previous``, or begins at the root."""
         if previous is not None and previous.place.is_single:

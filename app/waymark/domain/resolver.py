@@ -40,6 +40,7 @@ from waymark.domain.media import DEVICE
 from waymark.domain.names import Holder, HolderName, Registration
 from waymark.domain.parts import STEP, Parts, joined
 from waymark.domain.plan import Plan, Planner
+from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.rules import BatchProgress, Rules, TokenRule
 from waymark.domain.slices import EVENT_WORK, Slice, Slices
 from waymark.domain.stream_blocks import StreamBlocks
@@ -440,15 +441,10 @@ class Resolver(StreamBlocks):
         ``former`` is the memory of another life, and its holder. A block has one copy here.
         """
         self.placer.begin_fold()
-        parts, (memory, old_holder) = self.placer.begin_batch(seq), former
-        copies = memory.copies(old_holder)
-        for key in keys:
-            spot, block_copies = memory.held_block(old_holder, key), copies.of(key)
-            if spot is not None and block_copies is not None and self.memory.held_block(holder, key) is None:
-                for engine_hash in block_copies[1]:
-                    self.placer.block(parts, holder, position, engine_hash, spot, mode="set")
-                    position += 1
-            if self._slice.is_full(EVENT_WORK):
+        parts = self.placer.begin_batch(seq)
+        for start in range(0, len(keys), PIECE_BLOCKS):
+            position = self.placer.copy(parts, holder, position, former, keys[start : start + PIECE_BLOCKS])
+            if self._slice.is_full(PIECE_BLOCKS):
                 yield
         return parts.parts, position
 

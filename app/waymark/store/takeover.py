@@ -20,6 +20,8 @@ from waymark.store.redis.client import RedisClient
 
 #: The number of fields in one HSCAN, and of their rows in the MGET after it.
 _FIELDS = 512
+#: The number of rows read at once while other streams go on: they have up to 2,000 blocks, which take a millisecond.
+_ROWS = 64
 _COPIES = re.compile(rb"([1-9][0-9]{0,15})((?: [0-9a-f]{16})*)")
 _COPIES_FIELD = re.compile(rb"\*[0-9a-f]{16}")
 _APPLIED = re.compile(rb"([0-9]{1,16}) ([0-9]{1,16})")
@@ -76,12 +78,14 @@ class Takeover:
                 is_over = cursor == 0
                 entries = [self._entry_of(engine, name, value) for name, value in fields.items() if _is_place(name)]
                 placed = [entry for entry in entries if entry is not None and (has_singles or not entry[0].is_single)]
-                rows = await self._rows(grant, shard, placed)
-                yield [
-                    block
-                    for row, (place, entry) in zip(rows, placed, strict=True)
-                    for block in _blocks(row, place, entry, holder)
-                ]
+                for start in range(0, len(placed), _ROWS):
+                    some = placed[start : start + _ROWS]
+                    rows = await self._rows(grant, shard, some)
+                    yield [
+                        block
+                        for row, (place, entry) in zip(rows, some, strict=True)
+                        for block in _blocks(row, place, entry, holder)
+                    ]
 
     async def _fill_from(self, grant: Grant, shard: int, holder: int, memory: HeldBlocks) -> tuple[int, int] | None:
         engine = keys.engine(grant.group_id, shard, holder)
