@@ -39,9 +39,9 @@ def words() -> frozenset[str]:
     """Every word of the texts and names in the source, but not of its docstrings."""
     found: set[str] = set()
     for file in (ROOT / "app" / "waymark").rglob("*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
             match node:
                 case _ if id(node) in prose:
                     pass

@@ -52,7 +52,12 @@ def test_the_demo_ends_well_and_shows_what_each_engine_has() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_same_numbers_are_there_for_a_program_and_the_steps_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_numbers_are_there_for_a_program_and_the_steps_are_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also with settings in the environment, which do not disturb the demo."""
+    monkeypatch.setenv("WAYMARK_REDIS_URL", "redis://nowhere.invalid:1")
+    monkeypatch.setenv("WAYMARK_API_TOKEN", "secret")
     assert cli.main(["demo", "--json"]) == cli.EXIT_OK
     printed = capsys.readouterr()
     first, *others = json.loads(printed.out)
@@ -62,12 +67,6 @@ def test_the_same_numbers_are_there_for_a_program_and_the_steps_are_said(capsys:
     assert steps[0] == "waymark demo: starting Waymark on an embedded Redis"
     assert steps[1] == "waymark demo: waiting until it is ready"
     assert steps[-1].startswith("waymark demo: asking for ")
-
-
-def test_settings_in_the_environment_do_not_disturb_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WAYMARK_REDIS_URL", "redis://nowhere.invalid:1")
-    monkeypatch.setenv("WAYMARK_API_TOKEN", "secret")
-    assert cli.main(["demo"]) == cli.EXIT_OK
 
 
 def test_a_service_with_other_answers_than_the_caches_fails_it(

@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.base.test_metrics import EXPORTED
 from tests.deploy.promql import ENGINES, complaints, labels_of, read, selected
 
@@ -19,8 +17,6 @@ ROWS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["t
 PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 CHARTS: list[dict[str, Any]] = [panel for panel in PANELS if panel["type"] != "alertlist"]
 RUNBOOKS = re.findall(r"^### (\w+)$", (ROOT / "docs/operations.md").read_text(encoding="utf-8"), re.MULTILINE)
-
-each_chart = pytest.mark.parametrize("panel", CHARTS, ids=lambda panel: panel["title"])
 
 
 def test_it_begins_with_whether_all_is_well() -> None:
@@ -54,28 +50,27 @@ def test_every_panel_says_what_it_means() -> None:
         assert set(re.findall(r"[Rr]unbook (\w+)", panel["description"])) <= set(RUNBOOKS), panel["title"]
 
 
-@each_chart
-def test_a_panel_asks_for_what_is_exported(panel: dict[str, Any]) -> None:
-    assert panel["targets"]
-    for target in panel["targets"]:
-        assert list(complaints(target["expr"])) == []
-        assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels_of(target["expr"])
+def test_a_panel_asks_for_what_is_exported() -> None:
+    for panel in CHARTS:
+        assert panel["targets"], panel["title"]
+        for target in panel["targets"]:
+            assert list(complaints(target["expr"])) == [], panel["title"]
+            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels_of(target["expr"]), panel["title"]
 
 
-@each_chart
-def test_a_panel_shows_only_what_was_chosen(panel: dict[str, Any]) -> None:
-    for target in panel["targets"]:
+def test_a_panel_shows_only_what_was_chosen() -> None:
+    for target in (target for panel in CHARTS for target in panel["targets"]):
         selectors = re.findall(r"\b(?:waymark|process)_\w+(\{[^}]*\})?", target["expr"])
         assert all('namespace=~"$namespace", job=~"$job"' in selector for selector in selectors), target["expr"]
 
 
-@each_chart
-def test_a_panel_has_a_unit_and_the_chosen_data_source(panel: dict[str, Any]) -> None:
-    assert panel["fieldConfig"]["defaults"]["unit"]
-    for where in (panel, *panel["targets"]):
-        assert where["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
-    refs = [target["refId"] for target in panel["targets"]]
-    assert len(set(refs)) == len(refs)
+def test_a_panel_has_a_unit_and_the_chosen_data_source() -> None:
+    for panel in CHARTS:
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        for where in (panel, *panel["targets"]):
+            assert where["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, panel["title"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs), panel["title"]
 
 
 def test_a_panel_links_to_each_runbook_that_it_names() -> None:

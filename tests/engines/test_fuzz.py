@@ -100,12 +100,12 @@ def mutated(chance: random.Random, frames: list[bytes]) -> bytes:
     return bytes(frame)
 
 
-def test_a_hundred_thousand_mutated_frames() -> None:
+def test_mutated_frames_are_read_or_refused() -> None:
     chance = random.Random(20250607)
     frames = captured()
     refused: Counter[str] = Counter()
     batches = salvaged = 0
-    for _ in range(100_000):
+    for _ in range(examples(100_000)):
         payload = mutated(chance, frames)
         try:
             batch = chance.choice(DECODERS)(payload)
@@ -116,10 +116,10 @@ def test_a_hundred_thousand_mutated_frames() -> None:
         batches += 1
         salvaged += "bad_msgpack" in batch.rejected
     # The mutations are worth something only if they reach behind msgpack, and behind the salvage too.
-    assert batches > 20_000
+    assert batches > examples(100_000) / 5
     assert set(refused) == {"bad_msgpack", "not_a_batch"}
-    assert refused.total() > 20_000
-    assert salvaged > 100
+    assert refused.total() > examples(100_000) / 5
+    assert salvaged > examples(100_000) / 1000
 
 
 atoms = st.one_of(

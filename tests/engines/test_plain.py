@@ -313,10 +313,10 @@ def test_changed_frames_are_the_same_in_c_and_in_python(seed: int) -> None:
     frames = [*captured(), *(msgpack.packb([1.5, [event, stored()], 0]) for event in (PLAIN | OTHERS).values())]
     frames = [frame for frame in frames if len(frame) < 8192]
     plain_ones = 0
-    for _ in range(8_000):
+    for _ in range(2_000):
         payload = mutated(chance, frames)
         kind = chance.choice(KINDS)
         in_python, in_c = outcomes(kind, payload)
         assert in_c == in_python, payload
         plain_ones += plain.read(payload, 1000) is not None
-    assert plain_ones > 2_000
+    assert plain_ones > 500
