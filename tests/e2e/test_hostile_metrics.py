@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from tests.conftest import wait_until
 from tests.discovery.conftest import Engine, engine, start_engine
+from tests.hostile import beside
 from tests.live import Live, start
-from tests.patience import patient
 
 __all__ = ["engine", "start_engine"]
 
-#: No client waits longer for an answer while another peer lies.
-OTHERS_SECONDS = 0.25
+_Result = TypeVar("_Result")
 
 
 def labels() -> str:
@@ -38,22 +36,22 @@ async def live(redis_url: str, tmp_path: Path) -> AsyncIterator[Live]:
         yield live
 
 
-async def slowest_answer(live: Live, meanwhile: asyncio.Future[Any]) -> float:
-    """Ask for ``/health`` and ``/query`` until ``meanwhile`` is over; the longest time of an answer."""
-    loop, slowest = asyncio.get_running_loop(), 0.0
+async def held_up_nobody(attack: Coroutine[Any, Any, _Result], redis_url: str, live: Live) -> _Result:
+    """Return the result of the attack; ``/health`` and ``/query`` are asked until then."""
     async with live.client() as client:
-        while not meanwhile.done():
-            for ask in (client.get("/health"), client.post("/query", json={"model": "m", "token_ids": [1] * 64})):
-                began = loop.time()
-                assert (await ask).status_code < 500
-                slowest = max(slowest, loop.time() - began)
-            await asyncio.sleep(0.005)
-    await meanwhile
-    return slowest
+
+        async def is_up() -> None:
+            assert (await client.get("/health")).status_code < 500
+
+        async def is_answered() -> None:
+            answer = await client.post("/query", json={"model": "m", "token_ids": [1] * 64})
+            assert answer.status_code < 500
+
+        return await beside.held_up_nobody(attack, redis_url, live.pid, {"health": is_up, "query": is_answered})
 
 
 @pytest.mark.parametrize("name", TEXTS)
-async def test_a_scrape_holds_up_nobody(live: Live, engine: Engine, name: str) -> None:
+async def test_a_scrape_holds_up_nobody(redis_url: str, live: Live, engine: Engine, name: str) -> None:
     engine.answers["/metrics"] = TEXTS[name]()
     async with live.client() as client:
         body = {
@@ -64,12 +62,12 @@ async def test_a_scrape_holds_up_nobody(live: Live, engine: Engine, name: str) -
             "metrics_url": engine.url + "/metrics",
         }
         assert (await client.post("/register", json=body)).status_code == 200
-    scraped = asyncio.create_task(wait_until(lambda: len(engine.asked) >= 3, "three scrapes"))
-    assert await slowest_answer(live, scraped) <= patient(OTHERS_SECONDS)
+    before = len(engine.asked)
+    await held_up_nobody(wait_until(lambda: len(engine.asked) >= before + 3, "three scrapes"), redis_url, live)
 
 
 @pytest.mark.parametrize("name", TEXTS)
-async def test_a_registration_by_url_holds_up_nobody(live: Live, engine: Engine, name: str) -> None:
+async def test_a_registration_by_url_holds_up_nobody(redis_url: str, live: Live, engine: Engine, name: str) -> None:
     engine.is_vllm()
     engine.answers["/metrics"] = TEXTS[name]()
 
@@ -78,4 +76,4 @@ async def test_a_registration_by_url_holds_up_nobody(live: Live, engine: Engine,
             answer = await client.post("/register", json={"url": engine.url})
         assert (answer.status_code, "block_size" in answer.text) == (400, True), answer.text
 
-    assert await slowest_answer(live, asyncio.create_task(register())) <= patient(OTHERS_SECONDS)
+    await held_up_nobody(register(), redis_url, live)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 
+from tests.hostile.beside import Times, watched
+from tests.hostile.doors import is_up
 from tests.live import Live, start
 from tests.patience import patient, within
 from tests.tokenization import small
@@ -19,6 +22,8 @@ from tests.tokenization.test_encoders import GROWS, changed, nested
 from tests.tokenization.test_renderers import HOSTILE
 from waymark.tokenization.templates import SOURCE_MAX
 
+_Result = TypeVar("_Result")
+#: Until an honest text is tokenized, which waits for the process of its tokenizer, too.
 OTHERS_SECONDS = 0.25
 #: Until a message of the hostile model is refused, and what its process may take meanwhile.
 REFUSED_SECONDS, MEMORY_KIB = 2.0, 256 * 1024
@@ -33,9 +38,9 @@ async def test_a_hostile_template_holds_up_nobody(redis_url: str, tmp_path: Path
     small.directory(tmp_path / "models" / "hostile", template=HOSTILE[name])
     async with opened(redis_url, tmp_path / "models") as live, live.client() as stranger:
         loop = asyncio.get_running_loop()
-        attack = asyncio.gather(*(refused(loop, stranger, chat("hostile", f"Hi {n}")) for n in range(4)))
-        await held_up_nobody(live, attack, are_children_small=True)
-        assert max(await attack) <= patient(REFUSED_SECONDS)
+        attacks = [refused(loop, stranger, chat("hostile", f"Hi {n}")) for n in range(4)]
+        seconds = await held_up_nobody(redis_url, live, *attacks, are_children_small=True)
+        assert max(seconds) <= patient(REFUSED_SECONDS)
 
 
 def _sparse(size: int) -> Callable[[Path], None]:
@@ -71,9 +76,9 @@ async def test_a_file_of_a_model_holds_up_nobody(
         path.touch()
         write(path)
     async with opened(redis_url, models) as live, live.client() as stranger:
-        attack = asyncio.gather(*(answered(stranger, chat(f"hostile-{number}", "Hi")) for number in range(4)))
-        await held_up_nobody(live, attack)
-        assert {answer.status_code for answer in await attack} == {400}
+        attacks = [answered(stranger, chat(f"hostile-{number}", "Hi")) for number in range(4)]
+        answers = await held_up_nobody(redis_url, live, *attacks)
+        assert {answer.status_code for answer in answers} == {400}
 
 
 async def test_a_text_that_takes_all_memory_holds_up_nobody(redis_url: str, tmp_path: Path) -> None:
@@ -81,9 +86,8 @@ async def test_a_text_that_takes_all_memory_holds_up_nobody(redis_url: str, tmp_
     path = small.directory(tmp_path / "models" / "hostile", template=small.CHATML) / "tokenizer.json"
     path.write_text(changed(normalizer=GROWS | {"content": "y" * 2**20}))
     async with opened(redis_url, tmp_path / "models", max_tokens=2**16) as live, live.client() as stranger:
-        attack = asyncio.create_task(answered(stranger, chat("hostile", "x" * 2000)))
-        await held_up_nobody(live, attack)
-        assert ((await attack).status_code, "bytes of memory" in (await attack).text) == (400, True)
+        (answer,) = await held_up_nobody(redis_url, live, answered(stranger, chat("hostile", "x" * 2000)))
+        assert (answer.status_code, "bytes of memory" in answer.text) == (400, True)
 
 
 @asynccontextmanager
@@ -96,20 +100,24 @@ async def opened(redis_url: str, models: Path, **settings: Any) -> AsyncIterator
         yield live
 
 
-async def held_up_nobody(live: Live, attack: asyncio.Future[Any], *, are_children_small: bool = False) -> None:
-    """Ask for ``/health``, and for texts of the honest model, until the attack is over."""
+async def held_up_nobody(
+    redis_url: str, live: Live, *attacks: Coroutine[Any, Any, _Result], are_children_small: bool = False
+) -> list[_Result]:
+    """Return the results of the attacks; ``/health`` and texts of the honest model are asked for until then."""
     loop, slowest, memory, turn = asyncio.get_running_loop(), 0.0, 0, 0
-    async with live.client() as client, within(60):
+    async with live.client() as client, within(60), watched(redis_url, live.pid) as processes:
+        attack = asyncio.gather(*attacks)
         while not attack.done():
             turn += 1
-            for answer in (client.get("/health"), ask(client, chat("honest", f"turn {turn}"), 200)):
-                slowest = max(slowest, await duration(loop, answer))
-            processes = (live.pid, *(children(live.pid) if are_children_small else ()))
-            memory = max(memory, *map(peak_kib, processes), 0)
+            cost = await processes.cost_of(partial(is_up, client))
+            assert not cost.is_late(Times()), cost
+            slowest = max(slowest, await duration(loop, ask(client, chat("honest", f"turn {turn}"), 200)))
+            several = (live.pid, *(children(live.pid) if are_children_small else ()))
+            memory = max(memory, *map(peak_kib, several), 0)
             await asyncio.sleep(0.01)
-    assert turn
     assert slowest <= patient(OTHERS_SECONDS)
     assert 0 < memory <= MEMORY_KIB
+    return await attack
 
 
 async def answered(client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.e2e.test_hostile_metrics import OTHERS_SECONDS, slowest_answer
+from tests.e2e.test_hostile_metrics import held_up_nobody
 from tests.e2e.test_hostile_template import children, peak_kib
 from tests.live import start
-from tests.patience import patient, within
+from tests.patience import within
 from tests.tokenization import small
 from waymark.tokenization.places import OPEN_MAX
 
@@ -50,8 +50,7 @@ async def test_more_models_than_may_be_open(redis_url: str, tmp_path: Path) -> N
         assert await closed() == 0
         assert len(children(live.pid)) == OPEN_MAX
         for use in (in_turn, at_once):
-            using = asyncio.create_task(use())
-            assert await slowest_answer(live, using) <= patient(OTHERS_SECONDS)
+            await held_up_nobody(use(), redis_url, live)
             open_now = children(live.pid)
             assert len(open_now) == await live.metric("waymark_tokenizers_open") == OPEN_MAX
             assert sum(map(peak_kib, open_now)) <= OPEN_MAX * TOKENIZER_KIB

@@ -14,17 +14,20 @@ import asyncio
 import os
 import subprocess
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from time import monotonic
+from typing import Any, TypeVar
 
 import pytest
+from redis.asyncio import Redis
 
 from tests.patience import patience
 
+_Result = TypeVar("_Result")
 Check = Callable[[], Awaitable[None]]
 """One honest request; AssertionError if its answer is wrong."""
 
@@ -208,6 +211,34 @@ class Processes:
             return size
 
         return max(map(of, self.pids), default=0.0)
+
+
+@asynccontextmanager
+async def watched(redis_url: str, pid: int) -> AsyncIterator[Processes]:
+    """A process with its Redis and a neighbour."""
+    async with Redis.from_url(redis_url) as redis:
+        server = await redis.info("server")
+    async with neighbour() as beside:
+        yield Processes([pid], server["process_id"], beside)
+
+
+async def held_up_nobody(
+    attack: Coroutine[Any, Any, _Result], redis_url: str, pid: int, checks: Mapping[str, Check]
+) -> _Result:
+    """Return the result of an attack on a process. Until then the checks are made, and none of them may be late."""
+    late: list[tuple[str, Cost]] = []
+    async with watched(redis_url, pid) as processes:
+        attacking = asyncio.create_task(attack)
+        try:
+            while not attacking.done():
+                for name, check in checks.items():
+                    cost = await processes.cost_of(check)
+                    late += [(name, cost)] if cost.is_late(Times()) else []
+                await asyncio.sleep(0.005)
+            assert not late, late
+            return await attacking
+        finally:
+            attacking.cancel()
 
 
 @dataclass(slots=True)
