@@ -94,7 +94,7 @@ class Opening:
         """The seq of the first live frame, if the life began with it; else None."""
         self.gap_at = seq_in(flags, GAP_AT)
         """The first seq behind the first gap; None if there is no gap."""
-        self.gap_from = seq_in(flags, GAP_FROM)
+        self.gap_from = None if self.gap_at is None else seq_in(flags, GAP_FROM)
         """The first missing seq of that gap, if all batches from there on fill it."""
 
     @property
