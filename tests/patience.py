@@ -24,7 +24,7 @@ _given = os.environ.get(VARIABLE, "")
 _QUIET = 0.5
 #: A predicate is asked again after this part of the time that it has been waited for, within these seconds: to ask a
 #: hundred times a second for as long as it takes would keep the processor from the processes that are waited for.
-_PAUSE_PART, _PAUSE_MIN, _PAUSE_MAX = 0.05, 0.01, 0.05
+_PAUSE_PART, _PAUSE_MIN, _PAUSE_MAX = 0.1, 0.015, 0.1
 
 
 def patience() -> float:
