@@ -34,8 +34,6 @@ MAY_SLEEP = {
     "base/test_asker.py": "a server that never answers",
     "discovery/test_describe.py": "an engine that never answers",
     "e2e/test_behind_nginx.py": "the pace of a load",
-    "e2e/test_hostile_metrics.py": "the pace of a load",
-    "e2e/test_hostile_streams.py": "the pace of a load",
     "e2e/test_hostile_template.py": "the pace of a load",
     "e2e/test_redis_away.py": "the pace of a load, and of a fault",
     "gateway/test_long_streams.py": "the pace of looks at what is to last for a while",
