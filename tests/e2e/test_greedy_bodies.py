@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from tests.epp.proxy import Stream, destinations, refused
 from tests.grpc_loops import events_of_this_loop as events_of_this_loop
+from tests.hostile.beside import Times, watched
+from tests.hostile.doors import is_up
 from tests.live import start
 from tests.patience import within
 from tests.ports import unused_port
@@ -38,7 +41,12 @@ async def test_bodies_that_are_held_cost_no_other_request(redis_url: str, tmp_pa
     port, metrics_port = unused_port(), unused_port()
     settings: dict[str, Any] = {"epp_port": port, "epp_health_port": 0, "epp_drain_seconds": 0, "epp_tls": "false"}
     settings |= {"port": metrics_port, "probe_port": metrics_port, "request_seconds": 120}
-    async with start("epp", redis_url, tmp_path / "log", **settings) as live, channel_to(port) as honest:
+    async with (
+        start("epp", redis_url, tmp_path / "log", **settings) as live,
+        channel_to(port) as honest,
+        live.client() as client,
+        watched(redis_url, live.pid) as processes,
+    ):
         # Each on a connection of its own, as from so many proxies: none waits for another's window.
         channels = [channel_to(port) for _ in range(GREEDY)]
         held = [Stream(channel) for channel in channels]
@@ -54,6 +62,8 @@ async def test_bodies_that_are_held_cost_no_other_request(redis_url: str, tmp_pa
                     await is_picked(honest)
                 for _ in range(HONEST):
                     await is_picked(honest)
+                    cost = await processes.cost_of(partial(is_up, client))
+                    assert not cost.is_late(Times()), cost
             assert {refused(await task)[0] for task in answers if task.done()} == {503}
             bytes_held = await live.metric("waymark_epp_bodies_bytes")
             assert HELD_MAX / 2 < bytes_held <= HELD_MAX, "few have given way"
