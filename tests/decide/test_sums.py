@@ -23,7 +23,8 @@ from waymark.store.reservations import CANDIDATES_MAX, Load, Offer, words_of
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 
 CREDITS = (1.0, 0.75, 0.25, 0.5)
-HEAD = hiredis.pack_command(("A", "%"))
+pack: Any = hiredis.pack_command
+HEAD = pack(("A", "%"))
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -47,8 +48,8 @@ def test_both_implementations_give_the_same(seed: int) -> None:
             loops.offer_sums(Offer, sums, CANDIDATES_MAX, BLOCKS, size, 3.0, 5 * size, tokens - least, size, *terms)
             for terms in ((0.0, None), (1.0, 1e300))
         ]
-        facts = CANDIDATES_MAX, BLOCKS, size, 3.0, 5 * size, tokens - least, size
-        packed = [loops.pack_sums(b"head", 7, sums, *facts, *terms) for terms in ((0.0, None), (1.0, 1e300))]
+        said = CANDIDATES_MAX, BLOCKS, size, 3.0, 5 * size, tokens - least, size
+        packed = [loops.pack_sums(b"head", 7, sums, *said, *terms) for terms in ((0.0, None), (1.0, 1e300))]
         results.append((sums, told, packed))
     assert results[0] == results[1]
     assert all(type(each) is Offer for offers, *_ in results[0][1] for each in offers)
@@ -68,7 +69,7 @@ def test_a_packed_call_has_the_words_of_its_offers(is_native: bool) -> None:
     facts = CANDIDATES_MAX, BLOCKS, SIZE, linear.new, 5 * SIZE, request.tokens - least_new(request), 3
     packed = (native.selected or pure_sums).pack_sums(HEAD[4:], 2, sums._sums, *facts, 0.0, None)
     publishers = [offer.publisher for offer in offers]
-    assert packed == hiredis.pack_command(("A", "%", len(publishers), *publishers, len(words), *words))
+    assert packed == pack(("A", "%", len(publishers), *publishers, len(words), *words))
 
 
 @pytest.mark.parametrize("is_native", [True, False])

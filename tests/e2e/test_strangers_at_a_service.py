@@ -122,7 +122,13 @@ async def test_a_write_is_in_the_next_answer_of_its_replica(opened: Opened) -> N
     service, everyone = opened.service, {f"own-{number}" for number in range(9)}
     for name in everyone:
         await service.post("/register", type="standard", model="own", instance_id=name, block_size=4)
-        event = {"event_id": 1, "event_type": "stored", "backend_id": name, "base_block_idx": 0, "seq_hashes": HASHES}
+        event: dict[str, Any] = {
+            "event_id": 1,
+            "event_type": "stored",
+            "backend_id": name,
+            "base_block_idx": 0,
+            "seq_hashes": HASHES,
+        }
         await service.post("/events", **event)
     assert await opened.holders("own") == dict.fromkeys(everyone, len(TOKENS))
     for number, name in enumerate(sorted(everyone)[:4], 1):
@@ -136,9 +142,9 @@ async def test_a_write_is_in_the_next_answer_of_its_replica(opened: Opened) -> N
 @pytest.mark.parametrize(("first", "second"), [("ssd", "nfs"), ("npu", "gpu")])
 async def test_two_media_of_one_tier_count_for_themselves(opened: Opened, first: str, second: str) -> None:
     await opened.service.post("/register", type="standard", model=first, instance_id=first, block_size=4)
-    event = {"event_type": "stored", "backend_id": first}
+    event: dict[str, Any] = {"event_type": "stored", "backend_id": first}
     for number, (medium, event_id) in enumerate([(first, 7), (second, 1), (first, 8), (second, 2)]):
-        place = {"base_block_idx": number, "seq_hashes": [HASHES[number]]}
+        place: dict[str, Any] = {"base_block_idx": number, "seq_hashes": [HASHES[number]]}
         answer = await opened.service.post("/events", event_id=event_id, medium=medium, **event, **place)
         assert answer == {"applied": 1, "stale": 0}
     assert sum((await opened.holders(first)).values()) == 16
@@ -148,7 +154,7 @@ async def test_two_media_of_one_tier_count_for_themselves(opened: Opened, first:
 
 
 @asynccontextmanager
-async def publishing() -> AsyncIterator[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, dict[str, str]]]:
+async def publishing() -> AsyncIterator[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket, dict[str, Any]]]:
     """The sockets of an engine, and their fields of a registration."""
     with zmq.asyncio.Context() as context, context.socket(zmq.XPUB) as live, context.socket(zmq.ROUTER) as replay:
         for each in (live, replay):

@@ -102,7 +102,8 @@ class ScriptCall:
 
     def _pack(self) -> bytes:
         words: Any = ("EVALSHA", SCRIPTS[self._name].sha, len(self.keys), *self.keys, *self.args)
-        return hiredis.pack_command(words)
+        packed: bytes = hiredis.pack_command(words)
+        return packed
 
     def lost(self) -> None:
         """Count the call: no reply is waited for any more."""
