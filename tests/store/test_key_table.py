@@ -280,6 +280,11 @@ async def place(store: Store, redis: Redis, group_id: int) -> None:
     all_of, block = keys.placements(group_id), keys.placement(group_id, "7" * 16)
     await store.scripts.place(placements=all_of, placement=[block], holder="http://a:1", milliseconds=1, holders_max=2)
 
+    async def is_gone() -> bool:
+        return not await redis.exists(block)
+
+    await wait_until(is_gone, "it has run out between two scripts")
+
     async def is_over() -> bool:
         await store.scripts.place(
             placements=all_of,
