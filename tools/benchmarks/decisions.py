@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
+from threading import Event, Thread
+from time import time
 from typing import NamedTuple
 
 from redis import Redis
@@ -76,6 +78,7 @@ def measure(options: Options) -> list[Row]:
         replica = stack.enter_context(waymark(folder, "query", redis.url))
         bench = _Bench(replica, redis, folder)
         _fill(bench, held)
+        stack.enter_context(index_kept(redis))
         _check(bench, held[0])
         left = iter(held)
         warm = list(islice(left, 40))
@@ -105,7 +108,7 @@ def _fill(bench: _Bench, held: Sequence[Prompt]) -> None:
 
 
 def register_idle_targets(replica: Server, numbers: range) -> None:
-    """Register targets that nobody listens to."""
+    """Register targets that nobody listens to. A worker would find them unreachable, and decisions leave them out."""
     for number in numbers:
         replica.post(
             f"{replica.prefix}/register",
@@ -115,6 +118,26 @@ def register_idle_targets(replica: Server, numbers: range) -> None:
             endpoint=f"tcp://127.0.0.1:{10_000 + number}",
             dp_rank=0,
         )
+
+
+@contextmanager
+def index_kept(redis: RedisServer) -> Iterator[None]:
+    """Be the worker of an index that nobody changes: without one, a replica decides without the index."""
+    is_over = Event()
+
+    def beat() -> None:
+        while True:
+            redis.client.zadd("wm:workers", {"benchmark": int(time())})
+            if is_over.wait(1.0):
+                return
+
+    thread = Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def forget_reservations(client: Redis) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from tools.benchmarks import prompts
-from tools.benchmarks.decisions import register_idle_targets
+from tools.benchmarks.decisions import index_kept, register_idle_targets
 from tools.benchmarks.feed import publishers, wait_for
 from tools.benchmarks.load import run, write_bodies
 from tools.benchmarks.options import Options
@@ -121,6 +121,8 @@ def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int, reques
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
         contenders = [stack.enter_context(_started(folder, tree, held)) for tree in trees]
+        for contender in contenders:
+            stack.enter_context(index_kept(contender.redis))
         for before, count in pairwise((HOLDERS, *targets)):
             for contender in contenders:
                 register_idle_targets(contender.replica, range(before + 1, count + 1))

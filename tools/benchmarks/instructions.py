@@ -1,6 +1,6 @@
-"""Instructions that a query costs a replica, counted by valgrind's callgrind: the same whatever else the machine does.
+"""Instructions of a query or a decision in a replica, counted by callgrind: the same whatever else the machine does.
 
-    python -m tools.benchmarks.instructions [--requests 200] [--only hash,new] [--pure] [--keep FILE]
+    python -m tools.benchmarks.instructions [--requests 200] [--only hash,new,select] [--pure] [--keep FILE]
 
 Counts what runs in user space, by instruction and not by time: a long copy counts for each byte. It says which of two
 states of the code does more, and ``callgrind_annotate`` of the kept file where; how long it takes, it does not say.
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tests.ports import unused_port
 from tools.benchmarks import prompts
+from tools.benchmarks.decisions import index_kept, register_idle_targets
 from tools.benchmarks.feed import publishers, wait_for
 from tools.benchmarks.load import run, write_bodies
 from tools.benchmarks.processes import RedisServer, Server, redis_server, running, wait_until, waymark
@@ -28,7 +29,13 @@ from tools.benchmarks.prompts import Prompt
 
 #: Under callgrind everything takes some fifty times as long.
 _SECONDS = 120.0
-_KINDS = {"hash": ("/query_by_hash", prompts.by_hash), "new": ("/query", prompts.by_tokens)}
+_KINDS = {
+    "hash": ("/query_by_hash", prompts.by_hash),
+    "new": ("/query", prompts.by_tokens),
+    "select": ("/select", prompts.by_tokens),
+}
+#: Decisions are between so many targets, of which one has the prompt.
+_TARGETS = 8
 
 
 @contextmanager
@@ -41,6 +48,7 @@ def _replica(folder: Path, redis: RedisServer, *, is_pure: bool) -> Iterator[Ser
         "WAYMARK_LOG_LEVEL": "warning",
         "WAYMARK_NATIVE": str(not is_pure).lower(),
         "WAYMARK_QUERY_DEADLINE_MS": "10000",
+        "WAYMARK_LOADS_MS": "10000",  # readings in the background are no part of a decision
     }
     grind = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/callgrind.out")
     with running(folder, f"query-{port}", *grind, sys.executable, "-m", "waymark", "query", **settings) as process:
@@ -80,13 +88,14 @@ def main() -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
         redis = stack.enter_context(redis_server(folder))
-        stack.enter_context(waymark(folder, "ingest", redis.url))
         replica = stack.enter_context(waymark(folder, "query", redis.url))
-        (engine,) = stack.enter_context(publishers(1))
-        engine.register(replica)
-        for prompt in (*warm, *asked):
-            engine.store(prompt)
-        wait_for([replica], {engine.number: asked[-1]})
+        with waymark(folder, "ingest", redis.url), publishers(1) as (engine,):
+            engine.register(replica)
+            for prompt in (*warm, *asked):
+                engine.store(prompt)
+            wait_for([replica], {engine.number: asked[-1]})
+        stack.enter_context(index_kept(redis))
+        register_idle_targets(replica, range(2, _TARGETS + 1))
         for kind in given.only.split(","):
             with _replica(folder, redis, is_pure=given.pure) as server:
                 total = _count(kind, asked, warm, server, folder)
