@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx
 import pytest
 
 from tests.conftest import wait_until
 from tests.discovery.conftest import Engine, engine, start_engine
 from tests.hostile import beside
+from tests.hostile.doors import is_up
 from tests.live import Live, start
 
 __all__ = ["engine", "start_engine"]
@@ -36,18 +39,20 @@ async def live(redis_url: str, tmp_path: Path) -> AsyncIterator[Live]:
         yield live
 
 
+def others(client: httpx.AsyncClient) -> dict[str, beside.Check]:
+    """What another client asks for."""
+
+    async def is_answered() -> None:
+        answer = await client.post("/query", json={"model": "m", "token_ids": [1] * 64})
+        assert answer.status_code < 500
+
+    return {"health": partial(is_up, client), "query": is_answered}
+
+
 async def held_up_nobody(attack: Coroutine[Any, Any, _Result], redis_url: str, live: Live) -> _Result:
     """Return the result of the attack; ``/health`` and ``/query`` are asked until then."""
     async with live.client() as client:
-
-        async def is_up() -> None:
-            assert (await client.get("/health")).status_code < 500
-
-        async def is_answered() -> None:
-            answer = await client.post("/query", json={"model": "m", "token_ids": [1] * 64})
-            assert answer.status_code < 500
-
-        return await beside.held_up_nobody(attack, redis_url, live.pid, {"health": is_up, "query": is_answered})
+        return await beside.held_up_nobody(attack, redis_url, live.pid, others(client))
 
 
 @pytest.mark.parametrize("name", TEXTS)

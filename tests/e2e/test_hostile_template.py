@@ -6,15 +6,14 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import pytest
 
+from tests.e2e.test_hostile_metrics import others
 from tests.hostile.beside import Times, watched
-from tests.hostile.doors import is_up
 from tests.live import Live, start
 from tests.patience import patient, within
 from tests.tokenization import small
@@ -103,14 +102,15 @@ async def opened(redis_url: str, models: Path, **settings: Any) -> AsyncIterator
 async def held_up_nobody(
     redis_url: str, live: Live, *attacks: Coroutine[Any, Any, _Result], are_children_small: bool = False
 ) -> list[_Result]:
-    """Return the results of the attacks; ``/health`` and texts of the honest model are asked for until then."""
+    """Return the results of the attacks; until then ``/health``, queries and honest texts are asked for."""
     loop, slowest, memory, turn = asyncio.get_running_loop(), 0.0, 0, 0
     async with live.client() as client, within(60), watched(redis_url, live.pid) as processes:
         attack = asyncio.gather(*attacks)
         while not attack.done():
             turn += 1
-            cost = await processes.cost_of(partial(is_up, client))
-            assert not cost.is_late(Times()), cost
+            for check in others(client).values():
+                cost = await processes.cost_of(check)
+                assert not cost.is_late(Times()), cost
             slowest = max(slowest, await duration(loop, ask(client, chat("honest", f"turn {turn}"), 200)))
             several = (live.pid, *(children(live.pid) if are_children_small else ()))
             memory = max(memory, *map(peak_kib, several), 0)
