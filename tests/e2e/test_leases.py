@@ -218,7 +218,7 @@ async def test_streams_are_shared_and_move_when_workers_come_and_go(tmp_path: Pa
 async def test_twenty_thousand_blocks_a_second_survive_the_kill_of_their_worker(pair: Pair, engines: Engines) -> None:
     figures = await take_over(
         pair.fleet.workers, pair.replica, pair.redis, tenant_id=engines.tenant_id, blocks_per_second=20_000,
-        seconds_before=1.5, seconds_after=1.5,
+        seconds_before=1.0, seconds_after=1.0,
     )  # fmt: skip
     assert figures.wrong == []
     assert figures.counters == {"batches_lost": 0, "restarts": 0, "waiting_lost": 0}

@@ -70,6 +70,7 @@ async def session(pod: Pod, chance: random.Random, steps: int, faults: list[Faul
         await chance.choice(STEPS)(pod, chance)
 
 
+@pytest.mark.parametrize("any_bench", ["real"], indirect=True)
 @pytest.mark.parametrize("on_gap", ["keep", "reset"])
 @pytest.mark.parametrize("seed", range(2))
 async def test_the_index_is_the_caches_where_the_replay_tells_the_truth(
