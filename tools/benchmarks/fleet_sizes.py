@@ -126,8 +126,8 @@ def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int, reques
         for before, count in pairwise((HOLDERS, *targets)):
             for contender in contenders:
                 register_idle_targets(contender.replica, range(before + 1, count + 1))
-            for name, body in QUESTIONS.items():
-                for number in range(-1, rounds):  # the first round warms up
+            for number in range(-1, rounds):  # the first round warms up
+                for name, body in QUESTIONS.items():
                     part = islice(cycle(held[(number + 1) * size :][:size]), requests)
                     bodies = write_bodies(folder / "bodies", map(body, part))
                     for which in range(len(contenders))[:: 1 if number % 2 else -1]:
