@@ -176,6 +176,7 @@ async def ask_all() -> dict[str, Any]:
                     f"{method} {path.partition('?')[0]}",
                     _example(_named(path, NAMES), content, answer.status_code, shown),
                 )
+        await tokenizers.close()
         await store.close()
     return found
 
