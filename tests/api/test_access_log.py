@@ -103,6 +103,6 @@ async def test_the_process_writes_it_whatever_its_level(redis_url: str, tmp_path
         answer = await client.post("/query?secret", json=QUERY, headers={"x-request-id": "from-a-router"})
         assert answer.headers["x-request-id"] == "from-a-router"
     entries = [json.loads(line) for line in live.said().splitlines()]
-    (entry,) = [entry for entry in entries if entry["request_id"] == "from-a-router"]
+    (entry,) = [entry for entry in entries if entry.get("request_id") == "from-a-router"]
     assert (entry["message"], entry["level"], entry["logger"]) == ("request", "info", "waymark.api.access_log")
     assert (entry["route"], entry["method"], entry["status"], entry["bytes"]) == ("/query", "POST", 200, 2)

@@ -16,6 +16,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Engine, Running, Start, events
+from tests.patience import patient
 from waymark.base.asgi import AsgiMessage
 from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
@@ -169,7 +170,7 @@ async def a_chat(_: web.Request) -> web.StreamResponse:
 async def test_answers_have_a_redis_of_their_own_and_chats_go_on_without_it(start: Start, redis_url: str) -> None:
     with redis_server() as server:
         await server.start()
-        settings = {"response_cache": "redis", "redis_timeout_seconds": 0.5}
+        settings = {"response_cache": "redis", "redis_timeout_seconds": patient(0.5)}
         running = await start(1, responses="redis", answers_redis_url=server.url, **settings)
         answering(running)
         first = await respond(running, "one")
