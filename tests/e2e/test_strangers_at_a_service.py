@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import msgpack
@@ -177,16 +178,21 @@ async def test_frames_that_have_come_count_whatever_the_replay_begins_with(opene
     async with publishing() as (live, replay, sockets):
         await service.post("/register", type="vLLM", model="kept", instance_id="kept", block_size=4, **sockets)
 
-        async def have_come() -> bool:
-            """The first of them may wait elsewhere, and on a busy machine all may be applied before the request."""
-            is_applied = (await service.publisher("kept"))["watermark"] == len(frames) - 1
-            return is_applied or await opened.live.metric("waymark_buffer_frames") >= len(frames) - 1
-
         async def answer() -> None:
-            peer, *_ = await replay.recv_multipart()
-            await wait_until(have_come, "the frames have come", 20)
-            for _, number, payload in [*frames[3:], [b"", END, b""]]:
-                await replay.send_multipart([peer, b"", number, payload])
+            while True:
+                peer, *_ = await replay.recv_multipart()
+                asked_at = monotonic()
+
+                async def have_come(since: float = asked_at) -> bool:
+                    """They are read, or have been applied already, or they wait in the socket."""
+                    if monotonic() - since > 1.0:
+                        return True
+                    is_applied = (await service.publisher("kept"))["watermark"] == len(frames) - 1
+                    return is_applied or await opened.live.metric("waymark_buffer_frames") >= len(frames) - 1
+
+                await wait_until(have_come, "the frames have come")
+                for _, number, payload in [*frames[3:], [b"", END, b""]]:
+                    await replay.send_multipart([peer, b"", number, payload])
 
         async with within(20):
             await live.recv()  # the subscription
@@ -204,7 +210,11 @@ async def test_frames_that_have_come_count_whatever_the_replay_begins_with(opene
         finally:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
-        assert await opened.holders("kept") == {"kept": len(TOKENS)}
+
+        async def is_found() -> bool:
+            return await opened.holders("kept") == {"kept": len(TOKENS)}
+
+        await wait_until(is_found, "the replica knows of the life that has begun")
         assert (state["status"], state["last_error"]) == ("active", None)
         await service.post("/unregister", instance_id="kept", type="vLLM")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import msgpack
@@ -178,6 +179,28 @@ async def test_frames_that_the_loop_has_not_read_when_the_reply_comes_are_applie
             await wait_until(lambda: len(unread) == 6, "six frames are here", PATIENCE_SECONDS)
             patched.setattr(FrameBuffer, "put", put)
         await pod.agrees()
+    await pod.counted(batches=6, batches_lost=0, stale_batches=3, restarts=0, gaps=0)
+
+
+async def test_frames_that_are_read_with_the_connection_are_applied_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of them tells the loop of the connection, whose replay lacks it."""
+    wait, have_arrived = Subscriber.wait, asyncio.Event()
+
+    async def waits(subscriber: Subscriber, timeout_seconds: float) -> bool:
+        await have_arrived.wait()
+        return await wait(subscriber, timeout_seconds)
+
+    monkeypatch.setattr(Subscriber, "wait", waits)
+    worker = await bench.worker(options=PATIENT)
+    pod = await short_pod(bench)
+    await pod.subscribed()
+    await pod.work(6)
+    await arrived(worker, 6)
+    have_arrived.set()
+    await pod.agrees()
+    await pod.has_status("active")
     await pod.counted(batches=6, batches_lost=0, stale_batches=3, restarts=0, gaps=0)
 
 

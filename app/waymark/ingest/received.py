@@ -74,6 +74,10 @@ class ReceivedFrames:
         """Remove and return the oldest taken frame."""
         return self._taken.popleft() if self._taken else None
 
+    def put_back(self, frame: Frame) -> None:
+        """Make the frame that was returned last the next one again."""
+        self._taken.appendleft(frame)
+
     def behind(self, frame: Frame) -> Iterator[Frame]:
         """Yield the taken frames behind one that was read, as far as they are in order and of its topic; they stay."""
         seq = frame.seq

@@ -242,7 +242,9 @@ class Stream:
         while (frame := received.next()) is not None:
             if frame.connection != received.connection:
                 await life.flush()
+                received.put_back(frame)  # the replay of the connection may lack it
                 await self._connected(frame.connection)
+                continue
             if frame.connection == self._over:
                 life.count("stale_batches")
                 continue
