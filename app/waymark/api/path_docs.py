@@ -206,7 +206,7 @@ WEIGHT = Doc(
     reach="body",
 )
 REPAIR = Doc(
-    "Asks the worker of an engine for a snapshot of the engine's cache, which takes the place of what is known of it.",
+    "Asks the worker of an engine for a snapshot of the engine's cache, or without one for all batches of its life.",
     registration_schemas.RepairRequest,
     publishers.RepairAnswer,
     errors=(404, 409),

@@ -302,7 +302,7 @@ async def _ask(service: _DemoService, question: DemoPrompt, engines: list[Simula
 
 
 def _held(engine: SimulatedEngine, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-    """(matched, GPU, CPU) in tokens, counted in the engine's own cache."""
+    """Return (matched, GPU, CPU) in tokens, counted in the engine's own cache."""
     matched = gpu = cpu = 0
     for media in engine.caches[0].held(tokens):
         if not media:

@@ -65,7 +65,7 @@ GROUPS: dict[str, dict[str, CliCommand]] = {
         "register": CliCommand("registrations", "register an engine by its URL, and show its streams"),
         "unregister": CliCommand("registrations", "unregister an engine by its name or URL"),
         "publishers": CliCommand("remote", "list the publishers (one per engine rank) with their state"),
-        "repair": CliCommand("remote", "ask an engine for a snapshot of its cache or all its events, and know it anew"),
+        "repair": CliCommand("remote", "ask an engine for a snapshot of its cache, or for all its batches again"),
         "drain": CliCommand("remote", "stop new requests to an engine, and wait for those under way"),
     },
     "ask a running Waymark about a prompt": {

@@ -283,7 +283,7 @@ def _repair(service: RemoteService, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(plain(answer)))
     for name in () if arguments.json else answer.asked_instances:
-        print(f"{name}: its worker asks for a snapshot; 'waymark publishers' shows the stream")
+        print(f"{name}: its worker asks for a snapshot, or for all batches; 'waymark publishers' shows the stream")
     return EXIT_OK
 
 

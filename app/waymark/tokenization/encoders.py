@@ -35,8 +35,8 @@ TEXT_SECONDS_MAX = 10.0
 _TEXT_BYTES = 2 * 2**20
 #: How long such a text may take on a busy machine.
 _TEXT_WALL_SECONDS = 120.0
-#: The address space of a process: a tokenizer takes up to 500 MB, and a text some 300 bytes for each of its own, of
-#: which two may be as long as texts may be.
+#: The address space of a process: a tokenizer takes up to 500 MB, and a text some 300 bytes for each of its bytes;
+#: of the texts, two may be as long as texts may be.
 MEMORY_BYTES_MAX, _TEXT_MEMORY = 2**30, 1024
 #: The bytes of an answer for each byte that a text may have: an id has four, and some normalizers make a text longer.
 _ANSWER_BYTES = 16

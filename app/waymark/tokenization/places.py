@@ -2,7 +2,7 @@
 
 A tokenizer takes some 100 to 500 MB, and there may be a thousand models. To open one more, the one that was used least
 recently is closed, never one that is answering. While all are answering, a text waits. Long texts have a room of their
-own, because each takes some 300 bytes of memory for each of its own.
+own, because each takes some 300 bytes of memory for each of its bytes.
 """
 
 from __future__ import annotations

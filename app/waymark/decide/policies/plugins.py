@@ -208,7 +208,7 @@ _PLUGINS = (
         "responses-store",
         PluginKind.OTHER,
         _RESPONSES,
-        "an endpoint picker stores no responses; waymark gateway does (WAYMARK_RESPONSES and WAYMARK_RESPONSES_*)",
+        "an endpoint picker stores no responses; waymark gateway does (WAYMARK_RESPONSES)",
     ),
     Plugin(
         "models-data-source",
