@@ -85,7 +85,7 @@ class PoolHashes:
         return self.is_wanted != (KEPT in self._resolver.flags)
 
     async def tick(self, watermark: int | None) -> None:
-        """Between folds: look up the waiting objects of a pool, or keep hashes of an engine's older blocks.
+        """Look up, between folds, the waiting objects of a pool, or keep hashes of an engine's older blocks.
 
         ``watermark`` is the watermark in Redis.
         """

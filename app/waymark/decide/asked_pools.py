@@ -223,7 +223,7 @@ class AskedPools:
             )
 
     async def _look_up(self, url: str, tokens: bytes, block_size: int) -> int:
-        """Which blocks LMCache has: the longest prefix of any of its instances. Raises Unanswered, InvalidValue."""
+        """Return the blocks that LMCache has: the longest prefix of any instance. Raise Unanswered or InvalidValue."""
         ids = array("I", tokens)
         if sys.byteorder == "big":
             ids.byteswap()
@@ -262,7 +262,7 @@ async def _ended(asking: asyncio.Future[int]) -> int:
 
 
 def _longest(body: bytes) -> int:
-    """The most tokens that an instance of LMCache has. Raises Unanswered if the answer is of another form."""
+    """Return the most tokens that an instance of LMCache has. Raise Unanswered if the answer is of another form."""
     try:
         answer: Any = bounded_loads(body)
     except ValueError:
@@ -275,7 +275,7 @@ def _longest(body: bytes) -> int:
 
 
 def _there(body: bytes) -> frozenset[str]:
-    """The keys that the master has. Raises Unanswered if the answer is of another form."""
+    """Return the keys that the master has. Raise Unanswered if the answer is of another form."""
     try:
         answer: Any = bounded_loads(body)
     except ValueError:

@@ -300,5 +300,5 @@ class OwnReservations:
 
 
 def _in(milliseconds: int) -> float:
-    """So long from now, by the loop's clock."""
+    """Return the time so many milliseconds from now, by the loop's clock."""
     return asyncio.get_running_loop().time() + milliseconds / 1000

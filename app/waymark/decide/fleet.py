@@ -287,7 +287,7 @@ class TargetSet:
         return Shortlist([self._by_publisher[publisher] for publisher in publishers_met], limit)
 
     def _some(self, allowed: Allowed) -> Iterable[FleetMember]:
-        """The members that are named; all, if none are."""
+        """Return the members that are named; all, if none are."""
         if allowed.only is None or len(allowed.only) >= len(self.members):
             return (member for member in self.members if allowed.has(member.publisher))
         return (self._by_publisher[publisher] for publisher in sorted(allowed.only) if publisher in self._by_publisher)

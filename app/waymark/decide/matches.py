@@ -167,7 +167,7 @@ class MatchReader:
     def _ask_pools(
         self, question: Question, fleet: Fleet | None, prompt: HashedPrompt, block_size: int
     ) -> asyncio.Future[int] | None:
-        """Which blocks pools without events have; None if there is nobody to ask, or nothing to ask for."""
+        """Return the blocks that pools without events have; None without a pool, or without a question for one."""
         if self._pools is None or fleet is None or not fleet.queried or not prompt.ids or not question.has_index:
             return None
         asked = AskedPrompt(prompt.ids, block_size, question.group.model_name, question.cache_salt)

@@ -124,7 +124,7 @@ class ReportedPrompts:
         return _sorted(best), max((count for _, count in answers), default=0)
 
     async def _asked_groups(self) -> Sequence[AskedGroup]:
-        """The groups whose engines have such a router; their streams learn that they are asked about."""
+        """Return the groups whose engines have such a router; their streams learn that they are asked about."""
         now = asyncio.get_running_loop().time()
         if now >= self._asked_until:
             groups = await self._store.directory.groups()
@@ -149,7 +149,7 @@ class ReportedPrompts:
     async def _by_engine_hashes(
         self, group: AskedGroup, engine_hashes: Sequence[int], deadline: float
     ) -> tuple[dict[str, HolderMatch], int]:
-        """Who has the blocks, by address, and how many hashes were looked up. Half of the time is for the look-up."""
+        """Return the holders of the blocks by address, and how many hashes were looked up, in half of the time."""
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         block_keys: list[int] = []
         count, portion = 0, _FIRST_HASHES
@@ -234,7 +234,7 @@ class ReportedPrompts:
         return self._holders(served.group, reading)
 
     def _holders(self, group: GroupName, reading: Reading | None) -> dict[str, HolderMatch]:
-        """What was found, by the addresses of the targets."""
+        """Return what was found, by the addresses of the targets."""
         fleet = self._requests.selector.snapshots.fleet_at_hand(group)
         if reading is None or fleet is None:
             return {}

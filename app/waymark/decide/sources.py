@@ -67,7 +67,7 @@ class Peers:
         return Pulls([peer.member.publisher for peer in self._peers], choices, PULLS_MAX)
 
     def _is_worth(self, peer: _Peer, publisher: int, matched: int) -> bool:
-        """Whether copying is cheaper than computing; it is if nobody says what either costs."""
+        """Return whether copying is cheaper than computing; it is if the cost of either is not known."""
         tokens = (peer.blocks - matched) * self._matches.request.block_size
         if publisher == peer.member.publisher or tokens < TOKENS_MIN:
             return False

@@ -201,7 +201,7 @@ class Describer:
 
 
 def _ranks_of_vllm(sources: Any, silent: dict[str, str], reply: HttpReply | Unanswered) -> list[_Stated]:
-    """``{"0": {...}}``, a list, or ``{"sources": [...]}``: the rank and the sockets of each."""
+    """Return the ranks and their sockets in ``{"0": {...}}``, a list, or ``{"sources": [...]}``."""
     if isinstance(sources, dict) and isinstance(sources.get("sources"), list | dict):
         sources = sources["sources"]
     if isinstance(sources, list):
@@ -235,7 +235,7 @@ def _rank_in(source: Any, position: int) -> Any:
 
 
 async def _block_size(reply: HttpReply | Unanswered, silent: dict[str, str]) -> int | None:
-    """Tokens per block as resolved at the start of the engine: of full attention where groups of layers differ.
+    """Return the tokens per block that the engine chose at its start: of full attention if groups of layers differ.
 
     An engine with ``prefix_match_unit`` finds prefixes that end inside a block, so that unit is the block here.
     """
@@ -307,9 +307,7 @@ def _ranks_of_sglang(
 
 
 def _master_of(server: Any) -> tuple[str | None, str | None]:
-    """The HTTP address of the master of SGLang's Mooncake store, and the tag of its keys, as far as its server names
-    them.
-    """
+    """Return the HTTP address of the master of SGLang's Mooncake store, and the tag of its keys, as far as named."""
     if not isinstance(server, dict) or server.get("hicache_storage_backend") != "mooncake":
         return None, None
     config = server.get("hicache_storage_backend_extra_config")

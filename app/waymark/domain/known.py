@@ -73,7 +73,7 @@ class KnownBlocks(Protocol):
     """
 
     def __len__(self) -> int:
-        """Engine hashes."""
+        """Return the number of engine hashes."""
 
     def __sizeof__(self) -> int:
         """Return the size in bytes, without the places."""

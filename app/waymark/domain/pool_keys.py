@@ -163,7 +163,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def _cbor(value: Any) -> bytes:
-    """CBOR in its shortest form, of what vLLM hashes."""
+    """Return what vLLM hashes as CBOR in its shortest form."""
     match value:
         case None:
             return b"\xf6"

@@ -125,7 +125,7 @@ def parse(value: bytes, slots_max: int = ROW_SLOTS) -> Row:
     """Parse a row, branch row or single. Raises ``ValueError`` with a sentence that does not repeat the value."""
     match = _VALUE.fullmatch(value)
     if match is None:
-        raise ValueError("it is no row: slots of 17 characters, a plus where it is marked, <holder>:<bitmap> ...")
+        raise ValueError("it is no row: slots of 17 characters, a plus if it is marked, <holder>:<bitmap> ...")
     slots, mark, rest = match.groups()
     count = len(slots) // SLOT_CHARS
     if count > slots_max:

@@ -55,7 +55,7 @@ def read_event(
 
 
 def _components(event: Any) -> tuple[frozenset[str], bool] | None:
-    """The components that an event is about, and whether it says of all what the blocks have; None without any."""
+    """Return the components of an event, and whether they are all that the blocks have; None without any."""
     if isinstance(event, dict):
         component, several = event.get("component_type"), event.get("component_types")
     else:
@@ -148,7 +148,7 @@ def _begin_records(unpacker: msgpack.Unpacker) -> int:
 
 
 def _blocks_of(record: Any) -> list[tuple[str, int]]:
-    """The medium and the hash of each block of a record; a block that full attention does not have is left out."""
+    """Return the medium and the hash of each block of a record, without blocks that full attention does not have."""
     if not isinstance(record, dict):
         raise Rejected("bad_event", f"a record is {shown(record)}, not a map")
     if "block_hashes" in record:

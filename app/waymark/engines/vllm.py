@@ -155,7 +155,7 @@ def _stored(
 
 
 def _with_skipped(named: Mapping[Any, Any], skipped: Any, tokens: bytes, keys: Any) -> tuple[int | None, bytes] | None:
-    """The parent and all tokens of a unit inside a physical block, which begins with unannounced units.
+    """Return the parent and all tokens of a unit inside a physical block, which begins with unannounced units.
 
     The engine computes all of the physical block before it announces the unit, so it has these, too. None if a salt or
     an image went into the hashes, because the unit of each is not known, or if the fields are not valid: then the unit

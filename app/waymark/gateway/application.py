@@ -393,7 +393,7 @@ async def _disconnected(receive: AsgiReceive) -> None:
 async def served_models(
     directory: Directory, tenant_id: str, aliases: Mapping[str, str] = MappingProxyType({})
 ) -> list[tuple[str, str | None]]:
-    """Models, aliases and adapters, each with the model that an adapter belongs to. Raises StoreUnavailable.
+    """Return models, aliases and adapters, each with the model that an adapter belongs to. Raise StoreUnavailable.
 
     ``aliases`` are those of the gateway; one whose model is not served does not count.
     """

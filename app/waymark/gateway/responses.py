@@ -401,7 +401,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _item(item: Any, number: int) -> dict[str, Any]:
-    """An item of an input as the API lists it: with an id, and with its text as a part."""
+    """Return an item of an input as the API lists it: with an id, and with its text as a part."""
     fields = dict(item) if isinstance(item, dict) else {"content": str(item)}
     fields.setdefault("type", "message")
     fields.setdefault("id", f"item_{number}")

@@ -236,7 +236,7 @@ def with_model(body: InferenceBody, original: bytes, model: str, content_type: b
 
 
 def _model_part(body: bytes, content_type: bytes) -> slice | None:
-    """The place of the field ``model`` in a form (RFC 7578); None if it is missing."""
+    """Return the place of the field ``model`` in a form (RFC 7578); None if it is missing."""
     header = Message()
     header["content-type"] = content_type.decode("latin-1")
     boundary = header.get_param("boundary")

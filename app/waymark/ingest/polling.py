@@ -421,7 +421,7 @@ class Poller:
 
 
 def _keeps_hashes(claim: Claim, with_pool: Container[int], asked: Container[int]) -> bool:
-    """Whether the stream of an engine keeps its hashes in Redis: a pool names blocks by them, or a client does."""
+    """Return whether a stream keeps its hashes in Redis: a pool or a client names blocks by them."""
     registration = claim.registration
     return registration.scope == "instance" and (
         claim.group_id in with_pool or (registration.kind.traits.is_asked_by_hash and claim.group_id in asked)

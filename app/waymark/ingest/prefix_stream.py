@@ -400,7 +400,7 @@ class PrefixStream:
             await self._applier.note_health(int(1000 * UNREACHABLE_NOTE_SECONDS))
 
     def _is_away(self, now: float) -> bool:
-        """Whether the source has been gone, or has refused, for long enough to say so."""
+        """Return whether the source has been gone, or has refused, for long enough to report it."""
         is_gone = bool(self._source.connection or self._had_holders or self._source.error)
         return is_gone and self._down_since is not None and now - self._down_since > self._away_seconds
 

@@ -64,7 +64,7 @@ def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> Worker
     room = fit(streams_max, replays_max, int((limit - already) * part))
     if room.is_limited:
         about = fields(streams=room.streams, wanted=streams_max, replays=room.replays, files=limit)
-        # The worker warns where a stream finds no room; few installations have so many.
+        # The worker warns if a stream finds no room; few installations have so many.
         log.debug("this worker takes fewer streams than configured: the limit of open files is too low", extra=about)
     return room
 
@@ -95,7 +95,7 @@ def _open_files() -> int:
 
 
 def _raised(wanted: int) -> int:
-    """The limit of open files, raised to ``wanted`` as far as the hard limit allows."""
+    """Return the limit of open files, raised to ``wanted`` as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted

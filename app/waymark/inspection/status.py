@@ -242,7 +242,7 @@ def _now(infos: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _workers(members: Sequence[bytes], streams: Counter[str], now: float) -> list[WorkerStatus]:
-    """``ZRANGE WITHSCORES``: id, score, id, score."""
+    """Read the reply of ``ZRANGE WITHSCORES``: id, score, id, score."""
     silent = {
         Heartbeat.of(lenient_text(members[i])): max(0.0, now - float(members[i + 1])) for i in range(0, len(members), 2)
     }

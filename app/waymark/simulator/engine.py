@@ -67,7 +67,7 @@ class SimulatedEngine:
         return await self._publish(self.caches[rank].clear(), rank)
 
     async def restart(self, *, rebind: bool = False) -> None:
-        """Die and come back with empty caches, as another process with other hashes."""
+        """Stop, and start with empty caches, as another process with other hashes."""
         for cache in self.caches:
             cache.restart()
         await self.publisher.restart(rebind=rebind)

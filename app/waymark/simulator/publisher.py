@@ -333,7 +333,7 @@ def _records(events: Sequence[WireEvent], version: int) -> list[dict[str, Any]]:
 
 
 def _signed(value: int | None) -> int | None:
-    """A hash as SGLang writes it."""
+    """Return a hash as SGLang writes it."""
     return value if value is None or value < 2**63 else value - 2**64
 
 

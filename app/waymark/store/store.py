@@ -278,7 +278,7 @@ _FORMAT_FIELDS = ("format", "last_group")
 
 
 def _complaint_of_format(version: bytes | None, last_group: bytes | None) -> str | None:
-    """Why the index in this Redis cannot be used, as a sentence with the way out; None if it can, or if it is empty."""
+    """Return why the index in this Redis cannot be used, with the way out; None if it can, or if it is empty."""
     if version == FORMAT.encode() or (version is None and last_group is None):
         return None
     name = "none" if version is None else shown(version.decode(errors="replace"))

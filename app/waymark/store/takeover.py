@@ -206,7 +206,7 @@ def _entry(field: bytes, value: bytes) -> tuple[Place, HolderEntry]:
 
 
 def _copies(field: bytes, value: bytes) -> tuple[int, int, list[int]]:
-    """Key, copies and further engine hashes of a block."""
+    """Return key, copies and further engine hashes of a block."""
     match = _COPIES.fullmatch(value)
     if match is None or _COPIES_FIELD.fullmatch(field) is None:
         raise Malformed("it is no number of copies with further engine hashes after it")

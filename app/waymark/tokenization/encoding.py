@@ -117,7 +117,7 @@ class Server:
                 long.submit(self._long, number, request)
 
     def _long(self, number: int, request: bytes) -> None:
-        """Work in a thread that ends: the library keeps memory for each thread, 30 MB after a text of 1 MB."""
+        """Run in a thread that ends: the library keeps memory for each thread, 30 MB after a text of 1 MB."""
         thread = threading.Thread(target=self._work, args=(number, request))
         thread.start()
         thread.join()

@@ -163,7 +163,7 @@ def _tojson(
 
 
 def _trim(value: Any, characters: str | None = None) -> str:
-    """Python's blanks have four control characters more than Rust's."""
+    """Strip characters, or blanks, of which Python has four control characters more than Rust."""
     return str(value).strip(characters)
 
 
