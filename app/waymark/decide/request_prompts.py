@@ -63,7 +63,7 @@ class RequestPrompts:
             text
             if isinstance(text, SourcedTokens)
             else await self._tokenizers.tokens(group.model_name, text, group.tenant_id)
-            for text in _said(request)
+            for text in _prompts_in(request)
         ]
 
     def keyed(self, tokens: SourcedTokens, request: InferenceRequest, served: ServedModel) -> PromptOf:
@@ -77,7 +77,7 @@ class RequestPrompts:
         return partial(_keyed, tokens.ids, tokens.items, namespace(served.adapter, salts), self._seed)
 
 
-def _said(request: InferenceRequest) -> Iterator[TextOrChat | SourcedTokens]:
+def _prompts_in(request: InferenceRequest) -> Iterator[TextOrChat | SourcedTokens]:
     if request.form is Form.EMBEDDINGS:
         return  # its blocks would never match again, so the load alone decides
     if request.messages:

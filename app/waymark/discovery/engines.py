@@ -62,7 +62,7 @@ class EngineRegistrations:
         if not sockets:
             missing.append("endpoint")
         if missing:
-            raise _unsaid(description, missing)
+            raise _lacking(description, missing)
         registrations = []
         for socket in sockets:
             registrations.append(_known(_at(draft, socket).registration(self._allowed), description, origin))
@@ -78,7 +78,7 @@ class EngineRegistrations:
         if has_several and model_name is None:
             names += description.aliases
         if names[0] is None:
-            raise _unsaid(description, ["modelname"])
+            raise _lacking(description, ["modelname"])
         own = Draft(
             type=WITHOUT_EVENTS,
             instance_id=instance_id_of(description.url),
@@ -182,7 +182,7 @@ def _check_given(description: Description, draft: Draft) -> None:
         )
 
 
-def _unsaid(description: Description, missing: list[str]) -> InvalidValue:
+def _lacking(description: Description, missing: list[str]) -> InvalidValue:
     reasons = "; ".join(
         f"{name}, for {description.silent.get(name, 'no rank of it has the dp_rank that was given')}"
         for name in missing

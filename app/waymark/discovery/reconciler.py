@@ -120,9 +120,9 @@ class Reconciler:
         there = _EarlierRegistrations(await self._store.directory.registrations(), self._kind)
         named = {engine.key: engine async for engine in in_turns(wanted)}
         self._known = {key: known_engine for key, known_engine in self._known.items() if key in named}
-        ghosts = _ghosts(wanted)
-        origins = {engine.origin for key, engine in named.items() if key not in ghosts}
-        lost_origins = {key[0] for key in ghosts} - origins
+        older = _older(wanted)
+        origins = {engine.origin for key, engine in named.items() if key not in older}
+        lost_origins = {key[0] for key in older} - origins
         await self._unregister(there.all, origins, lost_origins.union(gone), reading)
         now = monotonic()
         due = []
@@ -130,8 +130,8 @@ class Reconciler:
             known_engine = self._known.get(key)
             if known_engine is None or known_engine.wanted != each:
                 known_engine = self._known[key] = _KnownEngine(each)
-            if key in ghosts:
-                self._failed(known_engine, f"{ghosts[key].source} has the same address, {each.address}, and is newer")
+            if key in older:
+                self._failed(known_engine, f"{older[key].source} has the same address, {each.address}, and is newer")
             elif now >= known_engine.again_at or any(
                 registration.name not in there.names for registration in known_engine.registrations
             ):
@@ -311,7 +311,7 @@ def _some_of(ready: deque[_Ready]) -> list[_Ready]:
     return batch
 
 
-def _ghosts(wanted: Sequence[WantedEngine]) -> Mapping[WantedKey, Origin]:
+def _older(wanted: Sequence[WantedEngine]) -> Mapping[WantedKey, Origin]:
     """Return engines at an address that a newer one has, with the newer one: the API server may list a pod long after
     its end.
     """

@@ -170,7 +170,7 @@ class EngineDiscovery:
                 await watch.list_again()
             gone_pods, watch.gone = watch.gone, set()
             wanted, problems = await pods.of(list(watch.pods.values()))
-            self._say("discovery", [problem for problem in (watch.problem, watch.patch_problem) if problem] + problems)
+            self._log("discovery", [problem for problem in (watch.problem, watch.patch_problem) if problem] + problems)
             try:
                 reconciler.ask_again(await restarts.since_last("discovery"))
                 origins = [Origin("discovery", name) for name in gone_pods]
@@ -227,11 +227,11 @@ class EngineDiscovery:
             try:
                 wanted = await asyncio.to_thread(reader)
                 reading += 1
-                self._say("file", [])
+                self._log("file", [])
                 reconciler.ask_again(await restarts.since_last("file"))
                 await reconciler.reconcile(wanted, reading=reading)
             except SettingsError as error:
-                self._say("file", str(error).splitlines())
+                self._log("file", str(error).splitlines())
             except StoreUnavailable as error:
                 log.debug("round of discovery not ended", extra=fields(error=error.sentence))
             await asyncio.sleep(self._options.round_seconds)
@@ -263,7 +263,7 @@ class EngineDiscovery:
                 engines.setdefault(wanted.key, wanted)
         return list(engines.values())
 
-    def _say(self, kind: OriginKind, problems: list[str]) -> None:
+    def _log(self, kind: OriginKind, problems: list[str]) -> None:
         if problems != self._problems.get(kind, []):
             for problem in problems[:_PROBLEMS_MAX]:
                 log.warning("a source of engines has a problem", extra=fields(source=kind, error=problem))
@@ -275,7 +275,7 @@ class Restarts:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._lives: dict[int, str] = {}
+        self._engine_lives: dict[int, str] = {}
 
     async def since_last(self, kind: OriginKind) -> set[Origin]:
         claims = [
@@ -283,10 +283,10 @@ class Restarts:
             for claim in await self._store.directory.claims()
             if not claim.is_leaving and claim.registration.origin.kind == kind and claim.registration.endpoint
         ]
-        earlier_lives, self._lives = self._lives, {}
+        earlier_lives, self._engine_lives = self._engine_lives, {}
         origins: set[Origin] = set()
         for claim, (life, status) in zip(claims, await self._store.discovery.lives(claims), strict=True):
-            self._lives[claim.publisher] = life
+            self._engine_lives[claim.publisher] = life
             has_restarted = earlier_lives.get(claim.publisher, life) not in ("", life)
             if has_restarted or status in _OUT_OF_REACH:
                 origins.add(claim.registration.origin)

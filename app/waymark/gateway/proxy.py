@@ -135,7 +135,7 @@ class Proxy:
                 "an answer broke off",
                 extra=fields(request_id=proxied.request_id, engine=_instance(answered), reason=str(error)),
             )
-            await self._say_broken(proxied, answered.response)
+            await self._send_error(proxied, answered.response)
         finally:
             # If the client has gone away, the engine has not failed.
             answered.request.end(is_ok=is_ok)
@@ -236,7 +236,7 @@ class Proxy:
         response, request = answered.response, answered.request
         marker = _CONTENT.get(proxied.api, b"") if proxied.api and is_events(response) else b""
         waits = response.status < 400
-        has_end = proxied.api is not None and _is_told(response) and response.status == 200
+        has_end = proxied.api is not None and _is_readable(response) and response.status == 200
         end = StreamEnd(is_framed=is_framed(response)) if has_end else None
         reader = UsageReader() if _is_plain(response) else None
         async for piece in self._upstream.pieces(response):
@@ -267,9 +267,9 @@ class Proxy:
                 raise Interrupted("too_long")
         return b"".join(pieces)
 
-    async def _say_broken(self, proxied: ProxiedRequest, response: aiohttp.ClientResponse) -> None:
+    async def _send_error(self, proxied: ProxiedRequest, response: aiohttp.ClientResponse) -> None:
         """Report to the client that the answer is incomplete, if its form allows it."""
-        if not _is_told(response):
+        if not _is_readable(response):
             raise BrokenAnswer("the engine's answer broke off")
         rejected = RequestRejected(502, "the engine has broken off its answer; send the request again", "interrupted")
         # An event of its own, even if the last one is incomplete.
@@ -290,7 +290,7 @@ def _no_answer(model: str, failures: Mapping[str, str], *, is_every_one: bool) -
 def _headers(answered: EngineAnswer, *, is_translated: bool) -> list[tuple[bytes, bytes]]:
     """Return the headers for the client: those of the engine that still hold, and those of the decision."""
     headers = to_client(answered.response.raw_headers)
-    if _is_told(answered.response) or is_translated:  # an error may follow it, or have another length
+    if _is_readable(answered.response) or is_translated:  # an error may follow it, or have another length
         headers = [header for header in headers if header[0] != b"content-length"]
     if is_translated:
         headers = [header for header in headers if header[0] != b"content-type"]
@@ -305,7 +305,7 @@ def _is_plain(response: aiohttp.ClientResponse) -> bool:
     return response.headers.get("Content-Encoding", "identity") == "identity"
 
 
-def _is_told(response: aiohttp.ClientResponse) -> bool:
+def _is_readable(response: aiohttp.ClientResponse) -> bool:
     """Return whether the gateway reads the events of an answer, and may add one."""
     return is_events(response) and _is_plain(response)
 

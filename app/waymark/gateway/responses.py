@@ -43,13 +43,13 @@ _TURN_BYTES = 2**15
 class Recorder:
     """``send`` of an ASGI application.
 
-    ``told`` are fields to add to each response in the answer. ``keep`` is called with a finished response, before its
+    ``fields`` are added to each response in the answer. ``keep`` is called with a finished response, before its
     last bytes are sent; None to keep nothing. An answer, or an event, of more than ``bytes_max`` goes on as it is.
     """
 
     def __init__(self, send: AsgiSend, fields: Mapping[str, Any], keep: KeepResponse | None, *, bytes_max: int) -> None:
         self._send = send
-        self._told = fields
+        self._added = fields
         self._keep = keep
         self._bytes_max = bytes_max
         self._start: AsgiMessage | None = None
@@ -71,7 +71,7 @@ class Recorder:
     async def _begin(self, message: AsgiMessage) -> None:
         content_type = dict(message["headers"]).get(b"content-type", b"")
         self._is_stream = content_type.startswith(b"text/event-stream")
-        self._is_passed = message["status"] != 200 or not (self._told or self._keep)
+        self._is_passed = message["status"] != 200 or not (self._added or self._keep)
         if self._is_passed or self._is_stream:
             await self._send(message)
         else:
@@ -86,7 +86,7 @@ class Recorder:
         assert start is not None
         body = bytes(self._held)
         if is_over:
-            new_body = await self._told_of(body)
+            new_body = await self._completed(body)
             if new_body is not None:
                 body = new_body
                 length = (b"content-length", b"%d" % len(body))
@@ -125,11 +125,11 @@ class Recorder:
         data = event[start:end]
         if _READ not in data:
             return event
-        body = await self._told_of(data, "response")
+        body = await self._completed(data, "response")
         return event if body is None else event[:start] + body + event[end:]
 
-    async def _told_of(self, text: bytes, field: str | None = None) -> bytes | None:
-        """Return the text of a response, or of an object with one, with the fields of ``told``; None if it stays
+    async def _completed(self, text: bytes, field: str | None = None) -> bytes | None:
+        """Return the text of a response, or of an object with one, with the added fields; None if it stays
         unchanged.
         """
         try:
@@ -139,10 +139,10 @@ class Recorder:
         response = fields.get(field) if field and isinstance(fields, dict) else fields
         if not isinstance(response, dict) or response.get("object") != "response":
             return None
-        response |= self._told
+        response |= self._added
         if self._keep is not None:
             await self._keep(response)
-        return orjson.dumps(fields) if self._told else None
+        return orjson.dumps(fields) if self._added else None
 
 
 log = logging.getLogger(__name__)

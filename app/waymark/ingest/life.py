@@ -142,7 +142,7 @@ class Life:
         is_repeated = position is FramePosition.RESTART and self.is_of_same_process(batch)
         return FramePosition.STALE if is_repeated else position
 
-    def _hear(self, publisher_id: bytes | None) -> None:
+    def _note_process(self, publisher_id: bytes | None) -> None:
         """Note the process of the next batch of this life."""
         if publisher_id == self.publisher_id:
             self.prove()
@@ -153,7 +153,7 @@ class Life:
     def append(self, incoming: Incoming) -> None:
         """Put the next batch into the open fold."""
         if incoming.batch.publisher_id is not None and self._has_one_process:
-            self._hear(incoming.batch.publisher_id)
+            self._note_process(incoming.batch.publisher_id)
         self._fold.append(incoming)
         self._fold_bytes += incoming.size
         self._fold_hashes += _hashes_of(incoming)
@@ -344,7 +344,7 @@ class Life:
         self.begun += 1
         self.order.begin_behind(seq, ts)
         self.acknowledged = seq
-        self._hear(publisher_id)
+        self._note_process(publisher_id)
         self.reasons.clear()
         self.details.clear()
         await self.found()

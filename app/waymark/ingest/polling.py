@@ -301,7 +301,7 @@ class Poller:
         await self._unclaimed.check_next([groups[group_id] for group_id in share], claims)
         wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
         await self._stop_others(wanted)
-        self._say_left(self._shares.left)
+        self._note_left(self._shares.left)
         asked = await self._store.hashes.asked.read()
         self._start(wanted, RegisteredRanks(claims), _with_pool(staying), asked, tasks)
         self._runner.forget_errors(name for name in wanted if name not in self.running or self.running[name].is_idle)
@@ -401,7 +401,7 @@ class Poller:
                 running = self.running[name] = Running(claim, ranks.of(name), keeps_hashes=keeps_hashes)
                 running.task = tasks.create_task(self._runner.run(running))
 
-    def _say_left(self, count: int) -> None:
+    def _note_left(self, count: int) -> None:
         """Log the first stream left without a worker, and the end of that state."""
         self._metrics.streams_left.set(count)
         if bool(count) != self._are_some_left:

@@ -437,7 +437,7 @@ class PrefixStream:
         if status != self.status:
             about = fields(stream=self._name, status=status, reasons=sorted(self._reasons), error=self._source.error)
             log.info("stream status changed", extra=about)
-            self._tell(self.status, status)
+            self._note_reachability(self.status, status)
             self.status = status
         error = self._source.error or "; ".join(f"{reason}: {REASONS[reason]}" for reason in sorted(self._reasons))
         facts: Facts = {"status": status, "last_error": error, "last_event_id": self._last_event_id}
@@ -447,7 +447,7 @@ class PrefixStream:
             self._facts = facts
             self._counts |= counts
 
-    def _tell(self, before: StreamStatus, now: StreamStatus) -> None:
+    def _note_reachability(self, before: StreamStatus, now: StreamStatus) -> None:
         """Note in the activity that the connection is gone, for a while or for long, or is back."""
         happened, endpoint = self._applier.happened, self._registration.endpoint
         if now is StreamStatus.UNREACHABLE:

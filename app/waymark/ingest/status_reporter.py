@@ -49,7 +49,7 @@ class StatusReporter:
         self._replaying = replaying
         self._message_bytes_max = message_bytes_max
         self._reported = self._changed = 0.0
-        self._is_loss_told = False
+        self._is_loss_noted = False
         """The activity says that the connection is gone."""
         self._dropped = self._malformed = 0
         self._facts: Facts = {}
@@ -67,7 +67,7 @@ class StatusReporter:
         if EVENTS_MISSING in self._life.applier.resolver.flags:
             self._life.reasons.add(EVENTS_MISSING)
         status = self._current_status()
-        self._tell(status, now)
+        self._note_reachability(status, now)
         if status == self.status and now - self._reported <= _REPORT_SECONDS:
             return
         self._reported = now
@@ -82,23 +82,23 @@ class StatusReporter:
             self.status, self._changed = status, now
         await self._write()
 
-    def _tell(self, status: StreamStatus, now: float) -> None:
+    def _note_reachability(self, status: StreamStatus, now: float) -> None:
         """Note in the activity that the connection is gone, or is back before the publisher was lost.
 
         The next attempt at a connection says why it is gone, so a loss waits for that, but not for long.
         """
         if status is not StreamStatus.UNREACHABLE:
-            if self._is_loss_told and status is not StreamStatus.LOST:
+            if self._is_loss_noted and status is not StreamStatus.LOST:
                 self._life.applier.happened(ActivityKind.REACHABLE)
-            self._is_loss_told = False
-        elif not self._is_loss_told and status == self.status:
+            self._is_loss_noted = False
+        elif not self._is_loss_noted and status == self.status:
             is_late = now - self._changed > _REPORT_SECONDS
             if self._problem is not None or is_late:
                 reason = self._problem or "it has ended"
                 self._life.applier.happened(
                     ActivityKind.UNREACHABLE, f"no connection to {self._subscriber.endpoint}: {reason}"
                 )
-                self._is_loss_told = True
+                self._is_loss_noted = True
 
     async def report_last(self) -> None:
         """Write what has changed since the last report, if Redis answers at once.

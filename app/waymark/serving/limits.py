@@ -176,7 +176,7 @@ class Connections:
         self._metrics = metrics
         self._metrics.http_bodies_bytes.set_function(lambda: self.bodies_bytes)
         self._is_polling = False
-        self._is_full_told = False
+        self._has_warned_full = False
 
     # ---- states of a connection ------------------------------------------------------------------------
 
@@ -185,15 +185,15 @@ class Connections:
         self._metrics.http_connections.set(len(self._open))
         self.arriving[connection] = connection.loop.time()
         if len(self._open) > self.bounds.connections_max:
-            self._tell_full()
+            self._warn_full()
             self._make_room()
         if not self._is_polling:
             self._is_polling = True
             self._poll_later(connection.loop)
 
-    def _tell_full(self) -> None:
-        if not self._is_full_told:
-            self._is_full_told = True
+    def _warn_full(self) -> None:
+        if not self._has_warned_full:
+            self._has_warned_full = True
             log.warning(
                 "WAYMARK_CONNECTIONS_MAX, or the limit of open files, allows no more HTTP connections; for each "
                 "further one the longest idle one is closed",

@@ -229,7 +229,7 @@ class PrefixCache:
                 self._media[medium].touch(blocks)
         if new:
             self._stored += len(new)
-            events.append(self._told(new, GPU))
+            events.append(self._stored_event(new, GPU))
         return self._grouped(events) if self._removals_together else events
 
     def clear(self) -> list[WireEvent]:
@@ -291,7 +291,7 @@ class PrefixCache:
         chunks: list[list[WireEvent]] = []
         for start in range(0, len(blocks), chunk_blocks):
             portion = blocks[start : start + chunk_blocks]
-            events: list[WireEvent] = [self._told([block], GPU) for block in portion]
+            events: list[WireEvent] = [self._stored_event([block], GPU) for block in portion]
             for medium, medium_blocks in self._media.items():
                 for block in portion:
                     event = BlockStored((block.name,), None, (), self.block_size, medium, kv_cache_spec_kind=None)
@@ -327,7 +327,7 @@ class PrefixCache:
                 self._evict(colder, events)
             medium_blocks.add(block)
             self._stored += 1
-            events.append(self._told([block], colder))
+            events.append(self._stored_event([block], colder))
         self._removed += 1
         if not self._removes_once or block.key not in self._media[medium]:
             events.append(self._gone(block, medium))
@@ -335,7 +335,7 @@ class PrefixCache:
     def _gone(self, block: Block, medium: str) -> BlockRemoved:
         return BlockRemoved((block.name,), medium, lora_name=block.lora_name, cache_salt=block.cache_salt)
 
-    def _told(self, blocks: Sequence[Block], medium: str) -> BlockStored:
+    def _stored_event(self, blocks: Sequence[Block], medium: str) -> BlockStored:
         """Return the event for consecutive blocks that entered ``medium``."""
         first = blocks[0]
         names = tuple(block.name for block in blocks)

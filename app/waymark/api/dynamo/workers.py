@@ -39,7 +39,7 @@ class DynamoWorkerHandlers:
     async def add(self, body: Body) -> Answer:
         request = WorkerRequest.of(body.fields)
         worker = str(request.worker_id)
-        description = _told(request) | {"model_name": request.model_name, "routing_group": request.partition}
+        description = _fields_of(request) | {"model_name": request.model_name, "routing_group": request.partition}
         for _ in range(_ATTEMPTS):
             old_value = await self._store.selections.worker(worker)
             if await self._describe(worker, old_value, description):
@@ -53,7 +53,7 @@ class DynamoWorkerHandlers:
             old_description = _loaded(old_value)
             if old_description is None:
                 raise NotFound(f"worker {worker} not found")
-            description = old_description | _told(patch)
+            description = old_description | _fields_of(patch)
             if await self._describe(worker, old_value, description):
                 return Answer(await self._reconciled(worker, old_description, description))
         raise _contended(worker)
@@ -182,7 +182,7 @@ def worker_id(body: Body) -> str:
     return str(int(text))
 
 
-def _told(request: WorkerPatch) -> dict[str, Any]:
+def _fields_of(request: WorkerPatch) -> dict[str, Any]:
     return {name: value for name in _FIELDS if (value := getattr(request, name)) is not None}
 
 
