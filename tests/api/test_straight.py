@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import re
@@ -21,9 +22,9 @@ import pytest
 from tests.api.conftest import MakeClient, hold_blocks
 from tests.api.http.test_lists import NOT_BELIEVED, PLAIN, UNUSUAL
 from tests.conftest import wait_until
-from tests.patience import patient, patient_settings
+from tests.patience import patient, patient_settings, within
 from tests.proxy import Proxy, proxy_to
-from tests.serving.wire import connections, served, wire
+from tests.serving.wire import SECONDS, connections, served, wire
 from tests.test_asgi import STRAIGHT
 from waymark.api import application
 from waymark.api.application import create_app
@@ -145,7 +146,8 @@ class _RecordedRequest:
     def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
         assert self.answering is not None
         self.said.append("replied")
-        self.answering.reply(status, media_type, headers, body)
+        answering, self.answering = self.answering, None
+        answering.reply(status, media_type, headers, body)
 
     def pass_on(self) -> None:
         assert self.answering is not None
@@ -272,6 +274,29 @@ async def test_what_the_first_rows_decide_needs_nothing_else(
     monkeypatch.setattr(store.reader, "reading", lambda *_, **__: pytest.fail("the general way"))
     assert [await straight.post(path, each) for each in (body, other)] == answers
     assert straight.value(counted) == before + 2
+
+
+@pytest.mark.parametrize("path", ["/query", "/select"])
+async def test_an_answered_request_does_not_wait_for_the_garbage_collector(store: Store, path: str) -> None:
+    """Its body would, too, and a prompt may be long."""
+    asked, left = request(path, json.dumps({"model": "m", "token_ids": TOKENS}).encode()), []
+    async with way(store, is_straight=True, loads_ms=10_000) as straight:
+        reader, writer = await asyncio.open_connection("127.0.0.1", straight.port)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):  # what is done beside may leave something in one round, and not in each
+                for _ in range(100):
+                    writer.write(asked)
+                    async with within(SECONDS):
+                        head = await reader.readuntil(b"\r\n\r\n")
+                        await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+                left.append(gc.collect())
+        finally:
+            gc.enable()
+            writer.close()
+        assert straight.said.count("replied") == 300
+    assert min(left) < 100, left
 
 
 DECISIONS = ("/select", "/score")

@@ -173,7 +173,9 @@ class _Request:
                 self._fail(exc)
                 return
         self._operation.count("POST", answer.status, perf_counter() - self._started)
-        self._answering.reply(answer.status, media_type, more_headers(answer) if headers else (), content)
+        answering = self._answering
+        del self._answering  # it has this request, and both would wait for the garbage collector, with the body
+        answering.reply(answer.status, media_type, more_headers(answer) if headers else (), content)
 
     def _fail(self, error: BaseException) -> None:
         self._count(500)

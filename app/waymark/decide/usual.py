@@ -235,7 +235,8 @@ class UsualDecision(LimitedStep):
         if read is None:
             self._read_on(None)
         else:
-            self._next: Callable[[Any], bool] = self._take_read
+            # Not bound, for then it would have itself, and wait for the garbage collector.
+            self._next: Callable[[UsualDecision, Any], bool] = UsualDecision._take_read
             read.begin(self)
 
     def done(self) -> bool:
@@ -243,11 +244,12 @@ class UsualDecision(LimitedStep):
 
     def set_result(self, result: Any) -> None:
         try:
-            is_over = self._next(result)
+            is_over = self._next(self, result)
         except Exception as exc:
             self.set_exception(exc)
             return
         if is_over:
+            self._call = None  # it has this decision as its receiver
             self._end().set_result(self)
 
     def set_exception(self, exception: BaseException) -> None:
@@ -278,7 +280,7 @@ class UsualDecision(LimitedStep):
         """Read the prompt as any other is read."""
         reader, prepared = self._of.reader, self._prepared
         group, keys = prepared.fleet.table.group, PackedKeys(self._prompt.keys)
-        self._next = self._take_reading
+        self._next = UsualDecision._take_reading
         seconds = self._of.options.deadline_seconds
         self._reading = run(
             reader.reading(group, prepared.block_size, keys, deadline_seconds=seconds, start=start), self
@@ -328,7 +330,7 @@ class UsualDecision(LimitedStep):
         self._ordered_at = perf_counter()
         of.observe_walk(read_at - self._began)
         of.observe_policy(self._ordered_at - read_at)
-        self._next = self._take_reply
+        self._next = UsualDecision._take_reply
         pack = (native.selected or pure_sums).pack_sums
         self._call = of.reservations.packed(
             entry.group_id,
