@@ -94,7 +94,8 @@ async def test_a_plain_call_has_the_words_of_the_signature(fleet: Fleet) -> None
             call = fleet.reservations.call(fleet.group_id, [Offer(each, 5) for each in publishers], terms)
             by_signature = fleet.reservations._step(fleet.group_id, terms, call.nonce, publishers, words)
             assert (call.step.keys, call.step.args) == (by_signature.keys, by_signature.args)
-            packed = fleet.reservations.packed(fleet.group_id, terms, _counted, lambda: ((), ()))
+            of = context, "1" if is_cold else "0"
+            packed = fleet.reservations.packed(fleet.group_id, terms[1:6], of, _counted, (), lambda: ((), ()))
             by_signature = fleet.reservations._step(fleet.group_id, terms, packed.nonce, publishers, words)
             head = by_signature.args[: -2 - len(publishers) - len(words)]
             command = ("EVALSHA", SCRIPTS["reserve"].sha, 4, *by_signature.keys, *head)

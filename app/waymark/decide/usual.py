@@ -160,6 +160,7 @@ class UsualDecisions:
         self.reserver = reserver
         self.shadows = shadows
         self.limit = limit
+        self.bounds = options.target_requests_max, options.reservations_max
         self._is_on = not (options.shadows or options.is_speculative)
         self._prepared: dict[GroupName, _Prepared] = store.incarnation.cache({})
         self.matched = store.incarnation.cache(KnownRuns(_Matched.by, lambda matched: matched.size, _MATCHES_BYTES_MAX))
@@ -331,11 +332,12 @@ class UsualDecision(LimitedStep):
         of.observe_walk(read_at - self._began)
         of.observe_policy(self._ordered_at - read_at)
         self._next = UsualDecision._take_reply
-        pack = (native.selected or pure_sums).pack_sums
         self._call = of.reservations.packed(
             entry.group_id,
-            self._reservation_terms(linear),
-            lambda head, words: pack(head, words, self._sums, *self._terms),
+            (*linear, self.question.parameters.milliseconds, *of.bounds),
+            (self._prompt.tokens, "0" if matched.rows else "1"),
+            (native.selected or pure_sums).pack_sums,
+            (self._sums, *self._terms),
             self._words,
         )
         self._call.begin(self)
@@ -352,11 +354,6 @@ class UsualDecision(LimitedStep):
         blocks, reusable = len(self._prompt.keys) // KEY_BYTES, self._prompt.tokens - self._least
         return blocks, size, linear.new, available, reusable, round(together / len(targets.members))
 
-    def _reservation_terms(self, linear: Linear) -> ReservationTerms:
-        options, milliseconds = self._of.options, self.question.parameters.milliseconds
-        bounds, is_cold = (options.target_requests_max, options.reservations_max), not self._matched.rows
-        return ReservationTerms(self._prompt.tokens, *linear, milliseconds, *bounds, is_cold)
-
     def _words(self) -> tuple[Sequence[int], Sequence[str]]:
         """Return the first targets, and the terms of a reservation there."""
         offers, _, words = (native.selected or pure_sums).offer_sums(Offer, self._sums, *self._terms)
@@ -365,7 +362,8 @@ class UsualDecision(LimitedStep):
     def _as_call(self, step: PackedReserve) -> ReserveCall:
         """Return the call for which there is no reply."""
         offers, promises, _ = (native.selected or pure_sums).offer_sums(Offer, self._sums, *self._terms)
-        terms = self._reservation_terms(self.question.policy.linear or BY_PLACE)._replace(promises=promises)
+        milliseconds = self.question.parameters.milliseconds
+        terms = ReservationTerms(self._prompt.tokens, milliseconds=milliseconds, promises=promises)
         return ReserveCall(self._of.reservations, step, self._prepared.entry.group_id, offers, terms, step.nonce)
 
     def _by_sum(self, policy: PolicyChoice, linear: Linear) -> tuple[Sequence[FleetMember], list[Any]]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import hiredis
 
@@ -281,6 +281,9 @@ class Reserved(NamedTuple):
 #: Calls by their other arguments; one more drops all.
 _PLAIN_MAX = 1024
 
+PlainTerms: TypeAlias = tuple[float, float, int, int, int]
+"""The terms ``weight_new`` to ``reservations_max``, which many calls have in common."""
+
 
 class ReserveCall(NamedTuple):
     """One call of ``reserve``."""
@@ -385,27 +388,29 @@ class Reservations:
         self, group_id: int, terms: ReservationTerms, nonce: str, publishers: Sequence[int], words: Sequence[str]
     ) -> ScriptCall:
         """Return what ``_step`` does, if the call has no further keys: only a few words differ from the last one."""
-        known = self._plain_calls(group_id, terms)
+        known = self._plain_calls(group_id, terms[1:6])
         return known.again(nonce, terms.context, "1" if terms.is_cold else "0", publishers, words)
 
     def packed(
         self,
         group_id: int,
-        terms: ReservationTerms,
-        pack: Callable[[bytes, int], bytes],
+        terms: PlainTerms,
+        of: tuple[int, str],
+        pack: Callable[..., bytes],
+        offered: tuple[Any, ...],
         words_of: Callable[[], tuple[Sequence[int], Sequence[str]]],
     ) -> PackedReserve:
         """Return a call of ``reserve`` without further keys; see ``PackedReserve``."""
-        of = terms.context, "1" if terms.is_cold else "0"
-        return PackedReserve(self._plain_calls(group_id, terms), os.urandom(8).hex(), of, pack, words_of)
+        plain = self._plain_calls(group_id, terms)
+        return PackedReserve(plain, os.urandom(8).hex(), of, pack, offered, words_of)
 
-    def _plain_calls(self, group_id: int, terms: ReservationTerms) -> PlainReserve:
-        key = group_id, keys.ALL, *terms[1:6]
+    def _plain_calls(self, group_id: int, terms: PlainTerms) -> PlainReserve:
+        key = group_id, keys.ALL, *terms
         known = self._plain.get(key)
         if known is None:
             if len(self._plain) >= _PLAIN_MAX:
                 self._plain.clear()
-            known = self._plain[key] = PlainReserve(self._step(group_id, terms, "", (), ()))
+            known = self._plain[key] = PlainReserve(self._step(group_id, ReservationTerms(0, *terms), "", (), ()))
         return known
 
     def _step(

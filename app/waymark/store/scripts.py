@@ -128,15 +128,16 @@ class PackedReserve(ScriptCall):
         plain: PlainReserve,
         nonce: str,
         of: tuple[int, str],
-        pack: Callable[[bytes, int], bytes],
+        pack: Callable[..., bytes],
+        offered: tuple[Any, ...],
         words_of: Callable[[], tuple[Sequence[int], Sequence[str]]],
     ) -> None:
-        """``of`` are the context, and whether it is cold. ``pack`` packs it behind the first words, which are packed,
-        and so many; ``words_of`` returns the candidates and their terms.
+        """``of`` are the context, and whether it is cold. ``pack`` packs what is ``offered`` behind the first words, so
+        many, which are packed; ``words_of`` returns the candidates and their terms.
         """
         super().__init__(plain.call.scripts, "reserve", plain.call.keys, ())
         self._plain, self.nonce, self._of, self._words_of = plain, nonce, of, words_of
-        self._packed = pack(plain.head(nonce, *of), plain.words)
+        self._packed = pack(plain.head(nonce, *of), plain.words, *offered)
 
     def _pack(self) -> bytes:
         return self._packed

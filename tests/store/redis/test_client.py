@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 from redis.asyncio import Redis
@@ -16,11 +16,12 @@ from tests.topologies import Server, farm
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.redis.address import parse
-from waymark.store.redis.client import REPEATABLE, SCRIPTS, RedisClient
+from waymark.store.redis.client import REPEATABLE, SCRIPTS, RedisClient, Reply
 from waymark.store.redis.connect import server
 from waymark.store.redis.credentials import Credentials
-from waymark.store.reservations import Offer, Reservations, ReservationTerms
+from waymark.store.reservations import Offer, Reservations, ReservationTerms, packed_behind
 from waymark.store.scripts import Scripts, Verdict
+from waymark.store.steps import Step, Steps, finished
 from waymark.store.store import Store
 
 
@@ -186,9 +187,24 @@ async def _lose_replies(redis: Server, *, is_shared: bool) -> None:
                 loads = await reservations.loads(1)
                 assert sum(load.requests for load in loads.values()) == requests
                 assert loads[found.reservation.publisher].tokens == 90
-            assert await other.zcard(keys.reservations(1)) == 2
+            proxy.lost_replies = 1
+            offered = [7, 8], ["1 90 0.0 1.0 0 0 -"]
+            packed = reservations.packed(1, (0.0, 1.0, 120_000, 0, 9), (100, "0"), _pack, offered, lambda: offered)
+            reply = await finished(_of(packed))
+            assert proxy.lost_replies == 0
+            assert reply[0] == b"applied"
+            assert sum(load.requests for load in (await reservations.loads(1)).values()) == 3
+            assert await other.zcard(keys.reservations(1)) == 3
         finally:
             await client.close()
+
+
+def _pack(head: bytes, count: int, publishers: Sequence[int], terms: Sequence[str]) -> bytes:
+    return packed_behind(head, count, (len(publishers), *publishers, len(terms), *terms))
+
+
+def _of(step: Step) -> Steps[Reply]:
+    return (yield step)
 
 
 def _library(url: str) -> Redis:
