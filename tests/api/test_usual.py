@@ -156,6 +156,8 @@ def requests(random: Random) -> Iterator[dict[str, Any]]:
         ),
         {"policy": "least-work", "overrides": {"host_credit": 0.3, "disk_credit": 0.7, "new_weight": 1.1}},
         {"policy": "least-work", "overrides": {"overlap_score_credit": 0.1, "active_weight": 0.7}},
+        {"policy": "least-work", "overrides": {"overlap_score_credit": 16, "new_weight": 1e6, "active_weight": 1e9}},
+        {"policy": "least-work", "overrides": {"host_credit": 1e-7, "new_weight": -0.0, "active_weight": 1e-7}},
         *({"policy": "sticky"}, {"policy": "sticky", "overrides": {"load_factor_epsilon": 0.01, "virtual_nodes": 7}}),
     ]
     for number in range(54):
@@ -179,7 +181,7 @@ async def played(make_client: MakeClient, url: str, seed: int, engines: int, *, 
         client = await make_client(store, loads_seconds=3600.0)
         for number in range(engines):
             fields: dict[str, Any] = {"address": f"http://10.0.0.{number}:80/%d"} if number % 3 else {}
-            await register(client, f"e{number}", weight=random.choice((1.0, 1.0, 0.3, 2.0)), **fields)
+            await register(client, f"e{number}", weight=random.choice((1.0, 1.0, 0.3, 2.0, 1e-7, 1e6)), **fields)
         seqs = count(1)
         for number in range(0, engines, 2):
             for medium in random.sample(("GPU", "CPU", "DISK"), random.choice((1, 2))):

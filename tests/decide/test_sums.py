@@ -56,6 +56,19 @@ def test_both_implementations_give_the_same(seed: int) -> None:
     assert list(map(repr, results[0][1])) == list(map(repr, results[1][1])), "also the forms of numbers"
 
 
+def test_the_longest_numbers_have_room() -> None:
+    """None of them can come; the C module has to write them into as many bytes as it has for the longest."""
+    if native.select(True) == "pure" or native.selected is None:
+        pytest.skip("built without the C part")
+    least, row, member = -(2**63), TargetRow(*[2**31 - 1] * 4), fleet_of(Random(3), 1).members[0]
+    member = member._replace(target=replace(member.target, weight=-2.2250738585072014e-308))
+    sums = [(0.0, 0.0, least + number, member, 2.0**53 - number, row, None, 2**31 - 1) for number in range(100)]
+    facts = 100, 2**31 - 1, 2**31 - 1, 0.0, least, 2**63 - 1, least, -1.7976931348623157e308, None
+    packed, pure = [loops.pack_sums(b"head", 7, sums, *facts) for loops in (native.selected, pure_sums)]
+    assert packed == pure
+    assert len(packed) > 100 * 200
+
+
 @pytest.mark.parametrize("is_native", [True, False])
 def test_a_packed_call_has_the_words_of_its_offers(is_native: bool) -> None:
     if native.select(is_native) == "pure" and is_native:
