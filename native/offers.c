@@ -26,7 +26,7 @@ typedef struct {
     PyObject *promise; /* borrowed from the list of promises */
 } OfferTerms;
 
-/* A number of blocks, or of tokens of a block. -1 with an exception. */
+/* A number of blocks, of tokens of a block, or of words. -1 with an exception. */
 static long long read_count(PyObject *object)
 {
     const long long count = PyLong_AsLongLong(object);
@@ -264,8 +264,9 @@ PyObject *pack_sums(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     Offered of = {NULL, NULL, NULL, NULL, 0, 0, 0, 0, 0, 0.0, 0.0, NULL};
     if (!has_arguments("pack_sums", nargs, 12) || PyBytes_AsStringAndSize(args[0], &head, &length) < 0)
         return NULL;
-    long long all = PyLong_AsLongLong(args[1]), words_count = 0;
-    if ((all == -1 && PyErr_Occurred()) || !read_offered(args + 2, &of, &count))
+    long long words_count = 0;
+    const long long all = read_count(args[1]);
+    if (all < 0 || !read_offered(args + 2, &of, &count))
         return NULL;
     const size_t room = ((size_t)count + 2) * (WORD_MAX + BULK_MAX);
     Text publishers = {PyMem_Malloc(room), 0}, words = {PyMem_Malloc(room), 0};

@@ -137,5 +137,7 @@ def test_what_cannot_be_a_target_is_an_error() -> None:
             loops.offer_sums(Offer, [of_member], 8, *wrong, 3.0, 0, 0, 0, 0.0, None)
         with pytest.raises((OverflowError, ValueError), match=error):
             loops.pack_sums(b"", 0, [of_member], 8, *wrong, 3.0, 0, 0, 0, 0.0, None)
+    with pytest.raises(OverflowError, match="a count is 9223372036854775807"):
+        loops.pack_sums(b"", 2**63 - 1, [of_member], 8, 1, 16, 3.0, 0, 0, 0, 0.0, None)
     with pytest.raises(OverflowError, match="new tokens"):
         loops.offer_sums(Offer, [(*of_member[:4], float("nan"), *of_member[5:])], 8, 1, 16, 3.0, 0, 0, 0, 0.0, None)

@@ -33,7 +33,7 @@ def _facts(script: bytes) -> tuple[list[Any], dict[Any, Any], dict[Any, Any], di
     for at in range(0, len(script) - _TARGET_BYTES + 1, _TARGET_BYTES):
         flags, weight, *row, soon, load = script[at : at + _TARGET_BYTES]
         publisher = at // _TARGET_BYTES + 1
-        members.append((publisher, (f"p{publisher}", flags >> 4), _Weighted((weight % 4 + 1) / 2)))
+        members.append((publisher, (f"p{publisher}", flags >> 4), _Weighted((weight % 4 + 1) / 3)))
         if flags & 1:
             rows[members[-1][1]] = tuple(each % 5 for each in row)
         if flags & 2:
