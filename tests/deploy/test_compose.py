@@ -18,6 +18,7 @@ from tests.deploy.processes import ended, started
 from tests.e2e.conftest import starting
 from tests.patience import patient
 from tests.ports import unused_port
+from waymark.api.activity import SILENT_SECONDS
 from waymark.cli.parser import parse
 from waymark.simulator.options import options_of
 
@@ -87,6 +88,8 @@ def test_the_roles_run_twice_and_only_nginx_is_reached_from_outside() -> None:
     conf = (ROOT / mounts("nginx")["/etc/nginx/nginx.conf"]).read_text(encoding="utf-8")
     assert "listen 13333;" in conf
     assert "server query:13333 " in conf
+    # A silent stream of GET /activity is not ended.
+    assert int(re.findall(r"proxy_read_timeout (\d+)s;", conf)[0]) > SILENT_SECONDS
 
 
 def test_what_can_run_on_a_read_only_root_without_capabilities_does() -> None:

@@ -34,8 +34,8 @@ _FIRST = 100
 _READ_MAX = 500
 _WAITING_MAX = 1_000
 _POLL_SECONDS = 1.0
-#: A comment that keeps proxies from ending a silent connection.
-_SILENT_SECONDS = 15.0
+#: A comment keeps proxies from ending a silent connection; that of ``deploy/nginx.conf`` does so after 10 seconds.
+SILENT_SECONDS = 5.0
 _ALIVE: Final = b": alive\n\n"
 #: How long a browser waits before it connects again.
 _RETRY: Final = b"retry: 2000\n\n"
@@ -118,7 +118,7 @@ class ActivityFeed:
             yield _RETRY
             while True:
                 try:
-                    async with asyncio.timeout(_SILENT_SECONDS):
+                    async with asyncio.timeout(SILENT_SECONDS):
                         event = await client.waiting.get()
                 except TimeoutError:
                     event = _ALIVE
