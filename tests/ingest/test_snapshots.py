@@ -384,6 +384,7 @@ async def test_a_snapshot_that_takes_too_long_to_apply_is_interrupted(
     await lose(pod)
     await has_snapshots_of(pod, "interrupted")
     await pod.says("was not applied within")
+    assert not any(name.startswith("staged:") for name in await bench.record(pod.name))
     monkeypatch.undo()
     await has_snapshots_of(pod)
     await pod.agrees()

@@ -178,7 +178,6 @@ class Snapshots:
         if snapshot.publisher_id == life.publisher_id and watermark is not None and snapshot.seq < watermark:
             raise BadSnapshot(f"its snapshot ends with batch {snapshot.seq}, and batch {watermark} is applied already")
         staged, ts, records = self._source.stage(life), None, 0
-        is_whole = False
         try:
             for seq, payloads in _numbered(snapshot):
                 if snapshot.records is None:
@@ -192,18 +191,15 @@ class Snapshots:
                 _check(staged)
                 await self._tick()
                 if time.monotonic() > deadline:
+                    await staged.drop_staged()
                     return SnapshotOutcome.INTERRUPTED, f"a snapshot was not applied within {self._seconds:g} s"
             if snapshot.records not in (None, records):
                 raise BadSnapshot(f"its snapshot has {records} records and says that it has {snapshot.records}")
             staged.resolver.before = {}
             await life.take_snapshot(staged, snapshot.seq, ts, snapshot.publisher_id)
-            is_whole = True
-        except BadSnapshot:
+        except (BadSnapshot, InvalidValue, OSError):
             await staged.drop_staged()
             raise
-        else:
-            if not is_whole:
-                await staged.drop_staged()
         return SnapshotOutcome.COMPLETE, ""
 
     async def _records(self, seq: int, payloads: list[bytes]) -> tuple[Incoming, int]:
