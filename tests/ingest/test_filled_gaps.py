@@ -16,12 +16,13 @@ from waymark.apply.resuming import resumed, staged
 from waymark.base.metrics import Metrics
 from waymark.domain.engines import Copies, EngineKind
 from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
+from waymark.domain.life_facts import UNTRUSTED
 from waymark.domain.rows import ROW_SLOTS
 from waymark.engines import decoder
 from waymark.ingest.counters import BATCHES_LOST, FILLED
 from waymark.ingest.frames import ReplayedBatch
+from waymark.ingest.gap_fill import FillProgress, GapFill
 from waymark.ingest.life import Life
-from waymark.ingest.replay import FillProgress, GapFill
 from waymark.simulator.encode import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Encoder, WireEvent
 from waymark.store.index import Index
 from waymark.store.redis.client import RedisClient
@@ -125,7 +126,7 @@ class Reader:
             metrics,
             state,
             on_gap="keep",
-            stage=lambda life: staged(grant, store, metrics, ApplyOptions(), life.counters, frozenset()),
+            stage=lambda life: staged(grant, store, metrics, self.options, life.counters, frozenset()),
         )
 
     async def live(self, batch: ReplayedBatch) -> None:
@@ -271,6 +272,24 @@ async def test_a_holder_that_ends_meanwhile_is_not_copied(redis: Redis) -> None:
     assert not await GapFill(reader.life, staged_applier).begin(end)
     assert await reader.held(cache) == {GPU: set(), CPU: set()} != before
     assert await reader.fill(batches[2:], random.Random(1))
+
+
+async def test_a_gap_is_filled_though_a_repair_has_not_been_answered(redis: Redis) -> None:
+    store, dice = Store(RedisClient(redis, "redis://test")), random.Random(6)
+    cache = Cache(dice, "set", may_orphan=False)
+    reader = Reader(await stream_of(store, redis, registration(block_size=4, copies="set")))
+    await reader.resume()
+    batches = batches_of(cache, 8, 0)
+    for batch in batches[:3]:
+        await reader.live(batch)
+    await reader.life.flush()
+    await reader.life.open_gap(3)
+    for batch in batches[5:]:
+        await reader.live(batch)
+    assert await reader.fill(batches[2:], dice)
+    assert await reader.held(cache) == cache.blocks()
+    assert BATCHES_LOST not in reader.life.reasons
+    assert reader.life.applier.resolver.flags == {FILLED, UNTRUSTED}
 
 
 async def test_a_gap_behind_another_loss_leaves_the_stream_degraded(redis: Redis) -> None:

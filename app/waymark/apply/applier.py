@@ -284,7 +284,8 @@ class Applier:
             await self.calls.accepted(lambda: records.drop_staged(self.grant, nonce, holders))
 
     async def copy(self, former: Applier, seq: int, tick: Callable[[], Awaitable[None]]) -> bool:
-        """Give the staged life all blocks of another life of the stream, as if batch ``seq`` had stored them.
+        """Give the staged life all blocks of another life of the stream, as if batch ``seq`` had stored them, except
+        those of windows that are not read any more.
 
         ``tick`` is awaited between portions. Return whether all are there: a holder may end meanwhile, and a row in
         Redis may be damaged.
@@ -292,19 +293,20 @@ class Applier:
         resolver, source, position = self.resolver, former.resolver, 1
         resolver.facts.restore(frozenset(source.flags), source.main_group)
         holders = dict(source.holders)
-        if holders:
-            await self.begin(resolver.holders_like(holders))
-        for name, old_holder in holders.items():
-            if name not in resolver.holders:
-                return False
-            async for keys in self._store.takeover.keys_of(self.grant, old_holder):
+        new_holders = resolver.holders_like(holders)
+        if new_holders:
+            await self.begin(new_holders)
+        for name in new_holders:
+            async for keys in self._store.takeover.keys_of(self.grant, holders[name]):
                 if source.holders != holders:
                     return False
-                work = resolver.copy(seq, position, resolver.holders[name], (source.memory, old_holder), keys)
+                work = resolver.copy(seq, position, resolver.holders[name], (source.memory, holders[name]), keys)
                 parts, position = await self.slices.run(work)
                 await self._apply_all(parts)
                 await tick()
-        return source.holders == holders and resolver.memory.blocks == source.memory.blocks
+        if source.holders != holders:
+            return False
+        return resolver.memory.blocks == sum(source.memory.blocks_of(holders[name]) for name in new_holders)
 
     async def take_place(self, commit: Commit) -> None:
         """End the life of the stream, and replace it by the staged one. Raise Fenced if another worker has the

@@ -338,6 +338,15 @@ class Planner:
         return None
 
 
+def hashes_known_before(event: StoreEvent) -> Sequence[int]:
+    """Return the engine hashes of a store that may stand for blocks stored before it."""
+    if not isinstance(event, Stored):
+        return event.engine_hashes
+    parents = [] if event.parent is None else [event.parent]
+    # On a device its own blocks are known by their tokens.
+    return parents if event.medium in DEVICE else [*parents, *event.engine_hashes]
+
+
 def _has_room(name: HolderName, names: set[HolderName]) -> bool:
     """Return whether a holder may begin; ``names`` are the lasting names of all others."""
     if name.lasting in names:

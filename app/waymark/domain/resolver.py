@@ -39,7 +39,7 @@ from waymark.domain.life_facts import COPIES_LAST, EXTRA_KEYS, UNTRUSTED
 from waymark.domain.media import DEVICE
 from waymark.domain.names import Holder, HolderName, Registration
 from waymark.domain.parts import STEP, Parts, joined
-from waymark.domain.plan import Plan, Planner
+from waymark.domain.plan import Plan, Planner, hashes_known_before
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.rules import BatchProgress, Rules, TokenRule
 from waymark.domain.slices import EVENT_WORK, Slice, Slices
@@ -449,20 +449,22 @@ class Resolver(StreamBlocks):
         return parts.parts, position
 
     def recall(self, batches: Sequence[Batch], former: StreamBlocks) -> Slices[None]:
-        """Remember the blocks that stores of the batches continue, if they have left in the life ``former``."""
+        """Remember the blocks that stores of the batches continue or name, if they have left in the life ``former``."""
         for batch in batches:
             for event in batch.events:
                 if self._slice.is_full(EVENT_WORK):
                     yield
-                if not isinstance(event, Stored) or event.parent is None:
+                if not isinstance(event, STORES):
                     continue
                 rank = self._planner.rank(batch, event)
                 holder, old_holder = self.some_holder(rank), former.some_holder(rank)
-                if holder is None or old_holder is None or self.memory.find(holder, event.parent) is not None:
+                if holder is None or old_holder is None:
                     continue
-                spot = former.memory.gone(old_holder, event.parent)
-                if spot is not None:
-                    self.memory.mark_gone(holder, event.parent, spot)
+                for engine_hash in hashes_known_before(event):
+                    if self.memory.find(holder, engine_hash) is None:
+                        spot = former.memory.gone(old_holder, engine_hash)
+                        if spot is not None:
+                            self.memory.mark_gone(holder, engine_hash, spot)
 
     # ---- objects that wait, and batches that Redis has ---------------------------------------------
 

@@ -253,7 +253,7 @@ class Life:
 
     async def open_gap(self, seq: int, last_seq: int | None = None) -> None:
         """Note that a replay may still bring the batches before ``seq``: those after ``last_seq``, or all."""
-        if self.opening.gap_at is None:
+        if self.opening.gap_at is None or (last_seq is not None and self.opening.gap_from is None):
             await self._flag(*self.opening.open_gap(seq, last_seq, had_losses=self._had_losses))
 
     async def close_opening(self, seq: int) -> None:
@@ -294,7 +294,8 @@ class Life:
         if not resolver.flags & {LOST_BEFORE, OVER_CEILING}:
             resolver.flags.add(FILLED)
             self.reasons.discard(BATCHES_LOST)
-        resolver.missing = self.applier.resolver.missing if self.reasons & REPAIRABLE else 0
+        if self.reasons & REPAIRABLE:
+            resolver.missing = self.applier.resolver.missing
         former = await self._move_to(staged, Commit(order.watermark, ts, order.newest_ts, order.digest))
         self.counters[MISSING] = resolver.unknown
         await staged.write({}, {MISSING: resolver.unknown})

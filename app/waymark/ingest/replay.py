@@ -9,19 +9,18 @@ slow.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from enum import Enum, StrEnum, auto
+from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
 import zmq
 
-from waymark.apply.applier import Applier, Incoming
-from waymark.base.errors import StoreUnavailable
-from waymark.base.logs import fields
+from waymark.apply.applier import Incoming
+from waymark.base.errors import InvalidValue
 from waymark.ingest.frames import SEQ_BYTES, ReplayedBatch, is_end_marker, parse_replay
+from waymark.ingest.gap_fill import FillProgress, GapFill
 from waymark.ingest.life import Life
 from waymark.ingest.options import StreamOptions
 from waymark.ingest.received import ReceivedFrames, Settling
@@ -30,10 +29,10 @@ from waymark.ingest.request import PublisherRequest
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ZmqContext
 from waymark.ingest.unfinished import LONGEST_PARTS
 
-log = logging.getLogger(__name__)
-
 _PORTION_BYTES = 8 * 2**20
 _TRIES = 3
+#: How often blocks are missing in the copy for a gap, as behind a damaged row, until the replay goes on without it.
+_COPIES = 2
 
 
 class ReplayOutcome(StrEnum):
@@ -200,17 +199,23 @@ class ReplayAttempt:
     async def run(self) -> AttemptResult:
         """Request and apply missing batches, or stop when another stream needs the place (YIELDED)."""
         order = self._life.order
-        has_heard, tries = False, 0
+        has_heard, tries, copies = False, 0, 0
         while tries < _TRIES and time.monotonic() < self._deadline:
             old_watermark = order.watermark
-            request = _ReplayRequest(self._life, self._received, self._hole, self._between_portions)
-            outcome = await self._ask(request)
+            may_fill = copies < _COPIES
+            request = _ReplayRequest(self._life, self._received, self._hole, self._between_portions, may_fill=may_fill)
+            try:
+                outcome = await self._ask(request)
+            except (InvalidValue, OSError):
+                await request.end(None)
+                raise
             await request.end(outcome)
+            copies += request.cannot_copy
             has_heard = has_heard or not request.is_empty
             self._hole = request.hole
             if self.yielded is not None:
                 return AttemptResult.YIELDED
-            if request.is_over:
+            if request.is_over or (outcome is ReplayOutcome.COMPLETE and request.is_behind):
                 pass
             elif outcome is ReplayOutcome.COMPLETE:
                 if not request.is_empty or order.watermark is None:
@@ -262,17 +267,30 @@ class _ReplayRequest:
         received: ReceivedFrames,
         known_hole: tuple[int, int] | None,
         tick: Callable[[], Awaitable[None]],
+        *,
+        may_fill: bool,
     ) -> None:
         self._life = life
         self._received = received
         self._known_hole = known_hole
         self._tick = tick
+        self._may_fill = may_fill
         self._fill: GapFill | None = None
         self._is_first = True
         self.hole = known_hole
         self.is_empty = True
         self.is_over = False
         """The other replies to this request are ignored. The next request begins at the present watermark."""
+        self.cannot_copy = False
+        """The known blocks could not be copied to fill a gap, although Redis answers."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether all replies are older than the batch that shows whether the life is the same: a replay of a gap
+        begins before it. That batch is requested next.
+        """
+        life = self._life
+        return self._is_first and not (self.is_empty or life.is_proven) and life.order.watermark is not None
 
     async def read(self, portion: list[ReplayedBatch]) -> None:
         at = await self._fill_gap(portion)
@@ -303,13 +321,14 @@ class _ReplayRequest:
         """Fill the gap of the life, if the replies are those that it needs. Return how many were read for it."""
         life = self._life
         if self._fill is None:
-            staged = life.stage_to_fill(portion[0].seq)
+            staged = life.stage_to_fill(portion[0].seq) if self._may_fill else None
             if staged is None:
                 return 0
-            self._fill = GapFill(life, staged)
-            if not await self._fill.begin(self._tick):
-                self.is_over = True
+            fill = GapFill(life, staged)
+            if not await fill.begin(self._tick):
+                self.is_over, self.cannot_copy = True, fill.lacks_blocks
                 return 0
+            self._fill = fill
         self.is_empty = False
         count, progress = await self._fill.read(portion)
         if progress is FillProgress.GOES_ON:
@@ -398,87 +417,6 @@ class _ReplayRequest:
             return True
         await life.begin_anew("life cannot be proven")
         return False
-
-
-class FillProgress(Enum):
-    """How far a gap is filled."""
-
-    GOES_ON = auto()
-    FILLED = auto()
-    OTHER_LIFE = auto()
-    """The replies are of another process than the life."""
-    BROKEN = auto()
-    """A batch is missing in the replay, or too large."""
-
-
-class GapFill:
-    """The blocks known now, and behind them all batches from a gap to the watermark, in a life that readers do not see.
-
-    The last batch that names a block decides about it, because no count of copies is trusted after a gap. A block that
-    no batch from the gap on names is as it was before the gap. So the life is right after the last batch, not before.
-    """
-
-    def __init__(self, life: Life, staged: Applier) -> None:
-        assert life.opening.gap_from is not None
-        self.hole: tuple[int, int] | None = None
-        """(first missing seq, seq that came instead)."""
-        self._life = life
-        self._staged = staged
-        self._next = life.opening.gap_from
-        order = life.order
-        self._proofs = {seq: digest for seq, digest in (life.proof, (order.watermark, order.digest)) if digest}
-        staged.resolver.is_snapshot = False
-
-    async def begin(self, tick: Callable[[], Awaitable[None]]) -> bool:
-        """Begin with the known blocks. Return False, without an effect, if they cannot be copied now."""
-        try:
-            if await self._staged.copy(self._life.applier, self._next - 1, tick):
-                return True
-        except StoreUnavailable as exc:
-            log.debug("blocks not copied", extra=fields(stream=self._life.name, error=exc.sentence))
-        await self.drop()
-        return False
-
-    async def drop(self) -> None:
-        """Give up: the life stays as it is. Raises Fenced."""
-        await self._staged.drop_staged()
-
-    async def read(self, replies: Sequence[ReplayedBatch]) -> tuple[int, FillProgress]:
-        """Apply replies, up to the watermark at most. Return how many were read."""
-        life, fold = self._life, list[Incoming]()
-        for count, (seq, payload, topic) in enumerate(replies, 1):
-            is_known = seq < self._next
-            if is_known and seq not in self._proofs:
-                continue
-            incoming = await life.decoder.decode(seq, payload, topic, is_known=is_known)
-            if incoming is None:
-                continue
-            is_other = self._proofs.get(seq, incoming.digest) != incoming.digest
-            if is_other or life.is_of_another_process(incoming.batch):
-                return count, FillProgress.OTHER_LIFE
-            if is_known:
-                continue
-            if seq > self._next:
-                self.hole = self._next, seq
-                return count - 1, FillProgress.BROKEN
-            if incoming.batch.lost is not None:
-                return count - 1, FillProgress.BROKEN
-            fold.append(incoming)
-            self._next += 1
-            if seq == life.order.watermark:
-                await self._apply(fold)
-                await life.take_filled(self._staged, incoming.batch.ts)
-                return count, FillProgress.FILLED
-        await self._apply(fold)
-        return len(replies), FillProgress.GOES_ON
-
-    async def _apply(self, fold: Sequence[Incoming]) -> None:
-        staged = self._staged
-        staged.slices.begin()
-        if fold:
-            batches = [incoming.batch for incoming in fold]
-            await staged.slices.run(staged.resolver.recall(batches, self._life.applier.resolver))
-            await staged.apply(fold, None)
 
 
 def _behind(reply: ReplayedBatch, portion: Sequence[ReplayedBatch], at: int) -> Iterator[ReplayedBatch]:
