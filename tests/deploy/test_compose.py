@@ -110,12 +110,12 @@ def test_the_gateway_knows_the_engines_beside_it() -> None:
     assert engines["profiles"] == gateway["profiles"] == ["gateway"]
 
 
-def test_prometheus_finds_every_container_of_both_roles_and_the_rules() -> None:
+def test_prometheus_finds_every_container_of_each_role_and_the_rules() -> None:
     scraped = config("prometheus/prometheus.yml")
     found = {job["job_name"]: job["dns_sd_configs"][0] for job in scraped["scrape_configs"]}
-    assert set(found) == {"waymark-query", "waymark-ingest"}
-    for role in ("query", "ingest"):
-        assert {"names": [role], "type": "A", "port": 13333}.items() <= found[f"waymark-{role}"].items()
+    assert set(found) == {"waymark-query", "waymark-ingest", "waymark-gateway"}
+    for role, port in (("query", 13333), ("ingest", 13333), ("gateway", 8080)):
+        assert {"names": [role], "type": "A", "port": port}.items() <= found[f"waymark-{role}"].items()
     assert mounts("prometheus")[scraped["rule_files"][0]] == "./helm/files/alerts.yml"
 
 
