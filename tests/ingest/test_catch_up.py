@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Hand, Held, Pod
+from tests.patience import patient
 from waymark.simulator.publisher import SimulatedPublisher
 
 
@@ -274,7 +275,7 @@ async def test_a_replay_that_never_gets_anywhere_is_given_up(bench: Bench) -> No
     pod = await bench.pod(gpu_blocks=1000, cpu_blocks=0)
     pod.fault(truncate_replay=1)
     await pod.work(5)
-    await bench.worker(options=WITHOUT_PROBES)
+    await bench.worker(options=WITHOUT_PROBES, replay_idle_seconds=patient(0.5))
     await pod.says("replay_incomplete")
     assert pod.publisher.counts["replays"] == 4  # the first brought one batch
     await pod.work(1)

@@ -14,25 +14,53 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Hand, Pod
+from tests.patience import patient
 from waymark.apply.applier import Applier
+from waymark.ingest import replay
 from waymark.ingest.life import Life
 from waymark.ingest.replay import Replay
 from waymark.ingest.replay_places import BEGINNING_SECONDS_MAX, ReplayPauses
 from waymark.ingest.sockets import ZmqContext
 
 OPTIONS = replace(QUICK, probe_seconds=0.5, replay_idle_seconds=0.1, publisher_timeout=60.0)
-#: A replay that is not answered is over soon, and nothing is asked for because of time that has passed.
+#: A replay that a faulty publisher does not answer is over soon, and nothing is asked for because time has passed.
 IMPATIENT = replace(WITHOUT_PROBES, replay_idle_seconds=0.1)
-#: As long as the test wants: a busy machine is not taken for a publisher that does not answer.
+#: As long as the test wants, if the publisher is faulty, too.
 PATIENT = replace(WITHOUT_PROBES, replay_idle_seconds=PATIENCE_SECONDS)
 
 
+@pytest.fixture(autouse=True)
+def replays_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let replays wait for a publisher without faults as long as the test wants: a busy machine is not its silence.
+
+    Each test has one pod.
+    """
+    faults: dict[str, Any] = {}
+    fault = Pod.fault
+
+    def noted(pod: Pod, **changes: Any) -> None:
+        faults.update(changes)
+        fault(pod, **changes)
+
+    class Waiting(Replay):
+        def __init__(self, *given: Any, idle_seconds: float, **options: Any) -> None:
+            if faults.get("truncate_replay"):
+                idle_seconds = max(idle_seconds, patient(0.5))
+            elif not faults.get("replay_silent"):
+                idle_seconds = PATIENCE_SECONDS
+            super().__init__(*given, idle_seconds=idle_seconds, **options)
+
+    monkeypatch.setattr(Pod, "fault", noted)
+    monkeypatch.setattr("waymark.ingest.replay.Replay", Waiting)
+
+
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def asked(monkeypatch: pytest.MonkeyPatch, replays_wait: None) -> list[int]:
     """The seqs from which replays were requested, in order."""
     starts: list[int] = []
+    waiting: Any = replay.Replay
 
-    class Recorded(Replay):
+    class Recorded(waiting):  # type: ignore[misc]
         def __init__(self, context: ZmqContext, endpoint: str, start: int, **options: Any) -> None:
             starts.append(start)
             super().__init__(context, endpoint, start, **options)
@@ -524,7 +552,8 @@ async def test_only_a_replay_of_the_whole_gap_fills_it(bench: Bench, begins: int
     forget_before(pod, begins)
     pod.fault(replay_silent=False)
     asked.clear()
-    await bench.worker("worker-2", options=PATIENT)
+    second = await bench.worker("worker-2", options=PATIENT)
+    await replays(second, "complete", 1)
     if begins == 0:
         await filled(pod)
     elif begins < 4:
@@ -533,6 +562,10 @@ async def test_only_a_replay_of_the_whole_gap_fills_it(bench: Bench, begins: int
         await pod.is_silent_about("replay_silent")
         await pod.says("batches_lost")
         assert await bench.held(pod.name) == before
-        assert (await bench.record(pod.name))["flags"] == "untrusted"
+
+        async def is_given_up() -> bool:
+            return (await bench.record(pod.name))["flags"] == "untrusted"
+
+        await wait_until(is_given_up, "the gap stays", PATIENCE_SECONDS)
     await applied(pod)
     assert asked == [0]
