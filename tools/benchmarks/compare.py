@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tools.benchmarks import prompts
-from tools.benchmarks.decisions import forget_reservations, register_idle_targets
+from tools.benchmarks.decisions import forget_reservations
 from tools.benchmarks.feed import Publisher, publishers, wait_for
 from tools.benchmarks.load import run, write_bodies
 from tools.benchmarks.processes import RedisServer, Server, redis_server, wait_until, waymark
@@ -94,13 +94,12 @@ def measure(trees: Sequence[Path], kinds: Sequence[str], sizes: Sizes) -> list[R
     figures: dict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
-        contenders = [stack.enter_context(_started(folder, tree)) for tree in trees]
+        engines = TARGETS if "select" in kinds else 1
+        contenders = [stack.enter_context(_started(folder, tree, engines)) for tree in trees]
         for each in contenders:
             for prompt in (*warm, *asked):
                 each.engine.store(prompt)
             wait_for([each.replica], {each.engine.number: (*warm, *asked)[-1]})
-            if "select" in kinds:
-                register_idle_targets(each.replica, range(each.engine.number + 1, each.engine.number + TARGETS))
         for number in range(-1, sizes.rounds):  # the first round warms up
             part = warm if number < 0 else asked[number * sizes.queries :][: sizes.queries]
             for kind in kinds:
@@ -201,15 +200,17 @@ def _ingest(kind: str, sizes: Sizes) -> Ask:
 
 
 @contextmanager
-def _started(folder: Path, tree: Path) -> Iterator[Contender]:
+def _started(folder: Path, tree: Path, engines: int) -> Iterator[Contender]:
+    """Start what runs of a tree. The first of the engines will have the prompts; the others are alive, and empty."""
     command = (str(tree / ".venv" / "bin" / "waymark"),)
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(folder))
         worker = stack.enter_context(waymark(folder, "ingest", redis.url, command=command))
         replica = stack.enter_context(waymark(folder, "query", redis.url, command=command))
-        (engine,) = stack.enter_context(publishers(1))
-        engine.register(replica)
-        yield Contender(redis, worker, replica, engine)
+        feeding = stack.enter_context(publishers(engines))
+        for engine in feeding:
+            engine.register(replica)
+        yield Contender(redis, worker, replica, feeding[0])
 
 
 def _what(kind: str) -> str:

@@ -211,6 +211,7 @@ def waymark(
     """
     port = unused_port()
     values = {"REDIS_URL": url, "HOST": "127.0.0.1", "LOG_LEVEL": "warning", "NATIVE": str(not is_pure).lower()}
+    values["QUERY_DEADLINE_MS"] = "10000"  # 256 queries at once take longer than the default on a busy machine
     values["PROBE_PORT" if role == "ingest" else "PORT"] = str(port)
     settings = {f"WAYMARK_{key}": value for key, value in values.items()} | dict(environ or {})
     with running(folder, f"{role}-{port}", *command, role, **settings) as process:
