@@ -362,7 +362,7 @@ class Settings(BaseModel):
     """How many bytes of waiting frames a stream keeps, in 64 MiB at most 20,000; a worker keeps four times as many."""
     apply_blocks_max: int = Field(896, ge=0, le=1_000_000)
     """How many blocks all ingest workers together may be writing to one Redis server at once; 0 means no limit."""
-    sweep_blocks_per_second: int = Field(20_000, ge=1, le=10_000_000)
+    sweep_blocks_per_second: int = Field(30_000, ge=1, le=10_000_000)
     """How many blocks of dead holders an ingest worker sweeps per second, and how many it reads for /placement."""
 
     # The rest

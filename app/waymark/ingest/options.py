@@ -57,7 +57,7 @@ class WorkerOptions:
     stream: StreamOptions
     apply: ApplyOptions = field(default_factory=ApplyOptions)
     replays_max: int = REPLAYS_MAX
-    sweep_blocks_per_second: int = 20_000
+    sweep_blocks_per_second: int = 30_000
     streams_max: int = 4096
     gauges_seconds: float = 0.0
     """How often the metrics of each engine are read; 0: never."""
