@@ -80,7 +80,7 @@ def _zero_or_hundred(number: int) -> int:
 
 
 def _split_values(text: Any) -> Any:
-    """``a=1,b=2`` as a dict; a part without ``=`` or a name given twice is refused."""
+    """Return ``a=1,b=2`` as a dict; a part without ``=`` or a name given twice is refused."""
     if not isinstance(text, str):
         return text
     values: dict[str, str] = {}
@@ -97,7 +97,7 @@ def _split_seconds(text: Any) -> Any:
 
 
 def _split_keys(text: Any) -> Any:
-    """``HOST=KEY,HOST=KEY`` as a dict. No error shows a part: it may be a key."""
+    """Return ``HOST=KEY,HOST=KEY`` as a dict. No error shows a part: it may be a key."""
     if not isinstance(text, str):
         return text
     keys: dict[str, str] = {}
