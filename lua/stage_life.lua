@@ -12,14 +12,14 @@
 --       dead     set   holder ids whose blocks are still to be swept
 -- ARGV  publisher, token, calls, before, version, above   as in new_life
 --       step     'begin' assigns ids to the holders begin*, which belong to the new life; 'take' ends the live holders,
---                and those of the new life are live instead; 'drop' ends those of the new life, or only
---                begin* if there are any
---       life     with 'take': a random nonce, the name of the new life
---       watermark, ts, newest_ts, digest, flags, main_groups   with 'take': the fields of the record that belong to the
+--                and those of the new life are live instead; 'fill' does the same, and a repair that somebody has asked
+--                for is still to be made; 'drop' ends those of the new life, or only begin* if there are any
+--       life     with 'take' and 'fill': a random nonce, the name of the new life
+--       watermark, ts, newest_ts, digest, flags, main_groups   with these: the fields of the record that belong to the
 --                new life; without a watermark it has none yet, and without a digest none is known
 --       shards   how many shards have got blocks since the last commit; then for each: its number, and how many
 --                calls it has acknowledged
---       begin*   name, holder record (JSON without the id); with 'take' all holders of the new life
+--       begin*   name, holder record (JSON without the id); with 'take' and 'fill' all holders of the new life
 --
 -- {'applied', calls, holder*}  the ids of begin*, in order. `calls` counts this call. If the last call was this one,
 --                       nothing is written again
@@ -37,6 +37,7 @@ local function integer(text) return text and #text < 17 and text:match('^%d+$') 
 
 local holders, record, fence, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local step, first = ARGV[7], 16 + 2 * tonumber(ARGV[15])
+local takes = step == 'take' or step == 'fill'
 
 local fields = redis.call('HGETALL', record)
 local live, staged, token, change = {}, {}, nil, ''
@@ -59,9 +60,9 @@ local by, last = change:match('^(%S+) (%S+)$')
 if by ~= token then last = '' end
 local about = redis.call('HMGET', fence, 'holder', 'calls:' .. ARGV[1])
 local calls = tonumber(about[2] or 0) or 0
-if last == ARGV[5] then return {'applied', calls, unpack(ids_of(step == 'take' and live or staged))} end
+if last == ARGV[5] then return {'applied', calls, unpack(ids_of(takes and live or staged))} end
 if last ~= ARGV[4] or calls < tonumber(ARGV[3]) then return {'fenced'} end
-if step == 'take' and #ids_of(staged) * 2 ~= #ARGV - first + 1 then return {'fenced'} end
+if takes and #ids_of(staged) * 2 ~= #ARGV - first + 1 then return {'fenced'} end
 
 local function end_all(ids, beginning)
   for name, id in pairs(ids) do
@@ -90,7 +91,8 @@ else
   for i = 1, #fields, 2 do
     if fields[i]:sub(1, 6) == 'shard:' then redis.call('HDEL', record, fields[i]) end
   end
-  redis.call('HDEL', record, 'digest', 'flags', 'main_groups', 'count:missing', 'repair')
+  redis.call('HDEL', record, 'digest', 'flags', 'main_groups', 'count:missing')
+  if step == 'take' then redis.call('HDEL', record, 'repair') end
   for i = first, #ARGV, 2 do
     local id = staged[ARGV[i]]
     redis.call('HSET', holders, id, ARGV[i + 1])
@@ -113,4 +115,4 @@ else
 end
 redis.call('HSET', fence, 'calls:' .. ARGV[1], string.format('%.0f', calls + 1))
 redis.call('HSET', record, 'turn', token .. ' ' .. ARGV[5], 'late', ARGV[3])
-return {'applied', calls + 1, unpack(ids_of(step == 'take' and live or staged))}
+return {'applied', calls + 1, unpack(ids_of(takes and live or staged))}

@@ -35,6 +35,7 @@ from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName, PublisherName, Registration
 from waymark.ingest.options import StreamOptions, WorkerOptions
+from waymark.ingest.replay import Replay
 from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.worker import Worker
 from waymark.simulator.engine import SimulatedEngine, build_engine
@@ -535,3 +536,28 @@ async def own_bench(server: Server, short_path: Path) -> AsyncIterator[Bench]:
     """On a Redis of the test's own."""
     async for bench in _bench(server.url, short_path):
         yield bench
+
+
+@pytest.fixture
+def replays_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let replays wait for a publisher without faults as long as the test wants: a busy machine is not its silence.
+
+    Each test has one pod.
+    """
+    faults: dict[str, Any] = {}
+    fault = Pod.fault
+
+    def noted(pod: Pod, **changes: Any) -> None:
+        faults.update(changes)
+        fault(pod, **changes)
+
+    class Waiting(Replay):
+        def __init__(self, *given: Any, idle_seconds: float, **options: Any) -> None:
+            if faults.get("truncate_replay"):
+                idle_seconds = max(idle_seconds, patient(0.5))
+            elif not faults.get("replay_silent"):
+                idle_seconds = PATIENCE_SECONDS
+            super().__init__(*given, idle_seconds=idle_seconds, **options)
+
+    monkeypatch.setattr(Pod, "fault", noted)
+    monkeypatch.setattr("waymark.ingest.replay.Replay", Waiting)

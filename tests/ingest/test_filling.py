@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import wait_until
-from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
+from tests.ingest.conftest import PATIENCE_SECONDS, Bench, Pod
 from tests.ingest.test_late_answers import (
+    IMPATIENT,
     PATIENT,
     SMALL,
     PausesClock,
@@ -19,14 +20,16 @@ from tests.ingest.test_late_answers import (
     is_filled,
     replays,
 )
-from tests.patience import patient
 from waymark.apply.applier import Applier
 from waymark.base.errors import StoreUnavailable
 from waymark.ingest.frames import ReplayedBatch
 from waymark.ingest.replay import Replay
 from waymark.ingest.request import EndlessMessage
+from waymark.store.records import Records
 from waymark.store.scripts import Outcome, Scripts
 from waymark.store.takeover import Takeover
+
+pytestmark = pytest.mark.usefixtures("replays_wait")
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 async def waiting_for_the_next_worker(bench: Bench) -> Pod:
     """An engine with a gap that its answer fills, and without a worker."""
-    first = await bench.worker("worker-1", options=WITHOUT_PROBES, replay_idle_seconds=patient(0.2))
+    first = await bench.worker("worker-1", options=IMPATIENT)
     pod = await bench.pod(**SMALL)
     await gapped_at_work(first, pod)
     await first.stop()
@@ -144,3 +147,25 @@ async def test_a_restart_is_seen_though_the_replay_begins_before_it(bench: Bench
     assert requested == [0, 16, 0]
     await pod.counted(restarts=1)
     assert (await bench.held(pod.name)).get((0, "GPU"), set()) <= pod.truth()[0, "GPU"]
+
+
+async def test_a_repair_that_is_asked_for_meanwhile_is_still_to_be_made(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = await waiting_for_the_next_worker(bench)
+    copy, take_staged = Applier.copy, Records.take_staged
+    is_asked_for: list[bool] = []
+
+    async def ask(self: Applier, *of: Any) -> bool:
+        assert await bench.store.records.ask_repair(self.grant.claim)
+        return await copy(self, *of)
+
+    async def look(self: Records, *of: Any, **options: Any) -> bool:
+        is_taken = await take_staged(self, *of, **options)
+        is_asked_for.append("repair" in await bench.record(pod.name))
+        return is_taken
+
+    monkeypatch.setattr(Applier, "copy", ask)
+    monkeypatch.setattr(Records, "take_staged", look)
+    await bench.worker("worker-2", options=PATIENT)
+    await wait_until(lambda: is_asked_for == [True], "the gap is filled", PATIENCE_SECONDS)

@@ -14,11 +14,9 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, WITHOUT_PROBES, Bench, Hand, Pod
-from tests.patience import patient
 from waymark.apply.applier import Applier
 from waymark.ingest import replay
 from waymark.ingest.life import Life
-from waymark.ingest.replay import Replay
 from waymark.ingest.replay_places import BEGINNING_SECONDS_MAX, ReplayPauses
 from waymark.ingest.sockets import ZmqContext
 
@@ -28,30 +26,7 @@ IMPATIENT = replace(WITHOUT_PROBES, replay_idle_seconds=0.1)
 #: As long as the test wants, if the publisher is faulty, too.
 PATIENT = replace(WITHOUT_PROBES, replay_idle_seconds=PATIENCE_SECONDS)
 
-
-@pytest.fixture(autouse=True)
-def replays_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let replays wait for a publisher without faults as long as the test wants: a busy machine is not its silence.
-
-    Each test has one pod.
-    """
-    faults: dict[str, Any] = {}
-    fault = Pod.fault
-
-    def noted(pod: Pod, **changes: Any) -> None:
-        faults.update(changes)
-        fault(pod, **changes)
-
-    class Waiting(Replay):
-        def __init__(self, *given: Any, idle_seconds: float, **options: Any) -> None:
-            if faults.get("truncate_replay"):
-                idle_seconds = max(idle_seconds, patient(0.5))
-            elif not faults.get("replay_silent"):
-                idle_seconds = PATIENCE_SECONDS
-            super().__init__(*given, idle_seconds=idle_seconds, **options)
-
-    monkeypatch.setattr(Pod, "fault", noted)
-    monkeypatch.setattr("waymark.ingest.replay.Replay", Waiting)
+pytestmark = pytest.mark.usefixtures("replays_wait")
 
 
 @pytest.fixture

@@ -308,14 +308,16 @@ class Applier:
             return False
         return resolver.memory.blocks == sum(source.memory.blocks_of(holders[name]) for name in new_holders)
 
-    async def take_place(self, commit: Commit) -> None:
+    async def take_place(self, commit: Commit, *, is_repair: bool) -> None:
         """End the life of the stream, and replace it by the staged one. Raise Fenced if another worker has the
-        stream.
+        stream. See ``Records.take_staged``.
         """
-        nonce = random_nonce()
-        records = self._store.records
-        await self.calls.accepted(lambda: records.take_staged(self.grant, commit, self._facts, self._staged, nonce))
-        self.grant.change.wants_repair = False
+        nonce, records = random_nonce(), self._store.records
+        await self.calls.accepted(
+            lambda: records.take_staged(self.grant, commit, self._facts, self._staged, nonce, is_repair=is_repair)
+        )
+        if is_repair:
+            self.grant.change.wants_repair = False
         self._is_staged, self._staged = False, []
         self.resolver.is_snapshot = False
         self.resolver.memory.end_snapshot()

@@ -296,15 +296,16 @@ class Life:
             self.reasons.discard(BATCHES_LOST)
         if self.reasons & REPAIRABLE:
             resolver.missing = self.applier.resolver.missing
-        former = await self._move_to(staged, Commit(order.watermark, ts, order.newest_ts, order.digest))
+        commit = Commit(order.watermark, ts, order.newest_ts, order.digest)
+        former = await self._move_to(staged, commit, is_repair=False)
         self.counters[MISSING] = resolver.unknown
         await staged.write({}, {MISSING: resolver.unknown})
         log.info("a late replay has filled a gap", extra=fields(stream=self.name, watermark=order.watermark))
         await former.forget()
 
-    async def _move_to(self, staged: Applier, commit: Commit) -> Applier:
+    async def _move_to(self, staged: Applier, commit: Commit, *, is_repair: bool) -> Applier:
         """Let the life of ``staged`` take the place of this one, in one step for readers. Return the former applier."""
-        await staged.take_place(commit)
+        await staged.take_place(commit, is_repair=is_repair)
         former, self.applier, self.decoder.slices = self.applier, staged, staged.slices
         self.count_passed()
         self.opening.close(set())
@@ -341,7 +342,7 @@ class Life:
         """Let a snapshot that ``staged`` has applied whole take the place of this life; it ends with batch ``seq``."""
         await self.flush()
         staged.resolver.flags.update(self.applier.resolver.flags & COPIES_LEARNED)
-        former = await self._move_to(staged, Commit(seq, ts, ts, ""))
+        former = await self._move_to(staged, Commit(seq, ts, ts, ""), is_repair=True)
         self.begun += 1
         self.order.begin_behind(seq, ts)
         self.acknowledged = seq
@@ -370,9 +371,7 @@ class Life:
             self.details[SNAPSHOT_FAILED] = f"{why}; it is asked for again"
 
     async def join_late(self) -> None:
-        """Note that the life began before the first batch that can be replayed. The record keeps this for the next
-        worker.
-        """
+        """Note, also for the next worker, that the life began before the first batch that can be replayed."""
         self.reasons.add(JOINED_LATE)
         await self._flag(JOINED_LATE)
 

@@ -310,15 +310,25 @@ class Records:
         return await self._stage(grant, "drop", holders, nonce=nonce) is not None
 
     async def take_staged(
-        self, grant: Grant, commit: Commit | None, facts: Facts, begin: Sequence[NewHolder], nonce: str
+        self,
+        grant: Grant,
+        commit: Commit | None,
+        facts: Facts,
+        begin: Sequence[NewHolder],
+        nonce: str,
+        *,
+        is_repair: bool = True,
     ) -> bool:
         """End all live holders, and replace them by the staged ones in ``begin``. Return False if fenced.
 
-        The record then has this watermark, if any, and these flags, and loses those of the old life.
+        The record then has this watermark, if any, and these flags, and loses those of the old life. ``is_repair``: the
+        repair that somebody may have asked for is made by it.
         """
         moved = sorted(grant.moved_shards)
         shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]
-        ids = await self._stage(grant, "take", begin, nonce=nonce, commit=commit, facts=facts, shards=shards)
+        ids = await self._stage(
+            grant, "take" if is_repair else "fill", begin, nonce=nonce, commit=commit, facts=facts, shards=shards
+        )
         if ids is None:
             return False
         grant.moved_shards.difference_update(moved)
