@@ -19,12 +19,13 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import WITHOUT_PROBES, Bench, Hand, Pod
+from tests.patience import patient
 from tests.store.factories import Stream, registration, stored, stream_of
 from waymark.api.application import create_app
 from waymark.api.options import ApiOptions
 from waymark.base.metrics import Metrics
 from waymark.base.shape import plain
-from waymark.decide.options import SelectionOptions
+from waymark.decide.options import PromptOptions, SelectionOptions
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import PublisherName
@@ -209,7 +210,7 @@ class Scene:
         pod = self.neighbour
         await pod.work(2)
         await pod.agrees()
-        assert (await pod.state()).status == "active"
+        await pod.has_status("active")
         await pod.counted(restarts=0, batches_lost=0)
         body = {"model": "m", "tenant_id": "default", "block_size": 4, "token_ids": list(pod.prompts[-1].tokens)}
         (row,) = (await self.ask("POST", "/query", body)).json()["default"].values()
@@ -224,12 +225,13 @@ async def scene_of(bench: Bench, url: str) -> AsyncIterator[Scene]:
     neighbour = await bench.pod()
     hand = await bench.worker(options=WITHOUT_PROBES)
     await neighbour.caught_up()
-    store = Store.open(url)
+    store = Store.open(url, timeout_seconds=patient(2.0))
+    options = ApiOptions(prompts=PromptOptions(deadline_seconds=patient(1.0)), inspect_seconds=patient(5.0))
     transport = httpx.ASGITransport(
-        app=create_app(store, ApiOptions(), SelectionOptions(), Metrics()), raise_app_exceptions=False
+        app=create_app(store, options, SelectionOptions(), Metrics()), raise_app_exceptions=False
     )
     async with httpx.AsyncClient(transport=transport, base_url="http://waymark") as api:
-        inspector = Inspector(Store.open(url))
+        inspector = Inspector(Store.open(url, timeout_seconds=patient(2.0)))
         yield Scene(bench, hand, neighbour, api, inspector)
         await inspector.client.close()
     await store.close()
