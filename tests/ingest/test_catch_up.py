@@ -275,7 +275,8 @@ async def test_a_replay_that_never_gets_anywhere_is_given_up(bench: Bench) -> No
     pod = await bench.pod(gpu_blocks=1000, cpu_blocks=0)
     pod.fault(truncate_replay=1)
     await pod.work(5)
-    await bench.worker(options=WITHOUT_PROBES, replay_idle_seconds=patient(0.5))
+    options = replace(WITHOUT_PROBES, replay_idle_seconds=max(0.5, patient(0.1)), replay_seconds=patient(30.0))
+    await bench.worker(options=options)
     await pod.says("replay_incomplete")
     assert pod.publisher.counts["replays"] == 4  # the first brought one batch
     await pod.work(1)
