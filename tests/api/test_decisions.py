@@ -435,6 +435,19 @@ async def test_prefill_and_decode_have_a_target_each_and_one_reservation(
     assert (single["prefill"], single["target"]["instance_id"][-1] in "34") == (None, True)
 
 
+async def test_a_request_without_a_profile_has_that_of_the_settings(
+    client: httpx.AsyncClient, register: Register, store: Store, make_client: MakeClient
+) -> None:
+    for name in ("prefill", "decode"):
+        await register(name, role=name)
+    split, whole = await make_client(store, profile="disagg"), await make_client(store, profile="single")
+    found = await post(split, "/select")
+    assert [found[part]["instance_id"] for part in ("prefill", "target")] == ["prefill", "decode"]
+    assert (await post(split, "/select", profile="single"))["prefill"] is None
+    assert (await post(whole, "/select"))["prefill"] is None
+    assert (await post(whole, "/select", profile="disagg"))["prefill"]["instance_id"] == "prefill"
+
+
 async def test_without_redis_the_answer_has_the_same_headers_and_is_released_here(
     client: httpx.AsyncClient, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,7 +142,7 @@ def requests(random: Random) -> Iterator[dict[str, Any]]:
     """Most are usual; each of the others has one field that is not."""
     others: list[dict[str, Any]] = [
         *({"count": 3}, {"explain": True}, {"only": ["e0", "e1"]}, {"exclude": ["e0"]}, {"by": "address"}),
-        *({"reserve": False}, {"expect": True}, {"profile": "single"}, {"request_id": "r"}, {"block_size": 2 * SIZE}),
+        *({"reserve": False}, {"expect": True}, {"request_id": "r"}, {"block_size": 2 * SIZE}),
         *({"session_token": base64.b64encode(b"e1").decode()}, {"policy": "lmetric"}, {"policy": "dynamo"}),
     ]
     usual_fields: list[dict[str, Any]] = [
@@ -150,6 +150,7 @@ def requests(random: Random) -> Iterator[dict[str, Any]]:
             {},
             {"cache_salt": "s"},
             {"timeout_seconds": 700},
+            {"profile": "single"},
             {"block_size": SIZE},
             {"slo_ttft_ms": 5},
             {"policy": "least-work"},

@@ -39,9 +39,7 @@ async def make_selector(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> As
             stack.push_async_callback(tokenizers.close)
             selector = Selector(store, parts.selection_options(given), metrics)
             gate = StartupGate(store.directory, given.min_initial_workers)
-            return RequestSelector(
-                store, parts.prompt_options(given), metrics, selector, tokenizers, gate, parts.profile(given)
-            )
+            return RequestSelector(store, parts.prompt_options(given), metrics, selector, tokenizers, gate)
 
         yield make
 

@@ -331,9 +331,7 @@ async def _answering(scenario: Scenario, draw: int, *, is_straight: bool) -> Asy
         tokenizers = parts.tokenizers(settings, metrics)
         stack.push_async_callback(tokenizers.close)
         gate = StartupGate(store.directory, settings.min_initial_workers)
-        requests = RequestSelector(
-            store, parts.prompt_options(settings), metrics, selector, tokenizers, gate, parts.profile(settings)
-        )
+        requests = RequestSelector(store, parts.prompt_options(settings), metrics, selector, tokenizers, gate)
         found = _Answering(scenario, store, http, requests, app.straight if is_straight else {})
         await found.fill()
         yield found

@@ -85,9 +85,7 @@ async def deciding(store: Store) -> AsyncIterator[tuple[RequestSelector, IngestW
     tokenizers, watch = parts.tokenizers(settings, metrics), IngestWatch(store.heartbeats)
     selector, gate = Selector(store, parts.selection_options(settings), metrics), StartupGate(store.directory, 0, watch)
     yield (
-        RequestSelector(
-            store, parts.prompt_options(settings), metrics, selector, tokenizers, gate, parts.profile(settings)
-        ),
+        RequestSelector(store, parts.prompt_options(settings), metrics, selector, tokenizers, gate),
         watch,
     )
     await tokenizers.close()

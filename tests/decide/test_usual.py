@@ -79,6 +79,7 @@ async def target_of(
     [
         pytest.param({}, id="nothing"),
         pytest.param({"milliseconds": 700}, id="timeout"),
+        pytest.param({"profile": "single"}, id="one-engine"),
         pytest.param({"block_size": 16}, id="block-size"),
         pytest.param({"lora_name": "sql", "cache_salt": "s"}, id="names-of-blocks"),
         pytest.param({"asked": AskedTimes(ttft_ms=5.0)}, id="asked-times"),
@@ -93,7 +94,7 @@ def test_what_many_requests_have_is_usual(fields: dict[str, Any]) -> None:
     [
         pytest.param({"only": frozenset({"pod-1"})}, id="only"),
         pytest.param({"exclude": frozenset({"pod-1"})}, id="exclude"),
-        pytest.param({"profile": "single"}, id="profile"),
+        pytest.param({"profile": "disagg"}, id="profile"),
         pytest.param({"count": 2}, id="several"),
         pytest.param({"is_reserved": False}, id="a-question-alone"),
         pytest.param({"expects": True}, id="speculative"),

@@ -135,9 +135,7 @@ async def start(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             admin = create_gateway_admin(store, options, metrics, admin_parts)
             responses = runtime_gateway.stored_responses(settings, metrics, store, archive)
             selector = Selector(store, parts.selection_options(settings), metrics, pools=AskedPools(asker, metrics))
-            requests = RequestSelector(
-                store, parts.prompt_options(settings), metrics, selector, tokenizers, gate, parts.profile(settings)
-            )
+            requests = RequestSelector(store, parts.prompt_options(settings), metrics, selector, tokenizers, gate)
             given_options, upstream = runtime_gateway.gateway_options(settings), runtime_gateway.upstream(settings)
             gateway = Gateway(store, given_options, metrics, selector, requests, upstream, admin, cache, responses)
             stack.push_async_callback(gateway.close)

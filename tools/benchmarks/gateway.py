@@ -230,9 +230,7 @@ async def selection(redis_url: str, requests: int) -> None:
     tokenizers = parts.tokenizers(settings, metrics)
     selector = Selector(store, parts.selection_options(settings), metrics)
     gate = StartupGate(store.directory, 0)
-    decider = RequestSelector(
-        store, parts.prompt_options(settings), metrics, selector, tokenizers, gate, parts.profile(settings)
-    )
+    decider = RequestSelector(store, parts.prompt_options(settings), metrics, selector, tokenizers, gate)
     under_way = RequestsUnderWay(selector, store.begin)
 
     def bodies(count: int) -> Iterator[bytes]:

@@ -14,7 +14,7 @@ from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
 from waymark.decide.policies.presets import preset
-from waymark.decide.question import GivenValues, PolicyChoice, Question, SelectParameters
+from waymark.decide.question import GivenValues, PolicyChoice, ProfileName, Question, SelectParameters
 from waymark.decide.request_prompts import no_prompt
 from waymark.decide.served import ServedModel
 from waymark.decide.usual import is_usual
@@ -45,7 +45,9 @@ class DecisionBody(NamedTuple):
     """Whether it may be a usual decision, see ``decide.usual``, with the usual answer."""
 
 
-def read_decision(model: type[T], default_policy: PolicyChoice, fields: dict[str, Any]) -> DecisionBody:
+def read_decision(
+    model: type[T], default_policy: PolicyChoice, default_profile: ProfileName | None, fields: dict[str, Any]
+) -> DecisionBody:
     request = model.of(fields)
     policy = default_policy
     if request.policy is not None:
@@ -74,7 +76,7 @@ def read_decision(model: type[T], default_policy: PolicyChoice, fields: dict[str
         session=_session(request),
         is_multimodal=bool(items) or _is_multimodal(request.messages),
         given=values,
-        parameters=_parameters(request),
+        parameters=_parameters(request, default_profile),
         asked=AskedTimes(request.slo_ttft_ms, request.slo_tpot_ms),
     )
     has_usual_answer = isinstance(request, SelectRequest) and request.by == "instance" and not request.explain
@@ -160,13 +162,13 @@ def select_request(body: DecisionBody) -> SelectRequest:
     return body.request
 
 
-def _parameters(request: ScoreRequest | SelectRequest) -> SelectParameters:
+def _parameters(request: ScoreRequest | SelectRequest, default_profile: ProfileName | None) -> SelectParameters:
     if not isinstance(request, SelectRequest):
         return SelectParameters()
     return SelectParameters(
         only=None if request.only is None else frozenset(request.only),
         exclude=frozenset(request.exclude),
-        profile=request.profile,
+        profile=request.profile or default_profile,
         count=request.count,
         is_reserved=request.reserve,
         expects=request.expect,

@@ -70,8 +70,8 @@ class Decisions:
         self._served = served
         self._without_tokens = metrics.decisions_without_tokens
         self._max_tokens = options.tokens_max
-        self._score = partial(read_decision, ScoreRequest, selector.default_policy)
-        self._select = partial(read_decision, SelectRequest, selector.default_policy)
+        self._score = partial(read_decision, ScoreRequest, selector.default_policy, selector.default_profile)
+        self._select = partial(read_decision, SelectRequest, selector.default_policy, selector.default_profile)
 
     def score(self, body: Body) -> Steps[Answer | Paused]:
         decision_body = yield from self._resolved(body.asked(self._score))

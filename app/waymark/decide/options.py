@@ -13,7 +13,7 @@ from waymark.base.watched_file import WatchedFile
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.presets import DEFAULT, PRESETS, preset
 from waymark.decide.policies.profile import PickerConfig
-from waymark.decide.question import PolicyChoice
+from waymark.decide.question import PolicyChoice, ProfileName
 from waymark.domain.hashing import DEFAULT_SEED
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,8 @@ class SelectionOptions:
 
     policy: PolicySource = field(default_factory=lambda: PolicyChoice.of(PRESETS[DEFAULT]))
     """The policy of a request that names none."""
+    profile: ProfileName | None = None
+    """The profile of a request that names none; None: the policy decides."""
     deadline_seconds: float = 1.0
     loads_seconds: float = 0.1
     """The greatest age of loads that candidates are ranked by; 0: they are read for each decision."""

@@ -24,7 +24,6 @@ from waymark.decide.options import PromptOptions
 from waymark.decide.policies.presets import DEFAULT, PRESETS
 from waymark.decide.question import (
     PolicyChoice,
-    ProfileName,
     PromptOf,
     Question,
     RankedTargets,
@@ -97,9 +96,7 @@ class RequestSelector:
         selector: Selector,
         tokenizers: Tokenizers,
         gate: StartupGate,
-        profile: ProfileName | None = None,
     ) -> None:
-        """Create the selector. ``profile`` is that of every request; None: the policy decides."""
         self.selector = selector
         self._directory = store.directory
         self._served = store.incarnation.cache(
@@ -109,7 +106,6 @@ class RequestSelector:
         self._gate = gate
         self._metrics = metrics
         self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
-        self._profile = profile
         self._tokens_max = options.tokens_max
         self._logged: set[str] = set()
         """Reasons for decisions without tokens that the log names already."""
@@ -180,8 +176,8 @@ class RequestSelector:
 
     async def take(self, prepared: PreparedRequest, parameters: SelectParameters) -> RoutedRequest:
         """Take a target, for every sequence of the request. Raise the errors of ``Selector.select_open``."""
-        if self._profile is not None and parameters.profile is None:
-            parameters = replace(parameters, profile=self._profile)
+        if parameters.profile is None and self.selector.default_profile is not None:
+            parameters = replace(parameters, profile=self.selector.default_profile)
         question = prepared.question._replace(parameters=parameters)
         selected = await self.selector.select_open(question, self._gate)
         reservations = tuple(selected.reservations)

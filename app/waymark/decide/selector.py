@@ -34,7 +34,7 @@ from waymark.decide.options import SelectionOptions
 from waymark.decide.order import order, order_all
 from waymark.decide.policies.policy import Candidate
 from waymark.decide.policies.presets import PRESETS
-from waymark.decide.question import PolicyChoice, Question, RankedTargets, SelectedTarget, SelectParameters
+from waymark.decide.question import PolicyChoice, ProfileName, Question, RankedTargets, SelectedTarget, SelectParameters
 from waymark.decide.request_prompts import SequenceLoad
 from waymark.decide.reserve import PrefillProgress, TargetReserver, headers_of
 from waymark.decide.shadows import Shadows
@@ -104,6 +104,11 @@ class Selector:
     def default_policy(self) -> PolicyChoice:
         """The policy of a request that does not name one."""
         return self._options.default_policy()
+
+    @property
+    def default_profile(self) -> ProfileName | None:
+        """The profile of a request that does not name one; None: the policy decides."""
+        return self._options.profile
 
     # ---- without a reservation ---------------------------------------------------------------------
 

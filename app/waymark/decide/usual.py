@@ -34,7 +34,14 @@ from waymark.decide.order import (
     shortlist,
 )
 from waymark.decide.policies.policy import Linear, Scored, tokens_behind
-from waymark.decide.question import HashedPrompt, PolicyChoice, Question, SelectedTarget, SelectParameters
+from waymark.decide.question import (
+    HashedPrompt,
+    PolicyChoice,
+    ProfileName,
+    Question,
+    SelectedTarget,
+    SelectParameters,
+)
 from waymark.decide.reserve import TargetReserver
 from waymark.decide.shadows import ShadowedDecision, Shadows
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
@@ -76,6 +83,7 @@ def is_usual(question: Question) -> bool:
     Many name the block size; ``UsualDecisions`` knows whether it is that of the group.
     """
     policy, parameters = question.policy, question.parameters
+    single: ProfileName | None = "single" if parameters.profile == "single" else None
     plain = Question(
         question.group,
         question.prompt,
@@ -83,7 +91,7 @@ def is_usual(question: Question) -> bool:
         question.block_size,
         lora_name=question.lora_name,
         cache_salt=question.cache_salt,
-        parameters=SelectParameters(milliseconds=parameters.milliseconds),
+        parameters=SelectParameters(milliseconds=parameters.milliseconds, profile=single),
         asked=question.asked,
     )
     preset = policy.preset

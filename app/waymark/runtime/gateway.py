@@ -64,7 +64,7 @@ class GatewayRole:
         self._engines = _given_engines(store, settings, asker)
         waiting = self._engines.waiting
         selector = Selector(store, selection, metrics, pools=AskedPools(asker, metrics))
-        requests = RequestSelector(store, options.prompts, metrics, selector, tokenizers, gate, parts.profile(settings))
+        requests = RequestSelector(store, options.prompts, metrics, selector, tokenizers, gate)
         self.app = Gateway(
             store,
             gateway_options(settings),

@@ -16,7 +16,6 @@ from waymark.base.endpoints import AllowedEndpoints, is_loopback
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.options import PromptOptions, SelectionOptions, read_policy, read_shadows
-from waymark.decide.question import ProfileName
 from waymark.store import keys
 from waymark.store.directory import EngineAddresses
 from waymark.store.hot import BYTES_MAX, MILLISECONDS, HotRows
@@ -123,11 +122,6 @@ def prompt_options(settings: Settings) -> PromptOptions:
     )
 
 
-def profile(settings: Settings) -> ProfileName | None:
-    """Return the profile of every request; None: the policy decides."""
-    return None if settings.profile == "auto" else settings.profile
-
-
 def selection_options(settings: Settings) -> SelectionOptions:
     """Read the options of decisions, and the files that the settings name.
 
@@ -135,6 +129,7 @@ def selection_options(settings: Settings) -> SelectionOptions:
     """
     options = SelectionOptions(
         policy=read_policy(settings.policy, "WAYMARK_POLICY"),
+        profile=None if settings.profile == "auto" else settings.profile,
         deadline_seconds=settings.query_deadline_ms / 1000,
         loads_seconds=settings.loads_ms / 1000,
         target_requests_max=settings.target_requests_max,

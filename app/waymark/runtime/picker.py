@@ -80,7 +80,7 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
         watch = IngestWatch(store.heartbeats)
         gate = StartupGate(store.directory, settings.min_initial_workers, watch)
         under_way = RequestsUnderWay(selector, store.begin)
-        requests = RequestSelector(store, prompt_options, metrics, selector, tokenizers, gate, parts.profile(settings))
+        requests = RequestSelector(store, prompt_options, metrics, selector, tokenizers, gate)
         prompts = ReportedPrompts(store, requests, prompt_options, metrics, settings.epp_tenant)
         picker = call_context(settings, requests, under_way, metrics)
         bounds = server_bounds(settings, 0)
