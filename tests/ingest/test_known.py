@@ -8,6 +8,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.held import RESTORED_MAX
+from waymark.domain.stream_blocks import REPORT_BLOCKS_MIN
 from waymark.simulator.encode import BlockRemoved, BlockStored
 
 CHAIN = tuple(range(1, 25))
@@ -88,6 +89,43 @@ async def test_a_full_report_without_a_loss_counts_as_copies_until_removals_cont
     await publish(pod, BlockRemoved(hashes))
     assert await bench.held(pod.name) == {}
     assert (await pod.state()).copies.rule == "set"
+
+
+async def test_a_full_report_of_a_large_cache_replaces_counts(bench: Bench) -> None:
+    """No engine computes so many blocks twice in a step, so they are no copies: one removal takes them."""
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod(fields={"copies": "count"})
+    await pod.caught_up()
+    hashes = tuple(range(100, 100 + REPORT_BLOCKS_MIN))
+    halves = [
+        BlockStored(hashes[part], hashes[part.start - 1] if part.start else None, tokens, 4)
+        for part, tokens in (
+            (slice(0, REPORT_BLOCKS_MIN // 2), tuple(range(2 * REPORT_BLOCKS_MIN))),
+            (slice(REPORT_BLOCKS_MIN // 2, REPORT_BLOCKS_MIN), tuple(range(2 * REPORT_BLOCKS_MIN))),
+        )
+    ]
+    for _ in range(3):
+        await publish(pod, *halves)
+    assert (await pod.state()).copies.rule == "set"
+    await knows(pod, 1.0)
+    await publish(pod, BlockRemoved(hashes))
+    assert await bench.held(pod.name) == {}
+
+
+async def test_many_copies_that_are_no_full_report_are_counted(bench: Bench) -> None:
+    """They are less than three quarters of what is known, or not all in one batch."""
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod(fields={"copies": "count"})
+    await pod.caught_up()
+    hashes = tuple(range(100, 100 + 2 * REPORT_BLOCKS_MIN))
+    everything = BlockStored(hashes, None, tuple(range(8 * REPORT_BLOCKS_MIN)), 4)
+    half = BlockStored(hashes[:REPORT_BLOCKS_MIN], None, tuple(range(4 * REPORT_BLOCKS_MIN)), 4)
+    await publish(pod, everything)
+    await publish(pod, half)
+    await publish(pod, BlockRemoved(hashes))
+    assert (await pod.state()).copies.rule == "count"
+    (held,) = (await bench.held(pod.name)).values()
+    assert len(held) == REPORT_BLOCKS_MIN
 
 
 async def test_what_was_missing_is_not_missed_once_it_is_removed(bench: Bench) -> None:

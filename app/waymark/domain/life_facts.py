@@ -95,7 +95,7 @@ def copies_rule(registration: Registration, flags: Collection[str]) -> CopiesRul
     if COPIES_EACH in flags:
         return CopiesRule("count", "it has removed a block twice without storing it between")
     if COPIES_LAST in flags:
-        return CopiesRule("set", "its events contradict counts: it stores blocks again that it has removed only once")
+        return CopiesRule("set", "its events contradict counts: it stores again what it has not removed as often")
     if removes_once(registration):
         return CopiesRule("set", f"its release, {registration.target.release}, removes a block after its last copy")
     if COPIES_REUSED in flags:

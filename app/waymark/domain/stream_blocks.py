@@ -20,6 +20,8 @@ from waymark.domain.placing import Placer
 from waymark.domain.waiting import WaitingObjects, WaitingRoom
 
 _UNBOUNDED = BlockBounds()
+#: The fewest blocks of a report of a whole cache: no step of an engine computes so many twice.
+REPORT_BLOCKS_MIN = 4096
 
 
 class StreamBlocks:
@@ -302,12 +304,23 @@ class StreamBlocks:
     def judge_copies(self, parts: PartList, position: int) -> None:
         """Find contradictions in the counts of copies; once a removal is known to take all copies, remove the leftover
         ones.
+
+        A report of the whole cache contradicts them, too: what it names again are no further copies.
         """
         contradictions = self.memory.take_contradictions()
         self.contradictions += contradictions
-        if contradictions and self.memory.removes_once and self._counts_copies:
+        is_contradicted = contradictions and self.memory.removes_once
+        if (is_contradicted or self._reports_all(parts, position)) and self._counts_copies:
             self.doubts.add(COPIES_LAST)
         if COPIES_LAST in self.flags:
             for holder in self.holders.values():
                 for i, engine_hash in enumerate(self.memory.copies(holder).left_over()):
                     self.placer.remove(parts, holder, position + i, engine_hash, mode="all")
+
+    def _reports_all(self, parts: PartList, position: int) -> bool:
+        """Return whether a batch, which is resolved up to a position, names most known blocks again, and many."""
+        known = max(REPORT_BLOCKS_MIN, 0.75 * self.memory.blocks)
+        if position < known or self.traits.may_alias or self.facts.removes_once or COPIES_REUSED in self.flags:
+            return False
+        again = (part for part in parts.parts if part.kind == "+" and part.is_known)
+        return sum(part.count for part in again) >= known
