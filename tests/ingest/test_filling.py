@@ -128,10 +128,14 @@ async def test_blocks_that_cannot_be_copied_stop_no_replay(
 
     monkeypatch.setattr(Applier, "copy", lacks)
     await bench.worker("worker-2", options=PATIENT)
+
+    async def is_given_up() -> bool:
+        return (await bench.record(pod.name))["flags"] == "untrusted"
+
+    await wait_until(is_given_up, "the gap stays", PATIENCE_SECONDS)
     await pod.is_silent_about("replay_")
     await pod.says("batches_lost")
     assert (requested, copies) == ([0, 0, 0], 2)
-    assert (await bench.record(pod.name))["flags"] == "untrusted"
 
 
 async def test_a_restart_is_seen_though_the_replay_begins_before_it(bench: Bench, requested: list[int]) -> None:
