@@ -12,11 +12,14 @@ import msgpack
 import pytest
 
 from tests.api.conftest import MakeClient
+from tests.conftest import wait_until
 from waymark.api.application import create_app
 from waymark.api.http.admission import AdmissionQueue
 from waymark.api.options import ApiOptions
+from waymark.base.errors import Contended, RecordDamaged, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.decide.options import SelectionOptions
+from waymark.domain.names import GroupName
 from waymark.store.steps import Steps, Waiting
 from waymark.store.store import Store
 
@@ -311,6 +314,38 @@ async def test_probes_and_writes_are_answered_while_queries_wait(
     go_on.set()
     assert (await first).status_code == 200
     assert (await client.post("/query", json=QUERY)).status_code == 200
+
+
+@pytest.mark.parametrize("error", [RecordDamaged("its holders are a text"), Contended("its publisher is in use")])
+async def test_what_one_model_lacks_refuses_no_query_of_another(
+    memory_store: Store, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, error: StoreUnavailable
+) -> None:
+    """Redis answers: those that wait get their turns."""
+    queues = list[AdmissionQueue]()
+
+    def narrow(_: int) -> AdmissionQueue:
+        queues.append(AdmissionQueue(1))
+        return queues[-1]
+
+    monkeypatch.setattr("waymark.api.application.AdmissionQueue", narrow)
+    client = await make_client(memory_store)
+    begun, go_on, read = asyncio.Event(), asyncio.Event(), memory_store.reader.reading
+
+    def reading(group: GroupName, *arguments: Any, **options: Any) -> Steps[Any]:
+        if group.model_name == "damaged":
+            begun.set()
+            yield Waiting(go_on.wait())
+            raise error
+        return (yield from read(group, *arguments, **options))
+
+    monkeypatch.setattr(memory_store.reader, "reading", reading)
+    first = asyncio.create_task(client.post("/query", json=QUERY | {"model": "damaged"}))
+    await begun.wait()
+    others = [asyncio.create_task(client.post("/query", json=QUERY)) for _ in range(3)]
+    await wait_until(lambda: max(len(queue._waiting) for queue in queues) == 3, "the others wait")
+    go_on.set()
+    assert (await first).status_code == 503
+    assert [(await other).status_code for other in others] == [200, 200, 200]
 
 
 async def test_a_refused_msgpack_request_is_told_in_msgpack(memory_store: Store, make_client: MakeClient) -> None:

@@ -10,7 +10,10 @@ from redis.asyncio import Redis
 
 from tests.api.conftest import MakeClient, make_client
 from tests.conftest import wait_until
+from tests.patience import within
+from waymark.domain.names import GroupName
 from waymark.store import keys
+from waymark.store.reservations import Reservation
 from waymark.store.store import Store
 
 __all__ = ["make_client"]
@@ -65,3 +68,35 @@ async def test_a_reservation_whose_answer_comes_too_late_is_taken_back(
 
             await wait_until(is_given, "Redis is asked again")
             assert await under_way() == 1
+
+
+async def test_a_damaged_record_of_one_model_degrades_no_decision_of_another(
+    store: Store, make_client: MakeClient, redis_url: str
+) -> None:
+    replica = await make_client(store, loads_ms=10_000)
+    for model in ("m", "damaged"):
+        register = {"type": "none", "model": model, "instance_id": f"pod-{model}", "block_size": 16}
+        assert (await replica.post("/register", json=register)).status_code == 200
+
+    async def is_degraded(model: str) -> bool:
+        answer = await replica.post("/select", json={"model": model, "token_ids": PROMPT})
+        assert answer.status_code == 200, answer.text
+        return bool(answer.json()["degraded"])
+
+    for _ in range(2):  # the second one is a usual decision
+        assert [await is_degraded(model) for model in ("m", "damaged")] == [False, False]
+    entry = store.reader.entry_at_hand(GroupName("default", "damaged"))
+    assert entry is not None
+    async with Redis.from_url(redis_url, protocol=2) as redis:
+        await redis.set(keys.load(entry.group_id), "not a hash")
+        for _ in range(3):
+            assert [await is_degraded(model) for model in ("damaged", "m")] == [True, False]
+
+
+async def test_a_damaged_record_is_not_asked_again_and_again_to_take_back(store: Store, redis_url: str) -> None:
+    async with Redis.from_url(redis_url, protocol=2) as redis:
+        await redis.set(keys.reservations(1), "not a sorted set")
+        store.reservations.take_back([Reservation(1, 2, 3, 4, "00" * 8)], 3_600_000)
+        (task,) = store._background
+        async with within(5.0):
+            await task

@@ -17,7 +17,7 @@ import orjson
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.tokens_file import Caller
-from waymark.base.errors import InvalidValue, StoreUnavailable
+from waymark.base.errors import Contended, InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
@@ -94,7 +94,7 @@ class ActivityFeed:
                 field="follow",
             )
         if len(self._clients) >= CLIENTS_MAX:
-            raise StoreUnavailable(
+            raise Contended(
                 f"{CLIENTS_MAX} clients follow /activity of this process, and no more are allowed; try again later, or "
                 "ask another replica",
                 retry_after_seconds=5,

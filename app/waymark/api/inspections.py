@@ -50,8 +50,8 @@ class InspectionQueue:
                 result = await work()
             is_unavailable = False
             return result
-        except StoreUnavailable:
-            is_unavailable = True
+        except StoreUnavailable as exc:
+            is_unavailable = exc.concerns_all
             raise
         except TimeoutError:
             raise StoreUnavailable(

@@ -193,8 +193,8 @@ class Operation:
             answer = await work(*arguments)
             is_unavailable = None if isinstance(answer, Paused) else False
             return answer
-        except StoreUnavailable:
-            is_unavailable = True
+        except StoreUnavailable as exc:
+            is_unavailable = exc.concerns_all
             raise
         finally:
             admission.leave(is_unavailable=is_unavailable)

@@ -9,6 +9,7 @@
       Saturated           every target has as many requests as it may have    -> 429
       StoreUnavailable    Redis cannot be reached, or refuses                 -> 503
         RecordDamaged     Redis answers, but one key has an unusable value    -> 503
+        Contended         Redis answers, but others use or change the object  -> 503
       RemoteUnavailable   a service that a request needs cannot answer        -> 503
         TokenizerUnavailable
       Unanswered          an engine that was asked over HTTP gave no answer that can be used
@@ -24,6 +25,8 @@ Outcomes that a caller can decide about are values, not exceptions (``Verdict`` 
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from waymark.base.shown import shown
 
@@ -100,6 +103,9 @@ class Saturated(WaymarkError):
 class StoreUnavailable(WaymarkError):
     """Redis cannot be reached, does not answer in time, or refuses (loading, read-only, out of memory)."""
 
+    concerns_all: ClassVar[bool] = True
+    """Whether a request about other objects would fail, too."""
+
     def __init__(self, sentence: str, *, retry_after_seconds: int = 1) -> None:
         super().__init__(sentence)
         self.retry_after_seconds = retry_after_seconds
@@ -107,6 +113,14 @@ class StoreUnavailable(WaymarkError):
 
 class RecordDamaged(StoreUnavailable):
     """Redis answers, but the values under the keys of one call cannot be used. Other keys are not concerned."""
+
+    concerns_all = False
+
+
+class Contended(StoreUnavailable):
+    """Redis answers, but too many others use or change the object that one request is about."""
+
+    concerns_all = False
 
 
 class RemoteUnavailable(WaymarkError):

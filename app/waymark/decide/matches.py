@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from waymark.base.errors import StoreUnavailable
+from waymark.base.errors import Contended
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.books import believed
 from waymark.decide.fleet import Fleet, OpaquePrefix, PromptState
@@ -93,7 +93,7 @@ class MatchReader:
             if table is None:
                 return None
             entry, _ = self._store.reader.at_hand(question.group)
-        raise StoreUnavailable("the registrations of this model change all the time; try again in a moment")
+        raise Contended("the registrations of this model change all the time; try again in a moment")
 
     def _read_with(
         self,

@@ -224,8 +224,9 @@ class Selector:
             raise StoreUnavailable("Redis did not answer a moment ago; try again in a moment")
         try:
             result: T = yield Within(self._limit, begin(*arguments))
-        except StoreUnavailable:
-            self._limit.note_away()
+        except StoreUnavailable as exc:
+            if exc.concerns_all:
+                self._limit.note_away()
             raise
         except TimeoutError:
             raise self._limit.late() from None

@@ -258,22 +258,24 @@ class UsualDecision(LimitedStep):
             self.set_exception(exc)
             return
         if is_over:
-            self._call = None  # it has this decision as its receiver
+            self._call = None
             self._end().set_result(self)
 
     def set_exception(self, exception: BaseException) -> None:
-        if self._call is not None:
-            self._as_call(self._call).take_back()
-        if isinstance(exception, StoreUnavailable):
+        call, self._call, self._reading = self._call, None, None  # both have this decision as their receiver
+        if call is not None:
+            self._as_call(call).take_back()
+        if isinstance(exception, StoreUnavailable) and exception.concerns_all:
             self._of.limit.note_away()
         self._end().set_exception(exception)
 
     def cancel(self) -> None:
         self._end()
-        if self._reading is not None:
-            self._reading.cancel()
-        if self._call is not None:
-            self._as_call(self._call).lost()
+        reading, call, self._reading, self._call = self._reading, self._call, None, None
+        if reading is not None:
+            reading.cancel()
+        if call is not None:
+            self._as_call(call).lost()
 
     # ---- what it waits for. Each returns whether it is over ----------------------------------------
 

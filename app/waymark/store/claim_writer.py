@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import Literal
 
-from waymark.base.errors import Conflict, StoreUnavailable
+from waymark.base.errors import Conflict, Contended
 from waymark.base.logs import fields
 from waymark.base.shown import shown
 from waymark.domain.names import PublisherName, Registration
@@ -318,7 +318,7 @@ def _entry_of(claim: Claim) -> bytes:
     return b"%d %d" % (claim.group_id, claim.shards)
 
 
-def contended(name: PublisherName) -> StoreUnavailable:
-    return StoreUnavailable(
+def contended(name: PublisherName) -> Contended:
+    return Contended(
         f"publisher {shown(str(name))}: other requests change its registration at the same time; try again"
     )

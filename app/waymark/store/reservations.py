@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import hiredis
 
-from waymark.base.errors import InvalidValue, StoreUnavailable
+from waymark.base.errors import InvalidValue, RecordDamaged, StoreUnavailable
 from waymark.domain.books import NO_USAGE, PROMISE, Usage
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient, Reply
@@ -455,6 +455,8 @@ class Reservations:
             try:
                 await self.release(reservations, ReservationPart.OK)
                 return
+            except RecordDamaged:
+                return  # the next try would meet the same values; they end by themselves
             except StoreUnavailable:
                 await asyncio.sleep(_TAKE_BACK_SECONDS)
 

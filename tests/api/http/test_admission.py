@@ -8,7 +8,7 @@ import pytest
 
 from tests.patience import within
 from waymark.api.http.admission import AT_ONCE, AdmissionQueue
-from waymark.base.errors import InvalidValue, StoreUnavailable
+from waymark.base.errors import Contended, InvalidValue, RecordDamaged, StoreUnavailable
 from waymark.store.redis.client import CONNECTIONS
 
 
@@ -19,8 +19,8 @@ async def inside(queue: AdmissionQueue, outcome: asyncio.Future[None]) -> None:
     try:
         await outcome
         is_unavailable = False
-    except StoreUnavailable:
-        is_unavailable = True
+    except StoreUnavailable as exc:
+        is_unavailable = exc.concerns_all
         raise
     finally:
         queue.leave(is_unavailable=is_unavailable)
@@ -52,7 +52,9 @@ async def test_one_that_redis_does_not_answer_is_a_refusal_for_all_that_wait() -
     await asyncio.gather(*tasks)
 
 
-@pytest.mark.parametrize("error", [None, InvalidValue("a body that does not fit")])
+@pytest.mark.parametrize(
+    "error", [None, InvalidValue("a body that does not fit"), RecordDamaged("of one model"), Contended("one publisher")]
+)
 async def test_whatever_else_comes_of_one_the_next_goes_in(error: Exception | None) -> None:
     queue = AdmissionQueue(at_once=1, wait_seconds=60.0)
     outcomes, tasks = await begun(queue, 3)
