@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import wait_until
 from tests.unit import examples
+from waymark.apply import resuming
 from waymark.domain.hashing import extend, token_bytes
 from waymark.store.calls import ApplyCall, ApplyCalls
 from waymark.store.store import Store
@@ -378,3 +381,29 @@ async def test_the_calls_of_the_longest_event_are_bounded(
     assert await post(client, told) == (200, {"applied": 1, "stale": 0})
     assert sum(sizes) >= 65_536
     assert max(sizes) <= 4096
+
+
+async def test_the_blocks_of_a_request_do_not_wait_for_the_garbage_collector(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be millions, and are read again for each request that finds none in memory."""
+    made = list[weakref.ref[Any]]()
+
+    def noted(of: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*arguments: Any, **options: Any) -> Any:
+            thing = of(*arguments, **options)
+            made.append(weakref.ref(thing))
+            return thing
+
+        return make
+
+    for name in ("Applier", "Resolver"):
+        monkeypatch.setattr(resuming, name, noted(getattr(resuming, name)))
+    gc.disable()
+    try:
+        for event_id, status in ((0, 200), (1, 200), (1, 200), (9, 409)):
+            assert (await client.post("/events", json=one(event_id, event_id % 2))).status_code == status
+        assert len(made) == 8
+        assert [thing() for thing in made] == [None] * 8
+    finally:
+        gc.enable()

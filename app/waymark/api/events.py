@@ -26,7 +26,7 @@ from waymark.apply.applier import Applier, Incoming
 from waymark.apply.options import ApplyOptions
 from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
-from waymark.base.errors import Conflict, InvalidValue, NotFound, StoreUnavailable
+from waymark.base.errors import Conflict, Contended, InvalidValue, NotFound
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
 from waymark.contract.publishers import EventsAnswer
@@ -160,7 +160,7 @@ class Events:
         try:
             await self._apply_under(grant, events, progress)
         except Fenced:
-            raise StoreUnavailable(
+            raise Contended(
                 f"publisher {shown(str(claim.registration.name))} moved to another process during this request; "
                 "send the events again"
             ) from None
@@ -171,14 +171,14 @@ class Events:
         deadline = time.monotonic() + _WAIT_SECONDS
         while True:
             if not await self._store.claim_writer.begin(claim):
-                raise StoreUnavailable(
+                raise Contended(
                     f"the registration of publisher {shown(str(claim.registration.name))} is being changed; try again"
                 )
             grant = await self._store.leases.take(claim, "", _LEASE_SECONDS)
             if grant is not None:
                 return grant
             if time.monotonic() > deadline:
-                raise StoreUnavailable(
+                raise Contended(
                     f"publisher {shown(str(claim.registration.name))} is in use by another request; try again"
                 )
             await asyncio.sleep(0.02)
@@ -192,6 +192,13 @@ class Events:
             is_patient=False,
             kept=self._kept,
         )
+        try:
+            await self._apply_next(applier, events, progress)
+            await self._kept.keep(grant, applier.resolver)
+        finally:
+            applier.close()
+
+    async def _apply_next(self, applier: Applier, events: Sequence[Event], progress: _AppliedEvents) -> None:
         resolver = applier.resolver
         last_ids = {
             name.lasting: resolver.event_ids[holder]
@@ -221,7 +228,6 @@ class Events:
             applier.counters["waiting"] = 0
             await applier.write({}, applier.counters)
         await applier.bounding.check(at_once=True)
-        await self._kept.keep(grant, resolver)
 
     async def _flush(self, applier: Applier, fold: list[Incoming], progress: _AppliedEvents) -> None:
         if not fold:

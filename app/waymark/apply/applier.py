@@ -107,6 +107,11 @@ class Applier:
         self._staged: list[NewHolder] = []
         self._has_singles = False
 
+    def close(self) -> None:
+        """Let go of the parts that refer to this object, so that the blocks do not wait for the garbage collector."""
+        del self.bounding, self.pool_hashes
+        self.resolver.close()
+
     def happened(self, kind: ActivityKind, detail: str = "") -> None:
         """Add an entry about the publisher to the activity list."""
         self._store.activity.note(kind, **about(self.grant.claim.registration), detail=detail)

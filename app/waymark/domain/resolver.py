@@ -209,6 +209,10 @@ class Resolver(StreamBlocks):
         self._slice = Slice()
         """Work since the loop had its turn, of all batches of a fold."""
 
+    def close(self) -> None:
+        """Let go of the rules, which refer to this object."""
+        del self._rules, self._plain
+
     @property
     def registered_ranks(self) -> frozenset[int]:
         """Ranks of the instance with a registration; the batches of all but this stream's own are not applied here."""
