@@ -44,6 +44,7 @@ class Fake:
     opened: int = 0
     asked: int = 0
     greeted: list[list[bytes]] = field(default_factory=list)
+    greeting: bytes = b"+OK\r\n"
     said: Callable[[bytes], bytes] = lambda word: b"$%d\r\n%b\r\n" % (len(word), word)
     open: list[asyncio.StreamWriter] = field(default_factory=list)
 
@@ -57,7 +58,7 @@ class Fake:
                 while (command := parser.gets()) is not False:
                     if command[0] in (b"AUTH", b"SELECT", b"READONLY"):
                         self.greeted.append(command)
-                        writer.write(b"+OK\r\n" if command[-1] != b"wrong" else b"-WRONGPASS no\r\n")
+                        writer.write(self.greeting if command[-1] != b"wrong" else b"-WRONGPASS no\r\n")
                         continue
                     self.asked += 1
                     writer.write(b"+PONG\r\n" if command == [b"PING"] else self.said(command[-1]))
@@ -447,6 +448,20 @@ async def test_no_resp_fails_all_that_are_under_way() -> None:
         server.said = lambda word: b"HTTP/1.1 400\r\n" if word == b"bad" else b""
         outcomes = await asyncio.gather(ask(client, b"bad"), ask(client, b"other"), return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} == {StoreUnavailable}
+        await client.close()
+
+
+async def test_a_connection_that_is_lost_with_its_greeting_is_opened_again() -> None:
+    async with fake() as server:
+        server.url = server.url.replace("//", "//:secret@")
+        server.greeting = b"+OK\r\n-ERR behind it\r\n"
+        client = server.client()
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable, match="lost"):
+                await ask(client, b"one")
+        server.greeting = b"+OK\r\n"
+        assert await ask(client, b"two") == [b"two"]
+        assert server.opened == 3
         await client.close()
 
 

@@ -147,6 +147,11 @@ class ReadConnection(asyncio.Protocol):
             if len(self._unsent) == 1:
                 self._loop.call_soon(self._write)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether no question can be sent any more."""
+        return self._transport is None
+
     def silent_at(self) -> float:
         """Return the time of the loop's clock by which Redis has to answer a question sent now."""
         return self._loop.time() + self._silent_seconds
@@ -287,6 +292,8 @@ class Dialer:
             async with asyncio.timeout(self.timeout_seconds):
                 connection = await self._connect(endpoint, on_lost)
                 await self._greet(connection)
+            if connection.is_lost:  # in the same moment; nobody was told, for nobody has it yet
+                raise RedisConnectionError("the connection was lost")
         except TimeoutError as exc:
             self._give_up(connection)
             raise RedisTimeoutError("Timeout connecting to server") from exc
