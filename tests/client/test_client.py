@@ -436,6 +436,8 @@ async def test_waiting_is_bounded(
         (httpx.Response(302, headers={"location": "/"}), Unavailable, "302"),
         (httpx.Response(200, html="<h1>welcome</h1>"), Unavailable, "not Waymark"),
         (httpx.Response(200, json=[]), Unavailable, "not Waymark"),
+        (httpx.Response(200, content=b"[" * 100_000), Unavailable, "not Waymark"),
+        (httpx.Response(404, content=b"[" * 100_000), Refused, "404"),
     ],
 )
 async def test_other_answers_are_not_asked_again(
@@ -498,11 +500,11 @@ async def test_a_port_of_another_protocol_is_named_in_one_sentence(said: bytes, 
     [
         (httpx.RemoteProtocolError("x" * 3000), "x" * 200 + "...; start it, or give the URL of one that runs"),
         (httpx.ReadTimeout(""), "there was no answer in time; give it more time, or the URL of another one"),
+        (httpx.DecodingError("no gzip"), "no gzip; start it, or give the URL of one that runs"),
+        (httpx.TooManyRedirects("too many"), "too many; start it, or give the URL of one that runs"),
     ],
 )
-async def test_a_foreign_error_is_cut_and_a_late_answer_is_not_started(
-    error: httpx.TransportError, reason: str
-) -> None:
+async def test_a_foreign_error_is_cut_and_a_late_answer_is_not_started(error: httpx.RequestError, reason: str) -> None:
     def fail(_: httpx.Request) -> httpx.Response:
         raise error
 

@@ -136,7 +136,7 @@ class AsyncClient:
             try:
                 async with asyncio.timeout(seconds):
                     outcome = await self._http.request(**step.request)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 outcome = error
             except TimeoutError:
                 if seconds is None:

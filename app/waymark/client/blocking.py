@@ -135,7 +135,7 @@ class Client:
                 continue
             try:
                 outcome = self._http.request(**step.request)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 outcome = error
 
 

@@ -106,7 +106,7 @@ class Pause(NamedTuple):
     seconds: float
 
 
-TryResult = httpx.Response | httpx.TransportError | None
+TryResult = httpx.Response | httpx.RequestError | None
 Tries = Generator[SendRequest | Pause, TryResult, T]
 
 
@@ -156,7 +156,7 @@ def _answered(call: ClientCall[T], places: UrlOrder) -> Generator[SendRequest | 
     raise AssertionError("a client has a URL")
 
 
-def _unreached(url: str, error: httpx.TransportError) -> str:
+def _unreached(url: str, error: httpx.RequestError) -> str:
     """Return which URL did not answer, why, and the way out."""
     reason, way_out = reason_of(error)
     return (
@@ -164,7 +164,7 @@ def _unreached(url: str, error: httpx.TransportError) -> str:
     )
 
 
-def reason_of(error: httpx.TransportError) -> Unreached:
+def reason_of(error: httpx.RequestError) -> Unreached:
     """Return why a server was not reached; httpx's own error has the cause somewhere among its causes."""
     cause: BaseException | None = error
     while cause is not None:
@@ -207,14 +207,14 @@ def _result(call: ClientCall[T], answer: httpx.Response) -> T:
     if answer.is_success:
         try:
             return call.read(answer)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Unavailable(
                 f"{call.path} was answered by a server that is not Waymark, or of another version "
                 f"({type(error).__name__}: {error})"
             ) from error
     try:
         content = content_of(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     sentence = sentence_of(content)
     if sentence is None:

@@ -120,7 +120,7 @@ async def _check(
 
 async def _import_publisher(store: Store, file: IndexFile, saved: SavedPublisher) -> None:
     claim = await _registered(store, saved)
-    # A worker may have conflicts the stream of a new registration at once; it waits until this lease is released.
+    # A worker may have taken the stream of a new registration at once; it waits until this lease is released.
     grant = await store.leases.take(claim, "import", _LEASE_SECONDS, force=True)
     if grant is None:
         raise _contended(claim)
