@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
@@ -32,6 +33,8 @@ _DIGITS_MAX = 16
 
 #: The most unreadable records to remember, by place; further ones are neither counted nor logged.
 _PLACES_MAX = 1000
+#: How long a row counts as unreadable after the last query that met it.
+_ROW_SECONDS = 600.0
 _NAME_MAX = 200
 
 
@@ -49,19 +52,24 @@ class Malformed(ValueError):
 class RecordParser:
     """Parses records, and remembers the places of those that could not be read the last time."""
 
-    def __init__(self, metrics: Metrics | None = None) -> None:
+    def __init__(self, metrics: Metrics | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._places: dict[tuple[str, str], UnreadableRecord] = {}
+        self._rows: dict[tuple[str, str], float] = {}
+        """The places of rows, and until when they are remembered: no reader says that a row can be read again."""
+        self._clock = clock
         gauge = (metrics or Metrics()).records_unreadable
         for kind in RecordKind:
             gauge.labels(record=kind).set_function(lambda kind=kind: self.counts[kind])  # type: ignore[misc]
 
     @property
     def unreadable(self) -> list[UnreadableRecord]:
+        self._forget_rows()
         return list(self._places.values())
 
     @property
     def counts(self) -> Counter[RecordKind]:
         """The number of unreadable places, by kind."""
+        self._forget_rows()
         return Counter(place.kind for place in self._places.values())
 
     def parse(self, kind: RecordKind, key: str, field: str | bytes, parse: Callable[..., T], *parts: Any) -> T | None:
@@ -72,12 +80,15 @@ class RecordParser:
             self.reject(kind, key, field, str(exc))
             return None
         if self._places:
-            self._places.pop((key, _name(field)), None)
+            place = key, _name(field)
+            self._places.pop(place, None)
+            self._rows.pop(place, None)
         return result
 
     def reject(self, kind: RecordKind, key: str, field: str | bytes, reason: str) -> None:
         """Count and log a record that the caller could not read."""
         name = _name(field)
+        self._forget_rows()
         if (key, name) not in self._places:
             if len(self._places) >= _PLACES_MAX:
                 return
@@ -86,10 +97,23 @@ class RecordParser:
                 extra=fields(kind=str(kind), key=key, field=name, reason=reason),
             )
         self._places[key, name] = UnreadableRecord(kind=kind, key=key, field=name, reason=reason)
+        if kind is RecordKind.BLOCK:
+            self._rows.pop((key, name), None)  # the dictionary is in order of time
+            self._rows[key, name] = self._clock() + _ROW_SECONDS
+
+    def _forget_rows(self) -> None:
+        """Forget the rows that were not met for a while: they may be gone, or be read by now."""
+        while self._rows:
+            place, until = next(iter(self._rows.items()))
+            if until > self._clock():
+                return
+            del self._rows[place]
+            self._places.pop(place, None)
 
     def clear(self) -> None:
         """Forget every place, because Redis has come back empty."""
         self._places.clear()
+        self._rows.clear()
 
     def forget(self, key: str, remaining: Collection[bytes] = ()) -> None:
         """Forget the unreadable fields of ``key`` that no longer exist; ``remaining`` are the fields that do."""
