@@ -45,6 +45,7 @@ class Fake:
     asked: int = 0
     greeted: list[list[bytes]] = field(default_factory=list)
     greeting: bytes = b"+OK\r\n"
+    may_greet: asyncio.Event | None = None
     said: Callable[[bytes], bytes] = lambda word: b"$%d\r\n%b\r\n" % (len(word), word)
     open: list[asyncio.StreamWriter] = field(default_factory=list)
 
@@ -58,6 +59,8 @@ class Fake:
                 while (command := parser.gets()) is not False:
                     if command[0] in (b"AUTH", b"SELECT", b"READONLY"):
                         self.greeted.append(command)
+                        if self.may_greet is not None:
+                            await self.may_greet.wait()
                         writer.write(self.greeting if command[-1] != b"wrong" else b"-WRONGPASS no\r\n")
                         continue
                     self.asked += 1
@@ -463,6 +466,33 @@ async def test_a_connection_that_is_lost_with_its_greeting_is_opened_again() -> 
         assert await ask(client, b"two") == [b"two"]
         assert server.opened == 3
         await client.close()
+
+
+async def test_a_connection_that_takes_longer_than_a_question_may_is_opened_nevertheless() -> None:
+    async with fake() as server:
+        server.url, server.may_greet = server.url.replace("//", "//:secret@"), asyncio.Event()
+        client = server.client(timeout_seconds=patient(60.0))
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await ask(client, b"one", seconds=0.01)
+        await wait_until(lambda: server.greeted == [[b"AUTH", b"secret"]], "it is being opened")
+        server.may_greet.set()
+        assert await ask(client, b"two") == [b"two"]
+        assert (server.opened, errors(client)) == (1, 0)
+        await client.close()
+
+
+async def test_a_connection_that_is_opened_as_its_client_closes_does_not_stay() -> None:
+    async with fake() as server:
+        server.url, server.may_greet = server.url.replace("//", "//:secret@"), asyncio.Event()
+        client = server.client(timeout_seconds=patient(60.0))
+        question = asyncio.ensure_future(ask(client, b"one"))
+        await wait_until(lambda: bool(server.greeted), "it is being opened")
+        await client.close()
+        server.may_greet.set()
+        with pytest.raises(StoreUnavailable):
+            await question
+        await wait_until(lambda: not server.open, "it is closed")
 
 
 async def test_a_connection_that_is_retired_ends_with_its_last_question() -> None:

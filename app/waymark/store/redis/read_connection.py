@@ -345,9 +345,9 @@ class ReadPool:
     def __init__(self, dialer: Dialer) -> None:
         self._dialer = dialer
         self._scripts: ReadPool | None = None
-        self._opening = asyncio.Lock()
-        self._failures = 0
-        self._failure: RedisError | None = None
+        self._opening: asyncio.Task[ReadConnection] | None = None
+        """The one attempt to open the connection, for all that wait for it."""
+        self._is_closed = False
         self.connection: ReadConnection | None = None
         """The open connection; None before the first one is opened, and after it was lost."""
 
@@ -378,20 +378,23 @@ class ReadPool:
 
         Raises TimeoutError at ``deadline``, by the loop's clock, and RedisError if no connection can be opened.
         """
-        failures = self._failures
-        async with asyncio.timeout_at(deadline), self._opening:
-            if self.connection is None:
-                if self._failures != failures and self._failure is not None:
-                    # The attempt of another caller has just failed. One more for each caller would multiply the delay.
-                    raise RedisConnectionError(*self._failure.args) from self._failure
-                try:
-                    self.connection = await self._dialer.dial(self._forget)
-                except RedisError as exc:
-                    self._failures += 1
-                    self._failure = exc
-                    raise
-                self._failure = None
+        if self.connection is not None:
             return self.connection
+        if self._opening is None:
+            self._opening = asyncio.get_running_loop().create_task(self._open())
+        # An attempt goes on after its caller's deadline. Else one that takes longer than a query may would never end.
+        async with asyncio.timeout_at(deadline):
+            return await asyncio.shield(self._opening)
+
+    async def _open(self) -> ReadConnection:
+        try:
+            connection = await self._dialer.dial(self._forget)
+        finally:
+            self._opening = None
+        if self._is_closed:
+            connection.lose(RedisConnectionError("the client was closed"))
+        self.connection = connection
+        return connection
 
     def retire(self) -> None:
         """Close the connection, and that for scripts, when all questions are answered."""
@@ -402,7 +405,8 @@ class ReadPool:
             self._scripts.retire()
 
     def close(self) -> None:
-        """Close the connection at once."""
+        """Close the connection at once, also one that is being opened."""
+        self._is_closed = True
         if self.connection is not None:
             self.connection.lose(RedisConnectionError("the client was closed"))
         if self._scripts is not None:
