@@ -8,7 +8,8 @@
 --       kept          hash, PX    the responses; an empty value marks a deletion that MongoDB may not have yet
 --       due           zset, PX    their names, by the Redis ms at which each ends
 --       copied        zset, PX    the names of those that MongoDB has, likewise
---       queue         stream      names of responses to be copied, each once for every change
+--       queue         stream      names of responses to be copied, each once for every change; the field is `response`, or
+--                                 `deletion`
 -- ARGV  name          32 hex digits of the response
 --       milliseconds  how long it is kept
 --       value         the response; empty deletes it
@@ -89,7 +90,7 @@ if group ~= '' and length == 0 then
   redis.call('ZADD', KEYS[4], ends, name)
 elseif group ~= '' then
   if redis.call('EXISTS', KEYS[5]) == 0 then redis.call('XGROUP', 'CREATE', KEYS[5], group, '0', 'MKSTREAM') end
-  local change = redis.call('XADD', KEYS[5], 'MAXLEN', '~', ARGV[5], '*', 'response', name)
+  local change = redis.call('XADD', KEYS[5], 'MAXLEN', '~', ARGV[5], '*', value == '' and 'deletion' or 'response', name)
   redis.call('HSET', KEYS[1], name, change)
 end
 note_bytes()

@@ -8,8 +8,8 @@
 --       count         how many at most
 --       milliseconds  how long an entry stays with its consumer before another one may take it
 --
--- {'applied', id, name, ...}  two texts for each entry
--- {'gone'}                    there is no queue
+-- {'applied', id, name, kind, ...}  three texts for each entry; `kind` is `response` or `deletion`
+-- {'gone'}                          there is no queue
 
 if redis.call('EXISTS', KEYS[1]) == 0 then return {'gone'} end
 local reply = {}
@@ -18,6 +18,7 @@ local function add(entries)
     if entry and entry[2] then
       reply[#reply + 1] = entry[1]
       reply[#reply + 1] = entry[2][2]
+      reply[#reply + 1] = entry[2][1]
     end
   end
 end

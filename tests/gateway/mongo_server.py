@@ -34,7 +34,9 @@ _NO_SPACE = {"index": 0, "code": 14031, "errmsg": "no space left on device"}
 
 
 class MongoServer:
-    """``documents`` by id. ``is_slow``: it reads and never answers; ``is_full``: it refuses every write."""
+    """``documents`` by id. ``is_slow``: it reads and never answers; ``is_full``: it refuses every write, and so it does
+    behind the first ``writes_max``.
+    """
 
     def __init__(self) -> None:
         self.documents: dict[Any, dict[str, Any]] = {}
@@ -42,6 +44,7 @@ class MongoServer:
         self.is_slow = False
         self.is_full = False
         self.writes = 0
+        self.writes_max: int | None = None
         self.port = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,7 +76,7 @@ class MongoServer:
             return {"ok": 1}
         assert name in ("update", "delete"), command
         self.writes += 1
-        if self.is_full:
+        if self.is_full or (self.writes_max is not None and self.writes > self.writes_max):
             return {"n": 0, "nModified": 0, "writeErrors": [_NO_SPACE], "ok": 1}
         for change in command.get("updates", ()):
             self.documents[change["q"]["_id"]] = change["u"]

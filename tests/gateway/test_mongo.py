@@ -192,6 +192,68 @@ async def test_a_full_store_waits_for_mongodb_and_says_so(
         assert [await place.find(name) for name in (NAME, OTHER)] == [b"{}", b'{"b":1}']
 
 
+async def test_a_late_copy_does_not_undo_a_deletion(
+    store: Store, server: MongoServer, clients: list[MongoClient[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with mongo_server(server) as url:
+        slow, other = [wired(store, clients, url, round(patient(LONG))) for _ in range(2)]
+        place = place_of(store, slow)
+        await place.keep(NAME, b"{}")
+        loop, write = asyncio.get_running_loop(), slow._write
+        writes: list[dict[str, bytes | None]] = []
+
+        async def delete() -> None:
+            await place.delete(NAME)
+            await other._copy(await store.responses.take("other", 10, idle_ms=60_000))
+
+        def write_late(values: dict[str, bytes | None]) -> None:
+            writes.append(values)
+            if len(writes) == 1:
+                asyncio.run_coroutine_threadsafe(delete(), loop).result()
+            write(values)
+
+        monkeypatch.setattr(slow, "_write", write_late)
+        await slow._copy(await store.responses.take("slow", 10, idle_ms=60_000))
+        assert (writes, server.documents) == ([{NAME: b"{}"}, {NAME: b""}], {})
+
+
+async def test_a_deletion_outlives_its_mark(
+    store: Store, redis: Redis, server: MongoServer, clients: list[MongoClient[Any]]
+) -> None:
+    async with mongo_server(server) as url:
+        archive = wired(store, clients, url, round(patient(LONG)))
+        place = place_of(store, archive)
+        for name in (NAME, OTHER):
+            await place.keep(name, b"{}")
+        await archive._copy(await store.responses.take("one", 10, idle_ms=60_000))
+        assert server.documents.keys() == {NAME, OTHER}
+        await place.delete(NAME)
+        await place.keep(OTHER, b'{"b":1}')
+        await redis.delete(keys.RESPONSES, keys.RESPONSES_KEPT, keys.RESPONSES_DUE, keys.RESPONSES_COPIED)
+        await archive._copy(await store.responses.take("one", 10, idle_ms=60_000))
+        assert server.documents.keys() == {OTHER}, "what Redis has only lost is left as it is"
+
+
+async def test_a_long_queue_is_copied_in_parts(
+    store: Store, redis: Redis, server: MongoServer, clients: list[MongoClient[Any]]
+) -> None:
+    async with mongo_server(server) as url:
+        archive = wired(store, clients, url, round(patient(LONG)))
+        place = place_of(store, archive)
+        for number in range(25):
+            await place.keep(f"{number:032}", b"{}")
+        entries = await store.responses.take("one", 100, idle_ms=60_000)
+        server.writes_max = 2
+        with pytest.raises(RemoteUnavailable):
+            await archive._copy(entries)
+        assert (len(server.documents), await waiting(redis)) == (20, 5), (
+            "the parts that were copied are out of the queue"
+        )
+        server.writes_max = None
+        await archive._copy(entries)
+        assert (len(server.documents), await waiting(redis)) == (25, 0)
+
+
 @pytest.mark.parametrize(
     ("url", "milliseconds"),
     [

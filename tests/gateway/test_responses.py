@@ -240,6 +240,17 @@ async def test_what_is_in_memory_has_bounds() -> None:
     assert [await place.find(name) for name in "abc"] == [None, b"{}", b"{}"]
 
 
+async def test_a_response_is_no_larger_than_a_document_of_mongodb(start: Start) -> None:
+    class Nothing:
+        async def find(self, name: str) -> bytes | None:
+            return None
+
+    running = await start(1, archive=Nothing(), answers_bytes={"responses": 2**40})
+    answering(running)
+    await respond(running, "x" * (2**24 - 2**15))
+    assert running.value("responses_total", outcome="too_large") == 1
+
+
 def test_mongo_needs_redis() -> None:
     with pytest.raises(SettingsError, match="WAYMARK_RESPONSES is memory"):
         Settings.from_env({"WAYMARK_RESPONSES_MONGO_URL": "mongodb://db"})

@@ -412,6 +412,7 @@ async def responses(store: Store) -> None:
     await store.responses.put_back("5" * 32, b"{}", bounds)
     await store.responses.delete("4" * 32, bounds._replace(queue_max=0))
     await store.responses.find(["5" * 32])
+    await store.responses.end(await store.responses.take("one", 100, idle_ms=HOUR_SECONDS * 1000))
 
 
 async def _is_gone(redis: Redis, key: str) -> bool:

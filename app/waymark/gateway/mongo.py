@@ -11,9 +11,10 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from waymark.base.errors import RemoteUnavailable, SettingsError, StoreUnavailable
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BATCH = 100
+#: Responses of one write, few enough for its time also if they are as large as they may be.
+_WRITTEN_AT_ONCE = 10
 _POLL_SECONDS = 1.0
 _AGAIN_SECONDS, _AGAIN_SECONDS_MAX = 1.0, 30.0
 #: The time after which another gateway takes over a change that was not copied.
@@ -40,6 +43,8 @@ _CLAIM_MS = 30_000
 _DATABASE = "waymark"
 #: The time of one operation, if the URL has no ``timeoutMS``: a client waits for an answer that only MongoDB has.
 _MILLISECONDS = 500
+DOCUMENT_BYTES_MAX = 2**24 - 2**16
+"""The largest response that MongoDB can take, beside the other fields of its document."""
 COLLECTION = "responses"
 """The collection of the copies. Several Waymarks use several databases."""
 
@@ -156,11 +161,24 @@ class MongoArchive:
         await self._called(lambda: self._collection.create_index("until", expireAfterSeconds=0))
 
     async def _copy(self, entries: Sequence[QueuedResponse]) -> None:
-        names = list(dict.fromkeys(entry.name for entry in entries))
-        values = dict(zip(names, await self._stored.find(names), strict=True))
-        await self._called(lambda: self._write(values))
+        for start in range(0, len(entries), _WRITTEN_AT_ONCE):
+            await self._copy_some(entries[start : start + _WRITTEN_AT_ONCE])
+
+    async def _copy_some(self, entries: Sequence[QueuedResponse]) -> None:
+        kinds = {entry.name: entry.kind for entry in entries}
+        copied: dict[str, bytes | None] = {}
+        values = await self._present(kinds)
+        while values != copied:
+            await self._called(partial(self._write, values))
+            # Another gateway may have copied a later change before this write, such as a deletion.
+            copied, values = values, await self._present(kinds)
         await self._stored.end(entries)
-        self._metrics.responses_copied.labels(outcome="copied").inc(len(names))
+        self._metrics.responses_copied.labels(outcome="copied").inc(len(kinds))
+
+    async def _present(self, kinds: Mapping[str, str]) -> dict[str, bytes | None]:
+        """Return the responses in Redis by name. The mark of a deletion may have expired, and the deletion counts."""
+        values = zip(kinds.items(), await self._stored.find(list(kinds)), strict=True)
+        return {name: b"" if value is None and kind == "deletion" else value for (name, kind), value in values}
 
     def _write(self, values: dict[str, bytes | None]) -> None:
         from pymongo import DeleteOne, ReplaceOne

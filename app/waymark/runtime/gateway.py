@@ -19,7 +19,7 @@ from waymark.decide.selector import Selector
 from waymark.discovery.describe import Describer
 from waymark.discovery.engines import EngineRegistrations, GivenEngines
 from waymark.gateway.application import Gateway, GatewayOptions
-from waymark.gateway.mongo import MongoArchive, MongoOptions
+from waymark.gateway.mongo import DOCUMENT_BYTES_MAX, MongoArchive, MongoOptions
 from waymark.gateway.response_cache import CacheOptions, ResponseCache
 from waymark.gateway.responses import Archive, Responses, ResponsesOptions
 from waymark.gateway.shapes import body_of_rejection
@@ -146,10 +146,11 @@ def stored_responses(settings: Settings, metrics: Metrics, store: Store, archive
     if settings.responses_place == "off":
         return None
     bytes_max = settings.answers_bytes.get("responses", ANSWERS_BYTES)
+    entry_bytes = max(1024, bytes_max // _LARGEST_PART)
     options = ResponsesOptions(
         place=settings.responses_place,
         ttl_seconds=settings.answers_ttl.get("responses", 86_400),
-        entry_bytes=max(1024, bytes_max // _LARGEST_PART),
+        entry_bytes=entry_bytes if archive is None else min(entry_bytes, DOCUMENT_BYTES_MAX),
         entries_max=max(1, 10_000 * bytes_max // ANSWERS_BYTES),
         bytes_max=bytes_max,
     )

@@ -119,10 +119,12 @@ def _keys() -> dict[str, str]:
 
 
 class QueuedResponse(NamedTuple):
-    """A response to be copied: its place in the queue, and its name."""
+    """A response to be copied, or to be deleted: its place in the queue, and its name."""
 
     id: str
     name: str
+    kind: str
+    """``response`` or ``deletion``."""
 
 
 class ResponseBounds(NamedTuple):
@@ -187,7 +189,7 @@ class StoredResponses:
 
     async def end(self, entries: Sequence[QueuedResponse]) -> None:
         """Take entries out of the queue, since MongoDB has their responses."""
-        texts = [text for entry in entries for text in entry]
+        texts = [text for entry in entries for text in entry[:2]]
         await self._scripts.end_responses(
             responses=keys.RESPONSES,
             due=keys.RESPONSES_DUE,

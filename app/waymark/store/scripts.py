@@ -629,11 +629,11 @@ class Scripts:
 
     async def take_responses(
         self, *, queue: str, group: str, consumer: str, count: int, milliseconds: int
-    ) -> list[tuple[str, str]]:
-        """Return the ids of the entries, and the names of their responses."""
+    ) -> list[tuple[str, str, str]]:
+        """Return the ids of the entries, the names of their responses, and their kinds."""
         _, *texts = await self._call("take_responses", locals())
         words = [lenient_text(text) for text in texts]
-        return list(zip(words[::2], words[1::2], strict=True))
+        return list(zip(words[::3], words[1::3], words[2::3], strict=True))
 
     async def end_responses(
         self, *, responses: str, due: str, copied: str, queue: str, group: str, entry: Sequence[str]
