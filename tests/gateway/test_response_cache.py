@@ -188,8 +188,8 @@ async def test_what_may_not_be_kept_passes_by(start: Start) -> None:
         assert await results(running, body, body) == ["BYPASS", "BYPASS"]
     for path in ("/v1/embeddings", "/v1/responses"):
         assert await results(running, chat("a"), chat("a"), path=path) == ["BYPASS", "BYPASS"]
-    headers = {"cache-control": "no-cache"}
-    assert await results(running, chat("a"), headers=headers) == ["BYPASS"]
+    for directives in ("no-cache", "No-Store", "max-age=0, no-cache", "no-store,max-age=0"):
+        assert await results(running, chat("a"), headers={"cache-control": directives}) == ["BYPASS"]
     plain = await start(1)
     assert "x-cache" not in (await plain.post()).headers
 
@@ -211,6 +211,17 @@ async def test_a_stream_that_is_not_whole_is_not_kept(start: Start, pieces: tupl
     streaming(running, *pieces)
     body = chat("a", stream=True)
     assert await results(running, body, body) == ["MISS", "MISS"]
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("finish", [[], {}, [["stop"]]])
+async def test_an_answer_of_any_shape_holds_up_no_equal_request(
+    start: Start, monkeypatch: pytest.MonkeyPatch, finish: Any
+) -> None:
+    monkeypatch.setattr("waymark.gateway.response_cache._FLIGHT_SECONDS", 1e6)
+    running = await start(1, response_cache="memory")
+    answering(running, finish)
+    assert await results(running, chat("a"), chat("a")) == ["MISS", "MISS"]
 
 
 @pytest.mark.outside

@@ -112,11 +112,12 @@ def _is_finished(api: Form, body: bytes) -> bool:
     if api is Form.MESSAGES:
         return isinstance(fields.get("stop_reason"), str)
     choices = fields.get("choices")
-    return (
-        isinstance(choices, list)
-        and bool(choices)
-        and all(isinstance(choice, dict) and choice.get("finish_reason") in _FINISHED for choice in choices)
-    )
+    return isinstance(choices, list) and bool(choices) and all(map(_has_finished, choices))
+
+
+def _has_finished(choice: Any) -> bool:
+    reason = choice.get("finish_reason") if isinstance(choice, dict) else None
+    return isinstance(reason, str) and reason in _FINISHED
 
 
 class CacheLookup(NamedTuple):

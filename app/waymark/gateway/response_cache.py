@@ -193,6 +193,8 @@ keeping, and not for long."""
 
 #: Answers of the others carry ids that belong to one request.
 _FORMS = frozenset({Form.CHAT, Form.COMPLETIONS, Form.MESSAGES})
+#: Directives of Cache-Control by which a client does not use the cache.
+_ASKS_ANEW = frozenset({b"no-cache", b"no-store"})
 #: The longest wait of a request for an equal one under way.
 _FLIGHT_SECONDS = 60.0
 
@@ -329,9 +331,7 @@ class ResponseCache:
                 del self._under_way[key]
 
     def _key(self, client: GatewayCaller, proxied: ProxiedRequest, body: InferenceBody) -> bytes | None:
-        headers = dict(proxied.headers)
-        asks_anew = headers.get(b"cache-control", b"").lower() in (b"no-cache", b"no-store")
-        if body.request.form not in _FORMS or asks_anew or not is_cacheable(body.fields):
+        if body.request.form not in _FORMS or _asks_anew(proxied.headers) or not is_cacheable(body.fields):
             return None
         return cache_key(
             proxied.path,
@@ -381,6 +381,11 @@ class ResponseCache:
             ),
             redis=_redis_stats(answers, together) if isinstance(answers, SharedAnswers) else None,
         )
+
+
+def _asks_anew(headers: RawHeaders) -> bool:
+    directives = b",".join(value for name, value in headers if name == b"cache-control").lower().split(b",")
+    return not _ASKS_ANEW.isdisjoint(map(bytes.strip, directives))
 
 
 def _answers(options: CacheOptions, metrics: Metrics, store: Store) -> AnswerStore:
