@@ -35,6 +35,10 @@ def event(content: object) -> bytes:
         (event({"type": "response.completed", "response": {"usage": _RESPONSES}}), Usage(1184, 1200, 16)),
         (json.dumps({"usage": _OPENAI | {"prompt_tokens_details": None}}).encode(), Usage(None, 1200, 16)),
         (event({"choices": [{"delta": {"content": "a"}}]}), Usage()),
+        # An engine may claim anything.
+        (b'{"usage": {"prompt_tokens": 12, "cached_tokens": 13}}', Usage(None, 12)),
+        (b'{"usage": {"prompt_tokens": 1099511627777, "completion_tokens": 1099511627776}}', Usage(None, None, 2**40)),
+        (b'{"usage": {"prompt_tokens": -1, "cached_tokens": "1", "completion_tokens": 1.5}}', Usage()),
         # What a model or a user writes is no usage.
         (event({"choices": [{"delta": {"content": '"cached_tokens": 7, '}}]}), Usage()),
     ],

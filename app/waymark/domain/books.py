@@ -160,7 +160,8 @@ class UsageReader:
         near = self._tail + piece
         if b'_tokens"' in near:
             for name, number in _FIELD.findall(near):
-                self._found[name] = int(number)
+                if int(number) <= USAGE_MAX:
+                    self._found[name] = int(number)
         self._tail = near[-_FIELD_BYTES:]
 
     @property
@@ -173,4 +174,6 @@ class UsageReader:
             # Anthropic's count of the input leaves out what the cache had.
             prompt += cache_read + counts.get(b"cache_creation_input_tokens", 0)
         cached = counts.get(b"cached_tokens", cache_read)
+        if more_cached(cached, prompt) is not None:
+            cached = None  # it would hide how much other requests lack
         return Usage(cached, prompt, counts.get(b"completion_tokens", counts.get(b"output_tokens")))

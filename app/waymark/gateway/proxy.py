@@ -29,7 +29,7 @@ from waymark.chat.requests import Form
 from waymark.decide.question import SelectParameters
 from waymark.decide.requests import PreparedRequest, RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay
-from waymark.domain.books import NO_USAGE, UsageReader
+from waymark.domain.books import NO_USAGE, Usage, UsageReader
 from waymark.gateway.security import to_client, to_engine
 from waymark.gateway.shapes import WITHOUT_PATH, RequestRejected, engine_error, event_of
 from waymark.gateway.upstream import CONNECT, Interrupted, Unreachable, Upstream, is_events
@@ -98,7 +98,12 @@ class StreamEnd:
     @property
     def is_whole(self) -> bool:
         """Whether the last event has arrived; always if only the end of the connection ends the answer."""
-        return self._has_last and (self._is_framed or ends_event(self._tail))
+        return self.is_over or (self._has_last and self._is_framed)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last event has arrived to its end, where its usage is."""
+        return self._has_last and ends_event(self._tail)
 
 
 class EngineAnswer(NamedTuple):
@@ -221,18 +226,18 @@ class Proxy:
         is_translated = response.status >= 400 and _is_translated(proxied, response)
         headers = [*_headers(answered, is_translated=is_translated), *extra]
         await proxied.send({"type": "http.response.start", "status": response.status, "headers": headers})
+        body, usage = b"", NO_USAGE
         if is_translated:
             text, name = await self._short(response), _instance(answered)
             body = engine_error(response.status, text, proxied.api, engine=name, path=proxied.path)
         else:
-            body = b""
-            await self._relay_body(proxied, answered)
-        await answered.request.give_back(is_ok=response.status < 500)
+            usage = await self._relay_body(proxied, answered)
+        await answered.request.give_back(is_ok=response.status < 500, usage=usage)
         await proxied.send({"type": "http.response.body", "body": body, "more_body": False})
         return response.status < 500
 
-    async def _relay_body(self, proxied: ProxiedRequest, answered: EngineAnswer) -> None:
-        """Forward the body of an answer. Raise Interrupted without its end."""
+    async def _relay_body(self, proxied: ProxiedRequest, answered: EngineAnswer) -> Usage:
+        """Forward the body of an answer, and return its usage. Raise Interrupted without its end."""
         response, request = answered.response, answered.request
         marker = _CONTENT.get(proxied.api, b"") if proxied.api and is_events(response) else b""
         waits = response.status < 400
@@ -245,7 +250,7 @@ class Proxy:
             if reader is not None:
                 reader.take(piece)
             # A client may take the last event for the end, and go on with its next turn.
-            is_last = response.content.at_eof() if end is None else end.is_whole
+            is_last = response.content.at_eof() if end is None else end.is_over
             if waits and marker in piece:
                 waits = False
                 request.prefilled(is_last=is_last)
@@ -256,6 +261,7 @@ class Proxy:
             await proxied.send({"type": "http.response.body", "body": piece, "more_body": True})
         if end is not None and not end.is_whole:
             raise Interrupted("no_end")
+        return NO_USAGE if reader is None else reader.usage
 
     async def _short(self, response: aiohttp.ClientResponse) -> bytes:
         """Return the body of an error, up to a bound. Raises Interrupted."""
