@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -32,6 +35,7 @@ from waymark.decide.fleet import Fleet
 from waymark.decide.policies.ring import Ring
 from waymark.decide.question import ProfileName, Question, SelectedTarget, SelectParameters
 from waymark.decide.requests import RequestSelector, RoutedRequest
+from waymark.decide.selector import Selector
 from waymark.decide.served import ServedModel
 from waymark.decide.under_way import RequestsUnderWay
 from waymark.domain.answer_times import NO_TIMES, AskedTimes
@@ -42,7 +46,7 @@ from waymark.domain.pool_keys import PromptIds
 from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable
 from waymark.domain.targets import Role, Target
-from waymark.store.reservations import Load, ReservationPart
+from waymark.store.reservations import Load, Reservation, ReservationPart
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
 
@@ -122,6 +126,54 @@ async def test_token_ids_need_no_tokenizer(store: Store, pods: list[str], make_s
     first, again = [await served(selector, request) for _ in range(2)]
     assert (first.selected.policy.name, first.selected.tokens) == ("least-work", 64)
     assert taken(again) == taken(first)
+
+
+async def test_a_request_that_is_cancelled_between_its_reservations_leaves_none(
+    store: Store, pods: list[str], make_selector: MakeSelector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    selector = make_selector(store)
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+    reserve = Selector.reserve
+
+    async def late(self: Selector, *arguments: Any) -> Reservation:
+        reservation = await reserve(self, *arguments)
+        begun.set()
+        await goes_on.wait()
+        return reservation
+
+    monkeypatch.setattr(Selector, "reserve", late)
+    request = read_request("/v1/completions", {"model": "llama", "prompt": [1, 2, 3], "n": 3})
+    asked = asyncio.create_task(selector.select(request, TAKING))
+    await wait_until(begun.is_set, "the sequences are reserved")
+    assert sum(load.requests for load in (await loads(store)).values()) > 1
+    asked.cancel()
+    await asyncio.wait({asked})
+    goes_on.set()
+
+    async def is_free() -> bool:
+        return await loads(store) == {}
+
+    await wait_until(is_free, "nothing is reserved")
+
+
+async def test_a_request_without_tokens_leaves_nothing_for_the_garbage_collector(
+    store: Store, pods: list[str], make_selector: MakeSelector
+) -> None:
+    selector, request = make_selector(store), chat("hello")
+
+    def counts() -> list[int]:
+        return [sys.getrefcount(request), sys.getrefcount(request.messages)]
+
+    await selector.prepare(request)
+    gc.collect()
+    gc.disable()
+    try:
+        before = counts()
+        for _ in range(3):
+            await selector.prepare(request)
+        await wait_until(lambda: counts() == before, "nobody else has the request")
+    finally:
+        gc.enable()
 
 
 async def test_a_pool_is_told_the_tokens_and_the_salt_of_a_request(

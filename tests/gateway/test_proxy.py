@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
+import sys
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
@@ -22,6 +25,11 @@ from tests.gateway.conftest import Running, Start, chat, events, registration
 from tests.patience import within
 from tests.store.factories import answered_before
 from waymark.base.endpoints import AllowedEndpoints
+from waymark.chat.requests import InferenceRequest
+from waymark.decide.requests import PreparedRequest, RequestSelector
+from waymark.decide.selector import Selector
+from waymark.decide.under_way import RequestUnderWay
+from waymark.domain.books import NO_USAGE, Usage
 from waymark.gateway import proxy
 from waymark.gateway.proxy import Avoided
 from waymark.gateway.upstream import Interrupted, Upstream
@@ -489,6 +497,128 @@ async def test_each_further_token_of_a_stream_is_timed(start: Start, is_stream: 
     (timed,) = (await running.store.answer_times.read(1, [1])).values()
     assert timed.first_token.requests == 1
     assert (timed.further_tokens.requests, timed.further_tokens.ms > 0) == ((1, True) if is_stream else (0, False))
+
+
+COMPLETED = (
+    b'event: response.output_text.delta\ndata: {}\n\nevent: response.completed\ndata: {"type": "response.completed", '
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "pieces"),
+    [
+        ("/v1/chat/completions", "application/json", [b'{"usage": {"prompt_tokens": 9, "completion_tokens": 2}}', b""]),
+        (
+            "/v1/responses",
+            "text/event-stream",
+            [COMPLETED, b'"response": {"usage": {"input_tokens": 9, "output_tokens": 2}}}\n\n'],
+        ),
+    ],
+    ids=["the last chunk comes alone", "the last event comes in two pieces"],
+)
+async def test_a_usage_is_noted_however_its_answer_is_cut(
+    start: Start, monkeypatch: pytest.MonkeyPatch, path: str, kind: str, pieces: list[bytes]
+) -> None:
+    running = await start(1)
+    goes_on = asyncio.Event()
+    usages: list[Usage] = []
+    end = RequestUnderWay.end
+
+    def noted(self: RequestUnderWay, *, is_ok: bool, usage: Usage = NO_USAGE) -> asyncio.Task[None] | None:
+        usages.append(usage)
+        return end(self, is_ok=is_ok, usage=usage)
+
+    async def answers(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": kind})
+        await response.prepare(request)
+        await response.write(pieces[0])
+        await goes_on.wait()
+        if pieces[1]:
+            await response.write(pieces[1])
+        await response.write_eof()
+        return response
+
+    monkeypatch.setattr(RequestUnderWay, "end", noted)
+    running.engines[0].handler = answers
+    asked = asyncio.create_task(running.post(chat("a", input="a"), path))
+    await wait_until(lambda: running.value("ttft_seconds_count") == 1, "the first piece was seen", 10)
+    goes_on.set()
+    await asked
+    assert usages[0] == Usage(None, 9, 2), "the first end of a request counts"
+
+
+async def cuts(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(DELTA)
+    return await hangs(request)
+
+
+@pytest.mark.parametrize(
+    ("handler", "leaves"),
+    [(None, False), (fails, False), (breaks, False), (hangs, False), (cuts, False), (hangs, True)],
+)
+async def test_a_body_stays_no_longer_than_its_request(
+    start: Start, monkeypatch: pytest.MonkeyPatch, handler: Any, *, leaves: bool
+) -> None:
+    running = await start(1, gateway_idle_seconds=0.3)
+    running.engines[0].handler = handler
+    seen: list[Any] = []
+    prepare = RequestSelector.prepare
+
+    async def noted(self: RequestSelector, request: InferenceRequest, **more: Any) -> PreparedRequest:
+        seen.append(request.messages)
+        return await prepare(self, request, **more)
+
+    monkeypatch.setattr(RequestSelector, "prepare", noted)
+    alone = [[chat("a")]]
+
+    def has_request(number: int) -> bool:
+        return running.asked == [number]
+
+    def are_free() -> bool:
+        return {sys.getrefcount(each) for each in seen} == {sys.getrefcount(each) for each in alone}
+
+    gc.disable()
+    try:
+        for number in range(1, 4):
+            asked = asyncio.create_task(running.post(chat("a", stream=True)))
+            await wait_until(partial(has_request, number), "the engine has the request", 10)
+            if leaves:
+                asked.cancel()
+            await asyncio.wait({asked})
+        assert len(seen) == 3
+        await wait_until(are_free, "only this test has the bodies, without the garbage collector", 10)
+    finally:
+        gc.enable()
+
+
+async def test_the_reservations_of_the_last_requests_end_before_the_gateway(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await start(1)
+    running.engines[0].handler = hangs
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+    release = Selector.release
+
+    async def late(self: Selector, *arguments: Any, **more: Any) -> tuple[int, int]:
+        begun.set()
+        await goes_on.wait()
+        return await release(self, *arguments, **more)
+
+    monkeypatch.setattr(Selector, "release", late)
+    asked = asyncio.create_task(running.post())
+    await wait_until(lambda: running.asked == [1], "the engine has the request", 10)
+    asked.cancel()
+    await asyncio.wait({asked})
+    await wait_until(begun.is_set, "its release has begun", 10)
+    closing = asyncio.create_task(running.gateway.close())
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not closing.done()
+    goes_on.set()
+    await closing
+    assert await running.requests() == 0
 
 
 async def test_a_client_may_ask_for_times(start: Start, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.tokenization import small
+from tests.tokenization.bounds import be_patient
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.metrics import Metrics
 from waymark.tokenization import tokenizers as face
@@ -57,6 +60,31 @@ async def test_a_source_of_a_file_a_hub_and_a_directory(
     tokenizers = make({"a": (tmp_path / "with blank").as_uri()}, tmp_path / "models")
     assert await ids(tokenizers, "a") == await ids(tokenizers, "org/b") == expected()
     assert (await tokenizers.tokens("a", HI)).source == "local"
+
+
+@pytest.mark.parametrize("source", [None, "file:///not/there", "without a template"])
+async def test_a_refused_prompt_is_kept_by_nobody(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None
+) -> None:
+    be_patient(monkeypatch)
+    url = small.directory(tmp_path / "m").as_uri() if source == "without a template" else source
+    tokenizers = make({} if url is None else {"m": url})
+    prompt = ChatPrompt([{"role": "user", "content": "hello"}])
+
+    async def refused() -> bool:
+        try:
+            await tokenizers.tokens("m", prompt)
+        except InvalidValue:
+            return True
+        return False
+
+    gc.disable()
+    try:
+        before = sys.getrefcount(prompt)
+        assert [await refused() for _ in range(3)] == [True] * 3
+        await wait_until(lambda: sys.getrefcount(prompt) == before, "nobody else has the prompt")
+    finally:
+        gc.enable()
 
 
 async def test_a_model_that_sglang_serves_has_messages_as_sglang_shows_them(make: Make, tmp_path: Path) -> None:
@@ -140,8 +168,6 @@ async def test_a_source_that_cannot_be_opened_is_tried_again(
 async def test_without_the_packages_the_refusal_names_the_extra(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
     for module in ("local", "templates"):
         monkeypatch.delitem(sys.modules, f"waymark.tokenization.{module}", raising=False)
     for package in ("tokenizers", "huggingface_hub"):

@@ -132,7 +132,7 @@ class RequestSelector:
         is_sticky = policy.preset is PRESETS["sticky"]
         several: Sequence[SourcedTokens] = ()
         prompt: PromptOf = no_prompt
-        refused = None
+        is_refused = False
         if not is_sticky or key is None or counts_tokens:
             try:
                 began = perf_counter()
@@ -141,10 +141,10 @@ class RequestSelector:
                 if several:
                     prompt = self._prompts.keyed(several[0], request, served)
             except (InvalidValue, RemoteUnavailable, StoreUnavailable) as exc:
-                refused = exc
+                is_refused = True  # the error itself would keep this call, and the body, for the garbage collector
                 self._count(exc)
         estimated: Sequence[int] = ()
-        if refused is not None and not is_sticky:
+        if is_refused and not is_sticky:
             estimated = estimate_tokens(request.messages, request.system, request.prompts[:SEQUENCES_MAX])
             prompt = unread_prompt(min(estimated[0], self._tokens_max) if estimated else 0)
         question = Question(
@@ -182,9 +182,13 @@ class RequestSelector:
         selected = await self.selector.select_open(question, self._gate)
         reservations = tuple(selected.reservations)
         if not selected.is_degraded and prepared.further and parameters.is_reserved:
-            reservations += await self.selector.reserve_several(
-                question.group, selected.target.candidate, prepared.further, parameters.milliseconds
-            )
+            try:
+                reservations += await self.selector.reserve_several(
+                    question.group, selected.target.candidate, prepared.further, parameters.milliseconds
+                )
+            except BaseException:
+                self.selector.give_back(reservations)
+                raise
         return RoutedRequest(selected, prepared.served, prepared.further, reservations, prepared.is_stream)
 
     async def select(

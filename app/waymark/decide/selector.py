@@ -159,7 +159,7 @@ class Selector:
         case, for a caller that asks again.
         """
         steps = self.selecting(question, gate, without=without, passed_on=passed_on)
-        return await finished(steps, unwanted=self._give_back)
+        return await finished(steps, unwanted=self._drop)
 
     def selecting(
         self,
@@ -194,14 +194,17 @@ class Selector:
         except StoreUnavailable:
             return True
 
-    def _give_back(self, selected: SelectedTarget) -> None:
-        """End the reservations of a decision that nobody waits for any more."""
-        if selected.reservations:
-            self._store.begin(self.release(selected.reservations, ReservationPart.OK))
+    def _drop(self, selected: SelectedTarget) -> None:
+        self.give_back(selected.reservations)
+
+    def give_back(self, reservations: Sequence[Reservation]) -> None:
+        """End reservations that no caller waits for any more."""
+        if reservations:
+            self._store.begin(self.release(reservations, ReservationPart.OK))
 
     async def select(self, question: Question) -> SelectedTarget:
         """Take a target. Raise NoTarget, Saturated or StoreUnavailable; then there is no reservation."""
-        return await finished(self._selecting_in_time(question), unwanted=self._give_back)
+        return await finished(self._selecting_in_time(question), unwanted=self._drop)
 
     def _selecting_in_time(self, question: Question) -> Steps[SelectedTarget]:
         """Return the steps of ``select``."""
@@ -331,8 +334,22 @@ class Selector:
         self, group: GroupName, candidate: Candidate, loads: Sequence[SequenceLoad], milliseconds: int
     ) -> tuple[Reservation, ...]:
         """Reserve a target for each sequence; fewer if it has as many requests as it may have, or Redis is
-        unavailable.
+        unavailable. If the caller is cancelled, the reservations end as soon as they are made.
         """
+        work = self._store.begin(self._reserve_each(group, candidate, loads, milliseconds))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(self._give_back_result)
+            raise
+
+    def _give_back_result(self, work: asyncio.Task[tuple[Reservation, ...]]) -> None:
+        if not work.cancelled() and work.exception() is None:
+            self.give_back(work.result())
+
+    async def _reserve_each(
+        self, group: GroupName, candidate: Candidate, loads: Sequence[SequenceLoad], milliseconds: int
+    ) -> tuple[Reservation, ...]:
         results = await asyncio.gather(
             *(self.reserve(group, candidate, load.new, load.context, milliseconds) for load in loads),
             return_exceptions=True,

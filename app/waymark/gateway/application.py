@@ -117,11 +117,12 @@ class Gateway:
         self._selector = requests
         self._directory = store.directory
         self._upstream = upstream
-        under_way = RequestsUnderWay(selector, store.begin)
-        self._proxy = Proxy(self._selector, under_way, self._upstream, metrics)
+        self._under_way = RequestsUnderWay(selector, store.begin)
+        self._proxy = Proxy(self._selector, self._under_way, self._upstream, metrics)
 
     async def close(self) -> None:
-        """Close the connections to engines."""
+        """Release the reservations of requests that have just ended, and close the connections to engines."""
+        await self._under_way.settle()
         await self._upstream.close()
 
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:

@@ -114,6 +114,7 @@ class Upstream:
         except TimeoutError:
             raise Unreachable("timeout") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            error.__traceback__ = None  # as in ``pieces``
             raise Unreachable(CONNECT if isinstance(error, aiohttp.ClientConnectorError) else "broken") from None
         if not _is_answer(response):
             response.close()
@@ -133,8 +134,11 @@ class Upstream:
                 watch.since = None
                 if piece:
                     yield piece
-        except (aiohttp.ClientError, OSError) as error:
-            raise Interrupted(type(error).__name__) from None
+        except (Interrupted, aiohttp.ClientError, OSError) as error:
+            reason = str(error) if isinstance(error, Interrupted) else type(error).__name__
+            # The reader keeps its error, and with its traceback the request, until the garbage collector runs.
+            error.__traceback__ = None
+            raise Interrupted(reason) from None
         finally:
             watch.end()
 

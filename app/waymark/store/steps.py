@@ -220,6 +220,8 @@ async def finished(steps: Steps[T], unwanted: Callable[[T], None] | None = None)
         if unwanted is not None and not future.cancelled() and future.exception() is None:
             unwanted(future.result())
         raise
+    finally:
+        del future, at_work  # they have the error, which has this frame, and so all of the caller's values
 
 
 class StepsRun(Generic[T]):
@@ -253,6 +255,7 @@ class StepsRun(Generic[T]):
             result, self._step = ended.value, None
         except (Exception, asyncio.CancelledError) as exc:
             self._step = None
+            del outcome  # as in ``finished``: it may be the error
             self._receiver.set_exception(exc)
             return
         else:

@@ -12,6 +12,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -131,7 +132,7 @@ class Tokenizers:
             work = _digest(model, prompt, tenant_id) if key is None else key
             refused_until, refusal = self._refusals.get(work, (0.0, None))
             if refusal is not None and monotonic() < refused_until:
-                raise refusal.with_traceback(None)
+                raise copy(refusal)
             try:
                 tokens = await self._once(model, work, lambda: self._made(GroupName(tenant_id, model), prompt, key))
             except InvalidValue as error:
@@ -214,11 +215,16 @@ class Tokenizers:
             raise TokenizerUnavailable(
                 f"the text was not tokenized within {self._seconds:g} s; try again in a moment"
             ) from None
+        finally:
+            del task  # it has its error, which has this frame, and so the prompt
 
     def _refuse(self, key: bytes, refusal: InvalidValue) -> None:
-        """Remember for a while that the files of a model refuse a prompt: its template may have taken a second."""
+        """Remember for a while that the files of a model refuse a prompt: its template may have taken a second.
+
+        A copy of the error has no traceback, which would keep the prompt.
+        """
         self._refusals.pop(key, None)
-        self._refusals[key] = (monotonic() + _AGAIN_SECONDS, refusal)
+        self._refusals[key] = (monotonic() + _AGAIN_SECONDS, copy(refusal))
         if len(self._refusals) > _REFUSALS_MAX:
             del self._refusals[next(iter(self._refusals))]
 
@@ -273,7 +279,7 @@ class Tokenizers:
             if model not in self._open:
                 failed_until, failure = self._failed.get(model, (0.0, None))
                 if failure is not None and monotonic() < failed_until:
-                    raise failure
+                    raise copy(failure)
                 self._open[model] = await self._try_to_open(model, url)
             return self._open[model]
 
@@ -303,7 +309,7 @@ class Tokenizers:
         except (InvalidValue, TokenizerUnavailable) as failure:
             # A file that takes long must not keep a processor busy.
             pause = _AGAIN_SECONDS * max(1.0, monotonic() - began)
-            self._failed[model] = (monotonic() + pause, failure)
+            self._failed[model] = (monotonic() + pause, copy(failure))
             raise
 
     def _opened(self, model: str, url: str) -> Source:
