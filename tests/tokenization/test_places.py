@@ -20,6 +20,7 @@ from tests.tokenization.test_encoders import children
 from waymark.base.errors import TokenizerUnavailable
 from waymark.base.metrics import Metrics
 from waymark.domain.hashing import pack_tokens
+from waymark.tokenization import encoding
 from waymark.tokenization import places as places_module
 from waymark.tokenization.encoders import TokenizerProcess
 from waymark.tokenization.places import EncoderPlaces, NoPlace
@@ -199,6 +200,22 @@ async def test_a_model_that_found_no_place_is_opened_as_soon_as_there_is_one(
         with pytest.raises(TokenizerUnavailable, match="which is the maximum"):
             await tokenizers.tokens("unigram", TextPrompt(HI))
     assert (await tokenizers.tokens("unigram", TextPrompt(HI))).source == "local"
+
+
+async def test_a_service_that_ends_waits_for_no_opening(
+    tokenizers: Tokenizers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "hangs.py"
+    program.write_text("import time\ntime.sleep(3600)\n")
+    monkeypatch.setattr(encoding, "__file__", str(program))
+    before = children()
+    asked = asyncio.create_task(tokenizers.tokens("unigram", TextPrompt(HI)))
+    await wait_until(lambda: bool(tokenizers._places._opening), "a process opens the tokenizer")
+    await tokenizers.close()
+    await wait_until(lambda: not tokenizers._places._opening, "the thread does not wait any more")
+    await wait_until(lambda: children() <= before, "the process has ended")
+    with pytest.raises(asyncio.CancelledError):
+        await asked
 
 
 async def test_a_file_that_has_changed_while_it_was_closed_is_opened_anew(

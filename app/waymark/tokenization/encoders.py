@@ -184,7 +184,8 @@ class TokenizerProcess:
         self._places.end_surplus()
         process = ChildProcess(encoding.__file__, *map(str, self._bounds))
         request = str(self._path).encode("utf-8", "surrogateescape")
-        kind, answer = self._asked_in_thread(process, request, self._file_bytes_max, _OPENED_BYTES_MAX)
+        with self._places.opening(process):
+            kind, answer = self._asked_in_thread(process, request, self._file_bytes_max, _OPENED_BYTES_MAX)
         if kind != TEXT:
             process.end()
             raise self._unusable(answer.decode("utf-8", "replace"))

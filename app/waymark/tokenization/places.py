@@ -139,9 +139,23 @@ class EncoderPlaces:
                 process.kill()
                 process.wait()
 
+    @contextmanager
+    def opening(self, process: ChildProcess) -> Iterator[None]:
+        """Note that a thread waits until ``process`` has opened its tokenizer."""
+        self._opening.add(process)
+        try:
+            if self._is_closed:
+                process.kill()
+            yield
+        finally:
+            self._opening.discard(process)
+
     def close(self) -> None:
-        """Release the threads."""
+        """Release the threads. One that waits for an opening gets the answer that its process has ended."""
+        self._is_closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
+        for process in list(self._opening):
+            process.kill()
 
     def _reset(self) -> None:
         self._process_id = os.getpid()
@@ -150,6 +164,8 @@ class EncoderPlaces:
         """The number of texts under way, and of openings; the least recently used place first."""
         self._waiting: deque[tuple[EncoderPlace, Future[None]]] = deque()
         self._surplus: list[ChildProcess] = []
+        self._opening: set[ChildProcess] = set()
+        self._is_closed = False
         self._ending = threading.Lock()
         self.long_texts = LongTexts()
         self.threads = ThreadPoolExecutor(OPEN_MAX, thread_name_prefix="open")

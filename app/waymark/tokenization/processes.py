@@ -11,9 +11,11 @@ import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
+from waymark.base.errors import TokenizerUnavailable
 from waymark.tokenization.rendering import ANSWER, REQUEST
 
 
@@ -21,21 +23,14 @@ class ChildProcess:
     """A process that runs ``program``. Its calls block; they are for threads."""
 
     def __init__(self, program: str, *arguments: str) -> None:
+        """Start the process. Raise TokenizerUnavailable if the system has no process or socket left for it."""
         self._parent = os.getpid()
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            environment = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-            self._process = subprocess.Popen(
-                # -P: beside the file are modules with the names of others.
-                [sys.executable, "-P", str(Path(program)), str(theirs.fileno()), *arguments],
-                env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                # A signal to the group of the parent, as a terminal sends it, is not for this process.
-                start_new_session=True,
-            )
+        try:
+            self._process, self.socket = _start(program, arguments)
+        except OSError as error:
+            raise TokenizerUnavailable(
+                f"a process of a tokenizer or of a chat template cannot be started: {error}; try again in a moment"
+            ) from None
         # Also for a process that nobody ended.
         self._finalizer = weakref.finalize(self, _end, self._process, self.socket, self._parent)
 
@@ -99,6 +94,29 @@ def named(status: int) -> str:
         return f"signal {signal.Signals(-status).name}"
     except ValueError:
         return f"status {status}"
+
+
+def _start(program: str, arguments: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process. Return it, and the socket to it."""
+    ours, theirs = socket.socketpair()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                # -P: beside the file are modules with the names of others.
+                [sys.executable, "-P", str(Path(program)), str(theirs.fileno()), *arguments],
+                env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # A signal to the group of the parent, as a terminal sends it, is not for this process.
+                start_new_session=True,
+            )
+        except OSError:
+            ours.close()
+            raise
+    return process, ours
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, parent: int) -> None:

@@ -180,7 +180,7 @@ class Tokenizers:
         """End the work under way, and release threads and connections."""
         for task in self._under_way.values():
             task.cancel()
-        for source in self._open.values():
+        for source in list(self._open.values()):
             await source.close()
         if self._engines is not None:
             await self._engines.asker.close()
