@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import subprocess
 import sys
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -165,6 +168,21 @@ async def test_a_source_that_cannot_be_opened_is_tried_again(
     assert await ids(tokenizers, "a") == expected()
 
 
+async def test_a_process_that_cannot_be_started_is_tried_again(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "no process is left")
+
+    monkeypatch.setattr(face, "_AGAIN_SECONDS", 0.0)
+    tokenizers = make({"a": small.directory(tmp_path / "a").as_uri()})
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", full)
+        with pytest.raises(TokenizerUnavailable, match=r"cannot be started: .*no process is left"):
+            await tokenizers.tokens("a", HI)
+    assert await ids(tokenizers, "a") == expected()
+
+
 async def test_without_the_packages_the_refusal_names_the_extra(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +304,54 @@ async def test_a_refusal_of_files_is_remembered_for_a_while(
     monkeypatch.setattr(face, "monotonic", lambda: monotonic() + 6)
     await refused("a")
     assert len(asked) == 5, "and not for long"
+
+
+class Text(str):
+    """A text that a weak reference can name."""
+
+
+@pytest.mark.parametrize("error", [InvalidValue, TokenizerUnavailable])
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_prompt_that_gets_no_tokens_is_freed_at_once(
+    make: Make,
+    slow: Slow,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[InvalidValue] | type[TokenizerUnavailable],
+    is_open: bool,
+) -> None:
+    """An error holds the frames that it has passed, and some errors are remembered."""
+    tokenizers = make({"a": "file:///a"}, seconds=600)
+
+    async def fail(*_: Any) -> Any:
+        raise error("no")
+
+    def fail_to_open(*_: Any) -> Any:
+        raise error("no")
+
+    slow.may_answer.set()
+    if is_open:
+        await tokenizers.tokens("a", HI)
+        monkeypatch.setattr(slow, "tokens", fail)
+    else:
+        monkeypatch.setattr(Tokenizers, "_opened", fail_to_open)
+    texts: list[weakref.ref[Text]] = []
+    failures = 0
+    gc.collect()
+    gc.disable()
+    try:
+        for number in (*range(20), *range(20)):
+            text = Text(number)
+            texts.append(weakref.ref(text))
+            try:
+                await tokenizers.tokens("a", TextPrompt(text))
+            except (InvalidValue, TokenizerUnavailable):
+                failures += 1
+            del text
+        await asyncio.sleep(0)
+        left = sum(text() is not None for text in texts)
+    finally:
+        gc.enable()
+    assert (failures, left) == (40, 0)
 
 
 async def test_work_that_nobody_waits_for_any_more_keeps_its_place(make: Make, slow: Slow) -> None:
