@@ -508,6 +508,7 @@ async def test_of_two_pods_with_one_address_the_newer_has_it(
         ({"block-size": "sixteen"}, "waymark.dev/block-size"),
         ({"ranks": "0"}, "waymark.dev/ranks"),
         ({"ranks": "1025"}, "waymark.dev/ranks"),
+        ({"ranks": "000000000199999999999999999999"}, "waymark.dev/ranks"),
         ({"api-port": "70000"}, "waymark.dev/api-port"),
         ({"type": "llama.cpp"}, "type"),
         ({"role": "king"}, "role"),

@@ -40,6 +40,8 @@ _ROLE_LABELS = ("llm-d.ai/role", "mif.moreh.io/role")
 _ANNOTATIONS = ("type", "model", "block-size", "tenant", "role", "ranks", "api-port", "port", "replay-port")
 #: The API server is not trusted with memory: the labels of a pod that are looked at, and the characters of a text.
 LABELS_READ_MAX, _TEXT_MAX = 1024, 4096
+#: Of a number in an annotation.
+_DIGITS_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +165,10 @@ def role_in(labels: Mapping[str, Any]) -> str | None:
 
 def _number(own: Mapping[str, str], name: str, most: int) -> int:
     text = own[name]
-    if not text.isdecimal() or not 0 < int(text[:10]) <= most:
+    number = int(text) if text.isdecimal() and len(text) <= _DIGITS_MAX else 0
+    if not 0 < number <= most:
         raise InvalidValue(f"its annotation {ANNOTATION}{name} is {shown(text)}; it must be an integer of 1..{most}")
-    return int(text)
+    return number
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
