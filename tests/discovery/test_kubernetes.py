@@ -260,6 +260,42 @@ async def test_a_watch_that_always_fails_lists_again(server: ApiServerStub) -> N
         await until(lambda: set(watch.pods) == {"serving/a"}, "pods are listed again")
 
 
+@pytest.mark.parametrize("is_superseded", [False, True])
+async def test_a_list_beside_the_watch_takes_back_no_newer_fact(
+    server: ApiServerStub, monkeypatch: pytest.MonkeyPatch, is_superseded: bool
+) -> None:
+    server.put(pod("goes"), pod("starts", ready=False), pod("stays"))
+    async with watching(server) as watch:
+        await until(lambda: server.watched == 1, "pods are watched")
+        read_page, has_read, may_go_on = watch._page, asyncio.Event(), asyncio.Event()
+
+        async def read_late(query: Any) -> Any:
+            page = await read_page(query)
+            if not has_read.is_set():
+                has_read.set()
+                await may_go_on.wait()
+            return page
+
+        monkeypatch.setattr(watch, "_page", read_late)
+        listing = asyncio.create_task(watch.list_again())
+        await has_read.wait()
+        if is_superseded:
+            del server.pods["goes"]
+            server.put(pod("starts"), pod("comes"))
+            server.send("ERROR", {"kind": "Status", "code": 410})
+        else:
+            server.send("DELETED", pod("goes"))
+            server.send("MODIFIED", pod("starts"))
+            server.send("ADDED", pod("comes"))
+        await until(lambda: "serving/comes" in watch.pods, "the newer facts have come")
+        may_go_on.set()
+        await listing
+        assert {name for name, each in watch.pods.items() if each.is_ready} == {
+            f"serving/{name}" for name in ("starts", "stays", "comes")
+        }
+        assert "serving/goes" not in watch.pods
+
+
 def _expires_watches(server: ApiServerStub) -> None:
     server.watch_status = 410
 
