@@ -53,6 +53,8 @@ class ApiServerStub:
         self.patches: list[tuple[str, str, Any]] = []
         """The name, the type of the content and the body of each PATCH of a pod."""
         self.patch_status = 200
+        self.refused: set[str] = set()
+        """Pods that may not be patched."""
         self.version = 100
         self.page = 500
         self.lists: list[dict[str, str]] = []
@@ -117,6 +119,8 @@ class ApiServerStub:
         self.patches.append((name, request.content_type, body))
         if self.patch_status != 200:
             return web.Response(status=self.patch_status)
+        if name in self.refused:
+            return web.Response(status=422)
         if name not in self.pods:
             return web.Response(status=404)
         self.pods[name]["metadata"]["annotations"] |= body["metadata"]["annotations"]

@@ -886,6 +886,21 @@ async def test_pods_are_annotated_with_the_worth_of_their_caches_if_it_changes(
         assert await names(store) == sorted(f"serving/vllm-{number}|default|0" for number in range(3))
 
 
+async def test_a_pod_that_is_refused_keeps_no_cost_from_others(
+    store: Store, server: ApiServerStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pods = [f"vllm-{number}" for number in range(3)]
+    server.put(*(pod(name, f"10.0.0.{number}", annotations=SAID) for number, name in enumerate(pods)))
+    server.refused = {"vllm-0"}
+
+    async def costs(_: EngineDiscovery) -> dict[str, str]:
+        return {f"serving/{name}": "7" for name in pods}
+
+    monkeypatch.setattr(EngineDiscovery, "_costs", costs)
+    async with discovering(store, server.url, has_deletion_cost=True):
+        await until(lambda: {name for name, *_ in server.patches} == set(pods), "each pod has its turn")
+
+
 async def test_pods_are_left_alone_without_the_setting(store: Store, server: ApiServerStub) -> None:
     server.put(pod("vllm-0", "10.0.0.1", annotations=SAID))
     async with discovering(store, server.url):

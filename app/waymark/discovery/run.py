@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -192,6 +193,7 @@ class EngineDiscovery:
             changed = [
                 pod for name, pod in watch.pods.items() if pod.deletion_cost != costs.get(name, pod.deletion_cost)
             ]
+            random.shuffle(changed)  # so that neither the bound nor a pod that is refused always meets the same ones
             for pod in changed[:_PATCHES_MAX]:
                 if not await watch.set_deletion_cost(pod, int(costs[pod.name])):
                     break
