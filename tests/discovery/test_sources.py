@@ -20,7 +20,7 @@ from tests.discovery.test_kubernetes import names, until_named, until_said
 from waymark.api.publishers_file import read_wanted
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
-from waymark.base.errors import InvalidValue
+from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.discovery.describe import Describer
 from waymark.discovery.drafts import Draft, WantedEngine
@@ -140,7 +140,9 @@ async def test_an_engine_that_does_not_answer_stays_registered(store: Store, eng
         assert await names(store) == ["i|default|0"]
 
 
-async def test_a_new_life_or_a_lost_stream_asks_the_engine_again(store: Store, engine: Engine) -> None:
+async def test_a_new_life_or_a_lost_stream_asks_the_engine_again(
+    store: Store, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.is_vllm("no_replay")
     await by_url(store, engine, instance_id="i")
     (claim,) = await store.directory.claims()
@@ -156,7 +158,16 @@ async def test_a_new_life_or_a_lost_stream_asks_the_engine_again(store: Store, e
     assert not await found("degraded", "a" * 16)
     assert await found("active", "b" * 16)
     assert not await found("active", "b" * 16)
-    assert await found("lost", "b" * 16)
+
+    def away(*_: Any) -> Any:
+        raise StoreUnavailable("Redis is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store.discovery), "lives", away)
+        with pytest.raises(StoreUnavailable):
+            await restarts.since_last("url")
+    assert await found("active", "c" * 16), "it has restarted meanwhile"
+    assert await found("lost", "c" * 16)
     assert await restarts.since_last("discovery") == set()
 
 

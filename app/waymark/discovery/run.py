@@ -285,13 +285,13 @@ class Restarts:
             for claim in await self._store.directory.claims()
             if not claim.is_leaving and claim.registration.origin.kind == kind and claim.registration.endpoint
         ]
-        earlier_lives, self._engine_lives = self._engine_lives, {}
-        origins: set[Origin] = set()
+        lives, origins = dict[int, str](), set[Origin]()
         for claim, (life, status) in zip(claims, await self._store.discovery.lives(claims), strict=True):
-            self._engine_lives[claim.publisher] = life
-            has_restarted = earlier_lives.get(claim.publisher, life) not in ("", life)
+            lives[claim.publisher] = life
+            has_restarted = self._engine_lives.get(claim.publisher, life) not in ("", life)
             if has_restarted or status in _OUT_OF_REACH:
                 origins.add(claim.registration.origin)
+        self._engine_lives = lives  # not before Redis has answered
         return origins
 
 
