@@ -632,6 +632,22 @@ async def test_one_worker_discovers_and_another_takes_over(store: Store, server:
             await wait_until(partial(is_led_by, "two"), "the second worker has taken over")
 
 
+async def test_a_worker_without_the_lease_counts_no_engines(
+    store: Store, server: ApiServerStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.put(pod("a", "127.0.0.1", annotations=SAID))
+    hold, is_lost = type(store.discovery).hold, asyncio.Event()
+
+    async def hold_until_lost(leases: Any, state: Any, seconds: float) -> bool:
+        return await hold(leases, state, seconds) and not is_lost.is_set()
+
+    monkeypatch.setattr(type(store.discovery), "hold", hold_until_lost)
+    async with discovering(store, server.url) as metrics:
+        await until(lambda: b'discovery_engines{state="registered"} 1.0' in metrics.render()[0], "it is counted")
+        is_lost.set()
+        await until(lambda: b'discovery_engines{state="registered"} 0.0' in metrics.render()[0], "another one counts")
+
+
 @pytest.mark.parametrize("line", [b"{}\n", b"no JSON\n", b'{"type": "ADDED", "object": 7}\n', b"x" * (5 * 2**20)])
 async def test_an_event_that_is_none_lists_again(
     store: Store, server: ApiServerStub, engine: Engine, line: bytes

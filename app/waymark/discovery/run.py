@@ -83,7 +83,7 @@ class EngineDiscovery:
                 is_mine = await self._hold()
                 if working is not None and (working.done() or not is_mine):
                     await _end(working)
-                    working = None
+                    working, self._reconcilers, self._problems = None, [], {}
                 if is_mine and working is None:
                     working = asyncio.get_running_loop().create_task(self._work())
                 self._metrics.discovery_leader.set(is_mine)
@@ -124,7 +124,6 @@ class EngineDiscovery:
 
     async def _work(self) -> None:
         """Run all sources; one that fails is begun again with the next lease."""
-        self._reconcilers, self._problems = [], {}
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow_urls(self._new("url")))
