@@ -197,6 +197,20 @@ async def test_an_engine_that_starts_or_is_not_there_is_unavailable(
         await describer.describe(f"http://127.0.0.1:{free_port}")
 
 
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("is_sglang", [True, False])
+async def test_an_engine_that_lists_no_models_now_loses_no_adapter(
+    engine: Engine, describer: Describer, is_sglang: bool, status: int
+) -> None:
+    if is_sglang:
+        engine.is_sglang()
+    else:
+        engine.is_vllm()
+    engine.answers["/v1/models"] = status
+    with pytest.raises(RemoteUnavailable, match=f"status {status}"):
+        await describer.describe(engine.url)
+
+
 @pytest.mark.parametrize("status", [b"000", b"099", b"101", b"600", b"999"])
 async def test_a_status_that_is_none_is_no_description(describer: Describer, status: bytes) -> None:
     body = json.dumps(vllm_models("m")).encode()

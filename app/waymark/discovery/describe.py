@@ -146,8 +146,12 @@ class Describer:
         models = _json(replies[_MODELS])
         cards = _cards(models)
         server, sources = _json(replies[_SERVER]), _json(replies[_SOURCES])
-        if cards is None and not isinstance(server, dict) and not isinstance(sources, dict | list):
-            raise _no_engine(base, replies[_MODELS])
+        if cards is None:
+            refusal = _no_engine(base, replies[_MODELS])
+            # An engine that does not answer now may have adapters, and further names, which it keeps until it does.
+            is_silent = isinstance(refusal, RemoteUnavailable)
+            if is_silent or not (isinstance(server, dict) or isinstance(sources, dict | list)):
+                raise refusal
         is_foreign = kind is None
         kind = kind or _kind(server, sources) or _kind_by_metrics(replies[_METRICS])
         is_foreign = is_foreign and kind is None and all(map(_is_absent, (replies[_SOURCES], replies[_SERVER])))
@@ -396,7 +400,7 @@ def _because(reply: HttpReply | Unanswered) -> str:
 def _no_engine(base: str, reply: HttpReply | Unanswered) -> InvalidValue | RemoteUnavailable:
     if isinstance(reply, Unanswered):
         return _unavailable(base, reply.sentence)
-    if reply.status >= 500:
+    if reply.status >= 500 or reply.status == 429:
         return _unavailable(base, f"it answers {_MODELS} with status {reply.status}")
     return InvalidValue(
         f"url {shown(base)} is no engine: {_MODELS} is answered without a list of models{_because(reply)}; "
