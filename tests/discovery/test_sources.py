@@ -204,6 +204,14 @@ async def test_a_file_that_changes_is_followed(store: Store, engine: Engine, tmp
         assert mine.origin == ("file", f"{file} i2|default|0")
 
 
+async def test_a_file_may_name_an_engine_for_several_tenants(store: Store, engine: Engine, tmp_path: Path) -> None:
+    engine.is_vllm("no_replay")
+    file = tmp_path / "publishers.json"
+    file.write_text(json.dumps([{"url": engine.url, "instance_id": "i", "tenant_id": tenant} for tenant in "abc"]))
+    async with discovering(store, file):
+        await until_named(store, "i|a|0", "i|b|0", "i|c|0")
+
+
 async def test_llmds_list_of_endpoints_is_read(store: Store, engine: Engine, tmp_path: Path) -> None:
     engine.is_vllm("no_replay")
     file = tmp_path / "endpoints.yaml"

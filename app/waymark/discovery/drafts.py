@@ -331,5 +331,5 @@ class WantedEngine:
 
     @property
     def address(self) -> str | None:
-        """The key that differs between any two engines of a source."""
+        """The key that differs between any two pods with an engine."""
         return self.url or (self.draft.address if self.ports[0] else None)

@@ -313,18 +313,16 @@ def _some_of(ready: deque[_Ready]) -> list[_Ready]:
 
 def _older(wanted: Sequence[WantedEngine]) -> Mapping[WantedKey, Origin]:
     """Return engines at an address that a newer one has, with the newer one: the API server may list a pod long after
-    its end.
+    its end. An engine without a start is no pod; a file may name one several times.
     """
     newest: dict[str, WantedEngine] = {}
-    for engine in wanted:
-        if engine.address is not None:
-            newer = newest.get(engine.address)
-            if newer is None or (newer.since, newer.origin) < (engine.since, engine.origin):
-                newest[engine.address] = engine
+    started = [(engine.address, engine) for engine in wanted if engine.address is not None and engine.since]
+    for address, engine in started:
+        newer = newest.get(address)
+        if newer is None or (newer.since, newer.origin) < (engine.since, engine.origin):
+            newest[address] = engine
     return {
-        old_engine.key: newest[old_engine.address].origin
-        for old_engine in wanted
-        if old_engine.address is not None and newest[old_engine.address].origin != old_engine.origin
+        engine.key: newest[address].origin for address, engine in started if newest[address].origin != engine.origin
     }
 
 
