@@ -210,9 +210,9 @@ async def test_a_service_that_ends_waits_for_no_opening(
     monkeypatch.setattr(encoding, "__file__", str(program))
     before = children()
     asked = asyncio.create_task(tokenizers.tokens("unigram", TextPrompt(HI)))
-    await wait_until(lambda: bool(tokenizers._places._opening), "a process opens the tokenizer")
+    await wait_until(lambda: bool(tokenizers._places._openings), "a process opens the tokenizer")
     await tokenizers.close()
-    await wait_until(lambda: not tokenizers._places._opening, "the thread does not wait any more")
+    await wait_until(lambda: not tokenizers._places._openings, "the thread does not wait any more")
     await wait_until(lambda: children() <= before, "the process has ended")
     with pytest.raises(asyncio.CancelledError):
         await asked

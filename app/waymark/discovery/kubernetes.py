@@ -120,9 +120,9 @@ class PodWatch:
         """The time of the last list, if it is doubted."""
         self._not_before = 0.0
         """The earliest time of the next list beside the watch."""
-        self._lists_begun = 0
-        self._reported: set[str] | None = None
-        """Pods that the watch has reported while they are listed beside it; None: they are not."""
+        self._list_number = 0
+        self._event_names: set[str] | None = None
+        """Pods with an event of the watch while a list is read beside it; None: no list is."""
 
     async def keep(self) -> None:
         """List and watch until cancelled."""
@@ -164,13 +164,13 @@ class PodWatch:
         """List once more, beside the watch, which goes on from its own version; not more often than ``keep`` does."""
         if monotonic() < self._not_before:
             return
-        self._not_before, self._reported = monotonic() + _BACKOFF_SECONDS, set()
+        self._not_before, self._event_names = monotonic() + _BACKOFF_SECONDS, set()
         try:
             await self._list(is_beside_watch=True)
         except (Unanswered, InvalidValue) as error:
             self._note(error)
         finally:
-            self._reported = None
+            self._event_names = None
 
     async def _failed(self, error: Unanswered | InvalidValue) -> None:
         self._note(error)
@@ -196,8 +196,8 @@ class PodWatch:
 
     async def _list(self, *, is_beside_watch: bool = False) -> str:
         """Read all pods. Return the resource version that a watch goes on from."""
-        self._lists_begun += 1
-        number = self._lists_begun
+        self._list_number += 1
+        number = self._list_number
         pods: dict[str, Pod] = {}
         query: dict[str, str] = {"limit": str(_PAGE_PODS)}
         odd_items = 0
@@ -223,10 +223,10 @@ class PodWatch:
         if odd_items:
             log.warning("a list of pods has items that are not pods", extra=fields(items=odd_items, pods=len(pods)))
         if is_beside_watch:
-            if number != self._lists_begun:
+            if number != self._list_number:
                 return ""  # the watch goes on from a list that began later
             # The list may be older than these events, and the watch does not repeat them.
-            for name in self._reported or ():
+            for name in self._event_names or ():
                 pods.pop(name, None)
                 if name in self.pods:
                     pods[name] = self.pods[name]
@@ -296,8 +296,8 @@ class PodWatch:
             raise _ListAgain(f"it ended the watch: {shown(_token(item, 'message'))}")
         pod = pod_of(item) if kind in ("ADDED", "MODIFIED", "DELETED") else None
         if pod is not None:
-            if self._reported is not None:
-                self._reported.add(pod.name)
+            if self._event_names is not None:
+                self._event_names.add(pod.name)
             if kind == "DELETED":
                 self.pods.pop(pod.name, None)
             else:

@@ -316,14 +316,12 @@ def _older(wanted: Sequence[WantedEngine]) -> Mapping[WantedKey, Origin]:
     its end. An engine without a start is no pod; a file may name one several times.
     """
     newest: dict[str, WantedEngine] = {}
-    started = [(engine.address, engine) for engine in wanted if engine.address is not None and engine.since]
-    for address, engine in started:
+    pods = [(engine.address, engine) for engine in wanted if engine.address is not None and engine.since]
+    for address, engine in pods:
         newer = newest.get(address)
         if newer is None or (newer.since, newer.origin) < (engine.since, engine.origin):
             newest[address] = engine
-    return {
-        engine.key: newest[address].origin for address, engine in started if newest[address].origin != engine.origin
-    }
+    return {engine.key: newest[address].origin for address, engine in pods if newest[address].origin != engine.origin}
 
 
 class _EarlierRegistrations:

@@ -142,19 +142,19 @@ class EncoderPlaces:
     @contextmanager
     def opening(self, process: ChildProcess) -> Iterator[None]:
         """Note that a thread waits until ``process`` has opened its tokenizer."""
-        self._opening.add(process)
+        self._openings.add(process)
         try:
             if self._is_closed:
                 process.kill()
             yield
         finally:
-            self._opening.discard(process)
+            self._openings.discard(process)
 
     def close(self) -> None:
         """Release the threads. One that waits for an opening gets the answer that its process has ended."""
         self._is_closed = True
         self.threads.shutdown(wait=False, cancel_futures=True)
-        for process in list(self._opening):
+        for process in list(self._openings):
             process.kill()
 
     def _reset(self) -> None:
@@ -164,7 +164,7 @@ class EncoderPlaces:
         """The number of texts under way, and of openings; the least recently used place first."""
         self._waiting: deque[tuple[EncoderPlace, Future[None]]] = deque()
         self._surplus: list[ChildProcess] = []
-        self._opening: set[ChildProcess] = set()
+        self._openings: set[ChildProcess] = set()
         self._is_closed = False
         self._ending = threading.Lock()
         self.long_texts = LongTexts()

@@ -98,7 +98,7 @@ def named(status: int) -> str:
 
 def _start(program: str, arguments: Sequence[str]) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a process. Return it, and the socket to it."""
-    ours, theirs = socket.socketpair()
+    connection, theirs = socket.socketpair()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
     with theirs:
         try:
@@ -114,9 +114,9 @@ def _start(program: str, arguments: Sequence[str]) -> tuple[subprocess.Popen[byt
                 start_new_session=True,
             )
         except OSError:
-            ours.close()
+            connection.close()
             raise
-    return process, ours
+    return process, connection
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, parent: int) -> None:
