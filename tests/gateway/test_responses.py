@@ -240,6 +240,7 @@ async def test_what_is_in_memory_has_bounds() -> None:
     assert [await place.find(name) for name in "abc"] == [None, b"{}", b"{}"]
 
 
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")
 async def test_a_response_is_no_larger_than_a_document_of_mongodb(start: Start) -> None:
     class Nothing:
         async def find(self, name: str) -> bytes | None:
