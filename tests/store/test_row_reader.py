@@ -13,7 +13,6 @@ from tests.store.test_chain import CHAIN, SHARED, TAIL, Values, branching, name,
 from tests.store.test_reader import Source, longest, read, rows
 from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
-from waymark.domain.status import RecordKind
 from waymark.store import keys
 from waymark.store.directory import Directory
 from waymark.store.hot import HotRows
@@ -134,25 +133,6 @@ async def test_a_value_that_cannot_be_read_is_named_and_counts_for_nobody_of_thi
     await redis.hset(key, "a", "hash")
     assert longest(await read(reader_of(client), CHAIN)) == {"pod-1": 32}
     await redis.delete(key)
-
-
-def test_a_row_that_no_query_meets_any_more_is_not_listed_for_ever() -> None:
-    """It was deleted, or written again: what reads records by their names has forgotten those at once."""
-    now = [0.0]
-    parser = RecordParser(Metrics(), lambda: now[0])
-
-    def kinds() -> list[RecordKind]:
-        return [place.kind for place in parser.unreadable]
-
-    for kind in (RecordKind.BLOCK, RecordKind.HOLDER):
-        parser.reject(kind, "key", kind, "damaged")
-    now[0] = 599.0
-    parser.reject(RecordKind.BLOCK, "key", RecordKind.BLOCK, "damaged")
-    now[0] = 1_198.0
-    assert kinds() == [RecordKind.BLOCK, RecordKind.HOLDER]
-    now[0] = 1_199.0
-    assert kinds() == [RecordKind.HOLDER]
-    assert parser.counts == {RecordKind.HOLDER: 1}
 
 
 async def test_singles_count_in_a_group_that_says_that_it_has_some(
