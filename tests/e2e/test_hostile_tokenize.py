@@ -9,6 +9,7 @@ import httpx
 import orjson
 import pytest
 
+from tests.conftest import wait_until
 from tests.e2e.test_hostile_metrics import held_up_nobody
 from tests.e2e.test_hostile_template import MEMORY_KIB, peak_kib
 from tests.hostile.raw_server import Pieces, RawServer, http
@@ -53,5 +54,13 @@ async def test_a_long_answer_of_a_tokenizer_holds_up_nobody(redis_url: str, tmp_
 
 
 async def ask(live: Live) -> httpx.Response:
+    """Return the answer. It is asked for again if a busy machine did not give the time for it."""
+    answers: list[httpx.Response] = []
+
+    async def is_in_time() -> bool:
+        answers.append(await client.post("/query", json={"model": "text", "block_size": 16, "prompt": TEXT}))
+        return " within " not in answers[-1].text
+
     async with live.client() as client:
-        return await client.post("/query", json={"model": "text", "block_size": 16, "prompt": TEXT})
+        await wait_until(is_in_time, lambda: answers[-1].text)
+    return answers[-1]
