@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 from hypothesis import example, given, settings
@@ -207,10 +207,22 @@ def test_a_value_that_cannot_be_read_counts_for_nobody(implementation: str, valu
     assert piece_runs(packed(OWN), [GOOD, value])[::2] in (([(b"17", 3)], 2), ([(b"17", 3)], 0))
 
 
-def test_what_follows_an_unreadable_row_is_not_looked_at(implementation: str) -> None:
+#: Values of a second piece, by that of the first.
+UNREADABLE: dict[str, Callable[[bytes], bytes]] = {
+    "broken": lambda _: b"broken",
+    "holders alone": lambda value: value[17 * PIECE :],
+    "a row of the piece before": lambda value: value,
+}
+
+
+@pytest.mark.parametrize("is_reversed", [False, True], ids=["in order", "out of order"])
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_follows_an_unreadable_row_is_not_looked_at(implementation: str, name: str, is_reversed: bool) -> None:
     slots = chain(1, 96)
-    rows: list[bytes | None] = [row(slots[at : at + 32], {7: slots[at : at + 32]}) for at in (0, 32, 64)]
-    assert row_runs(packed(slots), [rows[0], b"broken", rows[2]]) == ([(b"7", 32)], 1, False)
+    first = [slots[0], *reversed(slots[1:32])] if is_reversed else slots[:32]
+    rows = [row(first, {7: slots[:32]}), *(row(slots[at : at + 32], {7: slots[at : at + 32]}) for at in (32, 64))]
+    rows[1] = UNREADABLE[name](rows[0])
+    assert row_runs(packed(slots), rows) == ([(b"7", 32)], 1, False)
 
 
 @st.composite

@@ -44,13 +44,15 @@ def row_runs(keys: bytes, rows: Sequence[bytes | None]) -> tuple[Runs, int, bool
             return runs, index, True
         blocks = len(own) // SLOT_CHARS
         # Rows of one chain mostly differ in their first slots alone, which hold the blocks of the chain.
-        rest = blocks, value[len(own) :] if value.startswith(own) else value
-        runs_of_row = cache.get(rest)
+        rest = (blocks, value[len(own) :]) if value.startswith(own) else None
+        runs_of_row = None if rest is None else cache.get(rest)
         if runs_of_row is None:
             row = _read(value, own)
             if row is None or not own.startswith(row.first) or row.missing & -row.is_marked:
                 return runs, index, False
-            runs_of_row = cache[rest] = _runs_of(row.blocks, blocks)
+            runs_of_row = _runs_of(row.blocks, blocks)
+            if rest is not None:
+                cache[rest] = runs_of_row
         _extend(runs, runs_of_row)
         if sum(length for _, length in runs_of_row) < blocks:
             return runs, index, True
