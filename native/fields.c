@@ -2,7 +2,7 @@
 
 #include "fields.h"
 
-#include "bytes.h"
+#include "index.h"
 #include "reserve.h"
 
 enum {
@@ -98,7 +98,6 @@ static int as_hash(const Value *value, uint64_t *hash)
 
 Outcome read_hashes(const Batch *batch, const Event *fields, PlainEvent *event)
 {
-    static const uint64_t spread = 0x9E3779B97F4A7C15;
     uint16_t buckets[BUCKETS]; /* numbers of hashes, from 1; of a few hashes only a few buckets are used */
     Events *events = batch->events;
     Reader inside;
@@ -117,7 +116,7 @@ Outcome read_hashes(const Batch *batch, const Event *fields, PlainEvent *event)
         Value item;
         if (!read_value(&inside, &item) || !as_hash(&item, &hashes[i]))
             return UNUSUAL;
-        size_t bucket = (size_t)(hashes[i] * spread >> (64 - bits));
+        size_t bucket = (size_t)(spread(hashes[i]) >> (64 - bits));
         for (; buckets[bucket] != 0; bucket = (bucket + 1) & (((size_t)1 << bits) - 1))
             if (hashes[buckets[bucket] - 1] == hashes[i])
                 return UNUSUAL;

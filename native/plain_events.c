@@ -108,8 +108,7 @@ Outcome read_event(Batch *batch, PlainEvent *found)
         return is_usual ? read_stored(batch, &event, found) : UNUSUAL;
     }
     if (is_name(&tag, &removed_tag)) {
-        /* What is behind the fields of a vLLM removal is left to Python, which does not read it. */
-        if (batch->removed_fields < REMOVED_FIELDS && !cut_fields(batch, &event, batch->removed_fields))
+        if (!cut_fields(batch, &event, batch->removed_fields))
             return UNUSUAL;
         move_fields_of_removal(&event);
         return has_none_of(batch, &event, of_stores, 8) ? read_removed(batch, &event, found) : UNUSUAL;

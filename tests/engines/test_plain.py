@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
+from time import thread_time
 from typing import Any
 
 import msgpack
@@ -85,6 +86,7 @@ PLAIN: dict[str, Any] = {
     "removed": {"type": "BlockRemoved", "block_hashes": [1, -2, b"\3"], "medium": "CPU", "group_idx": 1},
     "a list of removed": ["BlockRemoved", [1, 2]],
     "a longer list of removed": ["BlockRemoved", [1, 2], "DISK", 3],
+    "a list of removed with more": ["BlockRemoved", [1, 2], "DISK", 3, 4, "x", 6, 7, 8, b"y", 10, 11],
     "cleared": {"type": "AllBlocksCleared"},
     "a list of cleared": ["AllBlocksCleared"],
 }
@@ -138,6 +140,8 @@ OTHERS: dict[str, Any] = {
     "no event": 5,
     "a list too short": ["BlockStored"],
     "a removal of nothing": ["BlockRemoved", []],
+    "a removal with a list behind": ["BlockRemoved", [1, 2], "DISK", None, None, None, ["x"]],
+    "a removal with a list far behind": ["BlockRemoved", [1, 2], "DISK", None, None, None, None, None, None, ["x"]],
     "a field with a value in it": stored(other=[1]),
 }
 
@@ -279,6 +283,26 @@ def test_bytes_that_are_not_well_formed_cost_the_same(change: Callable[[bytes], 
     for kind in KINDS:
         in_python, in_c = outcomes(kind, payload)
         assert in_c == in_python
+
+
+def test_no_hashes_take_longer_than_others() -> None:
+    """These are chosen for one place of a table that spreads them by a factor which everybody knows."""
+    factor = pow(0x9E3779B97F4A7C15, -1, 2**64)
+
+    def seconds(chosen: list[int]) -> float:
+        payload, took = msgpack.packb([1.5, [["BlockRemoved", chosen, "GPU"]] * 3]), []
+        for _ in range(5):
+            began = thread_time()
+            for _ in range(20):
+                found = plain.read(payload, 3)
+            took.append(thread_time() - began)
+            assert found is not None
+            assert not found.others
+        return min(took)
+
+    native.select(True)
+    others = [BIG + i for i in range(PART_HASHES)]
+    assert seconds([i * factor % 2**64 for i in range(1, 1 + PART_HASHES)]) <= 10 * (seconds(others) + 0.001)
 
 
 def test_ceilings_hold_in_c_too() -> None:
