@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import struct
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -14,7 +15,7 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Removed, Stored, StoredIdentity
 from waymark.engines import Ceilings, OverCeiling, decoder
 from waymark.engines.batches import MORE, PART_HASHES
-from waymark.engines.long import WINDOW_BYTES, LongPayload
+from waymark.engines.long import WINDOW_BYTES, LongPayload, unpacker_of
 
 VLLM, SGLANG, STANDARD, MOONCAKE = EngineKind.VLLM, EngineKind.SGLANG, EngineKind.STANDARD, EngineKind.MOONCAKE
 BIG = 2**60
@@ -188,6 +189,42 @@ def test_a_long_list_where_no_engine_has_one_is_not_kept() -> None:
     batch = decoder(VLLM, seed=1337, ceilings=SMALL)(packed([[{}] * 100_000], stored(1, something=[{}] * 100_000)))
     assert batch.rejected == {"bad_event": 1}
     assert len(batch.events) == 1
+
+
+def window_of(size: int) -> bytes:
+    """A text that is just as long as fits into a window with one element more."""
+    return b"\xda" + (size - 3).to_bytes(2, "big") + b"x" * (size - 3)
+
+
+#: Each is read in small pieces, or is read again after a first try.
+WASTEFUL: dict[str, Callable[[], bytes]] = {
+    "a long element and many short ones": lambda: (
+        b"\x92\xcb"
+        + struct.pack(">d", 1.5)
+        + b"\x91\x81\xa1x\xdd"
+        + (200_001).to_bytes(4, "big")
+        + window_of(WINDOW_BYTES - 2)
+        + b"\x01" * 200_000
+    ),
+    "events that are no text": lambda: (
+        b"\x92\xcb" + struct.pack(">d", 1.5) + b"\xdd" + (4000).to_bytes(4, "big") + (b"\xb1" + b"\xff" * 17) * 4000
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WASTEFUL)
+def test_no_byte_is_unpacked_many_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fed: list[int] = []
+
+    def counted(*pieces: bytes | memoryview) -> msgpack.Unpacker:
+        fed.append(sum(map(len, pieces)))
+        return unpacker_of(*pieces)
+
+    monkeypatch.setattr("waymark.engines.long.unpacker_of", counted)
+    payload = WASTEFUL[name]()
+    batch = decoder(VLLM, seed=1337)(payload)
+    assert (len(batch.events), sum(batch.rejected.values())) == (0, 1 if name.startswith("a") else 1001)
+    assert sum(fed) < 16 * len(payload)
 
 
 def test_rejected_events_beyond_the_ceiling_count_as_one_and_good_ones_are_kept() -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import msgpack
 import pytest
 
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Event, Removed, Stored, StoredReference, StoredWindow
+from waymark.domain.slices import finish
+from waymark.engines.long import WINDOW_BYTES
+from waymark.engines.sglang import read_records
+from waymark.engines.wire import Rejected
 
 SGLANG = EngineKind.SGLANG
 TOKENS = struct.pack("<4I", 1, 2, 3, 4)
@@ -124,3 +131,68 @@ def test_a_window_of_unknown_length_counts_for_nothing(decode: Callable[..., Bat
     for event in (as_map(component_type="SWA"), GONE | {"component_type": "SWA"}):
         batch = decode(event, kind=SGLANG)
         assert (tuple(batch.events), batch.ignored, batch.rejected) == ((), {"other_group": 1}, {})
+
+
+# ---- records of a snapshot -------------------------------------------------------------------------
+
+RECORDS: list[dict[str, Any]] = [
+    {"block_hashes": [-1, 5], "parent": None},
+    {"block_hash": 7, "tier": 1, "component_mask": 3},
+    {"block_hash": b"\1" * 32, "tier": 2},
+    {"block_hash": 9, "component_mask": 2},
+    {"block_hashes": [*range(2**40, 2**40 + 20_000)]},
+]
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [RECORDS, {"records": RECORDS}, {"version": 2, "of": "x" * 2 * WINDOW_BYTES, "records": RECORDS, "more": [1]}],
+    ids=["list", "map", "map-with-more"],
+)
+def test_the_blocks_of_records_are_those_that_full_attention_has(chunk: object) -> None:
+    count, stores = finish(read_records(msgpack.packb(chunk)))
+    assert count == len(RECORDS)
+    found: dict[str, list[int]] = {}
+    for store in stores:
+        found.setdefault(store.medium, []).extend(store.engine_hashes)
+    on_device = [2**64 - 1, 5, 7, *range(2**40, 2**40 + 20_000)]
+    assert found == {"GPU": on_device, "CPU": [int.from_bytes(b"\1" * 8, "big")]}
+
+
+WHOLE = msgpack.packb(RECORDS)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        *(WHOLE[:end] for end in (0, 1, 9, len(WHOLE) // 2, len(WHOLE) - 1)),
+        msgpack.packb([*RECORDS, 7]),
+        msgpack.packb([{"block_hash": 1, "tier": [1]}]),
+        msgpack.packb([{"block_hash": 1, "tier": 4}]),
+        msgpack.packb([{"block_hash": 1, "component_mask": -1}]),
+        msgpack.packb([{"block_hashes": [1, 1]}]),
+        msgpack.packb([{"block_hashes": 7}]),
+        msgpack.packb({"records": {"block_hash": 1}}),
+        msgpack.packb({"others": RECORDS}),
+        msgpack.packb({}),
+        msgpack.packb(7),
+        b"\x91\x81\xaablock_hash\xa1\xff",
+        b"\x91\xc1",
+        b"\xdd\xff\xff\xff\xff\x80",
+    ],
+)
+def test_a_chunk_that_cannot_be_read_whole_is_rejected(chunk: bytes) -> None:
+    with pytest.raises(Rejected):
+        finish(read_records(chunk))
+
+
+def test_what_a_record_has_besides_its_blocks_takes_no_memory() -> None:
+    chunk = msgpack.packb([{"block_hash": 1, "more": [[]] * 400_000}])
+    tracemalloc.start()
+    try:
+        count, (store,) = finish(read_records(chunk))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (count, store.engine_hashes) == (1, (1,))
+    assert most < 16 * 2**20  # all of it would be 26 MB

@@ -27,7 +27,15 @@ from waymark.base.errors import Undecodable
 from waymark.domain.events import Batch, Cleared, Event, PlainEvents
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices, finish
 from waymark.engines import plain
-from waymark.engines.long import PER_BLOCK, UNREADABLE, WINDOW_BYTES, LongPayload
+from waymark.engines.long import (
+    BAD_MSGPACK,
+    PER_BLOCK,
+    UNREADABLE,
+    WINDOW_BYTES,
+    LongPayload,
+    unpack_event,
+    unpacker_of,
+)
 from waymark.engines.plain import ListFields, PlainBatch
 from waymark.engines.wire import Ceilings, Ignored, Rejected, frame_too_large, is_u32, too_many_events, too_many_hashes
 
@@ -415,17 +423,6 @@ class DistinctHashes:
 # From bytes to the values of msgpack; a payload that msgpack cannot read as a whole is read value by value.
 
 
-BAD_MSGPACK: Final = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
-
-
-def unpack_event(piece: bytes) -> Any:
-    """Return the event in these bytes, or ``UNREADABLE`` if they are not msgpack."""
-    try:
-        return msgpack.unpackb(piece, strict_map_key=False)
-    except BAD_MSGPACK:
-        return UNREADABLE
-
-
 def unpack(payload: bytes) -> Slices[Any]:
     """Return the values of a payload, with ``UNREADABLE`` for each event that is not msgpack. Raise ``Undecodable`` if
     that is impossible.
@@ -455,8 +452,7 @@ def _salvage(piece: bytes, levels: int) -> Slices[Any]:
     except BAD_MSGPACK:
         if levels == 0:
             return UNREADABLE
-    unpacker = msgpack.Unpacker(None, max_buffer_size=0)
-    unpacker.feed(piece)
+    unpacker = unpacker_of(piece)
     try:
         length = unpacker.read_array_header()
     except ValueError:

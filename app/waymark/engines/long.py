@@ -36,7 +36,16 @@ _PIECE: Final = 4096
 _INTEGER_BYTES: Final = 9
 _OTHER_BYTES_MAX: Final = 2 * 2**20
 """The most bytes of a payload for lists of neither hashes nor tokens: each byte may become an object."""
-_ERRORS: Final = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
+BAD_MSGPACK: Final = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
+
+
+def unpacker_of(*pieces: bytes | memoryview) -> msgpack.Unpacker:
+    """Return an unpacker of these bytes. Without their number it takes a megabyte, new from the kernel each time."""
+    size = sum(map(len, pieces))
+    unpacker = msgpack.Unpacker(None, strict_map_key=False, read_size=max(1, size), max_buffer_size=0)
+    for piece in pieces:
+        unpacker.feed(piece)
+    return unpacker
 
 
 class UnreadableValue:
@@ -44,6 +53,14 @@ class UnreadableValue:
 
 
 UNREADABLE: Final = UnreadableValue()
+
+
+def unpack_event(piece: bytes | memoryview) -> Any:
+    """Return the event in these bytes, or ``UNREADABLE`` if they are not msgpack."""
+    try:
+        return msgpack.unpackb(piece, strict_map_key=False)
+    except BAD_MSGPACK:
+        return UNREADABLE
 
 
 class LongPayload:
@@ -79,6 +96,19 @@ class LongPayload:
         yield from self._events(self._container()[1], read_event)
         return [ts, *(self._value() for _ in range(2, min(length, _HEAD_MAX)))]
 
+    def records(self, read_record: Callable[[Any], Slices[None]]) -> Slices[int]:
+        """Have each record of a list read, or of the list ``records`` in a map, and return how many there are."""
+        is_map, length = self._container()
+        while is_map and length and self._value() != "records":
+            self._value()
+            length -= 1
+        if is_map and length:
+            is_map, length = self._container()
+        if is_map:
+            raise self._no_batch()
+        yield from self._events(length, read_record)
+        return length
+
     def _events(self, count: int, read_event: Callable[[Any], Slices[None]]) -> Slices[None]:
         if count > self._ceilings.batch_events:
             raise too_many_events(count, self._ceilings)
@@ -107,9 +137,7 @@ class LongPayload:
         return self._view[self._at]
 
     def _unpacker(self, window: int = WINDOW_BYTES) -> msgpack.Unpacker:
-        unpacker = msgpack.Unpacker(None, strict_map_key=False, max_buffer_size=0)
-        unpacker.feed(self._view[self._at : self._at + window])
-        return unpacker
+        return unpacker_of(self._view[self._at : self._at + window])
 
     def _window(self, most: int, window: int = WINDOW_BYTES) -> tuple[list[Any], int]:
         """Return the complete values in the next window, and their bytes."""
@@ -121,21 +149,25 @@ class LongPayload:
                 size = unpacker.tell()
         except msgpack.OutOfData:
             pass
-        except _ERRORS:
-            if not values:
-                return [UNREADABLE], self._skipped()
+        except BAD_MSGPACK:
+            return self._one_by_one(most, window)
         return values, size
 
-    def _skipped(self) -> int:
-        """Return the bytes of a value that cannot be made."""
-        unpacker = self._unpacker()
+    def _one_by_one(self, most: int, window: int) -> tuple[list[Any], int]:
+        """Return the same as ``_window`` if msgpack cannot make one of the values: ``UNREADABLE`` in its place."""
+        values: list[Any] = []
+        unpacker, size = self._unpacker(window), 0
         try:
-            unpacker.skip()
+            while len(values) < most:
+                unpacker.skip()
+                start, size = self._at + size, int(unpacker.tell())
+                values.append(unpack_event(self._view[start : self._at + size]))
         except msgpack.OutOfData:
-            raise misshapen("a long value that is not valid msgpack") from None
-        except _ERRORS:
+            if not values and window == WINDOW_BYTES:
+                raise misshapen("a long value that is not valid msgpack") from None
+        except BAD_MSGPACK:
             raise Undecodable("bad_msgpack", f"a payload of {len(self._view)} bytes is not msgpack") from None
-        return int(unpacker.tell())
+        return values, size
 
     def _value(self) -> Any:
         """Return one value that fits into a window, or a text or bytes of any length."""
@@ -227,6 +259,8 @@ class LongPayload:
                 most = max(1, count // 8)
                 continue
             remaining -= count
+            if self._at - start < WINDOW_BYTES // 8:  # or a few long elements would make all others slow
+                most = min(_PIECE, 8 * most)
             if name in HASHES or name in TOKENS:
                 compact.extend(_integers(piece, name))
             elif name in PER_BLOCK:
@@ -242,14 +276,13 @@ class LongPayload:
 
     def _piece(self, count: int) -> list[Any] | None:
         """Return the next elements of a list, or None if a window does not hold so many."""
-        unpacker = msgpack.Unpacker(None, strict_map_key=False, max_buffer_size=0)
-        unpacker.feed(b"\xdd" + count.to_bytes(4, "big"))
-        unpacker.feed(self._view[self._at : self._at + max(WINDOW_BYTES, _INTEGER_BYTES * count)])
+        window = max(WINDOW_BYTES, _INTEGER_BYTES * count)
+        unpacker = unpacker_of(b"\xdd" + count.to_bytes(4, "big"), self._view[self._at : self._at + window])
         try:
             piece: list[Any] = unpacker.unpack()
         except msgpack.OutOfData:
             return None
-        except _ERRORS:
+        except BAD_MSGPACK:
             raise misshapen("a long list that is not valid msgpack") from None
         self._at += int(unpacker.tell()) - 5
         return piece

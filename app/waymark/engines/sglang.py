@@ -9,18 +9,19 @@ those of HiCache.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-import msgpack
-
+from waymark.base.errors import Undecodable
 from waymark.base.shown import shown
 from waymark.domain.events import Cleared, EngineEvent, Removed, Stored, StoredReference, StoredWindow
 from waymark.domain.media import IN_EVERY_ANSWER, UNNAMED
-from waymark.domain.slices import EVENT_WORK, Slices
+from waymark.domain.slices import Slices
 from waymark.engines import vllm, wire
-from waymark.engines.batches import BAD_MSGPACK, Decoder
+from waymark.engines.batches import Decoder
+from waymark.engines.long import UNREADABLE, LongPayload
 from waymark.engines.wire import Ceilings, Ignored, Rejected
 
 STORED_FIELDS: Final = vllm.STORED_FIELDS[:7]
@@ -108,6 +109,8 @@ _TIERS: Final = dict(enumerate(IN_EVERY_ANSWER, 1))
 _FULL: Final = 1
 """The bit of ``component_mask`` for full attention."""
 _HASHES_AT_ONCE: Final = 1024
+_CEILINGS: Final = Ceilings(batch_events=2**20)
+"""The most records of a chunk: as many as all chunks may have."""
 
 
 def read_records(payload: bytes) -> Slices[tuple[int, list[StoredReference]]]:
@@ -116,44 +119,35 @@ def read_records(payload: bytes) -> Slices[tuple[int, list[StoredReference]]]:
     A record of version 1 has ``block_hashes``, all on the device; one of version 2 has ``block_hash``, ``tier`` and
     ``component_mask``. Raises Rejected if the chunk cannot be read whole.
     """
-    unpacker = msgpack.Unpacker(None, strict_map_key=False, max_buffer_size=0)
-    unpacker.feed(payload)
     by_medium: dict[str, list[int]] = {}
     stores: list[StoredReference] = []
+
+    def read_record(record: Any) -> Slices[None]:
+        for medium, block in _blocks_of(record):
+            hashes = by_medium.setdefault(medium, [])
+            hashes.append(block)
+            if len(hashes) >= _HASHES_AT_ONCE:
+                stores.append(_store_of(medium, by_medium.pop(medium)))
+        yield from ()
+
     try:
-        count = _begin_records(unpacker)
-        for i in range(count):
-            for medium, block in _blocks_of(unpacker.unpack()):
-                hashes = by_medium.setdefault(medium, [])
-                hashes.append(block)
-                if len(hashes) >= _HASHES_AT_ONCE:
-                    stores.append(_store_of(medium, by_medium.pop(medium)))
-            if i % EVENT_WORK == 0:
-                yield
-    except BAD_MSGPACK as error:
-        raise Rejected("bad_msgpack", "a chunk of records is not msgpack, or is cut short") from error
+        count = yield from LongPayload(payload, {}, _CEILINGS).records(read_record)
+    except Undecodable as error:
+        raise Rejected("bad_msgpack", f"a chunk of records is not msgpack, or is cut short: {error}") from error
     return count, stores + [_store_of(medium, hashes) for medium, hashes in by_medium.items()]
-
-
-def _begin_records(unpacker: msgpack.Unpacker) -> int:
-    """Read up to the first record: those of a list, or of the list ``records`` in a map."""
-    try:
-        return int(unpacker.read_array_header())
-    except ValueError:
-        for _ in range(unpacker.read_map_header()):
-            if unpacker.unpack() == "records":
-                return int(unpacker.read_array_header())
-            unpacker.skip()
-        raise
 
 
 def _blocks_of(record: Any) -> list[tuple[str, int]]:
     """Return the medium and the hash of each block of a record, without blocks that full attention does not have."""
     if not isinstance(record, dict):
-        raise Rejected("bad_event", f"a record is {shown(record)}, not a map")
+        text = "not valid msgpack" if record is UNREADABLE else f"{shown(record)}, not a map"
+        raise Rejected("bad_event", f"a record is {text}")
     if "block_hashes" in record:
-        return [(UNNAMED, engine_hash) for engine_hash in wire.hashes(record["block_hashes"], "block_hashes")]
-    medium, mask = _TIERS.get(record.get("tier", 1)), record.get("component_mask", _FULL)
+        hashes = record["block_hashes"]
+        hashes = hashes.tolist() if isinstance(hashes, array) else hashes  # as a long record has them
+        return [(UNNAMED, engine_hash) for engine_hash in wire.hashes(hashes, "block_hashes")]
+    tier, mask = record.get("tier", 1), record.get("component_mask", _FULL)
+    medium = _TIERS.get(tier) if wire.is_u32(tier) else None
     if medium is None or not wire.is_u32(mask):
         raise Rejected("bad_event", "a record has a tier or a component_mask that is not known")
     return [(medium, wire.u64(record.get("block_hash"), "block_hash"))] if mask & _FULL else []
