@@ -37,6 +37,7 @@ class Call:
 
 class Proxy:
     """Listens on ``port`` of 127.0.0.1 and passes everything on to ``redis``: a port there, or the path of a socket.
+    If it changes, new connections go there.
 
     ``calls`` has every call since the start where ``keeps_calls`` is set; it is not bounded.
     """
@@ -49,7 +50,7 @@ class Proxy:
         """So many replies are to be swallowed, each together with its connection: Redis has done what was asked."""
         self.calls: list[Call] = []
         self._keeps_calls = keeps_calls
-        self._redis = redis
+        self.redis = redis
         self._whole = asyncio.Event()
         self._whole.set()
         self._connections: dict[asyncio.Task[None], list[asyncio.StreamWriter]] = {}
@@ -89,10 +90,10 @@ class Proxy:
         writers = self._connections[task] = [writer]
         task.add_done_callback(self._connections.pop)
         try:
-            if isinstance(self._redis, str):
-                redis_reader, redis_writer = await asyncio.open_unix_connection(self._redis)
+            if isinstance(self.redis, str):
+                redis_reader, redis_writer = await asyncio.open_unix_connection(self.redis)
             else:
-                redis_reader, redis_writer = await asyncio.open_connection("127.0.0.1", self._redis)
+                redis_reader, redis_writer = await asyncio.open_connection("127.0.0.1", self.redis)
         except OSError:
             writer.transport.abort()
             return

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 
 import pytest
 from redis.asyncio import Redis
 
+from tests.conftest import wait_until
 from tests.listening import listening, port_of
 from tests.patience import within
 from tests.proxy import proxy_to
 from tests.store.factories import GROUP, registration
-from tests.topologies import Server, farm
+from tests.topologies import Server, farm, follow
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.redis.address import parse
@@ -157,6 +159,33 @@ async def test_calls_that_may_repeat_share_a_connection_and_outlive_it(redis_url
         finally:
             await client.close()
     assert client.reads.scripts.connection is None
+
+
+@pytest.mark.outside
+async def test_a_primary_that_was_demoted_is_left_for_the_one_at_its_address() -> None:
+    """As behind a name or a virtual address: the connections to the old primary stay open, and it refuses writes."""
+    with farm() as servers:
+        old = servers.start()
+        new = follow(servers, old)
+        async with proxy_to(old.port) as proxy, Redis.from_url(new.url) as other:
+            store = Store.open(proxy.url)
+            try:
+                await store.registry.register(registration())
+                await store.reservations.end_overdue(1)
+                await store.reader.read(GROUP, 16, lambda n: b"", deadline_seconds=60.0)
+                assert store.client.reads is not None
+                to_old = store.client.reads.connection
+                await wait_until(partial(other.hlen, keys.PUBLISHERS), "the replica has the registration")
+                new.ask("REPLICAOF", "NO", "ONE")
+                old.ask("REPLICAOF", "127.0.0.1", new.port)
+                proxy.redis = new.port
+                await store.registry.register(registration("pod-2"))
+                assert await other.hlen(keys.PUBLISHERS) == 2
+                await other.zadd(keys.reservations(1), {"7 0 0 00 ": 1})
+                assert await store.reservations.end_overdue(1) == 1
+                assert store.client.reads.connection is not to_old, "queries go there, too"
+            finally:
+                await store.close()
 
 
 @pytest.mark.outside

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
@@ -185,7 +185,9 @@ class RedisClient:
             try:
                 (reply,) = await pool.ask(packed_call(script.sha, keys, args), _ONE_REPLY, now + pool.seconds)
             except (RedisError, OSError) as exc:
-                if not isinstance(exc, NoScriptError | TimeoutError):
+                if isinstance(exc, ReadOnlyError):
+                    self.reads.retire()  # queries would still read what the demoted server has
+                elif not isinstance(exc, NoScriptError | TimeoutError):
                     pool.retire()
                 raise
         elif isinstance(self._redis, Cluster):

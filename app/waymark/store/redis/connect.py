@@ -32,7 +32,7 @@ from redis.asyncio.sentinel import (
 )
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
+from redis.exceptions import ReadOnlyError, RedisError
 
 from waymark.base.shown import shown
 from waymark.store.redis.address import Address, HostPort
@@ -44,7 +44,10 @@ T = TypeVar("T")
 
 
 class Packing(AbstractConnection):
-    """A connection that packs commands in C. Packing in redis-py takes half the time of a batch."""
+    """A connection that packs commands in C. Packing in redis-py takes half the time of a batch.
+
+    If its server was demoted, the address may lead to another one by now: it connects again.
+    """
 
     def pack_command(self, *args: Any) -> list[bytes]:
         if " " in args[0]:  # SCRIPT LOAD, for example, is two words on the wire
@@ -56,6 +59,13 @@ class Packing(AbstractConnection):
             await super().send_packed_command(command, check_health)
         except RuntimeError as exc:  # uvloop raises it for a connection that the other end has closed
             raise RedisConnectionError(str(exc)) from exc
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().read_response(*args, **options)
+        except ReadOnlyError as exc:
+            await self.disconnect()
+            raise RedisConnectionError(f"READONLY {exc}") from exc
 
 
 class _Tcp(Packing, Connection):
