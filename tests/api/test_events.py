@@ -174,6 +174,27 @@ async def test_requests_at_the_same_time_lose_nothing(client: httpx.AsyncClient)
     assert (row["GPU"], row["CPU"], row["DISK"]) == (8, 8, 8)
 
 
+@pytest.mark.parametrize("first", [2**53, 2**60, 2**64 - 4])
+async def test_an_event_id_is_any_integer_of_64_bits(client: httpx.AsyncClient, first: int) -> None:
+    """Numbers in Redis' scripts are doubles: from 2**53 on, the ids of some neighbours would be the same one."""
+    for i in range(3):
+        assert await post(client, one(first + i, i)) == (200, {"applied": 1, "stale": 0})
+        assert (await matched(client))["longest_matched"] == 2 * (i + 1)
+    assert await post(client, one(first + 2, 2)) == (200, {"applied": 0, "stale": 1})
+    assert await post(client, [one(first + 3, 3), one(first + 3, 3)]) == (200, {"applied": 1, "stale": 1})
+    assert (await matched(client))["longest_matched"] == 8
+
+
+async def test_the_order_goes_on_where_the_numbers_of_redis_begin_again(client: httpx.AsyncClient) -> None:
+    first = 3 * (2**53 - 1) - 2
+    assert await post(client, [one(first + i, i) for i in range(3)]) == (200, {"applied": 3, "stale": 0})
+    # What came before does not count any more.
+    assert (await matched(client))["longest_matched"] == 0
+    assert await post(client, [event(first + 3), event(first + 3)]) == (200, {"applied": 1, "stale": 1})
+    assert (await matched(client))["longest_matched"] == 8
+    assert (await post(client, event(first + 5)))[1]["expected"] == first + 4
+
+
 async def test_msgpack_with_packed_arrays(client: httpx.AsyncClient) -> None:
     packed = b"".join(h.to_bytes(8, "little") for h in HASHES)
     answer = await client.post(

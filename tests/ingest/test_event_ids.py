@@ -54,6 +54,18 @@ async def test_a_missing_event_id_degrades_a_stream_and_the_next_worker_knows(be
     await pod.has_status("active")
 
 
+async def test_the_next_worker_reads_an_event_id_of_64_bits(bench: Bench) -> None:
+    first = await bench.worker("worker-1", options=WITHOUT_PROBES)
+    pod = await standard_pod(bench)
+    publish(pod, stored(2**63))
+    await pod.at_watermark(pod.last_seq)
+    await first.stop()
+    await bench.worker("worker-2", options=WITHOUT_PROBES)
+    publish(pod, stored(2**63 + 1))
+    await pod.at_watermark(pod.last_seq)
+    assert len((await bench.held(pod.name))[0, "GPU"]) == 2
+
+
 async def test_each_stream_counts_for_itself_and_what_comes_again_is_no_gap(bench: Bench) -> None:
     await bench.worker(options=WITHOUT_PROBES)
     pod = await standard_pod(bench)

@@ -93,6 +93,9 @@ _LEASE_SECONDS = 10.0
 #: How long a request waits for another one's lease on the same publisher.
 _WAIT_SECONDS = 2.0
 _FOLD_EVENTS = 64
+#: In Redis an event has a seq, which is exact in a double; its event_id need not be. The last such number is that of
+#: ended holders.
+_SEQS = 2**53 - 1
 #: Hashes in one event: it is decoded in one go, and others wait meanwhile.
 EVENT_HASHES_MAX = 65_536
 
@@ -218,7 +221,11 @@ class Events:
                 progress.expected = last + 1
                 break
             last_ids[name] = event_id
-            fold.append(Incoming(event_id, "", batch))
+            if last is not None and event_id // _SEQS > last // _SEQS:
+                # The seqs begin again, so the holder does, too.
+                await self._flush(applier, fold, progress)
+                await applier.new_life(name)
+            fold.append(Incoming(event_id % _SEQS, "", batch))
             if len(fold) == _FOLD_EVENTS:
                 await self._flush(applier, fold, progress)
         await self._flush(applier, fold, progress)

@@ -29,7 +29,7 @@ FORMAT = 1
 
 #: Numbers in Lua are doubles; integers up to this one are exact.
 INTEGER_MAX = 2**53 - 1
-_DIGITS_MAX = 16
+_DIGITS_MAX = 20
 
 #: The most unreadable records to remember, by place; further ones are neither counted nor logged.
 _PLACES_MAX = 1000
@@ -147,10 +147,10 @@ def pairs(reply: Any) -> list[tuple[bytes, bytes]]:
     return list(zip(reply[::2], reply[1::2], strict=True))
 
 
-def integer_of(raw: bytes | str, label: str) -> int:
-    """Parse an integer in plain decimal digits, 2^53 - 1 at most. Raises ``Malformed``."""
-    if not (raw.isascii() and raw.isdigit() and len(raw) <= _DIGITS_MAX) or int(raw) > INTEGER_MAX:
-        raise Malformed(f"{label} is no integer of 0..2^53-1")
+def integer_of(raw: bytes | str, label: str, bits: int = 53) -> int:
+    """Parse an integer in plain decimal digits, of at most so many bits. Raises ``Malformed``."""
+    if not (raw.isascii() and raw.isdigit() and len(raw) <= _DIGITS_MAX) or int(raw) >> bits:
+        raise Malformed(f"{label} is no integer of 0..2^{bits}-1")
     return int(raw)
 
 

@@ -87,15 +87,15 @@ class StreamFields:
         raw = self._fields.get(name)
         return self._parsed(name, number_of, raw, name) if raw else None
 
-    def integers(self, beginning: str, name_of: Callable[[str], T]) -> dict[T, int]:
-        """Return the integers of all fields whose names begin with ``beginning``.
+    def integers(self, beginning: str, name_of: Callable[[str], T], bits: int = 53) -> dict[T, int]:
+        """Return the integers of all fields whose names begin with ``beginning``, of at most so many bits.
 
         ``name_of`` makes their keys from the rest of each name; it raises ValueError for a wrong name.
         """
         numbers: dict[T, int] = {}
         for name, raw in self._fields.items():
             if name.startswith(beginning):
-                named = self._parsed(name, _named_integer, name_of, name[len(beginning) :], raw)
+                named = self._parsed(name, _named_integer, name_of, name[len(beginning) :], raw, bits)
                 if named is not None:
                     numbers[named[0]] = named[1]
         return numbers
@@ -107,12 +107,12 @@ class StreamFields:
         return value
 
 
-def _named_integer(name_of: Callable[[str], T], name: str, raw: bytes) -> tuple[T, int]:
+def _named_integer(name_of: Callable[[str], T], name: str, raw: bytes, bits: int) -> tuple[T, int]:
     try:
         named = name_of(name)
     except ValueError:
         raise Malformed("its name cannot be parsed") from None
-    return named, integer_of(raw, "it")
+    return named, integer_of(raw, "it", bits)
 
 
 def holder_id(text: str) -> int:
@@ -226,7 +226,7 @@ class Records:
             )
         worker, _, change = fields.text("turn").partition(" ")
         holders = fields.integers(HOLDER, HolderName.parse)
-        event_ids = fields.integers(EVENT, holder_id)
+        event_ids = fields.integers(EVENT, holder_id, bits=64)
         shard_calls = fields.integers(SHARD, int)
         watermark, main_group = fields.integer("watermark"), fields.integer("main_groups")
         return StreamRecord(
