@@ -406,10 +406,12 @@ async def test_other_tasks_get_their_turn_during_a_burst(
     "endpoint", ["tcp://nowhere", "tcp://two words:1", "carrier-pigeon://roof", "ipc://" + "x" * 200]
 )
 async def test_an_endpoint_that_cannot_be_read_is_refused(context: ZmqContext, endpoint: str) -> None:
+    others = Subscribers(message_bytes_max=2**20)
     with pytest.raises(InvalidValue) as refused:
-        subscriber_of(context, endpoint).start()
+        Subscriber(context, endpoint, buffer_bytes=1, buffer_frames=1, subscribers=others).start()
     assert refused.value.field == "endpoint"
     assert endpoint in refused.value.sentence
+    assert others.absent == 0, "each poll of a worker tries it again, and would delay all new publishers more"
 
 
 async def test_a_name_that_does_not_resolve_is_only_a_peer_that_is_not_there(context: ZmqContext) -> None:
@@ -467,6 +469,23 @@ async def test_closing_between_two_attempts_ends_them(context: ZmqContext, tmp_p
         await wait_until(lambda: attempts >= 4, "tried again")
         assert not subscriber.is_connected
     assert all(socket.closed for socket in opened)
+
+
+def test_a_refused_connection_that_has_ended_is_dialled_once(context: ZmqContext) -> None:
+    """The attempt that was due is put off; it would also come after the end of the subscriber."""
+    due: list[float] = []
+
+    def call_later(seconds: float, _: Callable[[], None]) -> Any:
+        due.append(seconds)
+        return SimpleNamespace(cancel=lambda: due.remove(seconds))
+
+    subscriber = subscriber_of(context, "tcp://127.0.0.1:1")
+    subscriber._loop = cast(Any, SimpleNamespace(call_later=call_later))
+    subscriber._dial_later()
+    subscriber._refuse()
+    assert due == [module.REFUSED_SECONDS]
+    subscriber.close()
+    assert due == []
 
 
 def test_sockets_have_the_options_of_the_contract(context: ZmqContext) -> None:

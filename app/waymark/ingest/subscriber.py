@@ -27,6 +27,7 @@ from typing import Self
 import zmq
 
 from waymark.apply.slices import LoopTurns
+from waymark.base.errors import InvalidValue
 from waymark.ingest.frames import Frame, FrameBuffer, FrameRoom, PayloadFacts, parse_live
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ConnectionFailure, LiveConnection, ZmqContext
 from waymark.ingest.subscribers import Subscribers
@@ -123,7 +124,11 @@ class Subscriber:
         """
         self._loop = asyncio.get_running_loop()
         self._set_absent(True)
-        self._open_link()
+        try:
+            self._open_link()
+        except (InvalidValue, OSError):
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the socket permanently."""
@@ -238,6 +243,8 @@ class Subscriber:
         self.wake()
 
     def _dial_later(self) -> None:
+        if self._dialling is not None:
+            self._dialling.cancel()
         seconds = max(self._pause, self._subscribers.pause_seconds if self._is_absent else 0.0)
         self._dialling = self._loop.call_later(seconds, self._dial_again)
         self._pause = min(2 * self._pause, RECONNECT_SECONDS_MAX)
