@@ -478,3 +478,57 @@ async def test_events_that_find_no_room_are_dropped_and_counted(source: Source) 
     reading.cancel()
     await asyncio.wait([reading])
     await asker.close()
+
+
+async def test_the_bytes_of_events_that_wait_are_bounded(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_stream, "QUEUE_BYTES", 10_000)
+    asker = Asker()
+    reader = prefix_stream.EventSource(asker, source.url)
+    reading = asyncio.create_task(reader.run())
+    for name in HASHES[:25]:
+        await source.tell("cache_created", name, data={"more": "x" * 1900})
+    await wait_until(lambda: reader.received == 25, "all have arrived", PATIENCE_SECONDS)
+    assert (reader.waiting, reader.dropped) == (5, 20)
+    assert len(reader.take(2)) == 2
+    await source.tell("cache_created", HASHES[0])
+    await wait_until(lambda: reader.received == 26, "there is room again", PATIENCE_SECONDS)
+    assert (reader.waiting, reader.dropped) == (4, 20)
+    reader.take(10)
+    assert reader.waiting_bytes == 0
+    reading.cancel()
+    await asyncio.wait([reading])
+    await asker.close()
+
+
+async def test_a_source_that_sends_without_a_pause_leaves_the_loop_to_others() -> None:
+    reader, turns, size = prefix_stream.EventSource(Asker(), "http://127.0.0.1:1"), 0, 2**17
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"\n" * size
+
+    counting = asyncio.create_task(others())
+    await reader._keep(pieces())
+    counting.cancel()
+    assert turns >= size // 4096, "some 3 ms each; all at once they take a tenth of a second"
+
+
+async def test_an_id_that_cannot_be_sent_is_not_kept(bench: Bench, source: Source) -> None:
+    """The next worker would be refused by its source for ever."""
+    await bench.store.registry.register(registration(source))
+    first = await bench.worker()
+    await source.tell("cache_created", HASHES[0], 5, id="41")
+    await holds(bench, HASHES[0], GPU=5)
+    await source.tell("cache_created", HASHES[1], 6, id="x" * 2000)
+    await holds(bench, HASHES[1], GPU=6)
+    await first.stop()
+    await source.hang_up()
+    await bench.worker("worker-2")
+    await source.tell("cache_created", HASHES[2], 7)
+    await holds(bench, HASHES[2], GPU=7)
+    assert source.requests[-1]["Last-Event-ID"] == "41"
