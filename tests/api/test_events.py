@@ -6,7 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgpack
@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 
 from tests.conftest import wait_until
 from tests.unit import examples
+from waymark.api import events as module
 from waymark.apply import resuming
 from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.names import Registration
+from waymark.engines.standard import decode_event
 from waymark.store.calls import ApplyCall, ApplyCalls
 from waymark.store.store import Store
 
@@ -162,6 +165,25 @@ async def test_many_events_in_one_request(client: httpx.AsyncClient) -> None:
     assert await post(client, events) == (200, {"applied": 300, "stale": 0})
     answer = await client.post("/query_by_hash", json={"model": "m", "block_size": 2, "seq_hashes": hashes})
     assert answer.json()["default"]["pool-1"]["GPU"] == 600
+
+
+async def test_an_event_finds_its_publisher_without_a_look_at_all(store: Store) -> None:
+    """A request may have 300,000 events, and others wait while their publishers are found."""
+    claim, looks = (await store.directory.claims())[0], 0
+
+    class Seen:
+        @property
+        def registration(self) -> Registration:
+            nonlocal looks
+            looks += 1
+            return claim.registration
+
+    publishers = module._Publishers(cast(Any, [Seen() for _ in range(1000)]))
+    first = looks
+    for event_id in range(100):
+        publishers.owner_of(decode_event(event(event_id)))
+    assert first == 1000
+    assert looks - first <= 100
 
 
 async def test_requests_at_the_same_time_lose_nothing(client: httpx.AsyncClient) -> None:

@@ -92,7 +92,7 @@ class EventsRequest(Root[StandardEvent | list[StandardEvent]]):
 _LEASE_SECONDS = 10.0
 #: How long a request waits for another one's lease on the same publisher.
 _WAIT_SECONDS = 2.0
-_FOLD_EVENTS = 64
+_FOLD_EVENTS, _OWNERS_AT_ONCE = 64, 1024
 #: In Redis an event has a seq, which is exact in a double; its event_id need not be. The last such number is that of
 #: ended holders.
 _SEQS = 2**53 - 1
@@ -140,7 +140,11 @@ class Events:
             for claim in await self._store.directory.claims()
             if not claim.is_leaving and body.caller.has(claim.registration.tenant_id)
         ]
-        owners = [_owner(claims, event) for event in events]
+        publishers, owners = _Publishers(claims), list[Claim]()
+        for event in events:
+            owners.append(publishers.owner_of(event))
+            if len(owners) % _OWNERS_AT_ONCE == 0:
+                await asyncio.sleep(0)
         progress = _AppliedEvents()
         for _, pairs in groupby(zip(owners, events, strict=True), key=lambda pair: pair[0].publisher):
             owned = list(pairs)
@@ -265,37 +269,42 @@ def _decoded(document: object, index: int | None) -> Event:
         ) from None
 
 
-def _owner(claims: Sequence[Claim], event: Event) -> Claim:
-    """Return the publisher that an event belongs to; it names its instance as ``backend_id``."""
-    envelope = event.envelope
-    assert envelope is not None
-    of_instance = [
-        claim
-        for claim in claims
-        if claim.registration.instance_id == envelope.backend_id
-        and claim.registration.tenant_id == envelope.tenant_id
-        and claim.registration.endpoint is None
-        and claim.registration.kind.traits.tells_events
-    ]
-    of_rank = [claim for claim in of_instance if claim.registration.dp_rank == (envelope.dp_rank or 0)]
-    claim = next(iter(of_rank or of_instance), None)
-    if claim is None:
-        _not_found(claims, envelope)
-    assert claim is not None
-    registration = claim.registration
-    if envelope.model_name not in (None, registration.model_name):
-        raise InvalidValue(
-            f"model_name is {shown(envelope.model_name)}, but {shown(envelope.backend_id)} is registered for "
-            f"{shown(registration.model_name)}; register that model under another instance_id",
-            field="model_name",
-        )
-    if envelope.block_size not in (None, registration.block_size):
-        raise InvalidValue(
-            f"block_size is {envelope.block_size}, but {shown(envelope.backend_id)} is registered with "
-            f"{registration.block_size}; send that, or leave it out",
-            field="block_size",
-        )
-    return claim
+class _Publishers:
+    """The publishers of a caller; each event finds its own without a look at all."""
+
+    def __init__(self, claims: Sequence[Claim]) -> None:
+        self._claims = claims
+        self._by_rank: dict[tuple[str, str], dict[int, Claim]] = {}
+        """Those whose events come here, by instance and tenant, and then by rank; in order of registration."""
+        for claim in claims:
+            registration = claim.registration
+            if registration.endpoint is None and registration.kind.traits.tells_events:
+                ranks = self._by_rank.setdefault((registration.instance_id, registration.tenant_id), {})
+                ranks.setdefault(registration.dp_rank, claim)
+
+    def owner_of(self, event: Event) -> Claim:
+        """Return the publisher that an event belongs to; it names its instance as ``backend_id``."""
+        envelope = event.envelope
+        assert envelope is not None
+        ranks = self._by_rank.get((envelope.backend_id, envelope.tenant_id), {})
+        claim = ranks.get(envelope.dp_rank or 0) or next(iter(ranks.values()), None)
+        if claim is None:
+            _not_found(self._claims, envelope)
+        assert claim is not None
+        registration = claim.registration
+        if envelope.model_name not in (None, registration.model_name):
+            raise InvalidValue(
+                f"model_name is {shown(envelope.model_name)}, but {shown(envelope.backend_id)} is registered for "
+                f"{shown(registration.model_name)}; register that model under another instance_id",
+                field="model_name",
+            )
+        if envelope.block_size not in (None, registration.block_size):
+            raise InvalidValue(
+                f"block_size is {envelope.block_size}, but {shown(envelope.backend_id)} is registered with "
+                f"{registration.block_size}; send that, or leave it out",
+                field="block_size",
+            )
+        return claim
 
 
 def _not_found(claims: Sequence[Claim], envelope: Envelope) -> None:
