@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import Stream, apart
+from tests.store.factories import Stream, apart, registration, stream_of
 from waymark.apply.options import ApplyOptions
 from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
+from waymark.base.errors import RecordDamaged
 from waymark.base.metrics import Metrics
 from waymark.ingest.running import LeaseKeeper
+from waymark.store import keys
 from waymark.store.store import Store
 
 
@@ -46,3 +48,19 @@ async def test_a_shard_that_is_emptied_between_a_takeover_and_the_first_batch_is
     assert after is not None
     assert (after.watermark, after.holders) == (None, {})
     assert after.life != state.life
+
+
+async def test_a_group_that_cannot_be_read_hides_no_loss_of_another(store: Store, redis: Redis, stream: Stream) -> None:
+    other = await stream_of(store, redis, registration("pod-2", model_name="other"))
+    await redis.delete(keys.fence(1, 0), keys.fence(2, 0))
+    await redis.set(keys.fence(1, 0), "damage")
+    keeper, woken = LeaseKeeper(store, 60.0), list[int]()
+    with (
+        keeper.keeping(stream.grant, lambda: woken.append(1)),
+        keeper.keeping(other.grant, lambda: woken.append(2)),
+        pytest.raises(RecordDamaged),
+    ):
+        await keeper.renew()
+    assert other.grant.group_id == 2
+    assert (other.grant.renewal.lost_shards, woken) == ({0}, [2])
+    await redis.delete(keys.fence(1, 0))

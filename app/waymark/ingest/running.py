@@ -85,19 +85,24 @@ class LeaseKeeper:
             await asyncio.sleep(max(pause / 4, (pause if is_answered else 0) - (loop.time() - began)))
 
     async def renew(self) -> None:
-        """Renew all leases once. Raises StoreUnavailable."""
-        kept = [grant for grant, _ in self._kept.values()]
-        await self._store.leases.renew_all(kept, self._seconds)
+        """Renew all leases once, those of each group by themselves. Raises StoreUnavailable if a group cannot be
+        reached.
+        """
         by_group: dict[int, list[Grant]] = {}
-        for grant in kept:
-            if not grant.renewal.is_fenced:
-                by_group.setdefault(grant.group_id, []).append(grant)
-        for grants in by_group.values():
-            await self._look_for_losses(grants)
+        for grant, _ in self._kept.values():
+            by_group.setdefault(grant.group_id, []).append(grant)
+        outcomes = await asyncio.gather(*map(self._renew_group, by_group.values()), return_exceptions=True)
         self._rounds += 1
         for grant, wake in list(self._kept.values()):
             if grant.has_news:
                 wake()
+        for failure in filter(None, outcomes):
+            raise failure
+
+    async def _renew_group(self, grants: list[Grant]) -> None:
+        await self._store.leases.renew_all(grants, self._seconds)
+        if renewed := [grant for grant in grants if not grant.renewal.is_fenced]:
+            await self._look_for_losses(renewed)
 
     async def _look_for_losses(self, grants: list[Grant]) -> None:
         others = range(1, grants[0].shards)
