@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import Stream, hgetall, snapshot, stored, stream_of
+from tests.conftest import wait_until
+from tests.store.factories import Stream, apart, hgetall, snapshot, stored, stream_of
+from waymark.base.errors import StoreUnavailable
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient, Reply
@@ -162,6 +165,34 @@ async def test_what_was_removed_is_not_stored_again_on_any_shard(late: Late, mom
     left = {name for name in await snapshot(late.redis) if name.count(b":") == 2 and len(name.split(b":")[2]) == 16}
     assert not left
     assert await late.redis.keys("*:branches") == []
+
+
+@pytest.mark.parametrize("late", [3], indirect=True)
+async def test_a_fold_is_repeated_when_no_shard_is_at_work_on_it(late: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first attempt and its repetition would both move blocks, to places of which one is remembered."""
+    run, may_answer, asked, answered = late.client.run, asyncio.Event(), set[int](), list[int]()
+
+    async def run_but_one(name: str, names: Sequence[Any], args: Sequence[Any]) -> Reply:
+        shard = next((shard for shard in (1, 2) if names[0] == keys.fence(1, shard)), 0) if name == "apply_rows" else 0
+        asked.add(shard)
+        if shard == 1:
+            raise StoreUnavailable("its primary is away")
+        if shard == 2:
+            await may_answer.wait()
+        reply = await run(name, names, args)
+        answered.append(shard)
+        return reply
+
+    monkeypatch.setattr(late.client, "run", run_but_one)
+    applying = asyncio.create_task(late.stream.apply(*apart(1, range(1, 13), seq=7)))
+    await wait_until(lambda: asked >= {1, 2}, "all shards are asked")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not applying.done()
+    may_answer.set()
+    with pytest.raises(StoreUnavailable):
+        await applying
+    assert 2 in answered
 
 
 @pytest.mark.parametrize("late", [1], indirect=True)

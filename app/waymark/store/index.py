@@ -111,12 +111,19 @@ class Index:
         verdict = await self._apply_shard(grant, 0, first, moves, None, hold=hold, is_staged=is_staged)
         if verdict in (Verdict.FENCED, Verdict.LOST):
             return verdict
-        verdicts = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(
                 self._apply_shard(grant, shard, shard_parts, moves, None, hold=hold)
                 for shard, shard_parts in by_shard.items()
-            )
+            ),
+            # None goes on when this raises: the caller repeats all, and two that move blocks disagree about places.
+            return_exceptions=True,
         )
+        verdicts: list[Verdict] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            verdicts.append(outcome)
         grant.moved_shards.update(by_shard)
         for refusal in (Verdict.FENCED, Verdict.LOST):
             if refusal in verdicts:
