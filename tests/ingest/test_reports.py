@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, get_type_hints
 
+import msgpack
 import pytest
 
 from tests.conftest import wait_until
@@ -19,6 +20,7 @@ from waymark.ingest.status_reporter import StatusReporter
 from waymark.ingest.stream import Stream
 from waymark.simulator.encode import BlockStored
 from waymark.simulator.workload import SimulatedPrompt
+from waymark.store import keys
 from waymark.store.records import Facts
 from waymark.store.store import Store
 
@@ -359,3 +361,22 @@ async def test_the_last_report_of_a_worker_does_not_hide_that_the_publisher_is_l
     await pod.publisher.up()
     await bench.worker("worker-2")
     await pod.agrees()
+
+
+async def test_media_that_a_publisher_has_left_are_not_counted_for_ever(bench: Bench) -> None:
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.caught_up()
+    size = pod.registration.block_size
+    for number in range(40):
+        stored = ["BlockStored", [number], None, list(range(size)), size, None, f"M{number}"]
+        pod.publisher.publish_payload(msgpack.packb([pod.clock(), [["AllBlocksCleared"], stored], 0]))
+        await pod.at_watermark(pod.last_seq)
+
+    async def has_one() -> bool:
+        fields = await bench.redis.hkeys(keys.record(1, 1))
+        return [field for field in fields if field.startswith(b"count:blocks.")] == [b"count:blocks.M39"]
+
+    await wait_until(has_one, "the record counts the last medium", PATIENCE_SECONDS)
+    (state,) = await bench.store.publisher_states.of(await bench.store.directory.claims())
+    assert state.blocks == {"M39": 1}

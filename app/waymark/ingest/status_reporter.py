@@ -20,7 +20,7 @@ from waymark.ingest.life import Life
 from waymark.ingest.replaying import Replaying
 from waymark.ingest.subscriber import Subscriber
 from waymark.store.activity import ActivityKind
-from waymark.store.records import Facts
+from waymark.store.records import BLOCKS, Facts
 
 log = logging.getLogger(__name__)
 
@@ -166,3 +166,5 @@ class StatusReporter:
             self._facts = facts
             life.has_written_status = False
             self._counts |= counts
+            for name in [name for name, n in counts.items() if not n and name.startswith(BLOCKS)]:
+                del life.counters[name], self._counts[name]

@@ -375,12 +375,15 @@ class Records:
         return outcome.is_applied
 
     async def write(self, grant: Grant, facts: Facts, counters: Mapping[str, int]) -> bool:
-        """Write facts and counters (absolute values); False if fenced."""
+        """Write facts and counters (absolute values); False if fenced.
+
+        A medium without blocks has no counter, because a publisher may name any number of media one after the other.
+        """
         args: list[str] = []
         for name, value in facts.items():
             args += (name, str(value))
         for name, count in counters.items():
-            args += (COUNTER + name, str(count))
+            args += (COUNTER + name, str(count) if count or not name.startswith(BLOCKS) else "")
         return await self._write(grant, args)
 
     async def _write(self, grant: Grant, args: Sequence[Arg]) -> bool:
