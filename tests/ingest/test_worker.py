@@ -503,15 +503,17 @@ async def test_what_the_file_says_otherwise_moves_or_is_told_and_what_it_does_no
     moved, other, unnamed = [await bench.pod(f"pod-{i}") for i in range(3)]
     elsewhere = await bench.pod("pod-0", is_registered=False)
     refused = replace(other.registration, block_size=2 * other.registration.block_size)
-    hand = await bench.worker(publishers=[elsewhere.registration, refused])
+    reserved = replace(other.registration, tenant_id="explanation")
+    hand = await bench.worker(publishers=[reserved, elsewhere.registration, refused])
     await elsewhere.caught_up()
     found = {claim.registration.name: claim.registration for claim in await bench.store.directory.claims()}
     assert found[moved.name].endpoint == elsewhere.registration.endpoint
     assert found[other.name] == other.registration
     assert unnamed.name in found
-    assert hand.metric("publishers_refused") == 1
-    (record,) = caplog.records
-    assert "block_size 4, not 8" in getattr(record, "fields", {})["error"]
+    assert hand.metric("publishers_refused") == 2
+    first, second = (getattr(record, "fields", {})["error"] for record in caplog.records)
+    assert "choose another name" in first
+    assert "block_size 4, not 8" in second
 
 
 async def test_an_empty_redis_is_told_who_stands_in_the_file_and_who_was_heard(bench: Bench) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from waymark.base.errors import Conflict, RecordDamaged, StoreUnavailable
+from waymark.base.errors import Conflict, InvalidValue, RecordDamaged, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.names import PublisherName, Registration
@@ -160,7 +160,7 @@ class RegistrationKeeper:
                 await self._store.registry.restore(registration)
             else:
                 await self._store.registry.register(registration)
-        except (Conflict, RecordDamaged) as exc:  # its sentence shows which of the two it is
+        except (Conflict, InvalidValue, RecordDamaged) as exc:  # its sentence shows which of them it is
             if registration.name not in self._refused:
                 self._refused.add(registration.name)
                 log.error("publisher cannot be registered", extra=fields(error=exc.sentence))
