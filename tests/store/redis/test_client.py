@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import partial
 
 import pytest
 from redis.asyncio import Redis
@@ -175,7 +174,11 @@ async def test_a_primary_that_was_demoted_is_left_for_the_one_at_its_address() -
                 await store.reader.read(GROUP, 16, lambda n: b"", deadline_seconds=60.0)
                 assert store.client.reads is not None
                 to_old = store.client.reads.connection
-                await wait_until(partial(other.hlen, keys.PUBLISHERS), "the replica has the registration")
+
+                async def is_copied() -> bool:
+                    return await other.hlen(keys.PUBLISHERS) == 1
+
+                await wait_until(is_copied, "the replica has the registration")
                 new.ask("REPLICAOF", "NO", "ONE")
                 old.ask("REPLICAOF", "127.0.0.1", new.port)
                 proxy.redis = new.port
