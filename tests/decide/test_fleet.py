@@ -161,6 +161,16 @@ def test_opaque_prefixes_are_hot_on_the_device_and_never_longer_than_the_prompt(
     assert fleet.prefixes({}, 200) == {}
 
 
+@pytest.mark.parametrize(("count", "points", "expected"), [(4, 256, 256), (4, 10_000, 256), (8, 151, 150), (8, 7, 7)])
+def test_a_request_cannot_ask_for_a_ring_that_takes_seconds(
+    monkeypatch: pytest.MonkeyPatch, count: int, points: int, expected: int
+) -> None:
+    monkeypatch.setattr(module, "_RING_POINTS_MAX", 1024)
+    rows = {n: PublisherRow(f"pod-{n}", 0, 16, "instance") for n in range(count)}
+    ring = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {})).ring(points)
+    assert len(ring._points) == count * expected
+
+
 def test_rings_are_kept_up_to_a_few() -> None:
     fleet = named_fleet()
     first = fleet.ring(10)

@@ -65,6 +65,7 @@ def test_a_value_in_its_range_is_taken(constant: Constant, value: Any, expected:
         (NUMBER, 10.001, "overrides.x is 10.001; it must be 1 to 10", "out_of_range"),
         (NUMBER, math.nan, "it must be 1 to 10", "out_of_range"),
         (OPEN, math.inf, "it must be at least 0", "out_of_range"),
+        (OPEN, 10**400, "overrides.x is an integer of 1329 bits; it must be at least 0", "out_of_range"),
         (OPEN, -1, "overrides.x is -1; it must be at least 0", "out_of_range"),
         (NUMBER, True, "overrides.x is true; it must be a number", "invalid_type"),
         (NUMBER, "5", 'overrides.x is "5"; it must be a number', "invalid_type"),

@@ -144,6 +144,8 @@ def test_dynamo_temperature_draws_by_a_softmax_over_the_scaled_costs() -> None:
     assert order(rank("dynamo", request, *workers, router_temperature=0.0)) == ["near", "far"]
 
     several = (target("near", device=4), *(target(f"far-{number}") for number in range(4)))
+    # The least number there is, times the range of the costs, is 0.
+    assert order(rank("dynamo", request, *workers, router_temperature=5e-324))[0] == "near"
     drawn = [order(rank("dynamo", request, *several, seed=seed, router_temperature=0.5))[0] for seed in range(4000)]
     assert drawn.count("near") / len(drawn) == pytest.approx(1 / (1 + 4 * math.exp(-2)), abs=0.03)
 

@@ -10,6 +10,7 @@ target with its share of one prompt and its load at that moment. All amounts are
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -52,7 +53,7 @@ class Constant:
             return str(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidValue(f"{field} is {shown(value)}; it must be a number", field=field, reason="invalid_type")
-        if not (math.isfinite(value) and self.least <= value <= self.most):
+        if not self.least <= value <= min(self.most, sys.float_info.max):  # an integer of a file may be more than that
             raise InvalidValue(
                 f"{field} is {shown(value)}; it must be {self.range_text()}", field=field, reason="out_of_range"
             )

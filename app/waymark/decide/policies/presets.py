@@ -141,11 +141,11 @@ def _softened(sums: ColumnSums, inputs: Inputs) -> Sequence[Scored]:
     to their range.
     """
     request, _, values, random, _, places, _ = inputs
-    temperature, least, most = values.number("router_temperature"), min(sums.values), max(sums.values)
-    if temperature == 0 or least == most:
+    draw, log, least = random.random, math.log, min(sums.values)
+    scale = (max(sums.values) - least) * values.number("router_temperature")
+    if scale == 0:
         return sums.ranked(request, random, places, is_cost=True)
     # The largest of logits with Gumbel noise is a draw from their softmax, and so is each next one of the rest.
-    draw, log, scale = random.random, math.log, (most - least) * temperature
     noisy_costs = [(value - least) / scale + log(-log(1.0 - draw())) for value in sums.values]
     return RankedColumns(sums, noisy_costs, [0.0] * len(noisy_costs), 1.0, places)
 
@@ -372,8 +372,8 @@ _PRESETS = (
         constants=(
             Constant("load_factor_epsilon", EPSILON, "How far the requests of a target may be above the mean, as a "
                      "share of the mean.", least=0.01, most=10),
-            Constant("virtual_nodes", float(POINTS), "Number of points of each target on the hash ring.",
-                     least=1, most=10_000),
+            Constant("virtual_nodes", float(POINTS), "Number of points of each target on the hash ring. All targets "
+                     "together have at most 65,536, unless each has 150 or fewer.", least=1, most=10_000),
         ),
     ),
     Preset(
