@@ -84,6 +84,16 @@ async def test_a_target_is_selected_by_the_key_of_messages(client: httpx.AsyncCl
 
 
 @pytest.mark.usefixtures("sources")
+async def test_a_source_that_counts_wildly_makes_no_reservation_that_cannot_be_released(
+    client: httpx.AsyncClient, store: Store
+) -> None:
+    await report(store, "vllm-2", HASH, Change.HOT, 2**53 - 1)
+    selected = (await client.post("/select", json={"model": "m", "prefix_hash": HASH, "policy": "least-work"})).json()
+    answer = await client.post("/release", json={"reservation": selected["reservation"]})
+    assert (answer.status_code, answer.json()) == (200, {"released": 1, "gone": 0})
+
+
+@pytest.mark.usefixtures("sources")
 async def test_a_source_beside_an_engine_with_blocks(
     client: httpx.AsyncClient, store: Store, register: Register
 ) -> None:

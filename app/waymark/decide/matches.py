@@ -33,7 +33,8 @@ from waymark.store.store import Store
 
 #: How often a lookup starts over because its group's table has changed meanwhile.
 _TRIES_MAX = 3
-_TOKENS_MAX = 2**53
+#: The most tokens that a source of opaque prefixes is believed.
+_TOKENS_MAX = 2**32
 #: Tokens by whose last block ``sticky`` finds its place, without a prefix key.
 _STICKY_TOKENS = 512
 _LOADS = (ReadingKind.LOADS,)

@@ -16,9 +16,13 @@ from tests.conftest import wait_until
 from tests.patience import within
 from tools.conformance.selector import BLOCK_SIZE, TOKENS, steps, told
 from waymark.api.dynamo import select
+from waymark.base.errors import StoreUnavailable
+from waymark.decide.question import Question, SelectedTarget
 from waymark.decide.selector import Selector
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient
+from waymark.store.scripts import Verdict
+from waymark.store.selections import Selections
 from waymark.store.steps import Steps, Waiting
 from waymark.store.store import Store
 
@@ -115,6 +119,75 @@ async def test_a_selection_that_fails_leaves_its_id_and_no_load(replica: httpx.A
     assert (await replica.post("/dynamo/select_and_reserve", json=body)).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/dynamo/select_and_reserve", "/dynamo/reservations"])
+@pytest.mark.parametrize("is_away", [False, True], ids=["client", "redis"])
+async def test_a_reservation_whose_id_is_not_kept_is_given_back(
+    replica: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, is_away: bool
+) -> None:
+    assert (await replica.post("/dynamo/workers", json=WORKER)).status_code == 201
+    begun, change = asyncio.Event(), Selections.change
+
+    async def interrupted(self: Selections, name: str, earlier: str, value: str, milliseconds: int = 1) -> bool:
+        if not value.startswith("reserved "):
+            return await change(self, name, earlier, value, milliseconds)
+        begun.set()
+        if is_away:
+            raise StoreUnavailable("Redis is away")
+        await asyncio.Event().wait()
+        return False
+
+    monkeypatch.setattr(select, "_PENDING_MS", 3_600_000)  # it does not become free by its age
+    body = PROMPT | {"selection_id": "one", "worker_id": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(Selections, "change", interrupted)
+        asked = asyncio.create_task(replica.post(path, json=body))
+        async with within(10):
+            await begun.wait()
+        if not is_away:
+            asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+    async def is_free() -> bool:
+        return (await replica.post(path, json=body)).status_code in (200, 201)
+
+    await wait_until(is_free, "the id is free")
+
+    async def is_alone() -> bool:
+        return await active(replica) == [1]
+
+    await wait_until(is_alone, "only the second one is under way")
+
+
+@pytest.mark.parametrize(("tokens", "status"), [(2**32 - 1, 200), (2**32, 422)])
+async def test_a_prompt_is_as_long_as_its_reservation_can_say(
+    replica: httpx.AsyncClient, tokens: int, status: int
+) -> None:
+    assert (await replica.post("/dynamo/workers", json=WORKER)).status_code == 201
+    prompt = {"model_name": "m", "block_hashes": [1], "sequence_hashes": [1], "isl_tokens": tokens}
+    answer = await replica.post("/dynamo/select_and_reserve", json=prompt | {"selection_id": "one"})
+    assert answer.status_code == status, answer.text
+    if status == 200:
+        assert (await replica.delete("/dynamo/reservations/one")).status_code == 200
+    assert await active(replica) == [0]
+
+
+async def test_the_adapter_of_a_request_is_known_to_its_policy(
+    replica: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await replica.post("/dynamo/workers", json=WORKER)).status_code == 201
+    asked, selecting = list[str | None](), Selector.selecting
+
+    def noted(self: Selector, question: Question, *further: Any, **named: Any) -> Steps[SelectedTarget]:
+        asked.append(question.lora_name)
+        return selecting(self, question, *further, **named)
+
+    monkeypatch.setattr(Selector, "selecting", noted)
+    for name in ("french", ""):
+        answer = await replica.post("/dynamo/select", json=PROMPT | {"lora_name": name})
+        assert answer.status_code == 200, answer.text
+    assert asked == ["french", None]
+
+
 async def test_what_was_selected_is_reserved_afterwards(replica: httpx.AsyncClient) -> None:
     assert (await replica.post("/dynamo/workers", json=WORKER)).status_code == 201
     selected = await replica.post("/dynamo/select", json=PROMPT | {"selection_id": "one"})
@@ -162,6 +235,23 @@ async def test_a_worker_is_whole_bit_by_bit_and_its_ranks_come_and_go(replica: h
     answer = await replica.patch("/dynamo/workers/1", json={"kv_events_endpoints": {"0": "nonsense"}})
     assert "nonsense" in answer.json()["not_schedulable_reasons"][0]
     assert await ranks() == []
+
+
+async def test_a_worker_whose_removal_arrives_twice_is_removed(
+    replica: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = Selections.describe
+
+    async def twice(self: Selections, worker: str, earlier: bytes | None, value: bytes) -> Verdict:
+        """As if the first reply had been lost."""
+        await describe(self, worker, earlier, value)
+        return await describe(self, worker, earlier, value)
+
+    assert (await replica.post("/dynamo/workers", json=WORKER)).status_code == 201
+    monkeypatch.setattr(Selections, "describe", twice)
+    assert (await replica.delete("/dynamo/workers/1")).status_code == 200
+    assert (await replica.get("/workers")).json()["publishers"] == []
+    assert (await replica.delete("/dynamo/workers/1")).status_code == 404
 
 
 async def test_places_of_a_worker_must_be_allowed(store: Store, make_client: MakeClient) -> None:

@@ -22,6 +22,7 @@ from waymark.store.redis.connect import server
 from waymark.store.redis.credentials import Credentials
 from waymark.store.reservations import Offer, Reservations, ReservationTerms, packed_behind
 from waymark.store.scripts import Scripts, Verdict
+from waymark.store.selections import Selections
 from waymark.store.steps import Step, Steps, finished
 from waymark.store.store import Store
 
@@ -229,6 +230,26 @@ async def _lose_replies(redis: Server, *, is_shared: bool) -> None:
             assert await other.zcard(keys.reservations(1)) == 3
         finally:
             await client.close()
+
+
+@pytest.mark.outside
+async def test_a_selection_is_changed_once_however_often_replies_are_lost() -> None:
+    with farm() as servers:
+        redis = servers.start()
+        async with proxy_to(redis.port) as proxy:
+            client = RedisClient.open(proxy.url)
+            selections, state = Selections(client, Scripts(client)), ""
+            try:
+                await client.load_scripts()
+                for value in ("begun 1", "reserved 1", ""):
+                    proxy.lost_replies = 1
+                    assert await selections.change("one", state, value, 60_000)
+                    assert proxy.lost_replies == 0
+                    assert await selections.find("one") == value
+                    assert not await selections.change("one", "begun 2", "reserved 2", 60_000), "another's"
+                    state = value
+            finally:
+                await client.close()
 
 
 def _pack(head: bytes, count: int, publishers: Sequence[int], terms: Sequence[str]) -> bytes:

@@ -169,8 +169,8 @@ class _DynamoPrompt(_InGroup):
     )
     block_hashes: HashList = Field(default=None, description="a list of local hashes, signed or unsigned")
     sequence_hashes: HashList = Field(default=None, description="a list of rolling hashes; required with block_hashes")
-    isl_tokens: SafeInteger | None = Field(
-        default=None, description="an integer: the number of tokens of the prompt, if block_hashes replace token_ids"
+    isl_tokens: U32 | None = Field(
+        default=None, description=f"{_UINT32}: the number of tokens of the prompt, if block_hashes replace token_ids"
     )
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means none")

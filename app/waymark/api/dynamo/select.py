@@ -7,6 +7,7 @@ an id is in Redis, so any replica can go on with it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from uuid import uuid4
 
 from waymark.api.dynamo.loads import NONE_THERE, DynamoInputs, none_schedulable, remembered
@@ -17,7 +18,8 @@ from waymark.api.dynamo.schemas import (
 )
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
-from waymark.base.errors import Conflict, InvalidValue, NoTarget, NotFound
+from waymark.base.errors import Conflict, InvalidValue, NoTarget, NotFound, StoreUnavailable
+from waymark.base.logs import fields
 from waymark.base.shown import shown
 from waymark.contract.dynamo import (
     OK,
@@ -36,6 +38,8 @@ from waymark.domain.names import GroupName
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
+
+log = logging.getLogger(__name__)
 
 #: A client of the released selector reports no sign of life but output blocks; there a load stays for 300 s, too.
 _RESERVATION_MS = 300_000
@@ -73,17 +77,17 @@ class DynamoSelect:
     def select_and_reserve(self, body: Body) -> Steps[Answer]:
         """Pick a worker and reserve it under an id, which must be new."""
         request = DynamoSelectRequest.of(body.fields)
-        selection_id = request.selection_id or str(uuid4())
-        yield Waiting(self._begin(selection_id))
+        selection_id, begun, reserved = request.selection_id or str(uuid4()), _new_beginning(), ""
+        yield Waiting(self._begin(selection_id, begun))
         try:
-            answer, reservation_text, prompt = yield from self._selected(request, body, is_reserved=True)
+            answer, reserved, prompt = yield from self._selected(request, body, is_reserved=True)
+            yield Waiting(self._keep(selection_id, begun, reserved))
         except GeneratorExit:  # nothing can be waited for any more
-            self._store.begin(self._forget(selection_id))
+            self._store.begin(self._forget(selection_id, begun, reserved))
             raise
         except BaseException:
-            yield Waiting(self._forget(selection_id))
+            yield Waiting(self._forget(selection_id, begun, reserved))
             raise
-        yield Waiting(self._keep(selection_id, reservation_text))
         signed = [key - 2**64 if key >= 2**63 else key for key in unpack(prompt.keys)]
         head = {"selection_id": selection_id, "sequence_hashes": signed, "isl_tokens": prompt.tokens}
         return Answer(DynamoSelectAndReserveAnswer(**vars(answer) | head, track_prefill_tokens=True))
@@ -101,18 +105,20 @@ class DynamoSelect:
             raise _taken(request.selection_id)
         else:
             wanted = await self._wanted(request, group, body)
-        if not await self._store.selections.change(request.selection_id, old_state, _BEGUN, _PENDING_MS):
+        begun, reserved = _new_beginning(), ""
+        if not await self._store.selections.change(request.selection_id, old_state, begun, _PENDING_MS):
             raise _taken(request.selection_id)
-        candidate = await self._selector.target(group, wanted.publisher)
-        if candidate is None:
-            await self._forget(request.selection_id)
-            raise _no_pending(request.selection_id, group)
         try:
-            reserved = await self._selector.reserve(group, candidate, wanted.tokens, wanted.context, _RESERVATION_MS)
+            candidate = await self._selector.target(group, wanted.publisher)
+            if candidate is None:
+                raise _no_pending(request.selection_id, group)
+            reserved = str(
+                await self._selector.reserve(group, candidate, wanted.tokens, wanted.context, _RESERVATION_MS)
+            )
+            await self._keep(request.selection_id, begun, reserved)
         except BaseException:
-            await self._forget(request.selection_id)
+            await asyncio.shield(self._store.begin(self._forget(request.selection_id, begun, reserved)))
             raise
-        await self._keep(request.selection_id, str(reserved))
         return Answer(
             DynamoReservation(
                 selection_id=request.selection_id,
@@ -169,7 +175,15 @@ class DynamoSelect:
             only=only, profile="single", is_reserved=is_reserved, milliseconds=_RESERVATION_MS
         )
         policy = self._inputs.policy(request.router_config_override)
-        question = Question(group, prompt_of, policy, block_size, cache_salt=request.cache_salt, parameters=parameters)
+        question = Question(
+            group,
+            prompt_of,
+            policy,
+            block_size,
+            lora_name=request.lora_name,
+            cache_salt=request.cache_salt,
+            parameters=parameters,
+        )
         try:
             selected = yield from self._selector.selecting(
                 question, self._gate, without=cause, passed_on=Cause.NO_REDIS
@@ -226,7 +240,7 @@ class DynamoSelect:
 
     # ---- the state of an id --------------------------------------------------------------------------
 
-    async def _begin(self, selection_id: str, state: str = _BEGUN) -> None:
+    async def _begin(self, selection_id: str, state: str) -> None:
         """Give a new id its first state. Raise Conflict if it is not new."""
         if await self._store.selections.change(selection_id, "", state, _PENDING_MS):
             return
@@ -237,13 +251,21 @@ class DynamoSelect:
         ):
             raise _taken(selection_id)
 
-    async def _keep(self, selection_id: str, reservation: str) -> None:
-        if not await self._store.selections.change(selection_id, _BEGUN, f"{_RESERVED}{reservation}", _RESERVATION_MS):
-            await self._selector.release(parse_reservations(reservation), ReservationPart.OK)
+    async def _keep(self, selection_id: str, begun: str, reserved: str) -> None:
+        if not await self._store.selections.change(selection_id, begun, f"{_RESERVED}{reserved}", _RESERVATION_MS):
             raise _taken(selection_id)
 
-    async def _forget(self, selection_id: str) -> None:
-        await asyncio.shield(self._store.selections.change(selection_id, _BEGUN, ""))
+    async def _forget(self, selection_id: str, begun: str, reserved: str) -> None:
+        """Make an id free that has begun, and end its reservation, if there is one."""
+        states = [begun]
+        if reserved:
+            self._selector.give_back(parse_reservations(reserved))
+            states.append(f"{_RESERVED}{reserved}")
+        try:
+            for state in states:
+                await self._store.selections.change(selection_id, state, "")
+        except StoreUnavailable as exc:
+            log.debug("the id of a selection is taken until it expires", extra=fields(error=exc.sentence))
 
 
 def _overlap(walk: Walk | None, instance_id: str, block_size: int) -> DynamoInstance:
@@ -258,6 +280,11 @@ def _overlap(walk: Walk | None, instance_id: str, block_size: int) -> DynamoInst
         cpu=max(row.cpu for row in rows) * block_size,
         disk=disk,
     )
+
+
+def _new_beginning() -> str:
+    """Return the state of an id that a call has begun with, and no other."""
+    return f"{_BEGUN} {uuid4()}"
 
 
 def _taken(selection_id: str) -> Conflict:

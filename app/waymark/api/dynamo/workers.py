@@ -60,12 +60,15 @@ class DynamoWorkerHandlers:
 
     async def remove(self, body: Body) -> Answer:
         worker = worker_id(body)
+        old_description: dict[str, Any] | None = None
         for _ in range(_ATTEMPTS):
             old_value = await self._store.selections.worker(worker)
-            old_description = _loaded(old_value)
+            old_description = _loaded(old_value) or old_description
             if old_description is None:
                 raise NotFound(f"worker {worker} not found")
-            if await self._store.selections.describe(worker, old_value, b"") is Verdict.APPLIED:
+            # It may be gone at a second look: another call has removed it, or the first one, whose reply was lost.
+            is_gone = old_value is None
+            if is_gone or await self._store.selections.describe(worker, old_value, b"") is Verdict.APPLIED:
                 await self._unregister(worker, old_description, frozenset())
                 self._store.reader.forget_rows()
                 return Answer(_shown(worker, old_description, "unschedulable", []))
