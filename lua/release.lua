@@ -15,9 +15,10 @@
 --                                 prefill, because the blocks are there then
 -- ARGV  reservation   the member as `reserve` wrote it. The script also finds it after 'prefill', which sets its tokens
 --                     to 0
---       part          'prefill': its tokens are computed; 'ok' or 'failed': the request has ended; 'renew': extend it.
---                     After 3 'failed' within 10 s, and nothing else, `reserve` passes the target over for 5 s. It then
---                     lets one request through. If this fails, too, the time doubles, up to 60 s
+--       part          'prefill': its tokens are computed; 'ok', 'failed' or 'unanswered': the request has ended; 'renew':
+--                     extend it. After 3 'failed' within 10 s, and no answer, `reserve` passes the target over for 5 s. It
+--                     then lets one request through. If this fails, too, the time doubles, up to 60 s. 'unanswered' says
+--                     nothing of the target: its client has gone away before
 --       minute        the caller's clock in minutes; the counts of outcomes are halved every minute
 --       milliseconds  with 'renew', how long it lasts from now
 --       ttft          ms from the request to its first token; '' if that is not known. Only the first one counts
@@ -92,12 +93,13 @@ if part == 'prefill' then
   redis.call('ZADD', KEYS[3], due, string.format('%s 0 %s %s%s%s', publisher, context, nonce, promised, mark))
 else
   load[2], load[3] = math.max(0, load[2] - 1), math.max(0, load[3] - context)
-  for _ = 1, math.min(6, ARGV[3] - load[6]) do
+  local passed = ARGV[3] - load[6]
+  for _ = 1, math.min(6, passed) do
     load[4], load[5] = math.floor(load[4] / 2), math.floor(load[5] / 2)
   end
-  load[6] = math.max(load[6], tonumber(ARGV[3]))
-  local outcome = part == 'ok' and 4 or 5
-  load[outcome] = load[outcome] + 1
+  if passed > 0 or passed < -60 then load[6] = ARGV[3] end -- a clock that was an hour ahead was wrong
+  local outcome = ({ok = 4, failed = 5})[part]
+  if outcome then load[outcome] = load[outcome] + 1 end
 end
 -- A target that was unregistered meanwhile has no load, and none is written for it.
 if value then

@@ -9,7 +9,8 @@
 --       changes           zset        the targets whose loads have changed, each by the number of its last change
 --       reservations      zset        decisions under way, by the Redis ms at which each is over
 --       holders           hash        the group's holder table; a target that is not in it is passed over
---       request           string, PX  the reservation that this request got before; the key is given only if `repeatable`
+--       request           string, PX  the reservation that this request got before, which counts until it ends; the key is
+--                                     given only if `repeatable`
 --       spec*             string, PX  speculative entries of the prompt at growing depths: the target that gets the prompt
 --       pulls*            zset        copies under way from each possible source, by the Redis ms at which each is over
 -- ARGV  again             '1' if the same call may have been made before: only then is its reservation looked for
@@ -84,9 +85,14 @@ if ARGV[10] == '1' then
   first_spec = 6
   local earlier = redis.call('GET', KEYS[5])
   if earlier then
-    local publisher, tokens, context, nonce, promise, waited = earlier:match('^(%d+) (%d+) (%d+) (%x+) ?(%S*) (%d+)$')
-    return {'repeated', tonumber(publisher), tonumber(tokens), tonumber(context), nonce, tonumber(waited), promise,
-      booked(nonce)}
+    local member = earlier:match('^(.+) %d+$')
+    local computed = member:gsub('^(%d+) %d+ ', '%1 0 ', 1) -- as `release` leaves it after its prefill
+    local dues = redis.call('ZMSCORE', KEYS[3], member, computed, computed .. ' timed')
+    if dues[1] or dues[2] or dues[3] then
+      local publisher, tokens, context, nonce, promise, waited = earlier:match('^(%d+) (%d+) (%d+) (%x+) ?(%S*) (%d+)$')
+      return {'repeated', tonumber(publisher), tonumber(tokens), tonumber(context), nonce, tonumber(waited), promise,
+        booked(nonce)}
+    end
   end
 end
 

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import wait_until
 from tests.decide.conftest import MakeSelector
 from tests.store.factories import registration
-from waymark.base.errors import Saturated, StoreUnavailable
+from waymark.base.errors import RecordDamaged, Saturated, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import read_request
 from waymark.decide import reserve
@@ -142,8 +142,46 @@ async def test_watched_reservations_are_bounded_and_end_by_their_caller(monkeypa
         (newest, ReservationPart.RENEW, 2),
         (newest, ReservationPart.PREFILL, 1),
     ):
-        progress.told([reservation], part)
+        progress.told([reservation], part, 1000)
         assert len(progress) == remaining
+
+
+async def test_a_renewed_reservation_is_watched_for_longer() -> None:
+    released: list[str] = []
+
+    async def release(reservations: Sequence[Reservation], part: ReservationPart) -> None:
+        released.extend(each.nonce for each in reservations)
+
+    progress = PrefillProgress(MagicMock(), MagicMock(release=release), asyncio.ensure_future, Metrics())
+    now = asyncio.get_running_loop().time()
+    for nonce, done_at in (("a", now + 3600), ("b", now)):
+        progress.watch(watched(nonce)._replace(piece=None, done_at=done_at, ends_at=now))
+    progress.told([cast(Reservation, MagicMock(nonce=nonce)) for nonce in "ab"], ReservationPart.RENEW, 3_600_000)
+    await wait_until(lambda: released == ["b"], "its time is longer now")
+    assert len(progress) == 1
+    progress.clear()
+    assert progress._task is not None
+    await progress._task
+
+
+@pytest.mark.parametrize(("error", "is_repeated"), [(StoreUnavailable, True), (RecordDamaged, False)])
+async def test_a_prefill_that_redis_did_not_take_back_is_given_back_later(
+    monkeypatch: pytest.MonkeyPatch, error: type[StoreUnavailable], is_repeated: bool
+) -> None:
+    monkeypatch.setattr(reserve, "_AWAY_SECONDS", 0.01)
+    asked: list[str] = []
+
+    async def release(reservations: Sequence[Reservation], part: ReservationPart) -> None:
+        asked.extend(each.nonce for each in reservations)
+        if len(asked) == 1:
+            raise error("no")
+
+    metrics = Metrics()
+    progress = PrefillProgress(MagicMock(), MagicMock(release=release), asyncio.ensure_future, metrics)
+    progress.watch(watched("a")._replace(piece=None, done_at=0.0))
+    assert progress._task is not None
+    await progress._task
+    assert asked == ["a"] * (2 if is_repeated else 1)
 
 
 # ---- one decision, without Redis ----------------------------------------------------------------------
@@ -191,6 +229,7 @@ class Redis:
     noted: list[tuple[int, int, int]] = field(default_factory=list)
     held: list[HeldBlock] = field(default_factory=list)
     is_forgetful: bool = False
+    is_silent: bool = False
 
     def reserving(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Steps[Reserved]:
         assert group_id == ENTRY.group_id
@@ -206,6 +245,9 @@ class Redis:
         self.released.append(([each.nonce for each in reservations], part))
         return len(reservations), 0
 
+    def take_back(self, reservations: Sequence[Reservation], milliseconds: int) -> None:
+        self.released.append(([each.nonce for each in reservations], ReservationPart.UNANSWERED))
+
     def saw(self, group_id: int, publisher: int, load: Load) -> None:
         self.saw_loads.append((group_id, publisher, load))
 
@@ -218,6 +260,10 @@ class Redis:
         self.noted.append((publisher, len(blocks), capacity))
 
     async def read(self, *_: object) -> list[HeldBlock]:
+        if self.is_forgetful:
+            raise StoreUnavailable("Redis is away")
+        if self.is_silent:
+            await asyncio.Event().wait()
         return self.held
 
 
@@ -402,7 +448,30 @@ async def test_without_the_second_stage_the_first_is_given_back(
     else:
         with pytest.raises(error):
             await of.take()
-    assert redis.released == [([f"{0:016x}"], ReservationPart.OK)]
+    assert redis.released == [([f"{0:016x}"], ReservationPart.UNANSWERED)]
+
+
+COPIED = {1: Target(kv_source="tcp://10.0.0.1:7777"), 2: Target()}
+
+
+async def test_a_source_that_cannot_be_read_leaves_the_decision_without_one() -> None:
+    redis = Redis([takes(1)], is_forgetful=True)
+    found = await case(redis, COPIED, rows=HAS_MORE).taken()
+    assert (found.source, [each.source for each in found.reservations]) == (None, [1])
+    assert redis.released == []
+
+
+@pytest.mark.parametrize(("request_id", "is_given_back"), [(None, True), ("00000000000000aa", False)])
+async def test_a_caller_that_goes_away_behind_the_reservation_leaves_none_unless_it_can_ask_again(
+    request_id: str | None, is_given_back: bool
+) -> None:
+    redis = Redis([takes(1)], is_silent=True)
+    deciding = asyncio.create_task(case(redis, COPIED, rows=HAS_MORE, request_id=request_id).take())
+    await wait_until(lambda: bool(redis.asked), "it is reserved")
+    deciding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await deciding
+    assert redis.released == ([([f"{1:016x}"], ReservationPart.UNANSWERED)] if is_given_back else [])
 
 
 async def test_a_first_stage_that_fails_has_nothing_to_give_back() -> None:

@@ -106,6 +106,16 @@ async def test_the_usage_goes_with_the_end_unless_it_is_of_several_prompts() -> 
     assert recorded.usages == [Usage(1, 2, 3), Usage(1, 2, 3), NO_USAGE]
 
 
+async def test_an_end_without_an_answer_is_neither_good_nor_bad() -> None:
+    recorded = Recorded()
+    of = all_of(recorded)
+    for is_ok in (True, False, None):
+        begun(of, RESERVATIONS).end(is_ok=is_ok)
+    await of.settle()
+    parts = ReservationPart.OK, ReservationPart.FAILED, ReservationPart.UNANSWERED
+    assert recorded.calls == [(2, part) for part in parts]
+
+
 async def test_each_end_counts_once() -> None:
     recorded = Recorded()
     request = begun(all_of(recorded), RESERVATIONS)

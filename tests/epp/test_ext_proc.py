@@ -261,6 +261,8 @@ async def test_a_client_that_goes_away_leaves_nothing(
     await nothing_under_way(store)
     await wait_until(lambda: metrics.epp_streams.value == 0, "its stream has ended")
     assert metrics.epp_bodies_bytes.value == 0
+    outcomes = [(load.ok, load.failed) for load in (await store.reservations.loads(1)).values()]
+    assert outcomes == {"body": [], "picked": [(0, 0)], "answered": [(1, 0)]}[when], "only an answer says something"
 
 
 async def health(store: Store, place: str) -> float:

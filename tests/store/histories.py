@@ -195,7 +195,7 @@ class History:
         elif step < 0.85 and self._known:
             reservation, part = self._random.choice(self._known), self._random.choice(list(ReservationPart))
             ttft_ms = self._random.choice((None, 0.0, 250.5))
-            is_timed = ttft_ms is not None and part is ReservationPart.PREFILL
+            is_timed = ttft_ms is not None and part in (ReservationPart.PREFILL, ReservationPart.UNANSWERED)
             there = self._model.end(reservation.nonce, part, has_answered=is_timed or part is ReservationPart.OK)
             found = await self._fleet.reservations.release([reservation], part, ttft_ms=ttft_ms)
             assert found == (int(there), int(not there))
@@ -233,7 +233,7 @@ class History:
         fleet.is_heard = random.random() < 0.8
         found = await fleet.reservations.reserve(fleet.group_id, offers, terms)
         fleet.is_heard = True
-        if request_id in model.requests:
+        if model.requests.get(str(request_id)) in model.held:
             assert found.verdict is Verdict.REPEATED, found
             assert found.reservation is not None
             assert found.reservation.nonce == model.requests[str(request_id)]

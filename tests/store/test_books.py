@@ -86,6 +86,7 @@ async def test_a_request_without_usage_is_counted_apart_and_a_failed_one_not_at_
     promise = Promise(90, 40, 10, 5, 5, 64, 12)
     await ended(store, await taken(store, target, promise), None)
     await store.reservations.release([await taken(store, target, promise)], ReservationPart.FAILED)
+    await store.reservations.release([await taken(store, target, promise)], ReservationPart.UNANSWERED)
     await store.reservations.release([await taken(store, target, promise)], ReservationPart.RENEW)
 
     assert await sums_of(store, target) == Sums(requests=1, unreported=1)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import hiredis
@@ -19,8 +23,8 @@ from waymark.base.errors import InvalidValue
 from waymark.decide.group_loads import GroupLoads
 from waymark.decide.order import PLACE_HANDICAP, PLACE_WEIGHT
 from waymark.domain.answer_times import AnswerTimes, TimeSums
-from waymark.store import keys
-from waymark.store.redis.client import SCRIPTS
+from waymark.store import keys, reservations
+from waymark.store.redis.client import SCRIPTS, RedisClient, Reply
 from waymark.store.reservations import (
     CANDIDATES_MAX,
     CHANGES_MAX,
@@ -28,10 +32,11 @@ from waymark.store.reservations import (
     Offer,
     Reservation,
     ReservationPart,
+    Reservations,
     ReservationTerms,
     parse_reservations,
 )
-from waymark.store.scripts import Verdict
+from waymark.store.scripts import Scripts, Verdict
 from waymark.store.store import Store
 
 LEAST_WORK = {"weight_new": 3.0, "weight_active": 512.0}
@@ -152,6 +157,17 @@ async def test_the_same_request_again_gets_the_same_reservation(fleet: Fleet) ->
     assert other.verdict is Verdict.APPLIED
 
 
+@pytest.mark.parametrize("part", [ReservationPart.FAILED, ReservationPart.UNANSWERED])
+async def test_a_request_whose_reservation_has_ended_gets_another(fleet: Fleet, part: ReservationPart) -> None:
+    first = await fleet.taken(5, 9, 9, request_id="00000000000000aa")
+    await fleet.reservations.release([first], part)
+
+    again = await fleet.reserve(900, 1, 900, request_id="00000000000000aa", **LEAST_WORK)
+    assert again.verdict is Verdict.APPLIED
+    assert [load.requests for load in await fleet.loads()] == [0, 1, 0]
+    assert (await fleet.reserve(1, 1, 1, request_id="00000000000000aa")).reservation == again.reservation
+
+
 async def test_speculative_entries_name_the_target_beyond_what_it_has_and_end_by_themselves(fleet: Fleet) -> None:
     names = [keys.spec(fleet.group_id, block) for block in (0xA8, 0xAC, 0xB0)]
     first, second, _ = fleet.publishers
@@ -213,15 +229,25 @@ async def test_after_flushall_an_older_release_changes_nothing(fleet: Fleet) -> 
 
 
 async def test_outcomes_are_halved_every_minute(fleet: Fleet) -> None:
-    for part in (ReservationPart.OK, ReservationPart.OK, ReservationPart.OK, ReservationPart.FAILED):
+    for part in (*[ReservationPart.OK] * 3, ReservationPart.FAILED, ReservationPart.UNANSWERED):
         await fleet.reservations.release([await fleet.taken(1)], part)
     load = (await fleet.loads())[0]
-    assert (load.ok, load.failed, load.health) == (3, 1, 0.8)
+    assert (load.requests, load.ok, load.failed, load.health) == (0, 3, 1, 0.8)
 
     field, value = str(fleet.publishers[0]), f"0 0 0 8 4 {load.minute - 2} 0"
     await fleet.redis.hset(keys.load(fleet.group_id), field, value)
     await fleet.reservations.release([await fleet.taken(1)], ReservationPart.OK)
     assert (await fleet.loads())[0][3:5] == (3, 1)
+
+
+async def test_a_clock_that_was_ahead_does_not_keep_outcomes_for_ever(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    for seconds, expected in ((365 * 86400, 1), (0, 2), (-30, 3), (60, 2)):
+        monkeypatch.setattr(reservations, "time", SimpleNamespace(time=partial(float, now + seconds)))
+        await fleet.reservations.release([await fleet.taken(1)], ReservationPart.OK)
+        assert (await fleet.loads())[0].ok == expected
 
 
 async def test_what_nobody_releases_is_given_back_by_the_next_decision(fleet: Fleet) -> None:
@@ -255,6 +281,39 @@ async def test_a_list_is_released_at_once(fleet: Fleet) -> None:
 
     assert await fleet.reservations.release([*found, *strangers], ReservationPart.OK) == (70, 1)
     assert [load.requests for load in await fleet.loads()] == [0, 0, 0]
+
+
+class _Held(RedisClient):
+    """A Redis whose decisions wait, each as one that is sent again over a connection that is still opened."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis, "redis://test")
+        self.may_decide = asyncio.Event()
+        self.asked: list[str] = []
+        self.ended: list[str] = []
+
+    async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
+        self.asked.append(name)
+        try:
+            if name == "reserve":
+                await self.may_decide.wait()
+            return await super().run(name, keys, args)
+        finally:
+            self.ended.append(name)
+
+
+async def test_a_decision_that_nobody_waits_for_is_not_sent_behind_its_end(fleet: Fleet) -> None:
+    client = _Held(fleet.redis)
+    decisions = Reservations(client, Scripts(client), asyncio.ensure_future)
+    offer = [Offer(fleet.publishers[0], 9)]
+    deciding = asyncio.create_task(decisions.reserve(fleet.group_id, offer, ReservationTerms(context=1)))
+    await wait_until(lambda: client.asked == ["reserve"], "it is under way")
+    deciding.cancel()
+    await wait_until(lambda: "release" in client.ended, "it is taken back")
+    client.may_decide.set()
+    await wait_until(lambda: "reserve" in client.ended, "it is over")
+    assert await fleet.loads() == [Load(), Load(), Load()]
+    assert await fleet.redis.zcard(keys.reservations(fleet.group_id)) == 0
 
 
 # ---- targets that cannot be reached ----------------------------------------------------------------
@@ -306,6 +365,17 @@ async def test_an_answer_between_failures_begins_the_count_anew(fleet: Fleet) ->
         await fleet.reservations.release([await fleet.taken(1)], part, ttft_ms=ttft_ms)
         await failed(fleet, 2)
         assert await left_out(fleet) == []
+
+
+async def test_a_client_that_goes_away_says_nothing_of_the_engine(fleet: Fleet) -> None:
+    running = [await fleet.taken(1) for _ in range(2)]
+    await failed(fleet, 2)
+    await fleet.reservations.release(running[:1], ReservationPart.UNANSWERED)
+    await failed(fleet, 1)
+    assert await left_out(fleet) == [0]
+    await fleet.reservations.release(running[1:], ReservationPart.UNANSWERED)
+    assert await left_out(fleet) == [0]
+    assert [load.requests for load in await fleet.loads()] == [0, 0, 0]
 
 
 async def test_failures_of_more_than_ten_seconds_do_not_count_together(fleet: Fleet) -> None:
@@ -430,19 +500,15 @@ async def test_a_time_to_the_first_token_counts_once(store: Store, fleet: Fleet)
     # The index was faster than the caller.
     await fleet.reservations.release([taken], ReservationPart.PREFILL)
     assert await answer_times(store, fleet) is None
-    for part in (
-        ReservationPart.PREFILL,
-        ReservationPart.PREFILL,
-        ReservationPart.RENEW,
-        ReservationPart.OK,
-        ReservationPart.OK,
-    ):
+    for part in (ReservationPart.PREFILL, ReservationPart.PREFILL, ReservationPart.RENEW):
         await fleet.reservations.release([taken], part, ttft_ms=50)
+    again = await fleet.reserve(100, request_id="0" * 16)
+    assert again.reservation == taken
+    for _ in range(2):
+        await fleet.reservations.release([taken], ReservationPart.OK, ttft_ms=50)
 
     assert await answer_times(store, fleet) == AnswerTimes(TimeSums.of(100, 50))
     assert await fleet.loads() == [Load(ok=1, minute=(await fleet.loads())[0].minute), Load(), Load()]
-    again = await fleet.reserve(100, request_id="0" * 16)
-    assert again.reservation == taken
 
 
 async def test_the_time_of_each_further_token_grows_with_the_requests_under_way(store: Store, fleet: Fleet) -> None:

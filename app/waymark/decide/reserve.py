@@ -29,7 +29,7 @@ from waymark.decide.options import SelectionOptions
 from waymark.decide.order import Offers, StageOffers, SumOffers
 from waymark.decide.policies.policy import Candidate, Scored
 from waymark.decide.policies.profile import HistoryTerms
-from waymark.decide.question import Question, SelectedTarget
+from waymark.decide.question import CopySource, Question, SelectedTarget
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
 from waymark.decide.sources import Peers
 from waymark.domain.hashing import text_hash
@@ -60,7 +60,8 @@ from waymark.store.steps import StartTask, Steps, Waiting
 
 log = logging.getLogger(__name__)
 
-_PAUSE_SECONDS = 0.1
+#: The pauses between two looks at prefills, and after Redis did not answer.
+_PAUSE_SECONDS, _AWAY_SECONDS = 0.1, 1.0
 APPROXIMATE_MILLISECONDS = 600_000
 """How long a target without events counts as having a prompt, as in llm-d's approximate scorer."""
 #: A reservation is looked at again after this share of the time for which it is watched: a long prefill is released a
@@ -126,11 +127,28 @@ class TargetReserver:
     ) -> Steps[SelectedTarget | None]:
         """Reserve the best target of each stage that the request goes through, or return None if all are gone.
 
-        Raise Saturated; nothing stays reserved then.
+        Raise Saturated. Without a result nothing stays reserved, unless the caller has gone away and may ask again.
         """
+        made: list[Reservation] = []
+        try:
+            return (yield from self._taking(offers, snapshot, matches, question, made))
+        except BaseException as exc:
+            parameters = question.parameters
+            if made and not (isinstance(exc, GeneratorExit) and parameters.request_id is not None):
+                self._reservations.take_back(made, parameters.milliseconds)
+            raise
+
+    def _taking(
+        self,
+        offers: Offers,
+        snapshot: GroupSnapshot,
+        matches: PromptMatches,
+        question: Question,
+        made: list[Reservation],
+    ) -> Steps[SelectedTarget | None]:
+        """Return the steps of ``taking``, which add each reservation to ``made``."""
         parameters, request, before = question.parameters, matches.request, offers.prefill
         at, before_at = 0, 0
-        made: list[Reservation] = []
         peers, of = None, _Decided(snapshot, matches, question)
         began = perf_counter()
         if parameters.is_reserved:
@@ -164,7 +182,7 @@ class TargetReserver:
         computes = (prefill or taken).candidate
         if peers is not None and made and made[-1].source is not None:
             blocks = computes.matched // request.block_size
-            source = yield Waiting(peers.source(self._hashes, made[-1].source, blocks))
+            source = yield Waiting(self._source(peers, made[-1].source, blocks))
         if source is not None:
             if snapshot.fleet.by_publisher[computes.publisher].target.takes_kv_hints:
                 kv_hints = source.hints()
@@ -189,6 +207,14 @@ class TargetReserver:
         )
         self._count(selected, seconds, snapshot.fleet, matches)
         return selected
+
+    async def _source(self, peers: Peers, publisher: int, blocks: int) -> CopySource | None:
+        """Return the source that was booked for a target with so many blocks; None if it cannot be read."""
+        try:
+            return await peers.source(self._hashes, publisher, blocks)
+        except StoreUnavailable as exc:  # the decision stands: what is not copied is computed
+            log.warning("the blocks to copy are not known", extra=fields(error=exc.sentence))
+            return None
 
     async def _note_history(self, targets: Sequence[Candidate], of: _Decided, terms: HistoryTerms) -> None:
         """Note that the prompt goes to these targets, for a scorer that asks for it later."""
@@ -225,16 +251,9 @@ class TargetReserver:
         request_id = stage.of.question.parameters.request_id
         if request_id is not None:
             stage = stage.as_request(f"{text_hash(request_id + ' prefill'):016x}")
-        try:
-            second = yield from self._one(stage)
-        except GeneratorExit:  # nothing can be waited for any more
-            self._reservations.take_back(made, stage.of.question.parameters.milliseconds)
-            raise
-        except BaseException:
-            yield Waiting(self._reservations.release(made, ReservationPart.OK))
-            raise
+        second = yield from self._one(stage)
         if second is None:
-            yield Waiting(self._reservations.release(made, ReservationPart.OK))
+            yield Waiting(self._reservations.release(made, ReservationPart.UNANSWERED))
             return None
         made.append(second[1])
         return second[0]
@@ -440,13 +459,16 @@ class PrefillProgress:
         if self._task is None or self._task.done():
             self._task = self._begin(self._keep_polling())
 
-    def told(self, reservations: Sequence[Reservation], part: ReservationPart) -> None:
-        """Note a caller's report that the prefill of some reservations, or all, is over."""
-        if part is not ReservationPart.RENEW:
-            reason = "caller" if part is ReservationPart.PREFILL else "end"
-            for reservation in reservations:
-                if self._watched.pop(reservation.nonce, None) is not None:
-                    self._released.labels(by=reason).inc()
+    def told(self, reservations: Sequence[Reservation], part: ReservationPart, milliseconds: int) -> None:
+        """Note a caller's report that reservations, or their prefill, are over, or last ``milliseconds`` longer."""
+        ends_at = asyncio.get_running_loop().time() + milliseconds / 1000
+        reason = "caller" if part is ReservationPart.PREFILL else "end"
+        for reservation in reservations:
+            if part is ReservationPart.RENEW:
+                if (watch := self._watched.get(reservation.nonce)) is not None:
+                    watch.of = watch.of._replace(ends_at=ends_at)
+            elif self._watched.pop(reservation.nonce, None) is not None:
+                self._released.labels(by=reason).inc()
 
     def clear(self) -> None:
         """Forget everything, because Redis came back empty: the reservations are gone."""
@@ -459,7 +481,7 @@ class PrefillProgress:
                 await self._poll()
             except StoreUnavailable as exc:
                 log.debug("the state of prefills was not read", extra=fields(error=exc.sentence))
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(_AWAY_SECONDS)
 
     async def _poll(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -501,10 +523,19 @@ class PrefillProgress:
 
     async def _give_back(self, several: list[WatchedReservation], reason: str) -> None:
         # A prefill that was reported meanwhile is counted by the reporter.
-        remaining = [watched for watched in several if self._watched.pop(watched.reservation.nonce, None) is not None]
-        if remaining:
-            await self._reservations.release([watched.reservation for watched in remaining], ReservationPart.PREFILL)
-            self._released.labels(by=reason).inc(len(remaining))
+        nonces = [watched.reservation.nonce for watched in several]
+        remaining = {nonce: watch for nonce in nonces if (watch := self._watched.pop(nonce, None)) is not None}
+        if not remaining:
+            return
+        try:
+            await self._reservations.release(
+                [watch.of.reservation for watch in remaining.values()], ReservationPart.PREFILL
+            )
+        except StoreUnavailable as exc:
+            if exc.concerns_all:
+                self._watched |= remaining  # for a later turn
+            raise
+        self._released.labels(by=reason).inc(len(remaining))
 
 
 def _publisher_of(table: HolderTable) -> Callable[[int], int | None]:

@@ -53,6 +53,8 @@ T = TypeVar("T")
 #: How often a decision starts over because its group's table has changed meanwhile.
 _LOOKUPS_MAX = 3
 _DRAINED = "drained"
+#: How long a reservation lasts that is given back, if Redis is unavailable meanwhile.
+_RESERVED_MS = 120_000
 #: Names of ``only`` that are looked up for the sentence of a refusal.
 _SAID_MAX = 8
 _STICKY = PolicyChoice.of(PRESETS["sticky"])
@@ -198,9 +200,11 @@ class Selector:
         self.give_back(selected.reservations)
 
     def give_back(self, reservations: Sequence[Reservation]) -> None:
-        """End reservations that no caller waits for any more."""
-        if reservations:
-            self._store.begin(self.release(reservations, ReservationPart.OK))
+        """End reservations that no caller waits for any more, as soon as Redis answers; no engine was asked."""
+        others = self._own.release(reservations, ReservationPart.UNANSWERED, 0)
+        if others:
+            self._progress.told(others, ReservationPart.UNANSWERED, 0)
+            self._store.reservations.take_back(others, _RESERVED_MS)
 
     async def select(self, question: Question) -> SelectedTarget:
         """Take a target. Raise NoTarget, Saturated or StoreUnavailable; then there is no reservation."""
@@ -377,7 +381,7 @@ class Selector:
         own = len(reservations) - len(others)
         if not others:
             return own, 0
-        self._progress.told(others, part)
+        self._progress.told(others, part, milliseconds)
         released, gone = await self._store.reservations.release(
             others,
             part,

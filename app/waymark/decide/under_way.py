@@ -33,6 +33,7 @@ _RENEW_SECONDS = 10.0
 _OWN_HEADERS = frozenset({SESSION, "x-cache", "x-cache-key"})
 #: How long the last byte of an answer waits for Redis at most.
 _GIVE_BACK_SECONDS = 0.1
+_ENDS = {True: ReservationPart.OK, False: ReservationPart.FAILED, None: ReservationPart.UNANSWERED}
 
 
 def is_own_header(name: str) -> bool:
@@ -192,16 +193,16 @@ class RequestUnderWay:
         self._of.begin_release(old_reservations, ReservationPart.FAILED)
         return True
 
-    def end(self, *, is_ok: bool, usage: Usage = NO_USAGE) -> asyncio.Task[None] | None:
+    def end(self, *, is_ok: bool | None, usage: Usage = NO_USAGE) -> asyncio.Task[None] | None:
         """End the request, well or not; a second call changes nothing. Return the task that gives its load back.
 
-        ``usage`` is from the engine.
+        ``is_ok`` is None if the client has gone away before the engine answered; ``usage`` is from the engine.
         """
         if self._has_ended:
             return None
         self._has_ended = True
         self._of.ended(self)
-        part = ReservationPart.OK if is_ok else ReservationPart.FAILED
+        part = _ENDS[is_ok]
         tpot_ms = self._tpot_ms(usage.completion_tokens)
         if any(sequence.new for sequence in self.routed.further):
             usage = NO_USAGE  # of several prompts together; something was promised of the first one only
@@ -216,7 +217,7 @@ class RequestUnderWay:
             return None
         return tpot_ms(asyncio.get_running_loop().time() - self._prefilled_at, tokens)
 
-    async def give_back(self, *, is_ok: bool, usage: Usage = NO_USAGE) -> None:
+    async def give_back(self, *, is_ok: bool | None, usage: Usage = NO_USAGE) -> None:
         """Call ``end`` before the last byte of its answer is sent, so that the client's next request does not meet its
         load.
 

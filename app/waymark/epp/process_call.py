@@ -110,9 +110,8 @@ class ProcessCall:
         self._request_mode = messages.DUPLEX
         self._response_mode = messages.DUPLEX
         self._under_way: RequestUnderWay | None = None
-        self._is_ok = True
-        self._has_answer = False
-        """Whether the headers of an answer have come."""
+        self._is_ok: bool | None = None
+        """Whether the engine has answered without a fault of its own; None before its answer."""
         self._has_content = False
         self._usage = UsageReader()
 
@@ -277,7 +276,7 @@ class ProcessCall:
                     await self._answer(message, held_answer)
                     # Without bodies, no message comes between the headers of an answer and its end. The connection
                     # notices a proxy that disappears silently.
-                    is_silent = self._has_answer and self._response_mode == messages.NONE
+                    is_silent = self._is_ok is not None and self._response_mode == messages.NONE
                     timeout.reschedule(None if is_silent else loop.time() + idle_seconds)
         except TimeoutError:
             if not timeout.expired():
@@ -325,15 +324,15 @@ class ProcessCall:
             await self._under_way.give_back(is_ok=self._is_ok, usage=self._usage.usage)
 
     async def _answered(self, message: Any, headers: dict[str, str]) -> None:
-        self._has_answer = True
+        # A status without fault of the engine, such as 429 or 404, is an answer.
+        self._is_ok = not headers.get(":status", "").startswith("5")
         place = messages.served_of(message)
         if place is not None and self._under_way is not None:
             await self._under_way.move(place)
-        # A status without fault of the engine, such as 429 or 404, is an answer.
-        self._is_ok = not headers.get(":status", "").startswith("5")
 
     def _saw_content(self) -> None:
         self._has_content = True
+        self._is_ok = self._is_ok is not False  # a proxy may leave out the headers
         if self._under_way is not None and self._is_ok:
             self._under_way.prefilled()
             self._picker.metrics.ttft_seconds.observe(monotonic() - self._began)

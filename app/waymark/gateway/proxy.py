@@ -192,7 +192,7 @@ class Proxy:
                 self._avoided.failed(instance_id)
         finally:
             if answer is None:
-                request.end(is_ok=not failure)
+                request.end(is_ok=False if failure else None)
         return failure if answer is None else answer
 
     async def _take(self, prepared: PreparedRequest, tried: frozenset[str]) -> RoutedRequest:

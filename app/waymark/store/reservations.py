@@ -48,6 +48,8 @@ class ReservationPart(StrEnum):
     PREFILL = "prefill"
     OK = "ok"
     FAILED = "failed"
+    UNANSWERED = "unanswered"
+    """The request has ended without an answer, which was not the engine's fault."""
     RENEW = "renew"
     """No part ends; the reservation lasts longer."""
 
@@ -453,7 +455,7 @@ class Reservations:
         deadline = time.monotonic() + milliseconds / 1000
         while time.monotonic() < deadline:
             try:
-                await self.release(reservations, ReservationPart.OK)
+                await self.release(reservations, ReservationPart.UNANSWERED)
                 return
             except RecordDamaged:
                 return  # the next try would meet the same values; they end by themselves

@@ -68,12 +68,12 @@ class ScriptCall:
     If a connection is open, the call needs no task. After an error it is made again, by ``RedisClient.run``.
     """
 
-    __slots__ = ("_began", "_is_again", "_name", "_receiver", "args", "done", "keys", "scripts")
+    __slots__ = ("_again", "_began", "_name", "_receiver", "args", "done", "keys", "scripts")
 
     def __init__(self, scripts: Scripts, name: str, keys: Sequence[Any], args: Sequence[Any]) -> None:
         self.scripts = scripts
         self._name, self.keys, self.args = name, keys, args
-        self._is_again = False
+        self._again: Waiting | None = None
 
     def begin(self, receiver: ReplyReceiver[Any]) -> None:
         self._receiver = receiver
@@ -86,12 +86,12 @@ class ScriptCall:
         connection.send(self._pack(), _ONE_REPLY, self, connection.silent_at())
 
     def set_result(self, replies: Reply) -> None:
-        reply = replies if self._is_again else replies[0]
+        reply = replies[0] if self._again is None else replies
         self.scripts._count(self._name, reply[0].decode(), self._began)
         self._receiver.set_result(reply)
 
     def set_exception(self, error: BaseException) -> None:
-        if not self._is_again:
+        if self._again is None:
             if isinstance(error, TimeoutError):
                 error = self.scripts._client.translated(error)
             elif isinstance(error, RedisError):
@@ -106,13 +106,15 @@ class ScriptCall:
         return packed
 
     def lost(self) -> None:
-        """Count the call: no reply is waited for any more."""
+        """Count the call: no reply is waited for any more. It is not made again from now on."""
         self.scripts._count(self._name, "none", self._began)
+        if self._again is not None:
+            self._again.cancel()
 
     def _run(self) -> None:
-        self._is_again = True
         args = SCRIPTS[self._name].again(self.args)
-        Waiting(self.scripts._client.run(self._name, self.keys, args)).begin(self)
+        self._again = Waiting(self.scripts._client.run(self._name, self.keys, args))
+        self._again.begin(self)
 
 
 _RESERVE = [parameter.name for parameter in SCRIPTS["reserve"].args]
