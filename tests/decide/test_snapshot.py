@@ -526,6 +526,23 @@ async def test_overdue_reservations_are_ended_to_the_last_one(
     assert (answers, metrics.reservations_expired.value) == ([], expected + 2)
 
 
+async def test_a_decision_waits_for_the_end_of_a_few_overdue_reservations_only(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper, ended = keeper_of(store, 0), [OVERDUE_MAX] * 5 + [3]
+    group, entry = await group_of(store)
+    fleet = await fleet_of(keeper, group)
+
+    async def end_overdue(_: int) -> int:
+        clock.now += 0.06
+        return ended.pop(0)
+
+    monkeypatch.setattr(store.reservations, "end_overdue", end_overdue)
+    for left in (4, 2, 0, 0):
+        await keeper.of(entry, fleet, LOADS)
+        assert len(ended) == left
+
+
 async def test_all_loads_are_read_once_in_ten_seconds(
     store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,9 @@ _SIDE_SECONDS = 0.25
 _ASKED_SECONDS = 2.0
 #: How often overdue reservations are looked for, and idle groups read.
 _OVERDUE_SECONDS = 1.0
+#: How long a decision waits for their end: after a pause of all replicas there may be hundreds of thousands. The next
+#: reading goes on with the others.
+_SWEEP_SECONDS = 0.1
 #: How often all loads are read, and not only those that have changed: a Redis that has taken over may lack the last
 #: changes of the one before, and nothing says so.
 _WHOLE_SECONDS = 10.0
@@ -337,12 +340,13 @@ class SnapshotKeeper:
         loop, reservations, group_id = asyncio.get_running_loop(), self._store.reservations, readings.group_id
         now = loop.time()
         if now - readings.swept_at >= _OVERDUE_SECONDS:
-            ended = OVERDUE_MAX
-            while ended == OVERDUE_MAX:
+            ended, until = OVERDUE_MAX, now + _SWEEP_SECONDS
+            while ended == OVERDUE_MAX and now < until:
                 ended = await reservations.end_overdue(group_id)
                 self._expired.inc(ended)
-            readings.swept_at = now
-            now = loop.time()
+                now = loop.time()
+            if ended < OVERDUE_MAX:
+                readings.swept_at = now
         loads = readings.loads
         is_whole = now - readings.whole_at >= _WHOLE_SECONDS
         put = loads.take_put()
