@@ -319,7 +319,7 @@ class Selector:
         self, group: GroupName, candidate: Candidate, tokens: int, context: int, milliseconds: int
     ) -> Reservation:
         """Reserve a target that the caller has chosen. Raises NoTarget, Saturated."""
-        entry = self._store.reader.entry_at_hand(group)
+        entry = self._store.reader.entry_at_hand(group) or await self._store.directory.group(group)
         if entry is None:
             raise NoTarget(nothing_registered(group.model_name, group.tenant_id))
         terms = ReservationTerms(

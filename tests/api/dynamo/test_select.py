@@ -200,6 +200,14 @@ async def test_what_was_selected_is_reserved_afterwards(replica: httpx.AsyncClie
     assert taken.status_code == 409
 
 
+async def test_a_worker_is_reserved_at_a_replica_that_has_selected_none(replica: httpx.AsyncClient) -> None:
+    assert (await replica.post("/dynamo/workers", json=WORKER)).status_code == 201
+    reserved = await replica.post(
+        "/dynamo/reservations", json={"selection_id": "one", "model_name": "m", "worker_id": 1}
+    )
+    assert (reserved.status_code, await active(replica)) == (201, [1]), reserved.text
+
+
 async def test_an_output_block_keeps_a_reservation(store: Store, replica: httpx.AsyncClient) -> None:
     assert (await replica.post("/dynamo/workers", json=WORKER)).status_code == 201
     assert (await replica.post("/dynamo/select_and_reserve", json=PROMPT | {"selection_id": "one"})).status_code == 200
