@@ -487,6 +487,16 @@ def test_a_value_at_the_edge_is_taken(text: str) -> None:
         (weighted("true"), "it must be a number of 0 to 1000000", "schedulingProfiles[0].plugins[0].weight"),
         (weighted("'1'"), "it must be a number of 0 to 1000000", "schedulingProfiles[0].plugins[0].weight"),
         (weighted(".nan"), "it must be a number of 0 to 1000000", "schedulingProfiles[0].plugins[0].weight"),
+        (
+            handled("disagg-profile-handler", "profiles: {1: decode}"),
+            "profiles must be a mapping by name",
+            "plugins[5].parameters.profiles",
+        ),
+        (
+            scored_by("load-aware-scorer", f"threshold: {10**400}"),
+            "it must be 1 to 1e+06",
+            "plugins[0].parameters.threshold",
+        ),
         (scored_by("max-score-picker", "maxNumOfEndpoints: 0"), "it must be a number of at least 1", None),
         (scored_by("random-picker", "maxNumOfEndpoints: 1.5"), "it must be a number of at least 1", None),
         (

@@ -411,9 +411,7 @@ def check_parameters(parameters: Mapping[str, Any], parameters_known: Mapping[st
             )
         kind = parameters_known[name]
         if isinstance(kind, Mapping):
-            if not isinstance(value, dict):
-                raise InvalidValue(f"{where}.{name} must be a mapping by name", field=f"{where}.{name}")
-            check_parameters(value, kind, f"{where}.{name}")
+            check_parameters(_mapping(value, f"{where}.{name}"), kind, f"{where}.{name}")
             continue
         fits, sentence = _KINDS[kind]
         if not fits(value):
