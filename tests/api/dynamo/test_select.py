@@ -120,21 +120,23 @@ async def test_a_selection_that_fails_leaves_its_id_and_no_load(replica: httpx.A
 
 
 @pytest.mark.parametrize("path", ["/dynamo/select_and_reserve", "/dynamo/reservations"])
+@pytest.mark.parametrize("state", ["begun ", "reserved "])
 @pytest.mark.parametrize("is_away", [False, True], ids=["client", "redis"])
-async def test_a_reservation_whose_id_is_not_kept_is_given_back(
-    replica: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, is_away: bool
+async def test_an_id_whose_reply_does_not_come_is_free_again_and_so_is_its_load(
+    replica: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, state: str, is_away: bool
 ) -> None:
     assert (await replica.post("/dynamo/workers", json=WORKER)).status_code == 201
     begun, change = asyncio.Event(), Selections.change
 
     async def interrupted(self: Selections, name: str, earlier: str, value: str, milliseconds: int = 1) -> bool:
-        if not value.startswith("reserved "):
-            return await change(self, name, earlier, value, milliseconds)
+        is_changed = await change(self, name, earlier, value, milliseconds)
+        if not value.startswith(state):
+            return is_changed
         begun.set()
         if is_away:
             raise StoreUnavailable("Redis is away")
         await asyncio.Event().wait()
-        return False
+        return is_changed
 
     monkeypatch.setattr(select, "_PENDING_MS", 3_600_000)  # it does not become free by its age
     body = PROMPT | {"selection_id": "one", "worker_id": 1}

@@ -78,15 +78,14 @@ class DynamoSelect:
         """Pick a worker and reserve it under an id, which must be new."""
         request = DynamoSelectRequest.of(body.fields)
         selection_id, begun, reserved = request.selection_id or str(uuid4()), _new_beginning(), ""
-        yield Waiting(self._begin(selection_id, begun))
         try:
+            yield Waiting(self._begin(selection_id, begun))
             answer, reserved, prompt = yield from self._selected(request, body, is_reserved=True)
             yield Waiting(self._keep(selection_id, begun, reserved))
-        except GeneratorExit:  # nothing can be waited for any more
-            self._store.begin(self._forget(selection_id, begun, reserved))
-            raise
-        except BaseException:
-            yield Waiting(self._forget(selection_id, begun, reserved))
+        except BaseException as exc:
+            forgetting = self._store.begin(self._forget(selection_id, begun, reserved))
+            if not isinstance(exc, GeneratorExit | StoreUnavailable):  # the client has gone, or would wait for Redis
+                yield Waiting(asyncio.shield(forgetting))
             raise
         signed = [key - 2**64 if key >= 2**63 else key for key in unpack(prompt.keys)]
         head = {"selection_id": selection_id, "sequence_hashes": signed, "isl_tokens": prompt.tokens}
@@ -106,9 +105,9 @@ class DynamoSelect:
         else:
             wanted = await self._wanted(request, group, body)
         begun, reserved = _new_beginning(), ""
-        if not await self._store.selections.change(request.selection_id, old_state, begun, _PENDING_MS):
-            raise _taken(request.selection_id)
         try:
+            if not await self._store.selections.change(request.selection_id, old_state, begun, _PENDING_MS):
+                raise _taken(request.selection_id)
             candidate = await self._selector.target(group, wanted.publisher)
             if candidate is None:
                 raise _no_pending(request.selection_id, group)
@@ -116,8 +115,10 @@ class DynamoSelect:
                 await self._selector.reserve(group, candidate, wanted.tokens, wanted.context, _RESERVATION_MS)
             )
             await self._keep(request.selection_id, begun, reserved)
-        except BaseException:
-            await asyncio.shield(self._store.begin(self._forget(request.selection_id, begun, reserved)))
+        except BaseException as exc:
+            forgetting = self._store.begin(self._forget(request.selection_id, begun, reserved))
+            if not isinstance(exc, asyncio.CancelledError | StoreUnavailable):
+                await asyncio.shield(forgetting)
             raise
         return Answer(
             DynamoReservation(
@@ -175,15 +176,8 @@ class DynamoSelect:
             only=only, profile="single", is_reserved=is_reserved, milliseconds=_RESERVATION_MS
         )
         policy = self._inputs.policy(request.router_config_override)
-        question = Question(
-            group,
-            prompt_of,
-            policy,
-            block_size,
-            lora_name=request.lora_name,
-            cache_salt=request.cache_salt,
-            parameters=parameters,
-        )
+        question = Question(group, prompt_of, policy, block_size, cache_salt=request.cache_salt, parameters=parameters)
+        question = question._replace(lora_name=request.lora_name)
         try:
             selected = yield from self._selector.selecting(
                 question, self._gate, without=cause, passed_on=Cause.NO_REDIS
