@@ -95,7 +95,11 @@ async def test_a_stage_that_is_refused_leaves_the_other_one_free(store: Store, m
     await store.reader.table(GROUP)
     with pytest.raises(Saturated):
         await select(requests, SelectParameters(profile="disagg"))
-    assert await loads(store) == before
+
+    async def is_free() -> bool:
+        return await loads(store) == before
+
+    await wait_until(is_free, "the first stage is given back")
 
 
 async def test_a_repeated_request_whose_target_is_gone_gets_another(store: Store, make_selector: MakeSelector) -> None:
@@ -957,13 +961,13 @@ async def test_a_prefill_that_was_reported_meanwhile_is_given_back_once() -> Non
     last_holders = index.last_holders
 
     async def reported(entry: GroupEntry, pieces: Sequence[bytes]) -> list[list[int]]:
-        watching.progress.told([reservation], ReservationPart.PREFILL)
+        watching.progress.told([reservation], ReservationPart.PREFILL, 1000)
         return await last_holders(entry, pieces)
 
     index.last_holders = reported  # type: ignore[method-assign]
     assert await watching.look() == []
     assert (watching.counted("caller"), watching.counted("index")) == (1, 0)
-    watching.progress.told([reservation], ReservationPart.OK)
+    watching.progress.told([reservation], ReservationPart.OK, 1000)
     assert watching.counted("end") == 0
 
 
