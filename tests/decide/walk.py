@@ -2,8 +2,8 @@
 
     python -m tests.decide.walk [--general] redis://127.0.0.1:6379/9
 
-Eight engines, three of which have half of a prompt of 100 blocks. Of ten decisions the shortest counts: work in the
-background is called, too, when it is due. The database must be empty.
+Eight engines, three of which have half of a prompt of 100 blocks. The clock stands still, so that no reading is due
+again, and of ten decisions the shortest counts. The database must be empty.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from opcode import opname
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 
@@ -57,7 +58,9 @@ async def walks(url: str, **fields_of_body: Any) -> list[list[str]]:
         for number in range(3):
             await hold_blocks(store, seqs, f"p{number}", TOKENS[:800])
         body = json.dumps({"model": "m", "token_ids": TOKENS} | fields_of_body).encode()
-        return [await walk(app, body) for _ in range(13)][3:]
+        loop = asyncio.get_running_loop()
+        with patch.object(loop, "time", return_value=loop.time()):
+            return [await walk(app, body) for _ in range(13)][3:]
 
 
 def _begins(frame: FrameType) -> bool:

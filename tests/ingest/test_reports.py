@@ -374,7 +374,7 @@ async def test_media_that_a_publisher_has_left_are_not_counted_for_ever(bench: B
         await pod.at_watermark(pod.last_seq)
 
     async def has_one() -> bool:
-        fields = await bench.redis.hkeys(keys.record(1, 1))
+        fields: list[Any] = await bench.redis.hkeys(keys.record(1, 1))
         return [field for field in fields if field.startswith(b"count:blocks.")] == [b"count:blocks.M39"]
 
     await wait_until(has_one, "the record counts the last medium", PATIENCE_SECONDS)
