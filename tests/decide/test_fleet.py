@@ -12,6 +12,7 @@ import pytest
 from tests.unit import seeds
 from waymark.decide import fleet as module
 from waymark.decide.fleet import Allowed, Fleet, FleetMember, OpaquePrefix, PromptState, StagePart, candidate_of
+from waymark.decide.policies import ring as ring_module
 from waymark.decide.policies.policy import LoadCost, LoadWeights
 from waymark.decide.question import GivenValues
 from waymark.domain.answer_times import NO_SUMS, AnswerTimes
@@ -165,7 +166,7 @@ def test_opaque_prefixes_are_hot_on_the_device_and_never_longer_than_the_prompt(
 def test_a_request_cannot_ask_for_a_ring_that_takes_seconds(
     monkeypatch: pytest.MonkeyPatch, count: int, points: int, expected: int
 ) -> None:
-    monkeypatch.setattr(module, "_RING_POINTS_MAX", 1024)
+    monkeypatch.setattr(ring_module, "_POINTS_MAX", 1024)
     rows = {n: PublisherRow(f"pod-{n}", 0, 16, "instance") for n in range(count)}
     ring = Fleet(HolderTable(b"v", GroupName("t", "m"), rows, {})).ring(points)
     assert len(ring._points) == count * expected

@@ -14,7 +14,7 @@ from waymark.decide.group_loads import LoadColumns, LoadOrder, RequestSum
 from waymark.decide.policies.columns import CandidateColumns
 from waymark.decide.policies.filters import is_for_decode, is_for_prefill, role_of
 from waymark.decide.policies.policy import Candidate, Filter, LoadCost, LoadWeights, RoutingRequest
-from waymark.decide.policies.ring import POINTS, Ring, bound
+from waymark.decide.policies.ring import Ring, bound, bounded_points
 from waymark.decide.question import GivenValues
 from waymark.domain.answer_times import AnswerTimes
 from waymark.domain.match import TargetRow
@@ -30,9 +30,8 @@ _UNKNOWN = GivenValues()
 _UNCHANGING = Candidate._fields.index("device")
 #: Roles that cannot take a whole request.
 _PARTS = frozenset({Role.PREFILL.value, Role.ENCODE.value, Role.ENCODE_PREFILL.value})
-#: Rings of a fleet to keep; a request may ask for any number of points. So a ring with more than the usual ones of each
-#: target has at most so many: a million take three seconds.
-_RINGS_MAX, _RING_POINTS_MAX = 4, 2**16
+#: Rings of a fleet to keep; a request may ask for any number of points.
+_RINGS_MAX = 4
 #: Orders of the same targets that are kept; a request may ask for any weight.
 _ORDERS_MAX = 4
 #: Sets of targets of a fleet that are kept: further names of the model, and roles.
@@ -381,9 +380,7 @@ class Fleet:
         return None
 
     def ring(self, points: int) -> Ring:
-        """Return the ring of the names, with so many points of each as far as the bound allows it."""
-        points = min(points, max(POINTS, _RING_POINTS_MAX // max(1, len(self.members))))
-        ring = self.rings.get(points)
+        ring = self.rings.get(points := bounded_points(points, len(self.members)))
         if ring is None:
             if len(self.rings) >= _RINGS_MAX:
                 self.rings.clear()

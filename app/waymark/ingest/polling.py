@@ -160,7 +160,7 @@ class RegistrationKeeper:
                 await self._store.registry.restore(registration)
             else:
                 await self._store.registry.register(registration)
-        except (Conflict, InvalidValue, RecordDamaged) as exc:  # its sentence shows which of them it is
+        except (Conflict, InvalidValue, RecordDamaged) as exc:  # its sentence shows which
             if registration.name not in self._refused:
                 self._refused.add(registration.name)
                 log.error("publisher cannot be registered", extra=fields(error=exc.sentence))

@@ -47,7 +47,7 @@ PAUSE_SECONDS = 1.0
 PAUSE_SECONDS_MAX = 60.0
 ANSWER_SECONDS = 10.0
 """The time from a request to the head of its answer."""
-#: The bytes that are parsed in one turn of the loop: 3 ms, if all of them are empty lines.
+#: The bytes that are parsed in one turn of the loop: 3 ms of empty lines.
 _BYTES_AT_ONCE = 4096
 _ID_BYTES_MAX = 1024
 

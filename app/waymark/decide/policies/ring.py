@@ -18,6 +18,13 @@ from waymark.domain.hashing import text_hash
 
 POINTS = 150
 EPSILON = 0.25
+#: The most points of a ring whose targets have more than the usual number: a million take three seconds.
+_POINTS_MAX = 2**16
+
+
+def bounded_points(points: int, targets: int) -> int:
+    """Return the points that each of so many targets has if a request asks for ``points``."""
+    return min(points, max(POINTS, _POINTS_MAX // max(1, targets)))
 
 
 class Ring:
