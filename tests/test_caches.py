@@ -37,6 +37,7 @@ DECORATORS = {"cache", "lru_cache", "cached_property"}
 #: A container, or a class whose containers all have the same reason; and the reason.
 ELSEWHERE = {
     "decide.asked_pools:AskedPools": "what masters of pools have answered; pools, by a table that never changes",
+    "api.events:_Publishers": "the publishers of one request",
     "api.http.fields:RequestBody": "names of fields",
     "api.probes:Probes._lasting": "a warning about the settings",
     "api.decisions:_usual_text": "texts, which follow from their arguments alone",

@@ -528,7 +528,7 @@ async def test_an_end_tells_books_shadows_and_progress(
     await pods(store)
     selector = selector_of(store, metrics)
     told: list[tuple[str, Any]] = []
-    monkeypatch.setattr(selector._progress, "told", lambda made, part: told.append(("progress", part)))
+    monkeypatch.setattr(selector._progress, "told", lambda made, part, ms: told.append(("progress", part)))
     monkeypatch.setattr(
         selector._shadows, "ended", lambda made, ttft_ms, usage: told.append(("shadows", (ttft_ms, usage)))
     )
