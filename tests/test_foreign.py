@@ -78,6 +78,10 @@ UNDOCUMENTED: dict[tuple[str, str], tuple[str, str]] = {
         "the class that all kinds of connections share; commands are packed in C",
     ),
     ("store/redis/connect.py", "AbstractConnection.pack_command"): ("redis", "as AbstractConnection itself"),
+    ("store/redis/connect.py", "AbstractConnection.read_response"): (
+        "redis",
+        "a server that was demoted says so in any reply; the client then asks another only by a Sentinel",
+    ),
     ("store/redis/connect.py", "AbstractConnection.send_packed_command"): (
         "redis",
         "what uvloop raises for a closed connection becomes the driver's own error",
