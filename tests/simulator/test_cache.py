@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit import examples
 from waymark.base.errors import InvalidValue
-from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.hashing import extend, extra_digest, token_bytes
 from waymark.simulator.cache import Prefix, PrefixCache
 from waymark.simulator.encode import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
 from waymark.simulator.workload import SimulatedPrompt
@@ -271,6 +271,9 @@ def test_standard_hashes_are_the_rolling_hashes_of_the_tokens() -> None:
     other = _only_store(cache.prefill(tokens, "sql"))
     assert list(other.block_hashes) == extend(None, token_bytes(tokens), BLOCK)
     assert other.lora_name == "sql"
+    with_image = _only_store(cache.prefill(tokens, extras=(IMAGE,)))
+    digests = [extra_digest([list(item) for item in IMAGE]), None]
+    assert list(with_image.block_hashes) == extend(None, token_bytes(tokens), BLOCK, extras=digests)
 
 
 def test_the_same_seed_tells_the_same_events() -> None:

@@ -10,9 +10,11 @@ import msgpack
 import pytest
 
 from waymark.base.errors import InvalidValue
+from waymark.domain.engines import EngineKind
 from waymark.simulator.encode import (
     CPU,
     DIALECTS,
+    KIND_NAMES,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -37,10 +39,6 @@ def captured(file: str) -> list[dict[str, Any]]:
 def unpacked(payload: bytes) -> list[Any]:
     batch: list[Any] = msgpack.unpackb(payload)
     return batch
-
-
-def ts_of(frame: dict[str, Any]) -> float:
-    return float(unpacked(bytes.fromhex(frame["payload_hex"]))[0])
 
 
 @pytest.mark.parametrize(
@@ -239,6 +237,12 @@ def test_an_unknown_event_is_of_a_type_no_engine_sends(dialect: str) -> None:
     [event] = unpacked(Encoder(dialect).payload([UnknownEvent()], ts=1.0))[1]
     kind = event[0] if isinstance(event, list) else event.get("type", event.get("event_type"))
     assert kind in ("BlockMoved", "moved")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_dialect_has_the_kind_of_a_registration(dialect: str) -> None:
+    word = dialect.partition("-")[0]
+    assert EngineKind(KIND_NAMES[word]).traits.dialect == word
 
 
 def test_an_unknown_dialect_is_refused_by_name() -> None:

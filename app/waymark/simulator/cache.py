@@ -23,9 +23,13 @@ from hashlib import blake2b
 from struct import pack
 from typing import NamedTuple
 
+import msgpack
+from xxhash import xxh3_64_intdigest
+
 from waymark.base.errors import InvalidValue
-from waymark.domain.hashing import extend, extra_digest, token_bytes
 from waymark.simulator.encode import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, WireEvent
+
+_HASH_SEED = 1337
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -385,14 +389,10 @@ class PrefixCache:
         """Return the complete blocks of a prompt, named."""
         count = len(tokens) // self.block_size
         extra = [extras[i] if extras and i < len(extras) else None for i in range(count)]
-        seq_hashes: Sequence[int | None] = [None] * count
-        if self._standard_hashes:
-            digests = [None if e is None else extra_digest([list(item) for item in e]) for e in extra]
-            seq_hashes = extend(None, token_bytes(tokens), self.block_size, extras=digests)
         blocks: list[Block] = []
         parent: Block | None = None
         seed = blake2b(f"{self._seed}/{self._life}".encode()).digest()
-        for i, seq_hash in enumerate(seq_hashes):
+        for i in range(count):
             piece = tuple(tokens[i * self.block_size : (i + 1) * self.block_size])
             parent_bytes = b"" if parent is None else parent.key.to_bytes(8, "little")
             keys = repr((lora_name, cache_salt if parent is None else None, extra[i])).encode()
@@ -402,11 +402,22 @@ class PrefixCache:
                 (b for medium_blocks in self._media.values() if (b := medium_blocks.get(key)) is not None), None
             )
             if block is None:
-                name = key if seq_hash is None else seq_hash
+                name = _rolling_hash(parent, piece, extra[i]) if self._standard_hashes else key
                 block = Block(key, name, parent, piece, lora_name, cache_salt, extra[i])
             blocks.append(block)
             parent = block
         return blocks
+
+
+def _rolling_hash(parent: Block | None, tokens: tuple[int, ...], images: ExtraKeys | None) -> int:
+    """Return the seq_hash of a block. ``domain.hashing`` follows the same rule; the two are kept apart so that a
+    mistake there cannot hide behind the same mistake here.
+    """
+    content = pack(f"<{len(tokens)}I", *tokens)
+    if images is not None:
+        content += pack("<Q", xxh3_64_intdigest(msgpack.packb(images), _HASH_SEED))
+    local_hash = xxh3_64_intdigest(content, _HASH_SEED)
+    return local_hash if parent is None else xxh3_64_intdigest(pack("<QQ", parent.name, local_hash), _HASH_SEED)
 
 
 def _prefix(block: Block) -> Prefix:

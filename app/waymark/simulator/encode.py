@@ -98,6 +98,8 @@ _SGLANG_MEDIA = {CPU: "CPU_TIER1", DISK: "CPU_TIER2"}
 DIALECTS: tuple[str, ...] = (
     *_VLLM_LISTS, "vllm-map", "vllm-map-wide", *_SGLANG_LISTS, "sglang-map", "standard", "standard-tokens",
 )  # fmt: skip
+KIND_NAMES = {"vllm": "vLLM", "sglang": "SGLang", "standard": "standard"}
+"""The type in a registration of an engine, by the first word of its dialect."""
 WITHOUT_MEDIUM = ("vllm-list-6", "sglang-list-6")
 """Dialects whose engines have one medium, the GPU."""
 

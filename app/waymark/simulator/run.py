@@ -14,8 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from waymark.domain.engines import TRAITS
-from waymark.simulator.encode import Dimensions
+from waymark.simulator.encode import KIND_NAMES, Dimensions
 from waymark.simulator.engine import EngineSpeed, SimulatedEngine, build_engine
 from waymark.simulator.http import EngineHttp
 from waymark.simulator.options import SimulateOptions
@@ -230,12 +229,11 @@ def _http(options: SimulateOptions, port: int, i: int, engine: SimulatedEngine) 
 
 
 def _registration(options: SimulateOptions, i: int, engine: SimulatedEngine, http_url: str | None) -> dict[str, Any]:
-    kind = next(kind for kind, traits in TRAITS.items() if traits.dialect == options.dialect.partition("-")[0])
     return {
         "endpoint": _advertised(options, engine.publisher.endpoint),
         "replay_endpoint": _advertised(options, engine.publisher.replay_endpoint),
         "snapshot_endpoint": _advertised(options, engine.publisher.snapshot_endpoint),
-        "type": kind,
+        "type": KIND_NAMES[options.dialect.partition("-")[0]],
         "model": options.model_name,
         "instance_id": _instance(options, i),
         "tenant_id": options.tenant_id,
