@@ -28,7 +28,7 @@ PARTS: dict[str, set[str]] = {
     "chat": LOW,
     "decide.policies": LOW | {"domain"},
     "client": LOW | {"domain", "contract"},
-    "simulator": LOW | {"domain"},
+    "simulator": LOW,
     "store.redis": {"base"},
     "serving": {"base"},
     "api.http": {"base", "domain"},
@@ -40,9 +40,7 @@ PARTS: dict[str, set[str]] = {
     "decide": {"base", "domain", "store", "chat", "tokenization", "decide.policies"},
     "console": {"base", "domain", "contract", "client"},
     "ingest": {"base", "domain", "store", "engines", "apply"},
-    "gateway": {
-        *("base", "domain", "contract", "store", "chat", "decide"),
-    },
+    "gateway": {"base", "domain", "store", "chat", "decide"},
     "epp": {"base", "domain", "chat", "decide"},
     "api.dynamo": {"base", "domain", "contract", "store", "decide", "api.http"},
     "api": {
@@ -125,7 +123,7 @@ LIBRARIES: dict[str, set[str]] = {
     "tokenizers": {"tokenization"},
     "uvicorn": {"serving", "runtime"},
     "uvloop": {"cli", "runtime"},
-    "xxhash": {"domain.hashing", "ingest", "tokenization"},
+    "xxhash": {"domain.hashing", "ingest", "simulator.cache", "tokenization"},
     "yaml": {"api.publishers_file", "decide.policies.picker_config"},
     "yarl": {"gateway.upstream"},
     "zmq": {"ingest", "simulator"},

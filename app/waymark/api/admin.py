@@ -23,6 +23,8 @@ from waymark.contract.admin import (
     BackendEvents,
     BackendLoad,
     BackendState,
+    CacheConnections,
+    CacheErrors,
     ClearAnswer,
     EventSourceState,
     IndexBackends,
@@ -35,6 +37,9 @@ from waymark.contract.admin import (
     PrefixRoutingConfig,
     PrefixRoutingDecisions,
     PrefixRoutingStats,
+    ResponseCacheConfig,
+    ResponseCacheRedis,
+    ResponseCacheRequests,
     ResponseCacheStats,
 )
 from waymark.decide.policies.presets import PRESETS
@@ -42,6 +47,7 @@ from waymark.domain.prefixes import DEFAULT
 from waymark.domain.status import StreamStatus
 from waymark.store.publisher_states import PublisherState
 from waymark.store.reservations import NO_LOAD
+from waymark.store.responses import CacheState
 from waymark.store.store import Store
 
 _CONNECTED = frozenset({StreamStatus.ACTIVE, StreamStatus.REPLAYING, StreamStatus.DEGRADED})
@@ -71,7 +77,7 @@ class InvalidateRequest(RequestBody):
 class OperatedCache(Protocol):
     """A response cache, as its operator uses it."""
 
-    async def stats(self) -> ResponseCacheStats: ...
+    async def state(self) -> CacheState: ...
 
     async def clear(self, key: bytes | None = None) -> int: ...
 
@@ -84,7 +90,9 @@ class ResponseCacheAdmin:
         self._cache = cache
 
     async def stats(self, _: Body) -> Answer:
-        return Answer(ResponseCacheStats(enabled=False) if self._cache is None else await self._cache.stats())
+        return Answer(
+            ResponseCacheStats(enabled=False) if self._cache is None else _cache_stats(await self._cache.state())
+        )
 
     async def invalidate(self, body: Body) -> Answer:
         request = InvalidateRequest.of(body.fields)
@@ -98,6 +106,46 @@ class ResponseCacheAdmin:
         cleared = 0 if self._cache is None else await self._cache.clear(key)
         action = "clear_all" if key is None else "clear_key"
         return Answer(InvalidateAnswer(success=True, action=action, cleared_entries=cleared))
+
+
+def _cache_stats(state: CacheState) -> ResponseCacheStats:
+    requests = {name: state.counts.get(name, 0) for name in ("hit", "miss", "skip")}
+    asked = requests["hit"] + requests["miss"]
+    return ResponseCacheStats(
+        enabled=True,
+        backend_type=state.backend,
+        entries=state.entries,
+        capacity=state.entries_max,
+        requests=ResponseCacheRequests(**requests, total=sum(requests.values())),
+        hit_rate=f"{requests['hit'] / asked if asked else 0:.4f}",
+        evictions=state.counts.get("evictions", 0),
+        size_bytes=state.bytes,
+        config=ResponseCacheConfig(
+            backend=state.backend,
+            ttl=_duration(state.ttl_seconds),
+            capacity=state.entries_max,
+            max_response_size=state.response_bytes,
+            max_stream_buffer_size=state.stream_bytes,
+        ),
+        redis=None if state.connections is None else _cache_redis(state, *state.connections),
+    )
+
+
+def _cache_redis(state: CacheState, active: int, idle: int) -> ResponseCacheRedis:
+    errors = {kind: state.counts.get(f"error.{kind}", 0) for kind in ("connection", "timeout", "other")}
+    return ResponseCacheRedis(
+        connections=CacheConnections(active=active, idle=idle),
+        fallback_active=state.is_away,
+        errors=CacheErrors(**errors),
+    )
+
+
+def _duration(seconds: int) -> str:
+    """Format a duration like Continuum Router, such as ``30m``."""
+    for unit, size in (("h", 3600), ("m", 60)):
+        if seconds % size == 0:
+            return f"{seconds // size}{unit}"
+    return f"{seconds}s"
 
 
 class Admin:

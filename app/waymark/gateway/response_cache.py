@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Final, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from waymark.base.asgi import RawHeaders
 from waymark.base.bounded_cache import CacheSize
@@ -25,19 +25,11 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.chat.prefix_key import as_written, cache_key, is_cacheable, telling_headers
 from waymark.chat.requests import Form
-from waymark.contract.admin import (
-    CacheConnections,
-    CacheErrors,
-    ResponseCacheConfig,
-    ResponseCacheRedis,
-    ResponseCacheRequests,
-    ResponseCacheStats,
-)
 from waymark.gateway.kept_answer import AnswerCollector, AnswerStore, CacheLookup, KeptAnswer, MemoryAnswers, send_again
 from waymark.gateway.proxy import ProxiedRequest
 from waymark.gateway.security import GatewayCaller, going_on
 from waymark.gateway.shapes import InferenceBody
-from waymark.store.responses import AnswersSize, ReplicaCounts, StoredAnswers, kind_of_failure
+from waymark.store.responses import AnswersSize, CacheState, ReplicaCounts, StoredAnswers, kind_of_failure
 from waymark.store.steps import StartTask
 from waymark.store.store import Store
 
@@ -46,8 +38,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOOK_SECONDS = 30.0
-#: The words of Continuum Router for kinds of failures.
-ERRORS: Final = ("connection", "timeout", "other")
 #: Before the names of the results among the counts of all gateways, and before those of the kinds of failures.
 _COUNT = "response_cache."
 _COUNT_ERROR = "response_cache.error."
@@ -355,31 +345,21 @@ class ResponseCache:
         """Forget the answer to one request, or all answers; how many there were. Raises StoreUnavailable."""
         return await self._answers.clear(key)
 
-    async def stats(self) -> ResponseCacheStats:
-        """Return the state in the shape of Continuum Router. Requests, evictions and errors are those of all gateways,
-        except for the last second.
-        """
+    async def state(self) -> CacheState:
+        """Return the state of the cache. The counts are those of all gateways, except for the last second."""
         together, _ = await self._counts.read()
-        counts = {name: together.get(_COUNT + name, 0) for name in self._results}
-        asked = counts["hit"] + counts["miss"]
         answers, size = self._answers, await self._answers.count()
-        return ResponseCacheStats(
-            enabled=True,
-            backend_type=answers.backend,
+        return CacheState(
+            backend=answers.backend,
             entries=size.entries,
-            capacity=answers.entries_max,
-            requests=ResponseCacheRequests(**counts, total=sum(counts.values())),
-            hit_rate=f"{counts['hit'] / asked if asked else 0:.4f}",
-            evictions=together.get(_COUNT + "evictions", 0),
-            size_bytes=size.bytes,
-            config=ResponseCacheConfig(
-                backend=answers.backend,
-                ttl=duration(answers.ttl_seconds),
-                capacity=answers.entries_max,
-                max_response_size=self._response_bytes,
-                max_stream_buffer_size=self._stream_bytes,
-            ),
-            redis=_redis_stats(answers, together) if isinstance(answers, SharedAnswers) else None,
+            bytes=size.bytes,
+            entries_max=answers.entries_max,
+            ttl_seconds=answers.ttl_seconds,
+            response_bytes=self._response_bytes,
+            stream_bytes=self._stream_bytes,
+            counts={name.removeprefix(_COUNT): n for name, n in together.items() if name.startswith(_COUNT)},
+            connections=answers.connections if isinstance(answers, SharedAnswers) else None,
+            is_away=answers.is_away if isinstance(answers, SharedAnswers) else False,
         )
 
 
@@ -410,20 +390,3 @@ def _answers(options: CacheOptions, metrics: Metrics, store: Store) -> AnswerSto
         ttl_seconds=ttl_seconds,
         milliseconds=options.redis_ms,
     )
-
-
-def _redis_stats(answers: SharedAnswers, together: Mapping[str, int]) -> ResponseCacheRedis:
-    active, idle = answers.connections
-    return ResponseCacheRedis(
-        connections=CacheConnections(active=active, idle=idle),
-        fallback_active=answers.is_away,
-        errors=CacheErrors(**{kind: together.get(_COUNT_ERROR + kind, 0) for kind in ERRORS}),
-    )
-
-
-def duration(seconds: int) -> str:
-    """Format a duration like Continuum Router, such as ``30m``."""
-    for unit, size in (("h", 3600), ("m", 60)):
-        if seconds % size == 0:
-            return f"{seconds // size}{unit}"
-    return f"{seconds}s"

@@ -46,6 +46,27 @@ class AnswersSize(NamedTuple):
     evicted: int = 0
 
 
+class CacheState(NamedTuple):
+    """The state of a response cache, as one gateway sees it."""
+
+    backend: str
+    """``memory`` or ``redis``."""
+    entries: int
+    bytes: int
+    entries_max: int
+    ttl_seconds: int
+    response_bytes: int
+    """The largest answer to keep."""
+    stream_bytes: int
+    """The largest streamed answer to keep."""
+    counts: Mapping[str, int]
+    """Requests by result, evictions, and errors by kind, at all gateways."""
+    connections: tuple[int, int] | None
+    """The number of used and of idle connections to Redis; None if the answers are in memory."""
+    is_away: bool
+    """Whether Redis is unavailable, and the answers are in memory meanwhile."""
+
+
 class StoredAnswers:
     """All methods raise StoreUnavailable."""
 
