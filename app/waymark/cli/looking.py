@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from waymark.cli.parser import EXIT_OK
 from waymark.cli.remote import print_answer
-from waymark.cli.service import DEFAULT_URL
-from waymark.console.arguments import add_inspect, add_status
+from waymark.console.arguments import DEFAULT_URL, add_inspect, add_status
 
 if TYPE_CHECKING:
     from waymark.console.screen import Screen

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from waymark.cli.parser import EXIT_FAILED, EXIT_OK
-from waymark.cli.service import add_service, settle
+from waymark.console.arguments import add_service, settle
 
 #: Fields of ``POST /register`` with a flag.
 _FIELDS = {

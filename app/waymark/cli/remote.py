@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from waymark.base.shape import plain
 from waymark.cli.parser import EXIT_FAILED, EXIT_OK
-from waymark.cli.service import add_prompt, add_service, settle
-from waymark.console.arguments import PUBLISHER_STATUSES, add_watch
+from waymark.console.arguments import PUBLISHER_STATUSES, add_prompt, add_service, add_watch, settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -115,7 +115,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _print_invitation(url: str) -> None:
     """Print what a person can do with the demo that goes on at this URL."""
     from waymark.cli.demonstration import BEGINNING, DRAINED, ENGINES, MODEL, STOPPED
-    from waymark.console.service import DEFAULT_URL
+    from waymark.console.arguments import DEFAULT_URL
 
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]})
     of_url = "" if url == DEFAULT_URL else f" --url {url}"

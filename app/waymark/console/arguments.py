@@ -1,8 +1,9 @@
-"""The flags of ``waymark status`` and ``waymark inspect``, in words."""
+"""The flags of commands that ask a running Waymark, or look at its Redis, in words."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from waymark.base.shown import shown
 from waymark.domain.names import DEFAULT_TENANT
 from waymark.domain.status import StreamStatus
 
+DEFAULT_URL = "http://127.0.0.1:13333"
 PUBLISHER_STATUSES = (*map(str, StreamStatus), "draining", "drained")
 """The words of ``--status`` of ``waymark publishers``."""
 Subcommands = Any
@@ -46,6 +48,36 @@ _INSPECT_EXAMPLES = {
 """,
 }
 _INSPECT_ENDING = "\nThe flag --keys of prompt, block and holder prints the redis-cli commands that show the same.\n"
+_TEXT = "a text, which the model's tokenizer makes into tokens; - reads standard input"
+
+
+def add_service(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the service's address, the tenant, and the output."""
+    parser.add_argument("--url", help=f"the URL of Waymark; the default is WAYMARK_URL, else {DEFAULT_URL}")
+    parser.add_argument("--tenant-id", help="the tenant; the default is 'default'")
+    parser.add_argument("--api-token", help="the bearer token; the default is WAYMARK_API_TOKEN")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def settle(arguments: argparse.Namespace) -> None:
+    """Fill in from the environment the values of ``add_service`` without a flag."""
+    arguments.url = arguments.url or os.environ.get("WAYMARK_URL") or DEFAULT_URL
+    arguments.api_token = arguments.api_token or os.environ.get("WAYMARK_API_TOKEN") or None
+
+
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the prompt: exactly one of its forms, and its options."""
+    parser.add_argument("--model", help="the name of the model; the default is the only one that is registered")
+    exclusive = parser.add_mutually_exclusive_group(required=True)
+    add_tokens(exclusive)
+    exclusive.add_argument("--text", help=_TEXT)
+    exclusive.add_argument("--file", help="a file with the text of the prompt; - reads standard input")
+    exclusive.add_argument(
+        "--messages", metavar="FILE", help="a JSON file with the messages of a chat; - for standard input"
+    )
+    parser.add_argument("--block-size", type=int, help="tokens per block; the default is the block size of the engines")
+    parser.add_argument("--lora", help="the name of the adapter")
+    parser.add_argument("--cache-salt", help="the cache salt of the request")
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -92,9 +124,7 @@ def _add_inspections(kinds: Subcommands) -> None:
     prompt.add_argument("--block-size", type=int, help="tokens per block (default: the registered number)")
     exclusive = prompt.add_mutually_exclusive_group(required=True)
     add_tokens(exclusive)
-    exclusive.add_argument(
-        "--text", help="a text, which the model's tokenizer makes into tokens; - reads standard input"
-    )
+    exclusive.add_argument("--text", help=_TEXT)
     exclusive.add_argument("--messages", help="the messages of a chat request as JSON; - reads standard input")
     exclusive.add_argument("--hashes", help="rolling hashes, in 16 hex digits or decimal; - reads standard input")
     _add_space(prompt)
@@ -151,7 +181,7 @@ def _add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--url",
         help="ask the Waymark at this URL; the default is WAYMARK_URL, else the Redis of WAYMARK_REDIS_URL, else "
-        "http://127.0.0.1:13333",
+        f"{DEFAULT_URL}",
     )
     parser.add_argument("--api-token", help="the bearer token for that Waymark; the default is WAYMARK_API_TOKEN")
 

@@ -26,9 +26,9 @@ from waymark.base.shown import shown
 from waymark.client.answers import Matches, read_matches
 from waymark.client.bounded import BoundedClient
 from waymark.client.tries import reason_of, sentence_of
+from waymark.console.arguments import DEFAULT_URL
 from waymark.contract.publishers import WorkersAnswer
 
-DEFAULT_URL = "http://127.0.0.1:13333"
 #: For how long a command waits for an answer.
 SECONDS = 15.0
 
