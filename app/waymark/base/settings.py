@@ -238,8 +238,6 @@ class Settings(BaseModel):
     # Models and tokenizers
     tokenizers_dir: Path | None = None
     """A directory with tokenizers: each model is a directory there, with a `tokenizer.json`."""
-    tokens_cache_bytes: int = Field(64 * _MIB, ge=0, le=64 * 1024 * _MIB)
-    """The size of the token cache of a replica, which reuses the token ids of known text; 0 disables it."""
     model_aliases: Annotated[dict[str, str], BeforeValidator(_split_values)] = Field(default_factory=dict)
     """Further names of models in a gateway: `gpt-4o=llama,fast=qwen`. A client's name stays when the model changes."""
 
@@ -519,6 +517,7 @@ FORMER: Final = {
     PREFIX + "REPLAY_BYTES_PER_SECOND_MIN": "16,384, BYTES_PER_SECOND_MIN in waymark.ingest.options",
     PREFIX + "EPP_IDLE_SECONDS": "600, IDLE_SECONDS in waymark.epp.server",
     PREFIX + "ANSWER_CACHE_BYTES": "8 MiB, BYTES_MAX in waymark.api.conductor",
+    PREFIX + "TOKENS_CACHE_BYTES": "64 MiB, CACHE_BYTES in waymark.tokenization.tokenizers",
     PREFIX + "TEXT_CACHE_BYTES": "1 MiB, CACHE_BYTES_MAX in waymark.api.http.bodies",
     PREFIX + "INSPECT_BLOCKS_MAX": "16,384, BLOCKS_MAX in waymark.api.explanations",
     PREFIX + "REQUESTS_AT_ONCE": "16, AT_ONCE in waymark.api.http.admission",

@@ -90,7 +90,6 @@ def tokenizers(settings: Settings, metrics: Metrics, store: Store | None = None)
         settings.tokenizers,
         settings.tokenizers_dir,
         metrics,
-        cache_bytes=settings.tokens_cache_bytes,
         text_bytes_max=max(1024, settings.max_tokens),  # a token has at least one byte
         new_asker=lambda: asker(settings, is_bounded=False),
         # Their addresses are from registrations.

@@ -42,6 +42,8 @@ from waymark.tokenization.sources import (
 
 T = TypeVar("T")
 
+CACHE_BYTES = 64 * 2**20
+"""The token ids of known text: of 500 conversations of 32,000 tokens. A text that is forgotten is tokenized again."""
 THREADS = 4
 """The threads that split long texts, and search directories."""
 OPENINGS_MAX = 8
@@ -78,7 +80,6 @@ class Tokenizers:
         directory: Path | None,
         metrics: Metrics,
         *,
-        cache_bytes: int = 64 * 2**20,
         text_bytes_max: int = 2 * 2**20,
         seconds: float | None = None,
         new_asker: Callable[[], Asker] = Asker,
@@ -95,8 +96,8 @@ class Tokenizers:
         self._new_asker = new_asker
         self._engines = engines
         # Each turn of a conversation is a prompt with all earlier tokens, so pieces get most of the memory.
-        self._prompts = SegmentMemo(cache_bytes // 4)
-        self._memo = SegmentMemo(cache_bytes - cache_bytes // 4)
+        self._prompts = SegmentMemo(CACHE_BYTES // 4)
+        self._memo = SegmentMemo(CACHE_BYTES - CACHE_BYTES // 4)
         metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes + self._prompts.bytes)
         metrics.tokenizers_whole.set_function(lambda: len(self._whole()))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
