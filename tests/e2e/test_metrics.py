@@ -27,7 +27,6 @@ ROOT = Path(__file__).parents[2]
 
 PATIENCE_SECONDS = 15.0
 
-BOUNDED = "test_what_is_remembered_is_bounded_and_the_oldest_goes_first"
 TRICKLE = "test_publishers_that_trickle_their_replays_hold_up_nobody"
 
 HOT = "test_hot_rows_are_not_asked_for_again_and_ended_holders_vanish_at_once"

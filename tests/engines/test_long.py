@@ -234,10 +234,6 @@ def test_rejected_events_beyond_the_ceiling_count_as_one_and_good_ones_are_kept(
     assert len(batch.events) == 500
 
 
-#: The most objects that one slice may make: each is some tens of nanoseconds.
-OBJECTS = 2 * WINDOW_BYTES
-
-
 #: Made when they are needed: each is megabytes.
 PAYLOADS: dict[str, Callable[[], bytes]] = {
     "lists": lambda: packed(*[[]] * 65_536),

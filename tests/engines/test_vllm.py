@@ -45,9 +45,6 @@ def number(wire_hash: int | bytes) -> int:
     return wire_hash % 2**64 if isinstance(wire_hash, int) else int.from_bytes(wire_hash[-8:], "big")
 
 
-OTHER_KINDS = ["mamba", "sliding_window"]
-
-
 @st.composite
 def stores(draw: st.DrawFn) -> list[Any]:
     """The eleven values of a store that this index reads, in the order of the list."""
