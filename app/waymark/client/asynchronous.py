@@ -32,7 +32,9 @@ def _sent(call: Callable[P, calls.ClientCall[T]]) -> Callable[Concatenate[AsyncC
 
 
 class AsyncClient:
-    """A ``Client`` for asyncio. A ``deadline`` is exact: it cancels the requests under way."""
+    """A ``Client`` for asyncio, for one event loop at a time. A ``deadline`` is exact: it cancels the requests under
+    way.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,9 @@ class AsyncClient:
     ) -> None:
         self._places = UrlOrder(url)
         self._seconds = timeout
-        self._http = httpx.AsyncClient(timeout=timeout, **with_token(api_token, httpx_))
+        self._options = {"timeout": timeout} | with_token(api_token, httpx_)
+        self._http = httpx.AsyncClient(**self._options)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._retry_seconds = retry_seconds
 
     async def __aenter__(self) -> Self:
@@ -57,7 +61,16 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._connections().aclose()
+
+    def _connections(self) -> httpx.AsyncClient:
+        """Return the connections of the running loop: those of a loop that has ended cannot be used, nor closed."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            if self._loop is not None and not self._http.is_closed:
+                self._http = httpx.AsyncClient(**self._options)
+            self._loop = loop
+        return self._http
 
     register = _sent(calls.register)
     register_url = _sent(calls.register_url)
@@ -135,7 +148,7 @@ class AsyncClient:
             seconds = None if "timeout" in step.request else self._seconds
             try:
                 async with asyncio.timeout(seconds):
-                    outcome = await self._http.request(**step.request)
+                    outcome = await self._connections().request(**step.request)
             except httpx.RequestError as error:
                 outcome = error
             except TimeoutError:
@@ -171,7 +184,11 @@ class AsyncSelecting:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.end(calls.outcome_of(error))
+        try:
+            await self.end(calls.outcome_of(error))
+        except Refused:
+            if error is None:
+                raise  # else the caller has to see the error of the block, such as a cancellation
 
     async def begin(self) -> Self:
         """Decide, and reserve the target; ``with`` calls it. Raise Refused, and Unavailable without a fallback."""

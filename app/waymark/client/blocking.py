@@ -37,8 +37,9 @@ class Client:
     Queries and decisions never wait between tries.
 
     ``url`` may be several: if one does not answer, or answers that it cannot, the next one is asked at once.
-    A URL that failed comes last for five seconds. At most 100 requests are under way at once, over as many connections,
-    all of which are kept (``limits=httpx.Limits(...)`` changes that). Further arguments go to ``httpx.Client``.
+    A URL that failed comes last for five seconds, and then until one call gets an answer. At most 100 requests are
+    under way at once, over as many connections, all of which are kept (``limits=httpx.Limits(...)`` changes that).
+    Further arguments go to ``httpx.Client``.
     ``waymark.client.keywords`` has the further keywords of each call; another keyword is a ``TypeError``.
     """
 
@@ -165,7 +166,11 @@ class Selecting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end(calls.outcome_of(error))
+        try:
+            self.end(calls.outcome_of(error))
+        except Refused:
+            if error is None:
+                raise  # else the caller has to see the error of the block
 
     def begin(self) -> Self:
         """Decide, and reserve the target; ``with`` calls it. Raise Refused, and Unavailable without a fallback."""

@@ -7,6 +7,7 @@ result contains the request and the parser of the answer. ``block_hashes`` makes
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ from waymark.domain.multimodal import items_of, seq_hashes_with
 
 T = TypeVar("T")
 
+_IN_JSON = {"Content-Type": "application/json"}
 _IN_MSGPACK = {"Content-Type": "application/msgpack"}
 #: Marks a call without a default result: it raises an error if there is no answer.
 _RAISED: Final[object] = object()
@@ -76,12 +78,21 @@ class ClientCall(Generic[T]):
     is_named: bool = False
     """Whether the call needs an id, so that it counts once if several replicas get it."""
 
-    @property
-    def sent(self) -> dict[str, Any]:
-        """The body as httpx takes it: in msgpack if a field is packed, else in JSON."""
-        if self.body is None or not any(isinstance(value, bytes) for value in self.body.values()):
-            return {"json": self.body}
-        return {"content": msgpack.packb(self.body, use_bin_type=True), "headers": _IN_MSGPACK}
+    def sent(self, more: dict[str, Any]) -> dict[str, Any]:
+        """Return the body, with ``more`` fields, as httpx takes it: in msgpack if a field is packed, else in JSON.
+
+        Raise Refused if neither can hold a value: half of a surrogate pair, NaN, or an integer of more than 64 bits.
+        """
+        if self.body is None:
+            return {}
+        body = self.body | more
+        try:
+            if any(isinstance(value, bytes) for value in body.values()):
+                return {"content": msgpack.packb(body, use_bin_type=True), "headers": _IN_MSGPACK}
+            text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+            return {"content": text.encode(), "headers": _IN_JSON}
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise Refused(400, f"the request cannot be sent: {error}", "invalid_value", None) from error
 
     def unanswered(self, error: Unavailable) -> T:
         """Return the result for a missing answer, or raise the error."""

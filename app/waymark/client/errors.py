@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
 
 _MEANT = re.compile(r'did you mean ("(?:[^"\\]|\\.)*")\?$')
 
@@ -28,6 +29,9 @@ class Refused(ClientError):
         """One of the slugs of the contract, such as ``not_found``."""
         self.field = field
         """The name of the wrong field; None if no single field is wrong."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.status, str(self), self.reason, self.field)
 
 
 class ModelNotFound(Refused):

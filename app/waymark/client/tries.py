@@ -21,11 +21,28 @@ from waymark.client.answers import content_of
 from waymark.client.calls import ClientCall
 from waymark.client.errors import ModelNotFound, Refused, Unavailable
 
+#: The errors of a parser whose answer has another shape.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 #: For how long a replica that failed comes last.
 _AWAY_SECONDS = 5.0
 #: Answers after which another replica may do better: a proxy's, or those of a process that ends.
 _ELSEWHERE = frozenset({500, 502, 503, 504})
 _URL = re.compile(r"https?://[^/?#\s]", re.IGNORECASE)
+_PORT_MAX = 65_535
+#: What a header can hold as a token.
+_TOKEN = re.compile(r"[!-~]+")
+
+
+def is_url(text: object) -> bool:
+    """Return whether requests can be sent to a URL."""
+    if not (isinstance(text, str) and _URL.match(text)):
+        return False
+    try:
+        url = httpx.URL(text)
+        url.raw_host.decode().encode("idna")  # as a socket does it
+    except (httpx.InvalidURL, ValueError):
+        return False
+    return (url.port or 0) <= _PORT_MAX
 
 
 class UrlOrder:
@@ -36,7 +53,7 @@ class UrlOrder:
         if not self._urls:
             raise ValueError("a client needs at least one URL")
         for url in self._urls:
-            if not (isinstance(url, str) and _URL.match(url)):
+            if not is_url(url):
                 raise ValueError(f"url is {shown(url)}; it must be a URL such as http://127.0.0.1:13333")
         self._away: dict[str, float] = {}
 
@@ -45,10 +62,15 @@ class UrlOrder:
         return len(self._urls) > 1
 
     def order(self) -> Iterator[tuple[str, bool]]:
-        """Yield each URL, and whether it is the last; those that failed a moment ago come last."""
+        """Yield each URL, and whether it is the last; those that failed a moment ago come last.
+
+        After that moment one call tries such a URL, and the others only when it has answered: it may still be silent.
+        """
         now = time.monotonic()
         urls = sorted(self._urls, key=lambda url: self._away.get(url, 0.0) > now)
         for number, url in enumerate(urls, start=1):
+            if url in self._away:
+                self.failed(url)
             yield url, number == len(urls)
 
     def failed(self, url: str) -> None:
@@ -132,10 +154,9 @@ def tries(call: ClientCall[T], places: UrlOrder, retry_seconds: float) -> Tries[
 
 def _answered(call: ClientCall[T], places: UrlOrder) -> Generator[SendRequest | Pause, TryResult, httpx.Response]:
     """Return the first answer that no other replica would give, or else the last one."""
-    request = {"method": call.method} | call.sent
-    if call.is_named and places.are_several and request["json"].get("request_id") is None:
-        # Another replica gives the same reservation, if the first one has made it.
-        request["json"] = request["json"] | {"request_id": str(uuid4())}
+    # Another replica gives the same reservation, if the first one has made it.
+    needs_id = call.is_named and places.are_several and (call.body or {}).get("request_id") is None
+    request = {"method": call.method} | call.sent({"request_id": str(uuid4())} if needs_id else {})
     deadline = None if call.deadline is None else time.monotonic() + call.deadline
     for url, is_last in places.order():
         if deadline is not None:
@@ -207,7 +228,7 @@ def _result(call: ClientCall[T], answer: httpx.Response) -> T:
     if answer.is_success:
         try:
             return call.read(answer)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise Unavailable(
                 f"{call.path} was answered by a server that is not Waymark, or of another version "
                 f"({type(error).__name__}: {error})"
@@ -242,6 +263,13 @@ def sentence_of(content: Any) -> str | None:
 def with_token(api_token: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Return httpx's own arguments, with the token among the headers, and kept connections."""
     options.setdefault("limits", httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS))
-    if api_token is not None:
-        options["headers"] = {**options.get("headers", {}), "Authorization": f"Bearer {api_token}"}
+    if api_token:
+        options["headers"] = {**options.get("headers", {}), **authorization(api_token)}
     return options
+
+
+def authorization(api_token: str) -> dict[str, str]:
+    """Return the header with a token. Raise ``ValueError``, without the token, if no header can hold it."""
+    if not _TOKEN.fullmatch(api_token):
+        raise ValueError("api_token has a blank, a line end or another character that no token has")
+    return {"Authorization": f"Bearer {api_token}"}
