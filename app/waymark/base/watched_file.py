@@ -34,6 +34,7 @@ class WatchedFile(Generic[T]):
         self._clock = clock
         self._polled = clock()
         self._version = self._stat()
+        self._problem = ""
         self._entries = reader(path)
 
     @property
@@ -48,15 +49,20 @@ class WatchedFile(Generic[T]):
     def _poll(self) -> None:
         version = self._stat()
         if version == self._version:
+            self._problem = ""
             return
-        self._version = version
         try:
             self._entries = self._read(self._path)
         except SettingsError as exc:
-            log.error(
-                f"{self._what} file cannot be used, the previous {self._what} stay valid", extra=fields(error=str(exc))
-            )
+            # The next look reads it again, changed or not: a process may be short of files for a moment.
+            if str(exc) != self._problem:
+                self._problem = str(exc)
+                log.error(
+                    f"{self._what} file cannot be used, the previous {self._what} stay valid",
+                    extra=fields(error=str(exc)),
+                )
         else:
+            self._version, self._problem = version, ""
             log.info(f"{self._what} file read again", extra=fields(**{self._what: len(self._entries)}))
 
     def _stat(self) -> tuple[int, int, int] | None:
