@@ -68,11 +68,16 @@ def test_a_field_never_takes_the_place_of_what_every_line_has() -> None:
     assert (entry["message"], entry["name"], entry["args"]) == ("the sentence", "x", 1)
 
 
+@pytest.mark.parametrize("mark", ["\n", "\r", "\x85", "\u2028", "\x9b2J", "\u202e", "\x7f"], ids=ascii)
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_a_name_with_a_newline_stays_on_its_line(log_format: Literal["text", "json"]) -> None:
+def test_a_name_with_a_newline_or_a_control_stays_on_its_line(log_format: Literal["text", "json"], mark: str) -> None:
     stream = start(log_format)
-    log.info("registered", extra=fields(instance_id="a\n2026 ERROR forged"))
-    assert len(stream.getvalue().splitlines()) == 1
+    name = f"a{mark}2026 ERROR forged"
+    log.info("registered", extra=fields(instance_id=name))
+    (line,) = stream.getvalue().splitlines()
+    assert mark not in line
+    said = line.partition("instance_id=")[2] if log_format == "text" else line
+    assert json.loads(said) == name if log_format == "text" else json.loads(said)["instance_id"] == name
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

@@ -25,6 +25,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from waymark.base.shown import seen
+
 _SECRET_FIELDS = frozenset({"api_token", "authorization", "password", "secret"})
 _URL_PASSWORD = re.compile(r"(?<=://)[^\s/]*@")
 _FRAMES_MAX = 8
@@ -63,7 +65,7 @@ class TextFormatter(logging.Formatter):
         pairs = (f" {name}={_text(value)}" for name, value in _fields(record).items())
         line = f"{_time(record)} {record.levelname} {record.name}: {_one_line(record.getMessage())}{''.join(pairs)}"
         trace = _traceback(self, record)
-        return _without_passwords(f"{line}\n{trace}" if trace else line)
+        return _safe(f"{line}\n{trace}" if trace else line)
 
 
 class JsonFormatter(logging.Formatter):
@@ -80,7 +82,7 @@ class JsonFormatter(logging.Formatter):
         trace = _traceback(self, record)
         if trace:
             entry["traceback"] = trace
-        return _without_passwords(json.dumps(entry, default=str, ensure_ascii=False))
+        return _safe(json.dumps(entry, default=str, ensure_ascii=False))
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
@@ -106,5 +108,6 @@ def _one_line(text: str) -> str:
     return text.replace("\r", "\\r").replace("\n", "\\n")
 
 
-def _without_passwords(line: str) -> str:
-    return _URL_PASSWORD.sub("***@", line)
+def _safe(line: str) -> str:
+    """Return the line without passwords, and without characters that a terminal would obey."""
+    return seen(_URL_PASSWORD.sub("***@", line))

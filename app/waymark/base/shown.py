@@ -12,6 +12,9 @@ from collections.abc import Mapping
 SHOWN_MAX = 80
 """Characters that a value may take."""
 
+#: Controls, and other characters that end a line or change the order or the place of those beside them.
+_UNSEEN = re.compile(r"[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
 
 def shown(value: object) -> str:
     """Return the value in at most ``SHOWN_MAX`` characters; a container or an integer beyond 64 bits is shown only by
@@ -42,6 +45,11 @@ def hide_password(url: str) -> str:
     return re.sub(r"(?i)([?&][^=&#]*(?:password|username)[^=&#]*=)[^&#]*", r"\1***", plain)
 
 
+def seen(text: str) -> str:
+    """Return a JSON text with an escape for each character that nobody would see, which JSON allows."""
+    return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def kind(value: object) -> str:
     """Return the JSON or msgpack kind of a value, as a noun."""
     for kinds, noun in (
@@ -60,7 +68,7 @@ def kind(value: object) -> str:
 
 def _quoted(text: str) -> str:
     # Half of a surrogate pair has no UTF-8, so it is written in ASCII.
-    return json.dumps(text, ensure_ascii=any("\ud800" <= char <= "\udfff" for char in text))
+    return seen(json.dumps(text, ensure_ascii=any("\ud800" <= char <= "\udfff" for char in text)))
 
 
 def _cut(text: str) -> str:
