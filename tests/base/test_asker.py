@@ -205,3 +205,30 @@ async def test_certificates_that_cannot_be_read_are_named(tmp_path: Path) -> Non
     (tmp_path / "ca.pem").write_text("no certificate")
     with pytest.raises(InvalidValue, match=r"ca\.pem"):
         await Asker(ca_file=str(tmp_path / "ca.pem")).ask("https://127.0.0.1:1/", seconds=1, bytes_max=1)
+
+
+async def test_a_call_whose_connections_are_closed_is_unanswered_and_not_cancelled(
+    asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aiohttp cancels the look-up of a name when it closes; a task that ended by this would end without a word."""
+    looks = asyncio.Event()
+
+    async def slowly(*_: object, **__: object) -> None:
+        looks.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", slowly)
+    calls = [asyncio.create_task(asker.ask("http://engine:8000", seconds=60, bytes_max=100)) for _ in range(2)]
+    await looks.wait()
+    await asyncio.sleep(0)
+    await asker.close()
+    for call in calls:
+        with pytest.raises(Unanswered, match="connections were closed"):
+            await call
+    # Who is cancelled stays so.
+    looks.clear()
+    call = asyncio.create_task(asker.ask("http://engine:8000", seconds=60, bytes_max=100))
+    await looks.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call

@@ -148,6 +148,12 @@ class Asker:
                 yield response
         except TimeoutError:
             raise Unanswered(f"it has not answered within {seconds:g} s") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # aiohttp cancels the look-up of a name when its connections are closed, and so who waits for that.
+            raise Unanswered("its connections were closed") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _unanswered(error) from None
 
