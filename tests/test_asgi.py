@@ -16,6 +16,8 @@ import pytest
 from tests.conftest import wait_until
 from tests.patience import patient, within
 from tests.ports import unused_port
+from waymark.base.asgi import AsgiMessage
+from waymark.runtime.asgi import AsgiReplica
 
 pytestmark = pytest.mark.outside
 
@@ -91,3 +93,26 @@ async def test_it_does_not_start_on_a_redis_that_nobody_else_reaches() -> None:
         _, said = await process.communicate()
     assert process.returncode == 3
     assert b"WAYMARK_REDIS_URL is memory://" in said
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("WAYMARK_API_TOKENS_FILE", "/no/tokens.json"), ("WAYMARK_POLICY", "no-policy")]
+)
+async def test_a_server_is_told_which_setting_keeps_it_from_starting(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that sees an exception takes it for an application without a lifespan, and goes on."""
+    monkeypatch.setenv("WAYMARK_REDIS_URL", "redis://127.0.0.1:1")
+    monkeypatch.setenv(variable, value)
+    sent: list[AsgiMessage] = []
+
+    async def receive() -> AsgiMessage:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: AsgiMessage) -> None:
+        sent.append(message)
+
+    await AsgiReplica()({"type": "lifespan"}, receive, send)
+    (message,) = sent
+    assert message["type"] == "lifespan.startup.failed"
+    assert variable in message["message"]

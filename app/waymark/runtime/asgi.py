@@ -36,26 +36,29 @@ class AsgiReplica:
             await self._app(scope, receive, send)
 
     async def _live(self, receive: AsgiReceive, send: AsgiSend) -> None:
-        """Open everything, answer until the server ends, and close everything."""
+        """Open everything, answer until the server ends, and close everything. Report why it cannot start."""
         await receive()
-        stopping = asyncio.Event()
         try:
-            settings = Settings.from_env()
-            if settings.redis_url == "memory://":
-                raise SettingsError("WAYMARK_REDIS_URL is memory://, which no worker reaches; give a redis:// URL")
-        except SettingsError as error:
+            await self._answer(receive, send)
+        except SettingsError as error:  # a server that did not hear of it would go on without an application
             await send({"type": "lifespan.startup.failed", "message": str(error)})
-            return
+        else:
+            await send({"type": "lifespan.shutdown.complete"})
+
+    async def _answer(self, receive: AsgiReceive, send: AsgiSend) -> None:
+        """Raise ``SettingsError`` if it cannot start."""
+        settings = Settings.from_env()
+        if settings.redis_url == "memory://":
+            raise SettingsError("WAYMARK_REDIS_URL is memory://, which no worker reaches; give a redis:// URL")
         is_native = native.select(settings.native) == "native"
-        metrics = Metrics(role="query", is_native=is_native)
+        metrics, stopping = Metrics(role="query", is_native=is_native), asyncio.Event()
         store = parts.open_store(settings, metrics)
         tokenizers, asker = parts.tokenizers(settings, metrics, store), parts.asker(settings)
         try:
             await report_redis(store)
             refusal = await _refusal(store)
             if refusal is not None:
-                await send({"type": "lifespan.startup.failed", "message": refusal})
-                return
+                raise SettingsError(refusal)
             self._app = create_app(
                 store,
                 parts.api_options(settings),
@@ -73,7 +76,6 @@ class AsgiReplica:
             await tokenizers.close()
             await asker.close()
             await store.close()
-        await send({"type": "lifespan.shutdown.complete"})
 
 
 async def _refusal(store: Store) -> str | None:
