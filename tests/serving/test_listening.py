@@ -31,6 +31,7 @@ def test_an_address_gets_a_socket_that_accepts() -> None:
         ("127.0.0.1", "another process listens on it"),
         ("192.0.2.1", "this machine does not have that address"),
         ("no-such-host.invalid", ""),
+        ("no..host", ""),
     ],
 )
 def test_what_cannot_be_opened_is_named_with_the_settings(host: str, reason: str) -> None:

@@ -37,11 +37,12 @@ def listen(host: str, port: int, *, host_name: str, port_name: str) -> list[sock
             bound.bind(address)
             # A port that another process has bound without listening is noticed only now.
             bound.listen()
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:  # no name of a host is like that
         for bound in opened:
             bound.close()
-        reason = _WHY.get(exc.errno or 0) or (exc.strerror or str(exc)).lower()
-        role = _role_at(host, port) if exc.errno == errno.EADDRINUSE else None
+        number = getattr(exc, "errno", None) or 0
+        reason = _WHY.get(number) or (getattr(exc, "strerror", None) or str(exc)).lower()
+        role = _role_at(host, port) if number == errno.EADDRINUSE else None
         if role is not None:
             reason += f": 'waymark {role}'"
         raise PortUnavailable(
