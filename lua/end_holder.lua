@@ -1,8 +1,8 @@
 -- end_holder(engine, dead?; holder, is_swept) -> {verdict}
 --
 -- Begin or end the sweep of a dead holder on one shard. A call of `apply_rows` that was sent before the holder died may
--- arrive at any time after. On shard 0 the publisher's record refuses it. On the others this script leaves an `applied`
--- that no batch exceeds, so that the call changes nothing: it would write rows that nobody sweeps.
+-- arrive at any time after. This script leaves an `applied` that no batch exceeds, so that the call changes nothing: it
+-- would write rows that nobody sweeps.
 --
 -- KEYS  engine    hash  the dead holder's engine hashes on this shard
 --       dead      set   holder ids still to be swept; only on the shard that has it (shard 0), else absent
@@ -16,10 +16,8 @@ local engine, dead, is_swept = KEYS[1], KEYS[2], ARGV[2] == '1'
 if dead and redis.call('SISMEMBER', dead, ARGV[1]) == 0 then return {'gone'} end
 
 if is_swept then redis.call('UNLINK', engine) end
-if not dead then
-  redis.call('HSET', engine, 'applied', '9007199254740991 0')
-  if redis.call('HLEN', engine) == 1 then
-    redis.call('PEXPIREAT', engine, string.format('%.0f', (redis.call('TIME')[1] + 3600) * 1000))
-  end
+redis.call('HSET', engine, 'applied', '9007199254740991 0')
+if redis.call('HLEN', engine) == 1 then
+  redis.call('PEXPIREAT', engine, string.format('%.0f', (redis.call('TIME')[1] + 3600) * 1000))
 end
 return {'applied'}

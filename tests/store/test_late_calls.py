@@ -11,12 +11,14 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
-from tests.store.factories import Stream, apart, hgetall, snapshot, stored, stream_of
+from tests.store.factories import Stream, apart, begins, hgetall, snapshot, stored, stream_of
+from tests.store.flow import swept
 from waymark.base.errors import StoreUnavailable
+from waymark.domain.moves import Moves
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient, Reply
-from waymark.store.scripts import Scripts
+from waymark.store.scripts import Scripts, Verdict
 from waymark.store.store import Store
 
 
@@ -162,9 +164,26 @@ async def test_what_was_removed_is_not_stored_again_on_any_shard(late: Late, mom
             await arrive()
     if moment == "after the sweep":
         await arrive()
-    left = {name for name in await snapshot(late.redis) if name.count(b":") == 2 and len(name.split(b":")[2]) == 16}
-    assert not left
+    assert not await rows_of(late.redis)
     assert await late.redis.keys("*:branches") == []
+
+
+async def test_what_a_snapshot_had_stored_is_not_stored_again(late: Late) -> None:
+    """Its life was given up. No script looked at its record, because the watermark there is that of another life."""
+    stream = late.stream
+    records, grant = stream.store.records, stream.grant
+    ids = await records.stage(grant, begins(grant.claim, "0 CPU"), grant.above, "1" * 16)
+    assert ids is not None
+    resolved = await stream.remembered()
+    parts, moves = resolved.parts(stored(ids[0], list(range(1, 200)))), Moves(resolved.memory)
+    assert await stream.store.index.apply(grant, parts, moves, None, is_staged=True) is Verdict.APPLIED
+    calls = [each for each in late.client.calls if each[0] == "apply_rows"]
+    assert len(calls) >= grant.shards
+    assert await records.drop_staged(grant, "2" * 16)
+    await swept(stream.store, stream.entry)
+    for call in calls:
+        await RedisClient.run(late.client, *call)
+    assert not await rows_of(late.redis)
 
 
 @pytest.mark.parametrize("late", [3], indirect=True)
@@ -228,3 +247,8 @@ async def test_the_next_worker_is_not_late_though_the_fence_is_gone(late: Late) 
     after = await stream.again()
     assert after.grant.first_calls == 0
     assert await after.store.records.write(after.grant, {"status": StreamStatus.DEGRADED}, {})
+
+
+async def rows_of(redis: Redis) -> set[bytes]:
+    names = await snapshot(redis)
+    return {name for name in names if name.count(b":") == 2 and len(name.split(b":")[2]) == 16}
