@@ -1,6 +1,7 @@
 -- take_lease(lease, record; own, random, worker, milliseconds, above, force) -> {verdict, counter}
 --
 -- Take the lease of a publisher's stream. The caller may apply the stream once it has raised the fence on every shard.
+-- A call that is sent again, because its reply was lost, finds the token of its first copy, and takes no further one.
 --
 -- KEYS  lease         string, PX  the token of the worker that has the lease
 --       record        hash        the publisher's record; `token` is the highest token so far, `worker` is its owner
@@ -18,6 +19,8 @@
 local state = redis.call('HMGET', KEYS[2], 'life', 'token')
 if not state[1] then return {'gone', 0} end
 local holding = redis.call('GET', KEYS[1])
+local taken = holding and holding:match('^(%d+)%.' .. ARGV[2] .. '$')
+if taken then return {'applied', tonumber(taken)} end
 if holding and holding ~= ARGV[1] and ARGV[6] ~= '1' then return {'held', 0} end
 
 local digits = state[2] and state[2]:match('^(%d+)%.') or '0'

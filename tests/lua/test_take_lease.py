@@ -71,6 +71,17 @@ async def test_the_second_waits(redis: Redis, scripts: Scripts) -> None:
     assert await snapshot(redis) == before
 
 
+async def test_a_call_that_is_sent_again_takes_it_once(redis: Redis, scripts: Scripts) -> None:
+    """Its reply was lost. Else nobody would have the stream until the lease has run out."""
+    await take(scripts, A)
+    before = await snapshot(redis)
+    assert await take(scripts, A) == (Verdict.APPLIED, (1,))
+    assert await snapshot(redis) == before
+    for _ in range(2):
+        assert await take(scripts, B, own=f"1.{A}", above=7) == (Verdict.APPLIED, (8,))
+    assert await redis.get(LEASE) == b"8." + B.encode()
+
+
 async def test_force_takes_it_with_a_larger_token(redis: Redis, scripts: Scripts) -> None:
     await take(scripts, A)
     assert await take(scripts, B, force="1") == (Verdict.APPLIED, (2,))
