@@ -15,6 +15,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import Stream, blocks_of, found_hashes, hgetall, stream_of
+from tests.store.flow import swept
 from waymark.apply.applier import Applier, Incoming
 from waymark.apply.options import ApplyOptions
 from waymark.apply.redis_calls import Fenced
@@ -82,15 +83,19 @@ class SetBack(RedisClient):
         reply = await super().run(name, keys, args)
         self.calls += 1
         if self.calls == self._to:
-            self._kept = {
-                key: (cast("bytes", await self._real.dump(key)), max(0, await self._real.pttl(key)))
-                for key in await self._keys()
-            }
+            await self.keep()
         return reply
+
+    async def keep(self) -> None:
+        """Remember the shard as it is now."""
+        self._kept = {
+            key: (cast("bytes", await self._real.dump(key)), max(0, await self._real.pttl(key)))
+            for key in await self._keys()
+        }
 
     async def come_back(self) -> None:
         """Without its last writes, once."""
-        if self._is_back or not self._to:
+        if self._is_back or not self._kept:
             return
         self._is_back = True
         for key in await self._keys():
@@ -267,3 +272,21 @@ async def test_several_calls_that_one_of_two_shards_loses_are_made_again(redis: 
     for to in range(1, client.calls - 5, 2):
         found, fenced = await outcome(redis, SHARDS, SetBack(redis, to=to, at=to + 6))
         assert (found, fenced > 0) == (right, True), f"shard 0 lost calls {to + 1} to {to + 5} of {client.calls}"
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_holders_that_come_back_after_their_sweep_end_again(redis: Redis) -> None:
+    """The other shard has swept them, and would skip all that they store."""
+    await redis.flushall()
+    client = SetBack(redis)
+    store = Store(client, shards=SHARDS)
+    worker = Worker(client, store, await stream_of(store, redis))
+    await worker.run()
+    right = await kept_of(redis, worker.stream)
+    await client.keep()
+    await worker.stream.end(is_restart=True)
+    await swept(store, worker.stream.entry)
+    await client.come_back()
+    await worker.run()
+    assert await kept_of(redis, worker.stream) == right

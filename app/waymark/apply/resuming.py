@@ -27,6 +27,7 @@ from waymark.store.hashes import KEPT
 from waymark.store.leases import Grant
 from waymark.store.records import MISSING, StreamRecord
 from waymark.store.store import Store
+from waymark.store.takeover import SWEPT_SEQ
 
 BYTES_MAX = 64 * 2**20
 """The blocks of a dropped publisher are read from Redis, so the bound costs time, and never an answer."""
@@ -127,10 +128,12 @@ async def resumed(
         raise Fenced
     memory = None if kept is None else kept.take(grant, state)
     resolver = _resolver(grant, state, options, registered_ranks, memory)
-    has_skipped = False
+    has_skipped = is_swept = False
     if memory is None:
         ranks = {holder: name.dp_rank for name, holder in state.holders.items()}
-        has_skipped = resolver.skip(await store.takeover.fill(grant, ranks, resolver.memory), state.watermark)
+        marks = await store.takeover.fill(grant, ranks, resolver.memory)
+        has_skipped = resolver.skip(marks, state.watermark)
+        is_swept = any(seq == SWEPT_SEQ for seq, _ in marks.values())
     counters = Counter(state.counters)
     resolver.missing = counters[MISSING]
     # Only the previous process had the blocks that waited for their parents, so they are lost now.
@@ -142,8 +145,10 @@ async def resumed(
     if state.has_staged:
         # The previous worker stopped in the middle of a snapshot.
         await applier.drop_staged()
-    if state.is_damaged:
-        log.warning("record of a stream is damaged", extra=fields(stream=str(grant.claim.registration.name)))
+    if state.is_damaged or is_swept:
+        # Shard 0 may have lost the end of a holder that another shard has swept: no store would count there any more.
+        about = fields(stream=str(grant.claim.registration.name))
+        log.warning("record of a stream is damaged, or older than its blocks", extra=about)
         state = await _begun_anew(applier, store, grant, state)
     elif has_skipped and KEPT in resolver.flags:
         # Shard 0 may have lost engine hashes of blocks on other shards. The resolver skips these blocks when they are

@@ -33,6 +33,10 @@ BlockCounts = dict[tuple[int, int], tuple[int, int]]
 """The seq and position up to which a shard has counted a holder, by holder and shard."""
 
 
+SWEPT_SEQ = 2**53 - 1
+"""The seq in the mark of a holder that a shard has swept (``lua/end_holder.lua``): no batch has it."""
+
+
 class Takeover:
     def __init__(self, client: RedisClient, parser: RecordParser | None = None) -> None:
         self._client = client
