@@ -80,6 +80,7 @@ ELSEWHERE = {
     "ingest.replay_places:ReplayPlaces": "replays under way",
     "ingest.running:LeaseKeeper._kept": "the grants of the streams that run",
     "ingest.running:StreamRunner._errors": "what the log says already",
+    "ingest.running:StreamRunner._starts": "starts under way, by server",
     "ingest.polling:Shares": "computed from ids and names alone",
     "ingest.sweeping:SweepPace": "how long steps have taken",
     "ingest.status_reporter:StatusReporter": "one stream, under one grant",

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench
 from tests.patience import patient
+from tests.store.factories import registration
 from waymark.base.errors import RecordDamaged
+from waymark.base.metrics import Metrics
 from waymark.ingest import stream as stream_module
-from waymark.ingest.running import LeaseKeeper
+from waymark.ingest.options import StreamOptions, WorkerOptions
+from waymark.ingest.running import _STARTS_MAX, LeaseKeeper, Running, StreamRunner
 from waymark.ingest.stream import Stream
 from waymark.ingest.subscriber import Subscriber
 from waymark.store.leases import Grant
@@ -120,3 +127,26 @@ async def test_a_silent_stream_sees_that_its_lease_was_taken(bench: Bench, monke
     await bench.store.leases.drop(grant)
     await pod.work(1)
     await pod.agrees()
+
+
+async def test_a_server_that_does_not_answer_holds_up_no_start_on_another() -> None:
+    begun, answers = list[int](), asyncio.Event()
+
+    async def begin(claim: Any) -> bool:
+        begun.append(claim.group_id)
+        if claim.group_id == 1:
+            await answers.wait()
+        return False
+
+    store: Any = SimpleNamespace(claim_writer=SimpleNamespace(begin=begin), place=lambda group_id: group_id)
+    unused: Any = None
+    runner = StreamRunner(store, Metrics(), WorkerOptions("w", StreamOptions()), unused, unused)
+    claims: list[Any] = [SimpleNamespace(group_id=group_id, registration=registration()) for group_id in [1] * 99 + [2]]
+    starts = [asyncio.create_task(runner.run(Running(claim, frozenset()))) for claim in claims]
+    try:
+        await wait_until(lambda: 2 in begun, "the stream of the other server begins")
+        assert begun.count(1) == _STARTS_MAX
+    finally:
+        answers.set()
+        await asyncio.gather(*starts)
+    assert len(begun) == len(claims)

@@ -432,6 +432,24 @@ async def test_a_lost_publisher_is_lost_to_the_next_worker_too(bench: Bench) -> 
     await pod.agrees()
 
 
+async def test_a_publisher_whose_row_is_not_that_of_a_lost_one_is_lost_to_the_next_worker(bench: Bench) -> None:
+    """A worker may stop between the writes of the status and of the row."""
+    first = await bench.worker("worker-1")
+    pod = await bench.pod()
+    await pod.at_work(3)
+    await pod.publisher.down()
+    await pod.has_status("lost")
+    await first.stop()
+    (claim,) = await bench.store.directory.claims()
+    grant = await bench.store.leases.take(claim, "worker-1", 60.0)
+    assert grant is not None
+    assert await bench.store.records.set_lost(grant, is_lost=False)
+    await bench.store.leases.drop(grant)
+    assert not await _is_without_blocks(pod)
+    await bench.worker("worker-2")
+    await wait_until(lambda: _is_without_blocks(pod), "its blocks do not count", PATIENCE_SECONDS)
+
+
 async def test_what_is_left_of_a_connection_whose_life_has_ended_is_dropped(bench: Bench) -> None:
     worker = await bench.worker(options=WITHOUT_PROBES, replays_max=1)
     pod = await bench.pod()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -117,8 +118,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Streams that start at the same time. A start is some thirty calls to Redis, and thousands of starts at once would
-#: hold up the calls of the streams that run.
+#: Streams that start at the same time on one server. A start is some thirty calls, and thousands of starts at once
+#: would hold up the calls of the streams that run.
 _STARTS_MAX = 16
 #: The streams of a worker share the room of so many full buffers: it has many streams, and few are behind at a time.
 _ROOM_BUFFERS = 4
@@ -194,7 +195,8 @@ class StreamRunner:
         self._room = FrameRoom(_ROOM_BUFFERS * options.stream.stream_buffer_bytes)
         self.subscribers = Subscribers(message_bytes_max=options.stream.message_bytes_max)
         self.leases = LeaseKeeper(store, options.stream.lease_seconds)
-        self._starts = asyncio.Semaphore(_STARTS_MAX)
+        self._starts: defaultdict[object, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_STARTS_MAX))
+        """By server: one that does not answer holds up the starts of no other's streams."""
         self._errors: dict[PublisherName, str] = {}
         """Why streams stopped the last time."""
 
@@ -205,7 +207,7 @@ class StreamRunner:
         grant: Grant | None = None
         kept = ExitStack()
         try:
-            async with self._starts:
+            async with self._starts[self._store.place(claim.group_id)]:
                 # This step is not interrupted. It undoes its work if the claim is gone, which no other part would do.
                 if not await whole(asyncio.ensure_future(self._store.claim_writer.begin(claim))):
                     return  # the claim has changed, and the next poll reads it again
@@ -267,6 +269,10 @@ class StreamRunner:
             # The previous worker stopped before it applied the first frame, so the flags are true of no life.
             await applier.new_life()
             applier, state = await self._resumed(grant, running.registered_ranks)
+        if state.status is StreamStatus.LOST:
+            # The previous worker may have stopped between the writes of the status and of the row. While the engine is
+            # away, nothing else would write the row.
+            await applier.set_lost(is_lost=True)
         options = self._options
         applier.pool_hashes.is_wanted = running.keeps_hashes
         if claim.registration.kind.traits.is_opaque:

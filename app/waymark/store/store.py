@@ -186,6 +186,10 @@ class Store:
         """The connection to the primary."""
         return self._client
 
+    def place(self, group_id: int) -> object:
+        """Return an object that identifies the server of a group's first shard, as far as it is known."""
+        return self._client.place(keys.block_prefix(group_id, 0))
+
     async def read_incarnation(self) -> str:
         """Return the nonce of this incarnation of Redis, and clear caches of another one."""
         return await self.incarnation.read(self.scripts)
