@@ -26,7 +26,7 @@ from tests.live import Live, start
 from tests.patience import within
 from tests.ports import unused_port
 from waymark import cli
-from waymark.base.errors import ServiceUnreachable
+from waymark.base.errors import ServiceRefused, ServiceUnreachable
 from waymark.base.settings import Settings
 from waymark.base.shape import parse
 from waymark.cli import remote
@@ -245,13 +245,17 @@ def test_following_goes_on_after_the_last_event_and_says_that_the_service_was_aw
     asked: list[str] = []
 
     class Away:
-        """A service that ends its first connection, and is away at the second and the third."""
+        """A service that ends its connections, has no Redis at the second, and is away at the third."""
 
         @contextmanager
         def pieces(self, path: str, headers: dict[str, str]) -> Iterator[Iterator[bytes]]:
             asked.append(headers.get("Last-Event-ID", ""))
-            if len(asked) in (2, 3):
+            if len(asked) == 2:
+                raise ServiceRefused("Redis does not answer (503)", 503)
+            if len(asked) == 3:
                 raise ServiceUnreachable("away")
+            if len(asked) == 5:
+                raise ServiceRefused("another token (401)", 401)
             text = f'id: {len(asked)}-0\nevent: lost\ndata: {{"at": 0, "kind": "{len(asked)}"}}\n\n'
             yield iter((text[:25].encode(), text[25:].encode()))
 
@@ -259,11 +263,13 @@ def test_following_goes_on_after_the_last_event_and_says_that_the_service_was_aw
         patch.setattr(events, "_PAUSE_SECONDS", 0.0)
         found = events.follow(cast(RemoteService, Away()))
         first, away, second = (next(found) for _ in range(3))
+        with pytest.raises(ServiceRefused, match="another token"):
+            next(found)
     assert isinstance(first, events.ActivityEvent)
-    assert isinstance(away, ServiceUnreachable)
+    assert isinstance(away, ServiceRefused)
     assert isinstance(second, events.ActivityEvent)
     assert (first.content["kind"], second.content["kind"]) == ("1", "4")
-    assert asked == ["", "1-0", "1-0", "1-0"]
+    assert asked == ["", "1-0", "1-0", "1-0", "4-0"]
 
 
 async def test_publishers_are_watched_until_ctrl_c(live: Live) -> None:
@@ -588,7 +594,7 @@ def test_a_reservation_is_made_last_so_that_it_is_always_shown() -> None:
             self.asked.append("/workers")
             return workers_answer()
 
-        def post(self, path: str, body: dict[str, Any]) -> Any:
+        def post_for(self, shape: Any, path: str, body: dict[str, Any]) -> Any:
             self.asked.append(path)
             return {"scores": [], "total_tokens": 1}
 

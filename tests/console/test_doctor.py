@@ -29,14 +29,17 @@ class Answers:
     def __init__(self) -> None:
         self.ready = httpx.Response(200, json={"status": "ready", "warnings": []})
         self.health, self.clock = 200, 0.0
+        self.date: str | None = ""
+        """The header, if it is not the time."""
         self.version: str | None = __version__
         self.refusal: ServiceRefused | None = None
         self.publishers = [publisher_row()]
         self.view: dict[str, Any] = {}
 
     def answer(self, method: str, path: str) -> httpx.Response:
-        date = formatdate(time.time() + self.clock, usegmt=True)
-        return self.ready if path == "/ready" else httpx.Response(self.health, headers={"date": date})
+        date = self.date if self.date != "" else formatdate(time.time() + self.clock, usegmt=True)
+        headers = {} if date is None else {"date": date}
+        return self.ready if path == "/ready" else httpx.Response(self.health, headers=headers)
 
     def get(self, path: str) -> Any:
         if self.version is None:
@@ -118,8 +121,32 @@ def test_what_is_registered_is_not_known_without_redis_and_the_other_checks_are_
 def test_redis_that_is_unavailable_and_what_it_warns_of(service: Answers) -> None:
     service.ready = httpx.Response(503, json={"error": "Redis does not answer"})
     assert unwell(service).sentence.startswith("Redis does not answer; docs/troubleshooting.md")
-    service.ready = httpx.Response(200, json={"warnings": ["maxmemory-policy is allkeys-lru"]})
+    service.ready = httpx.Response(200, json={"status": "ready", "warnings": ["maxmemory-policy is allkeys-lru"]})
     assert unwell(service) == ("warning", "Redis and readiness", "maxmemory-policy is allkeys-lru")
+
+
+@pytest.mark.parametrize(
+    ("ready", "words"),
+    [
+        (httpx.Response(503, html="<h1>no server</h1>"), "/ready was answered with 503; docs/troubleshooting.md"),
+        (httpx.Response(200, json=[]), "/ready was answered with 200; docs/troubleshooting.md"),
+    ],
+)
+def test_what_answers_in_the_place_of_waymark_is_no_replica_that_is_ready(
+    service: Answers, ready: httpx.Response, words: str
+) -> None:
+    service.ready = ready
+    finding = unwell(service)
+    assert (finding.verdict, finding.what) == ("failed", "Redis and readiness")
+    assert finding.sentence.startswith(words)
+
+
+@pytest.mark.parametrize("date", ["soon", None])
+def test_a_clock_that_is_not_known_is_no_finding(service: Answers, date: str | None) -> None:
+    service.date = date
+    assert {finding.what for finding in found(service)} == {
+        *("settings of this shell", "Waymark", "Redis and readiness", "versions", "ingest workers", "engines"),
+    }
 
 
 def test_another_version(service: Answers) -> None:
@@ -181,6 +208,14 @@ def test_no_engine(service: Answers) -> None:
 
 
 @pytest.mark.outside
+def test_a_host_that_cannot_be_is_a_port_that_cannot_be_opened(service: Answers) -> None:
+    """An endpoint is what an engine or a client says."""
+    service.publishers = [publisher_row(endpoint="tcp://a..b:5557")]
+    finding = unwell(service, no_ports=False)
+    assert finding.verdict == "warning"
+    assert finding.sentence.startswith("tcp://a..b:5557 cannot be opened from this machine: ")
+
+
 def test_a_port_that_cannot_be_opened(service: Answers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         opens, closed = f"tcp://127.0.0.1:{server.getsockname()[1]}", f"tcp://127.0.0.1:{unused_port()}"

@@ -275,6 +275,14 @@ def test_files_of_access_are_told_to_redis_cli(tmp_path: Path) -> None:
     assert cli.notes == ["# the password goes into the environment, as REDISCLI_AUTH"]
 
 
+async def test_a_name_of_a_model_is_no_command_for_a_shell(redis: Redis, store: Store, waymark: Run) -> None:
+    """Any text is a name, and the lines are there to be pasted."""
+    await stream_of(store, redis, registration("pod", model_name="m\nreboot # \x1b[A"))
+    lines = (await waymark("inspect", "keys")).split("\n")
+    assert {line.split()[0] for line in lines if line} == {"redis-cli", "#"}
+    assert "# default/m�reboot # �[A" in lines
+
+
 async def test_keys_shows_the_opaque_prefixes_of_a_source(redis: Redis, store: Store, waymark: Run) -> None:
     source = registration("source", kind=EngineKind.CONTINUUM, endpoint="http://10.0.0.1:8000/v1/kv_events")
     stream = await stream_of(store, redis, source)

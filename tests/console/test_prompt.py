@@ -19,6 +19,7 @@ from waymark.base.errors import InvalidValue, NotFound
 from waymark.console.inspections import Cell, scaled
 from waymark.domain.hashing import namespace
 from waymark.domain.targets import Target
+from waymark.store import keys
 from waymark.store.store import Store
 
 PROMPT = list(range(1000, 1160))
@@ -104,6 +105,16 @@ async def test_what_is_not_counted_says_so(streams: list[Stream], redis: Redis, 
     assert "  rank 0 GPU #1  oooooo....  lost, not counted" in text
     assert "#3" not in text
     assert 'Why nothing? It is held by "pod-1", whose blocks are currently not counted' in text
+
+
+async def test_holders_of_a_publisher_that_cannot_be_read_are_shown(
+    streams: list[Stream], redis: Redis, waymark: Run
+) -> None:
+    """As a newer release may have written it: the prompt is explained all the same."""
+    await redis.hset(keys.holders(1), f"publisher:{streams[0].grant.publisher}", b'{"format": 99}')
+    text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
+    assert "  rank 0 GPU #1  oooooo....  its publisher is not registered" in text
+    assert "pod-2: 48 of 160 tokens" in text
 
 
 async def test_a_pool_counts_for_every_instance(store: Store, redis: Redis, waymark: Run) -> None:

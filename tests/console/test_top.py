@@ -148,6 +148,52 @@ def test_an_engine_is_chosen_shown_and_drained_after_a_yes() -> None:
     assert drawn(view, answer, 80)[1].startswith("ENGINE")
 
 
+def test_an_order_is_for_the_engine_that_was_shown_with_the_question() -> None:
+    """The table has another order after each look, and an engine may be unregistered meanwhile."""
+    view = TopView(sort="blocks")
+    drawn(view, workers_answer(publisher("a", blocks={"GPU": 9}), publisher("b")), 80)
+    view.key("d")
+    for later in (workers_answer(publisher("a"), publisher("b", blocks={"GPU": 9})), workers_answer()):
+        assert drawn(view, later, 80)[0].startswith("drain a, all of its ranks?")
+    view.key("y")
+    assert view.order == ("drain a", {"instance_id": "a", "tenant_id": "default", "weight": 0.0})
+
+
+def test_an_order_waits_for_the_end_of_the_one_before() -> None:
+    view = TopView(sort="blocks")
+    answer = workers_answer(publisher("a", blocks={"GPU": 9}), publisher("b"))
+    drawn(view, answer, 80)
+    for key in "dyjdy":
+        view.key(key)
+        drawn(view, answer, 80)
+    assert view.order is not None
+    assert view.order[0] == "drain a"
+    view.note_end(ended(None))
+    assert drawn(view, answer, 80)[0] == "drain a: done"
+    view.key("d")
+    assert drawn(view, answer, 80)[0].startswith("drain b, ")
+
+
+def test_the_cursor_stays_with_the_engine_that_a_key_has_chosen() -> None:
+    view = TopView(sort="blocks")
+    drawn(view, workers_answer(publisher("a", blocks={"GPU": 9}), publisher("b")), 80)
+    view.key("j")
+    later = workers_answer(publisher("a"), publisher("b", blocks={"GPU": 9}))
+    view.key("\n")
+    assert drawn(view, later, 80)[1] == "b rank 0: active"
+    view.key("\n")
+    view.key("d")
+    assert drawn(view, later, 80)[0].startswith("drain b, ")
+    view.key("n")
+    view.key("\n")
+    assert drawn(view, workers_answer(publisher("a")), 80)[1].startswith("ENGINE"), "b is not registered any more"
+
+
+def test_a_status_of_a_later_release_is_shown_first() -> None:
+    view = TopView(sort="status")
+    assert names(view, publisher("failed", status="failed"), publisher("later", status="asleep")) == ["later", "failed"]
+
+
 def ended(error: Exception | None) -> Future[Any]:
     """The end of an order."""
     future: Future[Any] = Future()
@@ -233,9 +279,8 @@ async def test_it_draws_on_a_small_terminal_and_ends_with_q(redis_url: str, tmp_
             # From its row to its details, and there the way back.
             os.write(ours, b"\n")
             await asyncio.to_thread(read_until, ours, b"model_name    m")
-            os.write(ours, b"u")
+            os.write(ours, b"uy")  # keys that come at once are no less heard
             await asyncio.to_thread(read_until, ours, b"resume engine-x, all of its ranks?")
-            os.write(ours, b"y")
             await asyncio.to_thread(read_until, ours, b"resume engine-x: done")
             async with live.client() as client:
                 assert (await client.get("/workers")).json()["publishers"][0]["weight"] == 1
@@ -261,14 +306,17 @@ def read_until(terminal: int, wanted: bytes) -> bytes:
 
 @pytest.mark.outside
 async def test_q_is_heard_while_the_service_hangs() -> None:
-    """The first answer comes, and no other one; the command would wait for 15 seconds."""
-    first = b'{"publishers":[],"workers":[],"unreadable":[],"discovery":null}'
+    """The first answers come, and no other one; the command would wait for 15 seconds."""
+    answers = {
+        b"200 OK": b'{"publishers":[],"workers":[],"unreadable":[],"discovery":null}',
+        b"503 Service Unavailable": b'{"error":"Redis does not answer"}',
+    }
     hangs = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(first)
-        writer.write(head + first)
+        for status, body in answers.items():
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
         await reader.readuntil(b"\r\n\r\n")
         hangs.set()
         await reader.read()
@@ -287,11 +335,12 @@ async def test_q_is_heard_while_the_service_hangs() -> None:
     os.close(theirs)
     try:
         await asyncio.to_thread(read_until, ours, b"0 streams")
+        await asyncio.to_thread(read_until, ours, b"Redis does not answer (503); trying again")
         async with within(20):
             await hangs.wait()
         os.write(ours, b"q")
         drawn = await asyncio.to_thread(read_until, ours, b"\x1b[?1049l")
-        assert b"trying again" not in drawn, "it has not waited until the request was given up"
+        assert b"no Waymark answers" not in drawn, "it has not waited until the request was given up"
         async with within(20):
             assert await process.wait() == 0
     finally:

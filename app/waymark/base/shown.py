@@ -32,6 +32,13 @@ def shown(value: object) -> str:
     return repr(value) if isinstance(value, float) else kind(value)
 
 
+def printable(text: str) -> str:
+    """Return a text with a replacement for each character that a terminal obeys."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
+
+
 def shown_url(text: str) -> str:
     """Return a refused URL as ``shown`` does, without the parts that may be secret: user, query and fragment."""
     # A password may contain any character, so everything before the last @ is left out.

@@ -7,6 +7,7 @@ other module is a command, or several.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from waymark.base.errors import (
     StoreUnavailable,
     WaymarkError,
 )
+from waymark.base.shown import printable, shown
 from waymark.cli import completion
 from waymark.cli.parser import (
     COMMANDS,
@@ -60,17 +62,28 @@ _CODES: dict[type[WaymarkError], int] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
+    _complete_streams()
+    code = EXIT_OK
     try:
         try:
-            return _run(words)
+            code = _run(words)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
         # `| head`: the rest of the buffer cannot be written, and the interpreter would complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    return code
+
+
+def _complete_streams() -> None:
+    """Open the standard streams that were closed, and let the output show what its encoding does not have."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(words: Sequence[str]) -> int:
@@ -80,6 +93,10 @@ def _run(words: Sequence[str]) -> int:
         parser_of("").print_help()
         return EXIT_OK
     command = words[0]
+    for word in words:
+        if any("\ud800" <= char <= "\udfff" for char in word):
+            print(f"waymark: the argument {shown(word)} is not UTF-8", file=sys.stderr)
+            return EXIT_USAGE
     if command == "bench":  # all its words, options too, are the benchmarks' own
         return int(COMMANDS[command].load().run_words(words[1:]))
     try:
@@ -93,5 +110,6 @@ def _run(words: Sequence[str]) -> int:
         print(f"waymark {command}: {package} is not installed; pip install 'waymark[{extra}]'", file=sys.stderr)
         return EXIT_USAGE
     except WaymarkError as exc:
-        print(f"waymark {command}: {exc}", file=sys.stderr)
+        text = "\n".join(map(printable, str(exc).split("\n")))
+        print(f"waymark {command}: {text}", file=sys.stderr)
         return next((code for kind, code in _CODES.items() if isinstance(exc, kind)), EXIT_USAGE)

@@ -53,7 +53,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from waymark.base import logs
-    from waymark.base.errors import SettingsError
+    from waymark.base.errors import InvalidValue, SettingsError
     from waymark.cli import loop
 
     settings = loop.settings_with({"redis_url": arguments.redis_url})
@@ -66,11 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return EXIT_USAGE
-    if arguments.command != "reset" and settings.redis_url == "memory://":
+    if settings.redis_url == "memory://":
         raise SettingsError(
             "WAYMARK_REDIS_URL is memory://, an emulated Redis inside another process; give the URL of a real one "
             "(--redis-url redis://host:6379/0)"
         )
+    if arguments.command == "export" and (arguments.file.is_dir() or not arguments.file.name):
+        raise InvalidValue(f"{arguments.file} is a directory; give the name of a file")
     work: Callable[[argparse.Namespace, Settings], Coroutine[Any, Any, str]]
     work = {"export": _export, "import": _import, "reset": _reset}[arguments.command]
     print(loop.run(work(arguments, settings)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from waymark.base.errors import InvalidValue
+from waymark.base.errors import InvalidValue, ServiceUnreachable
 from waymark.client import AsyncClient, Publisher, Refused, Registered, StreamStatus, Unavailable, Workers
 
 if TYPE_CHECKING:
@@ -53,10 +54,8 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
     """Yield lines to print: the engine, then the state of each of its streams. Raise NotRegistered if that fails."""
     options = {name: value for name in _FIELDS if (value := getattr(arguments, name)) is not None}
     async with _client(arguments) as waymark:
-        try:
+        with _sentences():
             engine = await waymark.register_url(arguments.engine, **options)
-        except (Refused, Unavailable) as error:
-            raise NotRegistered(str(error)) from None
         adapters = f", adapters {', '.join(engine.adapters)}" if engine.adapters else ""
         yield PrintedLine(
             f"{engine.instance_id}: {engine.type}, model {engine.model}, {engine.block_size} tokens a block{adapters}",
@@ -65,7 +64,8 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
         )
         for warning in engine.warnings:
             yield PrintedLine(f"warning: {warning}", {"warning": warning})
-        publishers, has_workers = await _settled(waymark, engine, arguments)
+        with _sentences(f"{engine.instance_id} is registered, but the state of its streams is not known: "):
+            publishers, has_workers = await _settled(waymark, engine, arguments)
         for each in publishers:
             endpoint = engine.endpoints[each.dp_rank]
             yield PrintedLine(
@@ -115,16 +115,30 @@ async def unregister(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine
         place = rest.partition("/")[0]
         name = place if ":" in place.rpartition("]")[2] else f"{place}:{443 if scheme == 'https' else 80}"
     async with _client(arguments) as waymark:
-        try:
+        with _sentences():
             removed = await waymark.unregister(name, tenant_id=arguments.tenant_id, dp_rank=arguments.dp_rank)
-        except (Refused, Unavailable) as error:
-            raise NotRegistered(str(error)) from None
     for registration in removed:
         yield PrintedLine(f"unregistered {registration}", {"unregistered": registration})
 
 
+@contextmanager
+def _sentences(beginning: str = "") -> Iterator[None]:
+    """Raise NotRegistered with the sentence of a call that fails, or ServiceUnreachable if no Waymark answers."""
+    try:
+        yield
+    except Refused as error:
+        raise NotRegistered(f"{beginning}{error}") from None
+    except Unavailable as error:
+        # An answer that is an error has no cause.
+        kind = NotRegistered if beginning or error.__cause__ is None else ServiceUnreachable
+        raise kind(f"{beginning}{error}") from None
+
+
 def _client(arguments: argparse.Namespace) -> AsyncClient:
-    return AsyncClient(arguments.url, api_token=arguments.api_token, timeout=15.0, trust_env=False)
+    try:
+        return AsyncClient(arguments.url, api_token=arguments.api_token, timeout=15.0, trust_env=False)
+    except ValueError as error:  # of the URL, or of the token
+        raise InvalidValue(str(error)) from None
 
 
 async def _workers(waymark: AsyncClient) -> Workers:

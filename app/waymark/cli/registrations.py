@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from waymark.base.shown import printable
 from waymark.cli.parser import EXIT_FAILED, EXIT_OK
-from waymark.console.arguments import add_service, settle
+from waymark.console.arguments import add_service, settle, wait_seconds_of
 
 #: Fields of ``POST /register`` with a flag.
 _FIELDS = {
@@ -52,12 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     async def show() -> None:
         async for line in lines(arguments):
-            print(line.as_json() if arguments.json else line, flush=True)
+            print(line.as_json() if arguments.json else printable(str(line)), flush=True)
 
     try:
         asyncio.run(show())
     except registering.NotRegistered as exc:
-        print(f"waymark {arguments.command}: {exc}", file=sys.stderr)
+        print(f"waymark {arguments.command}: {printable(str(exc))}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_OK
 
@@ -69,7 +70,7 @@ def _add_register(parser: argparse.ArgumentParser) -> None:
         kind = int if name in _NUMBERS else str
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=sentence)
     parser.add_argument(
-        "--wait-seconds", type=float, default=10.0, help="how long to wait for the streams of the engine (10)"
+        "--wait-seconds", type=wait_seconds_of, default=10.0, help="how long to wait for the streams of the engine (10)"
     )
 
 

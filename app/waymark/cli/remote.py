@@ -9,8 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from waymark.base.shape import plain
+from waymark.base.shown import printable
 from waymark.cli.parser import EXIT_FAILED, EXIT_OK
-from waymark.console.arguments import PUBLISHER_STATUSES, add_prompt, add_service, add_watch, settle
+from waymark.console.arguments import (
+    PUBLISHER_STATUSES,
+    add_prompt,
+    add_service,
+    add_watch,
+    seconds_of,
+    settle,
+    wait_seconds_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -127,7 +136,7 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
         case "drain":
             _add_drain_flags(parser)
         case "top":
-            parser.add_argument("--seconds", type=float, default=2.0, help="seconds between two updates (2)")
+            parser.add_argument("--seconds", type=seconds_of, default=2.0, help="seconds between two updates (2)")
         case "events":
             parser.add_argument("-f", "--follow", action="store_true", help="go on with each further event")
         case "books":
@@ -159,7 +168,9 @@ def _add_drain_flags(parser: argparse.ArgumentParser) -> None:
         "--cheapest", type=int, metavar="N", help="instead of NAME: so many engines with the least to lose"
     )
     parser.add_argument("--model", help="with --cheapest: the model of the engines")
-    parser.add_argument("--wait-seconds", type=float, default=120.0, help="how long to wait for requests (120)")
+    parser.add_argument(
+        "--wait-seconds", type=wait_seconds_of, default=120.0, help="how long to wait for requests (120)"
+    )
     parser.add_argument("--unregister", action="store_true", help="unregister the engine when it has no requests")
     parser.add_argument("--resume", action="store_true", help="send the engine requests again")
     parser.add_argument(
@@ -239,18 +250,26 @@ def _watch(
     import asyncio
     import signal
 
-    from waymark.base.errors import ServiceUnreachable, StoreUnavailable
+    from waymark.base.errors import WaymarkError
     from waymark.console.screen import text
+    from waymark.console.service import may_pass
 
     async def draw() -> Sequence[ScreenPart]:
         try:
             return parts(await asyncio.to_thread(command, service, arguments))
-        except (ServiceUnreachable, StoreUnavailable) as error:
+        except WaymarkError as error:
+            if not may_pass(error):
+                raise
             return [text(str(error), "bold red")]
 
     async def lines() -> None:
         while True:
-            screen.write(json.dumps(plain(await asyncio.to_thread(command, service, arguments))))
+            try:
+                screen.write(json.dumps(plain(await asyncio.to_thread(command, service, arguments))))
+            except WaymarkError as error:
+                if not may_pass(error):
+                    raise
+                print(f"waymark {arguments.command}: {printable(str(error))}", file=sys.stderr, flush=True)
             await asyncio.sleep(arguments.watch)
 
     command(service, arguments)  # without a service, or with a refusal, it ends at once
@@ -260,12 +279,12 @@ def _watch(
 
 
 def _events(service: RemoteService, arguments: argparse.Namespace, screen: Screen) -> int:
-    from waymark.base.errors import ServiceUnreachable
+    from waymark.base.errors import WaymarkError
     from waymark.console.events import follow, line, newest
 
     for event in follow(service) if arguments.follow else newest(service):
-        if isinstance(event, ServiceUnreachable):
-            print(f"waymark events: {event}; trying again", file=sys.stderr, flush=True)
+        if isinstance(event, WaymarkError):
+            print(f"waymark events: {printable(str(event))}; trying again", file=sys.stderr, flush=True)
         elif arguments.tenant_id not in (None, event.content.get("tenant_id")):
             continue
         elif arguments.json:
@@ -281,7 +300,7 @@ def _repair(service: RemoteService, arguments: argparse.Namespace) -> int:
     answer = repair(service, arguments)
     if arguments.json:
         print(json.dumps(plain(answer)))
-    for name in () if arguments.json else answer.asked_instances:
+    for name in () if arguments.json else map(printable, answer.asked_instances):
         print(f"{name}: its worker asks for a snapshot, or for all batches; 'waymark publishers' shows the stream")
     return EXIT_OK
 
@@ -320,12 +339,12 @@ def _drained(
     def say(name: str, line: str) -> None:
         messages_of[name].append(line)
         if not arguments.json:
-            print(line, flush=True)
+            print(printable(line), flush=True)
 
     is_done = False
-    for reason in () if arguments.json else reasons.values():
-        print(reason, flush=True)
     try:
+        for reason in () if arguments.json else reasons.values():
+            print(printable(reason), flush=True)
         for name, line in lines:
             say(name, line)
         is_done = True
@@ -339,12 +358,14 @@ def _drained(
                 say(name, line)
         raise
     except NotDrained as exc:
-        print(f"waymark drain: {exc}", file=sys.stderr)
+        print(f"waymark drain: {printable(str(exc))}", file=sys.stderr)
         return EXIT_FAILED
+    except BrokenPipeError:
+        return EXIT_FAILED  # without a reader it ends here, and the engine may have requests
     finally:
         if arguments.json and any(messages_of.values()):  # one document, when the output is complete
             document = {"done": is_done} | _drained_engines(messages_of, reasons, arguments.model)
-            print(json.dumps(document), flush=True)
+            print(json.dumps(document))
     return EXIT_OK
 
 

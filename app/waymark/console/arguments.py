@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 def add_watch(parser: argparse.ArgumentParser) -> None:
     """Add the flag of a command that draws again and again."""
     parser.add_argument(
-        "--watch", nargs="?", type=_seconds, const=2.0, metavar="SECONDS",
+        "--watch", nargs="?", type=seconds_of, const=2.0, metavar="SECONDS",
         help="update every SECONDS (2), until Ctrl-C",
     )  # fmt: skip
 
@@ -204,11 +205,17 @@ def _add_space(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _seconds(word: str) -> float:
+def seconds_of(word: str, least: float = 0.1, most: float = 3600.0) -> float:
+    """Return the number of seconds that a flag has. Raise ``ArgumentTypeError``."""
     try:
         seconds = float(word)
     except ValueError:
-        seconds = 0.0
-    if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{shown(word)} is not a number of seconds from 0.1 to 3600")
+        seconds = math.nan
+    if not least <= seconds <= most:
+        raise argparse.ArgumentTypeError(f"{shown(word)} is not a number of seconds from {least:g} to {most:g}")
     return seconds
+
+
+def wait_seconds_of(word: str) -> float:
+    """Return for how many seconds a command waits, at most a week."""
+    return seconds_of(word, 0.0, 604_800.0)

@@ -14,12 +14,14 @@ from typing import Any
 from urllib.parse import urlencode
 
 from waymark.base.errors import InvalidValue
+from waymark.base.shape import plain
 from waymark.base.shown import several, shown
 from waymark.client.answers import DEGRADED
 from waymark.console.prompts import fields_of, prompt_of
 from waymark.console.publishers import UNUSABLE, drain_of, is_target
 from waymark.console.screen import Grid, ScreenPart, joined, text
 from waymark.console.service import RemoteService
+from waymark.contract.decisions import ScoreAnswer, SelectAnswer
 from waymark.contract.results import BookOfMinute, BookOfTarget, BookRow, BooksAnswer, PoliciesAnswer
 
 # ---- waymark select --------------------------------------------------------------------------------
@@ -29,9 +31,10 @@ def select(service: RemoteService, arguments: argparse.Namespace) -> dict[str, A
     """Return the answers of ``/select`` and ``/score``; only ``--reserve`` makes a reservation."""
     group, prompt = prompt_of(service, arguments)
     body = group | fields_of(arguments) | prompt | {"policy": arguments.policy}
-    scores = service.post("/score", body | {"explain": True})
+    scores = plain(service.post_for(ScoreAnswer, "/score", body | {"explain": True}))
     other_engines = _others(service, group, scores["scores"])
-    selected = service.post("/select", body | {"reserve": arguments.reserve})  # last: a reservation must be shown
+    # Last: a reservation must be shown.
+    selected = plain(service.post_for(SelectAnswer, "/select", body | {"reserve": arguments.reserve}))
     answers = {"selected": selected, "scores": scores["scores"], "total_tokens": scores["total_tokens"]}
     return answers | {"not_considered": other_engines}
 
@@ -255,4 +258,7 @@ def draw(answer: dict[str, Any], path: str) -> None:
     axes.set_ylabel("prompt tokens a minute")
     axes.legend()
     figure.autofmt_xdate()
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as exc:  # or an ending that matplotlib does not know
+        raise InvalidValue(f"--plot: {shown(path)} cannot be written: {exc}") from None

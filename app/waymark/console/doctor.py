@@ -9,14 +9,14 @@ import socket
 import time
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from waymark import __version__
 from waymark.base.errors import ServiceRefused, ServiceUnreachable
 from waymark.base.shown import shown
 from waymark.console.publishers import UNUSABLE, drain_of
 from waymark.console.screen import ScreenPart, counted, joined, text
-from waymark.console.service import RemoteService
+from waymark.console.service import RemoteService, object_of
 from waymark.contract.publishers import Publisher, WorkersAnswer
 from waymark.domain.status import StreamStatus
 
@@ -85,10 +85,10 @@ def _clock_and_health(service: RemoteService) -> Iterator[Finding]:
         yield Finding("failed", "Waymark", f"/health was answered with {answer.status_code}; look into its log")
     else:
         yield Finding("ok", "Waymark", f"answers at {service.url}")
-    date = answer.headers.get("date")
-    if date is None:
+    try:
+        apart = parsedate_to_datetime(answer.headers["date"]).timestamp() - here
+    except (KeyError, ValueError):  # there is no date, or no valid one
         return
-    apart = parsedate_to_datetime(date).timestamp() - here
     if abs(apart) > _CLOCK_SECONDS:
         direction = "ahead of" if apart > 0 else "behind"
         sentence = f"its clock is {abs(apart):.0f} s {direction} this machine's, so lags are wrong; run NTP on both"
@@ -99,23 +99,22 @@ def _clock_and_health(service: RemoteService) -> Iterator[Finding]:
 
 def _readiness(service: RemoteService) -> Iterator[Finding]:
     answer = service.answer("GET", "/ready")
-    content: dict[str, Any] = answer.json()
-    if not answer.is_success:
-        yield Finding(
-            "failed", "Redis and readiness", f"{content.get('error')}; docs/troubleshooting.md has the remedies"
-        )
+    content = object_of(answer)
+    if content.get("status") != "ready":
+        reason = content.get("error") or f"/ready was answered with {answer.status_code}"
+        yield Finding("failed", "Redis and readiness", f"{reason}; docs/troubleshooting.md has the remedies")
         return
     answers = content.get("answers_redis")
     purpose = "" if answers is None else f"; the response cache and stored responses are for {answers}"
     yield Finding("ok", "Redis and readiness", f"Redis answers, and the replica is ready{purpose}")
-    for warning in content.get("warnings", []):
+    for warning in content.get("warnings") or ():
         yield Finding("warning", "Redis and readiness", warning)
 
 
 def _version(service: RemoteService) -> Finding:
     try:
         theirs = service.get("/openapi.json")["info"]["version"]
-    except (ServiceRefused, ServiceUnreachable) as error:
+    except (ServiceRefused, ServiceUnreachable, LookupError, TypeError) as error:
         # A busy replica may take long to make the document at its first request.
         return Finding("warning", "versions", f"that of Waymark is not known: {error}")
     if theirs != __version__:
@@ -168,9 +167,9 @@ def _ports(view: WorkersAnswer) -> Iterator[Finding]:
         tried += 1
         try:
             socket.create_connection((match[1].strip("[]"), int(match[2])), _CONNECT_SECONDS).close()
-        except OSError as exc:
+        except (OSError, ValueError) as exc:  # or a name that no host can have
             closed += 1
-            reason = exc.strerror or str(exc)
+            reason = getattr(exc, "strerror", None) or str(exc)
             sentence = (
                 f"{publisher.endpoint} cannot be opened from this machine: {reason.lower()}; start the engine, "
                 "check the port of its --kv-events-config, or open the network between them"

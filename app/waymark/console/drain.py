@@ -17,7 +17,7 @@ from waymark.base.errors import InvalidValue, NotFound, WaymarkError
 from waymark.base.shown import several, shown
 from waymark.console.publishers import drain_of
 from waymark.console.screen import Grid, ScreenPart, text
-from waymark.console.service import RemoteService
+from waymark.console.service import RemoteService, may_pass
 from waymark.contract.publishers import Publisher, UnregisterAnswer, WeightAnswer
 from waymark.contract.results import PlacementAnswer, ValuedTarget
 
@@ -173,17 +173,17 @@ def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str
         return
     service.post("/weight", engine | {"weight": 0})
     yield f"{name} gets no new requests"
-    deadline, reported = time.monotonic() + arguments.wait_seconds, 0
-    while requests := _requests(_ranks(service, name, tenant)):
+    deadline, reported = time.monotonic() + arguments.wait_seconds, ""
+    while requests := _under_way(service, name, tenant):
         seconds_left = deadline - time.monotonic()
         if seconds_left < 0:
             raise NotDrained(
-                f"{name} has {several(requests, 'request')} under way after {arguments.wait_seconds:g} s. "
+                f"{name} has {requests} after {arguments.wait_seconds:g} s. "
                 f"It gets no new ones; run the command again to wait on, or {_resume(arguments)}"
             )
         if requests != reported:
             reported = requests
-            yield f"{several(requests, 'request')} under way, {seconds_left:.0f} s left"
+            yield f"{requests}, {seconds_left:.0f} s left"
         time.sleep(_PAUSE_SECONDS)
     yield f"{name} is drained: it has no request under way"
     if arguments.unregister:
@@ -197,17 +197,21 @@ def drain_all(
     """Drain these targets of ``/placement``: first all new requests to them end, and then each is waited for.
 
     Yield the name of an engine and a line to print. If one cannot be drained, all get requests again: it raises
-    ``ServiceRefused``. It raises ``NotDrained`` at the end if requests are still under way.
+    ``ServiceRefused``, or ``NotDrained`` if that fails, too. It raises ``NotDrained`` at the end if requests are still
+    under way.
     """
     weighed: list[dict[str, Any]] = []
     try:
         for target in targets:
             engine = {"instance_id": target.instance_id, "tenant_id": target.tenant_id}
-            service.post("/weight", engine | {"weight": 0})
             weighed.append(engine | {"weight": target.weight})
-    except WaymarkError:
-        for engine in weighed:
-            service.post("/weight", engine)
+            service.post("/weight", engine | {"weight": 0})
+    except WaymarkError as error:
+        if not may_pass(error):
+            weighed.pop()  # a refusal changes nothing; an answer that is lost may have
+        lost = [engine["instance_id"] for engine in weighed if not _is_restored(service, engine)]
+        if lost:
+            raise NotDrained(f"{error}; whether {', '.join(lost)} get new requests is not known") from error
         raise
     problems: list[str] = []
     for target in targets:
@@ -220,6 +224,15 @@ def drain_all(
             problems.append(str(error))
     if problems:
         raise NotDrained("; ".join(problems))
+
+
+def _is_restored(service: RemoteService, engine: dict[str, Any]) -> bool:
+    """Give an engine its weight again. Return whether that succeeded."""
+    try:
+        service.post("/weight", engine)
+    except WaymarkError:
+        return False
+    return True
 
 
 def left_as(service: RemoteService, arguments: argparse.Namespace) -> str:
@@ -235,6 +248,17 @@ def _resume(arguments: argparse.Namespace) -> str:
     tenant = ("--tenant-id", arguments.tenant_id) if arguments.tenant_id else ()
     words = shlex.join(["waymark", "drain", arguments.engine, "--resume", *tenant])
     return f"'{words}' gives it requests again"
+
+
+def _under_way(service: RemoteService, name: str, tenant: str) -> str:
+    """Return the requests of an engine in words; empty if it has none. A replica may be away for a while."""
+    try:
+        requests = _requests(_ranks(service, name, tenant))
+    except WaymarkError as error:
+        if not may_pass(error):
+            raise
+        return f"requests that cannot be counted ({error})"
+    return f"{several(requests, 'request')} under way" if requests else ""
 
 
 def _requests(ranks: list[Publisher]) -> int:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from waymark.base.errors import ServiceUnreachable
+from waymark.base.errors import ServiceUnreachable, WaymarkError
 from waymark.base.event_streams import EventStreamParser
 from waymark.console.screen import ScreenPart, joined, text
-from waymark.console.service import RemoteService
+from waymark.console.service import RemoteService, may_pass
 
 #: Between the end of a connection and the next one.
 _PAUSE_SECONDS = 1.0
@@ -33,7 +33,7 @@ def newest(service: RemoteService) -> Iterator[ActivityEvent]:
     return _read(service, "/activity?follow=false", "")
 
 
-def follow(service: RemoteService) -> Iterator[ActivityEvent | ServiceUnreachable]:
+def follow(service: RemoteService) -> Iterator[ActivityEvent | WaymarkError]:
     """Yield the last events, and each further one when it happens; for a lost connection, its error once.
 
     The first connection must succeed.
@@ -45,8 +45,8 @@ def follow(service: RemoteService) -> Iterator[ActivityEvent | ServiceUnreachabl
                 last, is_reached = event.id, True
                 yield event
             is_reached = True
-        except ServiceUnreachable as error:
-            if not last and not is_reached:
+        except WaymarkError as error:
+            if not may_pass(error) or not (last or is_reached):
                 raise
             if is_reached:
                 yield error
@@ -61,9 +61,18 @@ def _read(service: RemoteService, path: str, last: str) -> Iterator[ActivityEven
         with service.pieces(path, {"Last-Event-ID": last} if last else {}) as pieces:
             for piece in pieces:
                 for event in parser.feed(piece):
-                    yield ActivityEvent(event.last_event_id, json.loads(event.data))
-    except ValueError as error:
+                    yield ActivityEvent(event.last_event_id, _content(event.data))
+    except (ValueError, RecursionError) as error:
         raise ServiceUnreachable(f"what answers at {service.url} is no Waymark: of its activity, {error}") from None
+
+
+def _content(data: str) -> dict[str, Any]:
+    """Read an event. Raise ``ValueError`` if it does not say when and what."""
+    content = json.loads(data)
+    match content:
+        case {"at": int() | float(), "kind": str()}:
+            return dict(content)
+    raise ValueError("an event has no time or no kind")
 
 
 def line(content: dict[str, Any]) -> ScreenPart:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.base.shown import shown
+from waymark.contract.publishers import ServicesAnswer
 from waymark.domain.names import U32_MAX, U64_MASK
 
 if TYPE_CHECKING:
@@ -30,10 +31,8 @@ def group_of(service: RemoteService, model: str | None, tenant: str | None) -> d
     """Return the model, or without one the only registered one, and the tenant."""
     if model is not None:
         return {"model": model, "tenant_id": tenant}
-    services = service.get("/services")["services"]
-    models = sorted(
-        {registered["ModelName"] for registered in services if registered["TenantID"] == (tenant or "default")}
-    )
+    services = service.get_for(ServicesAnswer, "/services").services
+    models = sorted({registered.ModelName for registered in services if registered.TenantID == (tenant or "default")})
     if not models:
         raise NotFound(
             f"no engine is registered for tenant {shown(tenant or 'default')}; register one, or give --tenant-id"
@@ -53,7 +52,7 @@ def _prompt(arguments: argparse.Namespace) -> dict[str, Any]:
         return {"token_ids": read_tokens(tokens, option="--tokens-file")}
     if arguments.file is not None:
         return {"prompt": _read(arguments.file, "--file")}
-    return {"prompt": sys.stdin.read() if arguments.text == _FROM_INPUT else arguments.text}
+    return {"prompt": _input("--text") if arguments.text == _FROM_INPUT else arguments.text}
 
 
 def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -63,16 +62,24 @@ def fields_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _read(path: str, flag: str) -> str:
     try:
-        return sys.stdin.read() if path == _FROM_INPUT else Path(path).read_text(encoding="utf-8")
+        return _input(flag) if path == _FROM_INPUT else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise InvalidValue(f"{flag}: {path} cannot be read: {exc}") from None
+
+
+def _input(flag: str, stdin: TextIO | None = None) -> str:
+    """Read standard input. Raise ``InvalidValue`` if it is no text."""
+    try:
+        return (stdin or sys.stdin).read()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidValue(f"{flag}: standard input cannot be read: {exc}") from None
 
 
 def _messages(text: str) -> dict[str, Any]:
     """Read the messages of a file: their list, or the body of a chat request, which may name its model."""
     try:
         content = json.loads(text)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise InvalidValue(f"--messages: the file has no JSON: {exc}") from None
     if isinstance(content, list):
         return {"messages": content}
@@ -95,7 +102,7 @@ _DECIMAL = re.compile(r"-?[0-9]{1,20}", re.ASCII)
 
 def read_tokens(text: str, *, option: str, stdin: TextIO | None = None) -> list[int]:
     """Read token ids and ranges between blanks, commas or brackets, from standard input for ``-``."""
-    words = _words((stdin or sys.stdin).read() if text == "-" else text)
+    words = _words(_input(option, stdin) if text == _FROM_INPUT else text)
     token_ids: list[int] = []
     for place, word in enumerate(words):
         first, dash, last = word.partition("-")
@@ -118,24 +125,24 @@ def read_tokens(text: str, *, option: str, stdin: TextIO | None = None) -> list[
 
 def read_file(path: Path, *, option: str) -> str:
     """Return the contents of a file, or of standard input for ``-``."""
-    if str(path) == "-":
-        return "-"
+    if str(path) == _FROM_INPUT:
+        return _FROM_INPUT
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise InvalidValue(f"{option}: {path} cannot be read ({exc}); give a text file of token ids") from None
 
 
-def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO = sys.stdin) -> dict[str, Any]:
+def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO | None = None) -> dict[str, Any]:
     """Return the fields of a prompt: a text, or the messages of a chat request as JSON, a list or an object with
     ``messages``; ``-`` reads them from standard input.
     """
     if messages is None:
         content = text or ""
-        return {"prompt": stdin.read() if content == "-" else content}
+        return {"prompt": _input("--text", stdin) if content == _FROM_INPUT else content}
     try:
-        value = json.loads(stdin.read() if messages == "-" else messages)
-    except ValueError as error:
+        value = json.loads(_input("--messages", stdin) if messages == _FROM_INPUT else messages)
+    except (ValueError, RecursionError) as error:
         raise InvalidValue(f"--messages is not JSON: {error}; give a list of messages", field="--messages") from None
     chat = value if isinstance(value, dict) else {"messages": value}
     if not isinstance(chat.get("messages"), list):
@@ -150,9 +157,10 @@ def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO = sys.s
     }
 
 
-def read_hashes(text: str, *, option: str, stdin: TextIO = sys.stdin) -> tuple[int, ...]:
+def read_hashes(text: str, *, option: str, stdin: TextIO | None = None) -> tuple[int, ...]:
     """Read the seq_hashes of a prompt, each as ``read_hash`` takes it; ``-`` reads them from standard input."""
-    return tuple(read_hash(word, option=option) for word in _words(stdin.read() if text == "-" else text))
+    words = _words(_input(option, stdin) if text == _FROM_INPUT else text)
+    return tuple(read_hash(word, option=option) for word in words)
 
 
 def read_hash(word: str, *, option: str) -> int:

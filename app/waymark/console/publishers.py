@@ -21,7 +21,7 @@ from waymark.console.screen import (
     seconds_text,
     text,
 )
-from waymark.console.service import RemoteService
+from waymark.console.service import RemoteService, object_of
 from waymark.contract.publishers import Publisher, RepairAnswer
 from waymark.domain.status import StreamStatus
 
@@ -61,12 +61,7 @@ def repair(service: RemoteService, arguments: argparse.Namespace) -> RepairAnswe
 
 def warnings(service: RemoteService) -> list[str]:
     """Return the warnings of a replica: settings of its Redis, and tokenizers that cost more than necessary."""
-    answer = service.answer("GET", "/ready")
-    try:
-        content = answer.json()
-    except ValueError:
-        content = None
-    sentences: list[str] = content.get("warnings", []) if isinstance(content, dict) else []
+    sentences: list[str] = object_of(service.answer("GET", "/ready")).get("warnings") or []
     return sentences
 
 

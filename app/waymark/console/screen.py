@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text as Text
 
+from waymark.base.shown import printable
 from waymark.domain.media import order_of
 from waymark.domain.status import StreamStatus
 
@@ -116,7 +117,7 @@ class Screen:
 
 def text(value: object, style: str = "") -> Text:
     """Return a value that may come from a client, as one line of printable characters."""
-    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value)), style)
+    return Text(printable(str(value)), style)
 
 
 def joined(*pieces: Text | str, by: str = "") -> Text:

@@ -25,7 +25,7 @@ from waymark.base.shape import S, parse
 from waymark.base.shown import shown
 from waymark.client.answers import Matches, read_matches
 from waymark.client.bounded import BoundedClient
-from waymark.client.tries import reason_of, sentence_of
+from waymark.client.tries import UNREADABLE, authorization, is_url, reason_of, sentence_of
 from waymark.console.arguments import DEFAULT_URL
 from waymark.contract.publishers import WorkersAnswer
 
@@ -41,9 +41,14 @@ class RemoteService:
     def __init__(self, url: str, api_token: str | None = None, *, seconds: float = SECONDS) -> None:
         """Raise ``InvalidValue`` if ``url`` is not a URL."""
         self.url = url.rstrip("/")
-        if not _URL.fullmatch(self.url):
+        if not (_URL.fullmatch(self.url) and is_url(self.url)):
             raise InvalidValue(f"url is {shown(url)}; it must be a URL such as {DEFAULT_URL}", field="url")
-        headers = {} if api_token is None else {"Authorization": f"Bearer {api_token}"}
+        try:
+            headers = {} if api_token is None else authorization(api_token)
+        except ValueError as error:
+            raise InvalidValue(
+                f"{error}; give another one by --api-token or WAYMARK_API_TOKEN", field="token"
+            ) from None
         # A proxy of the environment is not asked: it may be one that only reaches the outside.
         self._http: httpx.Client = BoundedClient(timeout=seconds, headers=headers, trust_env=False)
 
@@ -77,15 +82,21 @@ class RemoteService:
         """Return the answer of ``/query``. Raise the errors of ``get``."""
         answer = self.answer("POST", "/query", _present(body))
         self._json(answer)
-        return read_matches(answer)
+        try:
+            return read_matches(answer)
+        except UNREADABLE as error:
+            raise self._other_release("/query", error) from None
 
     def _parsed(self, shape: type[S], content: Any, path: str) -> S:
         try:
             return parse(shape, content)
         except ValueError as error:
-            raise ServiceUnreachable(
-                f"what answers at {self.url} is no Waymark of this release: of {path}, {error}; update one of the two"
-            ) from None
+            raise self._other_release(path, error) from None
+
+    def _other_release(self, path: str, error: Exception) -> ServiceUnreachable:
+        return ServiceUnreachable(
+            f"what answers at {self.url} is no Waymark of this release: of {path}, {error}; update one of the two"
+        )
 
     @contextmanager
     def pieces(self, path: str, headers: dict[str, str]) -> Iterator[Iterator[bytes]]:
@@ -96,17 +107,21 @@ class RemoteService:
                     answer.read()
                     self._json(answer)
                 yield answer.iter_bytes()
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise self._unreachable(error) from None
 
     def answer(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         """Return the answer, whatever its status. Raise ``ServiceUnreachable`` if there is no answer."""
         try:
-            return self._http.request(method, self.url + path, json=body)
-        except httpx.TransportError as error:
+            request = self._http.build_request(method, self.url + path, json=body)
+        except (ValueError, RecursionError) as error:
+            raise InvalidValue(f"the request cannot be written as JSON: {error}") from None
+        try:
+            return self._http.send(request)
+        except httpx.RequestError as error:
             raise self._unreachable(error) from None
 
-    def _unreachable(self, error: httpx.TransportError) -> ServiceUnreachable:
+    def _unreachable(self, error: httpx.RequestError) -> ServiceUnreachable:
         reason, way_out = reason_of(error)
         remedy = f"; {way_out}" if way_out else ". Start it with 'waymark serve', or give the URL of one that runs"
         return ServiceUnreachable(f"no Waymark answers at {self.url}: {reason}{remedy} by --url or WAYMARK_URL")
@@ -114,7 +129,7 @@ class RemoteService:
     def _json(self, answer: httpx.Response) -> Any:
         try:
             content = answer.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ServiceUnreachable(
                 f"what answers at {self.url} is no Waymark: {answer.request.url.path} was answered with "
                 f"{answer.status_code} and no JSON; give another URL by --url or WAYMARK_URL"
@@ -128,6 +143,22 @@ class RemoteService:
 
     def _refusal(self, sentence: str, status: int) -> WaymarkError:
         return ServiceRefused(f"{sentence} ({status})", status)
+
+
+def may_pass(error: WaymarkError) -> bool:
+    """Return whether the same question may be answered a moment later."""
+    if isinstance(error, ServiceRefused):
+        return error.status >= 500
+    return isinstance(error, ServiceUnreachable | StoreUnavailable)
+
+
+def object_of(answer: httpx.Response) -> dict[str, Any]:
+    """Return the JSON object of an answer, whatever its status; an empty one if it has none."""
+    try:
+        content = answer.json()
+    except (ValueError, RecursionError):
+        content = None
+    return content if isinstance(content, dict) else {}
 
 
 def _present(body: dict[str, Any]) -> dict[str, Any]:

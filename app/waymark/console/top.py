@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 import termios
 import threading
 import time
 import tty
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -18,11 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from waymark.base.errors import ServiceRefused, ServiceUnreachable
+from waymark.base.errors import ServiceRefused, ServiceUnreachable, WaymarkError
 from waymark.base.shown import several
 from waymark.console.publishers import state
 from waymark.console.screen import STATUS_STYLES, Grid, Screen, ScreenPart, joined, seconds_text, text
-from waymark.console.service import RemoteService
+from waymark.console.service import RemoteService, may_pass
 from waymark.contract.publishers import Publisher, WorkersAnswer
 from waymark.domain.media import IN_EVERY_ANSWER
 
@@ -30,7 +32,7 @@ from waymark.domain.media import IN_EVERY_ANSWER
 _MEDIA = IN_EVERY_ANSWER
 _HELP = "q quit  s sort  r reverse  / filter  j k enter details  d drain  u resume  c why"
 _SPARE = (*reversed(_MEDIA[1:]), "LAST EVENT", "RANK", "COMPLAINT", _MEDIA[0], "STORED/S")
-_WORST = tuple(reversed(STATUS_STYLES))
+_WORST = {status: place for place, status in enumerate(reversed(STATUS_STYLES))}
 #: Lines of the screen besides publishers: an error, the head, the table's head, the help, and a spare one.
 _OTHER_LINES = 5
 #: A key of an order -> its word, and the weight of the engine afterwards.
@@ -50,7 +52,7 @@ SORTS: dict[str, Callable[[Publisher, float], Any]] = {
     "stored/s": lambda publisher, rate: rate,
     "requests": lambda publisher, rate: publisher.load.requests,
     "blocks": lambda publisher, rate: _blocks(publisher),
-    "status": lambda publisher, rate: -_WORST.index(publisher.status),
+    "status": lambda publisher, rate: -_WORST.get(publisher.status, -1),  # a later release may have further ones
     "last event": lambda publisher, rate: publisher.lag_seconds or 0.0,
 }
 
@@ -71,13 +73,15 @@ class TopView:
     """The place of the chosen engine among the rows."""
     is_details: bool = False
     """The chosen engine is shown alone."""
-    question: str = ""
-    """The key of an order, until it is confirmed."""
+    question: tuple[str, dict[str, Any]] | None = None
+    """An order, until it is confirmed."""
     order: tuple[str, dict[str, Any]] | None = None
     """A confirmed order, in words, and its body of ``POST /weight``; ``run`` sends it."""
     outcome: str = ""
     """How the last order ended."""
     is_over: bool = False
+    _chosen: tuple[str, str, int] | None = None
+    """The engine at the cursor, if a key has led there: the order changes with each look."""
     _visible: list[Publisher] = field(default_factory=list)
     _looks: int = 0
     _stored: dict[tuple[str, str, int], tuple[float, int]] = field(default_factory=dict)
@@ -106,8 +110,8 @@ class TopView:
             return
         if self.question:
             if key == "y":
-                self._confirm()
-            self.question = ""
+                self.order = self.question
+            self.question = None
             return
         self.outcome = ""
         match key:
@@ -115,15 +119,18 @@ class TopView:
                 self.is_over = True
             case "\r" | "\n":
                 self.is_details = not self.is_details
+                self._choose()
+            case "d" | "u" if self.order is not None:
+                self.outcome = f"{self.order[0]}: there is no answer yet"
             case "d" | "u" if self._visible and not self.is_complaints:
-                self.question = key
+                self.question = self._asked_order(key)
             case "s":
                 names = list(SORTS)
                 self.sort = names[(names.index(self.sort) + 1) % len(names)]
             case "r":
                 self.is_reversed = not self.is_reversed
             case "/":
-                self.is_typing, self.filter, self.first, self.cursor = True, "", 0, 0
+                self.is_typing, self.filter, self.first, self.cursor, self._chosen = True, "", 0, 0, None
             case "c":
                 self.is_complaints, self.first = not self.is_complaints, 0
             case "j" | "k":
@@ -132,12 +139,19 @@ class TopView:
                     self.first = max(0, self.first + step)
                 else:
                     self.cursor = max(0, min(self.cursor + step, len(self._visible) - 1))
+                    self._choose()
 
-    def _confirm(self) -> None:
-        word, weight = _ORDERS[self.question]
+    def _choose(self) -> None:
+        """Stay with the engine at the cursor. At the top of the table the cursor stays there."""
+        is_fixed = self._visible and (self.cursor or self.is_details)
+        self._chosen = _name(self._visible[self.cursor]) if is_fixed else None
+
+    def _asked_order(self, key: str) -> tuple[str, dict[str, Any]]:
+        """Return the order of a key for the engine at the cursor, as the screen shows it now."""
+        word, weight = _ORDERS[key]
         engine = self._visible[self.cursor]
         body = {"instance_id": engine.instance_id, "tenant_id": engine.tenant_id, "weight": weight}
-        self.order = f"{word} {engine.instance_id}", body
+        return f"{word} {engine.instance_id}", body
 
     def note_end(self, reply: Future[Any]) -> None:
         """Note how an order ended."""
@@ -146,7 +160,7 @@ class TopView:
         try:
             reply.result()
             self.outcome = f"{words}: done"
-        except (ServiceRefused, ServiceUnreachable) as error:
+        except WaymarkError as error:
             self.outcome = f"{words}: {error}"
 
     def rows(self, publishers: Sequence[Publisher]) -> list[Publisher]:
@@ -168,6 +182,12 @@ class TopView:
         """Return the screen, in at most ``lines`` lines."""
         rows = self._visible = [row for row in self.rows(answer.publishers) if row.complaint or not self.is_complaints]
         room = max(1, lines - _OTHER_LINES)
+        if self._chosen is not None and not self.is_complaints:
+            names = list(map(_name, rows))
+            if self._chosen in names:
+                self.cursor = names.index(self._chosen)
+            else:  # it is not registered any more
+                self._chosen, self.is_details = None, False
         self.cursor = max(0, min(self.cursor, len(rows) - 1))
         if not self.is_complaints:
             self.first = max(self.cursor - room + 1, min(self.first, self.cursor))
@@ -180,10 +200,7 @@ class TopView:
             "bold",
         )
         if self.question:
-            word, _ = _ORDERS[self.question]
-            head = text(
-                f"{word} {rows[self.cursor].instance_id}, all of its ranks? y: yes, any other key: no", "bold red"
-            )
+            head = text(f"{self.question[0]}, all of its ranks? y: yes, any other key: no", "bold red")
         elif self.outcome:
             head = text(self.outcome, "bold")
         columns = ("ENGINE", "RANK", "STATUS", "STORED/S", *_MEDIA, "REQUESTS", "LAST EVENT", "COMPLAINT")
@@ -249,7 +266,7 @@ def run(service: RemoteService, seconds: float, screen: Screen) -> None:
         return
     with _keys(), screen.live() as draw:
         due = time.monotonic() + seconds
-        trouble = ""
+        trouble, decoder = "", getincrementaldecoder("utf-8")("ignore")
         asked: Future[Any] | None = None
         order_reply: Future[Any] | None = None
         while not view.is_over:
@@ -258,7 +275,12 @@ def run(service: RemoteService, seconds: float, screen: Screen) -> None:
             is_waiting = asked is not None or order_reply is not None
             wait = _POLL_SECONDS if is_waiting else max(0.0, due - time.monotonic())
             if select.select([sys.stdin], [], [], wait)[0]:
-                view.key(sys.stdin.read(1))
+                # Past the buffer of Python, in which ``select`` would not see the next key.
+                typed = os.read(sys.stdin.fileno(), 1)
+                if not typed:
+                    return  # the terminal has gone
+                if key := decoder.decode(typed):
+                    view.key(key)
             elif asked is None and time.monotonic() >= due:
                 asked = _asked(service.workers)
             if view.order is not None and order_reply is None:
@@ -274,6 +296,10 @@ def run(service: RemoteService, seconds: float, screen: Screen) -> None:
                 view.saw(answer.publishers, time.monotonic())
             except ServiceUnreachable:
                 trouble = f"no Waymark answers at {service.url}; trying again"
+            except ServiceRefused as error:
+                if not may_pass(error):
+                    raise
+                trouble = f"{error}; trying again"
             asked = None
 
 

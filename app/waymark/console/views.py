@@ -8,6 +8,8 @@ from itertools import groupby
 
 from rich.text import Text
 
+from waymark.base.errors import InvalidValue
+from waymark.base.shown import shown
 from waymark.console.prompts import read_hash
 from waymark.console.screen import (
     STATUS_STYLES,
@@ -294,6 +296,8 @@ def _holdings(contents: HoldingsAnswer) -> Iterator[ScreenPart]:
 def of_namespace(arguments: argparse.Namespace) -> list[ScreenPart]:
     """Return the number of the namespace of the flags, and its effect on a block's key."""
     key = None if arguments.seq_hash is None else read_hash(arguments.seq_hash, option="--seq-hash")
+    if arguments.lora_id is not None and not 0 <= arguments.lora_id < 2**63:
+        raise InvalidValue(f"--lora-id is {shown(arguments.lora_id)}; it must be an integer of 0..{2**63 - 1}")
     ns = namespace(arguments.lora if arguments.lora_id is None else int(arguments.lora_id), arguments.salt)
     screen_parts: list[ScreenPart] = [joined("namespace ", text(f"{ns:016x}", "bold"), f", {ns} in decimal")]
     if not ns:

@@ -321,7 +321,7 @@ class ResponseCacheStats(AnswerShape):
     evictions: int | None = None
     """The number of answers that were removed to make room for others, by all gateways."""
     size_bytes: int | None = None
-    """The bytes of these answers."""
+    """The bytes of the answers."""
     config: ResponseCacheConfig | None = None
     """The configuration."""
     redis: ResponseCacheRedis | None = None

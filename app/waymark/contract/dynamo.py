@@ -71,7 +71,7 @@ class DynamoDeviceBlocks(AnswerShape):
     """The blocks of the unbroken prefix on the device."""
 
     scores: Sequence[RankBlocks]
-    """The number of these blocks, for each rank."""
+    """The number of blocks, for each rank."""
     frequencies: Sequence[int]
     """Always empty."""
 
@@ -81,7 +81,7 @@ class DynamoTierBlocks(AnswerShape):
     """The blocks that a tier adds to the unbroken prefix on the tiers above it."""
 
     hits: Sequence[RankBlocks]
-    """The number of these blocks, for each rank."""
+    """The number of blocks, for each rank."""
 
 
 #: The name of a tier below the device, and its blocks.

@@ -152,7 +152,7 @@ class PlacementAnswer(AnswerShape):
     models: Sequence[ValuedModel]
     """The models."""
     targets: Sequence[ValuedTarget]
-    """The engines of these models."""
+    """The engines of the models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class WarmPrefix(AnswerShape):
     before_tokens: int
     """The tokens before these blocks, which the engine has, or pulls by an earlier entry."""
     tokens: int
-    """The tokens of these blocks."""
+    """The tokens in the blocks."""
     uses: int
     """The number of kept decisions of the last hour that asked for these blocks."""
     engine_hashes: Sequence[int]

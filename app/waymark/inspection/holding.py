@@ -164,7 +164,13 @@ async def hold(
         line = HolderLine(holder, frozenset(positions.get(holder.id, ())), not_counted(table, holder, block_size))
         lines.setdefault((holder.scope == "shared", holder.instance_id), []).append(line)
     instances = [
-        InstanceLines(instance_id, is_pool, 0 if is_pool else rows[instance_id].longest, tuple(holder_lines))
+        # A holder whose publisher cannot be read belongs to no row.
+        InstanceLines(
+            instance_id,
+            is_pool,
+            0 if is_pool or instance_id not in rows else rows[instance_id].longest,
+            tuple(holder_lines),
+        )
         for (is_pool, instance_id), holder_lines in lines.items()
     ]
     instances.sort(key=lambda instance: (instance.is_pool, -instance.match, -instance.blocks, instance.instance_id))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from waymark.base.shown import printable
 from waymark.contract.inspections import KeysAnswer
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import HolderTable
@@ -99,7 +100,7 @@ async def every_key(inspector: Inspector, groups: Sequence[InspectedGroup], cli:
         if len(lines) > LINES_MAX:
             break
         table = await inspector.table(group) or HolderTable(b"", group.name, {}, {})
-        lines += [f"# {group.name.text}", *cli.group(group, table)]
+        lines += [f"# {printable(group.name.text)}", *cli.group(group, table)]
     return _bounded(cli, lines)
 
 
