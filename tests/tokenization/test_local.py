@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -159,19 +160,32 @@ async def test_a_new_turn_is_all_that_is_encoded(opened: Open) -> None:
 
 
 def test_the_memo_stays_below_its_bound_and_forgets_the_least_used() -> None:
-    memo = SegmentMemo(1000)
+    memo = SegmentMemo(1200)
     for number in range(3):
         memo.keep(bytes([number]) * 16, bytes(40))
     assert memo.find(bytes(16)) == bytes(40)
     memo.keep(bytes([3]) * 16, bytes(40))
-    assert memo.bytes <= 1000
+    assert memo.bytes <= 1200
     assert memo.find(bytes(16)) is not None
     assert memo.find(bytes([1]) * 16) is None
-    memo.keep(b"large", bytes(1000))
+    memo.keep(b"large", bytes(1200))
     assert memo.find(b"large") is None
     nothing = SegmentMemo(0)
     nothing.keep(b"any", b"1234")
     assert (nothing.find(b"any"), nothing.bytes) == (None, 0)
+
+
+@pytest.mark.parametrize("ids_bytes", [60, 600])
+def test_the_memo_takes_no_more_memory_than_its_bound(ids_bytes: int) -> None:
+    bound = 2**20
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    memo = SegmentMemo(bound)
+    for number in range(bound // ids_bytes):
+        memo.keep(number.to_bytes(16, "little"), number.to_bytes(ids_bytes, "little"))
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert 0.5 * bound < taken <= bound
 
 
 def test_keys_of_two_tokenizers_differ() -> None:

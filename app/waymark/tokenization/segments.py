@@ -17,8 +17,8 @@ from xxhash import xxh3_128_digest
 
 from waymark.base.bounded_cache import BoundedCache
 
-#: The approximate memory of an entry beside its ids: two objects, and its place in the table.
-_ENTRY_BYTES = 250
+#: The most memory that an entry takes beside its ids: key, tuple, sizes, and its share of a table that has just grown.
+_ENTRY_BYTES = 350
 #: Characters of one search. A search holds the GIL.
 _WINDOW = 2**16
 #: Characters of an added token, and steps of a search at each character. Those of models have less than half as many. A
