@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.conftest import wait_until
 from tests.listening import listening, port_of
 from tests.patience import within
 from waymark.client import AsyncClient, Client, ModelNotFound, Refused, tries
@@ -153,6 +154,25 @@ async def test_a_client_of_a_loop_that_has_ended_is_used_in_the_next_one() -> No
             warnings.simplefilter("ignore", ResourceWarning)  # the connections of the first loop
             assert await asyncio.to_thread(ask_twice, f"http://127.0.0.1:{port_of(server)}") == [[], []]
             gc.collect()
+
+
+async def test_the_first_error_of_several_queries_ends_the_others() -> None:
+    ended: list[bytes] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if b"first" in request.content:
+            return httpx.Response(400, json={"error": "no"})
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(request.content)
+        raise AssertionError
+
+    async with AsyncClient("http://a", transport=httpx.MockTransport(answer)) as waymark:
+        prompts: Any = [[2], [3], ["first"]]
+        with pytest.raises(Refused, match="no"):
+            await waymark.query_many("m", prompts)
+        await wait_until(lambda: len(ended) == 2, "the other queries have ended")
 
 
 async def test_a_closed_client_stays_closed() -> None:

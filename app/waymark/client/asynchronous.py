@@ -92,8 +92,13 @@ class AsyncClient:
         block_size: int | None = None,
         **options: Unpack[QueryKeywords],
     ) -> list[Matches]:
-        """Call ``query`` for each of several prompts of token ids, at the same time."""
-        return await asyncio.gather(*(self.query(model, prompt, block_size, **options) for prompt in prompts))
+        """Call ``query`` for each of several prompts of token ids, at the same time. The first error ends all calls."""
+        asked = [asyncio.ensure_future(self.query(model, prompt, block_size, **options)) for prompt in prompts]
+        try:
+            return await asyncio.gather(*asked)
+        finally:
+            for call in asked:
+                call.cancel()
 
     def select(
         self,
