@@ -14,6 +14,8 @@ import pytest
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Event, Removed, Stored, StoredReference, StoredWindow
 from waymark.domain.slices import finish
+from waymark.engines import decoder
+from waymark.engines.batches import PART_HASHES
 from waymark.engines.long import WINDOW_BYTES
 from waymark.engines.sglang import read_records
 from waymark.engines.wire import Rejected
@@ -54,6 +56,13 @@ def as_map(**fields: object) -> dict[str, object]:
 def test_shapes_of_a_store(one: Callable[..., Event], event: object, told: dict[str, object]) -> None:
     plain: dict[str, object] = {"parent": None, "tokens": TOKENS, "block_size": 2, "medium": "GPU"}
     assert one(event, SGLANG) == Stored(engine_hashes=(2**64 - 11, 12), **(plain | told))  # type: ignore[arg-type]
+
+
+def test_the_components_of_a_long_list_are_those_of_all_its_parts() -> None:
+    """Else blocks of a state would count as blocks of full attention."""
+    event = ["BlockStored", [*range(1, 2 * PART_HASHES)], None, [], 1, None, "GPU", None, ["mamba"]]
+    batch = decoder(SGLANG, seed=0)(msgpack.packb([1.0, [event]]))
+    assert [type(each) for each in batch.events] == [StoredWindow, StoredWindow]
 
 
 @pytest.mark.parametrize("pairs", [[[1, 2], [2, 3], [3, 4], [4, 5]]])

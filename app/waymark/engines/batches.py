@@ -79,7 +79,7 @@ def parts(event: Any, names: Mapping[str, tuple[str, ...]]) -> Iterator[Any]:
     fields = names[event[0]]
     named = dict(zip(fields, event[1:], strict=False))
     for part in _cut(named):
-        yield [event[0], *(part[field] for field in fields[: len(event) - 1])]
+        yield [event[0], *(part[field] for field in fields[: len(event) - 1]), *event[1 + len(fields) :]]
 
 
 def _cut(event: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
