@@ -99,6 +99,28 @@ def test_a_long_event_is_what_it_is_in_one_go(
     assert whole(decoder(VLLM, seed=1337)(payload)) == expected
 
 
+@pytest.mark.parametrize("form", [dict, listed], ids=["map", "list"])
+@pytest.mark.parametrize(
+    "event",
+    [stored(1000, 64), stored(2000, block_hashes=[(BIG + i).to_bytes(32, "big") for i in range(2000)])],
+    ids=["tokens", "byte hashes"],
+)
+def test_an_event_of_few_blocks_may_have_lists_above_a_window(
+    event: Raw, form: Callable[[Raw], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = decoder(VLLM, seed=1337)(packed(form(event)))
+    assert (batch.rejected, list(batch.events)) == ({}, [unbroken(form(event), monkeypatch)])
+
+
+def test_a_removal_of_few_blocks_may_have_a_list_above_a_window() -> None:
+    hashes = [(BIG + i).to_bytes(32, "big") for i in range(2000)]
+    (removed,) = decoder(VLLM, seed=1337)(
+        packed({"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"})
+    ).events
+    assert isinstance(removed, Removed)
+    assert removed.engine_hashes == tuple(BIG + i for i in range(2000))
+
+
 def test_sglangs_salt_is_in_the_first_part_only(monkeypatch: pytest.MonkeyPatch) -> None:
     event = stored(5000, lora_name={"cache_salt": "s", "lora_name": "a"}, parent_block_hash=None)
     batch = decoder(SGLANG, seed=1337)(packed(listed(event)))

@@ -241,7 +241,7 @@ def test_what_is_behind_the_fields_of_sglangs_lists_is_not_read(name: str) -> No
 
 def test_long_lists_of_sglang_keep_their_fields() -> None:
     hashes = list(range(5, 6000))
-    event = ["BlockStored", hashes, None, [*range(2 * len(hashes))], 2, None, "GPU", None, ["FULL"] * 7000]
+    event = ["BlockStored", hashes, None, [*range(2 * len(hashes))], 2, None, "GPU", None, [70_000] * 7000]
     for each, fields in ((event, 8), (["BlockRemoved", hashes, "CPU", "evict"], 3)):
         payload, whole = (msgpack.packb([1.5, [some], 0]) for some in (each, each[:fields]))
         found = outcome(EngineKind.SGLANG, payload)

@@ -134,6 +134,11 @@ def _go_on(part: dict[Any, Any], parent: Any) -> None:
         part["lora_name"] = {"lora_name": named.get("lora_name")}
 
 
+def _has_arrays(event: Any) -> bool:
+    """Return whether a list of an event is an array: ``parts`` makes lists of it."""
+    return any(type(value) is array for value in (event.values() if isinstance(event, dict) else event))
+
+
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, array) else value
 
@@ -273,7 +278,7 @@ class _EventReader:
         hashes = hashes_of(event, self._names)
         if len(hashes) > self._ceilings.event_hashes:
             raise too_many_hashes(len(hashes), self._ceilings)
-        if len(hashes) > PART_HASHES:
+        if len(hashes) > PART_HASHES or (len(hashes) and _has_arrays(event)):
             yield from self._read_parts(event)
         else:
             self.read_short(event)
