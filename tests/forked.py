@@ -19,17 +19,29 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, NoReturn, Protocol
 
 from tests.patience import patient, patient_settings
 
 _REQUEST_MAX = 1 << 16
 _STATUS = struct.Struct("i")
 _START_SECONDS = 60.0
+#: What roles and commands import when they need it. gRPC does not bear a fork, so a picker imports it by itself.
+_IMPORTED = (
+    *("waymark.runtime.replica", "waymark.runtime.worker", "waymark.runtime.gateway", "waymark.gateway.application"),
+    *("waymark.runtime.commands", "waymark.simulator.run", "waymark.tokenization.local"),
+    *("waymark.cli.roles", "waymark.cli.remote", "waymark.cli.looking", "waymark.cli.registering"),
+    *("waymark.console.ask", "waymark.console.decisions", "waymark.console.doctor", "waymark.console.drain"),
+    *("waymark.console.events", "waymark.console.inspections", "waymark.console.publishers", "waymark.cli.trials"),
+    *("waymark.epp.process_call", "fakeredis", "lupa"),
+)
 
 
 class Process(Protocol):
@@ -140,7 +152,9 @@ def _server() -> socket.socket:
         # What the environment names now comes first: it may be the source of another checkout.
         path = os.pathsep.join(each for each in (os.environ.get("PYTHONPATH", ""), *sys.path) if each)
         root = Path(__file__).parents[1]
-        process = subprocess.Popen(command, cwd=root, pass_fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path})
+        # numpy, which the emulated Redis imports, would start threads.
+        environ = os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, cwd=root, pass_fds=[theirs.fileno()], env=environ)
     atexit.register(process.wait)
     atexit.register(ours.close)  # runs first
     return ours
@@ -184,10 +198,27 @@ def _serve(requests: socket.socket) -> list[str]:
         requests.send(_STATUS.pack(pid))
 
 
+def _end(code: int) -> NoReturn:
+    """End like the interpreter, but keep the memory: a fork shares it, so that each page is copied to be given back."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    import waymark.gateway.application
-    import waymark.runtime.replica  # noqa: F401  # gRPC does not bear a fork, so a picker imports it by itself
     from waymark.cli import main
 
+    for name in _IMPORTED:
+        with suppress(ModuleNotFoundError):  # another checkout has other modules, and its processes import them
+            import_module(name)
     gc.freeze()
-    raise SystemExit(main(_serve(socket.socket(fileno=int(sys.argv[1])))))
+    code: Any
+    try:
+        code = main(_serve(socket.socket(fileno=int(sys.argv[1]))))
+    except SystemExit as end:
+        code = end.code
+    if isinstance(code, int):
+        _end(code)
+    raise SystemExit(code)
