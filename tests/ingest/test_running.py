@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench
@@ -150,3 +152,27 @@ async def test_a_server_that_does_not_answer_holds_up_no_start_on_another() -> N
         answers.set()
         await asyncio.gather(*starts)
     assert len(begun) == len(claims)
+
+
+async def test_a_group_that_is_away_keeps_no_stream_of_another_from_starting(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its primary does not answer, and one of its publishers is half unregistered."""
+    hand = await bench.worker(options=WITHOUT_PROBES)
+    pod = await bench.pod()
+    await pod.at_work(2)
+    execute = hand.client._redis.execute_command
+
+    async def reached(*command: Any) -> Any:
+        if any("wm:{1}" in str(word) for word in command):
+            raise RedisConnectionError("its primary is away")
+        return await execute(*command)
+
+    monkeypatch.setattr(hand.client._redis, "execute_command", reached)
+    monkeypatch.setattr(hand.client, "place", lambda key: key.partition(b"}")[0])
+    (claim,) = await bench.store.directory.claims()
+    leaving = replace(claim, is_leaving=True)
+    assert await bench.store.claim_writer.replace(pod.name, claim.raw, leaving) is not None
+    await wait_until(lambda: bool(hand.worker.poller._leaving), "the worker has seen it", PATIENCE_SECONDS)
+    other = await bench.pod("pod-2", fields={"model_name": "another"})
+    await other.subscribed()

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.conftest import wait_until
 from tests.store.factories import client_of, registration, stream_of
@@ -182,6 +183,42 @@ async def test_a_damaged_table_does_not_delay_the_next_group(redis: Redis) -> No
         await watch.check_next(share, [])
     assert await store.unclaimed.publishers(other.grant.group_id) == set()
     assert metrics.registry.get_sample_value("waymark_publishers_unclaimed_total") == 1
+
+
+@pytest.fixture
+def away(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Groups whose primary does not answer."""
+    groups, execute = set[int](), redis.execute_command
+
+    async def reached(*command: Any) -> Any:
+        if any(f"wm:{{{group_id}}}" in str(word) for word in command for group_id in groups):
+            raise RedisConnectionError("its primary is away")
+        return await execute(*command)
+
+    monkeypatch.setattr(redis, "execute_command", reached)
+    return groups
+
+
+async def test_a_group_that_is_away_delays_the_sweep_of_no_other(redis: Redis, away: set[int]) -> None:
+    store = Store(RedisClient(redis, "redis://test"))
+    streams = [await stream_of(store, redis, registration(f"{name}-pod", model_name=name)) for name in "ab"]
+    for stream in streams:
+        await stream.begin("0 GPU")
+        await stream.end()
+    away.add(streams[0].grant.group_id)
+    sweeping_all = asyncio.create_task(
+        sweeping.keep_sweeping(store, Metrics(), blocks_per_second=PACE, pause_seconds=0.01)
+    )
+
+    async def is_swept() -> bool:
+        return await store.sweeper.left(streams[1].entry) == 0
+
+    await wait_until(is_swept, "the other group is swept")
+    sweeping_all.cancel()
+    await asyncio.wait([sweeping_all])
+    await UnclaimedWatch(store, Metrics(), 0.0).check_next([streams[0].entry], [])
+    away.clear()
+    assert await store.sweeper.left(streams[0].entry) == 1
 
 
 async def test_a_publisher_without_a_claim_has_some_time(redis: Redis) -> None:

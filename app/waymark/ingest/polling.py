@@ -254,21 +254,32 @@ class Poller:
         self.is_away = error is not None and not is_defect
 
     async def _for_each(
-        self, action: str, claims: Iterable[Claim], step: Callable[[Claim], Awaitable[Any]]
+        self,
+        action: str,
+        claims: Iterable[Claim],
+        step: Callable[[Claim], Awaitable[Any]],
+        *,
+        may_wait: bool = True,
     ) -> list[Any]:
         """Do a step for each of the claims, and return the outcomes. One that fails is logged once and delays no other.
 
-        Raises StoreUnavailable if Redis does not answer, because then no other step would succeed either.
+        If a server does not answer, the steps of its claims wait for the next poll. Without ``may_wait`` they raise
+        StoreUnavailable.
         """
         outcomes: list[Any] = []
+        away = set[object]()
         for claim in claims:
-            name = action, claim.publisher
+            name, server = (action, claim.publisher), self._store.place(claim.group_id)
+            if server in away:
+                continue
             try:
                 outcomes.append(await step(claim))
             except Exception as exc:
                 if isinstance(exc, StoreUnavailable) and not isinstance(exc, RecordDamaged):
-                    raise
-                if self._faults.get(name) != repr(exc):
+                    if not may_wait:
+                        raise
+                    away.add(server)
+                elif self._faults.get(name) != repr(exc):
                     about = fields(publisher=str(claim.registration.name), step=action, error=repr(exc))
                     log.error("registration cannot be processed", extra=about)
                     self._faults[name] = repr(exc)
@@ -329,7 +340,8 @@ class Poller:
         claims = await self._store.directory.claims()
         there = {claim.publisher for claim in claims}
         lost_claims = [claim for claim in self._claims if claim.publisher not in there]
-        if any(await self._for_each("put_back", lost_claims, self._store.claim_writer.put_back)):
+        put_back = self._store.claim_writer.put_back
+        if any(await self._for_each("put_back", lost_claims, put_back, may_wait=False)):
             log.warning(
                 "redis has lost registrations; they are written again", extra=fields(publishers=len(lost_claims))
             )
@@ -349,11 +361,16 @@ class Poller:
         bounds = self._options.apply.bounds
         if not bounds or not by_http:
             return
-        cuts = await self._store.entries.cuts(by_http) if bounds.max_entries else {}
+        try:
+            cuts = await self._store.entries.cuts(by_http) if bounds.max_entries else {}
+            held = await self._store.publisher_states.holders(by_http)
+        except StoreUnavailable as exc:
+            log.debug("old generations wait for redis", extra=fields(error=exc.sentence))
+            return
         now = int(1000 * time.time())
         overdue = [
             claim
-            for claim, holders in zip(by_http, await self._store.publisher_states.holders(by_http), strict=True)
+            for claim, holders in zip(by_http, held, strict=True)
             if any(bounds.reason_to_end(name, holder, now, cuts.get(claim.group_id, 0)) for name, holder in holders)
         ]
         await self._for_each("end_over", overdue, self._runner.end_over)

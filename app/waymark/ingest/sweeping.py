@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Iterable, Sequence
 
-from waymark.base.errors import RecordDamaged, StoreUnavailable
+from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
@@ -73,7 +73,7 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
             groups = await store.directory.groups()
             entries = list(groups.values())
             for entry in entries:
-                remaining += await _unless_damaged(store.sweeper.left(entry))
+                remaining += await _if_reached(store.sweeper.left(entry))
             metrics.dead_holders.set(remaining)
             for group, entry in groups.items():
                 swept += await _sweep_one(store, group, entry, pace)
@@ -144,11 +144,11 @@ async def _value(store: Store, entry: GroupEntry, pace: SweepPace, lease_seconds
         log.exception("valuation failed, will be tried again", extra=fields(group=entry.group_id))
 
 
-async def _unless_damaged(step: Coroutine[None, None, int]) -> int:
-    """Return the result of a step for one group; 0 if the data of the group in Redis cannot be used."""
+async def _if_reached(step: Coroutine[None, None, int]) -> int:
+    """Return the result of a step for one group; 0 if the group cannot be reached, or its data cannot be used."""
     try:
         return await step
-    except RecordDamaged as exc:
+    except StoreUnavailable as exc:
         log.debug("group cannot be swept", extra=fields(error=exc.sentence))
         return 0
 
@@ -169,14 +169,14 @@ class UnclaimedWatch:
         """Publishers without a claim, with the monotonic second at which each was found."""
 
     async def check_next(self, share: Sequence[GroupEntry], claims: Sequence[Claim]) -> None:
-        """Check the next group of this worker's share. Raises StoreUnavailable."""
+        """Check the next group of this worker's share."""
         entry = self._next(share)
         if entry is None:
             self._since.clear()
             return
         try:
             await self._check(entry, claims, {group_entry.group_id for group_entry in share})
-        except RecordDamaged as exc:
+        except StoreUnavailable as exc:
             # Readers of the table log this, too. A group that cannot be searched delays no other.
             log.debug("group cannot be searched", extra=fields(group=entry.group_id, error=exc.sentence))
 
