@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import orjson
 import pytest
 
+from waymark.base import native
+from waymark.base.bounded_json import VALUES_MAX, TooMuchJson, bounded_loads
 from waymark.base.errors import InvalidValue
-from waymark.chat.requests import Form, InferenceRequest, Truncation
+from waymark.chat.requests import Form, InferenceRequest, PackedTokens, Truncation, read_request
 from waymark.decide.options import PromptOptions
 from waymark.decide.request_prompts import (
     SEQUENCES_MAX,
@@ -16,6 +19,7 @@ from waymark.decide.request_prompts import (
     estimate_tokens,
     further_sequences,
     no_prompt,
+    read_fields,
     unread_prompt,
 )
 from waymark.decide.served import ServedModel
@@ -194,3 +198,61 @@ def test_dozens_of_answers_are_load_and_a_thousand_make_one_request_no_hundred()
     for prompts, copies in (((7,), 32), ((7,) * 32, 1), ((7,) * 4, 8)):
         assert len(further_sequences(prompts, copies)) == 31
     assert len(further_sequences((7,), 1000)) < 100
+
+
+# ---- a body whose prompt is token ids --------------------------------------------------------------
+
+IDS = ",".join(map(str, range(1000)))
+#: Bodies that the parser has to read, and why.
+UNUSUAL = {
+    "the prompt is in another object": f'{{"model":"m","x":{{"prompt":[{IDS}]}}}}',
+    "there is a second list": f'{{"model":"m","prompt":[{IDS}],"prompt":[1,2]}}',
+    "there is a second name": f'{{"model":"m","prompt":[],"x":{{"prompt":[{IDS}]}}}}',
+    "a text has the name": f'{{"model":"m","prompt":[{IDS}],"user":"the \\"prompt\\":[1]"}}',
+    "an element is a boolean": f'{{"model":"m","prompt":[{IDS},true]}}',
+    "an element is a number with a point": f'{{"model":"m","prompt":[{IDS},1.0]}}',
+    "an element is below zero": f'{{"model":"m","prompt":[{IDS},-1]}}',
+    "an element is no token id": f'{{"model":"m","prompt":[{IDS},4294967296]}}',
+    "the prompts are several": f'{{"model":"m","prompt":[[{IDS}],[1]]}}',
+    "the prompt is a text": f'{{"model":"m","prompt":"{IDS}"}}',
+    "the prompt is empty": f'{{"model":"m","prompt":[],"x":[{IDS}]}}',
+    "the body is a list": f'[{{"model":"m","prompt":[{IDS}]}}]',
+}
+
+
+@pytest.mark.parametrize(
+    "body", [f'{{"model":"m","prompt":[{IDS}],"n":2}}', f'{{ "prompt" : [ {IDS} ] , "model":"m" }}']
+)
+async def test_a_long_prompt_of_ids_is_read_without_the_parser(body: str) -> None:
+    fields = read_fields(body.encode(), Form.COMPLETIONS)
+    parsed = read_request("/v1/completions", bounded_loads(body.encode()))
+    if native.selected is not None:
+        assert fields["prompt"] == PackedTokens(pack_tokens(list(range(1000))))
+    request = read_request("/v1/completions", fields)
+    assert len(request.prompts[0]) == 1000
+    assert estimate_tokens(None, None, request.prompts) == [1000]
+    prompts = prompts_of()
+    assert await prompts.tokens(request, SERVED) == await prompts.tokens(parsed, SERVED)
+    assert (request.copies, request.model) == (parsed.copies, parsed.model)
+    assert read_fields(body.encode(), Form.EMBEDDINGS) == bounded_loads(body.encode())
+
+
+@pytest.mark.parametrize("why", UNUSUAL)
+def test_any_other_body_is_read_by_the_parser(why: str) -> None:
+    body = UNUSUAL[why].encode()
+    assert read_fields(body, Form.COMPLETIONS) == bounded_loads(body)
+
+
+@pytest.mark.parametrize("body", [f'{{"prompt":[{IDS}],"model":m}}', f'{{"prompt":[{IDS}]', f'{{"prompt":[{IDS},]}}'])
+def test_a_mistake_is_named_by_its_place_in_the_whole_body(body: str) -> None:
+    with pytest.raises(orjson.JSONDecodeError) as whole:
+        bounded_loads(body.encode())
+    with pytest.raises(orjson.JSONDecodeError) as found:
+        read_fields(body.encode(), Form.COMPLETIONS)
+    assert str(found.value) == str(whole.value)
+
+
+def test_a_prompt_of_too_many_ids_is_refused_unread() -> None:
+    body = b'{"prompt":[%b]}' % b",".join([b"1"] * (VALUES_MAX + 2))
+    with pytest.raises(TooMuchJson):
+        read_fields(body, Form.COMPLETIONS)

@@ -76,6 +76,16 @@ class Form(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """The token ids of a prompt that was read without the parser, as little-endian u32."""
+
+    ids: bytes
+
+    def __len__(self) -> int:
+        return len(self.ids) // 4
+
+
+@dataclass(frozen=True, slots=True)
 class InferenceRequest:
     """A parsed body. It has ``messages`` or ``prompts``, or neither if its path has another form."""
 
@@ -89,7 +99,7 @@ class InferenceRequest:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
-    prompts: Sequence[str | Sequence[int]] = ()
+    prompts: Sequence[str | Sequence[int] | PackedTokens] = ()
     """Texts or token ids; the first one decides the target."""
     truncation: Truncation | None = None
     cache_salt: str | None = None
@@ -193,9 +203,9 @@ def _tool(tool: Any, form: Form) -> Any:
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _prompts(value: Any) -> Sequence[str | Sequence[int]]:
+def _prompts(value: Any) -> Sequence[str | Sequence[int] | PackedTokens]:
     """Return one prompt or a list of prompts, each a text or token ids; anything else is left out."""
-    if isinstance(value, str):
+    if isinstance(value, str | PackedTokens):
         return (value,)
     if not isinstance(value, list) or not value:
         return ()

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from waymark.base import native
+from waymark.base.bounded_json import VALUES_MAX, bounded_loads
 from waymark.base.errors import InvalidValue
 from waymark.chat.prefix_key import text_of
-from waymark.chat.requests import Form, InferenceRequest
+from waymark.chat.requests import Form, InferenceRequest, PackedTokens
 from waymark.decide.options import PromptOptions
 from waymark.decide.question import HashedPrompt, PromptOf
 from waymark.decide.served import ServedModel
@@ -24,6 +26,33 @@ from waymark.tokenization.tokenizers import Tokenizers
 SEQUENCES_MAX = 64
 #: Characters of text that count as a token if the tokens are not known.
 _CHARACTERS = 4
+#: A shorter body is parsed as fast.
+_LONG_BYTES = 2048
+
+
+def read_fields(body: bytes, form: Form | None) -> Any:
+    """Read a JSON body. ``PackedTokens`` are in place of a long prompt of token ids, of which no objects are made.
+
+    Raise as ``bounded_loads`` does.
+    """
+    if native.selected is not None and form is Form.COMPLETIONS and len(body) > _LONG_BYTES:
+        found = native.selected.cut(body, b'"prompt"', VALUES_MAX)
+        fields = None if found is None else _fields_around(body, *found)
+        if fields is not None:
+            return fields
+    return bounded_loads(body)
+
+
+def _fields_around(body: bytes, start: int, end: int, ids: bytes) -> dict[str, Any] | None:
+    """Return the fields of a body of which ``cut`` has read a list; None if this list is not the prompt."""
+    try:
+        fields = bounded_loads(b"%b[]%b" % (body[:start], body[end:]))
+    except ValueError:
+        return None  # the error of the whole body names the place
+    if not ids or not isinstance(fields, dict) or fields.get("prompt") != []:
+        return None
+    fields["prompt"] = PackedTokens(ids)
+    return fields
 
 
 def no_prompt(block_size: int) -> HashedPrompt:
@@ -36,7 +65,9 @@ def unread_prompt(tokens: int) -> PromptOf:
     return lambda block_size: HashedPrompt(tokens, b"", has_tokens=False)
 
 
-def estimate_tokens(messages: Sequence[Any] | None, system: Any, prompts: Sequence[str | Sequence[int]]) -> list[int]:
+def estimate_tokens(
+    messages: Sequence[Any] | None, system: Any, prompts: Sequence[str | Sequence[int] | PackedTokens]
+) -> list[int]:
     """Estimate the tokens of each prompt, from the length of its text."""
     if messages is not None:
         contents = (message.get("content") for message in messages if isinstance(message, dict))
@@ -95,11 +126,17 @@ def _prompts_in(request: InferenceRequest) -> Iterator[TextOrChat | SourcedToken
         if isinstance(prompt, str):
             yield TextPrompt(prompt, request.add_special_tokens is not False, request.truncation)
         else:
-            try:
-                ids = pack_tokens(list(prompt))
-            except (TypeError, OverflowError, ValueError):
-                raise InvalidValue("prompt has an element that is no token id", field="prompt") from None
+            ids = _packed(prompt)
             yield SourcedTokens(ids if request.truncation is None else request.truncation.cut(ids, b"", b""), "request")
+
+
+def _packed(prompt: Sequence[int] | PackedTokens) -> bytes:
+    if isinstance(prompt, PackedTokens):
+        return prompt.ids
+    try:
+        return pack_tokens(list(prompt))
+    except (TypeError, OverflowError, ValueError):
+        raise InvalidValue("prompt has an element that is no token id", field="prompt") from None
 
 
 def _keyed(ids: bytes, items: PromptItems, space: int, seed: int, block_size: int) -> HashedPrompt:

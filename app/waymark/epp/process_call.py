@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import orjson
 
-from waymark.base.bounded_json import TooMuchJson, bounded_loads
+from waymark.base.bounded_json import TooMuchJson
 from waymark.base.errors import InvalidValue, WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import (
@@ -34,6 +34,7 @@ from waymark.chat.requests import (
     session_of,
 )
 from waymark.decide.question import SelectParameters
+from waymark.decide.request_prompts import read_fields
 from waymark.decide.requests import RequestSelector, RoutedRequest
 from waymark.decide.under_way import RequestsUnderWay, RequestUnderWay, is_own_header
 from waymark.domain.answer_times import asked_times_of
@@ -253,7 +254,7 @@ class ProcessCall:
         Raise InvalidValue for a mistake.
         """
         try:
-            fields = bounded_loads(b"".join(self._held.parts))
+            fields = read_fields(b"".join(self._held.parts), self._form)
         except TooMuchJson as exc:
             raise InvalidValue(f"the body cannot be read: {exc}; send less") from None
         except orjson.JSONDecodeError as exc:
