@@ -167,12 +167,35 @@ class Way:
     metrics: Metrics
     said: list[str] = field(default_factory=list)
     """What became of the requests on the straight way, in turn."""
+    _kept: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+    """The connection of ``ask``."""
 
     def value(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"waymark_{name}", labels) or 0.0
 
     async def post(self, path: str, body: bytes, *lines: bytes) -> bytes:
+        """The answer on a connection of its own."""
         return await wire(self.port, request(path, body, *lines, b"connection: close"))
+
+    async def ask(self, sent: bytes) -> bytes:
+        """The answer on a connection that stays, as most clients have it; to open one takes as long as a question."""
+        if self._kept is None:
+            self._kept = await asyncio.open_connection("127.0.0.1", self.port)
+        reader, writer = self._kept
+        writer.write(sent)
+        async with within(SECONDS):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            assert length is not None, head
+            answer = head + await reader.readexactly(int(length[1]))
+        if b"connection: close" in head:
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        if self._kept is not None:
+            self._kept[1].close()
+            self._kept = None
 
 
 def request(path: str, body: bytes, *lines: bytes) -> bytes:
@@ -194,7 +217,11 @@ async def way(store: Store, *, is_straight: bool, **settings: Any) -> AsyncItera
     table = {path: Recorded(question, said) for path, question in app.straight.items()} if is_straight else None
     try:
         async with served(app, protocol(connections(metrics, straight=table)), interface="asgi3") as port:
-            yield Way(port, metrics, said)
+            made = Way(port, metrics, said)
+            try:
+                yield made
+            finally:
+                made.close()
     finally:
         await asker.close()
 
@@ -224,24 +251,35 @@ async def ways(store: Store) -> AsyncIterator[tuple[Way, Way]]:
 _ID = re.compile(rb"x-request-id: [^\r]*")
 
 
-async def same(ways: tuple[Way, Way], path: str, body: bytes, *lines: bytes) -> bytes:
-    """The answer, which is the same on both ways."""
-    straight, ordinary = [_ID.sub(b"x-request-id", await each.post(path, body, *lines)) for each in ways]
+async def same(ways: tuple[Way, Way], path: str, body: bytes, *lines: bytes, is_kept: bool = False) -> bytes:
+    """The answer, which is the same on both ways; ``is_kept``: on connections that stay."""
+    if is_kept:
+        found = [await each.ask(request(path, body, *lines)) for each in ways]
+    else:
+        found = [await each.post(path, body, *lines) for each in ways]
+    straight, ordinary = [_ID.sub(b"x-request-id", each) for each in found]
     assert straight == ordinary, (path, body[:300], lines)
     assert straight.startswith(b"HTTP/1.1 ")
     return straight
 
 
+def are_read(path: str, body: bytes) -> bool:
+    """Whether the question reads the hashes of the body, or its tokens; to others they are unknown fields."""
+    return path.endswith("by_hash") == (b"_hash" in body)
+
+
 @pytest.mark.long
 async def test_every_body_has_the_same_answer_on_both_ways(ways: tuple[Way, Way], implementation: str) -> None:
-    """Most have fields beside the prompt that an earlier one had, too, and which are known then."""
+    """Most have fields beside the prompt that an earlier one had, too, and which are known then. Of the bodies whose
+    list the question does not read, one in seven is asked: whatever is in the list, it is an unknown field.
+    """
     seen = set()
-    for body in islice(bodies(), 0, None, 1 if implementation == "native" else 3):
+    texts = ((body,) for body in islice(bodies(), 0, None, 1 if implementation == "native" else 3))
+    packed = ((body, b"content-type: application/msgpack") for body in packed_bodies())
+    for number, (body, *lines) in enumerate((*texts, *packed)):
         for path in PATHS:
-            seen.add((await same(ways, path, body))[9:12])
-    for body in packed_bodies():
-        for path in PATHS:
-            seen.add((await same(ways, path, body, b"content-type: application/msgpack"))[9:12])
+            if number % 7 == 0 or are_read(path, body):
+                seen.add((await same(ways, path, body, *lines, is_kept=True))[9:12])
     assert {b"200", b"400", b"404", b"413", b"422"} >= seen >= {b"200", b"400", b"404", b"422"}
     straight, _ = ways
     assert straight.said.count("replied") > 0.8 * straight.said.count("begun")
@@ -434,7 +472,7 @@ SELECTION = json.dumps({"model_name": "m", "token_ids": TOKENS, "selection_id": 
 
 async def selected(way: Way, path: str, body: bytes, *lines: bytes) -> bytes:
     """The answer without an id that was made for it; what it reserves is released."""
-    answer = _ID.sub(b"x-request-id", await way.post(path, body, *lines))
+    answer = _ID.sub(b"x-request-id", await way.ask(request(path, body, *lines)))
     # A text in JSON, or in msgpack.
     named = re.search(rb'selection_id(?:":"|\xd9[\x00-\xff]|[\xa0-\xbf])([!#-~]+)', answer)
     if named is None:
@@ -445,17 +483,17 @@ async def selected(way: Way, path: str, body: bytes, *lines: bytes) -> bytes:
 
 
 async def ended(way: Way, selection_id: bytes) -> None:
-    deleted = b"DELETE /dynamo/reservations/%b HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n" % selection_id
-    assert (await wire(way.port, deleted)).startswith(b"HTTP/1.1 200 "), selection_id
+    deleted = b"DELETE /dynamo/reservations/%b HTTP/1.1\r\nhost: x\r\n\r\n" % selection_id
+    assert (await way.ask(deleted)).startswith(b"HTTP/1.1 200 "), selection_id
 
 
 async def decided(way: Way, path: str, body: bytes, *lines: bytes) -> bytes:
     """The answer without what is random in it; what it reserves is released."""
-    answer = _ID.sub(b"x-request-id", await way.post(path, body, *lines))
+    answer = _ID.sub(b"x-request-id", await way.ask(request(path, body, *lines)))
     # A text in JSON, or in msgpack.
     reservation = re.search(rb'reservation(?:":"|\xd9[\x00-\xff]|[\xa0-\xbf])([!#-~]+)', answer)
     if reservation is not None:
-        released = await way.post("/release", b'{"reservation":"%b"}' % reservation[1])
+        released = await way.ask(request("/release", b'{"reservation":"%b"}' % reservation[1]))
         assert b'"released":1' in released or b'"released":2' in released, released
         answer = answer.replace(reservation[1], re.sub(rb"\.[0-9a-f]{16}", b".nonce", reservation[1]))
     return answer
