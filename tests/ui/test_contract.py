@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, Route, expect
 
+from tests.live import Live
 from tests.live import start as start_live
 from tests.patience import patient
 from tests.ui.browser import tab
@@ -91,7 +92,7 @@ async def test_the_example_of_query_can_show_a_hit_and_what_is_sent_is_the_comma
             assert """it'"'"'s another""" in await command.inner_text()
 
 
-async def test_an_answer_of_json_gets_lines_and_keeps_its_numbers(tmp_path: Path) -> None:
+async def test_an_answer_of_json_gets_lines_and_keeps_its_numbers(empty: Live) -> None:
     big = (
         '{"hash":18446744073709551615,"text":"a \\"b\\", [c]: {d}","empty":[],"none":{},"list":['
         + ",".join(["0.10"] * 40)
@@ -102,9 +103,9 @@ async def test_an_answer_of_json_gets_lines_and_keeps_its_numbers(tmp_path: Path
     async def given(route: Route) -> None:
         await route.fulfill(status=200, content_type="application/json", body=texts[0])
 
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+    async with tab(empty.url) as looking:
         page = looking.page
-        await page.goto(f"{live.url}/docs")
+        await page.goto(f"{empty.url}/docs")
         await page.route("**/services", given)
         button = page.get_by_role("button", name="Send GET /services", exact=True)
         answer = page.get_by_label("answer to GET /services", exact=True)
@@ -153,8 +154,8 @@ async def looks_for_operations(page: Page) -> None:
 
 
 @pytest.mark.parametrize("path", ["/docs", "/ui#api"])
-async def test_an_operation_is_found_by_its_words_and_the_contents_are_a_click_away(path: str, tmp_path: Path) -> None:
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+async def test_an_operation_is_found_by_its_words_and_the_contents_are_a_click_away(path: str, empty: Live) -> None:
+    async with tab(empty.url) as looking:
         await looking.page.goto("about:blank")
-        await looking.page.goto(live.url + path)
+        await looking.page.goto(empty.url + path)
         await looks_for_operations(looking.page)

@@ -12,6 +12,7 @@ import pytest
 from playwright.async_api import Page, Route, expect
 from redis import Redis
 
+from tests.live import Live
 from tests.live import start as start_live
 from tests.patience import patient
 from tests.ui import day
@@ -68,12 +69,12 @@ async def test_an_empty_waymark_says_how_to_begin_and_a_new_tab_has_the_last_day
             await expect(figures).to_contain_text("201 in 24 h")
 
 
-async def test_the_rate_is_that_of_the_time_that_is_known(tmp_path: Path) -> None:
+async def test_the_rate_is_that_of_the_time_that_is_known(empty: Live) -> None:
     async def books(route: Route) -> None:
         row = {"time": time.time() // 60 * 60, "requests": 600, "unreported": 0, "earned": 0, "delivered": 0}
         await route.fulfill(json={"by_minute": [row | {"prompt_tokens": 0}]})
 
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+    async with tab(empty.url) as looking:
         page = looking.page
         await page.route("**/books?*", books)
         await page.reload()
@@ -91,7 +92,7 @@ _ENDS = """canvas => {
 }"""
 
 
-async def test_the_curves_begin_at_the_first_known_minute_and_grow(tmp_path: Path) -> None:
+async def test_the_curves_begin_at_the_first_known_minute_and_grow(empty: Live) -> None:
     known = 0
     row = {"requests": 60, "unreported": 0, "earned": 600, "delivered": 30, "prompt_tokens": 60}
 
@@ -99,7 +100,7 @@ async def test_the_curves_begin_at_the_first_known_minute_and_grow(tmp_path: Pat
         first = time.time() // 60 - known
         await route.fulfill(json={"by_minute": [row | {"time": 60 * (first + each)} for each in range(known + 1)]})
 
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+    async with tab(empty.url) as looking:
         page = looking.page
         await page.route("**/books?*", books)
         figures = page.locator("#figures")
@@ -143,7 +144,7 @@ def answer_of_five() -> tuple[dict[str, Any], dict[str, Any]]:
     return found, {"policy": "least-work", "scores": scores}
 
 
-async def test_the_unwell_are_first_and_a_cause_that_several_have_is_said_once(tmp_path: Path) -> None:
+async def test_the_unwell_are_first_and_a_cause_that_several_have_is_said_once(empty: Live) -> None:
     state = workers()
     state["publishers"] = state["publishers"][:8]
     for number, each in enumerate(state["publishers"]):
@@ -155,7 +156,7 @@ async def test_the_unwell_are_first_and_a_cause_that_several_have_is_said_once(t
     state["publishers"][0] |= {"load": {"requests": 1, "tokens": 1}}
     state["publishers"][1] |= {"status": "starting", "tenant_id": "t"}
     state["publishers"][2] |= {"weight": 0, "load": {"requests": 0, "tokens": 0}}
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+    async with tab(empty.url) as looking:
         page = looking.page
         await give(page, "workers", state)
         await expect(page.locator("#figures")).to_contain_text("1 well5 unwell, 1 starting, 1 drained")
@@ -177,11 +178,11 @@ async def test_the_unwell_are_first_and_a_cause_that_several_have_is_said_once(t
 _COLUMNS = """() => [...document.querySelectorAll("#groups thead th")].map((each) => each.getBoundingClientRect().x)"""
 
 
-async def test_no_column_moves_when_a_status_or_a_number_grows(tmp_path: Path) -> None:
+async def test_no_column_moves_when_a_status_or_a_number_grows(empty: Live) -> None:
     state = workers()
     state["publishers"] = state["publishers"][:2]
     size = {"width": 1280, "height": 800}
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, viewport=size) as looking:
+    async with tab(empty.url, viewport=size) as looking:
         page = looking.page
         await give(page, "workers", state)
         await expect(page.locator("#groups .active")).to_have_count(2)
@@ -213,12 +214,12 @@ async def give(page: Page, path: str, content: object) -> None:
     await page.route(f"**/{path}", given)
 
 
-async def test_five_engines_are_on_one_screen_in_the_order_of_the_decision(tmp_path: Path) -> None:
+async def test_five_engines_are_on_one_screen_in_the_order_of_the_decision(empty: Live) -> None:
     size = {"width": 1280, "height": 800}
     found, scores = answer_of_five()
     state = workers(status="unreachable")
     state["publishers"] = state["publishers"][:5]
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, viewport=size) as looking:
+    async with tab(empty.url, viewport=size) as looking:
         page = looking.page
         for path, content in (("workers", state), ("inspect/prompt", found), ("score", scores)):
             await give(page, path, content)

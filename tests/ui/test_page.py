@@ -235,17 +235,19 @@ async def test_the_page_says_that_redis_is_away_and_goes_on_when_it_is_back(tmp_
                 await expect(page.locator("#state")).to_have_text("live")
 
 
-@pytest.mark.parametrize("width", [360, 2560])
 async def test_nothing_stands_out_of_a_narrow_or_a_wide_window(
-    width: int, redis_url: str, start: Start, engines: Engines, free_port: int
+    redis_url: str, start: Start, engines: Engines, free_port: int
 ) -> None:
     service = await start("serve", redis_url, port=free_port)
     await engines.open(service, ODD)
-    async with tab(f"http://127.0.0.1:{free_port}", viewport={"width": width, "height": 700}) as looking:
-        await expect(looking.page.locator("#groups .name")).to_have_count(1)
-        assert await too_wide(looking.page) == 0
-        await looking.page.click('nav a[href="#prompt"]')
-        assert await too_wide(looking.page) == 0
+    async with tab(f"http://127.0.0.1:{free_port}") as looking:
+        page = looking.page
+        await expect(page.locator("#groups .name")).to_have_count(1)
+        for view in ("engines", "prompt"):
+            await page.click(f'nav a[href="#{view}"]')
+            for width in (360, 2560):
+                await page.set_viewport_size({"width": width, "height": 700})
+                assert await too_wide(page) == 0, (view, width)
 
 
 async def too_wide(page: Page) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from playwright.async_api import Route, expect
 
-from tests.live import start as start_live
+from tests.live import Live
 from tests.patience import patient
 from tests.ui.browser import tab
 from tests.ui.test_figures import answer_of_five, give
@@ -18,8 +17,8 @@ pytestmark = pytest.mark.outside
 expect.set_options(timeout=1000 * patient(20.0))
 
 
-async def test_a_prompt_is_asked_for_once_there_is_a_model(tmp_path: Path) -> None:
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+async def test_a_prompt_is_asked_for_once_there_is_a_model(empty: Live) -> None:
+    async with tab(empty.url) as looking:
         page = looking.page
         state = workers()
 
@@ -27,7 +26,7 @@ async def test_a_prompt_is_asked_for_once_there_is_a_model(tmp_path: Path) -> No
             await route.fulfill(status=503, content_type="application/json", body="{}")
 
         await page.route("**/workers", nobody)
-        await page.goto(f"{live.url}/ui?again#prompt")
+        await page.goto(f"{empty.url}/ui?again#prompt")
         await expect(page.locator("#show")).to_be_disabled()
         await page.fill("#model", "m")
         await expect(page.locator("#show")).to_be_enabled()
@@ -39,7 +38,7 @@ async def test_a_prompt_is_asked_for_once_there_is_a_model(tmp_path: Path) -> No
         await expect(page.locator("#show")).to_be_enabled()
 
 
-async def test_the_pick_has_a_reason_beside_it_and_the_parts_of_its_cost_are_explained(tmp_path: Path) -> None:
+async def test_the_pick_has_a_reason_beside_it_and_the_parts_of_its_cost_are_explained(empty: Live) -> None:
     found, scores = answer_of_five()
     state = workers(status="unreachable")
     state["publishers"] = state["publishers"][:5]
@@ -48,7 +47,7 @@ async def test_the_pick_has_a_reason_beside_it_and_the_parts_of_its_cost_are_exp
     idle = row | {"instance_id": "vllm-4", "cost": 48.0, "parts": {"wait": 0.0, "new": 48.0, "active": 0.0}}
     busy = row | {"instance_id": "vllm-0", "cost": 1072.0, "parts": {"wait": 0.0, "new": 48.0, "active": 1024.0}}
     busy |= {"device_tokens": 640, "new_tokens": 0, "active_requests": 2}
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, "#prompt") as looking:
+    async with tab(empty.url, "#prompt") as looking:
         page = looking.page
         for path, content in (("workers", state), ("inspect/prompt", found)):
             await give(page, path, content)
@@ -85,12 +84,12 @@ async def test_the_pick_has_a_reason_beside_it_and_the_parts_of_its_cost_are_exp
         await expect(page.locator("#meanings")).to_contain_text("so it can be more than the column says")
 
 
-async def test_what_is_said_of_a_block_is_never_over_its_line(tmp_path: Path) -> None:
+async def test_what_is_said_of_a_block_is_never_over_its_line(empty: Live) -> None:
     found, scores = answer_of_five()
     each = found["instances"][1]
     found["instances"] += [each | {"instance_id": f"more-{number}"} for number in range(20)]
     size = {"width": 390, "height": 844}
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, viewport=size) as looking:
+    async with tab(empty.url, viewport=size) as looking:
         page = looking.page
         for path, content in (("workers", workers()), ("inspect/prompt", found), ("score", scores)):
             await give(page, path, content)
@@ -110,7 +109,7 @@ async def test_what_is_said_of_a_block_is_never_over_its_line(tmp_path: Path) ->
             assert own["y"] + own["height"] <= over["y"] or own["y"] >= over["y"] + over["height"], number
 
 
-async def test_what_the_lines_of_a_prompt_say_is_short_and_whole_and_has_its_time(tmp_path: Path) -> None:
+async def test_what_the_lines_of_a_prompt_say_is_short_and_whole_and_has_its_time(empty: Live) -> None:
     found, scores = answer_of_five()
     refused = "it is refused, as nothing listens there; start the engine with its KV events enabled"
     for number in (2, 3, 4):
@@ -122,7 +121,7 @@ async def test_what_the_lines_of_a_prompt_say_is_short_and_whole_and_has_its_tim
     state = workers()
     state["publishers"] = [each | {"status": "unreachable"} for each in state["publishers"][:5]]
     size = {"width": 1280, "height": 800}
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, viewport=size) as looking:
+    async with tab(empty.url, viewport=size) as looking:
         page = looking.page
         for path, content in (("workers", state), ("inspect/prompt", found), ("score", scores)):
             await give(page, path, content)
@@ -142,14 +141,14 @@ async def test_what_the_lines_of_a_prompt_say_is_short_and_whole_and_has_its_tim
         assert await line.evaluate("box => box.firstChild.clientWidth / box.clientWidth") > 0.85
 
 
-async def test_a_new_tab_has_the_rates_of_the_last_minutes_at_once(tmp_path: Path) -> None:
+async def test_a_new_tab_has_the_rates_of_the_last_minutes_at_once(empty: Live) -> None:
     state = workers(counters={"blocks_stored": 5000, "blocks_removed": 1000})
     state["publishers"] = state["publishers"][:2]
     stored = [*[0] * 8, *[500] * 8, 0, 0, *[50] * 6]
     state["publishers"][0]["recent"] = {"seconds": 5, "stored": stored, "removed": [0] * 24}
     painted = """canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
       .filter((value, i) => i % 4 === 3 && value).length"""
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+    async with tab(empty.url) as looking:
         page = looking.page
         await page.goto("about:blank")
         looks = 0
@@ -161,7 +160,7 @@ async def test_a_new_tab_has_the_rates_of_the_last_minutes_at_once(tmp_path: Pat
                 await route.fulfill(json=state)
 
         await page.route("**/workers", once)
-        await page.goto(f"{live.url}/ui")
+        await page.goto(f"{empty.url}/ui")
         rates = page.locator("#groups td[data-name='Blocks a second']")
         # 50 blocks in each of the last slots, of which the present one has just begun or is about to end.
         await expect(rates.first).to_have_text(re.compile(r"^\+1[0-4] \u22120$"))
@@ -170,8 +169,8 @@ async def test_a_new_tab_has_the_rates_of_the_last_minutes_at_once(tmp_path: Pat
         await expect(rates.nth(1)).to_have_text("")
 
 
-async def test_a_view_that_is_not_there_is_named(tmp_path: Path) -> None:
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, "#nothing") as looking:
+async def test_a_view_that_is_not_there_is_named(empty: Live) -> None:
+    async with tab(empty.url, "#nothing") as looking:
         await expect(looking.page.locator("#no-view")).to_have_text("There is no view #nothing. These are the engines.")
         await looking.page.click('nav a[href="#activity"]')
         await expect(looking.page.locator("#no-view")).to_be_hidden()

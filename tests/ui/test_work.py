@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.async_api import Page, Route, expect
 
-from tests.live import start as start_live
+from tests.live import Live
 from tests.patience import patient
 from tests.ui.browser import tab
 from tests.ui.frames import BLOCKS, ENGINES, answer, ask
@@ -54,13 +53,13 @@ async def next_poll(page: Page) -> None:
         pass
 
 
-async def test_a_look_changes_only_what_has_changed(tmp_path: Path) -> None:
+async def test_a_look_changes_only_what_has_changed(empty: Live) -> None:
     found = workers()
 
     async def given(route: Route) -> None:
         await route.fulfill(status=200, content_type="application/json", body=json.dumps(found))
 
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url) as looking:
+    async with tab(empty.url) as looking:
         page = looking.page
         await page.route("**/workers", given)
         await expect(page.locator("#groups tbody tr:visible")).to_have_count(1 + ENGINES)
@@ -75,8 +74,8 @@ async def test_a_look_changes_only_what_has_changed(tmp_path: Path) -> None:
         assert sorted(await page.evaluate("changes")) == [*["attributes"] * 3, *["childList"] * 4]
 
 
-async def test_a_line_of_cells_is_drawn_once_when_it_is_near_and_by_its_runs(tmp_path: Path) -> None:
-    async with start_live("serve", "memory://", tmp_path / "log") as live, tab(live.url, "#prompt") as looking:
+async def test_a_line_of_cells_is_drawn_once_when_it_is_near_and_by_its_runs(empty: Live) -> None:
+    async with tab(empty.url, "#prompt") as looking:
         page = looking.page
         await page.evaluate(_COUNT)
         await ask(page)
