@@ -192,8 +192,7 @@ async def fleet(redis_url: str, tmp_path: Path, response_body: str) -> AsyncIter
         yield fleet
 
 
-@both_modes
-async def test_chats_go_where_their_beginning_is_through_both_pickers(fleet: Fleet) -> None:
+async def chats_go_where_their_beginning_is_through_both_pickers(fleet: Fleet) -> None:
     for turn in range(8):
         answer = await fleet.chat(f"hello {turn}")
         assert answer.status_code == 200, answer.text
@@ -203,6 +202,75 @@ async def test_chats_go_where_their_beginning_is_through_both_pickers(fleet: Fle
         await wait_until(fleet.is_idle, "its reservation is released")
     assert sorted(fleet.served()) == [0, 0, 8], "each shares the system prompt with the first"
     assert min([await picker.picked() for picker in fleet.pickers]) > 0, "both replicas are active"
+
+
+async def a_stream_arrives_piece_by_piece(fleet: Fleet) -> None:
+    pieces = []
+    async with fleet.client.stream("POST", "/v1/chat/completions", json=body_of("hello", stream=True)) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line.removeprefix("data: ")))
+                if len(pieces) == 2:
+                    assert await fleet.under_way() == 1, "it is under way while it streams"
+    said = [piece["choices"][0]["delta"].get("content") for piece in pieces if piece["choices"]]
+    numbers = [int(text.strip().rpartition(".")[2]) for text in said if text]
+    assert numbers == list(range(8))
+    await wait_until(fleet.is_idle, "its reservation is released")
+
+
+async def a_client_that_goes_away_leaves_nothing(fleet: Fleet) -> None:
+    body = body_of("hello", stream=True, max_tokens=100_000)
+    async with fleet.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                break
+    await wait_until(fleet.is_idle, "its reservation is released")
+    await wait_until(lambda: sum(engine.generator.cancelled for engine in fleet.engines) == 1, "its engine has stopped")
+
+
+async def load_is_spread_over_engines(fleet: Fleet) -> None:
+    before = fleet.served()
+    texts = [f"{number} " * 200 for number in range(12)]
+    bodies = [{"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 8} for text in texts]
+    answers = await asyncio.gather(*(fleet.client.post("/v1/chat/completions", json=body) for body in bodies))
+    assert {answer.status_code for answer in answers} == {200}
+    assert all(now > then for now, then in zip(fleet.served(), before, strict=True))
+    await wait_until(fleet.is_idle, "every reservation is released")
+
+
+async def a_large_body_arrives_whole(fleet: Fleet) -> None:
+    tokens = [100_000 + number for number in range(150_000)]
+    body = {"model": MODEL, "prompt": tokens, "max_tokens": 1}
+    assert len(json.dumps(body)) > 2**20
+    answer = await fleet.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+
+
+async def requests_without_a_body_and_without_a_model(fleet: Fleet) -> None:
+    answer = await fleet.client.get("/v1/models")
+    assert answer.json()["data"][0]["id"] == MODEL
+    answer = await fleet.client.post("/v1/chat/completions", json={"messages": []})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+#: What leaves engines and pickers as they were. The first one counts the requests of each engine from the beginning.
+USUAL = (
+    chats_go_where_their_beginning_is_through_both_pickers,
+    a_stream_arrives_piece_by_piece,
+    a_client_that_goes_away_leaves_nothing,
+    load_is_spread_over_engines,
+    a_large_body_arrives_whole,
+    requests_without_a_body_and_without_a_model,
+)
+
+
+@pytest.mark.long
+@both_modes
+async def test_usual_requests_pass_through_envoy(fleet: Fleet) -> None:
+    for check in USUAL:
+        await check(fleet)
 
 
 async def test_one_picker_serves_several_pools(fleet: Fleet, tmp_path: Path) -> None:
@@ -223,58 +291,6 @@ async def test_one_picker_serves_several_pools(fleet: Fleet, tmp_path: Path) -> 
     assert await picker.picked() - before == 6
 
 
-async def test_load_is_spread_over_engines(fleet: Fleet) -> None:
-    texts = [f"{number} " * 200 for number in range(12)]
-    bodies = [{"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 8} for text in texts]
-    answers = await asyncio.gather(*(fleet.client.post("/v1/chat/completions", json=body) for body in bodies))
-    assert {answer.status_code for answer in answers} == {200}
-    assert min(fleet.served()) > 0
-    await wait_until(fleet.is_idle, "every reservation is released")
-
-
-@both_modes
-async def test_a_stream_arrives_piece_by_piece(fleet: Fleet) -> None:
-    pieces = []
-    async with fleet.client.stream("POST", "/v1/chat/completions", json=body_of("hello", stream=True)) as answer:
-        assert answer.status_code == 200
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                pieces.append(json.loads(line.removeprefix("data: ")))
-                if len(pieces) == 2:
-                    assert await fleet.under_way() == 1, "it is under way while it streams"
-    said = [piece["choices"][0]["delta"].get("content") for piece in pieces if piece["choices"]]
-    numbers = [int(text.strip().rpartition(".")[2]) for text in said if text]
-    assert numbers == list(range(8))
-    await wait_until(fleet.is_idle, "its reservation is released")
-
-
-async def test_a_large_body_arrives_whole(fleet: Fleet) -> None:
-    tokens = [100_000 + number for number in range(150_000)]
-    body = {"model": MODEL, "prompt": tokens, "max_tokens": 1}
-    assert len(json.dumps(body)) > 2**20
-    answer = await fleet.client.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
-
-
-async def test_requests_without_a_body_and_without_a_model(fleet: Fleet) -> None:
-    answer = await fleet.client.get("/v1/models")
-    assert answer.json()["data"][0]["id"] == MODEL
-    answer = await fleet.client.post("/v1/chat/completions", json={"messages": []})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
-
-
-@both_modes
-async def test_a_client_that_goes_away_leaves_nothing(fleet: Fleet) -> None:
-    body = body_of("hello", stream=True, max_tokens=100_000)
-    async with fleet.client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                break
-    await wait_until(fleet.is_idle, "its reservation is released")
-    await wait_until(lambda: sum(engine.generator.cancelled for engine in fleet.engines) == 1, "its engine has stopped")
-
-
 async def test_an_engine_that_dies_costs_no_request(fleet: Fleet) -> None:
     first = (await fleet.chat("hello")).status_code
     assert first == 200
@@ -289,8 +305,7 @@ async def test_an_engine_that_dies_costs_no_request(fleet: Fleet) -> None:
     await wait_until(fleet.is_idle, "every reservation is released, the dead engine's too")
 
 
-@both_modes
-async def test_an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet: Fleet) -> None:
+async def an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet: Fleet) -> None:
     engine, model = fleet.engines[0], "broken"
     await engine.__aexit__(None, None, None)
     begins = asyncio.Event()
@@ -325,9 +340,8 @@ async def test_an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet
     assert (await fleet.chat("hello")).status_code == 200, "other engines answer"
 
 
-@both_modes
-async def test_an_engine_says_nothing_in_our_name(fleet: Fleet) -> None:
-    (engine, other, _), model = fleet.engines, "forged"
+async def an_engine_says_nothing_in_our_name(fleet: Fleet) -> None:
+    (_, engine, other), model = fleet.engines, "forged"
     await engine.__aexit__(None, None, None)
     forged = ["x-session-token", "X-Session-Token", "x-decoder-host-port", "x-waymark-decision"]
     forged += ["x-waymark-engine", "x-cache", "x-cache-key", "x-prefiller-host-port", "x-kept"]
@@ -351,6 +365,12 @@ async def test_an_engine_says_nothing_in_our_name(fleet: Fleet) -> None:
     assert answer.headers.get_list("x-decoder-host-port") == [engine.url.removeprefix("http://")]
     assert "x-gateway-destination-endpoint-served" not in answer.headers
     assert len(answer.headers.get_list("x-session-token")) == 1
+
+
+@both_modes
+async def test_an_engine_that_misbehaves_harms_nobody(fleet: Fleet) -> None:
+    await an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet)
+    await an_engine_says_nothing_in_our_name(fleet)
 
 
 @pytest.mark.parametrize("response_body", ["FULL_DUPLEX_STREAMED"])
