@@ -80,7 +80,8 @@ lint: $(VENV)/.installed-dev ## check style and types only
 compiled-1: PART := tests/[a-d]*
 compiled-2: PART := tests/[e-z]*
 compiled-1 compiled-2: $(VENV)/.installed-dev
-	@$(BIN)/python -m pytest --collect-only --quiet $(PART) >/dev/null 2>&1 || true
+	@test -e $(VENV)/.$@ && test -z "$$(find $(PART) -name '*.py' -newer $(VENV)/.$@)" || { \
+	  $(BIN)/python -m pytest --collect-only --quiet $(PART) >/dev/null 2>&1; touch $(VENV)/.$@; }
 
 clean: ## remove the environment, builds and caches
 	rm -rf $(VENV) $(VENV)-conformance .matrix .coverage build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
