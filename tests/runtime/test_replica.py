@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from tests.patience import patient
+from tests.conftest import wait_until
+from tests.patience import patient, within
+from waymark.base.metrics import Metrics
+from waymark.cli import loop
+from waymark.runtime import replica
+from waymark.serving.limits import ServerBounds
+from waymark.serving.listening import listen
 
 #: Runs a role until it has been set up, and prints how many objects a full collection goes through, and how many not.
 RUN = """
@@ -104,3 +112,31 @@ def test_no_first_call_of_a_replica_with_many_targets_goes_through_the_heap(free
     assert max(most, full) < frozen / 10
     assert imported == []
     assert ordinary == ["/register"], "queries and decisions go the straight way"
+
+
+@pytest.mark.parametrize("turns", range(3))
+def test_a_connection_that_comes_as_the_server_ends_does_not_hold_it_up(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``turns`` of the loop lie between a connection and the end of the server, which asks those to end that it has."""
+
+    async def serve_and_end() -> None:
+        is_over = asyncio.Event()
+
+        async def until_over() -> None:
+            await is_over.wait()
+
+        (listener,) = listen("127.0.0.1", 0, host_name="HOST", port_name="PORT")
+        bounds = ServerBounds(request_seconds=3600, connections_max=10, bodies_max_bytes=2**20)
+        server = replica.http_server(None, bounds, Metrics(), shutdown_seconds=3600)
+        monkeypatch.setattr(server, "main_loop", until_over)
+        serving = asyncio.create_task(server.serve([listener]))
+        await wait_until(lambda: server.started, "it listens")
+        with socket.create_connection(listener.getsockname()):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            is_over.set()
+            async with within(10):
+                await serving
+
+    loop.run(serve_and_end())

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 #: The time in which requests in progress must end.
 _SHUTDOWN_SECONDS = 5
+#: How long it may take until an accepted connection is made: a few turns of the loop.
+_ACCEPTED_SECONDS = 0.05
 #: The pause before a Redis that did not answer is asked again for the format of its index.
 _FORMAT_AGAIN_SECONDS = 0.5
 #: How long a connection is kept for a next request: longer than load balancers keep theirs, usually 60 s.
@@ -52,6 +54,13 @@ class _UvicornServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End; connections that are accepted but not made yet are made first, or nobody would ask them to end."""
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(_ACCEPTED_SECONDS)
+        await super().shutdown(sockets)
 
 
 def freeze_heap() -> None:
