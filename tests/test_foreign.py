@@ -68,6 +68,7 @@ UNDOCUMENTED: dict[tuple[str, str], tuple[str, str]] = {
         "uvicorn",
         "a signal ends the process in our order, so that a worker releases its leases",
     ),
+    ("runtime/replica.py", "Server.shutdown"): ("uvicorn", "the one place in which it asks its connections to end"),
     ("serving/connection.py", "uvicorn.server.ServerState"): (
         "uvicorn",
         "the set of tasks and connections that a server waits for when it ends",
