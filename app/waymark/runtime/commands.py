@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -49,20 +50,25 @@ def inspecting(settings: Settings) -> Iterator[tuple[AsgiApplication, asyncio.Ru
 async def export_to(settings: Settings, path: Path, *, model: str | None, tenant: str | None) -> tuple[Exported, int]:
     """Write the index to a file. Return the report and the size of the file.
 
-    The file has another name first, so that a file of this name is always whole.
+    The file has a name that nobody else has first, so that a file of this name is always whole. If it fails, nothing
+    stays.
     """
-    part = path.with_name(f"{path.name}.part")
     async with _store(settings) as store:
         try:
             # A salt may be a secret of its tenant: only its owner reads the file.
-            with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "w+b") as file:
-                report = await export_index(store, file, model=model, tenant=tenant)
-                file.flush()
-                os.fsync(file.fileno())
-                size = file.tell()
-            part.replace(path)
+            number, part = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent)
+            try:
+                with os.fdopen(number, "w+b") as file:
+                    report = await export_index(store, file, model=model, tenant=tenant)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    size = file.tell()
+                os.replace(part, path)
+            except BaseException:
+                os.unlink(part)
+                raise
         except OSError as exc:
-            raise InvalidValue(f"{part} cannot be written: {exc.strerror}") from None
+            raise InvalidValue(f"{path} cannot be written: {exc.strerror}") from None
     return report, size
 
 
