@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,9 +14,11 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from tests import forked
 from tests.conftest import wait_until
 from tests.e2e.conftest import EXIT_SECONDS, READY_SECONDS
 from tests.grpc_loops import events_of_this_loop as events_of_this_loop
+from tests.listening import listening, port_of
 from tests.patience import patient, within
 from tests.ports import unused_port
 
@@ -77,3 +80,29 @@ def test_a_redis_that_other_processes_cannot_reach_is_refused() -> None:
     )
     assert done.returncode == 2
     assert "WAYMARK_REDIS_URL" in done.stderr
+
+
+async def test_a_signal_counts_while_redis_has_not_answered_yet(tmp_path: Path) -> None:
+    """Process 1 of a container gets no signal that it does not listen to: it would be killed a minute later."""
+    asked = asyncio.Event()
+
+    async def silent(*_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+    environ |= {"WAYMARK_PROBE_PORT": "0", "WAYMARK_EPP_DRAIN_SECONDS": "0"}
+    log = tmp_path / "epp.log"
+    async with listening(silent) as server:
+        flags = ["--redis-url", f"redis://127.0.0.1:{port_of(server)}/0", "--host", "127.0.0.1", "--health-port", "0"]
+        with log.open("wb") as output:
+            process = forked.start(["epp", *flags, "--port", str(unused_port())], environ, output, ROOT)
+        try:
+            async with within(READY_SECONDS):
+                await asked.wait()
+            process.send_signal(signal.SIGTERM)
+            await wait_until(lambda: process.poll() is not None, "it has ended", EXIT_SECONDS)
+            assert process.returncode == 0, log.read_text()
+        finally:
+            process.kill()
+            process.wait()

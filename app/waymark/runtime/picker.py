@@ -68,6 +68,7 @@ def call_context(
 
 async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
     """Run one process, until a signal ends it. Raises SettingsError."""
+    stop = stop_signal()  # first: process 1 of a container gets no signal before, and Redis may be long in answering
     is_native = native.select(settings.native) == "native"
     metrics = Metrics(role="epp", is_native=is_native)
     options, prompt_options = parts.selection_options(settings), parts.prompt_options(settings)
@@ -86,7 +87,6 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
         bounds = server_bounds(settings, 0)
         http = http_server(create_probes(store, parts.api_options(settings), metrics, gate), bounds, metrics)
         freeze_heap()
-        stop = stop_signal()
         refusals: list[str] = []
         waits_for = partial(_waits_for, store, gate, refusals, stop)
         servers = EppServer(epp_options(settings), picker, prompts, waits_for)
