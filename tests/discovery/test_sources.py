@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from waymark.base.metrics import Metrics
 from waymark.discovery.describe import Describer
 from waymark.discovery.drafts import Draft, WantedEngine
 from waymark.discovery.engines import EngineRegistrations
+from waymark.discovery.reconciler import Reconciler
 from waymark.discovery.run import DiscoveryOptions, EngineDiscovery, Restarts
 from waymark.domain.names import Origin
 from waymark.store import keys
@@ -264,3 +265,41 @@ async def test_an_engine_without_sockets_is_followed_when_it_names_them(store: S
     async with discovering(store, again_seconds=0.1):
         engine.answers["/kv_event_sources"] = sources
         await until(store, "it is followed", ("i|default|0", "llama", 32, "tcp://127.0.0.1:5577"))
+
+
+async def test_a_file_is_read_again_only_if_it_has_changed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read a large one takes a worker's time. It is compared with the registrations all the same."""
+    reads, rounds = 0, 0
+    read, reconcile = read_wanted, Reconciler.reconcile
+
+    def counted(*given: Any) -> list[WantedEngine]:
+        nonlocal reads
+        reads += 1
+        return read(*given)
+
+    async def counting(self: Reconciler, wanted: Sequence[WantedEngine], **given: Any) -> bool:
+        nonlocal rounds
+        rounds += bool(wanted)
+        return await reconcile(self, wanted, **given)
+
+    def write(name: str) -> None:
+        entry = ENTRY | {"instance_id": name, "endpoint": "tcp://127.0.0.1:5557"}
+        (tmp_path / "new").write_text(json.dumps([entry]))
+        (tmp_path / "new").replace(file)
+
+    monkeypatch.setattr(Reconciler, "reconcile", counting)
+    monkeypatch.setattr("tests.discovery.test_sources.read_wanted", counted)
+    file = tmp_path / "publishers.json"
+    write("a")
+    async with discovering(store, file):
+        await wait_until(lambda: rounds >= 3, "three rounds")
+        assert await names(store) == ["a|default|0"]
+        assert reads == 1
+        (name,) = [each.name for each in await store.directory.registrations()]
+        await store.registry.unregister([name])
+        await until_named(store, "a|default|0")
+        write("b")
+        await until_named(store, "b|default|0")
+        assert reads == 2

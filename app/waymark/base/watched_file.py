@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from waymark.base.errors import SettingsError
 from waymark.base.logs import fields
@@ -16,7 +16,19 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+FileVersion: TypeAlias = tuple[int, int, int]
+"""When a file was changed, its size, and its number: another file has others."""
+
 _POLL_SECONDS = 1.0
+
+
+def version_of(path: Path) -> FileVersion | None:
+    """Return the version of a file; None if it cannot be found."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 class WatchedFile(Generic[T]):
@@ -33,7 +45,7 @@ class WatchedFile(Generic[T]):
         self._what = label
         self._clock = clock
         self._polled = clock()
-        self._version = self._stat()
+        self._version = version_of(self._path)
         self._problem = ""
         self._entries = reader(path)
 
@@ -47,7 +59,7 @@ class WatchedFile(Generic[T]):
         return self._entries
 
     def _poll(self) -> None:
-        version = self._stat()
+        version = version_of(self._path)
         if version == self._version:
             self._problem = ""
             return
@@ -64,10 +76,3 @@ class WatchedFile(Generic[T]):
         else:
             self._version, self._problem = version, ""
             log.info(f"{self._what} file read again", extra=fields(**{self._what: len(self._entries)}))
-
-    def _stat(self) -> tuple[int, int, int] | None:
-        try:
-            status = os.stat(self._path)
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size, status.st_ino

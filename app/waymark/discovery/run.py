@@ -10,10 +10,12 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.watched_file import FileVersion, version_of
 from waymark.discovery.describe import Describer
 from waymark.discovery.drafts import Draft, WantedEngine, WantedKey
 from waymark.discovery.engines import EngineRegistrations
@@ -222,11 +224,16 @@ class EngineDiscovery:
         return {pod: f"{min(float(f'{count:.1e}'), _COST_MAX):.0f}" for pod, count in tokens.items()}
 
     async def _follow_file(self, reconciler: Reconciler, reader: Callable[[], Sequence[WantedEngine]]) -> None:
-        restarts = Restarts(self._store)
+        restarts, path = Restarts(self._store), Path(self._options.file)
         reading = 0
+        version: FileVersion | None = None
+        wanted: Sequence[WantedEngine] = ()
         while True:
             try:
-                wanted = await asyncio.to_thread(reader)
+                # A file of thousands takes a second of a worker, which applies events meanwhile.
+                found = await asyncio.to_thread(version_of, path)
+                if found is None or found != version:
+                    wanted, version = await asyncio.to_thread(reader), found
                 reading += 1
                 self._log("file", [])
                 reconciler.ask_again(await restarts.since_last("file"))
