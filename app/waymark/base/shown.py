@@ -53,7 +53,7 @@ def hide_password(url: str) -> str:
 
 
 def seen(text: str) -> str:
-    """Return a JSON text with an escape for each character that nobody would see, which JSON allows."""
+    """Return a JSON text with an escape for each character that is not seen, which JSON allows."""
     return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 

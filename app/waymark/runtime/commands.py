@@ -50,8 +50,7 @@ def inspecting(settings: Settings) -> Iterator[tuple[AsgiApplication, asyncio.Ru
 async def export_to(settings: Settings, path: Path, *, model: str | None, tenant: str | None) -> tuple[Exported, int]:
     """Write the index to a file. Return the report and the size of the file.
 
-    The file has a name that nobody else has first, so that a file of this name is always whole. If it fails, nothing
-    stays.
+    The file has a name of its own first, so that a file of this name is always whole. After a failure no file stays.
     """
     async with _store(settings) as store:
         try:

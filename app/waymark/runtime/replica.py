@@ -56,7 +56,7 @@ class _UvicornServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End; connections that are accepted but not made yet are made first, or nobody would ask them to end."""
+        """End; connections that are accepted but not made yet are made first, so that they are asked to end, too."""
         for server in self.servers:
             server.close()
         await asyncio.sleep(_ACCEPTED_SECONDS)
