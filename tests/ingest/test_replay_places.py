@@ -19,8 +19,9 @@ class Hall:
         self.held: list[str] = []
         self.places = ReplayPlaces(size, patience_seconds=PATIENCE_SECONDS, clock=lambda: self.now)
 
-    def request(self, name: str, *, is_slow: bool = False) -> ReplayPlace:
-        return self.places.request(name.partition("/")[0], is_slow=is_slow, on_held=lambda: self.held.append(name))
+    def request(self, name: str, *, is_slow: bool = False, server: object = None) -> ReplayPlace:
+        instance = name.partition("/")[0]
+        return self.places.request(instance, is_slow=is_slow, on_held=lambda: self.held.append(name), server=server)
 
 
 def test_places_are_held_at_once_as_long_as_there_are_any() -> None:
@@ -119,6 +120,36 @@ def test_the_slow_make_room_before_the_others() -> None:
     hall.now += 2 * PATIENCE_SECONDS
     assert quick.yield_reason(is_slow=False) is None
     assert slow.yield_reason(is_slow=False) is YieldReason.FAIRNESS
+
+
+def test_a_server_that_is_away_leaves_places_to_the_others() -> None:
+    hall = Hall(8)
+    stuck = [hall.request(f"a{number}", server="a") for number in range(9)]
+    others = [hall.request(f"b{number}", server="b") for number in range(3)]
+    assert [sum(place.is_held for place in places) for places in (stuck, others)] == [6, 2]
+    others[0].release()
+    assert others[2].is_held
+    assert hall.places.waiting == 3
+    stuck[0].release()
+    assert stuck[6].is_held
+
+
+def test_a_replay_makes_no_room_for_those_of_a_server_with_its_share() -> None:
+    hall = Hall(8)
+    of_a, of_b = list[ReplayPlace](), list[ReplayPlace]()
+    for places, server, count in ((of_a, "a", 7), (of_b, "b", 2)):
+        for number in range(count):
+            hall.now += 0.1
+            places.append(hall.request(f"{server}{number}", server=server))
+    hall.now += PATIENCE_SECONDS
+    reasons = [[place.yield_reason(is_slow=False) for place in places if place.is_held] for places in (of_a, of_b)]
+    assert reasons == [[YieldReason.FAIRNESS, *[None] * 5], [None, None]]
+    assert of_b[0].yield_reason(is_slow=True) is None
+    last = hall.request("b2", server="b")
+    hall.now += PATIENCE_SECONDS
+    assert [place.yield_reason(is_slow=False) for place in of_b] == [YieldReason.FAIRNESS, None]
+    of_b[0].release()
+    assert last.is_held
 
 
 @pytest.mark.parametrize("seed", range(20))

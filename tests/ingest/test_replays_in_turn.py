@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
+from waymark.base.errors import StoreUnavailable
 
 TRICKLE_SECONDS = 0.1
 OPTIONS = replace(WITHOUT_PROBES, replay_idle_seconds=0.4)
@@ -184,3 +186,29 @@ async def test_what_follows_a_connection_that_broke_is_proven_later(bench: Bench
     await pod.agrees()
     await pod.has_status("active")
     await pod.counted(restarts=0 if is_same_life else 1, gaps=0, batches_lost=0)
+
+
+async def test_a_primary_that_is_away_leaves_places_to_other_groups(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays that wait for it keep their places."""
+    hand = await bench.worker(options=WITHOUT_PROBES)
+    run = hand.client.run
+
+    async def reached(name: str, keys: Sequence[Any], args: Sequence[Any]) -> Any:
+        if name == "apply_rows" and "wm:{1}" in keys[0]:
+            raise StoreUnavailable("its primary is away")
+        return await run(name, keys, args)
+
+    monkeypatch.setattr(hand.client, "run", reached)
+    monkeypatch.setattr(hand.client, "place", lambda key: key.partition(b"}")[0])
+    for number in range(hand.worker._places.size):
+        pod = await bench.pod(f"pod-{number}", is_registered=False)
+        await pod.work(1)
+        await pod.register()
+    places = hand.worker._places
+    await wait_until(lambda: (places.running, places.waiting) == (6, 2), "all wait", PATIENCE_SECONDS)
+    other = await bench.pod("other", is_registered=False, fields={"model_name": "another"})
+    await other.work(3)
+    await other.register()
+    await other.at_watermark(other.last_seq)

@@ -112,6 +112,11 @@ class Applier:
         del self.bounding, self.pool_hashes
         self.resolver.close()
 
+    @property
+    def server(self) -> object:
+        """An object that identifies the server of its group, as far as it is known."""
+        return self._store.place(self.grant.group_id)
+
     def happened(self, kind: ActivityKind, detail: str = "") -> None:
         """Add an entry about the publisher to the activity list."""
         self._store.activity.note(kind, **about(self.grant.claim.registration), detail=detail)

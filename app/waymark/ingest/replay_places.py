@@ -3,16 +3,20 @@
 A replay has a place from its request to its end. Instances get places in rotation, so an instance with many ranks waits
 no less than one with a single rank. A replay that others wait for gives its place up between two portions and continues
 later, from its watermark, so a slow publisher cannot delay the others. A replay that was too slow comes after all
-others.
+others. While a primary of a Cluster is away, the replays of its groups keep their places, so they get no more than a
+share.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from enum import StrEnum
+
+#: One of so many places is left to other servers of a Cluster.
+_LEFT = 4
 
 
 class YieldReason(StrEnum):
@@ -27,8 +31,11 @@ class YieldReason(StrEnum):
 class ReplayPlace:
     """One stream's place: first the stream waits for it, then holds it, and then releases it."""
 
-    def __init__(self, places: ReplayPlaces, instance: Hashable, is_slow: bool, on_held: Callable[[], None]) -> None:
+    def __init__(
+        self, places: ReplayPlaces, instance: Hashable, server: object, is_slow: bool, on_held: Callable[[], None]
+    ) -> None:
         self.instance = instance
+        self.server = server
         self.is_slow = is_slow
         """The last replay of this stream was too slow."""
         self.is_held = False
@@ -77,6 +84,8 @@ class ReplayPlaces:
         self.now = clock
         self.patience_seconds = patience_seconds
         self.size = size
+        self._share = size - size // _LEFT
+        """The most places of one server of a Cluster."""
         self._held: set[ReplayPlace] = set()
         self._waiting: dict[ReplayPlace, None] = {}
         """The places that streams wait for, in order of arrival."""
@@ -95,9 +104,14 @@ class ReplayPlaces:
     def running(self) -> int:
         return len(self._held)
 
-    def request(self, instance: Hashable, *, is_slow: bool, on_held: Callable[[], None]) -> ReplayPlace:
-        """Ask for a place, which may be held at once. ``on_held`` is called when it is held. Release it in any case."""
-        place = ReplayPlace(self, instance, is_slow, on_held)
+    def request(
+        self, instance: Hashable, *, is_slow: bool, on_held: Callable[[], None], server: object = None
+    ) -> ReplayPlace:
+        """Ask for a place, which may be held at once. ``on_held`` is called when it is held. Release it in any case.
+
+        ``server`` identifies the primary of a Cluster that the replay writes to; None if there is only one.
+        """
+        place = ReplayPlace(self, instance, server, is_slow, on_held)
         self._waiting[place] = None
         self._queues[is_slow].setdefault(instance, {})[place] = None
         self._hand_out()
@@ -112,34 +126,51 @@ class ReplayPlaces:
             self._dequeue(place)
 
     def yield_reason(self, place: ReplayPlace, *, is_slow: bool) -> YieldReason | None:
-        if is_slow and self._queues[False]:
+        full = self._full_servers() - {place.server}
+        if is_slow and any(not waiting.is_slow and waiting.server not in full for waiting in self._waiting):
             return YieldReason.SLOW
         if place.seconds < self.patience_seconds:
             return None
         # Each stream whose wait is too long takes one place: those of slow replays first, the oldest first.
         takers_before = sum(
-            holder.seconds >= self.patience_seconds
+            holder.server == place.server
+            and holder.seconds >= self.patience_seconds
             and (not holder.is_slow, -holder.seconds) < (not place.is_slow, -place.seconds)
             for holder in self._held
         )
-        return YieldReason.FAIRNESS if takers_before < self._takers(place.is_slow, takers_before + 1) else None
+        takers = self._takers(place, full, takers_before + 1)
+        return YieldReason.FAIRNESS if takers_before < takers else None
 
-    def _takers(self, is_slow: bool, enough: int) -> int:
-        """Return how many streams whose wait is too long may take such a place, counted up to ``enough``.
+    def _takers(self, held: ReplayPlace, full: set[object], enough: int) -> int:
+        """Return how many streams whose wait is too long may take a held place, counted up to ``enough``.
 
-        A slow stream may only take the place of a slow one.
+        Those of servers in ``full`` may take none, and a slow one only the place of a slow one.
         """
         count = 0
         for place in self._waiting:
             if count >= enough or place.seconds < self.patience_seconds:
                 break
-            count += is_slow or not place.is_slow
+            count += (held.is_slow or not place.is_slow) and place.server not in full
         return count
 
+    def _full_servers(self) -> set[object]:
+        """Return the servers of a Cluster with as many places as they may have."""
+        counts = Counter(held.server for held in self._held)
+        return {server for server, count in counts.items() if server is not None and count >= self._share}
+
+    def _next(self) -> ReplayPlace | None:
+        """Return the first waiting place that can be handed out."""
+        full = self._full_servers()
+        for queue in self._queues.values():
+            for places in queue.values():
+                place = next(iter(places))
+                if place.server not in full:
+                    return place
+        return None
+
     def _hand_out(self) -> None:
-        while self._waiting and len(self._held) < self.size:
-            queue = self._queues[False] or self._queues[True]
-            place = next(iter(next(iter(queue.values()))))
+        while len(self._held) < self.size and (place := self._next()) is not None:
+            queue = self._queues[place.is_slow]
             self._dequeue(place)
             if place.instance in queue:
                 queue.move_to_end(place.instance)

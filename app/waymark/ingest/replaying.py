@@ -100,7 +100,8 @@ class Replaying:
 
     async def _has_place(self, needed_by: int | None) -> bool:
         if self._place is None:
-            self._place = self._places.request(self._instance, is_slow=self._is_slow, on_held=self._wake)
+            server = self._life.applier.server
+            self._place = self._places.request(self._instance, is_slow=self._is_slow, on_held=self._wake, server=server)
         place = self._place
         while not await place.wait(min(_TICK_SECONDS, self._idle_seconds)):
             await self._tick()
