@@ -176,6 +176,11 @@ async def test_an_index_goes_to_a_file_and_into_another_redis(redis_url: str, tm
     code, text = run("import", str(path), "--redis-url", there)
     assert (code, "has a registration of" in text) == (2, True)
     assert run("import", str(path), "--redis-url", there, "--replace")[0] == 0
+    written = path.read_bytes()
+    code, text = run("export", str(path), "--model", "misspelt")
+    assert (code, "there is no publisher to export" in text) == (cli.EXIT_FAILED, True)
+    assert path.read_bytes() == written
+    assert [name for name in os.listdir(tmp_path) if "part" in name] == []
     code, text = run("export", str(tmp_path / "none" / "index.wmx"))
     assert (code, "cannot be written: No such file" in text) == (2, True)
     code, text = run("export", str(path), "--redis-url", "memory://")

@@ -15,8 +15,8 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.listening import listening, port_of
-from tests.patience import within
-from waymark.client import AsyncClient, Client, ModelNotFound, Refused, tries
+from tests.patience import patient, within
+from waymark.client import AsyncClient, Client, ModelNotFound, Refused, blocking, bounded, tries
 from waymark.client.tries import UrlOrder
 
 SELECTED: dict[str, Any] = {
@@ -78,7 +78,9 @@ async def test_an_empty_token_is_none() -> None:
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-@pytest.mark.parametrize("url", ["http://h:99999", "http://h:port", "http://[::1", "http://a..b", "http://h\x00"])
+@pytest.mark.parametrize(
+    "url", ["http://h:99999", "http://h:port", "http://[::1", "http://a..b", "http://h\x00", "http://h?x=1"]
+)
 def test_a_url_that_cannot_be_asked_is_an_error_at_once(kind: Any, url: str) -> None:
     with pytest.raises(ValueError, match="it must be a URL such as"):
         kind(["http://a", url])
@@ -133,15 +135,54 @@ def test_a_replica_that_was_away_is_tried_by_one_call_before_the_others(monkeypa
     assert [first(), first()] == ["http://a", "http://a"]
 
 
+BODY = json.dumps({"count": 0, "services": []}).encode()
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while True:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY))
+
+
+@pytest.mark.outside
+async def test_a_forked_process_has_connections_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of several processes may have asked before it forks them."""
+    process, connections = 1, 0
+
+    async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await answer(reader, writer)
+
+    monkeypatch.setattr(blocking, "os", SimpleNamespace(getpid=lambda: process))
+    async with listening(count) as server, within(30):
+        with Client(f"http://127.0.0.1:{port_of(server)}", timeout=patient(5.0), trust_env=False) as client:
+            for now, expected in ((1, 1), (1, 1), (2, 2), (2, 2)):
+                process = now
+                assert await asyncio.to_thread(client.services) == []
+                assert connections == expected
+        with pytest.raises(RuntimeError, match="closed"):
+            client.services()
+
+
+def test_all_addresses_of_a_host_have_the_time_of_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service without a virtual address has one for each replica, and some of them may be silent."""
+    given: list[float | None] = []
+
+    def connect(host: str, port: int, *, timeout: float | None) -> object:
+        given.append(timeout)
+        return object()
+
+    connections = bounded._BoundedConnections(SimpleNamespace(connect_tcp=connect), bounded._Bound())
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [("127.0.0.1", 80)] * 4)
+    for seconds in (6.0, None):
+        connections.connect_tcp("waymark", 80, seconds)
+    assert given == [1.5, None]
+
+
 @pytest.mark.outside
 async def test_a_client_of_a_loop_that_has_ended_is_used_in_the_next_one() -> None:
     """As a program does that calls ``asyncio.run`` for each question."""
-    body = json.dumps({"count": 0, "services": []}).encode()
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
 
     def ask_twice(url: str) -> list[Any]:
         waymark = AsyncClient(url, trust_env=False)
@@ -168,7 +209,7 @@ async def test_the_first_error_of_several_queries_ends_the_others() -> None:
             ended.append(request.content)
         raise AssertionError
 
-    async with AsyncClient("http://a", transport=httpx.MockTransport(answer)) as waymark:
+    async with AsyncClient("http://a", transport=httpx.MockTransport(answer), timeout=patient(100)) as waymark:
         prompts: Any = [[2], [3], ["first"]]
         with pytest.raises(Refused, match="no"):
             await waymark.query_many("m", prompts)
@@ -182,3 +223,26 @@ async def test_a_closed_client_stays_closed() -> None:
         await waymark.services()
     with pytest.raises(RuntimeError, match="closed"):
         await asyncio.to_thread(asyncio.run, waymark.services())  # nor does another loop open it
+
+
+async def test_the_first_token_of_a_user_waits_no_longer_for_waymark_than_the_decision() -> None:
+    waited: dict[str, list[float]] = {}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        part = json.loads(request.content).get("part", "select")
+        waited.setdefault(part, []).append(request.extensions["timeout"]["read"])
+        return httpx.Response(200, json=SELECTED if part == "select" else {"released": 1, "gone": 0})
+
+    transport, deadline = httpx.MockTransport(answer), patient(20)
+    timeout = deadline + 1
+    with Client("http://a", transport=transport, timeout=timeout) as client:
+        target = client.select("m", [1], deadline=deadline).begin()
+        target.first_token()
+        target.end()
+    async with AsyncClient("http://a", transport=transport, timeout=timeout) as waymark:
+        begun = await waymark.select("m", [1], deadline=deadline).begin()
+        await begun.first_token()
+        await begun.end()
+    assert max(waited["select"] + waited["prefill"]) <= deadline
+    assert waited["all"] == [timeout] * 2, "a reservation that is not ended is a load"
+    assert [len(times) for times in waited.values()] == [2, 2, 2]

@@ -91,6 +91,7 @@ def raw(content: bytes, **headers: str) -> httpx.Response:
     [
         ("publishers", {"/workers": raw(b"no gzip", **{"content-encoding": "gzip"})}, "decompressing"),
         ("publishers", {"/workers": raw(b"[" * 100_000)}, "is no Waymark"),
+        ("publishers", {"/workers": httpx.Response(404, json={"detail": "Not Found"})}, "is no Waymark: /workers"),
         ("select --model m --tokens 1", {"/score": ok({})}, "is no Waymark of this release: of /score"),
         ("ask --model m --tokens 1", {"/query": ok([1])}, "is no Waymark of this release: of /query"),
         ("ask --tokens 1", {"/services": ok({})}, "is no Waymark of this release: of /services"),
@@ -132,7 +133,7 @@ def test_what_is_watched_goes_on_after_a_failover(
 
 
 def test_a_drain_goes_on_waiting_while_no_replica_answers(waymark: Waymark, capsys: pytest.CaptureFixture[str]) -> None:
-    busy, idle = publisher_row(load={"requests": 1, "tokens": 0}), publisher_row()
+    busy, idle = publisher_row(weight=0.0, load={"requests": 1, "tokens": 0}), publisher_row(weight=0.0)
     lost = httpx.ConnectError("refused")
     waymark.answers = {"/workers": [workers(busy), workers(busy), AWAY, lost, workers(idle)], "/weight": [ok({})]}
     assert cli.main(["drain", "a", *URL]) == cli.EXIT_OK
@@ -147,6 +148,16 @@ def test_a_drain_goes_on_waiting_while_no_replica_answers(waymark: Waymark, caps
     waymark.answers["/workers"] = [workers(busy), AWAY]
     assert cli.main(["drain", "a", "--wait-seconds", "0", *URL]) == cli.EXIT_FAILED
     assert "a has requests that cannot be counted" in capsys.readouterr().err
+
+
+def test_an_engine_that_another_command_resumes_is_not_unregistered(
+    waymark: Waymark, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may have no request at the moment of a look."""
+    waymark.answers = {"/workers": [workers(publisher_row())], "/weight": [ok({})]}
+    assert cli.main(["drain", "a", "--unregister", "--wait-seconds", "0", *URL]) == cli.EXIT_FAILED
+    assert "a has a weight above 0 again after 0 s" in capsys.readouterr().err
+    assert "/unregister" not in dict(waymark.asked)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +237,7 @@ def test_a_registration_without_a_waymark_has_the_code_for_that(
 def test_no_line_of_a_command_has_an_escape_of_a_name(waymark: Waymark, capsys: pytest.CaptureFixture[str]) -> None:
     name = f"e{ESCAPE}"
     waymark.answers = {
-        "/workers": [workers(publisher_row(name))],
+        "/workers": [workers(publisher_row(name, weight=0.0))],
         "/weight": [ok({})],
         "/unregister": [ok({"status": "unregistered successfully", "removed_instances": [f"{name}|default|0"]})],
         "/repair": [ok({"status": "repair requested", "asked_instances": [name]})],
@@ -322,3 +333,16 @@ def test_books_that_cannot_be_drawn_are_one_sentence(error: Exception, monkeypat
     monkeypatch.setitem(sys.modules, "matplotlib.figure", figure)
     with pytest.raises(InvalidValue, match=f'--plot: "books.svg" cannot be written: {error}'):
         decisions.draw({"by_minute": []}, "books.svg")
+
+
+def test_engines_that_are_not_considered_are_found_by_each_name_of_their_model(waymark: Waymark) -> None:
+    drained = publisher_row("a", weight=0.0, model_name="Qwen/Qwen3-0.6B", aliases=["qwen"], adapters=["sql"])
+    waymark.answers = {"/workers": [workers(drained)]}
+    with RemoteService("http://waymark") as service:
+        for name, found in (
+            ("Qwen/Qwen3-0.6B", {"a": "drained"}),
+            ("qwen", {"a": "drained"}),
+            ("sql", {"a": "drained"}),
+            ("m", {}),
+        ):
+            assert decisions._others(service, {"model": name, "tenant_id": None}, []) == found

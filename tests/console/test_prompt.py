@@ -18,7 +18,9 @@ from tests.tokenization import small
 from waymark.base.errors import InvalidValue, NotFound
 from waymark.console.inspections import Cell, scaled
 from waymark.domain.hashing import namespace
+from waymark.domain.table import HolderTable
 from waymark.domain.targets import Target
+from waymark.inspection.inspector import InspectedGroup, Inspector
 from waymark.store import keys
 from waymark.store.store import Store
 
@@ -216,6 +218,25 @@ async def test_a_registered_adapter_is_found_out(store: Store, redis: Redis, way
     await of_pod(store, redis, ns=namespace("sql", ()), lora_name="sql")
     text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT))
     assert why(text) == ['With adapter "sql" it is held by "pod-1"']
+
+
+async def test_the_table_of_a_group_is_read_once_however_many_adapters_there_are(
+    store: Store, redis: Redis, waymark: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a row for each engine and holder of a fleet."""
+    for i in range(4):
+        await stream_of(store, redis, registration(f"pod-{i}", lora_name=f"adapter-{i}"))
+    read: list[int] = []
+    table = Inspector.table
+
+    async def counted(inspector: Inspector, group: InspectedGroup) -> HolderTable | None:
+        read.append(group.id)
+        return await table(inspector, group)
+
+    monkeypatch.setattr(Inspector, "table", counted)
+    text = await waymark("inspect", "prompt", "--model", "m", "--tokens", words(PROMPT), "--block-size", "16")
+    assert why(text) == ["No block of this model is held at all: 'waymark status' shows the state of the streams"]
+    assert read == [1]
 
 
 async def test_an_adapter_that_only_events_named_is_found_out(store: Store, redis: Redis, waymark: Run) -> None:

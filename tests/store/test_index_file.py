@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -328,3 +329,14 @@ async def test_an_import_is_checked_before_it_writes(source: Redis, other: Redis
     assert await snapshot(other) == before
     assert (await loaded(store, tmp_path / "a", replaces=True)).publishers == 2
     assert (await claim_of(store, registration("pod-2"))).registration.endpoint == "tcp://10.0.0.2:5557"
+
+
+def test_a_pipe_is_refused_because_a_file_is_read_twice() -> None:
+    """As ``waymark import <(zcat index.gz)`` gives it."""
+    reading, writing = os.pipe()
+    try:
+        with pytest.raises(InvalidValue, match="is a pipe; give the name of a file"):
+            IndexFile.read(Path(f"/dev/fd/{reading}"))
+    finally:
+        os.close(reading)
+        os.close(writing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from functools import wraps
 from time import perf_counter
 from types import TracebackType
@@ -47,7 +48,7 @@ class AsyncClient:
     ) -> None:
         self._places = UrlOrder(url)
         self._seconds = timeout
-        self._options = {"timeout": timeout} | with_token(api_token, httpx_)
+        self._options: dict[str, Any] = {"timeout": timeout, **with_token(api_token, httpx_)}
         self._http = httpx.AsyncClient(**self._options)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._retry_seconds = retry_seconds
@@ -219,12 +220,16 @@ class AsyncSelecting:
                 raise
 
     async def first_token(self) -> None:
-        """Report that the prompt is computed: other requests need not wait for it any more, and its time is known."""
+        """Report that the prompt is computed: other requests need not wait for it any more, and its time is known.
+
+        The user waits for this token, so the deadline of ``select`` bounds this call, too.
+        """
         if self.selection.reservation is not None:
             if self._first_token_at is None:
                 self._first_token_at = perf_counter()
             ttft_ms = 1e3 * (self._first_token_at - self._began)
-            await self._client.release(self.selection.reservation, part="prefill", ttft_ms=ttft_ms)
+            call = calls.release(self.selection.reservation, part="prefill", ttft_ms=ttft_ms)
+            await self._client._send(replace(call, deadline=self._call.deadline))
 
     def used(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import wraps
 from time import perf_counter
 from types import TracebackType
@@ -53,7 +55,9 @@ class Client:
         **httpx_: Any,
     ) -> None:
         self._places = UrlOrder(url)
-        self._http = BoundedClient(timeout=timeout, **with_token(api_token, httpx_))
+        self._options: dict[str, Any] = {"timeout": timeout, **with_token(api_token, httpx_)}
+        self._http = BoundedClient(**self._options)
+        self._process = os.getpid()
         self._retry_seconds = retry_seconds
 
     def __enter__(self) -> Self:
@@ -66,6 +70,13 @@ class Client:
 
     def close(self) -> None:
         self._http.close()
+
+    def _connections(self) -> BoundedClient:
+        """Return the connections of this process: a forked one would get answers to the questions of its parent."""
+        process = os.getpid()
+        if process != self._process and not self._http.is_closed:
+            self._http, self._process = BoundedClient(**self._options), process
+        return self._http
 
     register = _sent(calls.register)
     register_url = _sent(calls.register_url)
@@ -135,7 +146,7 @@ class Client:
                 time.sleep(step.seconds)
                 continue
             try:
-                outcome = self._http.request(**step.request)
+                outcome = self._connections().request(**step.request)
             except httpx.RequestError as error:
                 outcome = error
 
@@ -196,12 +207,16 @@ class Selecting:
                 raise
 
     def first_token(self) -> None:
-        """Report that the prompt is computed: other requests need not wait for it any more, and its time is known."""
+        """Report that the prompt is computed: other requests need not wait for it any more, and its time is known.
+
+        The user waits for this token, so the deadline of ``select`` bounds this call, too.
+        """
         if self.selection.reservation is not None:
             if self._first_token_at is None:
                 self._first_token_at = perf_counter()
             ttft_ms = 1e3 * (self._first_token_at - self._began)
-            self._client.release(self.selection.reservation, part="prefill", ttft_ms=ttft_ms)
+            call = calls.release(self.selection.reservation, part="prefill", ttft_ms=ttft_ms)
+            self._client._send(replace(call, deadline=self._call.deadline))
 
     def used(
         self,

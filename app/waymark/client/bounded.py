@@ -4,6 +4,7 @@ now and then would never be given up.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from typing import Any
@@ -49,6 +50,14 @@ class _Bound(threading.local):
         return seconds if timeout is None else min(seconds, timeout)
 
 
+def _count_of(host: str, port: int) -> int:
+    """Return how many addresses a host has. ``socket.create_connection`` waits for each of them in turn."""
+    try:
+        return len(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)) or 1
+    except OSError:
+        return 1  # the connection fails with the same error
+
+
 class _BoundedConnections:
     """Opens connections like ``backend``, an ``httpcore.NetworkBackend``."""
 
@@ -57,7 +66,10 @@ class _BoundedConnections:
         self._bound = bound
 
     def connect_tcp(self, host: str, port: int, timeout: float | None = None, **options: Any) -> _BoundedConnection:
-        stream = self._backend.connect_tcp(host, port, timeout=self._bound.left(timeout), **options)
+        seconds = self._bound.left(timeout)
+        if seconds is not None:
+            seconds /= _count_of(host, port)
+        stream = self._backend.connect_tcp(host, port, timeout=seconds, **options)
         return _BoundedConnection(stream, self._bound)
 
     def connect_unix_socket(self, path: str, timeout: float | None = None, **options: Any) -> _BoundedConnection:

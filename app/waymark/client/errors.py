@@ -20,7 +20,9 @@ class ClientError(Exception):
 
 
 class Refused(ClientError):
-    """A 4xx: the request does not fit, is not allowed, or names a missing object. A second try does not help."""
+    """A 4xx: the request does not fit, is not allowed, or names a missing object. A second try does not help, except
+    after 429: every target has as many requests as it may have.
+    """
 
     def __init__(self, status: int, sentence: str, reason: str | None, field: str | None) -> None:
         super().__init__(sentence)

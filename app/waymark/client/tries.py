@@ -42,7 +42,7 @@ def is_url(text: object) -> bool:
         url.raw_host.decode().encode("idna")  # as a socket does it
     except (httpx.InvalidURL, ValueError):
         return False
-    return (url.port or 0) <= _PORT_MAX
+    return (url.port or 0) <= _PORT_MAX and not (url.query or url.fragment)
 
 
 class UrlOrder:

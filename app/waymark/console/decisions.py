@@ -46,7 +46,8 @@ def _others(service: RemoteService, group: dict[str, Any], scores: list[dict[str
         publisher.instance_id: drain_of(publisher)
         or (publisher.status if publisher.status in UNUSABLE else "no target")
         for publisher in service.workers().publishers
-        if (publisher.tenant_id, publisher.model_name) == (group["tenant_id"] or "default", group["model"])
+        if publisher.tenant_id == (group["tenant_id"] or "default")
+        and group["model"] in (publisher.model_name, *publisher.aliases, *publisher.adapters)
         and is_target(publisher)
         and publisher.instance_id not in scored
     }

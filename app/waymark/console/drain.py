@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 
 from waymark.base.errors import InvalidValue, NotFound, WaymarkError
 from waymark.base.shown import several, shown
-from waymark.console.publishers import drain_of
+from waymark.console.publishers import drain_of, is_target
 from waymark.console.screen import Grid, ScreenPart, text
 from waymark.console.service import RemoteService, may_pass
 from waymark.contract.publishers import Publisher, UnregisterAnswer, WeightAnswer
@@ -179,7 +179,7 @@ def drain(service: RemoteService, arguments: argparse.Namespace) -> Iterator[str
         if seconds_left < 0:
             raise NotDrained(
                 f"{name} has {requests} after {arguments.wait_seconds:g} s. "
-                f"It gets no new ones; run the command again to wait on, or {_resume(arguments)}"
+                f"Run the command again to wait on, or {_resume(arguments)}"
             )
         if requests != reported:
             reported = requests
@@ -251,13 +251,19 @@ def _resume(arguments: argparse.Namespace) -> str:
 
 
 def _under_way(service: RemoteService, name: str, tenant: str) -> str:
-    """Return the requests of an engine in words; empty if it has none. A replica may be away for a while."""
+    """Return the requests of an engine in words; empty if it has none and gets none.
+
+    A replica may be away for a while, and another command may have given the engine its weight again.
+    """
     try:
-        requests = _requests(_ranks(service, name, tenant))
+        ranks = _ranks(service, name, tenant)
     except WaymarkError as error:
         if not may_pass(error):
             raise
         return f"requests that cannot be counted ({error})"
+    if any(rank.weight for rank in ranks if is_target(rank)):
+        return "a weight above 0 again"
+    requests = _requests(ranks)
     return f"{several(requests, 'request')} under way" if requests else ""
 
 

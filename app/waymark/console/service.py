@@ -130,16 +130,21 @@ class RemoteService:
         try:
             content = answer.json()
         except (ValueError, RecursionError):
-            raise ServiceUnreachable(
-                f"what answers at {self.url} is no Waymark: {answer.request.url.path} was answered with "
-                f"{answer.status_code} and no JSON; give another URL by --url or WAYMARK_URL"
-            ) from None
+            raise self._foreign(answer, " and no JSON") from None
         if answer.is_success:
             return content
         sentence = sentence_of(content)
         if answer.status_code == 401:
             sentence = f"{sentence or 'a token is needed'}; give it by --api-token or WAYMARK_API_TOKEN"
-        raise self._refusal(sentence or "the request was refused", answer.status_code)
+        if sentence is None:
+            raise self._foreign(answer, "")
+        raise self._refusal(sentence, answer.status_code)
+
+    def _foreign(self, answer: httpx.Response, further: str) -> ServiceUnreachable:
+        return ServiceUnreachable(
+            f"what answers at {self.url} is no Waymark: {answer.request.url.path} was answered with "
+            f"{answer.status_code}{further}; give another URL by --url or WAYMARK_URL"
+        )
 
     def _refusal(self, sentence: str, status: int) -> WaymarkError:
         return ServiceRefused(f"{sentence} ({status})", status)

@@ -150,21 +150,25 @@ async def of_prompt(
     silent = sorted({line.holder.instance_id for lines in holding.instances for line in lines.holders if 0 in line.has})
     if silent:
         return [f"It is held by {_names(silent)}, whose blocks are currently not counted"]
-    readings = await of_other_readings(inspector, prompt, holding, groups)
+    readings = await of_other_readings(inspector, prompt, holding, table, groups)
     elsewhere = "" if readings else await of_other_namespaces(inspector, prompt, holding, table)
     return readings or [elsewhere or last_resort(prompt, states)]
 
 
 async def of_other_readings(
-    inspector: Inspector, prompt: InspectedPrompt, holding: PromptHoldings, groups: Sequence[InspectedGroup]
+    inspector: Inspector,
+    prompt: InspectedPrompt,
+    holding: PromptHoldings,
+    own_table: HolderTable,
+    groups: Sequence[InspectedGroup],
 ) -> list[str]:
     """Return the readings of the prompt under which its first block has a holder."""
     registered = [claim.registration for claim in await inspector.claims(holding.group.name)]
     sentences: list[str] = []
     for sentence, group, reading, block_size in islice(_readings(prompt, holding, groups, registered), _TRIES_MAX):
         first = reading.block_keys(block_size, 1)
-        table = await inspector.table(group) if first else None
-        if table is not None:
+        table = own_table if group is holding.group else await inspector.table(group)
+        if first and table is not None:
             (holders,) = await inspector.holders(group, first, has_singles=table.has_singles)
             live = {
                 holder for holder in table.holders.keys() & holders if not not_counted(table, table.holders[holder])

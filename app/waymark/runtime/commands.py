@@ -11,7 +11,7 @@ from pathlib import Path
 
 from waymark.api.application import create_inspections
 from waymark.base.asgi import AsgiApplication
-from waymark.base.errors import InvalidValue, SettingsError
+from waymark.base.errors import InvalidValue, NotFound, SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.runtime import parts
@@ -51,6 +51,7 @@ async def export_to(settings: Settings, path: Path, *, model: str | None, tenant
     """Write the index to a file. Return the report and the size of the file.
 
     The file has a name of its own first, so that a file of this name is always whole. After a failure no file stays.
+    Raise ``NotFound`` without a publisher: that may be another Redis than the one that was meant.
     """
     async with _store(settings) as store:
         try:
@@ -59,6 +60,8 @@ async def export_to(settings: Settings, path: Path, *, model: str | None, tenant
             try:
                 with os.fdopen(number, "w+b") as file:
                     report = await export_index(store, file, model=model, tenant=tenant)
+                    if not report.publishers:
+                        raise NotFound(f"there is no publisher to export, so {path} is not written")
                     file.flush()
                     os.fsync(file.fileno())
                     size = file.tell()

@@ -208,9 +208,13 @@ class IndexFile:
 
 def _opened(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
+        file = path.open("rb")
     except OSError as exc:
         raise InvalidValue(f"{path} cannot be read: {exc.strerror}") from None
+    if not file.seekable():  # it is read twice
+        file.close()
+        raise InvalidValue(f"{path} is a pipe; give the name of a file")
+    return file
 
 
 def _records(path: Path, file: BinaryIO) -> Iterator[tuple[int, Any]]:
