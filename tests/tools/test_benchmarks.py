@@ -30,6 +30,7 @@ from tools.benchmarks import (
     lone,
     messages,
     prompts,
+    queries,
     replicas,
     scale,
     scale_engines,
@@ -56,9 +57,13 @@ from waymark.domain.rows import SLOT_CHARS
 
 
 @pytest.fixture(autouse=True)
-def _short_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How fast the machine reads memory, nothing here asks: to make a chain of 32 MiB takes a second each time."""
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast the machine reads memory, or how many may ask at once, nothing here asks: to make a chain of 32 MiB
+    takes a second each time, and the questions of 256 connections take twenty.
+    """
     monkeypatch.setattr(benchmarks, "_CHAINS", (1 << 8, 1 << 12))
+    for module in (queries, compare):
+        monkeypatch.setattr(module, "CROWDS", {"c64": 4, "c256": 8})
 
 
 @pytest.mark.long
