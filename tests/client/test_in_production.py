@@ -186,7 +186,7 @@ async def test_a_client_of_a_loop_that_has_ended_is_used_in_the_next_one() -> No
 
     def ask_twice(url: str) -> list[Any]:
         waymark = AsyncClient(url, trust_env=False)
-        answers = [asyncio.run(waymark.services()) for _ in range(2)]
+        answers = [asyncio.run(_services(waymark)) for _ in range(2)]
         asyncio.run(waymark.close())
         return answers
 
@@ -222,7 +222,7 @@ async def test_a_closed_client_stays_closed() -> None:
     with pytest.raises(RuntimeError, match="closed"):
         await waymark.services()
     with pytest.raises(RuntimeError, match="closed"):
-        await asyncio.to_thread(asyncio.run, waymark.services())  # nor does another loop open it
+        await asyncio.to_thread(lambda: asyncio.run(_services(waymark)))  # nor does another loop open it
 
 
 async def test_the_first_token_of_a_user_waits_no_longer_for_waymark_than_the_decision() -> None:
@@ -246,3 +246,7 @@ async def test_the_first_token_of_a_user_waits_no_longer_for_waymark_than_the_de
     assert max(waited["select"] + waited["prefill"]) <= deadline
     assert waited["all"] == [timeout] * 2, "a reservation that is not ended is a load"
     assert [len(times) for times in waited.values()] == [2, 2, 2]
+
+
+async def _services(waymark: AsyncClient) -> Any:
+    return await waymark.services()

@@ -212,8 +212,8 @@ def broken_output(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_registration_shows_no_escape_of_an_engine_and_says_that_it_was_made(
     waymark: Waymark, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    registered = {"status": "registered successfully", "instance_id": "e", "model": f"m{ESCAPE}", "type": "vLLM"}
-    registered |= {"block_size": 16, "ranks": [], "adapters": [f"sql{ESCAPE}"]}
+    names = {"status": "registered successfully", "instance_id": "e", "model": f"m{ESCAPE}", "type": "vLLM"}
+    registered = names | {"block_size": 16, "ranks": [], "adapters": [f"sql{ESCAPE}"]}
     waymark.answers = {"/register": [ok(registered)], "/workers": [httpx.Response(500, json={"error": f"no{ESCAPE}"})]}
     assert cli.main(["register", "http://engine:8000", *URL]) == cli.EXIT_FAILED
     output, error = capsys.readouterr()

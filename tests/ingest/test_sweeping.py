@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -188,7 +188,8 @@ async def test_a_damaged_table_does_not_delay_the_next_group(redis: Redis) -> No
 @pytest.fixture
 def away(redis: Redis, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Groups whose primary does not answer."""
-    groups, execute = set[int](), redis.execute_command
+    groups: set[int] = set()
+    execute: Callable[..., Awaitable[Any]] = redis.execute_command
 
     async def reached(*command: Any) -> Any:
         if any(f"wm:{{{group_id}}}" in str(word) for word in command for group_id in groups):

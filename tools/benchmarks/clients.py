@@ -42,7 +42,7 @@ async def measured(asked: Asked, requests: int) -> float:
 
 async def rows(url: str, tokens: list[int], requests: int) -> list[tuple[str, float]]:
     """(what, milliseconds a request) for a prompt."""
-    sent = calls.query(MODEL, tokens, BLOCK_SIZE).sent
+    sent = calls.query(MODEL, tokens, BLOCK_SIZE).sent({})
     content, headers = sent["content"], sent["headers"]
     hashes = block_hashes(tokens, BLOCK_SIZE)
     async with (
