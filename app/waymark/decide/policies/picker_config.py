@@ -62,7 +62,8 @@ class DeclaredPlugin:
         self.row: Plugin = PLUGINS[self.type]
         self.name = _text(fields.get("name", self.type), f"{where}.name")
         self.where = f"{where}.parameters"
-        self.parameters = _mapping(fields.get("parameters") or {}, self.where)
+        given = fields.get("parameters")
+        self.parameters = _mapping({} if given is None else given, self.where)
         self.unused: tuple[str, ...] = ()
         if self.row.is_open:
             self.unused = tuple(sorted(self.parameters.keys() - self.row.parameters.keys()))
