@@ -185,7 +185,7 @@ async def test_a_client_of_a_loop_that_has_ended_is_used_in_the_next_one() -> No
     """As a program does that calls ``asyncio.run`` for each question."""
 
     def ask_twice(url: str) -> list[Any]:
-        waymark = AsyncClient(url, trust_env=False)
+        waymark = AsyncClient(url, timeout=patient(5.0), trust_env=False)
         answers = [asyncio.run(_services(waymark)) for _ in range(2)]
         asyncio.run(waymark.close())
         return answers
