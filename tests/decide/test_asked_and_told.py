@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, cast
 
 import pytest
@@ -283,14 +284,18 @@ class Drifting:
         of = claims[0].publisher if publisher is None else publisher
         self.caplog.clear()
         reservation = Reservation(claims[0].group_id, of, 0, 640, "0" * 16, promise=PROMISE)
-        began = list[Any]()
+        began: list[asyncio.Task[None]] = []
         begin = self.store.begin
-        try:
-            self.store.begin = lambda work: began.append(begin(work)) or began[-1]  # type: ignore[method-assign]
+
+        def noted(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+            began.append(begin(work))
+            return began[-1]
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(self.store, "begin", noted)
             Bookkeeper(self.store, self.metrics).booked(reservation, Usage(100), drift)
-        finally:
-            self.store.begin = begin  # type: ignore[method-assign]
-        await began[0]
+        (telling,) = began
+        await telling
         return [record.message for record in self.caplog.records if record.name == "waymark.decide.books"]
 
     async def entries(self) -> int:

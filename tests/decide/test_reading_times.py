@@ -94,17 +94,23 @@ async def test_a_reading_that_has_failed_is_asked_for_again(
 
 
 @pytest.mark.parametrize(
-    ("answers", "expected"),
+    ("seconds", "answers", "expected"),
     [
-        # All loads were read, asked for or not.
-        ([True, False, False], [True, False, False]),
-        ([True, False, True, False], [True, False, False, False]),
+        (1.0, [True, False, False], [True, False, False]),
         # As long as they were not all read, all are asked for.
-        ([False, False, True, False], [True, True, True, False]),
+        (1.0, [False, False, True, False], [True, True, True, False]),
+        (6.0, [True, False, True, False], [True, False, True, False]),
+        # All that come without being asked for are all the same.
+        (6.0, [True, True, False], [True, False, False]),
     ],
 )
 async def test_all_loads_are_asked_for_until_all_were_read(
-    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch, answers: list[bool], expected: list[bool]
+    store: Store,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    answers: list[bool],
+    expected: list[bool],
 ) -> None:
     keeper, asked, left = keeper_of(store, 0), list[bool](), list(answers)
     group, entry = await group_of(store)
@@ -117,7 +123,7 @@ async def test_all_loads_are_asked_for_until_all_were_read(
     monkeypatch.setattr(store.reservations, "changes", changes)
     for _ in answers:
         await keeper.of(entry, fleet, LOADS)
-        clock.now += 1.0
+        clock.now += seconds
     assert asked == expected
 
 

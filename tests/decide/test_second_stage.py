@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -195,9 +195,8 @@ async def test_blocks_that_another_target_has_more_are_counted_without_windows(
     windows: list[str], walked: int, counted: int
 ) -> None:
     of = case(Redis(), {1: Target()}, rows={1: TargetRow(device=2)})
-    assert of.matches.walk is not None
-    of.matches.walk.blocks = walked
-    of.matches.walk.view.windows = windows  # type: ignore[misc]
+    walk = cast(Any, of.matches.walk)
+    walk.blocks, walk.view.windows = walked, windows
     await of.taken()
     assert of.metrics.avoidable_prefill_tokens.value == counted * SIZE
 

@@ -161,6 +161,24 @@ def test_the_last_instance_that_was_put_first_is_first() -> None:
     assert shown(found) == ["a1", "a0", "a2", "b0", "c0"]
 
 
+def test_an_instance_that_is_put_first_makes_no_more_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    scored = ColumnSums.scored
+
+    def noted(self: ColumnSums, place: int) -> Scored:
+        made.append(place)
+        return scored(self, place)
+
+    some = [target("a", dp_rank=rank, active=rank) for rank in range(3)]
+    some += [target(f"t{number}", active=10 + number) for number in range(40)]
+    monkeypatch.setattr(ColumnSums, "scored", noted)
+    found = sums_of(some).ranked(prompt(64), Random(1), 5, is_cost=True)
+    made.clear()
+    assert found.put_first("a")
+    assert shown(found[:5]) == ["a0", "a1", "a2", "t00", "t10"]
+    assert made == [0, 1, 2, 3, 4]
+
+
 def test_equal_ranks_of_an_instance_are_in_the_order_of_their_draws() -> None:
     some = [target("a", dp_rank=rank, active=1) for rank in range(4)]
     orders = set()
