@@ -86,6 +86,20 @@ def test_two_scorers_of_a_type_count_each_with_its_own_name_parameters_and_weigh
     assert found.value == pytest.approx(2.3)
 
 
+def test_a_scorer_that_a_profile_names_twice_counts_with_both_weights() -> None:
+    config = read_picker_config(
+        file(
+            "{type: precise-prefix-cache-scorer}",
+            "{type: active-request-scorer}",
+            profiles="{name: a, plugins: [{pluginRef: precise-prefix-cache-scorer, weight: 2}, "
+            "{pluginRef: active-request-scorer}, {pluginRef: precise-prefix-cache-scorer, weight: 0.5}]}",
+        )
+    )
+    (found,) = config.run(prompt(64), [target("t", device=64)], Random(1)).decode
+    assert found.parts == {"precise-prefix-cache-scorer": 2.5, "active-request-scorer": 1.0}
+    assert found.value == 3.5
+
+
 def test_several_profiles_without_a_handler_of_stages_are_named() -> None:
     for plugins in ([], ["{type: single-profile-handler}"]):
         refused = refusal(file(*plugins, profiles="{name: one}, {name: two}"))

@@ -127,7 +127,7 @@ def _profile(entry: Any, where: str, declared: Mapping[str, DeclaredPlugin]) -> 
     _only(fields, ("name", "plugins"), where)
     filters: list[Filter] = []
     prompt_filters: list[Filter] = []
-    scorers: list[WeightedScorer] = []
+    scorers: dict[str, WeightedScorer] = {}
     picker: Picker = max_score
     endpoints = 1
     for index, reference in enumerate(_list(fields.get("plugins"), f"{where}.plugins")):
@@ -143,7 +143,9 @@ def _profile(entry: Any, where: str, declared: Mapping[str, DeclaredPlugin]) -> 
         if plugin.row.kind is PluginKind.FILTER_AND_SCORER and plugin.parameters.get("enableFiltering", False):
             prompt_filters.append(_length_filter(plugin))
         if plugin.row.kind in (PluginKind.SCORER, PluginKind.FILTER_AND_SCORER):
-            scorers.append(_scorer(plugin, _weight(values.get("weight", 1), f"{here}.weight")))
+            weight = _weight(values.get("weight", 1), f"{here}.weight")
+            weight += scorers[name].weight if name in scorers else 0.0
+            scorers[name] = _scorer(plugin, weight)
         elif plugin.row.kind is PluginKind.PICKER:
             picker, endpoints = _picker(plugin)
         elif plugin.row.kind is not PluginKind.FILTER:
@@ -153,7 +155,7 @@ def _profile(entry: Any, where: str, declared: Mapping[str, DeclaredPlugin]) -> 
     return Profile(
         _text(fields.get("name"), f"{where}.name"),
         tuple(filters),
-        tuple(scorers),
+        tuple(scorers.values()),
         picker,
         endpoints,
         tuple(prompt_filters),
