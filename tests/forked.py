@@ -184,6 +184,10 @@ def _serve(requests: socket.socket) -> list[str]:
         if pid == 0:
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
+            # As the interpreter makes them: those of before may have been files, which can be sought in.
+            sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+            sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+            sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
             requests.detach()
             os.closerange(3, 1024)
             words, environ, directory = json.loads(request)
