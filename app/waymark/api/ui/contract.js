@@ -1,7 +1,7 @@
 // The contract, which GET /docs shows: where reads are protected, a link to it would be refused, as it carries no token.
 
 import { offerToFind, offerToSend } from "./examples.js";
-import { send } from "./service.js";
+import { ask, send } from "./service.js";
 import { byId } from "./shown.js";
 
 let shown = null;
@@ -26,8 +26,7 @@ export async function showContract(anchor) {
 }
 
 async function load() {
-  const answer = await send("docs", {});
-  if (!answer.ok) throw new Error(`GET /docs was answered with ${answer.status}`);
+  const answer = await ask("docs", {});
   // Without its head: this page has its own styles.
   const text = await answer.text();
   const page = new DOMParser().parseFromString(text.slice(text.indexOf("<body>")), "text/html");

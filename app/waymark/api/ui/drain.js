@@ -5,14 +5,15 @@ import { byId, plain, several } from "./shown.js";
 
 let changed = () => {};
 let asked = null;
-let isBusy = false;
+// The question whose change is under way.
+let busy = null;
 
 // The callback is called when an engine has another weight.
 export function startDrain(callback) {
   changed = callback;
   byId("drain-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    if (!isBusy) change();
+    if (busy !== asked) change();
   });
   byId("drain-cancel").addEventListener("click", () => byId("drain").close());
 }
@@ -40,16 +41,16 @@ export function isDrained(ranks) {
 }
 
 async function change() {
-  const { isDrained: isBack, ...engine } = asked;
-  isBusy = true;
+  const own = (busy = asked);
+  const { isDrained: isBack, ...engine } = own;
   byId("drain-error").textContent = "";
   try {
     await act("weight", { ...engine, weight: isBack ? Number(byId("drain-weight").value) : 0 });
-    byId("drain").close();
+    if (own === asked) byId("drain").close(); // another engine may be asked about by now
     changed();
   } catch (error) {
-    byId("drain-error").textContent = error.message;
+    if (own === asked) byId("drain-error").textContent = error.message;
   } finally {
-    isBusy = false;
+    if (busy === own) busy = null;
   }
 }

@@ -2,7 +2,7 @@
 
 import { askToDrain, isDrained } from "./drain.js";
 import { now } from "./service.js";
-import { arrange, byId, canvas, element, onTheme, painted, plain, seconds, setAttribute, setText, several, short } from "./shown.js";
+import { arrange, byId, canvas, element, onTheme, painted, seconds, setAttribute, setText, several, short } from "./shown.js";
 
 const POINTS_MAX = 60;
 const WORST_FIRST = ["failed", "lost", "unreachable", "degraded", "starting", "replaying", "active", "no events"];
@@ -43,10 +43,13 @@ const nothing = element("p", { class: "soft" }, "None fits the filter.");
 let all = null;
 let answer = null;
 let targets = new Set();
+// The targets of each engine.
+let ranks = new Map();
 
 export function showEngines(found) {
   answer = found;
   targets = targetsOf(found.publishers);
+  ranks = byEngine(targets);
   for (const each of found.publishers) remember(each);
   const known = new Set(found.publishers.map(nameOf));
   for (const map of [counted, rows]) for (const name of map.keys()) if (!known.has(name)) map.delete(name);
@@ -56,13 +59,8 @@ export function showEngines(found) {
 
 // How many engines are well, unwell, starting or drained; an engine is as its worst rank.
 export function health() {
-  const ranks = new Map();
-  for (const each of answer.publishers.filter((one) => one.scope !== "shared")) {
-    const name = JSON.stringify([each.tenant_id, each.instance_id]);
-    ranks.set(name, [...(ranks.get(name) || []), each]);
-  }
   const counts = { well: 0, unwell: 0, starting: 0, drained: 0 };
-  for (const each of ranks.values()) {
+  for (const each of byEngine(answer.publishers.filter((one) => one.scope !== "shared")).values()) {
     const own = each.filter((rank) => targets.has(rank));
     const isStarting = each.some((rank) => !WELL.includes(rank.status));
     counts[each.some(isUnwell) ? "unwell" : own.length && isDrained(own) ? "drained" : isStarting ? "starting" : "well"]++;
@@ -80,6 +78,20 @@ function total(blocks) {
 
 function nameOf(each) {
   return JSON.stringify([each.tenant_id, each.instance_id, each.dp_rank, each.endpoint]);
+}
+
+function byEngine(publishers) {
+  const found = new Map();
+  for (const each of publishers) {
+    const name = engineOf(each);
+    if (found.has(name)) found.get(name).push(each);
+    else found.set(name, [each]);
+  }
+  return found;
+}
+
+function engineOf(each) {
+  return JSON.stringify([each.tenant_id, each.instance_id]);
 }
 
 // What requests are sent to: no pool, and no further socket of a rank.
@@ -135,13 +147,13 @@ function draw() {
   shown.sort((a, b) => by(b) - by(a) || a.instance_id.localeCompare(b.instance_id) || a.dp_rank - b.dp_rank);
   const groups = new Map();
   for (const each of shown) {
-    const title = each.tenant_id === "default" ? each.model_name : `${each.model_name} of ${each.tenant_id}`;
-    groups.set(title, [...(groups.get(title) || []), each]);
+    const name = JSON.stringify([each.model_name, each.tenant_id]);
+    groups.set(name, [...(groups.get(name) || []), each]);
   }
-  for (const title of bodies.keys()) if (!groups.has(title)) bodies.delete(title);
+  for (const name of bodies.keys()) if (!groups.has(name)) bodies.delete(name);
   const top = shown.reduce((most, each) => Math.max(most, ...ratesOf(each, "stored"), ...ratesOf(each, "removed")), 1);
   all ||= newTable();
-  arrange(all.table, [all.head, ...[...groups].map(([title, each]) => body(title, each, top))]);
+  arrange(all.table, [all.head, ...[...groups].map(([name, each]) => body(name, each, top))]);
   arrange(byId("groups"), shown.length ? [all.box] : [nothing]);
 }
 
@@ -153,12 +165,14 @@ function newTable() {
 }
 
 // The rows of a model, below its name.
-function body(title, publishers, top) {
-  if (!bodies.has(title)) {
+function body(name, publishers, top) {
+  if (!bodies.has(name)) {
+    const [{ model_name: model, tenant_id: tenant }] = publishers;
+    const title = tenant === "default" ? model : `${model} of ${tenant}`;
     const head = element("tr", { class: "model" }, element("th", { scope: "rowgroup", colspan: Object.keys(COLUMNS).length }, title));
-    bodies.set(title, { made: element("tbody"), head });
+    bodies.set(name, { made: element("tbody"), head });
   }
-  const { made, head } = bodies.get(title);
+  const { made, head } = bodies.get(name);
   const fullest = Math.max(...publishers.map((each) => total(each.blocks)), 1);
   const complaints = grouped(publishers);
   arrange(made, [head, ...publishers.flatMap((each) => row(each, top, fullest, complaints.get(each) || ""))]);
@@ -189,9 +203,11 @@ function complaintOf(same, cause) {
 function row(each, top, fullest, complaint) {
   const name = nameOf(each);
   if (!rows.has(name)) rows.set(name, newRow(each));
-  const { made, said, cells, status, blocks, drawn, button } = rows.get(name);
+  const { made, said, label, rank, cells, status, blocks, drawn, button } = rows.get(name);
   const { requests, tokens } = each.load;
   const isCounted = !NOT_COUNTED.includes(each.status);
+  setText(label, each.scope === "shared" ? `${each.instance_id} (pool)` : each.instance_id);
+  setText(rank, each.dp_rank || ranksOf(each).length > 1 ? ` rank ${each.dp_rank}` : "");
   setText(status, statusOf(each));
   setAttribute(status, "class", `status ${statusClass(each)}`);
   const media = Object.entries(each.blocks).map(([medium, count]) => `${medium} ${count}`).join(", ");
@@ -204,11 +220,10 @@ function row(each, top, fullest, complaint) {
   setText(said.firstChild.firstChild, complaint);
   if (said.hidden === Boolean(complaint)) said.hidden = !complaint;
   curve(drawn, each, top);
-  if (button) {
-    const verb = isDrained(ranksOf(each)) ? "Resume" : "Drain";
-    setText(button, verb);
-    setAttribute(button, "aria-label", `${verb} ${plain(each.instance_id)}`);
-  }
+  const verb = isDrained(ranksOf(each)) ? "Resume" : "Drain";
+  setText(button, verb);
+  setAttribute(button, "aria-label", `${verb} ${each.instance_id}`);
+  if (button.hidden === targets.has(each)) button.hidden = !button.hidden;
   return [made, said];
 }
 
@@ -220,16 +235,14 @@ function newRow(each) {
   const blocks = { bar: element("div", { class: "bar", "aria-hidden": "true" }), text: element("span"), last: "" };
   cells.Blocks.append(blocks.bar, blocks.text);
   const drawn = newCurve(cells["Blocks a second"]);
-  const button = targets.has(each) ? element("button", { type: "button" }) : null;
-  if (button) {
-    button.addEventListener("click", () => askToDrain(ranksOf(each)));
-    cells.Change.append(button);
-  }
-  const name = element("th", { scope: "row", class: "name" }, each.scope === "shared" ? `${plain(each.instance_id)} (pool)` : each.instance_id);
-  if (each.dp_rank || ranksOf(each).length > 1) name.append(element("span", { class: "soft" }, ` rank ${each.dp_rank}`));
+  const button = element("button", { type: "button", hidden: "" });
+  button.addEventListener("click", () => askToDrain(ranksOf(each)));
+  cells.Change.append(button);
+  const [label, rank] = [element("span"), element("span", { class: "soft" })];
+  const name = element("th", { scope: "row", class: "name" }, label, rank);
   const made = element("tr", { class: "engine" }, name, ...Object.values(cells));
   const said = element("tr", { class: "complaint", hidden: "" }, element("td", { class: "said", colspan: Object.keys(COLUMNS).length }, element("span")));
-  return { made, said, cells, status, blocks, drawn, button };
+  return { made, said, label, rank, cells, status, blocks, drawn, button };
 }
 
 function classOf(name) {
@@ -271,8 +284,8 @@ export function leftOut(found, scores) {
   });
 }
 
-function ranksOf({ instance_id: name, tenant_id: tenant }) {
-  return [...targets].filter((each) => each.instance_id === name && each.tenant_id === tenant);
+function ranksOf(each) {
+  return ranks.get(engineOf(each)) || [];
 }
 
 function ratesOf(each, what) {

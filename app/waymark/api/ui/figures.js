@@ -1,6 +1,6 @@
 // The first line: requests, tokens saved, hits and engines. Their last day comes from the books, so a new tab has it too.
 
-import { get, now } from "./service.js";
+import { look, now } from "./service.js";
 import { byId, element, onTheme, painted, seconds, setText, several, short } from "./shown.js";
 import { health } from "./engines.js";
 
@@ -43,7 +43,7 @@ export function startFigures() {
   byId("figures").append(...made, last);
   onTheme(draw);
   new ResizeObserver(draw).observe(byId("figures"));
-  look();
+  lookAgain();
 }
 
 function newTile(name) {
@@ -58,20 +58,17 @@ function newTile(name) {
   );
 }
 
-async function look() {
-  try {
-    const before = now();
-    const behind = Math.min(DAY_MINUTES, isRead ? Math.ceil((before - readAt) / 60) + 2 : DAY_MINUTES);
-    const found = await get(`books?since=${behind}m`);
+async function lookAgain() {
+  const before = now();
+  const behind = Math.min(DAY_MINUTES, isRead ? Math.ceil((before - readAt) / 60) + 2 : DAY_MINUTES);
+  await look(`books?since=${behind}m`, (found) => {
     readAt = before;
     isRead = true;
     for (const row of found.by_minute) minutes.set(row.time / 60, row);
     for (const minute of minutes.keys()) if (minute <= thisMinute() - DAY_MINUTES) minutes.delete(minute);
     draw();
-  } catch {
-    // The state says what is wrong; the last figures stay to be seen.
-  }
-  setTimeout(look, EVERY_MS);
+  });
+  setTimeout(lookAgain, EVERY_MS);
 }
 
 function thisMinute() {

@@ -1,6 +1,6 @@
 // The page's views, and which of them is shown. What a view needs comes from the service that serves this page.
 
-import { get, onState } from "./service.js";
+import { look, onState } from "./service.js";
 import { byId, setText } from "./shown.js";
 import { startDrain } from "./drain.js";
 import { showEngines } from "./engines.js";
@@ -28,16 +28,14 @@ function route() {
 }
 
 let next = 0;
-async function look() {
+async function lookAgain() {
   clearTimeout(next);
-  try {
-    showEngines(await get("workers"));
+  await look("workers", (found) => {
+    showEngines(found);
     showHealth();
-  } catch {
-    // The state says what is wrong; the last answer stays to be seen.
-  }
+  });
   clearTimeout(next);
-  next = setTimeout(look, EVERY_MS);
+  next = setTimeout(lookAgain, EVERY_MS);
 }
 
 onState((text, isBad) => {
@@ -49,6 +47,6 @@ addEventListener("hashchange", route);
 route();
 startPrompt();
 startActivity();
-startDrain(look);
+startDrain(lookAgain);
 startFigures();
-look();
+lookAgain();

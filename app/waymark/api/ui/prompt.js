@@ -126,8 +126,9 @@ async function ask(body) {
     byId("answer").replaceChildren(...parts(found, scores));
     drawLines();
   } catch (error) {
-    if (own === asked) clear(error.message, "");
-    byId("ask-ids").hidden = own !== asked || !(error.reason === "no_tokenizer" || /could tokenize/.test(error.message));
+    if (own !== asked) return;
+    clear(error.message, "");
+    byId("ask-ids").hidden = !(error.reason === "no_tokenizer" || /could tokenize/.test(error.message));
   }
 }
 

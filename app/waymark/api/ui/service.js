@@ -2,11 +2,17 @@
 
 import { byId } from "./shown.js";
 
+// How long an answer is waited for, and one that is asked for again and again: a peer that has gone says nothing at all.
+const ANSWER_MS = 60000;
+const LOOK_MS = 15000;
 let token = sessionStorage.getItem("token") || "";
 let asking = null;
 let report = () => {};
 // How far the clock of the service is ahead of that of this machine.
 let aheadMs = 0;
+// Of each path that is looked at: its last look, and what went wrong with it.
+const looks = new Map();
+const troubles = new Map();
 
 export function onState(callback) {
   report = callback;
@@ -17,8 +23,23 @@ export function now() {
   return (Date.now() + aheadMs) / 1000;
 }
 
-export function get(path) {
-  return request(path, {});
+// Look at a path, and show its answer, unless a later look has begun. The state says what is wrong; what was shown stays.
+export async function look(path, show) {
+  const [name] = path.split("?");
+  const own = Symbol(name);
+  looks.set(name, own);
+  let trouble = "";
+  try {
+    const found = await request(path, { forMs: LOOK_MS });
+    if (looks.get(name) === own) show(found);
+  } catch (error) {
+    const said = error.reason === "unavailable" ? "Redis is unavailable" : error.message;
+    trouble = error instanceof TypeError ? "Waymark has another release than this page; load it again" : `${said}; trying again`;
+  }
+  if (looks.get(name) !== own) return;
+  troubles.set(name, trouble);
+  const worst = [...troubles.values()].find(Boolean);
+  report(worst || "live", Boolean(worst));
 }
 
 export function post(path, body) {
@@ -36,36 +57,42 @@ function posted(body) {
 
 // The JSON of an answer. Throws an Error with the sentence of the service.
 async function request(path, options) {
-  const answer = await send(path, options);
-  const content = await answer.json();
-  if (answer.ok) return content;
-  throw Object.assign(new Error(content.error || `/${path} was answered with ${answer.status}`), { reason: content.reason });
+  const answer = await ask(path, options);
+  return answer.json().catch(() => {
+    throw new Error("The answer of Waymark cannot be read");
+  });
 }
 
-// The answer, once there is a token that it accepts. Throws where none comes, or where Redis is unavailable.
-export async function send(path, { isAct = false, ...options }) {
+// An answer that is no error. Throws an Error with the sentence of the service.
+export async function ask(path, options) {
+  const answer = await send(path, options);
+  if (answer.ok) return answer;
+  const { error, reason } = await errorOf(answer);
+  throw Object.assign(new Error(error || `/${path.split("?")[0]} was answered with ${answer.status}`), { reason });
+}
+
+// The body of an error; that of a proxy may be anything.
+async function errorOf(answer) {
+  return (await answer.json().catch(() => null)) || {};
+}
+
+// The answer, once there is a token that it accepts. Throws where none comes.
+export async function send(path, { isAct = false, forMs = ANSWER_MS, ...options }) {
   for (;;) {
     let answer;
     const sent = token;
     try {
       const headers = { ...options.headers, ...(sent ? { Authorization: `Bearer ${sent}` } : {}) };
-      answer = await fetch(path, { ...options, headers, cache: "no-store" });
+      answer = await fetch(path, { signal: AbortSignal.timeout(forMs), ...options, headers, cache: "no-store" });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      report("Waymark does not answer; trying again", true);
       throw new Error("Waymark does not answer");
     }
     const date = Date.parse(answer.headers.get("Date"));
     if (date) aheadMs = date - Date.now();
-    if (answer.status === 401 || (answer.status === 403 && isAct)) {
-      const why = answer.status === 403 ? (await answer.json()).error : sent && "This token was refused.";
-      if ((await login(sent, why || "", isAct)) || !isAct) continue;
-      throw new Error("No token was given, and nothing has changed.");
-    }
-    // A question shows its own error, which may be that of a tokenizer.
-    if (answer.status === 503 && !options.method) report("Redis is unavailable; trying again", true);
-    else if (answer.ok) report("live", false);
-    return answer;
+    if (answer.status !== 401 && !(answer.status === 403 && isAct)) return answer;
+    const why = answer.status === 403 ? (await errorOf(answer)).error : sent && "This token was refused.";
+    if (!(await login(sent, why || "", isAct)) && isAct) throw new Error("No token was given, and nothing has changed.");
   }
 }
 
