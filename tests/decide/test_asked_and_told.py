@@ -261,7 +261,7 @@ def test_a_promise_of_what_will_be_there_has_nothing_that_is_there() -> None:
     ]
 
 
-@pytest.mark.parametrize(("share", "device", "hot", "soon"), [(0.0, 8, 80, 6), (0.5, 4, 40, 3), (0.999, 0, 0, 0)])
+@pytest.mark.parametrize(("share", "device", "hot", "soon"), [(0.0, 8, 80, 6), (0.4, 4, 48, 3), (0.999, 0, 0, 0)])
 def test_parts_of_a_block_and_of_a_token_are_not_believed(share: float, device: int, hot: int, soon: int) -> None:
     seen = state({"pod-1": row(8)}, expected={1: 6}, prefixes={("pod-1", 0): OpaquePrefix(hot=80)})
     found = believed(seen, {1: share}, FLEET.by_publisher)

@@ -232,7 +232,10 @@ async def test_a_usual_decision_that_nobody_waits_for_any_more_reads_and_reserve
     unanswered = Unanswered(monkeypatch)
     decision = UsualDecision(selector.usual, at_hand, question, prompt_of(16))
     decision.begin(unanswered)
+    reading = decision._reading
+    assert reading is not None
     decision.cancel()
+    assert reading.done, "it is not read on"
     for _ in range(20):
         await asyncio.sleep(0)
     assert decision.done()
