@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any
 
 import pytest
@@ -235,7 +236,7 @@ async def test_a_usual_decision_that_nobody_waits_for_any_more_reads_and_reserve
     reading = decision._reading
     assert reading is not None
     decision.cancel()
-    assert reading.done, "it is not read on"
+    assert getgeneratorstate(reading._steps) == GEN_CLOSED, "it is not read on"
     for _ in range(20):
         await asyncio.sleep(0)
     assert decision.done()
