@@ -112,7 +112,7 @@ async def test_a_cancelled_block_stays_cancelled_if_its_release_is_refused() -> 
     """Else the timeout around it would not end with TimeoutError."""
     async with AsyncClient("http://a", transport=httpx.MockTransport(refusing_the_release)) as waymark:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01), waymark.select("m", [1]):
+            async with within(0.01), waymark.select("m", [1]):
                 await asyncio.Event().wait()
 
 
@@ -241,17 +241,16 @@ async def test_the_first_token_of_a_user_waits_no_longer_for_waymark_than_the_de
         return httpx.Response(200, json=SELECTED if part == "select" else {"released": 1, "gone": 0})
 
     transport, deadline = httpx.MockTransport(answer), patient(20)
-    timeout = deadline + 1
-    with Client("http://a", transport=transport, timeout=timeout) as client:
+    with Client("http://a", transport=transport, timeout=patient(200)) as client:
         target = client.select("m", [1], deadline=deadline).begin()
         target.first_token()
         target.end()
-    async with AsyncClient("http://a", transport=transport, timeout=timeout) as waymark:
+    async with AsyncClient("http://a", transport=transport, timeout=patient(200)) as waymark:
         begun = await waymark.select("m", [1], deadline=deadline).begin()
         await begun.first_token()
         await begun.end()
     assert max(waited["select"] + waited["prefill"]) <= deadline
-    assert waited["all"] == [timeout] * 2, "a reservation that is not ended is a load"
+    assert min(waited["all"]) > deadline, "a reservation that is not ended is a load"
     assert [len(times) for times in waited.values()] == [2, 2, 2]
 
 
