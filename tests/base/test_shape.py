@@ -90,6 +90,11 @@ def test_an_answer_of_another_release_is_read() -> None:
     assert later.status == "sleeping"
 
 
+def test_a_null_is_a_missing_field_if_the_type_has_no_null() -> None:
+    assert not parse(Tree, WRITTEN | {"is_new": None}).is_new
+    assert parse(Leaf, {"size": 1, "note": None, "names": None}) == Leaf(size=1)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -97,6 +102,8 @@ def test_an_answer_of_another_release_is_read() -> None:
         ({"leaves": [{"note": "n"}]}, r"the answer.leaves\[0\] has no size"),
         ({"leaves": {}}, "the answer.leaves is not a list"),
         ({"by_name": []}, "the answer.by_name is not an object"),
+        ({"leaves": None}, "the answer has no leaves"),
+        ({"leaves": [{"size": None}]}, r"the answer.leaves\[0\] has no size"),
     ],
 )
 def test_an_answer_of_somebody_else_is_refused_with_the_place(change: dict[str, Any], sentence: str) -> None:

@@ -6,13 +6,21 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 S = TypeVar("S", bound="AnswerShape")
 _PartReader = Callable[[Any, str], Any]
 
+
+class _FieldReader(NamedTuple):
+    name: str
+    read: _PartReader | None
+    has_default: bool
+    is_nullable: bool
+
+
 #: The results of ``_readers``, which need the types of all fields.
-_READERS: dict[type[AnswerShape], list[tuple[str, _PartReader | None, bool]]] = {}
+_READERS: dict[type[AnswerShape], list[_FieldReader]] = {}
 
 
 class AnswerShape:
@@ -72,7 +80,8 @@ def _hints(shape: type[AnswerShape]) -> dict[str, Any]:
 
 
 def parse(shape: type[S], value: Any, path: str = "the answer") -> S:
-    """Return the shape that an answer contains. Unknown fields are ignored, since a later release may send them.
+    """Return the shape that an answer contains. Unknown fields are ignored, since a later release may send them. A null
+    is a missing field if the type of the field has no null.
 
     Raise ``ValueError`` with the path of a part that does not fit.
     """
@@ -81,22 +90,25 @@ def parse(shape: type[S], value: Any, path: str = "the answer") -> S:
     values: dict[str, Any] = {}
     if shape not in _READERS:
         _READERS[shape] = _readers(shape)
-    for name, reader, is_required in _READERS[shape]:
-        if name in value:
-            part = value[name]
-            values[name] = part if reader is None or part is None else reader(part, f"{path}.{name}")
+    for name, read, has_default, is_nullable in _READERS[shape]:
+        part = value.get(name)
+        if part is not None:
+            values[name] = part if read is None else read(part, f"{path}.{name}")
+        elif is_nullable and name in value:
+            values[name] = None
         elif name in shape.ADDED:
             values[name] = shape.ADDED[name]
-        elif is_required:
+        elif not has_default:
             raise ValueError(f"{path} has no {name}")
     return shape(**values)
 
 
-def _readers(shape: type[AnswerShape]) -> list[tuple[str, _PartReader | None, bool]]:
-    """Return for each field its name, the function that reads it, and whether it has no default."""
-    hints = _hints(shape)
+def _readers(shape: type[AnswerShape]) -> list[_FieldReader]:
     # A default is an attribute of the class.
-    return [(name, _reader(hint), not hasattr(shape, name)) for name, hint in hints.items()]
+    return [
+        _FieldReader(name, _reader(hint), hasattr(shape, name), hint is Any or types.NoneType in get_args(hint))
+        for name, hint in _hints(shape).items()
+    ]
 
 
 def _reader(hint: Any) -> _PartReader | None:
