@@ -617,6 +617,59 @@ async def test_another_replica_is_asked_at_once_and_first_from_then_on(
     assert pauses == []
 
 
+NOT_REGISTERED = httpx.Response(404, json={"error": "service not found: a|default|*", "reason": "not_found"})
+
+
+@pytest.mark.parametrize("first", [httpx.ReadTimeout("late"), unavailable("1"), httpx.ReadError("reset")])
+async def test_an_unregistration_whose_answer_was_lost_has_succeeded(
+    pauses: list[float], first: httpx.Response | Exception
+) -> None:
+    urls, transport = ["http://a", "http://b"], httpx.MockTransport(Replicas(a=first, b=NOT_REGISTERED))
+    async with AsyncClient(urls, transport=transport) as waymark:
+        assert await waymark.unregister("a") == []
+    with Client(urls, transport=transport) as blocking:
+        assert blocking.unregister("a") == []
+
+
+@pytest.mark.parametrize("second", [NOT_REGISTERED, httpx.Response(404, text="default backend")])
+async def test_an_unregistration_that_was_not_sent_twice_is_refused(second: httpx.Response) -> None:
+    first = BROKEN if second is NOT_REGISTERED else httpx.ReadError("reset")
+    transport = httpx.MockTransport(Replicas(a=first, b=second))
+    async with AsyncClient(["http://a", "http://b"], transport=transport) as waymark:
+        with pytest.raises(Refused) as refused:
+            await waymark.unregister("a")
+    assert refused.value.status == 404
+
+
+@pytest.mark.outside
+async def test_a_kept_connection_that_the_server_closes_costs_no_call() -> None:
+    has_answered = False
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer every other request, and close the connection of those between."""
+        nonlocal has_answered
+        with contextlib.suppress(asyncio.IncompleteReadError):  # the client has closed it
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
+                has_answered = not has_answered
+                if not has_answered:
+                    break
+                content = json.dumps(SELECTED).encode()
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content))
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, AsyncClient(url, trust_env=False) as waymark, within(30):
+        for _ in range(2):
+            assert (await waymark.select("m", [1]).begin()).selection.instance_id == "pod-1"
+        with Client(url, trust_env=False) as blocking:
+            for _ in range(2):
+                selecting = await asyncio.to_thread(blocking.select("m", [1]).begin)
+                assert selecting.selection.instance_id == "pod-1"
+
+
 async def test_what_does_not_fit_is_said_by_the_first_replica(pauses: list[float]) -> None:
     replicas = Replicas(a=httpx.Response(400, json={"error": "no"}), b=FINE)
     async with AsyncClient(["http://a", "http://b"], transport=httpx.MockTransport(replicas)) as waymark:

@@ -117,7 +117,7 @@ async def unregister(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine
     async with _client(arguments) as waymark:
         with _sentences():
             removed = await waymark.unregister(name, tenant_id=arguments.tenant_id, dp_rank=arguments.dp_rank)
-    for registration in removed:
+    for registration in removed or [name]:  # the answer with the ranks may be lost
         yield PrintedLine(f"unregistered {registration}", {"unregistered": registration})
 
 

@@ -77,6 +77,8 @@ class ClientCall(Generic[T]):
     """The result if there is no answer."""
     is_named: bool = False
     """Whether the call needs an id, so that it counts once if several replicas get it."""
+    is_done_by_404: bool = False
+    """Whether a 404 after an earlier try may mean that the earlier try, whose answer is lost, has succeeded."""
 
     def sent(self, more: dict[str, Any]) -> dict[str, Any]:
         """Return the body, with ``more`` fields, as httpx takes it: in msgpack if a field is packed, else in JSON.
@@ -132,10 +134,14 @@ def register_url(url: str, **options: Unpack[EngineKeywords]) -> ClientCall[Regi
 
 def unregister(instance_id: str, *, tenant_id: str | None = None, dp_rank: int | None = None) -> ClientCall[list[str]]:
     """Unregister a rank, or all ranks. Return ``inst|tenant|rank`` of each. Raise ``Refused`` (404) if there is no such
-    rank.
+    rank, unless it was sent twice: the first try may have succeeded without an answer, so the list is empty then.
     """
     body = {"instance_id": instance_id, "tenant_id": tenant_id, "dp_rank": dp_rank}
-    return ClientCall("POST", "/unregister", lambda answer: list(answer.json()["removed_instances"]), body)
+    return ClientCall("POST", "/unregister", _removed_instances, body, is_done_by_404=True)
+
+
+def _removed_instances(answer: httpx.Response) -> list[str]:
+    return [] if answer.status_code == 404 else list(answer.json()["removed_instances"])
 
 
 def query(

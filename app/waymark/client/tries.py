@@ -23,6 +23,10 @@ from waymark.client.errors import ModelNotFound, Refused, Unavailable
 
 #: The errors of a parser whose answer has another shape.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+#: A connection that ended before its answer.
+_DISCONNECTED = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+#: The errors before a request is sent.
+_UNSENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 #: For how long a replica that failed comes last.
 _AWAY_SECONDS = 5.0
 #: Answers after which another replica may do better: a proxy's, or those of a process that ends.
@@ -138,12 +142,14 @@ def tries(call: ClientCall[T], places: UrlOrder, retry_seconds: float) -> Tries[
     Raises ``Refused`` and ``Unavailable``.
     """
     waited = 0.0
+    is_repeated = False
     try:
         while True:
-            answer = yield from _answered(call, places)
+            answer, is_repeated = yield from _answered(call, places, is_repeated)
             pause = _pause(call, answer, waited, retry_seconds)
             if pause is None:
-                return _result(call, answer)
+                return _result(call, answer, is_repeated)
+            is_repeated = True
             yield Pause(pause)
             waited += pause
     except TimeoutError:
@@ -152,24 +158,35 @@ def tries(call: ClientCall[T], places: UrlOrder, retry_seconds: float) -> Tries[
         return call.unanswered(error)
 
 
-def _answered(call: ClientCall[T], places: UrlOrder) -> Generator[SendRequest | Pause, TryResult, httpx.Response]:
-    """Return the first answer that no other replica would give, or else the last one."""
+def _answered(
+    call: ClientCall[T], places: UrlOrder, is_repeated: bool
+) -> Generator[SendRequest | Pause, TryResult, tuple[httpx.Response, bool]]:
+    """Return the first answer that no other replica would give, or else the last one, and whether an earlier try may
+    have been carried out.
+    """
     # Another replica gives the same reservation, if the first one has made it.
     needs_id = call.is_named and places.are_several and (call.body or {}).get("request_id") is None
     request = {"method": call.method} | call.sent({"request_id": str(uuid4())} if needs_id else {})
     deadline = None if call.deadline is None else time.monotonic() + call.deadline
     for url, is_last in places.order():
-        if deadline is not None:
-            request["timeout"] = max(_LEFT_SECONDS_MIN, deadline - time.monotonic())
-        try:
-            result = yield SendRequest(request | {"url": url.rstrip("/") + call.path})
-        except TimeoutError:
-            places.failed(url)
-            raise
+        for is_again in (False, True):
+            if deadline is not None:
+                request["timeout"] = max(_LEFT_SECONDS_MIN, deadline - time.monotonic())
+            try:
+                result = yield SendRequest(request | {"url": url.rstrip("/") + call.path})
+            except TimeoutError:
+                places.failed(url)
+                raise
+            if is_again or places.are_several or not isinstance(result, _DISCONNECTED):
+                break
+            # The server may just have closed a kept connection without reading the request.
+            is_repeated = True
         if isinstance(result, httpx.Response):
             if places.answered(url, result) or is_last:
-                return result
+                return result, is_repeated
+            is_repeated = True
         else:
+            is_repeated = is_repeated or not isinstance(result, _UNSENT)
             places.failed(url)
             if is_last:
                 assert result is not None, "a request has an answer or an error"
@@ -223,7 +240,7 @@ def _pause(call: ClientCall[Any], answer: httpx.Response, waited: float, retry_s
     return seconds if waited + seconds <= retry_seconds else None
 
 
-def _result(call: ClientCall[T], answer: httpx.Response) -> T:
+def _result(call: ClientCall[T], answer: httpx.Response, is_repeated: bool) -> T:
     """Return the result in the answer. Raise ``Refused`` or ``Unavailable`` for an error."""
     if answer.is_success:
         try:
@@ -245,6 +262,8 @@ def _result(call: ClientCall[T], answer: httpx.Response) -> T:
         )
     if not isinstance(content, dict):
         content = {}
+    if is_repeated and call.is_done_by_404 and content.get("reason") == "not_found":
+        return call.read(answer)
     if answer.is_client_error:
         field = content.get("field")
         is_model = answer.status_code == 404 and field == "model"
