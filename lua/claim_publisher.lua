@@ -9,14 +9,16 @@
 --       registration  the new value; '' unregisters the publisher
 --       restores      '1' if the caller puts back a registration that Redis has lost, else '0'
 --
--- {'applied', 0}  written
+-- {'applied', 0}  written, or the new value was there already: this call wrote it before, and its reply was lost
 -- {'stale', 0}    the field has another value; nothing written
 -- {'gone', 0}     with `restores`: the publisher was unregistered in this Redis; nothing written
 
 -- Above this number the oldest unregistered name is dropped.
 local MOST = 10000
 
-if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return {'stale', 0} end
+local present = redis.call('HGET', KEYS[1], ARGV[1]) or ''
+if present ~= '' and present == ARGV[3] then return {'applied', 0} end
+if present ~= ARGV[2] then return {'stale', 0} end
 if ARGV[4] == '1' and redis.call('ZSCORE', KEYS[2], ARGV[1]) then return {'gone', 0} end
 if ARGV[3] == '' then
   redis.call('HDEL', KEYS[1], ARGV[1])

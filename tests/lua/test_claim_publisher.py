@@ -50,6 +50,15 @@ async def test_a_claim_that_is_not_as_it_was_seen_stays(redis: Redis, scripts: S
     assert await snapshot(redis) == before
 
 
+async def test_a_claim_whose_reply_was_lost_is_written(redis: Redis, scripts: Scripts) -> None:
+    await claim(scripts, b"", b'{"a":1}')
+    before = await snapshot(redis)
+    assert await claim(scripts, b"", b'{"a":1}') is Verdict.APPLIED
+    assert await snapshot(redis) == before
+    await claim(scripts, b'{"a":1}', b"")
+    assert await claim(scripts, b'{"a":1}', b"") is Verdict.STALE, "another caller may have unregistered it"
+
+
 async def test_what_was_unregistered_is_not_put_back(redis: Redis, scripts: Scripts) -> None:
     await claim(scripts, b"", b'{"a":1}')
     await claim(scripts, b'{"a":1}', b"")

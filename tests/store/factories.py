@@ -202,6 +202,19 @@ class Dying(RedisClient):
         return await super().run(name, keys, args)
 
 
+class Repeating(RedisClient):
+    """Makes each call of a script twice, as if its first reply were lost."""
+
+    def __init__(self, client: RedisClient, script: str) -> None:
+        super().__init__(client._redis, client.url, reads=client.reads)
+        self._script = script
+
+    async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
+        if name == self._script:
+            await super().run(name, keys, args)
+        return await super().run(name, keys, args)
+
+
 class Meeting(RedisClient):
     """Lets something else happen right before a script, or a read, of that number."""
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from tests.conftest import wait_until
 from tests.store.factories import (
     GROUP,
     Dying,
     Meeting,
+    Repeating,
     claim_of,
     hgetall,
     registration,
@@ -278,6 +280,21 @@ async def test_a_worker_that_makes_an_old_claim_good_brings_nothing_back(store: 
     assert not await store.claim_writer.begin(claim)
     assert await rows(store) == {}
     assert await records(redis) == set()
+
+
+async def test_a_registration_whose_reply_was_lost_is_new_and_in_the_activity(
+    store: Store, client: RedisClient
+) -> None:
+    repeating = Store(Repeating(client, "claim_publisher"))
+    moved = replace(POD, endpoint="tcp://10.0.0.9:5557")
+    for wanted in (POD, replace(POD, target=Target(weight=0.0)), moved):
+        assert await repeating.registry.register(wanted)
+
+    async def is_noted() -> bool:
+        kinds = [entry.content["kind"] for entry in await store.activity.newest(10)]
+        return kinds == ["registered", "drain", "registered"]
+
+    await wait_until(is_noted, "the activity has each change")
 
 
 @pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
