@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, cast
 
 import httpx
@@ -13,6 +14,7 @@ import msgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from redis.asyncio import Redis
 
 from tests.conftest import wait_until
 from tests.unit import examples
@@ -374,6 +376,49 @@ async def test_on_a_medium_that_goes_by_time_what_is_not_stored_again_goes(
     assert (await matched(client))["DISK"] == 8
     await wait_until(is_over, "two epochs have passed")
     assert (await matched(client))["GPU"] == 8
+
+
+async def test_a_stream_does_not_go_on_over_writes_that_a_shard_has_lost(
+    redis_url: str, make_client: Callable[..., Awaitable[httpx.AsyncClient]]
+) -> None:
+    """The record is on another shard, and does not show the loss."""
+    async with aclosing(Redis.from_url(redis_url)) as redis, AsyncExitStack() as stack:
+        store = Store.open(redis_url, shards=3)
+        stack.push_async_callback(store.close)
+        await _lose_a_removal(await make_client(store), redis)
+
+
+async def _lose_a_removal(client: httpx.AsyncClient, redis: Redis) -> None:
+    fields = {"instance_id": "pool-2", "type": "standard", "modelname": "sharded", "block_size": 2}
+    assert (await client.post("/register", json=fields)).status_code == 200
+    hashes = range(1, 13)
+    about: dict[str, Any] = {"dp_rank": 0, "backend_id": "pool-2"}
+
+    async def held() -> set[int]:
+        ask = {"model": "sharded", "block_size": 2}
+        answers = [(await client.post("/query_by_hash", json=ask | {"seq_hashes": [each]})).json() for each in hashes]
+        return {
+            each
+            for each, answer in zip(hashes, answers, strict=True)
+            if answer.get("default", {}).get("pool-2", {}).get("longest_matched")
+        }
+
+    stores = [event(number, seq_hashes=[each], **about) for number, each in enumerate(hashes)]
+    assert (await post(client, stores))[0] == 200
+    assert await held() == set(hashes)
+    before = {name: await redis.dump(name) for name in await redis.keys("wm:{*.2}:*")}
+    assert before
+    assert (await post(client, event(12, "removed", seq_hashes=list(hashes), **about)))[0] == 200
+    assert await held() == set()
+    await redis.delete(*await redis.keys("wm:{*.2}:*"))
+    for name, value in before.items():
+        assert value is not None
+        await redis.restore(name, 0, value)
+    assert await held(), "the shard has lost the removal"
+    assert await post(client, event(13, seq_hashes=[1], **about)) == (200, {"applied": 1, "stale": 0})
+    assert await held() == {1}
+    assert await post(client, event(14, seq_hashes=[2], **about)) == (200, {"applied": 1, "stale": 0})
+    assert await held() == {1, 2}, "no new life without a loss"
 
 
 @pytest.mark.slow

@@ -209,9 +209,6 @@ class Worker:
         self.stream = await self.stream.again()
         grant = self.stream.grant
         applier, state = await resumed(grant, self._store, Metrics(), ApplyOptions())
-        if state.watermark is not None and grant.has_lost(state.shard_calls):
-            await applier.new_life()
-            applier, state = await resumed(grant, self._store, Metrics(), ApplyOptions())
         applier.pool_hashes.is_wanted = True
         while KEPT not in applier.resolver.flags:
             await applier.pool_hashes.tick(state.watermark)

@@ -120,7 +120,8 @@ async def resumed(
 ) -> tuple[Applier, StreamRecord]:
     """Return an applier with the state in the stream's record, and that state. Raises Fenced if there is no record.
 
-    ``registered_ranks`` are the ranks of the instance, if several are registered. A damaged record begins a new life.
+    ``registered_ranks`` are the ranks of the instance, if several are registered. A new life begins if the record is
+    damaged, or if a shard has lost blocks that the record counts as applied.
     If ``kept`` has the blocks of the stream, the applier uses these; else it reads them from Redis.
     """
     state = await store.records.read(grant)
@@ -145,9 +146,14 @@ async def resumed(
     if state.has_staged:
         # The previous worker stopped in the middle of a snapshot.
         await applier.drop_staged()
-    if state.is_damaged or is_swept:
+    about = fields(stream=str(grant.claim.registration.name))
+    # A new publisher has no fence either, as if a shard had lost it.
+    has_begun = state.watermark is not None or bool(state.event_ids)
+    if has_begun and grant.has_lost(state.shard_calls):
+        log.warning("redis has lost writes; the stream begins a new life", extra=about)
+        state = await _begun_anew(applier, store, grant, state)
+    elif state.is_damaged or is_swept:
         # Shard 0 may have lost the end of a holder that another shard has swept: no store would count there any more.
-        about = fields(stream=str(grant.claim.registration.name))
         log.warning("record of a stream is damaged, or older than its blocks", extra=about)
         state = await _begun_anew(applier, store, grant, state)
     elif has_skipped and KEPT in resolver.flags:

@@ -258,12 +258,6 @@ class StreamRunner:
     async def _build(self, running: Running, grant: Grant) -> None:
         claim = running.claim
         applier, state = await self._resumed(grant, running.registered_ranks)
-        if state.watermark is not None and grant.has_lost(state.shard_calls):
-            log.warning(
-                "redis has lost writes; the stream begins a new life", extra=fields(stream=str(claim.registration.name))
-            )
-            await applier.new_life()
-            applier, state = await self._resumed(grant, running.registered_ranks)
         is_beginning = state.watermark is None and claim.registration.sequence == "publisher"
         if is_beginning and JOINED_LATE in state.flags:
             # The previous worker stopped before it applied the first frame, so the flags are true of no life.
