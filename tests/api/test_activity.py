@@ -133,26 +133,43 @@ async def test_what_is_no_id_is_refused(last: str, make_client: MakeClient, memo
     assert (answer.status_code, answer.json()["field"]) == (400, "Last-Event-ID")
 
 
+def write_tokens(file: Path, **tenants: list[str]) -> None:
+    entries = [
+        {"name": token, "sha256": sha256(token.encode()).hexdigest(), "tenants": names, "access": "write"}
+        for token, names in tenants.items()
+    ]
+    file.write_text(json.dumps(entries))
+
+
 async def test_a_token_of_one_tenant_sees_its_events_only(redis_url: str, tmp_path: Path) -> None:
-    tokens = [("root", ["*"]), ("of-a", ["a"])]
     file = tmp_path / "tokens.json"
-    file.write_text(
-        json.dumps(
-            [
-                {"name": token, "sha256": sha256(token.encode()).hexdigest(), "tenants": tenants, "access": "write"}
-                for token, tenants in tokens
-            ]
-        )
-    )
+    write_tokens(file, root=["*"], of_a=["a"])
     async with start("serve", redis_url, tmp_path / "log", api_token="all", api_tokens_file=str(file)) as live:
         async with live.client() as client:
             assert (await client.get("/activity", headers={"Authorization": "Bearer wrong"})).status_code == 401
         for name, tenant in (("secret", "b"), ("own", "a")):
             await register(live, name, tenant_id=tenant)
-        async with following(live, token="of-a") as feed:
+        async with following(live, token="of_a") as feed:
             assert (await feed.next())[1]["instance_id"] == "own"
         async with following(live, token="root") as feed:
             assert (await feed.next())[1]["instance_id"] == "secret"
+
+
+async def test_the_feed_of_a_token_ends_with_its_rights(redis_url: str, tmp_path: Path) -> None:
+    file = tmp_path / "tokens.json"
+    write_tokens(file, revoked=["*"], narrowed=["a", "b"], same=["a"])
+    async with (
+        start("serve", redis_url, tmp_path / "log", api_token="all", api_tokens_file=str(file)) as live,
+        following(live, token="revoked") as revoked,
+        following(live, token="narrowed") as narrowed,
+        following(live, token="same") as same,
+    ):
+        write_tokens(file, narrowed=["a"], same=["a"])
+        async with within(20.0):
+            assert b"retry" in await revoked.answer.aread()
+            assert b"retry" in await narrowed.answer.aread()
+        await register(live, "later", tenant_id="a")
+        assert (await same.next())[1]["instance_id"] == "later"
 
 
 async def test_the_feed_goes_on_when_redis_is_back(tmp_path: Path) -> None:

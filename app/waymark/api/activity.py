@@ -107,7 +107,7 @@ class ActivityFeed:
             client.put(None)
         return Answer(
             b"", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
-            media_type=b"text/event-stream", stream=self._events(client),
+            media_type=b"text/event-stream", stream=self._events(client), caller=client.caller,
         )  # fmt: skip
 
     async def _events(self, client: _ActivityReader) -> AsyncGenerator[bytes]:

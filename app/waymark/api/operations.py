@@ -10,6 +10,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
 from urllib.parse import parse_qsl
@@ -117,7 +118,15 @@ class Operation:
         finally:
             self.count(scope["method"], status, perf_counter() - started)
         if answer.stream is not None:  # it may last for hours, which are no duration of a request
-            await send_stream(answer, answer.stream, scope, receive, send)
+            is_allowed = partial(self._is_allowed, scope["headers"], answer.caller)
+            await send_stream(answer, answer.stream, scope, receive, send, is_allowed)
+
+    def _is_allowed(self, headers: RawHeaders, caller: Caller) -> bool:
+        """Return whether a request is still that of this caller, with the same rights."""
+        try:
+            return self._gate.check(self.access, headers) == caller
+        except WaymarkError:
+            return False
 
     def unexpected(self, error: Exception, headers: RawHeaders, known_id: str | None) -> Answer:
         """Return the answer to an unexpected exception, which is logged under the request's id.

@@ -17,10 +17,15 @@ from typing import Any, TypeAlias
 from starlette.types import Receive, Scope, Send
 
 from waymark.api.http.bodies import Body, Format, encode
+from waymark.api.http.tokens_file import EVERYONE, Caller
 from waymark.base.asgi import RawHeaders
 
 #: ``serving`` has it. Most answers are one message to such a server, a fifteenth less Python for a short query.
 _WHOLE = "waymark.response.whole"
+
+#: How often the rights of a client are looked at while it gets an answer without an end; files of tokens are read again
+#: as often.
+_RIGHTS_SECONDS = 1.0
 
 #: The headers of an answer that was cut short by its deadline.
 PARTIAL = {"X-Waymark-Partial": "true"}
@@ -37,6 +42,8 @@ class Answer:
     """The media type of ``content`` in bytes."""
     stream: AsyncGenerator[bytes] | None = None
     """The pieces of an answer without an end, in the place of ``content``."""
+    caller: Caller = EVERYONE
+    """The caller of a stream, which ends with its rights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +67,14 @@ async def resumed(answering: Awaitable[Answer | Paused]) -> Answer:
 
 
 async def send_stream(
-    answer: Answer, pieces: AsyncGenerator[bytes], scope: Scope, receive: Receive, send: Send
+    answer: Answer,
+    pieces: AsyncGenerator[bytes],
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    is_allowed: Callable[[], bool],
 ) -> None:
-    """Send an answer piece by piece, until its pieces or its client end."""
+    """Send an answer piece by piece, until its pieces end, its client disconnects, or it is not allowed any more."""
     headers = [(b"content-type", answer.media_type), *more_headers(answer)]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     if scope["method"] == "HEAD":
@@ -80,12 +92,16 @@ async def send_stream(
         await send({"type": "http.response.body", "body": b""})
 
     tasks = [asyncio.ensure_future(left()), asyncio.ensure_future(sent())]
+    done = set[asyncio.Future[None]]()
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        while not done and is_allowed():
+            done, _ = await asyncio.wait(tasks, timeout=_RIGHTS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    if not done:
+        await send({"type": "http.response.body", "body": b""})
 
 
 def encoded(answer: Answer, body_format: Format) -> tuple[bytes, bytes]:
