@@ -331,7 +331,7 @@ static PyMethodDef known_methods[] = {
            "take($self, engine_hashes, former, several, /)\n--\n\nA plain removal."),
     METHOD("run", known_run, METH_FASTCALL,
            "run($self, events, start, position, hashes_max, parts, holder, seed, namespace, full, piece_blocks, former, "
-           "several, may_store, may_remove, following, /)\n--\n\nPlain events, one after the other."),
+           "several, may_store, may_remove, following, waves, /)\n--\n\nPlain events, one after the other."),
     METHOD("__sizeof__", known_size, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };

@@ -24,6 +24,7 @@
  *                  its method for whole batches                                                   runs.c
  *     Parts        what changes in the index                                                      parts.c
  *                  how the script of Redis reads it                                               calls.c
+ *     Waves        the blocks of parts that other shards may have to wait for                      waves.c
  *     Events       plain events of one batch that differ in their blocks alone                    events.c
  *
  * The module is optional: app/waymark/base/native.py has the types and says where the same is done in Python; the same tests
@@ -73,7 +74,8 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, 0, m
 PyMODINIT_FUNC PyInit__native(void)
 {
     PyObject *created = PyModule_Create(&module);
-    if (created != NULL && (add_places(created) < 0 || add_known(created) < 0 || add_parts(created) < 0 || add_events(created) < 0 ||
+    if (created != NULL && (add_places(created) < 0 || add_known(created) < 0 || add_parts(created) < 0 ||
+                            add_waves(created) < 0 || add_events(created) < 0 ||
                             PyModule_AddStringConstant(created, "sources", WAYMARK_SOURCES) < 0))
         Py_CLEAR(created);
     return created;

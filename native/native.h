@@ -32,6 +32,7 @@ int add_events(PyObject *module);       /* events.c */
 int add_known(PyObject *module);        /* known.c */
 int add_places(PyObject *module);       /* places.c */
 int add_parts(PyObject *module);        /* parts.c */
+int add_waves(PyObject *module);        /* waves.c */
 
 /* Whether there are `count` arguments; with an exception where there are not. */
 static inline int has_arguments(const char *name, Py_ssize_t nargs, Py_ssize_t count)

@@ -317,6 +317,54 @@ static PyObject *parts_cut(PyObject *self, PyObject *const *args, Py_ssize_t nar
     return cut;
 }
 
+/* ---- waves and shards ---------------------------------------------------------------------------- */
+
+/* Put the parts from `start` on, up to the next one that waits, into a dict by their shards. The end of these parts, or
+ * -1 with an exception. */
+static Py_ssize_t share_wave(const Parts *parts, size_t start, uint64_t shards, PyObject *of_shards)
+{
+    size_t end = start;
+    while (end < parts->count && (end == start || !parts->parts[end].waits)) {
+        const uint64_t shard = parts->parts[end].head % shards;
+        const size_t first = end++;
+        while (end < parts->count && !parts->parts[end].waits && parts->parts[end].head % shards == shard)
+            end++;
+        PyObject *number = PyLong_FromUnsignedLongLong(shard);
+        PyObject *share = number == NULL ? NULL : PyDict_GetItemWithError(of_shards, number);
+        if (share == NULL && number != NULL && !PyErr_Occurred()) {
+            share = new_parts(parts_type, parts->part_type, parts->place_type, parts->seq);
+            if (share != NULL && PyDict_SetItem(of_shards, number, share) < 0)
+                Py_CLEAR(share);
+            Py_XDECREF(share); /* the dict has it */
+        }
+        Py_XDECREF(number);
+        if (share == NULL || !append_parts((Parts *)share, parts, first, end))
+            return -1;
+    }
+    return (Py_ssize_t)end;
+}
+
+/* shares(shards: int) -> list[dict[int, Parts]]: each wave, as the parts of its shards; one wave at least */
+static PyObject *parts_shares(PyObject *self, PyObject *shards_given)
+{
+    const Parts *parts = (Parts *)self;
+    const uint64_t shards = PyLong_AsUnsignedLongLong(shards_given);
+    if (PyErr_Occurred())
+        return NULL;
+    if (shards == 0)
+        return PyErr_Format(PyExc_ValueError, "there is at least one shard");
+    PyObject *waves = PyList_New(0);
+    Py_ssize_t start = 0;
+    do {
+        PyObject *wave = waves == NULL ? NULL : PyDict_New();
+        start = wave == NULL ? -1 : share_wave(parts, (size_t)start, shards, wave);
+        if (start < 0 || PyList_Append(waves, wave) < 0)
+            Py_CLEAR(waves);
+        Py_XDECREF(wave);
+    } while (waves != NULL && (size_t)start < parts->count);
+    return waves;
+}
+
 /* ---- the type ------------------------------------------------------------------------------------ */
 
 /* parts.blocks */
@@ -370,6 +418,7 @@ static PyMethodDef parts_methods[] = {
            "waits, /)\n--\n\nBlocks at consecutive positions."),
     METHOD("end", parts_end, METH_FASTCALL,
            "end($self, start, parts_max, blocks_max, /)\n--\n\nThe end of the parts that go together."),
+    METHOD("shares", parts_shares, METH_O, "shares($self, shards, /)\n--\n\nEach wave, as the parts of its shards."),
     METHOD("cut", parts_cut, METH_FASTCALL, "cut($self, start, end, /)\n--\n\nSome of the parts."),
     METHOD("pack", parts_pack, METH_FASTCALL, "pack($self, start, end, prefix, /)\n--\n\nParts as Redis reads them."),
     {NULL, NULL, 0, NULL},

@@ -3,6 +3,7 @@
 #include "events.h"
 #include "parts.h"
 #include "plain.h"
+#include "waves.h"
 
 /* The last position of a hash: that of its block in a part is STEP times as high, and 1 more. */
 #define HASH_POSITION_MAX ((POSITION_MAX - 1) / STEP)
@@ -14,6 +15,7 @@ enum { FIRST_POSITION = 1 };
 typedef struct {
     const Events *events;
     Parts *parts;
+    Waves *waves; /* NULL with one shard */
     PyObject *full, *gone, *several;
     uint64_t holder, namespace;
     uint64_t *keys;
@@ -71,6 +73,62 @@ static int make_room(Run *run, size_t hashes)
     return 0;
 }
 
+/* Whether a block of a store's piece, or the former one of its hash, has left another shard in this wave. */
+static int waits_for_others(const Run *run, const Store *store, size_t start, size_t end, int shard)
+{
+    for (size_t i = start; i < end; i++) {
+        if (has_left_elsewhere(run->waves, store->keys[i] ^ store->namespace, shard))
+            return 1;
+        int64_t number = -1;
+        for (Py_ssize_t set = 0; number < 0 && set < PyTuple_Size(run->gone); set++) {
+            KnownBlocks *gone = (KnownBlocks *)PyTuple_GetItem(run->gone, set);
+            number = find_hash(gone, store->hashes[i]);
+            const Block *former = number < 0 ? NULL : block_at(gone, (uint32_t)number);
+            if (former != NULL &&
+                has_left_elsewhere(run->waves, former->key ^ gone->places->places[former->place].namespace, shard))
+                return 1;
+        }
+    }
+    return 0;
+}
+
+/* The part stores a piece of a store that goes on from `parent`, the seq_hash of a block, or NULL: it may have to wait.
+ * 0 with an exception. */
+static int note_stored(const Run *run, const Store *store, size_t start, size_t end, const uint64_t *parent, Part *part)
+{
+    const int shard = shard_of(run->waves, part->head);
+    part->waits = run->waves->left > 0 && waits_for_others(run, store, start, end, shard);
+    if (part->waits)
+        begin_wave(run->waves);
+    return parent == NULL || use_block(run->waves, *parent, shard);
+}
+
+/* Add blocks that leave the place of a part, and which nothing on another shard uses. 0 with an exception. */
+static int add_leaving(Run *run, const Part *part, int64_t position, const Block *blocks, size_t count)
+{
+    for (size_t i = 0; run->waves != NULL && i < count; i++)
+        if (!leave_block(run->waves, blocks[i].key ^ part->namespace, shard_of(run->waves, part->head)))
+            return 0;
+    return add_blocks(run, part, position, blocks, count);
+}
+
+/* Add blocks that leave the place of a part; they wait from the first that a part on another shard uses. 0 with an
+ * exception. */
+static int add_removed(Run *run, Part *part, int64_t position, const Block *blocks, size_t count)
+{
+    size_t ready = 0;
+    while (ready < count && (run->waves == NULL || !is_used_elsewhere(run->waves, blocks[ready].key ^ part->namespace,
+                                                                     shard_of(run->waves, part->head))))
+        ready++;
+    if (ready > 0 && !add_leaving(run, part, position, blocks, ready))
+        return 0;
+    if (ready == count)
+        return 1;
+    begin_wave(run->waves);
+    part->waits = 1;
+    return add_leaving(run, part, position + (int64_t)ready, blocks + ready, count - ready);
+}
+
 /* A store of a run, at `position`. 1 where it was plain, 0 where not and nothing has changed, -1 with an
  * exception; some of it may be done then. */
 static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position)
@@ -83,6 +141,8 @@ static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int6
         if (store.hashes[i] == UINT64_MAX) /* SAME_HASH: an entry cannot tell it */
             return 0;
     int is_plain = find_parent(known, event->has_parent ? &event->parent : NULL, run->full, run->piece_blocks, &store, &chain);
+    const uint64_t parent = chain.has_parent ? chain.parent : 0;
+    const uint64_t *above = chain.has_parent ? &parent : NULL;
     if (is_plain == 1)
         is_plain = hash_new_blocks(known, &store, &chain, (const char *)(run->events->tokens + event->tokens), width);
     if (is_plain != 1)
@@ -97,6 +157,8 @@ static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int6
         part.kind = '+';
         part.has_parent = depth > 0;
         part.parent = store.parent;
+        if (run->waves != NULL && !note_stored(run, &store, start, end, above, &part))
+            return -1;
         if (!add_blocks(run, &part, position + (int64_t)start, run->blocks, end - start))
             return -1;
     }
@@ -120,7 +182,7 @@ static int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, in
         Part part = part_at(known, run->blocks[start].place, run->holder);
         part.kind = '-';
         part.is_known = 1;
-        if (!add_blocks(run, &part, position + (int64_t)start, run->blocks + start, end - start))
+        if (!add_removed(run, &part, position + (int64_t)start, run->blocks + start, end - start))
             return -1;
     }
     if (!move_blocks(known, gone, hashes, run->numbers, count))
@@ -203,7 +265,7 @@ static int run_batches(KnownBlocks *known, Run *run, size_t *at, int64_t *positi
 
 /* run(events: Events, at: int, position: int, hashes_max: int, parts: Parts, holder: int, seed: int, namespace: int,
  *     full: dict[Place, object], piece_blocks: int, gone: tuple[KnownBlocks, ...], several: dict[int, object],
- *     may_store: bool, may_remove: bool, following: list[tuple[int, Events]])
+ *     may_store: bool, may_remove: bool, following: list[tuple[int, Events]], waves: Waves)
  *     -> tuple[int, int, int, int, int, int]
  *
  * What extend and take do with the events from the one with number `at` on: their parts are added to `parts`. Ends
@@ -216,12 +278,14 @@ PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     KnownBlocks *known = (KnownBlocks *)self;
     Run run = {0};
-    if (!has_arguments("run", nargs, 15))
+    if (!has_arguments("run", nargs, 16))
         return NULL;
     run.events = as_events(args[0]);
     run.parts = run.events == NULL ? NULL : as_parts(args[4]);
-    if (run.parts == NULL || !are_beside(known, args[10]))
+    Waves *waves = run.parts == NULL ? NULL : as_waves(args[15]);
+    if (waves == NULL || !are_beside(known, args[10]))
         return NULL;
+    run.waves = waves->shards > 1 ? waves : NULL;
     size_t at = PyLong_AsSize_t(args[1]);
     int64_t position = PyErr_Occurred() ? 0 : PyLong_AsLongLong(args[2]);
     const size_t hashes_max = PyErr_Occurred() ? 0 : PyLong_AsSize_t(args[3]);

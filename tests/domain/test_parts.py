@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from waymark.domain.held import HeldBlocks
-from waymark.domain.parts import PartList, waves_of
+from waymark.domain.parts import PartList, new_waves, shares_of, waves_of
 from waymark.domain.placing import Placer
 from waymark.domain.rows import Place
 
@@ -120,3 +120,44 @@ def test_with_one_shard_nothing_waits() -> None:
     assert fold.waits == []
     assert len(waves_of(fold.parts.parts)) == 1
     assert waves_of([]) == [[]]
+
+
+def test_the_parts_of_a_wave_are_shared_out_in_order() -> None:
+    fold = Fold()
+    fold.store([301, 302], EVEN[31])
+    fold.remove(EVEN[5])
+    fold.remove(ODD[5])
+    fold.remove(EVEN[6])
+    fold.remove(EVEN[31])
+    shares = [
+        {shard: [(part.kind, part.keys, part.seq, part.waits) for part in share] for shard, share in each.items()}
+        for each in shares_of(fold.parts.parts, 2)
+    ]
+    assert shares == [
+        {
+            1: [("+", [301, 302], 2, False), ("-", [ODD[5]], 2, False)],
+            0: [("-", [EVEN[5]], 2, False), ("-", [EVEN[6]], 2, False)],
+        },
+        {0: [("-", [EVEN[31]], 2, True)]},
+    ]
+    assert [list(each) for each in shares] == [[1, 0], [0]]
+    assert [dict(each) for each in shares_of(fold.placer.begin_batch(3).parts, 2)] == [{}]
+
+
+def test_blocks_of_many_folds_and_shards_are_remembered_for_their_wave_only() -> None:
+    """The table grows, is used again, and is freed."""
+    waves = new_waves(256)
+    for fold in range(3):
+        blocks = range(fold, 20_000 + fold)
+        for block in blocks:
+            waves.use(block, Place(block))
+        assert [waves.first_that_waits([block, block], Place(block + 256)) for block in blocks] == [0] * len(blocks)
+        assert waves.first_that_waits([5, 7, 6], Place(5)) == 1
+        assert waves.leave([2**64 - 1], Place(3)) is False
+        assert waves.store([None, 2**64 - 1], Place(3)) is False
+        assert waves.store([None, 2**64 - 1], Place(4)) is True
+        assert waves.has_left is False
+        waves.use(7, Place(7))
+        waves.begin()
+        assert waves.leave([7], Place(8)) is False
+        waves.begin()

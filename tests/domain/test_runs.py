@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgpack
@@ -19,11 +20,22 @@ from tests.domain.index import Index
 from tests.factories import BLOCK_SIZE, registration
 from tests.unit import seeds
 from waymark.base import native
+from waymark.domain import stream_blocks
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, PlainEvents, Removed, Stored
 from waymark.domain.moves import Moves
-from waymark.domain.parts import Part, PartList, blocks_of, has_singles, joined, new_part_list, packed, stored_of
-from waymark.domain.placing import PlainPlacer
+from waymark.domain.parts import (
+    Part,
+    PartList,
+    blocks_of,
+    has_singles,
+    joined,
+    new_part_list,
+    packed,
+    shares_of,
+    stored_of,
+)
+from waymark.domain.placing import Placer, PlainPlacer
 from waymark.domain.rows import SAME_HASH, Place
 from waymark.domain.slices import finish
 from waymark.engines import Decoder, decoder
@@ -56,6 +68,7 @@ class Stream:
 
     def __init__(self, *, is_native: bool, is_whole: bool, **options: Any) -> None:
         self.is_native, self.is_whole = is_native, is_whole
+        self._shards = options.get("shards", 1)
         self.runs = self.joined = 0
         native.select(is_native)
         self.index = Index(options.pop("of", None), **options)
@@ -81,15 +94,18 @@ class Stream:
             batches.append(batch)
         return batches
 
-    def sent(self, prefix: bytes = b"wm:{1}:") -> list[ApplyCall]:
-        """The calls of the last fold."""
+    def sent(self) -> list[dict[int, list[ApplyCall]]]:
+        """The calls of the last fold: of each wave, those of each shard."""
         native.select(self.is_native)
         parts = new_part_list(0).parts
         for part in self.index.parts:
             one = new_part_list(part.seq)
             _add(one, part)
             parts = joined(parts, one.parts)
-        return all_calls(parts, self.index, prefix)
+        return [
+            {shard: all_calls(share, self.index, b"wm:{1.%d}:" % shard) for shard, share in shares.items()}
+            for shares in shares_of(parts, self._shards)
+        ]
 
     @property
     def state(self) -> Any:
@@ -243,13 +259,16 @@ class Engine:
         )
 
 
-def history(chance: random.Random, kind: EngineKind, steps: int) -> tuple[int, int]:
-    """A random history in all three ways; how many batches were plain, and how many frames went with one before."""
+def history(chance: random.Random, kind: EngineKind, steps: int, shards: int | None = None) -> tuple[int, int, int]:
+    """A random history in all three ways; how many batches were plain, how many frames went with one before, and how
+    many parts waited.
+    """
+    waited = 0
     options = {
         "of": registration(kind),
         "blocks_max": chance.choice([30, 100_000]),
         "waiting_blocks": 20,
-        "shards": chance.choice([1, 1, 1, 2, 3]),
+        "shards": shards or chance.choice([1, 1, 1, 2, 3]),
     }
     ways = ((True, True), (True, False), (False, False))
     streams = [Stream(is_native=is_native, is_whole=is_whole, **options) for is_native, is_whole in ways]
@@ -260,6 +279,7 @@ def history(chance: random.Random, kind: EngineKind, steps: int) -> tuple[int, i
             stream.fold(payloads)
         whole, single, pure = (list(stream.index.parts) for stream in streams)
         assert whole == single == pure
+        waited += sum(part.waits for part in whole)
         sent = [stream.sent() for stream in streams]
         assert sent[0] == sent[1] == sent[2]
         state = [stream.state for stream in streams]
@@ -272,14 +292,24 @@ def history(chance: random.Random, kind: EngineKind, steps: int) -> tuple[int, i
             for stream in streams:
                 native.select(stream.is_native)
                 stream.index.take_over()
-    return streams[0].runs, streams[0].joined
+    return streams[0].runs, streams[0].joined, waited
 
 
 @pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
 @pytest.mark.parametrize("seed", seeds(20))
 def test_random_histories_come_to_the_same_in_all_ways(seed: int, kind: EngineKind) -> None:
-    plain, _ = history(random.Random(seed), kind, 40)
+    plain, *_ = history(random.Random(seed), kind, 40)
     assert plain > 5
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_random_histories_of_short_pieces_wait_for_other_shards_in_all_ways(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parent and its children are on two shards here, and each leaves in the fold of the other."""
+    monkeypatch.setattr(stream_blocks, "Placer", partial(Placer, piece_blocks=2))
+    chance = random.Random(f"pieces {seed}")
+    assert history(chance, EngineKind.VLLM, 40, shards=chance.choice([2, 3, 256]))[2] > 0
 
 
 def test_random_histories_have_frames_that_go_together() -> None:

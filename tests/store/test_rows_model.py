@@ -7,8 +7,8 @@ from redis.asyncio import Redis
 
 from tests.store import rows_model
 from tests.store.rows_model import run_histories
-from waymark.domain import moves
-from waymark.domain.parts import Waves
+from waymark.domain import moves, placing
+from waymark.domain.parts import new_waves
 from waymark.store.redis.client import SCRIPTS, Script
 
 HISTORIES = {"real": 100, "emulated": 8}
@@ -155,7 +155,7 @@ async def test_parts_that_do_not_wait_for_other_shards_are_caught(
 ) -> None:
     if kind == "emulated":
         pytest.skip("the real Redis is faster")
-    monkeypatch.setattr(Waves, "is_needed", property(lambda _: False, lambda *_: None), raising=False)
+    monkeypatch.setattr(placing, "new_waves", lambda _: new_waves(1))
     with pytest.raises(Exception) as caught:  # noqa: PT011
         await run_histories(redis, range(200))
     assert any(note.startswith("history ") for note in caught.value.__notes__)

@@ -1,11 +1,12 @@
 """What a frame costs a worker in each step: first in one process and without Redis, then in a real worker.
 
-    python -m tools.benchmarks.frames [--no-worker | --only-worker]
+    python -m tools.benchmarks.frames [--no-worker | --only-worker] [--shards 4]
 
 A stream stores and removes 32,768 blocks in each round. A figure is the least of eight rounds, in microseconds of CPU a
 frame. The rest of a frame's cost is not in the first table: sockets, the order of frames, the calls of the script, and
-what a worker does while nothing comes. The second table has all of it, of a worker with clocks around its steps
-(``hops``), which takes in the backlogs of ``streams``; a figure is the median of its rounds.
+what a worker does while nothing comes. ``--shards`` are those of its index. The second table has all of it, of a worker
+with clocks around its steps (``hops``), which takes in the backlogs of ``streams``; a figure is the median of its
+rounds.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tools.benchmarks.streams import Bench, as_published, backlogs, taken_in
 from waymark.apply.applier import portions_of
 from waymark.domain.engines import EngineKind
 from waymark.domain.moves import Moves
+from waymark.domain.parts import shares_of
 from waymark.domain.resolver import Resolver
 from waymark.domain.slices import finish
 from waymark.engines import decoder
@@ -46,10 +48,11 @@ _CALLS = "calls of scripts"
 class Stream:
     """One stream's way from payloads to the arguments of the script."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: int) -> None:
+        self._shards = shards
         self._decode = decoder(EngineKind.VLLM, seed=_SEED)
         of = registration(block_size=prompts.BLOCK_SIZE)
-        self._resolver = Resolver(of, 1, seed=_SEED, shards=1, blocks_max=4_000_000, waiting_blocks=1_000)
+        self._resolver = Resolver(of, 1, seed=_SEED, shards=shards, blocks_max=4_000_000, waiting_blocks=1_000)
         self._seq = 0
 
     def take(self, payloads: Sequence[bytes]) -> list[float]:
@@ -78,19 +81,21 @@ class Stream:
             parts = finish(resolver.resolve(plan, list(enumerate(batches, self._seq))))
             self._seq += batch.frames
             passed(2)
-            for portion in portions_of(parts, 1):
-                calls = ApplyCalls(portion, Moves(resolver.memory), b"wm:{1}:")
-                calls.done(len(calls.next().words))
-                while calls.are_left:
-                    calls.done(len(calls.next().words))
+            for portion in portions_of(parts, self._shards):
+                for shares in shares_of(portion, self._shards):
+                    for share in shares.values():
+                        calls = ApplyCalls(share, Moves(resolver.memory), b"wm:{1}:")
+                        calls.done(len(calls.next().words))
+                        while calls.are_left:
+                            calls.done(len(calls.next().words))
             passed(3)
         return seconds
 
 
-def in_one_process() -> None:
+def in_one_process(shards: int) -> None:
     lines: list[tuple[str, ...]] = [("a frame of", *STEPS, "together")]
     for size in SIZES:
-        stream, rounds = Stream(), dict[str, list[list[float]]]()
+        stream, rounds = Stream(shards), dict[str, list[list[float]]]()
         for _ in range(_ROUNDS):
             new = list(islice(prompts.fresh(size // prompts.PIECE_BLOCKS), _BLOCKS // size))
             hashes = [[each for number in prompt for each in prompts.engine_hashes(number)] for prompt in new]
@@ -143,9 +148,10 @@ def main() -> None:
     which.add_argument("--no-worker", action="store_true", help="print the first table only")
     which.add_argument("--only-worker", action="store_true", help="print the second table only")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of the second table")
+    parser.add_argument("--shards", type=int, default=1, help="shards of the first table's index")
     given = parser.parse_args()
     if not given.only_worker:
-        in_one_process()
+        in_one_process(given.shards)
     if not given.no_worker:
         in_a_worker(given.rounds)
 

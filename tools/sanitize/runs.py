@@ -27,7 +27,7 @@ def medium_of(name: str | None) -> str | None:
     return "GPU" if name is None else name.upper()
 
 
-def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, piece_blocks: int) -> object:
+def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, piece_blocks: int, shards: int) -> object:
     """Read a batch, run its events, leaving out each that is not plain, and pack the parts."""
     loops = native.selected
     assert loops is not None
@@ -36,11 +36,11 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
         return None
     places = loops.Places(Place, Spot)
     known, *gone = (loops.KnownBlocks(places, has_keys) for has_keys in (True, False, False))
-    parts = parts_type(Part, Place, SEQ)
+    parts, waves = parts_type(Part, Place, SEQ), loops.Waves(shards)
     at, position, counted = 0, FIRST, [0, 0, 0]
     while at < len(read[1]):
         # A small bound, so that runs end in the middle of a batch.
-        rest: tuple[Any, ...] = HOLDER, SEED, namespace, {}, piece_blocks, tuple(gone), {}, True, True, []
+        rest: tuple[Any, ...] = HOLDER, SEED, namespace, {}, piece_blocks, tuple(gone), {}, True, True, [], waves
         at, position, *more, _ = known.run(read[1], at, position, 5, parts, *rest)
         counted = [one + other for one, other in zip(counted, more, strict=True)]
         if not any(more) and at < len(read[1]):
@@ -51,7 +51,9 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
     rest = EVENTS_MAX, 10**6, medium_of, 10, 3
     following = read[1].go_on((payload, payload, b""), read[0], read[2], read[3], *rest)
     gone_on = [list(map(list, following[0])), *following[1:]]
-    return counted, position, held, parts.blocks, parts.stored, parts.singles, parts.pack(0, few, PREFIX), gone_on
+    shares = [{shard: (len(each), each.blocks) for shard, each in wave.items()} for wave in parts.shares(shards)]
+    packed = parts.pack(0, few, PREFIX)
+    return counted, position, held, parts.blocks, parts.stored, parts.singles, packed, shares, gone_on
 
 
 _Block: TypeAlias = tuple[int, int, int]
@@ -61,11 +63,15 @@ _Block: TypeAlias = tuple[int, int, int]
 class _Model:
     """A stream's blocks: what each engine hash is, and what has gone."""
 
-    def __init__(self, namespace: int, piece_blocks: int) -> None:
+    def __init__(self, namespace: int, piece_blocks: int, shards: int) -> None:
+        self.shards = shards
+        self.used: set[tuple[int, int]] = set()  # in this wave: a block, and the shard of a part that needs it
+        self.left: dict[int, int] = {}  # the shard that a block has left in this wave
+        self.waiting: list[bool] = []  # of each part
         self.namespace = namespace
         self.piece_blocks = piece_blocks
         self.spots: dict[int, tuple[int, int, int]] = {}  # head, depth, key
-        self.gone: set[int] = set()
+        self.gone: dict[int, int] = {}  # the key of each hash
         self.parts: list[tuple[bytes, int, int, list[_Block]]] = []  # kind, head, position, blocks
         self.counted = [0, 0, 0]
 
@@ -98,10 +104,18 @@ class _Model:
             blocks = [
                 (key, depth, engine_hash) for (_, depth, key), engine_hash in zip(group, hashes[at:], strict=False)
             ]
-            self.add(b"+", found[at][0], position + at, blocks, parent if at == 0 else None)
+            shard = found[at][0] % self.shards
+            stored = {key for key, _, _ in blocks} | {self.gone[each] for *_, each in blocks if each in self.gone}
+            waits = any(self.left.get(key, shard) != shard for key in stored)
+            if waits:
+                self.begin_wave()
+            if above is not None:
+                self.used.add((above[2], shard))
+            self.add(b"+", found[at][0], position + at, blocks, parent if at == 0 else None, waits=waits)
             at += len(blocks)
         self.spots |= dict(zip(hashes, found, strict=True))
-        self.gone -= set(hashes)
+        for each in hashes:
+            self.gone.pop(each, None)
         self.counted = [self.counted[0] + 1, self.counted[1] + len(hashes), self.counted[2]]
 
     def remove(self, event: Removed, position: int) -> None:
@@ -111,19 +125,44 @@ class _Model:
         at = 0
         for head, group in groupby(hashes, lambda each: self.spots[each][0]):
             blocks = [(self.spots[each][2], self.spots[each][1], each) for each in group]
-            self.add(b"-", head, position + at, blocks, None)
+            shard, free = head % self.shards, 0
+            while free < len(blocks) and not any(key == blocks[free][0] and used != shard for key, used in self.used):
+                free += 1
+            if free:
+                self.leave(shard, head, position + at, blocks[:free], waits=False)
+            if free < len(blocks):
+                self.begin_wave()
+                self.leave(shard, head, position + at + free, blocks[free:], waits=True)
             at += len(blocks)
         for each in hashes:
-            del self.spots[each]
-        self.gone |= set(hashes)
+            self.gone[each] = self.spots.pop(each)[2]
         self.counted[2] += len(hashes)
 
+    def leave(self, shard: int, head: int, position: int, blocks: list[_Block], *, waits: bool) -> None:
+        self.left |= {key: shard for key, _, _ in blocks}
+        self.add(b"-", head, position, blocks, None, waits=waits)
+
+    def begin_wave(self) -> None:
+        self.used.clear()
+        self.left.clear()
+
+    def shares(self) -> list[dict[int, tuple[int, int]]]:
+        """How many parts and blocks of each wave each shard has."""
+        waves: list[dict[int, tuple[int, int]]] = [{}]
+        for (_, head, _, blocks), waits in zip(self.parts, self.waiting, strict=True):
+            if waits and waves[-1]:
+                waves.append({})
+            count, some = waves[-1].get(head % self.shards, (0, 0))
+            waves[-1][head % self.shards] = count + 1, some + len(blocks)
+        return waves
+
     def add(
-        self, kind: bytes, head: int, position: int, blocks: list[tuple[int, int, int]], parent: int | None
+        self, kind: bytes, head: int, position: int, blocks: list[_Block], parent: int | None, *, waits: bool
     ) -> None:
         last = self.parts[-1] if self.parts else None
         if (
             last is not None
+            and not waits
             and last[:2] == (kind, head)
             and last[2] + len(last[3]) == position
             and len(last[3]) + len(blocks) <= JOINED_MAX
@@ -133,6 +172,7 @@ class _Model:
             last[3].extend(blocks)
         else:
             self.parts.append((kind, head, position, blocks))
+            self.waiting.append(waits)
 
 
 def _bulks(words: list[bytes]) -> bytes:
@@ -140,15 +180,17 @@ def _bulks(words: list[bytes]) -> bytes:
     return b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
-def parts(payload: bytes, namespace: int, piece_blocks: int) -> object:
+def parts(payload: bytes, namespace: int, piece_blocks: int, shards: int) -> object:
     read: Any = batches.read_batch(payload, EVENTS_MAX, Stored, StoredReference, Removed, Cleared(), medium_of, 10, 3)
     if read is None or not is_run(read[1]):
         return None
     if not 0 <= namespace <= U64_MAX or not -(2**63) <= piece_blocks < 2**63:
         raise OverflowError
-    if not 1 <= piece_blocks <= 32:
+    if not 0 <= shards < 2**64:
+        raise OverflowError
+    if not 1 <= piece_blocks <= 32 or not 1 <= shards <= 256:
         raise ValueError
-    model, position = _Model(namespace, piece_blocks), FIRST
+    model, position = _Model(namespace, piece_blocks, shards), FIRST
     for event in read[1]:
         (model.store if isinstance(event, Stored) else model.remove)(event, position)
         position += len(event.engine_hashes)
@@ -171,7 +213,7 @@ def parts(payload: bytes, namespace: int, piece_blocks: int) -> object:
     rows = [PREFIX + b"%016x" % head for head in heads]
     of_few = sum(len(each) for _, _, _, each in few)
     packed = of_few, [HOLDER] * bool(few), len(rows), _bulks(rows), [SEQ] * bool(few), _bulks(words)
-    return model.counted, position, held, blocks, stored, 0, packed, _gone_on(read[0], read[1], read[2])
+    return model.counted, position, held, blocks, stored, 0, packed, model.shares(), _gone_on(read[0], read[1], read[2])
 
 
 def _gone_on(ts: object, events: list[Any], rank: object) -> object:

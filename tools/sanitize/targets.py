@@ -447,9 +447,9 @@ TARGETS: dict[str, Target] = {
     ),
     "Parts": Target(
         runs.parts,
-        [(payload, ns, blocks) for payload in runs.PAYLOADS for ns, blocks in ((0, 32), (11, 4), (0, 1))],
+        [(payload, *each) for payload in runs.PAYLOADS for each in ((0, 32, 1), (11, 4, 1), (0, 1, 3), (11, 2, 256))],
         batches.WORDS,
-        {1: [*EDGES], 2: [-1, 0, 1, 2, 4, 32, 33]},
+        {1: [*EDGES], 2: [-1, 0, 1, 2, 4, 32, 33], 3: [-1, 0, 1, 2, 3, 256, 257, 2**64]},
         use=runs.use_parts,
     ),
     "KnownBlocks": Target(

@@ -32,6 +32,7 @@ class NativeFunctions(Protocol):
     Places: Callable[[type, type], Any]
     KnownBlocks: Callable[[Any, bool], Any]
     Parts: Callable[[type, type, int], Any]
+    Waves: Callable[[int], Any]
 
     def cut(self, body: bytes, name: bytes, count_max: int, /) -> tuple[int, int, bytes] | None: ...
 

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
 from waymark.domain.known import EventRun, KnownBlocks, NewBlocks, Places, Spot, TakenBlocks
-from waymark.domain.parts import NO_COPIES, UNCHANGED, PackedParts
+from waymark.domain.parts import NO_COPIES, UNCHANGED, PackedParts, Waves
 from waymark.domain.pure_known import new_known, new_places
 from waymark.domain.rows import SHARED_BLOCKS, SLOT_CHARS, Place, shared_places
 from waymark.domain.slices import SLICE_WORK, Slices
@@ -274,6 +274,7 @@ class HeldBlocks:
         may_store: bool,
         may_remove: bool,
         following: list[tuple[int, Any]],
+        waves: Waves,
     ) -> EventRun | None:
         """Store and remove the blocks of plain events, ``loop``, one after the other; see ``KnownBlocks``."""
         blocks = self._held[holder]
@@ -293,6 +294,7 @@ class HeldBlocks:
             may_store,
             may_remove,
             following,
+            waves,
         )
         if result is None:
             return None

@@ -168,11 +168,13 @@ class KnownBlocks(Protocol):
         may_store: bool,
         may_remove: bool,
         following: list[tuple[int, Any]],
+        waves: Any,
         /,
     ) -> tuple[int, int, int, int, int, int] | None:
         """Run ``extend`` and ``take`` over ``events`` from number ``start`` on, and add their parts to ``parts``.
 
-        Both are the C module's. Stop before the first event that is not plain or may not be applied, and after about
-        ``hashes_max`` hashes. At the end of the events go on with those of the batches that follow, given as seq and
-        events, up to the first that says more than its blocks. Return an ``EventRun``, or None as ``extend`` does.
+        ``events``, ``parts`` and ``waves`` are the C module's. Stop before the first event that is not plain or may not
+        be applied, and after about ``hashes_max`` hashes. At the end of the events go on with those of the batches that
+        follow, given as seq and events, up to the first that says more than its blocks. Return an ``EventRun``, or None
+        as ``extend`` does.
         """

@@ -19,9 +19,9 @@ A part that would break a rule waits until Redis has applied all parts before it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Self, TypeAlias, cast
+from typing import Final, Literal, Protocol, Self, TypeAlias, cast
 
 from waymark.base import native
 from waymark.domain.keys import KEY_BYTES, pack, unpack
@@ -163,6 +163,9 @@ class PackedParts(Sequence[Part]):
 
     def cut(self, start: int, end: int, /) -> PackedParts:  # type: ignore[empty-body]
         """Return parts ``start`` to ``end``."""
+
+    def shares(self, shards: int, /) -> list[dict[int, PackedParts]]:  # type: ignore[empty-body]
+        """``shares_of`` of the parts."""
 
     def pack(  # type: ignore[empty-body]
         self, start: int, end: int, prefix: bytes, /
@@ -343,8 +346,45 @@ def _has_slot(slots: bytes, key: bytes) -> bool:
     return index >= 0
 
 
-class Waves:
+class Waves(Protocol):
     """The blocks that the parts of the present wave use and remove, by their seq_hash."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there are several shards."""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether a part of this wave has removed a block or a hash."""
+
+    def begin(self) -> None:
+        """Begin a fold, or a wave: Redis has everything before it."""
+
+    def use(self, seq_hash: int, place: Place, /) -> None:
+        """Note that a part at ``place`` was resolved with this block."""
+
+    def first_that_waits(self, blocks: Sequence[int], place: Place, /) -> int:
+        """Return the number of the first of the blocks for which ``leave`` would say that it must wait; 0 if none."""
+
+    def leave(self, blocks: Sequence[int], place: Place, /) -> bool:
+        """Return whether the part that takes these blocks, or a hash of one, out of ``place`` must wait."""
+
+    def store(self, blocks: Sequence[int | None], place: Place, /) -> bool:
+        """Return whether the part that stores these blocks at ``place`` must wait. ``blocks`` includes the former ones
+        of their hashes.
+        """
+
+
+def new_waves(shards: int) -> Waves:
+    """Return waves over so many shards; they are in the C module if C is selected."""
+    if native.selected is None:
+        return PureWaves(shards)
+    waves: Waves = native.selected.Waves(shards)
+    return waves
+
+
+class PureWaves:
+    """Waves in Python."""
 
     def __init__(self, shards: int) -> None:
         self.is_needed = shards > 1
@@ -354,26 +394,21 @@ class Waves:
 
     @property
     def has_left(self) -> bool:
-        """A part of this wave has removed a block or a hash."""
         return bool(self._left)
 
     def begin(self) -> None:
-        """Begin a fold, or a wave: Redis has everything before it."""
         self._used.clear()
         self._left.clear()
 
-    def use(self, seq_hash: int, place: Place) -> None:
-        """Note that a part at ``place`` was resolved with this block."""
+    def use(self, seq_hash: int, place: Place, /) -> None:
         if self.is_needed:
             self._used.setdefault(seq_hash, set()).add(place.shard(self._shards))
 
-    def first_that_waits(self, blocks: Sequence[int], place: Place) -> int:
-        """Return the number of the first of the blocks for which ``leave`` would say that it must wait; 0 if none."""
+    def first_that_waits(self, blocks: Sequence[int], place: Place, /) -> int:
         shard = place.shard(self._shards)
         return next((i for i, block in enumerate(blocks) if not self._used.get(block, set()) <= {shard}), 0)
 
-    def leave(self, blocks: Sequence[int], place: Place) -> bool:
-        """Return whether the part that takes these blocks, or a hash of one, out of ``place`` must wait."""
+    def leave(self, blocks: Sequence[int], place: Place, /) -> bool:
         if not self.is_needed:
             return False
         shard = place.shard(self._shards)
@@ -383,10 +418,7 @@ class Waves:
         self._left.update(dict.fromkeys(blocks, shard))
         return waits
 
-    def store(self, blocks: Iterable[int | None], place: Place) -> bool:
-        """Return whether the part that stores these blocks at ``place`` must wait. ``blocks`` includes the former ones
-        of their hashes.
-        """
+    def store(self, blocks: Sequence[int | None], place: Place, /) -> bool:
         shard = place.shard(self._shards) if self._left else 0
         waits = bool(self._left) and any(
             block is not None and self._left.get(block, shard) != shard for block in blocks
@@ -400,3 +432,17 @@ def waves_of(parts: Sequence[Part]) -> list[Sequence[Part]]:
     """Return the parts in order, cut before each waiting part; at least one wave, even without parts."""
     cuts = [i for i, part in enumerate(parts) if part.waits and i]
     return [parts[start:end] for start, end in zip([0, *cuts], [*cuts, len(parts)], strict=True)]
+
+
+def shares_of(parts: Sequence[Part], shards: int) -> Sequence[Mapping[int, Sequence[Part]]]:
+    """Return each wave as the parts of its shards, in order; at least one wave, even without parts."""
+    packed_parts = packed(parts)
+    if packed_parts is not None:
+        return packed_parts.shares(shards)
+    waves: list[dict[int, list[Part]]] = []
+    for wave in waves_of(parts):
+        shares: dict[int, list[Part]] = {}
+        for part in wave:
+            shares.setdefault(part.place.shard(shards), []).append(part)
+        waves.append(shares)
+    return waves

@@ -16,7 +16,7 @@ from typing import Any
 from waymark.domain.held import HeldBlocks, RemovedCopy
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.known import EventRun, Spot
-from waymark.domain.parts import STEP, Mode, PartKind, PartList, Waves, new_part_list, packed
+from waymark.domain.parts import STEP, Mode, PartKind, PartList, Waves, new_part_list, new_waves, packed
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys_of
 
 
@@ -106,7 +106,7 @@ class PlainPlacer:
         ``KnownBlocks.run``.
         """
         packed_parts = packed(parts.parts)
-        if packed_parts is None or self._applied.marks or self._waves.is_needed:
+        if packed_parts is None or self._applied.marks:
             return None
         return self._memory.run(
             holder,
@@ -120,6 +120,7 @@ class PlainPlacer:
             may_store=may_store,
             may_remove=may_remove,
             following=following,
+            waves=self._waves,
         )
 
 
@@ -162,7 +163,7 @@ class Placer:
         """Hashes that came to mean another block."""
         self.crowded = 0
         """The number of hashes refused because their blocks have too many."""
-        self._waves = Waves(shards)
+        self._waves = new_waves(shards)
         self._applied = AppliedMarks(shards)
         self._piece_blocks = piece_blocks
         self.plain = PlainPlacer(memory, self._waves, self._applied, piece_blocks)
@@ -172,11 +173,6 @@ class Placer:
     def skip(self, marks: Mapping[tuple[int, int], tuple[int, int]]) -> None:
         """Leave out the parts that Redis has; see ``AppliedMarks.marks``."""
         self._applied.restore(marks)
-
-    @property
-    def has_waves(self) -> bool:
-        """Whether some parts must wait for others, because the index has several shards."""
-        return self._waves.is_needed
 
     @property
     def is_behind(self) -> bool:

@@ -227,9 +227,9 @@ class Resolver(StreamBlocks):
     @property
     def takes_frames(self) -> bool:
         """Whether a batch may stand for several frames. It may not if generations begin and end with frames, and it
-        would save nothing if its blocks go to several shards or to a pool.
+        would save nothing if its blocks go to a pool.
         """
-        return not (self.generations or self.is_shared or self.placer.has_waves)
+        return not (self.generations or self.is_shared)
 
     def plan(self, batches: Sequence[Batch]) -> Slices[Plan]:
         """Find the holders to end and begin, and the facts to keep. Learns flags and the main group on the way."""

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from waymark.domain.moves import Moves
-from waymark.domain.parts import Commit, Part, waves_of
+from waymark.domain.parts import Commit, Part, shares_of
 from waymark.domain.rows import ROW_SLOTS
 from waymark.store import keys
 from waymark.store.calls import ApplyCall, ApplyCalls
@@ -76,8 +76,8 @@ class Index:
         events: list[Arg] = [word for pair in (event_ids or {}).items() for word in pair]
         if grant.shards == 1:
             return await self._apply_shard(grant, 0, parts, moves, commit, events, hold, is_staged)
-        for wave in waves_of(parts):
-            verdict = await self._apply_wave(grant, wave, moves, hold, is_staged)
+        for shares in shares_of(parts, grant.shards):
+            verdict = await self._apply_wave(grant, dict(shares), moves, hold, is_staged)
             if verdict in (Verdict.FENCED, Verdict.LOST):
                 return verdict
         if commit is None and not events:
@@ -100,12 +100,14 @@ class Index:
         return outcome.verdict
 
     async def _apply_wave(
-        self, grant: Grant, parts: Sequence[Part], moves: Moves, hold: HoldLease | None, is_staged: bool
+        self,
+        grant: Grant,
+        by_shard: dict[int, Sequence[Part]],
+        moves: Moves,
+        hold: HoldLease | None,
+        is_staged: bool,
     ) -> Verdict:
-        """Apply parts on their shards: on shard 0, and then on the others in parallel."""
-        by_shard: dict[int, list[Part]] = {}
-        for part in parts:
-            by_shard.setdefault(part.place.shard(grant.shards), []).append(part)
+        """Apply parts, given by their shards: on shard 0, and then on the others in parallel."""
         # Shard 0 has the watermark and the holders. If it has lost writes, no other shard may receive later ones.
         first = by_shard.pop(0, [])
         verdict = await self._apply_shard(grant, 0, first, moves, None, hold=hold, is_staged=is_staged)
