@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from waymark.domain import engines
 from waymark.domain.engines import OVER_HTTP, TRAITS, EngineKind, kinds_where
 from waymark.domain.media import DEVICE, HOST, IN_EVERY_ANSWER, MEDIA, normal_medium, order_of
 from waymark.engines import decoder
@@ -69,11 +70,23 @@ def test_every_kind_has_a_row_and_a_decoder(kind: EngineKind) -> None:
     assert decoder(kind, seed=0)(b"\x93\xcb?\xf0\x00\x00\x00\x00\x00\x00\x90\x00").events == ()
 
 
-def test_what_a_sentence_says_of_kinds_is_what_the_table_says() -> None:
-    assert kinds_where("scope", "shared") == "Mooncake"
-    assert kinds_where("copies", "count") == "vLLM and SGLang"
-    assert kinds_where("tells_events", True) == "vLLM, SGLang, Mooncake, standard and continuum"
-    assert kinds_where("is_opaque", True) == "continuum"
+def test_a_sentence_lists_the_kinds_that_the_table_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    opaque = TRAITS[EngineKind.CONTINUUM]
+    monkeypatch.setattr(engines, "TRAITS", {EngineKind.VLLM: opaque, EngineKind.NONE: TRAITS[EngineKind.NONE]})
+    assert kinds_where("is_opaque", True) == "vLLM"
+    monkeypatch.setattr(engines, "TRAITS", {EngineKind.VLLM: opaque, EngineKind.SGLANG: opaque})
+    assert kinds_where("is_opaque", True) == "vLLM and SGLang"
+    monkeypatch.setattr(
+        engines, "TRAITS", dict.fromkeys((EngineKind.VLLM, EngineKind.SGLANG, EngineKind.MOONCAKE), opaque)
+    )
+    assert kinds_where("is_opaque", True) == "vLLM, SGLang and Mooncake"
+
+
+def test_these_kinds_have_what_only_they_are_known_for() -> None:
+    assert TRAITS[EngineKind.MOONCAKE].scope == "shared"
+    assert TRAITS[EngineKind.VLLM].copies == TRAITS[EngineKind.SGLANG].copies == "count"
+    assert TRAITS[EngineKind.CONTINUUM].is_opaque
+    assert not TRAITS[EngineKind.NONE].tells_events
     assert OVER_HTTP is EngineKind.STANDARD
 
 

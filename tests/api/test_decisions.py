@@ -14,6 +14,7 @@ import pytest
 from tests.api.conftest import Hold, MakeClient
 from tests.conftest import wait_until
 from waymark.base.errors import StoreUnavailable
+from waymark.decide.policies.presets import PRESETS
 from waymark.decide.selector import Selector
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.store.fetch import Fetch
@@ -262,16 +263,14 @@ async def test_targets_and_models_have_their_limits(store: Store, make_client: M
     assert (await post(limited, "/select", 429, policy="sticky"))["reason"] == "saturated"
 
 
-@pytest.mark.parametrize(
-    "policy", ["least-work", "composite", "dynamo", "hicache", "lmetric", "llm-d", "sticky", "longest"]
-)
+@pytest.mark.parametrize("policy", PRESETS)
 async def test_every_policy_decides(client: httpx.AsyncClient, pods: list[str], hold: Hold, policy: str) -> None:
     await hold("pod-3", PROMPT)
     found = await post(client, "/select", policy=policy, explain=True)
     assert found["policy"] == policy
     assert found["reservation"]
     assert (found["target"]["cost"] is None) != (found["target"]["score"] is None)
-    if policy not in ("sticky",):
+    if policy not in ("sticky",):  # it looks at no match
         assert found["target"]["instance_id"] == "pod-3"
     assert len(await scores(client, policy=policy)) == 3
 

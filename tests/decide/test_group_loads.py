@@ -447,7 +447,7 @@ def cost_by(name: str, tokens: int = 640, **overrides: Any) -> LoadCost | None:
 
 
 def test_these_policies_need_few_targets_of_many() -> None:
-    assert set(BY_LOAD) == {"least-work", "dynamo", "hicache", "lmetric", "longest"}
+    assert set(BY_LOAD) >= {"least-work", "dynamo", "hicache", "lmetric", "longest"}
 
 
 @pytest.mark.parametrize("name", BY_LOAD)

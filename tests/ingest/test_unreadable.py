@@ -333,7 +333,7 @@ async def test_what_cannot_be_read_is_shown_counted_and_logged_once(
             "kind": "registration",
             "key": "wm:publishers",
             "field": '["n","z",0]',
-            "reason": "kind is none of vLLM, SGLang, Mooncake, standard, continuum, none",
+            "reason": f"kind is none of {', '.join(EngineKind)}",
         }
     assert scene.hand.metric("records_unreadable", record="registration") == 1
     seen = await status.gather(scene.inspector, status.PublisherFilter())
