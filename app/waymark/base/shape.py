@@ -106,9 +106,12 @@ def parse(shape: type[S], value: Any, path: str = "the answer") -> S:
 def _readers(shape: type[AnswerShape]) -> list[_FieldReader]:
     # A default is an attribute of the class.
     return [
-        _FieldReader(name, _reader(hint), hasattr(shape, name), hint is Any or types.NoneType in get_args(hint))
-        for name, hint in _hints(shape).items()
+        _FieldReader(name, _reader(hint), hasattr(shape, name), _has_null(hint)) for name, hint in _hints(shape).items()
     ]
+
+
+def _has_null(hint: Any) -> bool:
+    return hint in (Any, types.NoneType) or types.NoneType in get_args(hint)
 
 
 def _reader(hint: Any) -> _PartReader | None:
