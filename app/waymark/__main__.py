@@ -1,5 +1,17 @@
-"""``python -m waymark``: the same as the ``waymark`` command."""
+"""``python -m waymark`` and the ``waymark`` command. It has a handler of SIGTERM before it imports anything else.
+
+The kernel discards a SIGTERM without a handler if it is for process 1 of a container. The imports of a role take up to
+some seconds, so a container that is stopped meanwhile would be killed after its grace period.
+"""
+
+import os
+import signal
+import sys
+
+if os.getpid() == 1:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 from waymark.cli import main
 
-raise SystemExit(main())
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -109,6 +109,25 @@ def test_a_query_replica_imports_nothing_of_other_roles() -> None:
     assert len(modules) <= 740
 
 
+def test_process_1_ends_at_a_sigterm_while_it_imports() -> None:
+    """The kernel discards signals without a handler for process 1 of a container."""
+    code = """
+import os, signal, sys
+
+pid, os.getpid = os.getpid(), lambda: 1
+
+class Stopping:
+    def find_spec(self, name, *_):
+        if name == "waymark.cli":
+            os.kill(pid, signal.SIGTERM)
+
+sys.meta_path.insert(0, Stopping())
+import waymark.__main__
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "app", timeout=patient(60.0))
+    assert done.returncode == 128 + signal.SIGTERM
+
+
 def test_a_trial_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
     port, log = unused_port(), tmp_path / "log"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
