@@ -6,12 +6,14 @@ import asyncio
 import gzip
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trustme
 from aiohttp import web
 
+from tests.conftest import wait_until
 from tests.listening import listening, port_of
 from waymark.base.asker import Asker, EngineKey, HttpReply
 from waymark.base.endpoints import AllowedEndpoints
@@ -149,8 +151,19 @@ async def test_a_certificate_is_checked_against_the_ca(asker: Asker, tmp_path: P
     assert (await trusting.ask(url, seconds=60, bytes_max=100)).body == b"fine"
     with pytest.raises(Unanswered, match="certificate"):
         await asker.ask(url, seconds=60, bytes_max=100)
+    for signer, is_trusted in ((trustme.CA(), False), (authority, True)):
+        signer.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+        await wait_until(partial(trusts, trusting, url, is_trusted), "the file is read again")
     await trusting.close()
     await runner.cleanup()
+
+
+async def trusts(asker: Asker, url: str, expected: bool) -> bool:
+    try:
+        await asker.ask(url, seconds=60, bytes_max=100)
+    except Unanswered:
+        return not expected
+    return expected
 
 
 async def test_an_answer_without_end_is_cut(serve: Serve, asker: Asker) -> None:

@@ -20,8 +20,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from waymark.base.endpoints import AllowedEndpoints, place_of
-from waymark.base.errors import InvalidValue, Unanswered
+from waymark.base.errors import InvalidValue, SettingsError, Unanswered
 from waymark.base.shown import shown
+from waymark.base.watched_file import WatchedFile
 
 if TYPE_CHECKING:
     import aiohttp
@@ -82,6 +83,29 @@ def _bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+class TrustedCertificates:
+    """The certificates that connections trust: the system's, or those of a file, read again when the file changes."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._file: WatchedFile[ssl.SSLContext] | None = None
+
+    def context(self) -> ssl.SSLContext | bool:
+        """Return the ``ssl`` of a request. Raise ``SettingsError`` if the file could not be read so far."""
+        if self._path is None:
+            return True
+        if self._file is None:
+            self._file = WatchedFile(Path(self._path), _contexts, "certificates")
+        return self._file.entries[0]
+
+
+def _contexts(path: Path) -> list[ssl.SSLContext]:
+    try:
+        return [ssl.create_default_context(cafile=path)]
+    except OSError as error:
+        raise SettingsError(f"the certificates {path} cannot be read: {error}") from None
+
+
 class Asker:
     """The HTTP client of a process. It opens connections when it is asked, and keeps them."""
 
@@ -90,7 +114,7 @@ class Asker:
     ) -> None:
         self._allowed = allowed or AllowedEndpoints()
         self._key = key or EngineKey(None)
-        self._ca_file = ca_file
+        self._certificates = TrustedCertificates(ca_file)
         self._session: aiohttp.ClientSession | None = None
         self._streams: aiohttp.ClientSession | None = None
 
@@ -126,6 +150,7 @@ class Asker:
         import aiohttp
 
         self._allowed.check(url, "url")
+        trusted = self._trusted()
         headers = {**self._key.headers(url), **(headers or {})}
         if json is not None:
             headers.setdefault("Content-Type", "application/json")
@@ -138,7 +163,7 @@ class Asker:
         try:
             async with (
                 asyncio.timeout(seconds),
-                session.request(verb, url, data=data, headers=headers, allow_redirects=False) as response,
+                session.request(verb, url, data=data, headers=headers, allow_redirects=False, ssl=trusted) as response,
             ):
                 if 300 <= response.status < 400:
                     location = shown(response.headers.get("Location", ""))
@@ -166,12 +191,13 @@ class Asker:
         import aiohttp
 
         self._allowed.check(url, "url")
+        trusted = self._trusted()
         if self._streams is None:
             self._streams = self._open(0)
         try:
             async with asyncio.timeout(seconds):
                 own = {**self._key.headers(url), **headers}
-                response = await self._streams.get(url, headers=own, allow_redirects=False)
+                response = await self._streams.get(url, headers=own, allow_redirects=False, ssl=trusted)
         except TimeoutError:
             raise Unanswered(f"it has not answered within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -188,17 +214,17 @@ class Asker:
             if session is not None:
                 await session.close()
 
+    def _trusted(self) -> ssl.SSLContext | bool:
+        try:
+            return self._certificates.context()
+        except SettingsError as error:
+            raise InvalidValue(str(error)) from None
+
     def _open(self, connections_max: int) -> aiohttp.ClientSession:
         import aiohttp
 
-        context: ssl.SSLContext | bool = True
-        if self._ca_file is not None:
-            try:
-                context = ssl.create_default_context(cafile=Path(self._ca_file))
-            except OSError as error:
-                raise InvalidValue(f"the certificates {self._ca_file} cannot be read: {error}") from None
         return open_session(
-            aiohttp.TCPConnector(limit=connections_max, ssl=context, socket_factory=_kept_alive),
+            aiohttp.TCPConnector(limit=connections_max, socket_factory=_kept_alive),
             headers={"Accept-Encoding": "identity"},
         )
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-import ssl
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
-from waymark.base.asker import EngineKey, is_framed, open_session
+from waymark.base.asker import EngineKey, TrustedCertificates, is_framed, open_session
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, SettingsError
 
@@ -91,7 +89,7 @@ class Upstream:
         self._first_byte_seconds = first_byte_seconds
         self._idle_seconds = idle_seconds
         self._key = key or EngineKey(None)
-        self._ca_file = ca_file
+        self._certificates = TrustedCertificates(ca_file)
         self._session: aiohttp.ClientSession | None = None
 
     async def send(
@@ -104,12 +102,16 @@ class Upstream:
             raise Unreachable("not_allowed") from None
         own = [("accept-encoding", "identity"), *self._key.headers(address).items()]
         url = address.rstrip("/") + path + ("?" + query.decode("latin-1") if query else "")
+        try:
+            trusted = self._certificates.context()
+        except SettingsError as error:
+            raise SettingsError(f"WAYMARK_ENGINE_CA_FILE: {error}") from None
         if self._session is None:
             self._session = self._open()
         try:
             async with asyncio.timeout(self._first_byte_seconds):
                 response = await self._session.post(
-                    URL(url, encoded=True), data=body, headers=[*headers, *own], allow_redirects=False
+                    URL(url, encoded=True), data=body, headers=[*headers, *own], allow_redirects=False, ssl=trusted
                 )
         except TimeoutError:
             raise Unreachable("timeout") from None
@@ -148,14 +150,8 @@ class Upstream:
             self._session = None
 
     def _open(self) -> aiohttp.ClientSession:
-        context: ssl.SSLContext | bool = True
-        if self._ca_file is not None:
-            try:
-                context = ssl.create_default_context(cafile=Path(self._ca_file))
-            except OSError as error:
-                raise SettingsError(f"WAYMARK_ENGINE_CA_FILE {self._ca_file} cannot be read: {error}") from None
         # As many connections as there are requests; these have a bound of their own.
-        connector = _Connector(limit=0, ssl=context, keepalive_timeout=_KEEP_ALIVE_SECONDS)
+        connector = _Connector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
         return open_session(connector, connect_seconds=_CONNECT_SECONDS)
 
 
