@@ -355,6 +355,7 @@ def test_a_parameter_of_the_predicted_latency_counts_or_is_noted() -> None:
             id="not-referred-to",
         ),
         pytest.param(plugins("- type: queue-scorer", "- type: queue-scorer"), "is used twice", id="twice"),
+        pytest.param(plugins("- {type: queue-scorer, name: prefix-key}"), "another name", id="name-of-the-key"),
         pytest.param(
             "plugins: [{type: queue-scorer}]\nschedulingProfiles: [{name: a, plugins: [{pluginRef: queue}]}]",
             'pluginRef "queue" is not in plugins; known are queue-scorer',

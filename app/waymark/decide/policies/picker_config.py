@@ -23,6 +23,7 @@ from waymark.decide.policies.plugins import PLUGINS, Plugin, PluginKind
 from waymark.decide.policies.policy import Filter, Values, nearest, read_constants
 from waymark.decide.policies.profile import (
     PICKERS,
+    PREFIX_KEY,
     Decider,
     HistoryTerms,
     Picker,
@@ -93,6 +94,11 @@ def read_picker_config(text: str) -> PickerConfig:
     declared: dict[str, DeclaredPlugin] = {}
     for index, entry in enumerate(_list(top.get("plugins"), "plugins")):
         plugin = DeclaredPlugin(entry, index)
+        if plugin.name == PREFIX_KEY:
+            raise InvalidValue(
+                f"plugins[{index}].name is {shown(PREFIX_KEY)}, under which the answer has the part of the prefix key; "
+                "give the plugin another name"
+            )
         if plugin.name in declared:
             raise InvalidValue(
                 f"plugins[{index}].name {shown(plugin.name)} is used twice; give each plugin another name"

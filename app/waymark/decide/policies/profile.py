@@ -91,7 +91,7 @@ class WeightedScorer:
 
 
 #: The name of the prefix key among the parts of a score.
-_PREFIX_KEY = "prefix-key"
+PREFIX_KEY = "prefix-key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Profile:
         if home is not None:
             # Its weight is that of the scorers that cannot see a match.
             weight = sum(scorer.weight for scorer in self.scorers if scorer.is_prefix)
-            parts[_PREFIX_KEY] = weight, [float(place == home) for place in range(len(remaining))]
+            parts[PREFIX_KEY] = weight, [float(place == home) for place in range(len(remaining))]
         sums = ColumnSums(remaining, parts, is_clamped=True)
         if self.picker is max_score:
             return sums.ranked(request, random, most, is_cost=False)
