@@ -195,7 +195,12 @@ async def publish_and_unregister(stream: Stream) -> None:
     assert beside.reservation is not None
     await store.reservations.release([beside.reservation], ReservationPart.OK)
     await store.scripts.add_counts(
-        counts=keys.COUNTS, seen=keys.SEEN, count=["kv_index.kv_aware", 1], prefix=["6b6579"]
+        counts=keys.COUNTS,
+        seen=keys.SEEN,
+        writer=keys.counted("0" * 16),
+        number=1,
+        count=["kv_index.kv_aware", 1],
+        prefix=["6b6579"],
     )
     await answers(store)
     await responses(store)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
+from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient
 from waymark.store.responses import AnswersSize, ResponseBounds, ResponseChange
+from waymark.store.scripts import Outcome
 from waymark.store.store import Store
 
 KEYS = [bytes([n]) * 32 for n in range(8)]
@@ -219,3 +223,26 @@ async def test_responses_whose_times_were_evicted_do_not_stay(store: Store, redi
     await redis.delete(keys.RESPONSES_DUE)
     assert await store.responses.keep(NAMES[1], b"{}", ALONE) == ResponseChange(True, AnswersSize(1, ENTRY + 2))
     assert await redis.hlen(keys.RESPONSES_KEPT) == 1
+
+
+async def test_counts_whose_reply_was_lost_are_added_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("waymark.store.responses._FLUSH_SECONDS", 0.01)
+    add, losses = store.scripts.add_counts, 2
+
+    async def lose(**words: Any) -> Outcome:
+        nonlocal losses
+        outcome = await add(**words)
+        if losses:
+            losses -= 1
+            store.counts.add("kv_index.load", b"other", number=4)
+            raise StoreUnavailable("the reply is lost")
+        return outcome
+
+    monkeypatch.setattr(store.scripts, "add_counts", lose)
+    store.counts.add("kv_index.load", b"key", number=3)
+
+    async def are_added() -> bool:
+        return (await store.counts.read())[0].get("kv_index.load", 0) >= 11
+
+    await wait_until(are_added, "all counts are added")
+    assert await store.counts.read() == ({"kv_index.load": 11}, 2)

@@ -187,6 +187,11 @@ def drift(group_id: int, publisher: int) -> str:
     return f"{_root}{_tag(group_id)}:drift:{publisher}"
 
 
+def counted(writer: str) -> str:
+    """Return the key of the last counts that a replica has added. ``writer`` has 16 hex digits."""
+    return f"{_root}counted:{{{COUNTS}}}:{writer}"
+
+
 def request(group_id: int, request_id: str) -> str:
     """Return the key of the reservation of a request. ``request_id`` has 16 hex digits."""
     return f"{_root}{_tag(group_id)}:request:{request_id}"

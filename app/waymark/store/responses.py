@@ -4,8 +4,7 @@ The answers are in one slot of Redis, so that one script can bound them, and so 
 those to copy to MongoDB. An answer is kept only if its request began after the last clearing. ``find`` returns the
 nonce of that clearing, and the caller passes it to ``keep``.
 
-Each replica adds its counts once a second. They are not exact: if a reply of Redis is lost, a count may be added twice.
-A replica that ends abruptly loses the counts of its last second.
+Each replica adds its counts once a second. A replica that ends abruptly loses the counts of its last second.
 """
 
 from __future__ import annotations
@@ -238,6 +237,11 @@ class ReplicaCounts:
         self._begin = begin
         self._counts: Counter[str] = Counter()
         self._prefixes: set[str] = set()
+        self._adding: tuple[list[str | int], list[str]] | None = None
+        """The counts and the prefix keys of the present call, which is repeated until Redis has answered."""
+        self._writer = secrets.token_hex(8)
+        self._number = 0
+        """The number of the present call. Redis recognizes a repeated one by it."""
         self._task: asyncio.Task[None] | None = None
         self.prefixes_seen = 0
         """The approximate number of prefix keys that all replicas had seen when this one last added its own."""
@@ -251,18 +255,27 @@ class ReplicaCounts:
             self._task = self._begin(self._flush())
 
     async def _flush(self) -> None:
-        while self._counts or self._prefixes:
+        while self._adding or self._counts or self._prefixes:
             await asyncio.sleep(_FLUSH_SECONDS)
-            counts, self._counts = self._counts, Counter()
-            prefixes = [self._prefixes.pop() for _ in range(min(_PREFIXES_PER_CALL, len(self._prefixes)))]
+            if self._adding is None:
+                counts, self._counts = self._counts, Counter()
+                prefixes = [self._prefixes.pop() for _ in range(min(_PREFIXES_PER_CALL, len(self._prefixes)))]
+                self._adding = [part for pair in counts.items() for part in pair], prefixes
+                self._number += 1
+            count, prefix = self._adding
             try:
-                count = [part for pair in counts.items() for part in pair]
-                added = await self._scripts.add_counts(counts=keys.COUNTS, seen=keys.SEEN, count=count, prefix=prefixes)
+                added = await self._scripts.add_counts(
+                    counts=keys.COUNTS,
+                    seen=keys.SEEN,
+                    writer=keys.counted(self._writer),
+                    number=self._number,
+                    count=count,
+                    prefix=prefix,
+                )
             except StoreUnavailable as exc:
                 log.debug("counts not added yet", extra=fields(error=exc.sentence))
-                self._counts += counts
-                self._prefixes.update(prefixes)
             else:
+                self._adding = None
                 self.prefixes_seen = added.numbers[0]
 
     async def read(self) -> tuple[Mapping[str, int], int]:

@@ -574,7 +574,9 @@ class Scripts:
         _, blocks = await self._call("match_history", locals())
         return list(blocks)
 
-    async def add_counts(self, *, counts: str, seen: str, count: Sequence[Arg], prefix: Sequence[str]) -> Outcome:
+    async def add_counts(
+        self, *, counts: str, seen: str, writer: str, number: int, count: Sequence[Arg], prefix: Sequence[str]
+    ) -> Outcome:
         return await self._run("add_counts", locals())
 
     async def note_activity(self, *, activity: str, length: int, entry: Sequence[bytes]) -> Outcome:
