@@ -301,3 +301,43 @@ def test_the_program_answers_each_request(tmp_path: Path, monkeypatch: pytest.Mo
     assert json.loads(kinds[0][1])["peculiar"] == []
     assert kinds[1][1] == bytes(4) + (len(ids(HI)) // 4).to_bytes(4, "little") + ids(HI)
     assert kinds[2][1] == b"\1\0\0\0" + HI.encode()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"[]",
+        b"{",
+        b"[" * MIB,
+        b'{"tokens": {"<a>": 1}, "peculiar": []}',
+        b'{"tokens": {"<a>": "1"}, "peculiar": [], "digest": ""}',
+        b'{"tokens": {"<a>": 4294967296}, "peculiar": [], "digest": ""}',
+        b'{"tokens": {}, "peculiar": [1], "digest": ""}',
+        json.dumps({"tokens": dict.fromkeys(map(str, range(70_000)), 1), "peculiar": [], "digest": ""}).encode(),
+    ],
+    ids=["list", "no JSON", "deep", "no digest", "text for an id", "large id", "number for a token", "many"],
+)
+async def test_a_process_that_opens_with_anything_else_is_refused(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    """A file may have taken over the process."""
+    before = children()
+    monkeypatch.setattr(ChildProcess, "ask", lambda *_, **__: (TEXT, answer))
+    with pytest.raises(InvalidValue, match="cannot be read as a tokenizer") as caught:
+        opened()
+    assert caught.value.reason == "no_tokenizer"
+    assert children() <= before
+
+
+@pytest.mark.parametrize("answer", [b"", b"\5\0\0\0abcde", b"\1\0\0\0abc", b"\1\0\0\0abcdefgh"])
+async def test_ids_of_another_length_than_announced_are_refused(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    encoder = opened()
+
+    async def ask(*_: object) -> tuple[bytes, bytes]:
+        return TEXT, answer
+
+    monkeypatch.setattr(encoders._Answers, "ask", ask)
+    with pytest.raises(InvalidValue, match="cannot read this text"):
+        await encoder.encode([HI])

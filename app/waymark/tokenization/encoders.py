@@ -6,7 +6,6 @@ A tokenizer that exceeds a bound costs its process, and the next text starts ano
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import marshal
 import struct
@@ -14,12 +13,13 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
+from waymark.base.bounded_json import bounded_loads
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.logs import fields
 from waymark.tokenization import encoding
-from waymark.tokenization.encoding import Bounds
+from waymark.tokenization.encoding import ADDED_CHARACTERS_MAX, ADDED_MAX, Bounds
 from waymark.tokenization.places import EncoderPlace, EncoderPlaces
 from waymark.tokenization.processes import ChildProcess, is_out_of_cpu, named
 from waymark.tokenization.rendering import ANSWER, REQUEST, TEXT, TOO_LARGE
@@ -55,6 +55,27 @@ class TokenizerChanged(TokenizerUnavailable):
     """The file of a tokenizer is another one than at first: the added tokens and all remembered ids are out of date."""
 
 
+class _OpenedFile(NamedTuple):
+    """The answer of a process that has opened its tokenizer."""
+
+    tokens: dict[str, int]
+    peculiar: list[str]
+    digest: str
+
+    @classmethod
+    def of(cls, answer: bytes) -> _OpenedFile:
+        """Read the answer. Raise ValueError if the program cannot have sent it: the file may have taken over."""
+        most = ADDED_MAX + ADDED_CHARACTERS_MAX
+        content = bounded_loads(answer, values_max=most, parts_max=most)
+        match content:
+            case {"tokens": dict(tokens), "peculiar": list(peculiar), "digest": str(digest)}:
+                has_ids = all(type(number) is int and 0 <= number < 2**32 for number in tokens.values())
+                has_texts = all(isinstance(token, str) for token in peculiar)
+                if has_ids and has_texts and len(tokens) + len(peculiar) <= ADDED_MAX:
+                    return cls(tokens, peculiar, digest)
+        raise ValueError("its process does not answer with added tokens")
+
+
 class TokenizerProcess:
     """The process of one model's tokenizer. It must be made in a thread, which waits until the tokenizer is open.
 
@@ -84,9 +105,8 @@ class TokenizerProcess:
         self._places = places or EncoderPlaces()
         self._place = EncoderPlace()
         with self._places.taken(self._place):
-            _, added = self._open()
-        self.tokens: dict[str, int] = added["tokens"]
-        self.peculiar: list[str] = added["peculiar"]
+            _, opened = self._open()
+        self.tokens, self.peculiar = opened.tokens, opened.peculiar
         """The added tokens at which texts are split, with their ids, and those that match in ways of their own."""
 
     def encoded_first(self, texts: Sequence[str], *, adds: bool = False) -> list[bytes]:
@@ -97,11 +117,18 @@ class TokenizerProcess:
             kind, answer = self._asked_in_thread(process, request, 0, 4 + self._bounds.answer_bytes)
         if kind != TEXT:
             raise self._unusable(answer[4:].decode("utf-8", "replace"))
-        return _split(answer[4:], len(texts))
+        try:
+            return _split(answer[4:], len(texts))
+        except ValueError as error:
+            raise self._unusable(str(error)) from None
 
     async def encode(self, texts: Sequence[str], *, adds: bool = False) -> list[bytes]:
         """Return the ids of texts as little-endian u32; ``adds``: with the tokenizer's special tokens."""
-        return _split(await self._asked(marshal.dumps((list(texts), adds), 2)), len(texts))
+        answer = await self._asked(marshal.dumps((list(texts), adds), 2))
+        try:
+            return _split(answer, len(texts))
+        except ValueError as error:
+            raise _unreadable(str(error)) from None
 
     async def decode(self, ids: bytes) -> str:
         """Return the text of ids, including special tokens; unknown ids are left out."""
@@ -151,7 +178,7 @@ class TokenizerProcess:
             if kind == TOO_LARGE:
                 why = f"it makes more than {self._bounds.answer_bytes} bytes of it"
             break
-        raise InvalidValue(f"the tokenizer of this model cannot read this text: {why}; send less, or send token_ids")
+        raise _unreadable(why)
 
     async def _connected(self) -> _Answers:
         """Return the connection to the process. One that has ended is started again, and opens the tokenizer again."""
@@ -178,8 +205,8 @@ class TokenizerProcess:
             log.warning("a tokenizer ended its process", extra=fields(source=str(self._path), reason=why))
         return self._open()[0]
 
-    def _open(self) -> tuple[ChildProcess, dict[str, Any]]:
-        """Start the process of the place. Return it, and the added tokens."""
+    def _open(self) -> tuple[ChildProcess, _OpenedFile]:
+        """Start the process of the place. Return it, and the contents of the file."""
         self._deadline = monotonic() + _OPEN_WALL_SECONDS
         self._places.end_surplus()
         process = ChildProcess(encoding.__file__, *map(str, self._bounds))
@@ -189,13 +216,17 @@ class TokenizerProcess:
         if kind != TEXT:
             process.end()
             raise self._unusable(answer.decode("utf-8", "replace"))
-        added: dict[str, Any] = json.loads(answer)
-        if self._digest not in ("", added["digest"]):
+        try:
+            opened = _OpenedFile.of(answer)
+        except ValueError as error:
+            process.end()
+            raise self._unusable(str(error)) from None
+        if self._digest not in ("", opened.digest):
             process.end()
             raise TokenizerChanged(f"{self._path} has changed since it was opened; try again in a moment")
-        self._digest = added["digest"]
+        self._digest = opened.digest
         self._place.process = process
-        return process, added
+        return process, opened
 
     def _asked_in_thread(
         self, process: ChildProcess, request: bytes, number: int, answer_max: int
@@ -284,10 +315,16 @@ class _Answers(asyncio.Protocol):
                 answer.set_exception(EOFError())
 
 
+def _unreadable(why: str) -> InvalidValue:
+    return InvalidValue(f"the tokenizer of this model cannot read this text: {why}; send less, or send token_ids")
+
+
 def _split(answer: bytes, texts: int) -> list[bytes]:
-    """Return the ids of each text."""
+    """Return the ids of each text. Raise ValueError if the answer has another length than its first numbers say."""
     at, ids = 4 * texts, []
     for size in struct.unpack_from(f"<{texts}I", answer.ljust(at, b"\0")):
         ids.append(answer[at : at + 4 * size])
         at += 4 * size
+    if at != len(answer):
+        raise ValueError("its process answers with ids of another length than it announces")
     return ids
