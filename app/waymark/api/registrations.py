@@ -35,7 +35,7 @@ from waymark.store.store import Store
 
 _NO_REPAIR = (
     "publisher {} has no replay, so only a full report of the engine fills a hole after a loss; "
-    'it counts as copies unless the publisher is registered with "copies": "set"'
+    'the blocks of such a report count as further copies unless the publisher is registered with "copies": "set"'
 )
 
 

@@ -1,4 +1,4 @@
-"""``waymark select``, ``policies`` and ``books``: a decision, those of other policies, and the outcome of all.
+"""``waymark select``, ``policies`` and ``books``: a decision, the decisions of other policies, and the outcomes.
 
 The books say what decisions promised, what engines delivered, and what routing earned.
 """

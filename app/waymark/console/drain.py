@@ -33,7 +33,7 @@ _AMOUNTS = {"ONLY": "only_tokens", "FEW": "few_tokens", "USED": "only_used_token
 
 
 class NotValued(WaymarkError):
-    """Nobody has valued the caches in time."""
+    """No worker has valued the caches in time."""
 
 
 def placement(service: RemoteService, arguments: argparse.Namespace) -> PlacementAnswer:

@@ -46,7 +46,7 @@ class Grid:
     room, and each row has its own sentence, they stand in the table.
     """
     named: tuple[str, ...] = ()
-    """The columns that name a row there, such as ENGINE and RANK."""
+    """The columns that name a row below the table, such as ENGINE and RANK."""
 
 
 class ScreenWarning(Text):

@@ -165,7 +165,7 @@ class CopiesOfStream(AnswerShape):
 
     rule: Literal["count", "set"]
     """``count``: a removal takes one copy; ``set``: a removal takes the block, or leaves as many copies as it says
-    (without a number it takes one copy if the publisher's type counts copies).
+    (a removal without a number takes one copy if the publisher's type counts copies).
     """
     why: str
     """The reason for the rule."""

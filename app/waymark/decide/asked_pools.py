@@ -2,7 +2,8 @@
 
 Mooncake's master answers over HTTP whether it has objects, and the keys of a prompt's blocks follow from its tokens:
 ``domain/pool_keys.py``. LMCache's controller, whose URL ends with ``/lookup``, is asked with the tokens themselves. If
-nobody answers in time, the answer is made without these blocks, and after a few failures without asking for a while.
+a master does not answer in time, Waymark answers without these blocks. After a few failures it does not ask this
+master for a while.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class _Master:
     """How asking a master has gone."""
 
     failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
     until: float = float("-inf")
     """It is not asked before this time."""
 
@@ -125,7 +126,7 @@ class AskedPools:
         keys_of: KeysOf,
         salt: str | None,
     ) -> Steps[tuple[T, int]]:
-        """Ask for the blocks of a prompt during a read. Return its result, and the blocks, as ``blocks`` does.
+        """Ask for the blocks of a prompt during a read. Return the result of the read, and the blocks as a bitmap.
 
         ``table`` returns the table at hand, which may be known only after the read.
         """

@@ -5,7 +5,7 @@ else is unavailable: the tokens of the prompt, Redis, or the ingest workers that
 so few are registered that there would be no choice, the constraints leave none, or those that are left cannot be
 reached or have enough requests. Or nobody knows the model.
 
-Scores take no target, so they are given at any load and from the first engine on; without Redis there are none.
+A score takes no target. So scores are given at any load, and as soon as there is one engine; they need Redis.
 
 A process remembers the reservations that it makes without Redis, and the loads that follow from them. Such a
 reservation is released here; without a release it expires as any other does.

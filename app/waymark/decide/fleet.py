@@ -126,13 +126,13 @@ class Shortlist(NamedTuple):
 
     members: Sequence[FleetMember]
     active_bound: int | None = None
-    """The requests that a target may have by ``sticky``."""
+    """The bound of ``sticky``: the number of requests that a target may have."""
     are_all: bool = False
     """Whether the policy compares all that are allowed."""
 
 
 class TargetSet:
-    """The targets of a fleet that their registrations make fit for some requests."""
+    """The targets of a fleet whose registrations fit a kind of request."""
 
     def __init__(self, members: Sequence[FleetMember]) -> None:
         self.members = members
@@ -199,11 +199,11 @@ class TargetSet:
         rival: int | None = None,
         nearest: Iterable[tuple[str, int]] = (),
     ) -> list[FleetMember]:
-        """Return the members that can be among the ``most`` best: of those without a part of the prompt, the cheapest.
+        """Return the members that can be among the ``most`` best: with a part of the prompt, or the cheapest others.
 
-        The ranks of the instance ``session`` stay, the publisher ``rival``, and the first ``most`` of ``nearest``,
-        which are the names of the targets in the order in which a key meets them, and the first of these that costs no
-        more than the cheapest.
+        The ranks of the instance ``session`` and the publisher ``rival`` are always among them. ``nearest`` has the
+        names of targets in the order in which a key meets them: its first ``most`` targets are included, and the first
+        one that costs as little as the cheapest.
         """
         if len(self.members) <= most or (allowed.only is not None and len(allowed.only) <= most):
             return list(self.all(allowed))

@@ -188,8 +188,8 @@ class _LoadFollower(ABC):
 
 
 OrderEntry: TypeAlias = tuple[float, float, float, int]
-"""The place of a target in an order: the parts of its cost, a random number, by which equal targets are in an order by
-chance, and its publisher.
+"""The place of a target in an order: the two parts of its cost, a random number, and its publisher. The random number
+puts targets of equal cost into a random order.
 """
 
 
@@ -215,8 +215,8 @@ class LoadOrder(_LoadFollower):
     ) -> list[tuple[float, float, int]]:
         """Return the ``most`` targets of the least cost, as costs, random numbers and publishers, least first.
 
-        Of those that are equal to the first of the order, the first is one by chance, so that many callers do not all
-        take the same one. ``cost`` has the parts of this order.
+        If several targets are as good as the first one, one of them is drawn at random to be the first, so that many
+        callers do not all take the same target. ``cost`` has the parts of this order.
         """
         self._follow(loads)
         entries, cost_of = self._entries, cost.of

@@ -231,7 +231,7 @@ class MatchReader:
 
 
 def needs_of(question: Question, fleet: Fleet) -> Collection[ReadingKind]:
-    """Return the readings that a question needs: those that its caller has not given for all of its targets."""
+    """Return the readings that a question needs. None is needed that its caller has given for every target."""
     file, given = question.policy.file, None if question.given is None else question.given.values()
     has_gauges = question.policy.needs_gauges
     # Where targets may be copied from, the times tell what computing a prompt costs instead.
@@ -288,7 +288,7 @@ def request_of(question: Question, prompt: HashedPrompt, block_size: int, pool: 
 
 
 def sticky_key(keys: bytes, block_size: int) -> bytes | None:
-    """Return the prefix key of a prompt whose request has none: its block that ends at or before so many tokens."""
+    """Return the prefix key of a prompt whose request has none: the key of its last block within ``_STICKY_TOKENS``."""
     blocks = min(_STICKY_TOKENS // block_size, len(keys) // KEY_BYTES)
     return keys[(blocks - 1) * KEY_BYTES : blocks * KEY_BYTES] if blocks else None
 

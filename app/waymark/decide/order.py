@@ -98,7 +98,7 @@ class Offers(NamedTuple):
     is_degraded: bool = False
     """Whether the only targets left are ones whose engines cannot be reached."""
     active_bound: int | None = None
-    """The requests that a target may have by ``sticky``."""
+    """The bound of ``sticky``: the number of requests that a target may have."""
 
 
 def order(snapshot: GroupSnapshot, matches: PromptMatches, question: Question, random: Random) -> Offers | None:
@@ -262,9 +262,9 @@ def stages(
     random: Random,
     active_bound: int | None = None,
 ) -> RankedStages | None:
-    """Return who could take the request, and its stages before decode; None if nobody could.
+    """Return the targets that could take the request, by stage; None if no target could decode it.
 
-    The candidates are for a stage, and those ``before`` for a stage of prefill by a preset; a file picks from all.
+    A preset ranks ``candidates`` for decode and ``before`` for prefill; a picker file ranks ``candidates`` for all.
     """
     policy, parameters = question.policy, question.parameters
     if policy.file is not None and parameters.profile != "single":
@@ -291,7 +291,7 @@ def rank(
 ) -> Ranking:
     """Return all candidates in the order of a policy; of a file, those that its decode profile lets through.
 
-    ``most`` is how many places the caller looks at; None: all. ``active_bound`` is for ``sticky``, if some are missing.
+    ``most``: how many places the caller looks at; None: all. ``active_bound``: for ``sticky``, if targets are missing.
     """
     if not candidates:
         return Ranking(())
@@ -395,9 +395,9 @@ class ScoredOffers:
 
 
 _Sum = tuple[float, float, int, FleetMember, float, TargetRow | None, Load | None, int]
-"""The cost of a target; a number by chance, so that many callers do not all choose the same of equal targets; its
-publisher; itself; its new tokens; and its observed row, load and expected blocks. Loads change while Redis decides; the
-answer shows the earlier ones.
+"""The cost of a target; a random number, by which many callers choose different ones of equal targets; its publisher;
+the target itself; its new tokens; and its row, load and expected blocks as they were observed. Loads change while Redis
+decides, and the answer shows the observed ones.
 """
 
 

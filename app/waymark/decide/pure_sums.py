@@ -90,7 +90,8 @@ def offer_sums(
 ) -> tuple[list[Offer], list[str], list[str]]:
     """Return the first ``most`` sums as offers, what is promised of each, and the words of a reservation.
 
-    Each has the ``handicap`` in addition to its own, and the ``weight``; with None, its own weight.
+    The ``handicap`` is added to that of each offer. Each offer has this ``weight``, or without one the weight of its
+    target.
     """
     offers, promises = [], []
     for _, _, publisher, member, new, row, _, soon in sums[:most]:

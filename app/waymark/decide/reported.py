@@ -1,9 +1,10 @@
 """The questions and reports of external routers, by block hashes: who has a prompt, and where one was sent.
 
-SGLang's router asks by the hashes that its engines name in their events. Redis has those of the groups it asks about.
+SGLang's router asks by the hashes that its engines name in their events. Redis keeps these hashes for the groups that
+the router asks about.
 
-smg and this index use the same hashes: XXH3-64 of a block's tokens, little-endian. Reports, called placements, count
-for engines without events, and for blocks of text, because no engine has events of these.
+SGLang's model gateway (smg) and this index use the same hashes: XXH3-64 of a block's tokens, little-endian. Reports,
+called placements, count for engines without events, and for blocks of text, because no engine has events of these.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class ReportedPrompts:
     async def place(
         self, keyspace: Keyspace, holder: str, parent: int | None, local_hashes: Sequence[int]
     ) -> PlacementResult:
-        """Note that a prompt was sent to a holder. ``parent``: the seq_hash that it goes on from.
+        """Note that a prompt was sent to a holder. ``parent`` is the seq_hash of the block before the first one.
 
         Raises StoreUnavailable.
         """

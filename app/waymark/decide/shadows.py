@@ -5,9 +5,10 @@ A share of the decisions is kept with everything that another policy needs to de
 says whether its decision is kept, so every replica that learns of the end of the request knows it.
 
 ``Preferences`` are what other policies prefer in a decision. Each compares its best target with the chosen one and
-looks at no other. So policies that can name the targets that may win share the work: who may take the request, who has
-a part of the prompt, and the candidates of these. Each policy adds the least loaded target of the others. The rest of
-the policies, and requests with stages or sessions, are ordered as a decision is.
+looks at no other. If a policy has a cost by load, only a target with a part of the prompt can win, or the least loaded
+of the others. Such policies share the candidates that have a part of the prompt, and each adds its least loaded target.
+``sticky`` looks at the first targets that its key meets. All other policies are ordered as in a decision, and so is
+every policy if the request has stages, a session, or no tokens.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Preferences:
 def preferred(best: Scored, chosen: Scored | None, policy: PolicyChoice) -> Candidate:
     """Return the target that a policy prefers: the one that was chosen, if no other is better.
 
-    Of equal targets one is taken by chance; which one it is does not make two policies differ.
+    A policy chooses among equal targets at random, so two policies do not differ if they choose different ones.
     """
     if chosen is None or _draws(policy) or not isclose(chosen.value, best.value, rel_tol=_SAME):
         return best.candidate

@@ -1,10 +1,10 @@
 """Kept decisions in a simulated fleet: the caches and queues that other choices would have left behind.
 
 Each target has an LRU cache of the blocks whose hashes are kept, and a queue of prefill work. The size of the caches
-is not known: it is set so that the targets have as many tokens as they really had when the choices that were made
-fill the caches. If no size explains what was expected, because too few decisions are kept, or the blocks behind
-the kept ones decide, the fleet is of no use. The speed of prefills is the one with which the queues explain the times
-to the first token.
+is not known. So the choices that were really made are played first, and the size is set so that the simulated targets
+reuse as many tokens as the real ones. There may be no such size, because too few decisions are kept, or because blocks
+whose hashes are not kept decide; then the fleet cannot be used. The speed of prefills is the one with which the queues
+explain the times to the first token.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class ReadingKind(StrEnum):
 class GroupSnapshot(NamedTuple):
     """One group at a moment.
 
-    It never changes, but ``loads`` follow the decisions of this process meanwhile: to copy them for each decision would
-    cost more, the more targets there are.
+    A snapshot never changes, except for ``loads``, which follow the decisions of this process. A copy of the loads for
+    each decision would cost more in a larger fleet.
     """
 
     entry: GroupEntry

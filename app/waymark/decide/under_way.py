@@ -37,7 +37,7 @@ _ENDS = {True: ReservationPart.OK, False: ReservationPart.FAILED, None: Reservat
 
 
 def is_own_header(name: str) -> bool:
-    """Return whether only Waymark says this header of an answer, in lower case, to clients: no engine does."""
+    """Return whether this header of an answer, in lower case, may come only from Waymark, and from no engine."""
     return name.startswith("x-waymark-") or name in _OWN_HEADERS or names_engines(name)
 
 

@@ -78,9 +78,9 @@ _MATCH_BYTES, _ROW_BYTES = 1000, 300
 
 
 def is_usual(question: Question) -> bool:
-    """Return whether a question with a prompt of tokens or hashes has nothing that only some have.
+    """Return whether a question about tokens or hashes has no unusual field.
 
-    Many name the block size; ``UsualDecisions`` knows whether it is that of the group.
+    The block size is not unusual; ``UsualDecisions`` compares it with that of the group.
     """
     policy, parameters = question.policy, question.parameters
     single: ProfileName | None = "single" if parameters.profile == "single" else None

@@ -90,7 +90,7 @@ def _mutation(headers: Mapping[str, str], remove: Iterable[str] = ()) -> Any:
 def picked(headers: Mapping[str, str], remove: Iterable[str], *, by_body: bool) -> Any:
     """Return the targets; ``headers`` has ``DESTINATION``, and ``remove`` are headers to remove from the request.
 
-    ``by_body``: in the answer to a body sent as a whole, else in the answer to the request's headers.
+    ``by_body``: the message answers a body that was sent as a whole; else it answers the headers of the request.
     """
     common = pb.CommonResponse(header_mutation=_mutation(headers, remove), clear_route_cache=True)
     inner = Struct(fields={DESTINATION: Value(string_value=headers[DESTINATION])})

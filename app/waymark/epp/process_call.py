@@ -2,10 +2,10 @@
 
 The answer to the headers waits until the body is whole, because the prompt decides. Then the body goes back as it came.
 The body of the answer does not have to come here: the stream of messages lasts as long as the answer, so its end says
-that the request is over. If bodies come, they pass unchanged, a stream at once and a whole one when it is complete: the
-first byte says that the prompt is computed, and the last one waits until the load is released.
+that the request is over. If bodies come, they pass unchanged: a streamed body at once, any other when it is complete.
+The first byte says that the prompt is computed, and the last one waits until the load is released.
 
-Envoy sends its request at once, so a stream that waits for one is short. A peer that opens streams without sending
+Envoy sends the request at once, so no honest stream waits for long. A peer that opens streams and sends nothing
 would take all places. At the bound a new stream takes the place of the oldest waiting one of the connection with the
 most such streams, as long as that connection has more than its own.
 """

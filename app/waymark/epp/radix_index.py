@@ -1,4 +1,4 @@
-"""``radix_index.RadixIndex`` of smg: the holders of a prompt, and the prompts that its gateways have sent to engines.
+"""``radix_index.RadixIndex`` of smg, SGLang's model gateway: who holds a prompt, and which engine got one.
 
 A holder is the URL of an engine, which is the ``address`` of its registration. Events of engines arrive at ingest
 workers, so an event feed is refused here; placements are kept, so that all gateways share them.

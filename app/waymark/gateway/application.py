@@ -75,9 +75,9 @@ class GatewayOptions:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Names of models that stand for others."""
     key_requests: int = 0
-    """The requests of one key in a minute; 0: any number."""
+    """The requests that one key may have under way; 0: any number."""
     key_tokens: int = 0
-    """The tokens of one key in a minute; 0: any number."""
+    """The prompt tokens that one key may have under way; 0: any number."""
     body_bytes_max: int = 16 * 2**20
     injects_cache_control: bool = False
     """Whether prompts are marked for caching by providers."""

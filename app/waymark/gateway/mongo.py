@@ -121,7 +121,7 @@ class MongoArchive:
         )
 
     async def find(self, name: str) -> bytes | None:
-        """Return a response that Redis has no more. Raise RemoteUnavailable if MongoDB is unavailable."""
+        """Return a response that Redis no longer has. Raise RemoteUnavailable if MongoDB is unavailable."""
         document = await self._called(lambda: self._collection.find_one({"_id": name}))
         if document is None or document["until"] <= datetime.now(UTC):
             return None

@@ -47,7 +47,7 @@ class SharedAnswers:
     """The answers in Redis.
 
     ``beside`` has those of this gateway while Redis is unavailable; ``begin`` runs the look at Redis.
-    Each call to Redis has ``milliseconds``.
+    Each call to Redis may take ``milliseconds``.
     """
 
     backend = "redis"
@@ -174,7 +174,7 @@ class SharedAnswers:
 
 
 Proceed = Callable[[RawHeaders], Awaitable[None]]
-"""Has an engine answer, with further headers."""
+"""Sends the request to an engine; the headers are added to the answer."""
 
 FALLBACK_ENTRIES = 1000
 FALLBACK_TTL_SECONDS = 300
@@ -337,7 +337,7 @@ class ResponseCache:
 
     @property
     def hit_rate(self) -> float:
-        """Hits among the requests that could be one, 0 to 1."""
+        """The share of hits in the cacheable requests, 0 to 1."""
         hits, misses = self._results["hit"].value, self._results["miss"].value
         return hits / (hits + misses) if hits + misses else 0.0
 

@@ -41,7 +41,7 @@ _TURN_BYTES = 2**15
 
 
 class Recorder:
-    """``send`` of an ASGI application.
+    """The ``send`` of an ASGI application, which records the response on its way.
 
     ``fields`` are added to each response in the answer. ``keep`` is called with a finished response, before its
     last bytes are sent; None to keep nothing. An answer, or an event, of more than ``bytes_max`` goes on as it is.

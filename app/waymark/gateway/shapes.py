@@ -41,7 +41,7 @@ _WITH_V1 = frozenset({*PATHS, "/v1/models"})
 
 
 def form_of_errors(path: str) -> Form | None:
-    """Return the form of the errors of a path, also of one with a wrong beginning."""
+    """Return the form of the errors of a path, even if the path begins wrongly."""
     if path.endswith(("/v1/messages", COUNT_TOKENS)):
         return Form.MESSAGES
     return PATHS.get(path)
@@ -208,7 +208,7 @@ class InferenceBody(NamedTuple):
 
 
 def body_of_request(path: str, body: bytes, content_type: bytes = b"") -> InferenceBody:
-    """Read a body. Raise RequestRejected if it is not JSON, or has too much of it; InvalidValue without a model.
+    """Read a body. Raise RequestRejected if it is not JSON, or its JSON is above a bound; InvalidValue without a model.
 
     Of a form with files, as of ``/v1/audio/transcriptions``, only the model is read.
     """

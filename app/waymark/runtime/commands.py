@@ -50,7 +50,8 @@ def inspecting(settings: Settings) -> Iterator[tuple[AsgiApplication, asyncio.Ru
 async def export_to(settings: Settings, path: Path, *, model: str | None, tenant: str | None) -> tuple[Exported, int]:
     """Write the index to a file. Return the report and the size of the file.
 
-    The file has a name of its own first, so that a file of this name is always whole. After a failure no file stays.
+    It is written under another name first, so that a file of the given name is always whole. After a failure no file
+    remains.
     Raise ``NotFound`` without a publisher: that may be another Redis than the one that was meant.
     """
     async with _store(settings) as store:

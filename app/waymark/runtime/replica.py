@@ -56,7 +56,7 @@ class _UvicornServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End; connections that are accepted but not made yet are made first, so that they are asked to end, too."""
+        """End. Accepted connections are set up first, so that they are asked to end, too."""
         for server in self.servers:
             server.close()
         await asyncio.sleep(_ACCEPTED_SECONDS)
@@ -84,7 +84,7 @@ def open_port(settings: Settings, *, has_api: bool) -> list[socket.socket]:
 
 
 def server_bounds(settings: Settings, worker_files: int) -> ServerBounds:
-    """Return the bounds of an HTTP server, of whose process an ingest worker takes ``worker_files`` open files."""
+    """Return the bounds of an HTTP server. An ingest worker in its process uses ``worker_files`` open files."""
     connections = files_for(settings.connections_max, worker_files)
     return ServerBounds(settings.request_seconds, connections, parts.bodies_bytes_max(settings))
 

@@ -87,7 +87,7 @@ class MediumBlocks:
         self._next_copy += 1
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Use one copy of each present block of a chain, parents last, so that they are the more recently used."""
+        """Use one copy of each present block of a chain, parents last, so that a parent outlives its children."""
         used = [self._copies[block.key][-1] for block in blocks if block.key in self._copies]
         for copy in reversed(used):
             self._order.move_to_end(copy)
@@ -95,7 +95,7 @@ class MediumBlocks:
     def evict(self) -> Block:
         """Remove the least recently used copy that may go, and return its block.
 
-        A block passed over goes to the back: as long as its child is here, it is of use too.
+        A block whose child is here stays. It goes to the back of the order, because a use of the child uses it, too.
         """
         for _ in range(len(self._order)):
             copy, block = self._order.popitem(last=False)

@@ -24,7 +24,7 @@ from waymark.simulator.workload import SimulatedPrompt
 class SimulatedEngine:
     """Prompts in, batches out. Rank r of the caches is rank r on the wire.
 
-    The faults that concern batches are carried out here, the others by the publisher; both read
+    This class causes the faults of batches, and the publisher all others; both read
     ``publisher.faults``, which may be replaced at any time. ``clock`` gives the ``ts`` of batches.
     """
 

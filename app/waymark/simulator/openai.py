@@ -1,6 +1,6 @@
 """OpenAI's API of a simulated engine: chat, completions, embeddings, and the tokens of both.
 
-Bodies and answers have the fields that vLLM's have, as far as a client or a proxy looks at them. With ``tools`` and a
+Bodies and answers have those fields of vLLM's that a client or a proxy looks at. With ``tools`` and a
 ``tool_choice`` that requires one, the answer is a call of that tool.
 """
 

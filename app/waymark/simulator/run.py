@@ -1,7 +1,7 @@
 """A run of simulated engines from beginning to end, for ``waymark simulate``.
 
 This module never prints: ``on_start`` gets the news of the start, and the summary is the result. Engines, prompts and
-their order depend on the seed alone; only ``ts`` and the pace are the clock's.
+their order depend on the seed alone; only ``ts`` and the pace depend on the clock.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class CandidateColumns(Sequence[Candidate]):
         return make(self.gauges)
 
     def by_match(self, number: Callable[[Candidate], float]) -> list[float]:
-        """Return a column of the part of the prompt that each candidate has, has soon, or was sent before."""
+        """Return a column that ``number`` computes from the part of the prompt that a candidate has or will have."""
         return [number(candidate) for candidate in self.candidates]
 
     def home(self, request: RoutingRequest, places: Container[int] | None = None) -> int | None:
@@ -178,7 +178,7 @@ def _clamped(weight: float, number: float | None) -> float | None:
 class RankedColumns(Sequence[Scored]):
     """Candidates in an order. The first are objects at once, the others as soon as somebody looks at them.
 
-    Loads follow later decisions, so those that are made later may show a later load.
+    Loads follow later decisions, so an object that is made later may show a later load.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class RankedColumns(Sequence[Scored]):
         return len(self._sums.values)
 
     def show(self, place: int, candidate: Candidate) -> None:
-        """Show a candidate in place of the one that was supposed there."""
+        """Replace the candidate at a place, which ``supposing`` has given another match."""
         self._sums.shown[place], publisher = candidate, candidate.publisher
         self._first = [
             scored._replace(candidate=candidate) if scored.candidate.publisher == publisher else scored

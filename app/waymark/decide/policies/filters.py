@@ -85,7 +85,7 @@ OPERATORS = ("In", "NotIn", "Exists", "DoesNotExist")
 
 
 def by_selector(labels: Mapping[str, str], requirements: Sequence[Requirement]) -> Filter:
-    """Return a filter for targets with all the labels that meet all the requirements."""
+    """Return a filter for targets that have all ``labels`` and meet all ``requirements``."""
 
     def keep(request: RoutingRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
         return [

@@ -37,7 +37,7 @@ _LEAST_IN_TIME = 0.01
 
 
 def needs_gauges(values: Values) -> bool:
-    """Return whether the strategy is a composite."""
+    """Return whether the scorer reads gauges, as each composite strategy does."""
     return values.word(_STRATEGY).startswith("composite")
 
 
@@ -48,7 +48,7 @@ class _Aspect(NamedTuple):
     bound: float
     """The time that the client asks for, with the buffer; 0 without one."""
     weight: float
-    """Its weight between targets in time."""
+    """Its weight in a comparison of targets that are predicted to be in time."""
     weight_late: float
 
     def is_in_time(self, index: int) -> bool:

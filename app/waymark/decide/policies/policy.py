@@ -383,8 +383,8 @@ class Preset:
     sum_of: Callable[[RoutingRequest, Values], Callable[[Candidate], Scored]] | None = None
     """Makes the cost of a candidate for one request, if that is exactly such a sum, independent of other candidates."""
     by_load: Callable[[RoutingRequest, Values], LoadCost | None] | None = None
-    """The cost by load alone, if only those can win that have a part of the prompt, and the least loaded of the others.
-    None, or a function that returns None: the policy compares all targets."""
+    """The cost by load alone. It means that only a target with a part of the prompt can win, or the least loaded of the
+    others. None, or a function that returns None: the policy compares all targets."""
     falls_back: Callable[[Sequence[Candidate], Values], Preset | None] | None = None
     """Returns the policy that decides instead, by the candidates that have a part of the prompt; None: this one."""
     needs_gauges: bool = False
