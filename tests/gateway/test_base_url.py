@@ -266,6 +266,22 @@ async def test_the_items_of_a_stored_response_are_listed(start: Start) -> None:
     assert (await running.client.get("/v1/responses/r1/else")).status_code == 405
 
 
+@pytest.mark.parametrize("without_id", [{"id": None, "type": None}, {"id": 7}, "text", None])
+async def test_an_item_without_an_id_is_listed_with_one(start: Start, without_id: Any) -> None:
+    running = await start(1)
+    response = {"id": "r", "object": "response", "status": "completed", "output": []}
+
+    async def respond(_: web.Request) -> web.StreamResponse:
+        return web.json_response(response)
+
+    running.engines[0].handler = respond
+    asked = {"model": "demo", "input": [without_id, {"role": "user", "content": "q"}]}
+    assert (await running.post(asked, "/v1/responses")).is_success
+    found = (await running.client.get("/v1/responses/r/input_items")).json()
+    assert [item["id"] for item in found["data"]] == ["item_1", "item_0"]
+    assert found["data"][1]["type"] == "message"
+
+
 async def test_a_stored_response_is_read_as_events_if_a_client_asks_for_them(start: Start) -> None:
     """OpenAI's client takes an answer of JSON for a stream without events, and ends without an error."""
     running = await start(1)

@@ -403,8 +403,9 @@ def _items(value: Any) -> list[Any]:
 def _item(item: Any, number: int) -> dict[str, Any]:
     """Return an item of an input as the API lists it: with an id, and with its text as a part."""
     fields = dict(item) if isinstance(item, dict) else {"content": str(item)}
-    fields.setdefault("type", "message")
-    fields.setdefault("id", f"item_{number}")
+    for name, default in (("type", "message"), ("id", f"item_{number}")):
+        if not isinstance(fields.get(name), str):  # a client may send null
+            fields[name] = default
     if fields["type"] == "message" and isinstance(fields.get("content"), str):
         kind = "output_text" if fields.get("role") == "assistant" else "input_text"
         fields["content"] = [{"type": kind, "text": fields["content"]}]
