@@ -207,3 +207,15 @@ def test_a_degraded_decision_is_said() -> None:
     output = io.StringIO()
     Screen(output, width=200).show(drawn()["select"])
     assert "degraded: none of the engines can be reached now" in output.getvalue()
+
+
+def test_a_part_of_a_score_that_adds_nothing_is_left_out() -> None:
+    """A scorer of gauges has no part for an engine that reports none."""
+    selection: dict[str, Any] = {"target": TARGET | {"new_tokens": 4}, "policy": "llm-d", "decision": "kv_aware"}
+    selection |= {"degraded": False, "reservation": None}
+    score = SCORE | {"parts": {"prefix": 1.5, "kv_cache": None}}
+    output = io.StringIO()
+    answer = {"selected": selection, "scores": [score], "total_tokens": 132, "not_considered": {}}
+    Screen(output, width=200).show(decisions.parts_of_selection(answer))
+    assert "prefix=1.5" in output.getvalue()
+    assert "kv_cache" not in output.getvalue()

@@ -349,3 +349,14 @@ async def test_q_is_heard_while_the_service_hangs() -> None:
             await process.wait()
         os.close(ours)
         server.close()
+
+
+def test_sockets_of_one_rank_have_rates_of_their_own() -> None:
+    view = TopView()
+    for seconds, stored in ((0.0, 0), (2.0, 40)):
+        main = publisher("a", endpoint="tcp://a:1", counters={"blocks_stored": 100 + 10 * stored})
+        further = publisher("a", endpoint="tcp://a:2", is_further=True, counters={"blocks_stored": stored})
+        view.saw([main, further], seconds)
+    grid = view.parts(workers_answer(main, further), 24)[1]
+    assert isinstance(grid, Grid)
+    assert [row[grid.head.index("STORED/S")].plain for row in grid.rows] == ["200", "20"]

@@ -81,7 +81,7 @@ def parts_of_selection(answer: dict[str, Any]) -> list[ScreenPart]:
             text(row["new_tokens"]),
             text(row["wait_tokens"]),
             text(row["active_requests"]),
-            text(" ".join(f"{name}={_number(value)}" for name, value in row.get("parts", {}).items())),
+            text(" ".join(f"{name}={_number(n)}" for name, n in row.get("parts", {}).items() if n is not None)),
         )
         for row in answer["scores"]
     ]

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from waymark.base.errors import ServiceRefused, ServiceUnreachable, WaymarkError
 from waymark.base.shown import several
@@ -41,6 +41,10 @@ _ORDERS = {"d": ("drain", 0.0), "u": ("resume", 1.0)}
 _DETAILS = ("model_name", "tenant_id", "type", "endpoint", "worker", "watermark", "gaps", "restarts")
 #: How often a pending answer is looked for between keys.
 _POLL_SECONDS = 0.05
+
+
+#: Instance, tenant, rank and endpoint: a rank may have several sockets.
+_PublisherName: TypeAlias = tuple[str, str, int, str]
 
 
 def _blocks(publisher: Publisher) -> int:
@@ -80,12 +84,12 @@ class TopView:
     outcome: str = ""
     """How the last order ended."""
     is_over: bool = False
-    _chosen: tuple[str, str, int] | None = None
+    _chosen: _PublisherName | None = None
     """The engine at the cursor, if a key has led there: the order changes with each look."""
     _visible: list[Publisher] = field(default_factory=list)
     _looks: int = 0
-    _stored: dict[tuple[str, str, int], tuple[float, int]] = field(default_factory=dict)
-    _rates: dict[tuple[str, str, int], float] = field(default_factory=dict)
+    _stored: dict[_PublisherName, tuple[float, int]] = field(default_factory=dict)
+    _rates: dict[_PublisherName, float] = field(default_factory=dict)
 
     def saw(self, publishers: Sequence[Publisher], now: float) -> None:
         """Take a new answer: the rates are the blocks stored since the one before."""
@@ -231,8 +235,8 @@ class TopView:
         )
 
 
-def _name(publisher: Publisher) -> tuple[str, str, int]:
-    return publisher.instance_id, publisher.tenant_id, publisher.dp_rank
+def _name(publisher: Publisher) -> _PublisherName:
+    return publisher.instance_id, publisher.tenant_id, publisher.dp_rank, publisher.endpoint or ""
 
 
 def _details(publisher: Publisher) -> list[ScreenPart]:
