@@ -98,7 +98,7 @@ nginx:
 	@sh scripts/package.sh nginx 'behind which a test runs replicas'
 
 chromium:
-	@sh scripts/package.sh chromium 'in which tests look at the page' google-chrome "$$CHROMIUM"
+	@sh scripts/package.sh chromium-headless-shell 'in which tests look at the page' chromium google-chrome "$$CHROMIUM"
 
 screenshots: $(VENV)/.installed-dev redis-server chromium ## take the pictures of the page in docs/images again
 	@$(BIN)/python -m tests.ui.screenshots

@@ -40,8 +40,9 @@ class Tab:
 
 @asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
-    """The system's Chromium, without a window."""
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    """The system's Chromium, without a window. The program that never has one takes a fifth of the CPU."""
+    names = ("chromium-headless-shell", "chromium", "google-chrome")
+    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     assert path is not None, "there is no Chromium; 'make chromium' installs it"
     async with async_playwright() as playwright:
         # In a container there is no user namespace for its sandbox; it sees our own page only.
