@@ -28,6 +28,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO, NoReturn, Protocol
 
+import certifi
+
 from tests.patience import patient, patient_settings
 
 _REQUEST_MAX = 1 << 16
@@ -148,7 +150,8 @@ def _server() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(patient(_START_SECONDS))
     with theirs:
-        command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
+        # Where tests have one authority instead of all, which take 40 ms to read for each command.
+        command = [sys.executable, "-m", "tests.forked", str(theirs.fileno()), certifi.where()]
         # What the environment names now comes first: it may be the source of another checkout.
         path = os.pathsep.join(each for each in (os.environ.get("PYTHONPATH", ""), *sys.path) if each)
         root = Path(__file__).parents[1]
@@ -217,6 +220,8 @@ if __name__ == "__main__":
     for name in _IMPORTED:
         with suppress(ModuleNotFoundError):  # another checkout has other modules, and its processes import them
             import_module(name)
+    authorities = sys.argv[2]
+    certifi.where = lambda: authorities
     gc.freeze()
     code: Any
     try:
