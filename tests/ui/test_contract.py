@@ -126,7 +126,7 @@ async def test_an_answer_of_json_gets_lines_and_keeps_its_numbers(empty: Live) -
 async def looks_for_operations(page: Page) -> None:
     """Find operations by their words, fold their errors, and go up again."""
     field, count = page.get_by_label("Find an operation"), page.locator(".find [role=status]")
-    sections, lines = page.locator("section:has(> h3 code)"), page.locator("nav li")
+    sections, lines = page.locator("xpath=//section[h3//code]"), page.locator("nav li")
     await expect(field).to_be_visible()
     total = await sections.count()
     assert total == await lines.count() > 50
