@@ -40,6 +40,7 @@ ELSEWHERE = {
     "api.events:_Publishers": "the publishers of one request",
     "api.http.fields:RequestBody": "names of fields",
     "api.probes:Probes._lasting": "a warning about the settings",
+    "api.contract:_schemas_of": "documentation",
     "api.decisions:_usual_text": "texts, which follow from their arguments alone",
     "api.http.answers:Answer": "one answer",
     "api.http.access:Doc": "documentation",

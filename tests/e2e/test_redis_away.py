@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.conftest import wait_until
 from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start, spawn
 from tests.e2e.redis_server import RedisServer, redis_server
+from tests.live import lines_of
 from tests.patience import patient, within
 from tests.ports import unused_port
 from waymark.simulator.workload import SimulatedPrompt
@@ -69,7 +70,7 @@ async def metric(port: int, name: str, **labels: str) -> float:
     """One sample; NaN where there is none."""
     async with httpx.AsyncClient(trust_env=False, timeout=patient(30.0)) as client:
         text = (await client.get(f"http://127.0.0.1:{port}/metrics")).raise_for_status().text
-    for family in text_string_to_metric_families(text):
+    for family in text_string_to_metric_families(lines_of(text, name)):
         for sample in family.samples:
             if sample.name == name and labels.items() <= sample.labels.items():
                 return float(sample.value)

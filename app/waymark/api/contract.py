@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, get_args
 
@@ -57,7 +58,7 @@ _HEADERS = {
 class Contract:
     """Handlers of ``/openapi.json`` and ``/docs``; ``describe`` is called once, with all operations.
 
-    The document takes a tenth of a second to make. So it is made at the first request, in a thread, not at each start.
+    The document takes a second to make. So it is made at the first request, in a thread, not at each start.
     """
 
     def __init__(self, *, has_ui: bool = False) -> None:
@@ -131,6 +132,12 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[BodyType, dict[str, 
             models |= dict.fromkeys(
                 part for part in get_args(model.model_fields["root"].annotation) if _is(part, RequestBody)
             )
+    return _schemas_of(tuple(models))
+
+
+@lru_cache(maxsize=2)
+def _schemas_of(models: tuple[BodyType, ...]) -> tuple[dict[BodyType, dict[str, Any]], dict[str, Any]]:
+    """Nobody changes them: a process with several applications, such as that of the tests, makes them once."""
     by_model, definitions = TypeAdapter.json_schemas(
         [(str(model), "validation", TypeAdapter(model)) for model in models], ref_template=_REF
     )
