@@ -44,7 +44,7 @@ _POLL_SECONDS = 0.05
 
 
 #: Instance, tenant, rank and endpoint: a rank may have several sockets.
-_PublisherName: TypeAlias = tuple[str, str, int, str]
+_EngineName: TypeAlias = tuple[str, str, int, str]
 
 
 def _blocks(publisher: Publisher) -> int:
@@ -84,12 +84,12 @@ class TopView:
     outcome: str = ""
     """How the last order ended."""
     is_over: bool = False
-    _chosen: _PublisherName | None = None
+    _chosen: _EngineName | None = None
     """The engine at the cursor, if a key has led there: the order changes with each look."""
     _visible: list[Publisher] = field(default_factory=list)
     _looks: int = 0
-    _stored: dict[_PublisherName, tuple[float, int]] = field(default_factory=dict)
-    _rates: dict[_PublisherName, float] = field(default_factory=dict)
+    _stored: dict[_EngineName, tuple[float, int]] = field(default_factory=dict)
+    _rates: dict[_EngineName, float] = field(default_factory=dict)
 
     def saw(self, publishers: Sequence[Publisher], now: float) -> None:
         """Take a new answer: the rates are the blocks stored since the one before."""
@@ -235,7 +235,7 @@ class TopView:
         )
 
 
-def _name(publisher: Publisher) -> _PublisherName:
+def _name(publisher: Publisher) -> _EngineName:
     return publisher.instance_id, publisher.tenant_id, publisher.dp_rank, publisher.endpoint or ""
 
 
