@@ -248,6 +248,12 @@ async def a_large_body_arrives_whole(fleet: Fleet) -> None:
     assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
 
 
+async def a_body_above_the_bound_is_refused(fleet: Fleet) -> None:
+    """The proxy still sends pieces of it when the answer comes."""
+    answer = await fleet.chat("x" * 22_900_000)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (413, "invalid_request_error")
+
+
 async def requests_without_a_body_and_without_a_model(fleet: Fleet) -> None:
     answer = await fleet.client.get("/v1/models")
     assert answer.json()["data"][0]["id"] == MODEL
@@ -262,6 +268,7 @@ USUAL = (
     a_client_that_goes_away_leaves_nothing,
     load_is_spread_over_engines,
     a_large_body_arrives_whole,
+    a_body_above_the_bound_is_refused,
     requests_without_a_body_and_without_a_model,
 )
 

@@ -22,7 +22,7 @@ from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
 from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
 from waymark.domain.targets import Role
-from waymark.epp.server import MESSAGE_BYTES_MAX, EppOptions
+from waymark.epp.server import MORE_BYTES_MAX, EppOptions
 from waymark.store.store import Store
 
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello"}], "stream": True}
@@ -613,9 +613,22 @@ async def test_a_message_that_is_too_large_is_refused_and_others_go_on(
         return stream
 
     # It is read, and its body is above another bound.
-    assert (await (await sent(MESSAGE_BYTES_MAX)).receive()).immediate_response.details == "waymark_too_large"
-    assert await (await sent(MESSAGE_BYTES_MAX + 1)).status() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    most = 2**20 + MORE_BYTES_MAX
+    assert (await (await sent(most)).receive()).immediate_response.details == "waymark_too_large"
+    assert await (await sent(most + 1)).status() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert destinations(await epp.stream().ask(CHAT))
+
+
+async def test_the_largest_body_may_come_in_one_message(
+    store: Store, pods: dict[str, str], start_epp: StartEpp
+) -> None:
+    most = 16 * 2**20
+    epp = await start_epp(store, bodies=(most, 2 * most))
+    stream = epp.stream()
+    await stream.headers()
+    await stream.body(json.dumps(CHAT).encode().ljust(most))
+    assert destinations(await stream.receive())
+    stream.cancel()
 
 
 async def test_streams_that_send_nothing_give_way_to_those_of_other_connections(

@@ -27,7 +27,7 @@ from waymark.domain.names import NAME_BYTES_MAX
 from waymark.domain.targets import ADAPTERS_MAX, LABEL_BYTES_MAX, LABELS_MAX
 from waymark.engines.wire import BLOCK_SIZE_MAX
 from waymark.epp import radix_index
-from waymark.epp.server import MESSAGE_BYTES_MAX
+from waymark.epp.server import MORE_BYTES_MAX
 from waymark.ingest import scraping, snapshot, unfinished
 from waymark.serving.limits import AHEAD_MAX, HEAD_BYTES_MAX, HEAD_FIELDS_MAX
 from waymark.store.index_file import RECORD_BYTES_MAX
@@ -155,7 +155,7 @@ BOUNDS: dict[str, tuple[Bound, ...]] = {
             "connections_max",
             "of the connection with the most waiting streams, the oldest waiting one is ended",
         ),
-        Bound("a message to a picker", MESSAGE_BYTES_MAX, "the stream is ended", _BYTES),
+        Bound("a message to a picker, beside the body", MORE_BYTES_MAX, "the stream is ended", _BYTES),
         Bound("blocks of one call of the RadixIndex", radix_index.BLOCKS_MAX, "it is answered as too long"),
         Bound("a record of a file to import", RECORD_BYTES_MAX, "the file is refused", _BYTES),
         Bound("pods of Kubernetes", kubernetes.PODS_MAX, _NO_PODS),

@@ -559,7 +559,9 @@ ELSEWHERE = {
     "streams of a picker": (
         "epp/test_ext_proc.py::test_streams_that_send_nothing_give_way_to_those_of_other_connections"
     ),
-    "a message to a picker": "epp/test_ext_proc.py::test_a_message_that_is_too_large_is_refused_and_others_go_on",
+    "a message to a picker, beside the body": (
+        "epp/test_ext_proc.py::test_a_message_that_is_too_large_is_refused_and_others_go_on"
+    ),
     "blocks of one call of the RadixIndex": (
         "epp/test_radix_index.py::test_a_query_that_cannot_be_answered_gets_an_empty_match"
     ),

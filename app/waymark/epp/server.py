@@ -58,8 +58,9 @@ class EppOptions:
 
 log = logging.getLogger(__name__)
 
-#: Bytes of one message: pieces of bodies are far smaller, and a larger message is refused before it is read.
-MESSAGE_BYTES_MAX = 4 * 2**20
+#: Bytes of one message beyond those of the largest body. Envoy sends what it has buffered of a body in one message.
+#: gRPC ends the stream of a larger message before it is read, and Envoy answers that with 500.
+MORE_BYTES_MAX = 4 * 2**20
 #: How long a certificate made here is valid.
 _YEARS = 10
 #: Of the streams of a health port.
@@ -119,7 +120,8 @@ class EppServer:
         self._health = HealthService(messages.SERVICE)
         self.port = self.health_port = 0
         """The bound ports; 0 for a missing one."""
-        self._server = _new_server(_HEADROOM * options.streams_max + options.index_streams_max)
+        message_bytes_max = picker.bodies.one_max + MORE_BYTES_MAX
+        self._server = _new_server(_HEADROOM * options.streams_max + options.index_streams_max, message_bytes_max)
         ext_proc.add_ExternalProcessorServicer_to_server(Processor(picker, options.streams_max), self._server)
         self._server.add_generic_rpc_handlers((PodScores(picker.selector, picker.tenant_id).handler,))
         matches = PrefixMatches(prompts, picker.metrics, options.prefix_seconds)
@@ -127,7 +129,7 @@ class EppServer:
         index = RadixIndex(prompts, picker.metrics, options.index_streams_max)
         self._server.add_generic_rpc_handlers((index.handler,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._health_server = _new_server(_HEALTH_STREAMS_MAX)
+        self._health_server = _new_server(_HEALTH_STREAMS_MAX, MORE_BYTES_MAX)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
 
     async def __aenter__(self) -> EppServer:
@@ -176,12 +178,12 @@ class EppServer:
         self._health.set(is_ready=True)
 
 
-def _new_server(streams_max: int) -> Any:
+def _new_server(streams_max: int, message_bytes_max: int) -> Any:
     return grpc.aio.server(
         maximum_concurrent_rpcs=streams_max,
         options=[
             ("grpc.so_reuseport", 0),  # a taken port is an error
-            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.max_receive_message_length", message_bytes_max),
             ("grpc.max_concurrent_streams", streams_max),
             # Envoy may ping idle connections; it would be closed for that otherwise.
             ("grpc.keepalive_permit_without_calls", 1),
