@@ -246,3 +246,21 @@ async def test_a_token_that_no_header_can_have_is_not_taken(live: Live) -> None:
         await page.keyboard.press("Enter")
         await expect(page.locator("#groups")).to_contain_text("vllm-0")
         await expect(page.locator("#state")).to_have_text("live")
+
+
+async def test_a_browser_that_blocks_storage_shows_the_page_and_takes_a_token(live: Live) -> None:
+    async def guarded(route: Route) -> None:
+        if route.request.headers.get("authorization") == "Bearer secret":
+            await route.fulfill(json=workers())
+        else:
+            await route.fulfill(status=401, json={"error": "a token is needed"})
+
+    async with impatient(live) as page:
+        await page.add_init_script(
+            "Object.defineProperty(window, 'sessionStorage', {get() { throw new DOMException('', 'SecurityError'); }})"
+        )
+        await page.route("**/workers", guarded)
+        await page.goto(f"{live.url}/ui")
+        await page.fill("#token", "secret")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#groups")).to_contain_text("vllm-0")

@@ -5,7 +5,7 @@ import { byId } from "./shown.js";
 // How long an answer is waited for, and one that is asked for again and again: a peer that has gone says nothing at all.
 const ANSWER_MS = 60000;
 const LOOK_MS = 15000;
-let token = sessionStorage.getItem("token") || "";
+let token = stored();
 let asking = null;
 let report = () => {};
 // How far the clock of the service is ahead of that of this machine.
@@ -13,6 +13,22 @@ let aheadMs = 0;
 // Of each path that is looked at: its last look, and what went wrong with it.
 const looks = new Map();
 const troubles = new Map();
+
+// A browser may block this storage. Then the token is known for as long as the page stays.
+function stored() {
+  try {
+    return sessionStorage.getItem("token") || "";
+  } catch {
+    return "";
+  }
+}
+function store() {
+  try {
+    sessionStorage.setItem("token", token);
+  } catch {
+    // As above.
+  }
+}
 
 export function onState(callback) {
   report = callback;
@@ -114,7 +130,7 @@ function login(refused, why, mayLeave) {
       const isGiven = dialog.returnValue !== "left";
       if (isGiven) {
         token = field.value.trim();
-        sessionStorage.setItem("token", token);
+        store();
       }
       field.value = "";
       asking = null;
