@@ -118,6 +118,27 @@ async def test_the_curves_begin_at_the_first_known_minute_and_grow(empty: Live) 
             await expect(figures).to_contain_text(re.compile(r"\d\d:\d\d to \d\d:\d\d: \d+ requests"))
 
 
+async def test_what_an_emptied_redis_had_is_forgotten(empty: Live) -> None:
+    known = 30
+    row = {"requests": 600, "unreported": 0, "earned": 0, "delivered": 0, "prompt_tokens": 0}
+
+    async def books(route: Route) -> None:
+        minutes = int(route.request.url.partition("since=")[2].removesuffix("m"))
+        first = time.time() // 60 - min(known, minutes) + 1
+        await route.fulfill(
+            json={"by_minute": [row | {"time": 60 * (first + each)} for each in range(min(known, minutes))]}
+        )
+
+    async with tab(empty.url) as looking:
+        page = looking.page
+        await page.route("**/books?*", books)
+        await page.reload()
+        figures = page.locator("#figures")
+        await expect(figures).to_contain_text("18K in 24 h")
+        known = 0
+        await expect(figures).to_contain_text("no request in 24 h")
+
+
 def answer_of_five() -> tuple[dict[str, Any], dict[str, Any]]:
     """Of ``/inspect/prompt`` and of ``/score``, for which one engine is no target."""
     names = [f"vllm-{number}" for number in range(5)]

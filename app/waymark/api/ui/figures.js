@@ -5,6 +5,7 @@ import { byId, element, onTheme, painted, seconds, setText, several, short } fro
 import { health } from "./engines.js";
 
 const EVERY_MS = 5000;
+const WHOLE_SECONDS = 600;
 const DAY_MINUTES = 1440;
 // The most points of a curve. A point of the last hours has one minute, and of a day five.
 const POINTS_MAX = DAY_MINUTES / 5;
@@ -16,6 +17,8 @@ const percent = (part, all) => (all ? `${Math.round((100 * part) / all)} %` : ""
 const minutes = new Map();
 let readAt = 0;
 let isRead = false;
+// When the whole day was read. It is read again now and then, as Redis may have been emptied.
+let wholeAt = -Infinity;
 
 // Of some minutes: what they come to, or null if nothing is known.
 const VALUES = {
@@ -60,11 +63,19 @@ function newTile(name) {
 
 async function lookAgain() {
   const before = now();
-  const behind = Math.min(DAY_MINUTES, isRead ? Math.ceil((before - readAt) / 60) + 2 : DAY_MINUTES);
+  const isWhole = before - wholeAt > WHOLE_SECONDS;
+  const behind = Math.min(DAY_MINUTES, isWhole ? DAY_MINUTES : Math.ceil((before - readAt) / 60) + 2);
   await look(`books?since=${behind}m`, (found) => {
     readAt = before;
     isRead = true;
-    for (const row of found.by_minute) minutes.set(row.time / 60, row);
+    const rows = new Map(found.by_minute.map((row) => [row.time / 60, row]));
+    // The requests of a minute only grow.
+    const first = thisMinute() - behind + 2;
+    const isLess = [...minutes].some(([minute, row]) => minute >= first && row.requests > (rows.get(minute)?.requests || 0));
+    if (isWhole) wholeAt = before;
+    if (isLess) wholeAt = -Infinity;
+    if (isWhole || isLess) minutes.clear();
+    for (const [minute, row] of rows) minutes.set(minute, row);
     for (const minute of minutes.keys()) if (minute <= thisMinute() - DAY_MINUTES) minutes.delete(minute);
     draw();
   });
