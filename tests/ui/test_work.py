@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from playwright.async_api import Page, Route, expect
 
+from tests.conftest import wait_until
 from tests.live import Live
 from tests.patience import patient
 from tests.ui.browser import tab
@@ -29,6 +31,9 @@ window.getComputedStyle = (...given) => { counts.styles++; return computed(...gi
 _WATCH = """window.changes = [];
 new MutationObserver((records) => changes.push(...records.map((each) => each.type))).observe(
   document.getElementById("groups"), {childList: true, subtree: true, characterData: true, attributes: true});"""
+
+PAINTED = """canvas => canvas.width && canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
+  .filter((value, i) => i % 4 === 3 && value).length"""
 
 
 def workers(**of_the_first: Any) -> dict[str, Any]:
@@ -93,3 +98,38 @@ async def test_a_line_of_cells_is_drawn_once_when_it_is_near_and_by_its_runs(emp
     # A rectangle for each run, one more for the run of each medium in which the match ends, and two for each line.
     assert counts["drawn"] <= runs + 4 * ENGINES < 2 * ENGINES * BLOCKS / 4
     assert counts["styles"] <= 10
+
+
+async def test_lines_out_of_sight_give_back_their_pixels_and_are_drawn_again(empty: Live) -> None:
+    room = 10_000  # pixels of less than one line, in place of those of many
+
+    async def script(route: Route) -> None:
+        text, count = re.subn(r"PIXELS_MAX = \d+;", f"PIXELS_MAX = {room};", await (await route.fetch()).text())
+        assert count == 1
+        await route.fulfill(content_type="text/javascript", body=text)
+
+    async with tab(empty.url) as looking:
+        page = looking.page
+        await page.route("**/ui/cells.js", script)
+        await page.goto(f"{empty.url}/ui#prompt")
+        await page.reload()
+        await ask(page)
+        drawn = page.locator("#answer canvas")
+        lines = page.locator("#answer .line:not(.part)")
+        for number in range(0, ENGINES, 5):
+            await lines.nth(number).scroll_into_view_if_needed()
+        await lines.last.scroll_into_view_if_needed()
+        await expect(drawn).to_have_count(ENGINES)
+
+        async def are_few() -> bool:
+            with_pixels: int = await drawn.evaluate_all("all => all.filter((each) => each.width).length")
+            return with_pixels < ENGINES / 2
+
+        async def is_painted() -> bool:
+            return bool(await drawn.first.evaluate(PAINTED) > 50)
+
+        await wait_until(are_few, "lines out of sight have no pixels")
+        size = await drawn.first.evaluate("canvas => [canvas.width, canvas.offsetWidth > 0, canvas.offsetHeight]")
+        assert size == [0, True, 14], "it keeps its place"
+        await lines.first.scroll_into_view_if_needed()
+        await wait_until(is_painted, "the first line is drawn again")

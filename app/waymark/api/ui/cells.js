@@ -1,6 +1,6 @@
 // The blocks of a prompt that an engine has, as a line of cells on a canvas. A line is drawn when it is in sight.
 
-import { byId, canvas, element, onTheme, painted, plain, setAttribute } from "./shown.js";
+import { byId, canvas, element, onTheme, painted, plain, setAttribute, sharpen } from "./shown.js";
 
 const ROW_BLOCKS = 32;
 const CELL_MIN = 4;
@@ -11,18 +11,24 @@ const MISSING = { top: 6, height: 2 };
 const POOLED = { top: 4, height: 6 };
 // A canvas has a largest width; what is beyond it can be asked for by its hashes.
 const CANVAS_MAX = 16000;
+// Beyond so many pixels, of four bytes each, lines out of sight give back theirs.
+const PIXELS_MAX = 16777216;
 const COLOURS = { GPU: "gpu", CPU: "cpu", DISK: "disk" };
 // The fastest first.
 const MEDIA = Object.keys(COLOURS);
 // How far a key moves.
 const STEPS = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: ROW_BLOCKS, PageDown: -ROW_BLOCKS, Home: -Infinity, End: Infinity };
 const lines = new Map();
+// Those with pixels; the first ones were longest out of sight.
+const drawn = new Set();
+let pixels = 0;
 const mark = element("span", { class: "mark" });
 const gaps = new Map();
 
 // The width comes with the entry: asking an element for it would lay out the page once for each line.
 const inSight = new IntersectionObserver((entries) => {
-  for (const { target, isIntersecting, boundingClientRect } of entries) if (isIntersecting) draw(target, boundingClientRect.width);
+  for (const { target, isIntersecting, boundingClientRect } of entries) see(target, isIntersecting, boundingClientRect.width);
+  for (const line of drawn) if (pixels > PIXELS_MAX && !lines.get(line).isNear) release(line);
 }, { rootMargin: "400px" });
 
 // A line for some holders of an instance: all of them, of which each block has its fastest medium, or one of them.
@@ -38,7 +44,7 @@ export function place(instance, holders, found) {
     "aria-valuemin": 0, "aria-valuemax": Math.max(0, found.total_blocks - 1), "aria-valuenow": 0, "aria-valuetext": "no block chosen",
   }, isAll ? null : element("div", { class: "soft" }, label, whys && `, ${whys}`), element("div", { class: "cells scroll", tabindex: "-1" }));
   const match = (instance.is_pool ? found.longest_matched : instance.longest_matched) / found.block_size;
-  lines.set(line, { instance, holders: slowestFirst(holders), found, pooled, match, at: -1, width: 0 });
+  lines.set(line, { instance, holders: slowestFirst(holders), found, pooled, match, at: -1, width: 0, isNear: false });
   return line;
 }
 
@@ -72,6 +78,8 @@ function union(runs) {
 export function forget() {
   inSight.disconnect();
   lines.clear();
+  drawn.clear();
+  pixels = 0;
 }
 
 // Begin to draw the lines, which are in the page now.
@@ -79,10 +87,32 @@ export function drawLines() {
   for (const line of lines.keys()) inSight.observe(line);
 }
 
-function draw(line, room) {
+function see(line, isNear, room) {
   const state = lines.get(line);
-  const box = line.lastElementChild;
-  if (!state || box.firstChild || !room) return;
+  if (!state) return;
+  state.isNear = isNear;
+  if (isNear && !drawn.has(line) && room) draw(line, state, room);
+  // Those that are near, or have just been, come last.
+  if (drawn.delete(line)) drawn.add(line);
+}
+
+function release(line) {
+  const { canvas: made } = lines.get(line).context;
+  pixels -= made.width * made.height;
+  made.width = 0;
+  drawn.delete(line);
+}
+
+function draw(line, state, room) {
+  if (state.context) sharpen(state.context.canvas, state.cells * state.width, CELL_HEIGHT);
+  else addCanvas(line, state, room);
+  const { canvas: made } = state.context;
+  pixels += made.width * made.height;
+  drawn.add(line);
+  paint(state);
+}
+
+function addCanvas(line, state, room) {
   const count = state.found.total_blocks;
   const width = Math.max(CELL_MIN, Math.min(CELL_MAX, Math.floor(room / Math.max(1, count))));
   const cells = Math.min(count, Math.floor(CANVAS_MAX / width));
@@ -90,8 +120,7 @@ function draw(line, room) {
   state.width = width;
   state.context = context;
   state.cells = cells;
-  box.append(made);
-  paint(state);
+  line.lastElementChild.append(made);
 }
 
 // One rectangle for each run, and then the gaps between all cells at once.
@@ -198,6 +227,6 @@ export function listen(parent) {
   });
   addEventListener("scroll", keepInSight, { passive: true });
   onTheme(() => {
-    for (const state of lines.values()) if (state.context) paint(state);
+    for (const line of drawn) paint(lines.get(line));
   });
 }

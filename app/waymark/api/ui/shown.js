@@ -71,12 +71,17 @@ export function several(count, name) {
 // A canvas as sharp as the screen, for what the text next to it says too.
 export function canvas(width, height) {
   const made = element("canvas", { "aria-hidden": "true" });
+  made.style.width = `${width}px`;
+  made.style.height = `${height}px`;
+  return [made, sharpen(made, width, height)];
+}
+
+// Give a canvas its pixels, which are empty. Without them, when its width is 0, it keeps its place in the page.
+export function sharpen(made, width, height) {
   const scale = devicePixelRatio || 1;
   made.width = Math.round(width * scale);
   made.height = Math.round(height * scale);
-  made.style.width = `${width}px`;
-  made.style.height = `${height}px`;
   const context = made.getContext("2d");
   context.scale(scale, scale);
-  return [made, context];
+  return context;
 }
