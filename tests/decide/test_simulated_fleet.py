@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.patience import within
 from tests.unit import examples
 from waymark.decide import simulated_fleet as module
 from waymark.decide.simulated_fleet import SimulatedFleet, _Cache, _PrefillQueue, _prompt
@@ -443,3 +444,18 @@ def test_a_pace_leaves_the_rest_to_the_request() -> None:
     assert error == pytest.approx(sum((40 - wait) ** 2 for wait in (200, 300, 400, 500)) / 4)
     # A decision that was not served keeps nobody waiting.
     assert fleet._pace_error([20, None, None, 20], 10.0)[0] == pytest.approx(160.0**2)
+
+
+@pytest.mark.parametrize("times", [[40.0] * 12, [80.0 - n for n in range(12)]], ids=["equal", "falling"])
+async def test_times_that_do_not_grow_with_the_work_are_those_of_requests(times: list[float]) -> None:
+    """Prompts of one length say nothing of the pace; a search for it from 0 would have no end."""
+    targets = [KeptTarget(1, "pod-1", device=20), KeptTarget(2, "pod-2")]
+    decisions = [
+        decision(1000 * n, expected=20 if n else 0, work=100 + n, ttft_ms=ms, targets=targets if n else None)
+        for n, ms in enumerate(times)
+    ]
+    fleet = SimulatedFleet(decisions)
+    async with within(30.0):
+        assert await fleet.fit()
+    found = [request.ttft_ms for request in await fleet.actual() if request is not None]
+    assert found == pytest.approx([sum(times) / len(times)] * len(times))

@@ -165,6 +165,9 @@ class SimulatedFleet:
             None if request is None else decision.tokens - request.expected
             for decision, request in zip(self._decisions, await self.actual(), strict=True)
         ]
+        if not slope:  # the times do not grow with the work: they are those of requests
+            _, self._ms_of_request = self._pace_error(news, 0.0)
+            return
         least, tried = None, slope / _PACES_WITHIN
         while tried <= slope * _PACES_WITHIN:
             await asyncio.sleep(0)
