@@ -167,6 +167,13 @@ def test_an_engine_of_several_ranks_says_how_many_are_not_used() -> None:
     assert not_used(publishers, "default", "m") == {"a": "lost (1 of 2 ranks)", "b": "unreachable", "c": "draining"}
 
 
+def test_an_engine_is_marked_under_each_name_of_its_model() -> None:
+    publishers = [publisher_row("a", weight=0, aliases=["fast"], adapters=["sql"])]
+    for name in ("m", "fast", "sql"):
+        assert not_used(publishers, "default", name) == {"a": "drained"}
+    assert not_used(publishers, "default", "other") == {}
+
+
 async def test_ask_of_a_prompt_shorter_than_a_block_has_no_table(live: Live) -> None:
     _, output, _ = await run(live, "ask", "--tokens", str(TOKENS[0]))
     assert output.splitlines() == [

@@ -86,7 +86,8 @@ def not_used(publishers: Sequence[Publisher], tenant: str, model: str) -> dict[s
     """
     words: dict[str, list[str]] = {}
     for publisher in publishers:
-        if (publisher.tenant_id, publisher.model_name) == (tenant, model) and is_target(publisher):
+        names = (publisher.model_name, *publisher.aliases, *publisher.adapters)
+        if publisher.tenant_id == tenant and model in names and is_target(publisher):
             status = publisher.status if publisher.status in UNUSABLE else ""
             words.setdefault(publisher.instance_id, []).append(status or drain_of(publisher))
     reasons = {}
