@@ -97,6 +97,12 @@ def raw(content: bytes, **headers: str) -> httpx.Response:
         ("ask --tokens 1", {"/services": ok({})}, "is no Waymark of this release: of /services"),
         ("events", {"/activity": raw(b"id: 1\ndata: {}\n\n")}, "is no Waymark: of its activity"),
         ("events", {"/activity": raw(b"id: 1\ndata: [1]\n\n")}, "is no Waymark: of its activity"),
+        ("events", {"/activity": raw(b'id: 1\ndata: {"at": NaN, "kind": "x"}\n\n')}, "is no Waymark: of its activity"),
+        (
+            "events",
+            {"/activity": raw(b'id: 1\ndata: {"at": 1e300, "kind": "x"}\n\n')},
+            "is no Waymark: of its activity",
+        ),
         ("events", {"/activity": raw(b"id: 1\ndata: " + b"[" * 100_000 + b"\n\n")}, "is no Waymark: of its activity"),
     ],
 )

@@ -14,6 +14,8 @@ from waymark.console.service import RemoteService, may_pass
 
 #: Between the end of a connection and the next one.
 _PAUSE_SECONDS = 1.0
+#: The time of an event is before the year 10,000, in seconds.
+_AT_MAX = 253_402_300_800
 _STYLES = {
     **dict.fromkeys(("registered", "resume", "found", "reachable"), "green"),
     **dict.fromkeys(("unregistered", "drain", "takeover", "restart", "unreachable"), "yellow"),
@@ -70,7 +72,7 @@ def _content(data: str) -> dict[str, Any]:
     """Read an event. Raise ``ValueError`` if it does not say when and what."""
     content = json.loads(data)
     match content:
-        case {"at": int() | float(), "kind": str()}:
+        case {"at": int() | float() as at, "kind": str()} if 0 <= at < _AT_MAX:
             return dict(content)
     raise ValueError("an event has no time or no kind")
 
