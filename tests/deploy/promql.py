@@ -51,7 +51,7 @@ def read(expression: str) -> Expr:
 def complaints(expression: str) -> Iterator[str]:
     """What is wrong with an expression: names and labels that are not exported, rates of what is no counter."""
     names = exported()
-    for node in _nodes(read(expression)):
+    for node in nodes(read(expression)):
         if isinstance(node, VectorSelector):
             if node.name not in names:
                 yield f"no metric {node.name}"
@@ -67,7 +67,7 @@ def complaints(expression: str) -> Iterator[str]:
 
 def selected(expression: Expr) -> list[str]:
     """The names of the samples an expression asks for."""
-    return [node.name or "" for node in _nodes(expression) if isinstance(node, VectorSelector)]
+    return [node.name or "" for node in nodes(expression) if isinstance(node, VectorSelector)]
 
 
 def grouping(node: AggregateExpr | BinaryExpr) -> set[str]:
@@ -83,7 +83,7 @@ def grouping(node: AggregateExpr | BinaryExpr) -> set[str]:
 def labels_of(expression: str) -> set[str]:
     """Labels that the result may have: those of its aggregations, or of its metrics where there is none."""
     names, parsed = exported(), read(expression)
-    kept = {label for node in _nodes(parsed) if isinstance(node, AggregateExpr) for label in grouping(node)}
+    kept = {label for node in nodes(parsed) if isinstance(node, AggregateExpr) for label in grouping(node)}
     return kept or {label for name in selected(parsed) for label in names[name]}
 
 
@@ -91,7 +91,8 @@ def _is_counter(name: str) -> bool:
     return name.endswith(("_total", "_bucket", "_sum", "_count")) or name in _COUNTED_ELSEWHERE
 
 
-def _nodes(expression: Expr) -> list[Expr]:
+def nodes(expression: Expr) -> list[Expr]:
+    """An expression and all its parts."""
     found: list[Expr] = []
     visit: Callable[[Expr], None] = found.append
     walk(expression, visit)

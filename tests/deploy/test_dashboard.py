@@ -8,8 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from promql_parser import AggregateExpr
+
 from tests.base.test_metrics import EXPORTED
-from tests.deploy.promql import ENGINES, complaints, labels_of, read, selected
+from tests.deploy.promql import ENGINES, complaints, grouping, labels_of, nodes, read, selected
+from waymark.base.instruments import rows
+from waymark.base.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "helm/files/dashboard.json").read_text(encoding="utf-8"))
@@ -56,6 +60,20 @@ def test_a_panel_asks_for_what_is_exported() -> None:
         for target in panel["targets"]:
             assert list(complaints(target["expr"])) == [], panel["title"]
             assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels_of(target["expr"]), panel["title"]
+
+
+def test_what_each_installation_counts_is_added_up_over_the_installations() -> None:
+    """All namespaces are chosen at first: the greatest of their counts would hide the others."""
+    own = {"primary", "record", "backend"}  # a Redis, or an engine, may be that of several
+    counts = {
+        row.full_name for row in rows(Metrics) if row.over == "max" and row.help.startswith("How many")
+        if own.isdisjoint(row.labels)
+    }  # fmt: skip
+    assert len(counts) > 8
+    for target in (target for panel in CHARTS for target in panel["targets"]):
+        for node in nodes(read(target["expr"])):
+            if isinstance(node, AggregateExpr) and str(node.op) == "max" and counts & set(selected(node)):
+                assert "namespace" in grouping(node), target["expr"]
 
 
 def test_a_panel_shows_only_what_was_chosen() -> None:
