@@ -134,6 +134,29 @@ def test_a_server_that_is_away_leaves_places_to_the_others() -> None:
     assert stuck[6].is_held
 
 
+def test_servers_that_do_not_answer_leave_all_places_to_the_others() -> None:
+    hall = Hall(8)
+    stuck = [hall.request(f"{server}{number}", server=server) for number in range(7) for server in "ab"]
+    others = [hall.request(f"c{number}", server="c") for number in range(7)]
+    assert hall.places.running == 8
+    for place in stuck:
+        if place.is_held:
+            place.set_silent(True)
+    assert sum(place.is_held for place in others) == 6, "their share"
+    waiting = [place for place in stuck if not place.is_held]
+    for place in [place for place in stuck if place.is_held]:
+        place.set_silent(False)
+        place.release()
+    assert [place.is_held for place in waiting] == [True, True, *[False] * (len(waiting) - 2)]
+
+
+def test_the_only_server_gets_no_more_places_while_it_does_not_answer() -> None:
+    hall = Hall(2)
+    places = [hall.request(name) for name in "abc"]
+    places[0].set_silent(True)
+    assert [place.is_held for place in places] == [True, True, False]
+
+
 def test_a_replay_makes_no_room_for_those_of_a_server_with_its_share() -> None:
     hall = Hall(8)
     of_a, of_b = list[ReplayPlace](), list[ReplayPlace]()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import wait_until
-from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
+from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod
 from waymark.base.errors import StoreUnavailable
 
 TRICKLE_SECONDS = 0.1
@@ -193,22 +193,46 @@ async def test_a_primary_that_is_away_leaves_places_to_other_groups(
 ) -> None:
     """Replays that wait for it keep their places."""
     hand = await bench.worker(options=WITHOUT_PROBES)
-    run = hand.client.run
-
-    async def reached(name: str, keys: Sequence[Any], args: Sequence[Any]) -> Any:
-        if name == "apply_rows" and "wm:{1}" in keys[0]:
-            raise StoreUnavailable("its primary is away")
-        return await run(name, keys, args)
-
-    monkeypatch.setattr(hand.client, "run", reached)
-    monkeypatch.setattr(hand.client, "place", lambda key: key.partition(b"}")[0])
-    for number in range(hand.worker._places.size):
-        pod = await bench.pod(f"pod-{number}", is_registered=False)
-        await pod.work(1)
-        await pod.register()
+    _lose_groups(hand, monkeypatch, "wm:{1}")
     places = hand.worker._places
+    await _register_group(bench, "first", places.size)
     await wait_until(lambda: (places.running, places.waiting) == (6, 2), "all wait", PATIENCE_SECONDS)
     other = await bench.pod("other", is_registered=False, fields={"model_name": "another"})
     await other.work(3)
     await other.register()
     await other.at_watermark(other.last_seq)
+
+
+async def test_two_primaries_that_are_away_leave_places_to_other_groups(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand = await bench.worker(options=WITHOUT_PROBES)
+    _lose_groups(hand, monkeypatch, "wm:{1}", "wm:{2}")
+    places = hand.worker._places
+    await _register_group(bench, "first", places.size)
+    await _register_group(bench, "second", places.size)
+    await wait_until(lambda: (places.running, places.waiting) == (12, 4), "all wait", PATIENCE_SECONDS)
+    other = await bench.pod("other", is_registered=False, fields={"model_name": "another"})
+    await other.work(3)
+    await other.register()
+    await other.at_watermark(other.last_seq)
+
+
+async def _register_group(bench: Bench, model_name: str, pods: int) -> None:
+    for number in range(pods):
+        pod = await bench.pod(f"{model_name}-{number}", is_registered=False, fields={"model_name": model_name})
+        await pod.work(1)
+        await pod.register()
+
+
+def _lose_groups(hand: Hand, monkeypatch: pytest.MonkeyPatch, *prefixes: str) -> None:
+    """Let no block of these groups be written, each of which has a primary of its own."""
+    run = hand.client.run
+
+    async def reached(name: str, keys: Sequence[Any], args: Sequence[Any]) -> Any:
+        if name == "apply_rows" and any(prefix in keys[0] for prefix in prefixes):
+            raise StoreUnavailable("its primary is away")
+        return await run(name, keys, args)
+
+    monkeypatch.setattr(hand.client, "run", reached)
+    monkeypatch.setattr(hand.client, "place", lambda key: key.partition(b"}")[0])

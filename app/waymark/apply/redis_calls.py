@@ -31,6 +31,8 @@ class RedisCalls:
         self.is_patient = is_patient
         self.last_error: str | None = None
         """Why Redis does not answer; None while it answers."""
+        self.on_silence: Callable[[bool], None] | None = None
+        """Called with True if Redis does not answer, and with False if it answers again."""
         self._metrics = metrics
         self._begin = begin
 
@@ -50,6 +52,8 @@ class RedisCalls:
                     raise
                 if self.last_error is None:
                     log.warning("redis does not answer", extra=fields(error=exc.sentence))
+                    if self.on_silence is not None:
+                        self.on_silence(True)
                 self.last_error = exc.sentence
                 self._metrics.redis_up.set(0)
                 await asyncio.sleep(pause)
@@ -59,6 +63,8 @@ class RedisCalls:
                 if self.last_error is not None:
                     self.last_error = None
                     self._metrics.redis_up.set(1)
+                    if self.on_silence is not None:
+                        self.on_silence(False)
                 return reply
 
     async def accepted(self, call: Callable[[], Awaitable[bool]]) -> None:

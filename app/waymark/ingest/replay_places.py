@@ -3,8 +3,8 @@
 A replay has a place from its request to its end. Instances get places in rotation, so an instance with many ranks waits
 no less than one with a single rank. A replay that others wait for gives its place up between two portions and continues
 later, from its watermark, so a slow publisher cannot delay the others. A replay that was too slow comes after all
-others. While a primary of a Cluster is away, the replays of its groups keep their places, so they get no more than a
-share.
+others. While a primary of a Cluster is unavailable, the replays of its groups wait. They get no more than a share of
+the places, and do not count among the replays that run.
 """
 
 from __future__ import annotations
@@ -63,6 +63,10 @@ class ReplayPlace:
         """Return why this held place must be given up now, or None; ``is_slow``: replies come below the lowest rate."""
         return self._places.yield_reason(self, is_slow=is_slow)
 
+    def set_silent(self, is_silent: bool) -> None:
+        """Note whether the replay waits because its server does not answer."""
+        self._places.set_silent(self, is_silent)
+
     def release(self) -> None:
         """Release the place, or stop waiting for it."""
         self._places.release(self)
@@ -87,6 +91,8 @@ class ReplayPlaces:
         self._share = size - size // _LEFT
         """The most places of one server of a Cluster."""
         self._held: set[ReplayPlace] = set()
+        self._silent: set[ReplayPlace] = set()
+        """The held places of replays whose server, one of several, does not answer."""
         self._waiting: dict[ReplayPlace, None] = {}
         """The places that streams wait for, in order of arrival."""
         # The key is whether the last replay was too slow. Each value has the instances in rotation, and for each
@@ -117,8 +123,16 @@ class ReplayPlaces:
         self._hand_out()
         return place
 
+    def set_silent(self, place: ReplayPlace, is_silent: bool) -> None:
+        if is_silent and place in self._held and place.server is not None:
+            self._silent.add(place)
+            self._hand_out()
+        else:
+            self._silent.discard(place)
+
     def release(self, place: ReplayPlace) -> None:
         place.is_held = False
+        self._silent.discard(place)
         if place in self._held:
             self._held.remove(place)
             self._hand_out()
@@ -169,7 +183,7 @@ class ReplayPlaces:
         return None
 
     def _hand_out(self) -> None:
-        while len(self._held) < self.size and (place := self._next()) is not None:
+        while len(self._held) - len(self._silent) < self.size and (place := self._next()) is not None:
             queue = self._queues[place.is_slow]
             self._dequeue(place)
             if place.instance in queue:

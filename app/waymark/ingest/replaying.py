@@ -126,9 +126,12 @@ class Replaying:
             seconds=self._seconds_left,
             between_portions=self._tick,
         )
+        calls = self._life.applier.calls
+        calls.on_silence = place.set_silent
         try:
             outcome = await attempt.run()
         finally:
+            calls.on_silence = None
             place.release()
         self._seconds_left -= time.monotonic() - began
         self._is_slow = attempt.is_slow
