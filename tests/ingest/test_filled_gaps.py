@@ -118,6 +118,8 @@ class Reader:
         self.life: Life
 
     async def resume(self) -> None:
+        """Begin as the next worker, under a lease of its own."""
+        self.stream = await self.stream.again()
         grant, store, metrics = self.stream.grant, self.stream.store, Metrics()
         applier, state = await resumed(grant, store, metrics, self.options)
         self.life = Life(
