@@ -124,8 +124,8 @@ def test_the_frames_behind_one_are_in_order_and_of_its_topic_and_connection(thir
     received.take(10)
     first = received.next()
     assert first is not None
-    assert [each.seq for each in received.behind(first)] == behind
-    assert [each.seq for each in received.behind(first)] == behind  # they stay
+    for _ in range(2):  # they stay
+        assert [each.seq for each in received.behind(first) or ()] == behind
     received.skip(len(behind))
     left = received.next()
     assert (left is None) == (len(behind) == 3)
@@ -137,4 +137,4 @@ def test_a_frame_that_a_replay_has_applied_is_not_behind_another_one() -> None:
     received.applied(4)
     first = received.next()
     assert first is not None
-    assert [each.seq for each in received.behind(first)] == [2, 3]
+    assert [each.seq for each in received.behind(first) or ()] == [2, 3]

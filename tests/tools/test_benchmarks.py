@@ -217,6 +217,7 @@ def test_a_lone_frame_is_followed_through_a_worker() -> None:
     since = [int(line.split()[-1]) for line in lines[1:-1]]
     assert since == sorted(since)
     assert since[0] > 0
+    assert re.fullmatch("[1-9][0-9]{2} calls of Python for a lone frame", lone.measure(1, counts_calls=True))
 
 
 def test_a_moment_of_a_frame_is_the_first_of_its_kind_after_the_one_before() -> None:

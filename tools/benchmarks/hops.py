@@ -36,7 +36,7 @@ LOOP, THREADS, OTHERS = "the event loop", "other threads, which are libzmq's", "
 #: A step -> the functions whose time it has, of those that a stream calls for its frames.
 STEPS: Final[dict[str, tuple[tuple[type, str], ...]]] = {
     "messages out of libzmq": ((MessageReader, "receive"),),
-    "their frames": ((Subscriber, "read"),),
+    "their frames": ((Subscriber, "read"), (Subscriber, "_read_messages")),
     "decode and digest": ((BatchDecoder, "decode"), (BatchDecoder, "go_on")),
     "order": ((Stream, "_live"),),
     "fold": ((Life, "flush"), (Applier, "apply")),

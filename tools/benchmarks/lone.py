@@ -1,11 +1,12 @@
 """Where the time goes from the publication of a lone frame until an answer has its blocks, hop by hop.
 
-    python -m tools.benchmarks.lone [--frames 300] [--real-time]
+    python -m tools.benchmarks.lone [--frames 300] [--real-time | --calls]
 
 An engine publishes one store of four blocks at a time, an idle worker applies it, and a replica is asked for it. The
 worker notes the moments at which a frame comes to each of its steps, by a clock that all processes share. A figure is
 the median of all frames, in microseconds by that clock. ``--real-time`` gives the processes a core whenever they want
-one, and keeps the other load of the machine away.
+one, and keeps the other load of the machine away. ``--calls`` counts the calls of Python from the first moment to the
+last instead, which no other process changes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from waymark.store.redis.read_connection import ReadConnection
 
 #: The moments of a frame in their order: the call that begins each, and what has been done since the moment before.
 MOMENTS: Final[tuple[tuple[type, str, str], ...]] = (
-    (Subscriber, "read", "libzmq and the network: until the worker is woken"),
+    (Subscriber, "_read_messages", "libzmq and the network: until the worker is woken"),
     (BatchDecoder, "decode", "its message is received, its stream is woken"),
     (Applier, "apply", "it is decoded, and in order"),
     (Index, "apply", "its blocks are resolved"),
@@ -79,11 +80,39 @@ def _noted(noted: list[int], function: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
-def _worker(file: Path) -> int:
-    """``waymark ingest``, which writes its moments to ``file`` at SIGUSR1."""
+def _count_calls(counts: list[int]) -> None:
+    """Let ``counts`` have the number of calls of Python of each frame."""
+    (owner, name, _), (last_owner, last_name, _) = MOMENTS[0], MOMENTS[-1]
+    begin, end = getattr(owner, name), getattr(last_owner, last_name)
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    def begun(*args: Any) -> Any:
+        nonlocal calls
+        calls = 0
+        sys.setprofile(count)
+        return begin(*args)
+
+    def ended(*args: Any) -> Any:
+        sys.setprofile(None)
+        counts.append(calls)
+        return end(*args)
+
+    setattr(owner, name, begun)
+    setattr(last_owner, last_name, ended)
+
+
+def _worker(file: Path, *, counts_calls: bool) -> int:
+    """``waymark ingest``, which writes its moments, or its numbers of calls, to ``file`` at SIGUSR1."""
     moments: dict[int, list[int]] = {}
-    for number, (owner, name, _) in enumerate(MOMENTS):
-        setattr(owner, name, _noted(moments.setdefault(number, []), getattr(owner, name)))
+    if counts_calls:
+        _count_calls(moments.setdefault(0, []))
+    else:
+        for number, (owner, name, _) in enumerate(MOMENTS):
+            setattr(owner, name, _noted(moments.setdefault(number, []), getattr(owner, name)))
 
     def write(*_: object) -> None:
         new = file.with_suffix(".new")
@@ -137,13 +166,13 @@ def _publish(publisher: Publisher, asked: _Asked, frames: int) -> tuple[list[int
     return sent[:-1], questions[:-1]
 
 
-def measure(frames: int, *, is_real_time: bool = False) -> str:
+def measure(frames: int, *, is_real_time: bool = False, counts_calls: bool = False) -> str:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
         file = folder / "moments"
         redis = stack.enter_context(redis_server(folder))
         replica = stack.enter_context(waymark(folder, "query", redis.url))
-        command = (sys.executable, "-m", "tools.benchmarks.lone", "--worker", str(file))
+        command = (sys.executable, "-m", "tools.benchmarks.lone", "--calls" if counts_calls else "--worker", str(file))
         worker = stack.enter_context(waymark(folder, "ingest", redis.url, command=command))
         (publisher,) = stack.enter_context(publishers(1))
         publisher.register(replica)
@@ -154,6 +183,8 @@ def measure(frames: int, *, is_real_time: bool = False) -> str:
         os.kill(worker.pid, signal.SIGUSR1)
         wait_until(file.exists, "the worker has told its moments")
         moments = {int(number): times for number, times in json.loads(file.read_text(encoding="ascii")).items()}
+    if counts_calls:
+        return f"{median(moments[0][_WARM:]):.0f} calls of Python for a lone frame"
     hops = in_turn(sent, moments)
     lines = [("of a lone frame, us", "", "since it was published")]
     for number, (_, _, what) in enumerate(MOMENTS):
@@ -164,17 +195,19 @@ def measure(frames: int, *, is_real_time: bool = False) -> str:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--worker"]:
-        file = Path(sys.argv[2])
+    if sys.argv[1:2] in (["--worker"], ["--calls"]) and len(sys.argv) > 2:
+        way, file = sys.argv[1], Path(sys.argv[2])
         del sys.argv[1:3]
-        return _worker(file)
+        return _worker(file, counts_calls=way == "--calls")
     parser = argparse.ArgumentParser(
         prog="python -m tools.benchmarks.lone", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--frames", type=int, default=300)
-    parser.add_argument("--real-time", action="store_true", help="keep the other load of the machine away")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--real-time", action="store_true", help="keep the other load of the machine away")
+    which.add_argument("--calls", action="store_true", help="count the calls of Python of a frame")
     given = parser.parse_args()
-    print(measure(given.frames, is_real_time=given.real_time))
+    print(measure(given.frames, is_real_time=given.real_time, counts_calls=given.calls))
     return 0
 
 

@@ -126,10 +126,11 @@ class Applier:
 
         Raises Fenced, and StoreUnavailable if the applier is not patient.
         """
-        *first_folds, last = _cut_at_clears(fold)
-        for part_of_fold in first_folds:
-            await self._apply_fold(part_of_fold, None)
-        await self._apply_fold(last, commit)
+        if len(fold) > 1:
+            *first_folds, fold = _cut_at_clears(fold)
+            for part_of_fold in first_folds:
+                await self._apply_fold(part_of_fold, None)
+        await self._apply_fold(fold, commit)
 
     async def _apply_fold(self, fold: Sequence[Incoming], commit: Commit | None) -> None:
         resolver, batches = self.resolver, [incoming.batch for incoming in fold]
@@ -141,7 +142,8 @@ class Applier:
             await self._end(unit, is_restart=False)
         if plan.begun:
             await self.begin(plan.begun)
-        await self.pool_hashes.find(batches)
+        if resolver.is_shared:
+            await self.pool_hashes.find(batches)
         parts = await self.slices.run(resolver.resolve(plan, [(incoming.seq, incoming.batch) for incoming in fold]))
         if has_singles(parts):
             await self._keep_singles()
@@ -439,7 +441,7 @@ class Bounding:
         0.4 s, or now if ``at_once``.
         """
         generations = self._resolver.generations
-        if not generations:
+        if not generations.are_bounded:
             return
         self.begin_fold()
         await self._end_over()

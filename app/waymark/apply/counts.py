@@ -39,9 +39,9 @@ class Counts:
         self._counters["batches"] += frames
         metrics.batches.inc(frames)
         metrics.last_batch_timestamp_seconds.set(time.time())
-        newest = max((batch.ts for batch in batches if batch.ts is not None), default=None)
-        if newest is not None:
-            metrics.lag_seconds.observe(max(0.0, time.time() - newest))
+        times = [batch.ts for batch in batches if batch.ts is not None]
+        if times:
+            metrics.lag_seconds.observe(max(0.0, time.time() - max(times)))
         self._count_events(batches)
         if gaps:
             self._counters["gaps"] += gaps
@@ -73,24 +73,24 @@ class Counts:
 
     def _count_events(self, batches: Sequence[Batch]) -> None:
         counters, metrics = self._counters, self._metrics
-        kinds, rejected, ignored = Counter[str](), Counter[str](), Counter[str]()
+        kinds = {Stored.kind: 0, Removed.kind: 0}
         for batch in batches:
             if type(batch.events) is PlainEvents:
                 kinds[Stored.kind] += batch.events.stores
                 kinds[Removed.kind] += batch.events.removals
             else:
-                kinds.update(event.kind for event in batch.events if not event.part)
-            if batch.rejected:
-                rejected.update(batch.rejected)
+                for event in batch.events:
+                    if not event.part:
+                        kinds[event.kind] = kinds.get(event.kind, 0) + 1
+            for name, count in batch.rejected.items():
+                counters[f"decode_errors.{name}"] += count
+                metrics.decode_errors.labels(reason=name).inc(count)
             if batch.ignored:
-                ignored.update(batch.ignored)
-        for kind, count in (+kinds).items():
-            counters[f"events.{kind}"] += count
-            metrics.events.labels(type=kind).inc(count)
-        for name, count in rejected.items():
-            counters[f"decode_errors.{name}"] += count
-            metrics.decode_errors.labels(reason=name).inc(count)
-        self._count_ignored(ignored)
+                self._count_ignored(batch.ignored)
+        for kind, count in kinds.items():
+            if count:
+                counters[f"events.{kind}"] += count
+                metrics.events.labels(type=kind).inc(count)
 
     def _count_ignored(self, ignored: Counter[str]) -> None:
         for reason, count in ignored.items():
@@ -99,23 +99,25 @@ class Counts:
 
     def _count_resolved(self) -> None:
         counters, metrics, resolver = self._counters, self._metrics, self._resolver
-        if resolver.ignored["block_size_mismatch"] and not counters["ignored.block_size_mismatch"]:
-            about = fields(stream=str(resolver.registration.name), registered=resolver.registration.block_size)
-            log.warning("blocks are not indexed: their size is not the registered block_size", extra=about)
-        self._count_ignored(+resolver.ignored)
-        resolver.ignored.clear()
+        if resolver.ignored:
+            if resolver.ignored["block_size_mismatch"] and not counters["ignored.block_size_mismatch"]:
+                about = fields(stream=str(resolver.registration.name), registered=resolver.registration.block_size)
+                log.warning("blocks are not indexed: their size is not the registered block_size", extra=about)
+            self._count_ignored(+resolver.ignored)
+            resolver.ignored.clear()
         counters["unresolved"] += resolver.unresolved
-        metrics.unresolved.inc(resolver.unresolved)
-        resolver.unresolved = 0
         counters["copies_contradicted"] += resolver.contradictions
-        metrics.copies_contradicted.inc(resolver.contradictions)
-        resolver.contradictions = 0
+        if resolver.unresolved or resolver.contradictions:
+            metrics.unresolved.inc(resolver.unresolved)
+            metrics.copies_contradicted.inc(resolver.contradictions)
+            resolver.unresolved = resolver.contradictions = 0
         counters["unsalted_events"] += resolver.unsalted
         resolver.unsalted = 0
         all_dropped = resolver.waiting.dropped + resolver.objects.dropped
         dropped, self._waiting_dropped = all_dropped - self._waiting_dropped, all_dropped
         counters["waiting_dropped"] += dropped
-        metrics.waiting_dropped.inc(dropped)
+        if dropped:
+            metrics.waiting_dropped.inc(dropped)
         # These counters go into the record, so a worker that takes over knows how many blocks are lost.
         counters["waiting"] = resolver.waiting.blocks + len(resolver.objects)
         counters[MISSING] = resolver.unknown

@@ -64,6 +64,8 @@ class Generations:
 
     def __init__(self, bounds: BlockBounds) -> None:
         self.bounds = bounds
+        self.are_bounded = bool(bounds)
+        """Whether there are any generations."""
         self.now = 0
         """The time at which the fold began, in ms."""
         self.cut = 0
@@ -76,9 +78,6 @@ class Generations:
         self._last: dict[HolderName, int] = {}
         """The last epoch of each lasting name."""
         self._count: Counter[HolderName] = Counter()
-
-    def __bool__(self) -> bool:
-        return bool(self.bounds)
 
     # ---- holders -----------------------------------------------------------------------------------
 

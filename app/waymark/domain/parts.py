@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol, Self, TypeAlias, cast
+from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
 from waymark.base import native
 from waymark.domain.keys import KEY_BYTES, pack, unpack
@@ -181,7 +181,8 @@ _IN_PYTHON: Final = (list, tuple)
 
 def packed(parts: Sequence[Part]) -> PackedParts | None:
     """Return the parts, if they are the C module's; otherwise None."""
-    return None if isinstance(parts, _IN_PYTHON) else cast("PackedParts", parts)
+    packed_parts: Any = parts
+    return None if isinstance(parts, _IN_PYTHON) else packed_parts
 
 
 def joined(parts: Parts, second: Parts) -> Parts:

@@ -7,7 +7,7 @@ undoes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -100,7 +100,7 @@ class Planner:
         """
         plan = Plan()
         old_facts = self._facts.kept()
-        last_ids = {name.lasting: event_ids[h] for name, h in holders.items() if h in event_ids}
+        last_ids = {name.lasting: event_ids[h] for name, h in holders.items() if h in event_ids} if event_ids else {}
         for i, batch in enumerate(batches):
             if batch.publisher_id is not None:
                 self._facts.learn_publisher(batch.publisher_id)
@@ -111,23 +111,24 @@ class Planner:
                 self._find_clears(plan, i, batch, start, last_ids)
                 if len(batch.events) > _EVENTS_AT_ONCE:
                     yield
-        plan.ended = list(plan.last_clear)
-        staying = {name for name in holders if not any(name.is_of(unit) for unit in plan.ended)}
-        names = {name.lasting for name in staying}
-        if self._generations:
+        staying: Collection[HolderName] = holders
+        if plan.last_clear:
+            plan.ended = list(plan.last_clear)
+            staying = {name for name in holders if not any(name.is_of(unit) for unit in plan.ended)}
+        if self._generations.are_bounded:
             self._generations.begin_fold(lambda name: blocks_of(holders[name]) if name in staying else 0)
         for i, batch in enumerate(batches):
             if type(batch.events) is PlainEvents:
                 if batch.events.removal is not None:
                     self._facts.learn_removal(batch.events.removal)
                 if batch.events.store is not None:
-                    self._find_holder(plan, i, 0, batch, batch.events.store, batch.events.blocks, staying, names)
+                    self._find_holder(plan, i, 0, batch, batch.events.store, batch.events.blocks, staying)
             else:
                 for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
-                    self._find_holders(plan, i, batch, start, staying, names)
+                    self._find_holders(plan, i, batch, start, staying)
                     if len(batch.events) > _EVENTS_AT_ONCE:
                         yield
-            if self._generations:
+            if self._generations.are_bounded:
                 plan.epochs.append(dict(self._generations.epochs))
                 self._generations.end_batch()
         plan.facts_changed = old_facts != self._facts.kept()
@@ -171,15 +172,13 @@ class Planner:
         rank = self.rank(batch, event)
         return (rank,) if batch.publisher_id is None else tuple(_name(rank, medium) for medium in DEVICE)
 
-    def _find_holders(
-        self, plan: Plan, i: int, batch: Batch, start: int, staying: set[HolderName], names: set[HolderName]
-    ) -> None:
-        """Learn facts, and name the missing holders; ``staying`` ones exist already, under the lasting ``names``."""
+    def _find_holders(self, plan: Plan, i: int, batch: Batch, start: int, staying: Collection[HolderName]) -> None:
+        """Learn facts, and name the missing holders; ``staying`` ones exist already."""
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
             if isinstance(event, REMOVALS):
                 self._facts.learn_removal(event)
             else:
-                self._find_holder(plan, i, j, batch, event, None, staying, names)
+                self._find_holder(plan, i, j, batch, event, None, staying)
 
     def _find_holder(
         self,
@@ -189,8 +188,7 @@ class Planner:
         batch: Batch,
         event: StoreEvent | Cleared,
         hashes: int | None,
-        staying: set[HolderName],
-        names: set[HolderName],
+        staying: Collection[HolderName],
     ) -> None:
         """Learn the facts of one event, and name its holder if it has no name yet.
 
@@ -204,13 +202,12 @@ class Planner:
             return  # a standard stream's holder begins again at once: it keeps the event_id
         if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
             return
-        if self._generations:
+        if self._generations.are_bounded:
             count = 0 if isinstance(event, Cleared) else self._blocks(event, hashes)
             self._generations.store(self._lasting_name(batch, event), count)
             self.epochs = self._generations.epochs
         name = self.name(batch, event)
-        if name not in staying and name not in plan.begun and _has_room(name, names):
-            names.add(name.lasting)
+        if name not in staying and name not in plan.begun and _has_room(name, [*staying, *plan.begun]):
             plan.begun[name] = self._holder(batch, event)
 
     def _blocks(self, event: StoreEvent, hashes: int | None) -> int:
@@ -347,8 +344,9 @@ def hashes_known_before(event: StoreEvent) -> Sequence[int]:
     return parents if event.medium in DEVICE else [*parents, *event.engine_hashes]
 
 
-def _has_room(name: HolderName, names: set[HolderName]) -> bool:
-    """Return whether a holder may begin; ``names`` are the lasting names of all others."""
+def _has_room(name: HolderName, others: Iterable[HolderName]) -> bool:
+    """Return whether a holder may begin beside the others."""
+    names = {other.lasting for other in others}
     if name.lasting in names:
         return True
     if len(names) >= HOLDERS_MAX:

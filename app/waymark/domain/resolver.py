@@ -229,7 +229,7 @@ class Resolver(StreamBlocks):
         """Whether a batch may stand for several frames. It may not if generations begin and end with frames, and it
         would save nothing if its blocks go to a pool.
         """
-        return not (self.generations or self.is_shared)
+        return not (self.generations.are_bounded or self.is_shared)
 
     def plan(self, batches: Sequence[Batch]) -> Slices[Plan]:
         """Find the holders to end and begin, and the facts to keep. Learns flags and the main group on the way."""
@@ -277,10 +277,10 @@ class Resolver(StreamBlocks):
                 if frames > 1:
                     count = yield from self._plain.run_frames(progress, plan, index, seq, rest, self._slice)
                 if count < frames:
-                    yield from self._resolve_batch(progress, plan, index, rest.frame(count))
+                    yield from self._resolve_batch(progress, plan, index, rest if frames == 1 else rest.frame(count))
                     count += 1
                 parts = joined(parts, progress.parts.parts)
-                seq, rest = seq + count, rest.behind(count)
+                seq, rest = seq + count, None if count == frames else rest.behind(count)
         return parts
 
     def _resolve_batch(self, progress: BatchProgress, plan: Plan, index: int, batch: Batch) -> Slices[None]:
@@ -314,7 +314,7 @@ class Resolver(StreamBlocks):
         if progress.placed:
             yield from self._place_children(progress)
         # Objects that waited in a fold before come after the events of this one's first batch.
-        if not index:
+        if not index and self.objects:
             for holder, engine_hash in (yield from self._found()):
                 self._rules.objects.find(progress.parts, progress.position, holder, engine_hash)
                 progress.position += 1

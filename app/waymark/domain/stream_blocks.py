@@ -310,7 +310,8 @@ class StreamBlocks:
         contradictions = self.memory.take_contradictions()
         self.contradictions += contradictions
         is_contradicted = contradictions and self.memory.removes_once
-        if (is_contradicted or self._reports_all(parts, position)) and self._counts_copies:
+        reports_all = position >= REPORT_BLOCKS_MIN and self._reports_all(parts, position)
+        if (is_contradicted or reports_all) and self._counts_copies:
             self.doubts.add(COPIES_LAST)
         if COPIES_LAST in self.flags:
             for holder in self.holders.values():

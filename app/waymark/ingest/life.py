@@ -159,15 +159,15 @@ class Life:
         self._fold_hashes += _hashes_of(incoming)
         self.order.advance(incoming.last_seq, incoming.digest, incoming.batch.ts)
 
-    async def take(self, incoming: Incoming, following: Iterable[Frame | ReplayedBatch]) -> int:
+    async def take(self, incoming: Incoming, following: Iterable[Frame | ReplayedBatch] | None) -> int:
         """Put the next batch into the open fold, with those of the next frames that can be applied together with it.
 
-        ``following`` are the next frames, as far as they are in order. Return how many were taken with the batch. The
-        fold is applied before it needs a second call to Redis, and when its frames are large.
+        ``following`` are the next frames, as far as they are in order; None if there are none. Return how many were
+        taken with the batch. The fold is applied before it needs a second call to Redis, and when its frames are large.
         """
         if self._fold and self._fold_hashes + _hashes_of(incoming) > CALL_BLOCKS:
             await self.flush()
-        if self.applier.resolver.takes_frames:
+        if following is not None and self.applier.resolver.takes_frames:
             room, size = CALL_BLOCKS - self._fold_hashes, _FOLD_BYTES - self._fold_bytes
             incoming = await self.decoder.go_on(incoming, following, hashes_max=room, bytes_max=size)
         self.append(incoming)
@@ -280,7 +280,7 @@ class Life:
         All its batches must then be applied again, whatever their event_ids, and the age of no block may count.
         """
         resolver = self.applier.resolver
-        is_plain = not (resolver.is_shared or resolver.generations or resolver.traits.numbers_events)
+        is_plain = not (resolver.is_shared or resolver.generations.are_bounded or resolver.traits.numbers_events)
         can_prove = self.is_proven or seq <= self.proof[0]
         if self._stage is None or not (self.opening.has_gap(seq) and is_plain and can_prove):
             return None

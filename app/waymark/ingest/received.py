@@ -78,8 +78,14 @@ class ReceivedFrames:
         """Make the frame that was returned last the next one again."""
         self._taken.appendleft(frame)
 
-    def behind(self, frame: Frame) -> Iterator[Frame]:
-        """Yield the taken frames behind one that was read, as far as they are in order and of its topic; they stay."""
+    def behind(self, frame: Frame) -> Iterator[Frame] | None:
+        """Return the taken frames behind one that was read, as far as they are in order and of its topic; they stay.
+
+        None if there are none.
+        """
+        return self._behind(frame) if self._taken else None
+
+    def _behind(self, frame: Frame) -> Iterator[Frame]:
         seq = frame.seq
         for following in self._taken:
             seq += 1

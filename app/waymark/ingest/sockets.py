@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import zmq
 
@@ -31,8 +31,8 @@ PARTS_MAX = 4
 
 #: Parts of a longer message that one call throws away: they take as long as a few frames.
 _REST_PER_CALL = 8
-#: As a plain number: pyzmq's own is looked up and converted with each call.
-_NOBLOCK = int(zmq.NOBLOCK)
+#: As plain numbers: pyzmq's own are looked up and converted with each call.
+_NOBLOCK, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
 _NEVER_MILLISECONDS = 24 * 3600 * 1000
 _UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
 # The first such event ends a connection, or an attempt at one. If a name does not resolve, only the last one comes.
@@ -115,6 +115,12 @@ class MessageReader:
         """The number of calls that received anything."""
         self._socket = socket
         self._has_rest = False
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the next call receives anything."""
+        events: Any = self._socket.get(_EVENTS)
+        return bool(events & _READABLE)
 
     def receive(self) -> list[bytes]:
         """Receive a message; an empty list if only the rest of an earlier one was read. Raises zmq.Again."""

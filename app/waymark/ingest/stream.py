@@ -173,7 +173,7 @@ class Stream:
             or self._replaying.is_waiting
             or life.is_open
             or (self._snapshots is not None and life.wants_snapshot)
-            or bool(applier.resolver.generations)
+            or applier.resolver.generations.are_bounded
             or applier.pool_hashes.is_at_work
         )
         if is_busy:

@@ -203,8 +203,9 @@ class Subscriber:
         link = LiveConnection(self._context, self.endpoint, self._message_bytes_max)
         self._link = link
         self._subscribers.enter(link, read=self.read, refuse=self._refuse)
-        for descriptor in link.descriptors:
-            self._loop.add_reader(descriptor, self.read)
+        messages, monitor = link.descriptors
+        self._loop.add_reader(messages, self._read_messages)
+        self._loop.add_reader(monitor, self.read)
         self.read()
 
     def _close_link(self) -> None:
@@ -250,11 +251,22 @@ class Subscriber:
         self._pause = min(2 * self._pause, RECONNECT_SECONDS_MAX)
 
     def read(self) -> None:
-        """Read received frames, within the bounds of one read; the callback of both descriptors."""
+        """Read the monitor, and received frames within the bounds of one read; the callback of the monitor."""
+        link = self._link
+        if link is not None and not self._is_read_due:
+            self._read_monitor(link)
+            self._read_messages()
+
+    def _read_messages(self) -> None:
+        """Read received frames; the callback of the socket.
+
+        The monitor, which costs as much as a frame, is read only until it has reported the handshake.
+        """
         link = self._link
         if link is None or self._is_read_due:
             return
-        self._read_monitor(link)
+        if not link.is_up:
+            self._read_monitor(link)
         if self._read_frames(link):
             self._is_read_due = True
             LoopTurns.of_loop().call(self._read_on)
@@ -314,7 +326,9 @@ class Subscriber:
             receive = partial(link.messages.receive_within, buffer.has_room)
         size = 0
         try:
-            for _ in range(FRAMES_PER_READ):
+            for number in range(FRAMES_PER_READ):
+                if number == 1 and not link.messages.are_there:
+                    return False  # a lone frame: libzmq's error costs more than this question
                 parts = receive()
                 if parts is None:
                     buffer.dropped += 1

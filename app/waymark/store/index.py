@@ -73,7 +73,7 @@ class Index:
         worker has the stream; the caller then drops its state. Returns LOST if a shard has lost writes that it had
         acknowledged; the caller then ends the life. Raises StoreUnavailable.
         """
-        events: list[Arg] = [word for pair in (event_ids or {}).items() for word in pair]
+        events: list[Arg] = [word for pair in event_ids.items() for word in pair] if event_ids else []
         if grant.shards == 1:
             return await self._apply_shard(grant, 0, parts, moves, commit, events, hold, is_staged)
         for shares in shares_of(parts, grant.shards):

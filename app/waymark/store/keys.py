@@ -10,6 +10,8 @@ in the hash tag of a group; a tag with the name of a key begins with the prefix,
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import orjson
 
 from waymark.domain.names import GroupName, PublisherName
@@ -88,9 +90,12 @@ def use_prefix(prefix: str) -> None:
     INCARNATION = f"{root}birth"
     SNAPSHOTS = f"{root}snapshots"
     CONTROL = f"{root}control"
+    for function in (record, fence, engine, branches, block_prefix):
+        function.cache_clear()
 
 
-use_prefix("")
+# Each call of a worker has these names, and a name costs as much as its other words.
+_remembered = lru_cache(4096)
 
 
 def _tag(group_id: int, shard: int = 0) -> str:
@@ -101,6 +106,7 @@ def holders(group_id: int) -> str:
     return f"{_root}{_tag(group_id)}:holders"
 
 
+@_remembered
 def record(group_id: int, publisher: int) -> str:
     return f"{_root}{_tag(group_id)}:publisher:{publisher}"
 
@@ -113,14 +119,17 @@ def dead(group_id: int) -> str:
     return f"{_root}{_tag(group_id)}:dead"
 
 
+@_remembered
 def fence(group_id: int, shard: int) -> str:
     return f"{_root}{_tag(group_id, shard)}:fence"
 
 
+@_remembered
 def engine(group_id: int, shard: int, holder: int) -> str:
     return f"{_root}{_tag(group_id, shard)}:engine:{holder}"
 
 
+@_remembered
 def branches(group_id: int, shard: int) -> str:
     return f"{_root}{_tag(group_id, shard)}:branches"
 
@@ -251,6 +260,7 @@ def placements(group_id: int) -> str:
     return f"{_root}{_tag(group_id)}:placements"
 
 
+@_remembered
 def block_prefix(group_id: int, shard: int) -> bytes:
     """Return the beginning of the key of a row, a branch row or a single."""
     return f"{_root}{_tag(group_id, shard)}:".encode()
@@ -267,3 +277,6 @@ def group_field(group: GroupName) -> bytes:
 
 def publisher_field(name: PublisherName) -> bytes:
     return orjson.dumps(list(name) if name.socket else name.rank)
+
+
+use_prefix("")

@@ -52,6 +52,10 @@ class Verdict(StrEnum):
     APART = "apart"
 
 
+#: Asking the class is a call of Python.
+_VERDICTS = {verdict.encode(): verdict for verdict in Verdict}
+
+
 class Outcome(NamedTuple):
     verdict: Verdict
     numbers: tuple[int, ...]
@@ -188,7 +192,7 @@ class Scripts:
 
     async def _run(self, name: str, values: Mapping[str, Any]) -> Outcome:
         verdict, *numbers = await self._call(name, values)
-        return Outcome(Verdict(verdict.decode()), tuple(numbers))
+        return Outcome(_VERDICTS.get(verdict) or Verdict(verdict.decode()), tuple(numbers))
 
     async def _call(self, name: str, values: Mapping[str, Any]) -> Reply:
         """Return a script's raw reply, timed and counted. A call without a reply has the verdict ``none``.

@@ -15,7 +15,10 @@ import hiredis
 
 
 class PackedWords(Sequence[bytes]):
-    """Consecutive words of a command, as bulk strings."""
+    """Consecutive words of a command, as bulk strings.
+
+    It and ``MixedWords`` are compared by their types: of an abstract class ``isinstance`` is a call of Python.
+    """
 
     def __init__(self, count: int, packed: bytes) -> None:
         self.packed = packed
@@ -58,28 +61,21 @@ class MixedWords(Sequence[Any]):
 def packed_call(sha: str, keys: Sequence[Any], args: Sequence[Any]) -> bytes:
     """Return a call of a script, packed."""
     words: list[Any] = ["EVALSHA", sha, len(keys)]
-    packed = list[bytes]()
-    for piece in chain(_pieces(keys), _pieces(args)):
-        if isinstance(piece, PackedWords):
-            packed += _bulks(words), piece.packed
-            words = []
-        else:
-            words += piece
+    packed, count = list[bytes](), 3 + len(keys) + len(args)
+    for of in (keys, args):
+        for piece in of.pieces if type(of) is MixedWords else (of,):
+            if type(piece) is PackedWords:
+                packed += _bulks(words), piece.packed
+                words = []
+            else:
+                words += piece
     if not packed:
-        return _packed(words)
-    return b"".join((b"*%d\r\n" % (3 + len(keys) + len(args)), *packed, _bulks(words)))
-
-
-def _pieces(words: Sequence[Any]) -> Sequence[Sequence[Any]]:
-    return words.pieces if isinstance(words, MixedWords) else (words,)
+        command: bytes = hiredis.pack_command(tuple(words))
+        return command
+    return b"".join((b"*%d\r\n" % count, *packed, _bulks(words)))
 
 
 def _bulks(words: list[Any]) -> bytes:
     """Return words as bulk strings."""
-    command = _packed(words)
-    return command[command.index(b"\n") + 1 :]
-
-
-def _packed(words: list[Any]) -> bytes:
     command: bytes = hiredis.pack_command(tuple(words))
-    return command
+    return command[command.index(b"\n") + 1 :]
