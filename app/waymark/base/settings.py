@@ -265,7 +265,7 @@ class Settings(BaseModel):
     engine_keys: Annotated[dict[str, SecretStr], BeforeValidator(_split_keys)] = Field(default_factory=dict)
     """Keys of single engines or providers, by the host that gets them: `api.example.com=KEY,10.0.0.0/8=OTHER`."""
     engine_ca_file: str | None = None
-    """The PEM file with the CA that signs the certificates of engines; the default is the CAs of the system."""
+    """The PEM file with the CA of the engines' certificates, which is read again; the default is the system's CAs."""
     worker_id: str = Field(default_factory=_new_worker_id, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
     """The name of this ingest worker; no two running workers may have the same name."""
     lease_seconds: float = Field(8.0, ge=1, le=300)
