@@ -223,3 +223,9 @@ def test_a_port_that_cannot_be_opened(service: Answers) -> None:
         only = unwell(service, no_ports=False)
     assert (only.verdict, only.what) == ("warning", 'port of "b" rank 0')
     assert only.sentence.startswith(f"{closed} cannot be opened from this machine: connection refused")
+
+
+@pytest.mark.parametrize(("tenant", "flag"), [("default", ""), ("acme", " --tenant-id acme")])
+def test_the_command_that_ends_a_drain_names_the_tenant(service: Answers, tenant: str, flag: str) -> None:
+    service.publishers = [publisher_row("a", tenant_id=tenant, weight=0.0)]
+    assert f"'waymark drain a --resume{flag}' gives it requests again" in unwell(service).sentence

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 import socket
 import time
 from collections.abc import Iterator
@@ -14,10 +13,12 @@ from typing import Literal, NamedTuple, TypeAlias
 from waymark import __version__
 from waymark.base.errors import ServiceRefused, ServiceUnreachable
 from waymark.base.shown import shown
+from waymark.console.drain import way_back
 from waymark.console.publishers import UNUSABLE, drain_of
 from waymark.console.screen import ScreenPart, counted, joined, text
 from waymark.console.service import RemoteService, object_of
 from waymark.contract.publishers import Publisher, WorkersAnswer
+from waymark.domain.names import DEFAULT_TENANT
 from waymark.domain.status import StreamStatus
 
 FindingLevel: TypeAlias = Literal["ok", "warning", "failed"]
@@ -145,8 +146,8 @@ def _publishers(view: WorkersAnswer) -> Iterator[Finding]:
         yield Finding(verdict, f"engine {_name(publisher)}", f"{publisher.status}: {complaint}")
     for publisher in view.publishers:
         if drain := drain_of(publisher):
-            name = shlex.quote(publisher.instance_id)
-            sentence = f"{drain}: it gets no new requests; 'waymark drain {name} --resume' gives it requests again"
+            tenant = None if publisher.tenant_id == DEFAULT_TENANT else publisher.tenant_id
+            sentence = f"{drain}: it gets no new requests; {way_back(publisher.instance_id, tenant)}"
             yield Finding("warning", f"engine {_name(publisher)}", sentence)
     if not unwell:
         yield Finding("ok", "engines", f"nothing is wrong with {counted(len(view.publishers), 'stream')}")

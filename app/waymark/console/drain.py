@@ -245,8 +245,13 @@ def left_as(service: RemoteService, arguments: argparse.Namespace) -> str:
 
 
 def _resume(arguments: argparse.Namespace) -> str:
-    tenant = ("--tenant-id", arguments.tenant_id) if arguments.tenant_id else ()
-    words = shlex.join(["waymark", "drain", arguments.engine, "--resume", *tenant])
+    return way_back(arguments.engine, arguments.tenant_id)
+
+
+def way_back(engine: str, tenant: str | None) -> str:
+    """Return the part of a sentence that says how a drained engine gets requests again."""
+    flag = ("--tenant-id", tenant) if tenant else ()
+    words = shlex.join(["waymark", "drain", engine, "--resume", *flag])
     return f"'{words}' gives it requests again"
 
 
