@@ -32,6 +32,10 @@ GOOD: dict[str, list[dict[str, Any]]] = {
     "/in-pieces": [START | {"headers": []}, BODY | {"more_body": True}, BODY],
     "/in-pieces-and-an-empty-end": [START, BODY | {"more_body": True}, {"type": "http.response.body"}],
     "/pieces-of-a-length": [START | {"headers": [(b"content-length", b"4")]}, BODY | {"more_body": True}, BODY],
+    "/closes-and-says-so-elsewhere": [
+        START | {"headers": [LENGTH_2, (b"x-connection", b"close"), (b"connection", b"close"), (b"x-note", b"a")]},
+        BODY,
+    ],
     "/closes": [START | {"headers": [LENGTH_2, (b"connection", b"close")]}, BODY],
 }
 #: What breaks a rule before anything is on the wire.

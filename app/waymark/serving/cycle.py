@@ -316,7 +316,8 @@ class RequestCycle:
                 raise RuntimeError("the server decides how an answer is framed; leave out transfer-encoding")
             elif name == b"connection":
                 self.keep_alive = False
-                head = head.replace(b"connection: %b\r\n" % value, b"")
+                lines.remove(b"connection: %b\r\n" % value)
+                head = b"".join(lines)
         status: int = message["status"]
         if status in _WITHOUT_BODY or self.scope["method"] == "HEAD":
             self._left = 0
