@@ -173,7 +173,11 @@ async def test_a_service_that_is_not_there_is_named(tmp_path: Path) -> None:
         (ChatPrompt([{"role": 1, "content": "x"}]), "cannot be sent"),
         (ChatPrompt([{"role": "user", "content": 1}]), "cannot be sent"),
         (ChatPrompt([{"role": "user", "content": [{"type": "video_url"}]}]), "video"),
+        (ChatPrompt([{"role": "user", b"x": 1, "name": "a"}]), "has "),
         (ChatPrompt([], tools=["x"]), "without a function"),
+        # A msgpack body may have bytes, which are no JSON.
+        (ChatPrompt([], tools=[{"function": {"name": "f", "parameters": {"a": b"x"}}}]), "tools cannot be sent"),
+        (ChatPrompt([], template_kwargs={"a": b"x"}), "chat_template_kwargs cannot be sent"),
         (ChatPrompt([], add_special_tokens=True), "add_special_tokens"),
         (TextPrompt("a", truncation=Truncation(1)), "truncate_prompt_tokens"),
         (TextPrompt("\ud800"), "cannot be sent"),

@@ -167,7 +167,7 @@ class UdsTokenizer:
                 field="add_special_tokens",
             )
         if prompt.template_kwargs:
-            fields["chat_template_kwargs"] = json.dumps(dict(prompt.template_kwargs))
+            fields["chat_template_kwargs"] = _json(dict(prompt.template_kwargs), "chat_template_kwargs")
         return _made("RenderChatCompletionRequest", fields, "messages")
 
     def _items(self, features: Any) -> PromptItems:
@@ -192,16 +192,26 @@ def _made(name: str, fields: Mapping[str, Any], field: str) -> Any:
     try:
         return CLASSES[name](**fields)
     except (TypeError, ValueError) as error:
-        raise InvalidValue(
-            f"{field} cannot be sent to a tokenizer service: {str(error)[:100]}; send texts", field=field
-        ) from None
+        raise _unsendable(field, error) from None
+
+
+def _json(value: Any, field: str) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:  # a msgpack body may have bytes
+        raise _unsendable(field, error) from None
+
+
+def _unsendable(field: str, error: Exception) -> InvalidValue:
+    sentence = f"{field} cannot be sent to a tokenizer service: {str(error)[:100]}; send texts"
+    return InvalidValue(sentence, field=field)
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
     """Return a message in the service's form, which has a role, and a text or parts."""
     if not isinstance(message, Mapping):
         raise _unfit(index, "is no object; send role and content")
-    dropped_fields = sorted(name for name in message.keys() - {"role", "content"} if message[name])
+    dropped_fields = sorted(str(name) for name in message.keys() - {"role", "content"} if message[name])
     if dropped_fields:
         raise _unfit(index, f"has {dropped_fields[0]}, for which the interface of the tokenizer service has no field")
     content = message.get("content")
@@ -228,7 +238,7 @@ def _tool(tool: Any) -> dict[str, Any]:
         raise InvalidValue("tools has an element without a function; send type and function", field="tools")
     fields = {name: function[name] for name in ("name", "description", "strict") if function.get(name) is not None}
     if function.get("parameters") is not None:
-        fields["parameters_json"] = json.dumps(function["parameters"])
+        fields["parameters_json"] = _json(function["parameters"], "tools")
     return {"type": tool.get("type", "function"), "function": fields}
 
 
