@@ -35,7 +35,7 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
-EXAMPLES = 4
+EXAMPLES = 2
 #: As released, a model without a worker is a 503 here.
 WITHOUT_WORKER = {"/dynamo/select", "/dynamo/select_and_reserve", "/dynamo/overlap_scores", "/dynamo/potential_loads"}
 REGISTER = {"type": "vLLM", "endpoint": "tcp://127.0.0.1:9", "model": "m", "instance_id": "1", "block_size": 2}

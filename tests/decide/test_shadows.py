@@ -107,7 +107,7 @@ async def test_a_decision_without_targets_or_of_another_policy_is_decided_again_
 async def test_compare_ranks_policies_as_a_simulation_of_each_does() -> None:
     """What the run of one policy says of others that decided nothing is what their own runs show, whoever decides."""
     made_up = conversations(3, open_at_once=24, system_tokens=1024, turn_tokens=(64, 400))
-    prompts = [next(made_up) for _ in range(300)]
+    prompts = [next(made_up) for _ in range(150)]
     by_load = Shadow("by-load.yaml", PolicyChoice.of(read_picker_config(BY_LOAD)))
     shadows = [*(Shadow(name, PolicyChoice.of(PRESETS[name])) for name in ("lmetric", "dynamo")), by_load]
     runs = {shadow.name: await play(shadow.policy, prompts) for shadow in shadows}

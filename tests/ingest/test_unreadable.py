@@ -51,7 +51,7 @@ JUNK = {
     "nan": b"nan",
 }
 #: To make as many publishers as there are places takes seconds, so several kinds of junk come after each other.
-SCENES = 4
+SCENES = 2
 
 
 @dataclass
