@@ -14,12 +14,14 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from functools import cache
 from pathlib import Path
 
 import certifi
 import pytest
 from fakeredis import FakeAsyncRedis, FakeServer
 from redis import Redis as SyncRedis
+from redis import utils as redis_utils
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
@@ -56,6 +58,14 @@ def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     path.write_text(first + end, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(certifi, "where", lambda: str(path))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_version() -> Iterator[None]:
+    """redis-py reads its own version from the file of its package for each connection, which takes a millisecond."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redis_utils, "get_lib_version", cache(redis_utils.get_lib_version))
         yield
 
 
