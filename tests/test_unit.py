@@ -136,9 +136,9 @@ def test_it_leaves_out_directories_and_marked_tests() -> None:
 @pytest.mark.parametrize(
     ("is_unit", "is_random", "tried"),
     [
-        (True, False, (10, 40, 7)),
+        (True, False, (10, 40, 4)),
         (True, True, (10, 40, 30)),
-        (False, False, (10, 100, 7)),
+        (False, False, (10, 50, 4)),
         (False, True, (15, 400, 30)),
     ],
 )

@@ -38,15 +38,16 @@ OUTSIDE_FIXTURES = {"free_port", "redis_socket", "redis_url", "silent_port"}
 #: The mark of a file in which every test is outside or slow.
 WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(outside|slow)$", re.MULTILINE)
 #: How many examples a property is tried with that does not say it itself.
-UNIT_EXAMPLES, WHOLE_EXAMPLES, RANDOM_EXAMPLES = 10, 25, 100
+UNIT_EXAMPLES, WHOLE_EXAMPLES, RANDOM_EXAMPLES = 10, 12, 100
 #: The part of the examples of a property that says how many it needs, and of the random histories of a test.
-UNIT_PART, WHOLE_PART = 10, 4
+UNIT_PART, WHOLE_PART = 10, 8
 #: How many random histories of a test are among the unit tests, and how many are in the suite at least.
 UNIT_SEEDS = 4
 #: Another run looks for other examples, and has them all.
 _is_random = "WAYMARK_TEST_RANDOM" in os.environ
-#: Test processes for each processor: most tests wait for other processes. And at most so many, for the memory's sake.
-_PER_PROCESSOR, _PROCESSES_MAX = 3, 8
+#: Test processes for each processor: many tests wait for other processes. With three a run took longer, because each of
+#: them collects all tests and the processors are in use already. And at most so many, for the memory's sake.
+_PER_PROCESSOR, _PROCESSES_MAX = 2, 8
 _FORBIDDEN = {"socket.bind": "binds a socket", "socket.connect": "connects", "subprocess.Popen": "starts a process"}
 _is_in_test = False
 _is_unit = False
