@@ -56,14 +56,13 @@ class Row:
     def __str__(self) -> str:
         return " ".join(filter(None, (self.key, self.field, self.value)))
 
-    def matches(self, key: str, kind: str, runs_out: bool, field: str, value: str) -> bool:
+    def is_of(self, key: str, kind: str, runs_out: bool) -> bool:
         return (
-            kind == self.type.removesuffix(", PX")
-            and runs_out == self.type.endswith(", PX")
-            and _fits(self.key, key)
-            and _fits(self.field, field)
-            and _fits(self.value, value)
+            kind == self.type.removesuffix(", PX") and runs_out == self.type.endswith(", PX") and _fits(self.key, key)
         )
+
+    def has(self, field: str, value: str) -> bool:
+        return _fits(self.field, field) and _fits(self.value, value)
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,21 @@ class KeyTable:
             rows.append(Row(key, kind, _quoted(cells[2]), _quoted(cells[3]), written, removed))
         return cls(tuple(rows))
 
-    def row_of(self, *fact: Any) -> Row | None:
-        return next((row for row in self.rows if row.matches(*fact)), None)
+    def row_of(self, key: str, kind: str, runs_out: bool, field: str, value: str) -> Row | None:
+        return next((row for row in self.rows if row.is_of(key, kind, runs_out) and row.has(field, value)), None)
 
     def strangers(self, held: Held) -> list[str]:
         """What is held and is in no row."""
-        return [" ".join(map(str, fact)) for fact in facts(held) if self.row_of(*fact) is None]
+        found: list[str] = []
+        rows: dict[tuple[str, str, bool], list[Row]] = {}
+        """Of a key, which may have many fields."""
+        for key, kind, runs_out, field, value in facts(held):
+            of = key, kind, runs_out
+            if of not in rows:
+                rows[of] = [row for row in self.rows if row.is_of(*of)]
+            if not any(row.has(field, value) for row in rows[of]):
+                found.append(f"{key} {kind} {runs_out} {field} {value}")
+        return found
 
 
 def facts(held: Held) -> Iterator[tuple[str, str, bool, str, str]]:
