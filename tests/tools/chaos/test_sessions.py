@@ -31,7 +31,7 @@ from tools.chaos.trace import Trace
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [700])
 def test_every_answer_is_the_models_whatever_breaks(seed: int) -> None:
-    outcome, found = run(Options(seed, seconds=math.inf, rounds=1))
+    outcome, found = run(Options(seed, seconds=math.inf, rounds=1, batches=40))
     assert not found, "\n".join(found)
     assert outcome.rounds == 2
     assert outcome.answers > 0
