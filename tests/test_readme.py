@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.patience import patient
+from tests import forked
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -28,13 +27,12 @@ def test_the_readme_has_at_most_150_lines() -> None:
 
 
 @pytest.mark.outside
-def test_the_readme_shows_what_the_demo_prints() -> None:
+async def test_the_readme_shows_what_the_demo_prints() -> None:
     shown = re.search(r"prints the table below\. .*?\n\n```\n(.*?)```", README, re.MULTILINE | re.DOTALL)
     assert shown is not None
-    command = [sys.executable, "-m", "waymark", "demo"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(60.0))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines() == shown[1].strip().splitlines()
+    code, printed, said = await forked.run(["demo"], dict(os.environ), ROOT)
+    assert code == 0, said
+    assert printed.strip().splitlines() == shown[1].strip().splitlines()
 
 
 def test_the_first_screen_says_what_it_is_worth_with_the_figures_of_the_pages_that_measured_it() -> None:
