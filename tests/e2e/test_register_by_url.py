@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,38 +11,42 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.conftest import wait_until
 from tests.live import start
-from tests.patience import patient, within
+from tests.patience import patient
 
 pytestmark = pytest.mark.outside
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
+
+
 @asynccontextmanager
-async def simulate(*flags: str) -> AsyncIterator[list[str]]:
-    """``waymark simulate`` as a process; the URLs of its engines."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "waymark", "simulate", "--base-port", "0", "--http-port", "0", "--stay", *flags),
-        stdout=asyncio.subprocess.PIPE,
-    )
+async def simulate(log: Path, *flags: str) -> AsyncIterator[list[str]]:
+    """``waymark simulate`` as a process; the URLs of its two engines."""
+    words = ["simulate", "--base-port", "0", "--http-port", "0", "--stay", *flags]
+    with log.open("wb") as output:
+        process = forked.start(words, environment(), output, ROOT)
+
+    def urls() -> list[str]:
+        assert process.poll() is None, log.read_text()
+        return re.findall(r"(http://[\d.:]+).*\n", log.read_text())
+
     try:
-        assert process.stdout is not None
-        urls: list[str] = []
-        async with within(60):
-            while len(urls) < 2:
-                line = (await process.stdout.readline()).decode()
-                assert line, "waymark simulate has ended"
-                urls += re.findall(r"http://[\d.:]+", line)
-        yield urls
+        await wait_until(lambda: len(urls()) == 2, "two engines have URLs", 60)
+        yield urls()
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+        process.kill()
+        process.wait()
 
 
 async def waymark(*words: str) -> tuple[int, str]:
     """A command as a process: its exit code and all that it printed."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
-    code, output, error = await forked.run(words, environ, Path(__file__).parents[2])
+    code, output, error = await forked.run(words, environment(), ROOT)
     return code, output + error
 
 
@@ -64,7 +66,7 @@ async def test_two_engines_are_registered_and_their_blocks_are_there(
         "--lora-names",
         "sql",
     )
-    async with start("serve", redis_url, tmp_path / "log") as live, simulate(*flags) as urls:
+    async with start("serve", redis_url, tmp_path / "log") as live, simulate(tmp_path / "engines", *flags) as urls:
         for url in urls:
             code, said = await waymark("register", url, "--url", live.url, "--wait-seconds", str(patient(30)))
             assert code == 0, said
@@ -94,7 +96,7 @@ async def test_what_is_no_engine_is_a_sentence(redis_url: str, tmp_path: Path) -
 async def test_a_registration_that_no_worker_reads_says_so(redis_url: str, tmp_path: Path) -> None:
     async with (
         start("query", redis_url, tmp_path / "log") as live,
-        simulate("--engines", "2", "--prompts", "0") as (url, *_),
+        simulate(tmp_path / "engines", "--engines", "2", "--prompts", "0") as (url, *_),
     ):
         code, said = await waymark("register", url, "--url", live.url)
         assert code == 1, said
