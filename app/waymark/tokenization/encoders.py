@@ -105,8 +105,8 @@ class TokenizerProcess:
         self._places = places or EncoderPlaces()
         self._place = EncoderPlace()
         with self._places.taken(self._place):
-            _, opened = self._open()
-        self.tokens, self.peculiar = opened.tokens, opened.peculiar
+            _, content = self._open()
+        self.tokens, self.peculiar = content.tokens, content.peculiar
         """The added tokens at which texts are split, with their ids, and those that match in ways of their own."""
 
     def encoded_first(self, texts: Sequence[str], *, adds: bool = False) -> list[bytes]:
@@ -217,16 +217,16 @@ class TokenizerProcess:
             process.end()
             raise self._unusable(answer.decode("utf-8", "replace"))
         try:
-            opened = _OpenedFile.of(answer)
+            content = _OpenedFile.of(answer)
         except ValueError as error:
             process.end()
             raise self._unusable(str(error)) from None
-        if self._digest not in ("", opened.digest):
+        if self._digest not in ("", content.digest):
             process.end()
             raise TokenizerChanged(f"{self._path} has changed since it was opened; try again in a moment")
-        self._digest = opened.digest
+        self._digest = content.digest
         self._place.process = process
-        return process, opened
+        return process, content
 
     def _asked_in_thread(
         self, process: ChildProcess, request: bytes, number: int, answer_max: int
