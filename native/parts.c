@@ -144,6 +144,56 @@ static PartBlock *read_blocks(PyObject *slots, PyObject *hashes, size_t *count)
     return blocks;
 }
 
+/* What is said of blocks in the arguments of `add` and `add_block`, besides their place. 0 with an exception. */
+static int read_part(PyObject *kind, PyObject *holder, PyObject *is_known, PyObject *is_identity, PyObject *parent,
+                     PyObject *copies, PyObject *waits, Part *part)
+{
+    Py_ssize_t length;
+    const char *letter = PyUnicode_AsUTF8AndSize(kind, &length);
+    if (letter == NULL)
+        return 0;
+    if (length != 1 || !PyBytes_Check(copies)) {
+        PyErr_Format(PyExc_ValueError, "the kind of a part is one character, and copies are bytes");
+        return 0;
+    }
+    part->kind = *letter;
+    part->holder = PyLong_AsUnsignedLongLong(holder);
+    part->is_known = is_known == Py_True;
+    part->is_identity = is_identity == Py_True;
+    part->has_parent = parent != Py_None;
+    part->parent = PyErr_Occurred() || !part->has_parent ? 0 : PyLong_AsUnsignedLongLong(parent);
+    part->waits = waits == Py_True;
+    return !PyErr_Occurred();
+}
+
+/* add_block(kind: str, holder: int, position: int, spot: Spot, engine_hash: int, is_known: bool, is_identity: bool,
+ *           parent: int | None, copies: bytes, waits: bool) -> None
+ */
+static PyObject *parts_add_block(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    Part part = {0};
+    PartBlock block = {0};
+    if (!has_arguments("add_block", nargs, 10))
+        return NULL;
+    if (!PyTuple_Check(args[3]) || PyTuple_Size(args[3]) != 4)
+        return PyErr_Format(PyExc_TypeError, "a spot is place, namespace, depth and key, not %R", args[3]);
+    if (!read_part(args[0], args[1], args[5], args[6], args[7], args[8], args[9], &part) ||
+        !read_place(PyTuple_GetItem(args[3], 0), &part.head, &part.branch, &part.place_kind))
+        return NULL;
+    const int64_t position = PyLong_AsLongLong(args[2]);
+    part.namespace = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(PyTuple_GetItem(args[3], 1));
+    const size_t depth = PyErr_Occurred() ? 0 : PyLong_AsSize_t(PyTuple_GetItem(args[3], 2));
+    block.key = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(PyTuple_GetItem(args[3], 3));
+    block.hash = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[4]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (depth >= DEPTHS)
+        return PyErr_Format(PyExc_ValueError, "the depth is %zu; one in a piece is less than %d", depth, DEPTHS);
+    block.depth = (uint8_t)depth;
+    PyObject *copies = PyBytes_Size(args[8]) > 0 ? args[8] : NULL;
+    return add_to_parts((Parts *)self, &part, position, &block, 1, copies) ? Py_NewRef(Py_None) : NULL;
+}
+
 /* add(kind: str, holder: int, position: int, place: Place, namespace: int, slots: bytes, hashes: bytes,
  *     is_known: bool, is_identity: bool, parent: int | None, copies: bytes, waits: bool) -> None
  */
@@ -151,25 +201,12 @@ static PyObject *parts_add(PyObject *self, PyObject *const *args, Py_ssize_t nar
 {
     Parts *parts = (Parts *)self;
     Part part = {0};
-    Py_ssize_t length;
-    if (!has_arguments("add", nargs, 12))
+    if (!has_arguments("add", nargs, 12) ||
+        !read_part(args[0], args[1], args[7], args[8], args[9], args[10], args[11], &part) ||
+        !read_place(args[3], &part.head, &part.branch, &part.place_kind))
         return NULL;
-    const char *kind = PyUnicode_AsUTF8AndSize(args[0], &length);
-    if (kind == NULL)
-        return NULL;
-    if (length != 1 || !PyBytes_Check(args[10]))
-        return PyErr_Format(PyExc_ValueError, "the kind of a part is one character, and copies are bytes");
-    part.kind = *kind;
-    part.holder = PyLong_AsUnsignedLongLong(args[1]);
-    const int64_t position = PyErr_Occurred() ? 0 : PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred() || !read_place(args[3], &part.head, &part.branch, &part.place_kind))
-        return NULL;
-    part.namespace = PyLong_AsUnsignedLongLong(args[4]);
-    part.is_known = args[7] == Py_True;
-    part.is_identity = args[8] == Py_True;
-    part.has_parent = args[9] != Py_None;
-    part.parent = PyErr_Occurred() || !part.has_parent ? 0 : PyLong_AsUnsignedLongLong(args[9]);
-    part.waits = args[11] == Py_True;
+    const int64_t position = PyLong_AsLongLong(args[2]);
+    part.namespace = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[4]);
     if (PyErr_Occurred())
         return NULL;
     size_t count;
@@ -416,6 +453,9 @@ static PyMethodDef parts_methods[] = {
     METHOD("add", parts_add, METH_FASTCALL,
            "add($self, kind, holder, position, place, namespace, slots, hashes, is_known, is_identity, parent, copies, "
            "waits, /)\n--\n\nBlocks at consecutive positions."),
+    METHOD("add_block", parts_add_block, METH_FASTCALL,
+           "add_block($self, kind, holder, position, spot, engine_hash, is_known, is_identity, parent, copies, waits, /)\n--\n\n"
+           "One block."),
     METHOD("end", parts_end, METH_FASTCALL,
            "end($self, start, parts_max, blocks_max, /)\n--\n\nThe end of the parts that go together."),
     METHOD("shares", parts_shares, METH_O, "shares($self, shards, /)\n--\n\nEach wave, as the parts of its shards."),

@@ -5,7 +5,7 @@
 
 #include "bytes.h"
 
-enum { SLOT_CHARS = 17, HEX_DIGITS = 16 };
+enum { SLOT_CHARS = 17, HEX_DIGITS = 16, DEPTHS = 32 };
 
 static const char depth_digits[] = "0123456789abcdefghijklmnopqrstuv";
 
@@ -32,7 +32,7 @@ static inline void write_hex(char *at, uint64_t number)
 static inline void write_slot(char *at, uint64_t key, unsigned depth)
 {
     write_hex(at, key);
-    at[HEX_DIGITS] = depth_digits[depth & 31];
+    at[HEX_DIGITS] = depth_digits[depth & (DEPTHS - 1)];
 }
 
 /* The digit of a character, up to 31; -1 where it is none. */

@@ -57,6 +57,7 @@ class Tables:
         self.places = loops.Places(Place, Spot)
         self.known, self.gone = loops.KnownBlocks(self.places, True), loops.KnownBlocks(self.places, False)
         self.parts = loops.Parts(Part, Place, 1)
+        self.waves = loops.Waves(2)
 
     def fill(self, count: int) -> list[int]:
         """That many blocks, each at a place of its own; their engine hashes."""
@@ -74,7 +75,7 @@ class Tables:
     def run(
         self, events: Any, *, at: int = 0, position: int = 1, piece_blocks: int = 32, following: Sequence[Any] = ()
     ) -> Any:
-        rest: tuple[Any, ...] = ({}, piece_blocks, (self.gone,), {}, True, True, list(following))
+        rest: tuple[Any, ...] = ({}, piece_blocks, (self.gone,), {}, True, True, list(following), self.waves)
         return self.known.run(events, at, position, 10**6, self.parts, 7, 7, 0, *rest)
 
     def add(self, position: int, copies: bytes = b"") -> Any:
@@ -329,6 +330,41 @@ def test_a_part_grows_to_64_blocks(tables: Tables) -> None:
     assert [part.count for part in tables.parts] == [64, 64, 2]
 
 
+@pytest.mark.parametrize(
+    ("spot", "copies", "error"),
+    [
+        ((Place(5), 0, 32, 7), b"", ValueError),
+        ((Place(5), 0, -1, 7), b"", OverflowError),
+        ((Place(5), 0, 0, 2**64), b"", OverflowError),
+        ((Place(5), -1, 0, 7), b"", OverflowError),
+        ((Place(5), 0, 0), b"", TypeError),
+        ([Place(5), 0, 0, 7], b"", TypeError),
+        (((5, None), 0, 0, 7), b"", TypeError),
+        ((Place(5), 0, 0, 7), "2", ValueError),
+    ],
+)
+def test_a_block_that_does_not_fit_is_not_added(tables: Tables, spot: Any, copies: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        tables.parts.add_block("+", 7, 1, spot, 9, True, False, None, copies, False)
+    assert len(tables.parts) == tables.parts.blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("shards", "error"), [(0, ValueError), (257, ValueError), (-1, OverflowError), ("2", TypeError)]
+)
+def test_waves_have_a_number_of_shards(loops: native.NativeFunctions, shards: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        loops.Waves(shards)
+
+
+@pytest.mark.parametrize("blocks", [[2**64], ["7"], 7])
+def test_a_block_of_a_wave_is_a_number_of_64_bits(tables: Tables, blocks: Any) -> None:
+    for call in (tables.waves.first_that_waits, tables.waves.leave, tables.waves.store):
+        with pytest.raises((OverflowError, TypeError)):
+            call(blocks, Place(1))
+    assert not tables.waves.has_left
+
+
 @pytest.mark.parametrize("number", ["7", 7.5, None])
 def test_a_hash_that_is_no_number_is_refused_whatever_its_parent(tables: Tables, number: object) -> None:
     for parent in (None, 5):
@@ -478,6 +514,7 @@ def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Nat
             True,
             True,
             [(2, read(loops, EVENTS))],
+            tables.waves,
         )
         row = b"78" * 8 + b"0 17:1"
         return [
@@ -486,6 +523,10 @@ def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Nat
             (known.take, hashes, beside, {}),
             (known.run, *run),
             (tables.add, 50, b"1"),
+            (parts.add_block, "-", 7, 2**20, (Place(5), 0, 1, 7), 9, True, False, None, b"1", True),
+            (tables.waves.use, 2**40, Place(1)),
+            (tables.waves.leave, range(100), Place(2)),
+            (parts.shares, 2),
             (list, parts),
             (parts.pack, 0, len(parts), b"wm:"),
             (list, events),
@@ -496,6 +537,7 @@ def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Nat
             (loops.Places, Place, Spot),
             (loops.KnownBlocks, tables.places, True),
             (loops.Parts, Part, Place, 1),
+            (loops.Waves, 2),
             (loops.hash_blocks, tokens, 1, 7, None, 0),
             (loops.cut, b'{"t":[1,2]}', b'"t"', 9),
             (loops.piece_runs, b"x" * 8, [row, row]),

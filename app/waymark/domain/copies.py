@@ -33,8 +33,9 @@ class BlockCopies:
         # An entry with this word says that the engine hash is the seq_hash. If it is one of the engine hashes, all of
         # them are named here, the first one, too.
         hashes = self.hashes if SAME_HASH in self.hashes else self.hashes[1:]
-        further = b"".join([b" %016x" % engine_hash for engine_hash in hashes])
-        return NO_COPIES if self.copies < 2 and not further else b"%d%b" % (self.copies, further)
+        if not hashes:
+            return NO_COPIES if self.copies < 2 else b"%d" % self.copies
+        return b"%d%b" % (self.copies, b"".join([b" %016x" % engine_hash for engine_hash in hashes]))
 
 
 class HolderCopies:
@@ -69,7 +70,7 @@ class HolderCopies:
         first = self._known.first(key)
         assert first is not None
         several = self.several.get(key) or BlockCopies(1, [first])
-        old_text = several.text
+        text_before = several.text
         is_restored = counts and several.is_left and not self.are_removed_each
         self.contradictions += is_restored
         self.restored += is_restored
@@ -78,13 +79,14 @@ class HolderCopies:
         if engine_hash not in several.hashes:
             several.hashes.append(engine_hash)
             self._known.name(engine_hash, key)
-        if several.text == old_text:
+        text = several.text
+        if text == text_before:
             return first, UNCHANGED
-        if several.text == NO_COPIES:
+        if text == NO_COPIES:
             del self.several[key]
         else:
             self.several[key] = several
-        return first, several.text
+        return first, text
 
     def take(self, key: int, copies_left: int | None, *, counts: bool) -> BlockCopies | None:
         """Take one copy of a block that the holder has. Return the rest, or None if the block has no copy left.

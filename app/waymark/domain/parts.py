@@ -158,6 +158,22 @@ class PackedParts(Sequence[Part]):
     ) -> None:
         """``PartList.add_packed``, with every argument given."""
 
+    def add_block(
+        self,
+        kind: PartKind,
+        holder: int,
+        position: int,
+        spot: tuple[Place, int, int, int],
+        engine_hash: int,
+        is_known: bool,
+        is_identity: bool,
+        parent: int | None,
+        copies: bytes,
+        waits: bool,
+        /,
+    ) -> None:
+        """``PartList.add_block``, with every argument given."""
+
     def end(self, start: int, parts_max: int, blocks_max: int, /) -> int:  # type: ignore[empty-body]
         """Return the end of the parts from ``start`` on that fit both bounds; at least one part fits."""
 
@@ -252,13 +268,33 @@ class PartList:
         is_known: bool = False,
         is_identity: bool = False,
         parent: int | None = None,
+        waits: bool = False,
+    ) -> None:
+        """Add blocks at consecutive positions, the first at ``position``."""
+        slots = b"".join([b"%016x%c" % (key, DEPTHS[depth]) for key, depth in zip(keys, depths, strict=True)])
+        copies = UNCHANGED
+        self.add_packed(
+            kind, holder, position, place, namespace, slots, pack(hashes), is_known, is_identity, parent, copies, waits
+        )
+
+    def add_block(
+        self,
+        kind: PartKind,
+        holder: int,
+        position: int,
+        spot: tuple[Place, int, int, int],
+        engine_hash: int,
+        is_known: bool = False,
+        is_identity: bool = False,
+        parent: int | None = None,
         copies: bytes = UNCHANGED,
         waits: bool = False,
     ) -> None:
-        """Add blocks at consecutive positions, the first at ``position``; ``copies`` is for a single block only."""
-        slots = b"".join([b"%016x%c" % (key, DEPTHS[depth]) for key, depth in zip(keys, depths, strict=True)])
+        """Add a block; ``spot`` is a ``Spot``: its place, namespace, depth and key."""
+        place, namespace, depth, key = spot
+        slots, hashes = b"%016x%c" % (key, DEPTHS[depth]), pack((engine_hash,))
         self.add_packed(
-            kind, holder, position, place, namespace, slots, pack(hashes), is_known, is_identity, parent, copies, waits
+            kind, holder, position, place, namespace, slots, hashes, is_known, is_identity, parent, copies, waits
         )
 
     def add_packed(
@@ -337,6 +373,21 @@ class _PackedPartList(PartList):
         self._packed.add(
             kind, holder, position, place, namespace, slots, hashes, is_known, is_identity, parent, copies, waits
         )
+
+    def add_block(
+        self,
+        kind: PartKind,
+        holder: int,
+        position: int,
+        spot: tuple[Place, int, int, int],
+        engine_hash: int,
+        is_known: bool = False,
+        is_identity: bool = False,
+        parent: int | None = None,
+        copies: bytes = UNCHANGED,
+        waits: bool = False,
+    ) -> None:
+        self._packed.add_block(kind, holder, position, spot, engine_hash, is_known, is_identity, parent, copies, waits)
 
 
 def _has_slot(slots: bytes, key: bytes) -> bool:

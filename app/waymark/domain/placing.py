@@ -300,24 +300,21 @@ class Placer:
         else:
             counts = mode == "count" and not is_reused
             first, copies = copies_of.store_again(engine_hash, spot.key, counts=counts, replaces=mode == "all")
-        parts.add(
+        parts.add_block(
             "+",
             holder,
             offset,
-            here.place,
-            here.namespace,
-            [here.key],
-            [here.depth],
-            [first],
-            is_known=same_block is not None,
-            is_identity=is_identity and first == here.seq_hash,
-            parent=previous.key if spot.depth and previous is not None else None,
-            copies=copies,
-            waits=waits,
+            here,
+            first,
+            same_block is not None,
+            is_identity and first == here.seq_hash,
+            previous.key if spot.depth and previous is not None else None,
+            copies,
+            waits,
         )
         if self._waves.is_needed and here.place.is_single != spot.place.is_single:
             # Once the block has left, a worker that takes over looks at the shard of ``spot`` for whether this is done.
-            parts.add("*", holder, offset, spot.place, spot.namespace, [spot.key], [spot.depth], [first], is_known=True)
+            parts.add_block("*", holder, offset, spot, first, is_known=True)
             self._waves.use(here.seq_hash, spot.place)
         return here
 
@@ -447,17 +444,5 @@ def _single(namespace: int, key: int) -> Spot:
 
 def _add_left(parts: PartList, kind: PartKind, holder: int, offset: int, removed: RemovedCopy, *, waits: bool) -> None:
     """Add the part for a block that lost a hash or a copy."""
-    spot = removed.spot
-    parts.add(
-        kind,
-        holder,
-        offset,
-        spot.place,
-        spot.namespace,
-        [spot.key],
-        [spot.depth],
-        [removed.engine_hash],
-        is_known=True,
-        copies=removed.copies,
-        waits=waits,
-    )
+    spot, engine_hash = removed.spot, removed.engine_hash
+    parts.add_block(kind, holder, offset, spot, engine_hash, is_known=True, copies=removed.copies, waits=waits)
