@@ -2,7 +2,7 @@
 
     python -m tools.benchmarks.scale [--engines 1000] [--ranked 100] [--share 0.1] [--seconds 30] [--shards 12]
                                      [--workers N] [--replicas N] [--blocks 1024] [--model FILE]
-                                     [--redis valkey-server] [--single]
+                                     [--redis valkey-server] [--single] [--awake]
 
 Every engine does a ``share`` of what an engine of ``docs/capacity.md`` does in a second: it stores, decodes and removes
 blocks, and gets queries. The first ``--ranked`` engines have eight ranks, each with a stream and a cache of its own,
@@ -13,14 +13,15 @@ model are measured first, or read from what ``scale_model --json`` has written; 
 engines, so the run shows whether their sum explains a fleet. It does so only if the workers keep up: frames that wait
 are applied together, which costs less. Answers are checked: the engine that is asked for has its whole prompt.
 Meanwhile a probe publishes, and looks by ``/query`` for what it has published. A share of 0 shows what silent engines
-cost. ``--single`` is one Redis and no Cluster.
+cost. ``--single`` is one Redis and no Cluster. ``--awake`` keeps the cores awake, as those of a machine in use are:
+one that sleeps loses its caches to other guests of the host, and a frame costs up to twice as much.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -28,7 +29,7 @@ from time import monotonic, sleep
 from tools.benchmarks import scale_model, visible
 from tools.benchmarks.capacity import ENGINE_QUERIES, KINDS, Cost, Model, needs, read_model
 from tools.benchmarks.feed import STORE_BLOCKS
-from tools.benchmarks.processes import wait_until
+from tools.benchmarks.processes import awake_cores, wait_until
 from tools.benchmarks.report import aligned
 from tools.benchmarks.scale_engines import streams_of
 from tools.benchmarks.scale_fleet import Askers, Published, redis_program, started_engines, started_system
@@ -69,7 +70,7 @@ def measure(options: argparse.Namespace, workers: int, replicas: int) -> Measure
         print("their caches are filled", flush=True)
         engines.make(options.seconds, share=options.share, kinds=KINDS)
         askers = Askers(system.replicas, streams)
-        where = f"{system.replicas[-1].port}/dynamo/query"
+        where = f"{system.replicas[-1].port}/query"  # an answer of Dynamo's API has a row for each engine
         probes = max(1, int(0.8 * _PROBES * options.seconds))  # each waits for its answer besides
         with visible.probing(where, "query", probes, _PROBE_PAUSE_SECONDS, 1 / _PROBES) as probe:
             probe.register(system.replicas[0])
@@ -140,6 +141,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="read the constants from what scale_model --json has written")
     parser.add_argument("--redis", default="redis-server", help="the program of the nodes, such as valkey-server")
     parser.add_argument("--single", action="store_true", help="one Redis in place of the Cluster")
+    parser.add_argument("--awake", action="store_true", help="keep the cores awake")
     options = parser.parse_args()
     if options.share < 0:
         parser.error(f"--share is {options.share}; an engine does 0 or more of its rate")
@@ -148,7 +150,7 @@ def main() -> int:
     if options.ranked is None:
         options.ranked = options.engines // 10
     shards = 1 if options.single else options.shards
-    with redis_program(options.redis):
+    with redis_program(options.redis), awake_cores() if options.awake else nullcontext():
         if options.model is not None:
             model, _ = read_model(options.model)
             if model.shards != shards:

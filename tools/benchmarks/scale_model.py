@@ -1,7 +1,7 @@
 """The constants of the capacity model: what a stream, a frame and a query cost each part, each measured by itself.
 
     python -m tools.benchmarks.scale_model [--shards 12] [--engines 100] [--seconds 10] [--single]
-                                           [--redis valkey-server] [--json FILE]
+                                           [--redis valkey-server] [--awake] [--json FILE]
 
 On a Redis Cluster of three, or on one Redis, with one worker and one replica. Each step adds one thing: nothing at
 first, then engines that are silent, empty batches, frames of each kind, queries, and a second worker. A constant is
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep, strftime
 
 from tools.benchmarks.capacity import HEARTBEAT, KINDS, Cost, Model, constants, rates, write_model
+from tools.benchmarks.processes import awake_cores
 from tools.benchmarks.scale_fleet import (
     Askers,
     Engines,
@@ -141,8 +142,9 @@ def main() -> int:
     parser.add_argument("--redis", default="redis-server", help="the program of the nodes, such as valkey-server")
     parser.add_argument("--block-bytes", type=float, default=35.0, help="of a block in Redis, by --only P6 (35)")
     parser.add_argument("--json", type=Path, help="write the model to this file")
+    parser.add_argument("--awake", action="store_true", help="keep the cores awake, as those of a busy machine are")
     given = parser.parse_args()
-    with redis_program(given.redis):
+    with redis_program(given.redis), awake_cores() if given.awake else nullcontext():
         shards = 1 if given.single else given.shards
         model, about = measure(
             shards, given.engines, given.seconds, is_single=given.single, block_bytes=given.block_bytes

@@ -145,7 +145,8 @@ def _by_query(where: str) -> Callable[[list[int]], Callable[[], bool]]:
         def is_there() -> bool:
             connection.request("POST", f"/{path}", body, {"Content-Type": "application/json"})
             answer = json.loads(connection.getresponse().read())
-            return any(row["longest_matched"] == len(tokens) for row in answer.get("instances", {}).values())
+            tenants = [answer["instances"]] if "instances" in answer else answer.values()  # of Dynamo's API
+            return any(row["longest_matched"] == len(tokens) for rows in tenants for row in rows.values())
 
         return is_there
 
