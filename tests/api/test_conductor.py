@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any
 
 import httpx
 import msgpack
+import orjson
 import pytest
 from aiohttp import web
 
@@ -16,7 +16,7 @@ from tests.api.conftest import Hold, MakeClient
 from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table, value, walk
 from tests.masters import started_master
 from tests.patience import patient
-from waymark.api.conductor import AnswerCache, in_tokens
+from waymark.api.conductor import AnswerCache, UnmatchedRows, in_tokens, match_rows
 from waymark.base.metrics import Metrics
 from waymark.decide import asked_pools
 from waymark.domain.hashing import extend, namespace, token_bytes
@@ -398,10 +398,34 @@ def test_what_is_remembered_is_counted_and_right() -> None:
     rows = AnswerCache(1 << 20, metrics)
     for found in ([value(1, 2), value(1)], [value(1, 2)], [value(2)], [None]):
         first = rows.of(walk(of, found))
-        assert first.rows == counted(walk(of, found)) == json.loads(first.json)
+        assert first.rows == counted(walk(of, found))
+        assert first.json == orjson.dumps(first.rows)
         assert rows.of(walk(of, found)) is first
     assert value_of(metrics, "hits_total") == 4
     assert value_of(metrics, "bytes") == rows.bytes > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_without_a_match_stand_between_those_with_one(seed: int) -> None:
+    """Whatever the names, the ranks, and what a pool has: the text is that of all rows, in order of registration."""
+    random = Random(seed)
+    names = [f"{random.choice(['pod', 'ä', chr(34), chr(92), chr(10)])}-{i // 3}" for i in range(30)]
+    publishers = {i: publisher(name, rank=i % 3) for i, name in enumerate(names, 1)}
+    publishers |= {40: publisher("store", scope="shared")} if random.random() < 0.3 else {}
+    holders = [
+        holder(
+            i, i, of.instance_id, random.choice([of.dp_rank, 7]), random.choice(["GPU", "CPU", "XPU"]), scope=of.scope
+        )
+        for i, of in publishers.items()
+    ]
+    of = table(publishers, *holders)
+    for _ in range(10):
+        chosen = random.sample(list(publishers), random.choice([0, 1, 2, 8]))
+        found = walk(of, [value(*chosen)] * 2 + [value(*chosen[:1])] * 2)
+        rows = {name: in_tokens(row, BLOCK_SIZE) for name, row in conductor_rows(found).items()}
+        answer = match_rows(found, UnmatchedRows(found.view))
+        assert answer.json == orjson.dumps(rows)
+        assert list(answer.rows.items()) == list(rows.items())
 
 
 def test_another_table_is_counted_anew() -> None:

@@ -16,6 +16,7 @@ from waymark.domain.match import (
     Walk,
     conductor_rows,
     dynamo_rows,
+    matched_dynamo_rows,
     pool_bitmap,
     target_rows,
 )
@@ -218,6 +219,9 @@ def test_the_root_api_counts_what_each_block_says(case: Case) -> None:
 def test_the_dynamo_api_counts_what_each_block_says(case: Case) -> None:
     answer = dynamo_rows(walk(case.table, case.values))
     assert set(answer) == set(counted(case))
+    matched = matched_dynamo_rows(walk(case.table, case.values))
+    assert list(matched.items()) == [(name, ranks) for name, ranks in answer.items() if name in matched]
+    assert {name for name, ranks in answer.items() if any(rank.disk for rank in ranks.values())} <= matched.keys()
     for instance, ranks in answer.items():
         assert ranks == {rank: counted_by_rank(case, instance, rank) for rank in ranks}
         for rank in set(range(8)) - set(ranks):

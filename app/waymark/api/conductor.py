@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -22,7 +22,15 @@ from waymark.decide.options import PromptOptions
 from waymark.decide.served import ServedNames
 from waymark.domain.hashing import block_keys, hash_keys, namespace
 from waymark.domain.keys import KEY_BYTES
-from waymark.domain.match import ConductorRow, DynamoRank, Walk, conductor_rows, dynamo_rows, walk_with_pool
+from waymark.domain.match import (
+    ConductorRow,
+    DynamoRank,
+    Walk,
+    dynamo_rows,
+    matched_rows,
+    unmatched_row,
+    walk_with_pool,
+)
 from waymark.domain.media import BEST, IN_EVERY_ANSWER
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
@@ -48,26 +56,65 @@ BYTES_MAX = 8 * 2**20
 
 #: Walks of more runs than this hardly come twice.
 _RUNS_MAX = 16
-#: The approximate size of a row, a run and a holder of a view.
-_ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES = 1200, 100, 300
+#: The approximate size of a row, a run and a holder of a view, and of an instance without a match beside its text.
+_ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES, _UNMATCHED_BYTES = 1200, 100, 300, 100
 
 _NONE_KNOWN: dict[tuple[tuple[bytes, int], ...], MatchRows] = {}
+
+
+class UnmatchedRows:
+    """The rows of the instances of a view that have no match: they are most of a large group's, in every answer."""
+
+    def __init__(self, view: View | None) -> None:
+        """``view`` is None if there are none."""
+        self.names: Sequence[str] = () if view is None else view.instances
+        rows = () if view is None else (unmatched_row(view, i) for i in range(len(view.instances)))
+        self.rows = [in_tokens(row, 1) for row in rows]
+        self.texts = [_text(name, row) for name, row in zip(self.names, self.rows, strict=True)]
+        """The JSON of each instance, with its name."""
+        self.bytes = sum(map(len, self.texts)) + (_ROW_BYTES + _UNMATCHED_BYTES) * len(self.texts)
+
+
+def _text(name: str, row: dict[str, Any]) -> bytes:
+    return orjson.dumps({name: row})[1:-1]
 
 
 class MatchRows:
     """The rows of a walk; not to be changed."""
 
-    __slots__ = ("_instances", "blocks", "is_over", "is_plain", "json", "rows")
+    __slots__ = ("_instances", "_matched", "_unmatched", "blocks", "is_over", "is_plain", "json")
 
-    def __init__(self, walk: Walk | None, rows: InTokens, *, is_over: bool = False) -> None:
-        self.rows = rows
-        self.json = orjson.dumps(rows)
+    def __init__(
+        self, walk: Walk | None, matched: dict[int, dict[str, Any]], unmatched: UnmatchedRows, *, is_over: bool = False
+    ) -> None:
+        """``matched`` are the rows of the instances with a match, by their numbers."""
+        self._matched, self._unmatched = matched, unmatched
+        texts = unmatched.texts[:]
+        for number, row in matched.items():
+            texts[number] = _text(unmatched.names[number], row)
+        self.json = b"{%b}" % b",".join(texts)
         self.blocks = 0 if walk is None else walk.blocks
         self.is_over = is_over
         """No instance goes on behind the runs of these rows."""
         self.is_plain = walk is None or walk.newest_seen <= walk.view.newest
         """The table has all holders."""
         self._instances: InTokens | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the group has no instances."""
+        return not self._unmatched.names
+
+    @property
+    def bytes(self) -> int:
+        """The approximate size, without the rows that all answers share."""
+        return _ROW_BYTES * (1 + len(self._matched)) + len(self.json)
+
+    @property
+    def rows(self) -> InTokens:
+        """One row for every instance, made now."""
+        unmatched, matched = self._unmatched, self._matched
+        return {name: matched.get(i) or unmatched.rows[i] for i, name in enumerate(unmatched.names)}
 
     def instances(self, walk: Walk | None) -> InTokens:
         """Return the counts in the newer form of the API, from the walk of ``rows``; made once."""
@@ -76,15 +123,13 @@ class MatchRows:
         return self._instances
 
 
-NOTHING = MatchRows(None, {})
-
-
 class AnswerCache:
     """A cache of at most ``bytes_max``; with 0 it stays empty."""
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:
         self._bytes_max = bytes_max
         self._known: dict[View, dict[tuple[tuple[bytes, int], ...], MatchRows]] = {}
+        self._unmatched: dict[View, UnmatchedRows] = {}
         self._hits = metrics.answer_cache_hits
         self.bytes = 0
         metrics.answer_cache_bytes.set_function(lambda: self.bytes)
@@ -96,10 +141,22 @@ class AnswerCache:
         if counted is not None:
             self._hits.inc()
             return counted
-        counted = match_rows(walk)
+        counted = match_rows(walk, self.unmatched(view))
         if len(values) <= _RUNS_MAX:
             self._keep(view, values, counted)
         return counted
+
+    def unmatched(self, view: View) -> UnmatchedRows:
+        """Return the rows of the instances of a view that have no match."""
+        rows = self._unmatched.get(view)
+        if rows is None:
+            rows = UnmatchedRows(view)
+            if self.bytes + rows.bytes > self._bytes_max:
+                self.clear()
+            if rows.bytes <= self._bytes_max:
+                self._unmatched[view] = rows
+                self.bytes += rows.bytes
+        return rows
 
     def of_runs(self, view: View, runs: tuple[tuple[bytes, int], ...], *, is_whole: bool) -> MatchRows | None:
         """Return the rows of a walk along ``runs``; None if it might go on behind them, or if they are not plain.
@@ -112,7 +169,7 @@ class AnswerCache:
             is_over = not walk.feed(runs)
             if not (is_over or is_whole):
                 return None
-            counted = match_rows(walk, is_over=is_over)
+            counted = match_rows(walk, self.unmatched(view), is_over=is_over)
             if len(runs) <= _RUNS_MAX:
                 self._keep(view, runs, counted)
         elif counted.is_plain and (is_whole or counted.is_over):
@@ -121,10 +178,11 @@ class AnswerCache:
 
     def clear(self) -> None:
         self._known.clear()
+        self._unmatched.clear()
         self.bytes = 0
 
     def _keep(self, view: View, values: tuple[tuple[bytes, int], ...], counted: MatchRows) -> None:
-        size = _ROW_BYTES * (1 + len(counted.rows)) + sum(_RUN_BYTES + len(value) for value, _ in values)
+        size = counted.bytes + sum(_RUN_BYTES + len(value) for value, _ in values)
         of_view = 0 if view in self._known else _ROW_BYTES + _HOLDER_BYTES * view.size
         if self.bytes + of_view + size > self._bytes_max:
             self.clear()
@@ -134,10 +192,10 @@ class AnswerCache:
             self.bytes += of_view + size
 
 
-def match_rows(walk: Walk, *, is_over: bool = False) -> MatchRows:
-    """Return the rows of a walk, made now."""
-    rows = {name: in_tokens(row, walk.view.block_size) for name, row in conductor_rows(walk).items()}
-    return MatchRows(walk, rows, is_over=is_over)
+def match_rows(walk: Walk, unmatched: UnmatchedRows, *, is_over: bool = False) -> MatchRows:
+    """Return the rows of a walk, made now; ``unmatched`` are those of its view."""
+    matched = {number: in_tokens(row, walk.view.block_size) for number, row in matched_rows(walk).items()}
+    return MatchRows(walk, matched, unmatched, is_over=is_over)
 
 
 _AFTER_RANKS = tuple(name for name in IN_EVERY_ANSWER if name != BEST.name)
@@ -179,6 +237,8 @@ def _by_ranks(ranks: Mapping[int, DynamoRank], block_size: int) -> dict[str, Any
         "rank_matches": rows,
     }
 
+
+NOTHING = MatchRows(None, {}, UnmatchedRows(None))
 
 GeneralWay: TypeAlias = Callable[[Body, Start], Steps[Answer] | Paused]
 """The steps of a query whose beginning a quick read has made."""
@@ -306,9 +366,14 @@ class Conductor:
             walk = walk if table is None else self._addresses.walk(table, walk)
         if walk is not None and in_pools:
             walk = walk_with_pool(walk, in_pools)
-        counted = NOTHING if walk is None else match_rows(walk) if in_pools else self._rows.of(walk)
+        if walk is None:
+            counted = NOTHING
+        elif in_pools:
+            counted = match_rows(walk, UnmatchedRows(walk.view))
+        else:
+            counted = self._rows.of(walk)
         # A group without instances may belong to a former tenant: groups outlive their registrations.
-        if not counted.rows:
+        if counted.is_empty:
             seconds = self._deadline_seconds
             waiting = Waiting(self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds))
             if not (yield waiting):

@@ -139,21 +139,34 @@ class DynamoRank:
 
 
 def conductor_rows(walk: Walk) -> dict[str, ConductorRow]:
-    """Return one row for every instance of the group.
+    """Return one row for every instance of the group."""
+    view, found = walk.view, matched_rows(walk)
+    return {name: found.get(i) or unmatched_row(view, i) for i, name in enumerate(view.instances)}
+
+
+def unmatched_row(view: View, instance: int) -> ConductorRow:
+    """Return the row of an instance without a match, by its number in the view."""
+    return ConductorRow(ranks=dict.fromkeys(view.registered_ranks[instance], 0))
+
+
+def matched_rows(walk: Walk) -> dict[int, ConductorRow]:
+    """Return the rows of the instances with a match, by their numbers in the view; with a pool's blocks, those of all.
 
     ``longest``: the number of consecutive blocks that the instance has, on any medium and rank. ``media``: of those,
     how many are on that medium, on any rank, contiguous or not. ``ranks``: of those, how many that rank has on any
     medium; a shared pool's blocks belong to no rank.
     """
     view, (holders, pool) = walk.view, walk.coverage
-    rows = [ConductorRow(ranks=dict.fromkeys(ranks, 0)) for ranks in view.registered_ranks]
+    rows = {instance: unmatched_row(view, instance) for instance in (range(len(view.instances)) if pool else ())}
     for (instance, dp_rank, medium), bitmap in holders:  # bitmaps first, numbers below
-        row = rows[instance]
+        row = rows.get(instance)
+        if row is None:
+            row = rows[instance] = unmatched_row(view, instance)
         media, ranks = row.media, row.ranks
         media[medium] = media.get(medium, 0) | bitmap
         ranks[dp_rank] = ranks.get(dp_rank, 0) | bitmap
     last_bitmap = longest = mask = 0
-    for i, row in enumerate(rows):
+    for instance, row in rows.items():
         media, ranks = row.media, row.ranks
         for medium, bitmap in pool.items():
             media[medium] = media.get(medium, 0) | bitmap
@@ -167,33 +180,45 @@ def conductor_rows(walk: Walk) -> dict[str, ConductorRow]:
         row.media = {medium: count for medium, bitmap in media.items() if (count := (bitmap & mask).bit_count())}
         for dp_rank in ranks:
             ranks[dp_rank] = (ranks[dp_rank] & mask).bit_count()
-        if len(ranks) > len(view.registered_ranks[i]):  # a further rank is named only if it matches
-            row.ranks = {
-                dp_rank: count for dp_rank, count in ranks.items() if count or dp_rank in view.registered_ranks[i]
-            }
-    return dict(zip(view.instances, rows, strict=True))
+        registered = view.registered_ranks[instance]
+        if len(ranks) > len(registered):  # a further rank is named only if it matches
+            row.ranks = {dp_rank: count for dp_rank, count in ranks.items() if count or dp_rank in registered}
+    return rows
 
 
 def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
-    """Return, per instance, each rank registered or seen in the walk, with its unbroken prefixes.
+    """Return, per instance, each rank registered or seen in the walk, with its unbroken prefixes."""
+    view, matched = walk.view, matched_dynamo_rows(walk)
+    return {name: matched.get(name) or _unmatched_ranks(view, i) for i, name in enumerate(view.instances)}
+
+
+def _unmatched_ranks(view: View, instance: int) -> dict[int, DynamoRank]:
+    return {dp_rank: DynamoRank() for dp_rank in view.registered_ranks[instance]}
+
+
+def matched_dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
+    """Return the rows of the instances with a match, in order; with a pool's blocks, those of all.
 
     ``gpu`` counts blocks on the device, ``cpu`` those on device or host, ``disk`` those anywhere. A shared
     pool's blocks count for every rank.
     """
     view, (holders, pool) = walk.view, walk.coverage
-    rows = [{dp_rank: DynamoRank() for dp_rank in ranks} for ranks in view.registered_ranks]
+    rows = {instance: _unmatched_ranks(view, instance) for instance in (range(len(view.instances)) if pool else ())}
     for (instance, dp_rank, medium), bitmap in holders:  # bitmaps first, numbers below
-        row = rows[instance].get(dp_rank)
+        ranks = rows.get(instance)
+        if ranks is None:
+            ranks = rows[instance] = _unmatched_ranks(view, instance)
+        row = ranks.get(dp_rank)
         if row is None:
-            row = rows[instance][dp_rank] = DynamoRank()
+            row = ranks[dp_rank] = DynamoRank()
         _add(row, medium, bitmap)
-    for ranks in rows:
+    for ranks in rows.values():
         for row in ranks.values():
             for medium, bitmap in pool.items():
                 _add(row, medium, bitmap)
             if row.disk:
                 row.gpu, row.cpu, row.disk = _prefix(row.gpu), _prefix(row.cpu), _prefix(row.disk)
-    return dict(zip(view.instances, rows, strict=True))
+    return {view.instances[instance]: rows[instance] for instance in sorted(rows)}
 
 
 def _add(row: DynamoRank, medium: str, bitmap: int) -> None:

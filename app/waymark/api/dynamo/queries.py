@@ -42,7 +42,7 @@ from waymark.decide.options import PromptOptions
 from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import block_keys, local_keys, namespace
 from waymark.domain.keys import KEY_BYTES
-from waymark.domain.match import DynamoRank, Walk, dynamo_rows, walk_with_pool
+from waymark.domain.match import DynamoRank, Walk, matched_dynamo_rows, walk_with_pool
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U64_MASK, GroupName, Registration, is_endpoint
 from waymark.domain.pool_keys import PromptIds
 from waymark.domain.rows import PIECE_BLOCKS
@@ -175,7 +175,7 @@ class Dynamo:
         """Answer the same query in blocks, tier by tier: a selection service without an index of its own reads this."""
         group, prompt = self._by_hash(body)
         block_size, reading = await finished(self._read(group, prompt))
-        rows = {} if reading is None else dynamo_rows(reading.walk)
+        rows = {} if reading is None else matched_dynamo_rows(reading.walk)
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         return Answer(DynamoTieredAnswer(block_size=block_size, tiered=in_tiers(rows)), headers=headers)
 
@@ -207,7 +207,7 @@ class Dynamo:
             keys_of,
             salt,
         )
-        rows = {} if reading is None else dynamo_rows(walk_with_pool(reading.walk, in_pools))
+        rows = {} if reading is None else matched_dynamo_rows(walk_with_pool(reading.walk, in_pools))
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         return Answer(in_tokens(rows, block_size), headers=headers)
 
@@ -289,7 +289,7 @@ class _KnownAnswer(NamedTuple):
 
     @classmethod
     def by(cls, walk: Walk) -> _KnownAnswer:
-        return cls(encode(in_tokens(dynamo_rows(walk), walk.view.block_size), Format.JSON), walk.blocks)
+        return cls(encode(in_tokens(matched_dynamo_rows(walk), walk.view.block_size), Format.JSON), walk.blocks)
 
 
 def _block_size(group: GroupName, table: HolderTable | None) -> int:
