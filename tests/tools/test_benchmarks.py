@@ -421,6 +421,7 @@ MODEL = Model(
     nodes=3,
     block_bytes=35.0,
     rest=Cost(worker=5_000, redis=3_000, replica=1_000),
+    another=Cost(worker=5_000),
     silent=Cost(worker=50, redis=10),
     registered=Cost(worker=20),
     awake=Cost(worker=200, redis=60, home=20),

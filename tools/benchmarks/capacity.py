@@ -82,7 +82,9 @@ class Model:
     block_bytes: float
     """In Redis, of a block with one holder."""
     rest: Cost
-    """A second of one worker and one replica without streams."""
+    """A second of one worker and one replica with few streams."""
+    another: Cost
+    """A second of each further worker, without its streams."""
     silent: Cost
     """A second of a registered stream whose engine publishes nothing, in the only worker."""
     registered: Cost
@@ -110,10 +112,7 @@ class Model:
     ) -> Cost:
         """Return what a second of a fleet costs. ``frames`` and queries are those of a second, of the whole fleet."""
         awake = min(float(streams), sum(frames.values()))
-        found = Cost(
-            self.rest.worker * workers, self.rest.redis, self.rest.home, self.rest.replica * replicas,
-            self.rest.received, self.rest.sent,
-        )  # fmt: skip
+        found = self.rest + Cost(replica=self.rest.replica) * (replicas - 1) + self.another * (workers - 1)
         found += self.silent * streams + self.registered * (streams * (workers - 1)) + self.awake * awake
         for kind, count in frames.items():
             found += self.frames[kind] * count
@@ -143,7 +142,7 @@ def needs(model: Model, engines: int, share: float = 1.0) -> Needs:
     replicas = max(1, ceil((alone.replica - model.rest.replica) / (SHARE_USED * 1e6 - model.rest.replica)))
     # Each worker also reads all registrations, so what is left of it for its own streams is less in a large fleet.
     reading = model.rest.worker + model.registered.worker * engines
-    own = alone.worker - reading
+    own = alone.worker - reading  # of the first worker; the others rest, and read, too
     left = SHARE_USED * 1e6 - reading
     workers = max(1, ceil(own / left)) if left > 0 else 0
     second = model.second(engines, frames, queries, workers=max(1, workers), replicas=replicas)
@@ -182,6 +181,7 @@ FLEETS = ((100, ENGINE_BLOCKS), (1_000, ENGINE_BLOCKS), (10_000, ENGINE_BLOCKS),
 def constants(model: Model) -> str:
     rows = [
         ("a second of a worker and a replica at rest", model.rest),
+        ("a second of each further worker", model.another),
         ("a second of a silent stream", model.silent),
         ("the same, for each further worker", model.registered),
         ("a second of a stream that gets frames, beyond that", model.awake),
@@ -256,7 +256,7 @@ def read_model(path: Path) -> tuple[Model, str]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         given = document["model"]
-        for name in ("rest", "silent", "registered", "awake", "query", "short_query"):
+        for name in ("rest", "another", "silent", "registered", "awake", "query", "short_query"):
             given[name] = Cost(**given[name])
         given["frames"] = {kind: Cost(**given["frames"][kind]) for kind in (HEARTBEAT, *KINDS)}
         return Model(**given), document["about"]
