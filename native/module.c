@@ -23,7 +23,7 @@
  *                  its methods for whole events                                                   stores.c, removals.c
  *                  its method for whole batches                                                   runs.c
  *     Parts        what changes in the index                                                      parts.c
- *                  how the script of Redis reads it                                               calls.c
+ *                  from Python, for each shard, and as the script of Redis reads it               adding.c, shares.c, calls.c
  *     Waves        the blocks of parts that other shards may have to wait for                      waves.c
  *     Events       plain events of one batch that differ in their blocks alone                    events.c
  *

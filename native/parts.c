@@ -115,110 +115,6 @@ int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlo
     return copies == NULL && last->copies == NULL ? 1 : add_copies(parts, copies, count);
 }
 
-/* The blocks of packed slots and engine hashes, in memory that is to be freed. NULL with an exception. */
-static PartBlock *read_blocks(PyObject *slots, PyObject *hashes, size_t *count)
-{
-    char *slot, *hash;
-    Py_ssize_t slots_size, hashes_size;
-    if (PyBytes_AsStringAndSize(slots, &slot, &slots_size) < 0 ||
-        PyBytes_AsStringAndSize(hashes, &hash, &hashes_size) < 0)
-        return NULL;
-    *count = (size_t)hashes_size / sizeof(uint64_t);
-    PartBlock *blocks = PyMem_New(PartBlock, *count);
-    if (blocks == NULL) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    int are_slots = (size_t)slots_size == SLOT_CHARS * *count && (size_t)hashes_size == sizeof(uint64_t) * *count && *count > 0;
-    for (size_t i = 0; are_slots && i < *count; i++) {
-        unsigned depth = 0;
-        are_slots = read_slot(slot + SLOT_CHARS * i, &blocks[i].key, &depth);
-        blocks[i].depth = (uint8_t)depth;
-        blocks[i].hash = load_big64(hash + sizeof(uint64_t) * i);
-    }
-    if (!are_slots) {
-        PyMem_Free(blocks);
-        PyErr_Format(PyExc_ValueError, "a part has slots of %d characters, and an engine hash for each", SLOT_CHARS);
-        return NULL;
-    }
-    return blocks;
-}
-
-/* What is said of blocks in the arguments of `add` and `add_block`, besides their place. 0 with an exception. */
-static int read_part(PyObject *kind, PyObject *holder, PyObject *is_known, PyObject *is_identity, PyObject *parent,
-                     PyObject *copies, PyObject *waits, Part *part)
-{
-    Py_ssize_t length;
-    const char *letter = PyUnicode_AsUTF8AndSize(kind, &length);
-    if (letter == NULL)
-        return 0;
-    if (length != 1 || !PyBytes_Check(copies)) {
-        PyErr_Format(PyExc_ValueError, "the kind of a part is one character, and copies are bytes");
-        return 0;
-    }
-    part->kind = *letter;
-    part->holder = PyLong_AsUnsignedLongLong(holder);
-    part->is_known = is_known == Py_True;
-    part->is_identity = is_identity == Py_True;
-    part->has_parent = parent != Py_None;
-    part->parent = PyErr_Occurred() || !part->has_parent ? 0 : PyLong_AsUnsignedLongLong(parent);
-    part->waits = waits == Py_True;
-    return !PyErr_Occurred();
-}
-
-/* add_block(kind: str, holder: int, position: int, spot: Spot, engine_hash: int, is_known: bool, is_identity: bool,
- *           parent: int | None, copies: bytes, waits: bool) -> None
- */
-static PyObject *parts_add_block(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    Part part = {0};
-    PartBlock block = {0};
-    if (!has_arguments("add_block", nargs, 10))
-        return NULL;
-    if (!PyTuple_Check(args[3]) || PyTuple_Size(args[3]) != 4)
-        return PyErr_Format(PyExc_TypeError, "a spot is place, namespace, depth and key, not %R", args[3]);
-    if (!read_part(args[0], args[1], args[5], args[6], args[7], args[8], args[9], &part) ||
-        !read_place(PyTuple_GetItem(args[3], 0), &part.head, &part.branch, &part.place_kind))
-        return NULL;
-    const int64_t position = PyLong_AsLongLong(args[2]);
-    part.namespace = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(PyTuple_GetItem(args[3], 1));
-    const size_t depth = PyErr_Occurred() ? 0 : PyLong_AsSize_t(PyTuple_GetItem(args[3], 2));
-    block.key = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(PyTuple_GetItem(args[3], 3));
-    block.hash = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[4]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (depth >= DEPTHS)
-        return PyErr_Format(PyExc_ValueError, "the depth is %zu; one in a piece is less than %d", depth, DEPTHS);
-    block.depth = (uint8_t)depth;
-    PyObject *copies = PyBytes_Size(args[8]) > 0 ? args[8] : NULL;
-    return add_to_parts((Parts *)self, &part, position, &block, 1, copies) ? Py_NewRef(Py_None) : NULL;
-}
-
-/* add(kind: str, holder: int, position: int, place: Place, namespace: int, slots: bytes, hashes: bytes,
- *     is_known: bool, is_identity: bool, parent: int | None, copies: bytes, waits: bool) -> None
- */
-static PyObject *parts_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    Parts *parts = (Parts *)self;
-    Part part = {0};
-    if (!has_arguments("add", nargs, 12) ||
-        !read_part(args[0], args[1], args[7], args[8], args[9], args[10], args[11], &part) ||
-        !read_place(args[3], &part.head, &part.branch, &part.place_kind))
-        return NULL;
-    const int64_t position = PyLong_AsLongLong(args[2]);
-    part.namespace = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[4]);
-    if (PyErr_Occurred())
-        return NULL;
-    size_t count;
-    PartBlock *blocks = read_blocks(args[5], args[6], &count);
-    if (blocks == NULL)
-        return NULL;
-    PyObject *copies = PyBytes_Size(args[10]) > 0 ? args[10] : NULL;
-    const int is_done = add_to_parts(parts, &part, position, blocks, count, copies);
-    PyMem_Free(blocks);
-    return is_done ? Py_NewRef(Py_None) : NULL;
-}
-
 /* ---- as a sequence ------------------------------------------------------------------------------- */
 
 /* The Place of a part. */
@@ -296,8 +192,7 @@ static PyObject *parts_subscript(PyObject *self, PyObject *key)
     return list;
 }
 
-/* Append the parts `start` to `end` of another. 0 with an exception; nothing has changed then. */
-static int append_parts(Parts *parts, const Parts *other, size_t start, size_t end)
+int append_parts(Parts *parts, const Parts *other, size_t start, size_t end)
 {
     if (start == end)
         return 1;
@@ -329,8 +224,7 @@ static PyObject *parts_inplace_concat(PyObject *self, PyObject *other)
     return append_parts((Parts *)self, more, 0, more->count) ? Py_NewRef(self) : NULL;
 }
 
-/* Parts without any yet. */
-static PyObject *new_parts(PyTypeObject *type, PyObject *part_type, PyObject *place_type, uint64_t seq)
+PyObject *new_parts(PyTypeObject *type, PyObject *part_type, PyObject *place_type, uint64_t seq)
 {
     Parts *parts = (Parts *)PyType_GenericAlloc(type, 0);
     if (parts != NULL) {
@@ -352,54 +246,6 @@ static PyObject *parts_cut(PyObject *self, PyObject *const *args, Py_ssize_t nar
     if (cut != NULL && !append_parts((Parts *)cut, parts, bounds[0], bounds[1]))
         Py_CLEAR(cut);
     return cut;
-}
-
-/* ---- waves and shards ---------------------------------------------------------------------------- */
-
-/* Put the parts from `start` on, up to the next one that waits, into a dict by their shards. The end of these parts, or
- * -1 with an exception. */
-static Py_ssize_t share_wave(const Parts *parts, size_t start, uint64_t shards, PyObject *of_shards)
-{
-    size_t end = start;
-    while (end < parts->count && (end == start || !parts->parts[end].waits)) {
-        const uint64_t shard = parts->parts[end].head % shards;
-        const size_t first = end++;
-        while (end < parts->count && !parts->parts[end].waits && parts->parts[end].head % shards == shard)
-            end++;
-        PyObject *number = PyLong_FromUnsignedLongLong(shard);
-        PyObject *share = number == NULL ? NULL : PyDict_GetItemWithError(of_shards, number);
-        if (share == NULL && number != NULL && !PyErr_Occurred()) {
-            share = new_parts(parts_type, parts->part_type, parts->place_type, parts->seq);
-            if (share != NULL && PyDict_SetItem(of_shards, number, share) < 0)
-                Py_CLEAR(share);
-            Py_XDECREF(share); /* the dict has it */
-        }
-        Py_XDECREF(number);
-        if (share == NULL || !append_parts((Parts *)share, parts, first, end))
-            return -1;
-    }
-    return (Py_ssize_t)end;
-}
-
-/* shares(shards: int) -> list[dict[int, Parts]]: each wave, as the parts of its shards; one wave at least */
-static PyObject *parts_shares(PyObject *self, PyObject *shards_given)
-{
-    const Parts *parts = (Parts *)self;
-    const uint64_t shards = PyLong_AsUnsignedLongLong(shards_given);
-    if (PyErr_Occurred())
-        return NULL;
-    if (shards == 0)
-        return PyErr_Format(PyExc_ValueError, "there is at least one shard");
-    PyObject *waves = PyList_New(0);
-    Py_ssize_t start = 0;
-    do {
-        PyObject *wave = waves == NULL ? NULL : PyDict_New();
-        start = wave == NULL ? -1 : share_wave(parts, (size_t)start, shards, wave);
-        if (start < 0 || PyList_Append(waves, wave) < 0)
-            Py_CLEAR(waves);
-        Py_XDECREF(wave);
-    } while (waves != NULL && (size_t)start < parts->count);
-    return waves;
 }
 
 /* ---- the type ------------------------------------------------------------------------------------ */

@@ -66,6 +66,21 @@ static inline int refuse_positions(int64_t position, size_t count, uint32_t most
 int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlock *blocks, size_t count,
                  PyObject *copies);
 
+/* Append the parts `start` to `end` of another. 0 with an exception; nothing has changed then. */
+int append_parts(Parts *parts, const Parts *other, size_t start, size_t end);
+
+/* Parts without any yet. NULL with an exception. */
+PyObject *new_parts(PyTypeObject *type, PyObject *part_type, PyObject *place_type, uint64_t seq);
+
+/* add(kind, holder, position, place, namespace, slots, hashes, is_known, is_identity, parent, copies, waits); adding.c */
+PyObject *parts_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
+
+/* add_block(kind, holder, position, spot, engine_hash, is_known, is_identity, parent, copies, waits); adding.c */
+PyObject *parts_add_block(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
+
+/* shares(shards: int) -> list[dict[int, Parts]]; shares.c */
+PyObject *parts_shares(PyObject *self, PyObject *shards_given);
+
 /* end(start: int, parts_max: int, blocks_max: int) -> int; calls.c */
 PyObject *parts_end(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 

@@ -245,6 +245,7 @@ static PyObject *waves_new(PyTypeObject *type, PyObject *args, PyObject *names)
     return (PyObject *)waves;
 }
 
+/* Frees the table. */
 static void waves_dealloc(PyObject *self)
 {
     PyMem_Free(((Waves *)self)->blocks);
