@@ -16,11 +16,11 @@ from tests.api.conftest import Hold, MakeClient
 from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table, value, walk
 from tests.masters import started_master
 from tests.patience import patient
-from waymark.api.conductor import AnswerCache, UnmatchedRows, in_tokens, match_rows
+from waymark.api.conductor import AnswerCache, UnmatchedRows, match_rows
 from waymark.base.metrics import Metrics
 from waymark.decide import asked_pools
 from waymark.domain.hashing import extend, namespace, token_bytes
-from waymark.domain.match import ConductorRow, Walk, conductor_rows
+from waymark.domain.match import ConductorRow, Walk, conductor_rows, in_tokens
 from waymark.domain.pool_keys import AskedPrompt, PromptIds, key_forms
 from waymark.domain.table import HolderTable
 from waymark.store.reader import Reading

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -24,14 +24,14 @@ from waymark.domain.hashing import block_keys, hash_keys, namespace
 from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import (
     ConductorRow,
-    DynamoRank,
     Walk,
     dynamo_rows,
+    in_tokens,
+    instances_in_tokens,
     matched_rows,
     unmatched_row,
     walk_with_pool,
 )
-from waymark.domain.media import BEST, IN_EVERY_ANSWER
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
 from waymark.domain.rows import PIECE_BLOCKS
@@ -196,46 +196,6 @@ def match_rows(walk: Walk, unmatched: UnmatchedRows, *, is_over: bool = False) -
     """Return the rows of a walk, made now; ``unmatched`` are those of its view."""
     matched = {number: in_tokens(row, walk.view.block_size) for number, row in matched_rows(walk).items()}
     return MatchRows(walk, matched, unmatched, is_over=is_over)
-
-
-_AFTER_RANKS = tuple(name for name in IN_EVERY_ANSWER if name != BEST.name)
-
-
-def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
-    """Return one instance of an answer, in the published order of its keys."""
-    media, ranks = row.media, row.ranks
-    answer: dict[str, Any] = {
-        "longest_matched": row.longest * block_size,
-        BEST.name: media.get(BEST.name, 0) * block_size,
-        "DP": {str(rank): ranks[rank] * block_size for rank in sorted(ranks)},
-    }
-    for name in _AFTER_RANKS:
-        answer[name] = media.get(name, 0) * block_size
-    if not media.keys() <= answer.keys():
-        for medium in sorted(media.keys() - answer.keys()):
-            answer[medium] = media[medium] * block_size
-    return answer
-
-
-def instances_in_tokens(rows: Mapping[str, Mapping[int, DynamoRank]], block_size: int) -> InTokens:
-    """Return instances of the newer form: unbroken prefixes by rank, cumulative from tier to tier; ranks as texts."""
-    return {instance_id: _by_ranks(ranks, block_size) for instance_id, ranks in rows.items()}
-
-
-def _by_ranks(ranks: Mapping[int, DynamoRank], block_size: int) -> dict[str, Any]:
-    rows = {
-        str(rank): {"gpu": row.gpu * block_size, "cpu": row.cpu * block_size, "disk": row.disk * block_size}
-        for rank, row in sorted(ranks.items())
-    }
-    disk = max(row["disk"] for row in rows.values())
-    return {
-        "longest_matched": disk,
-        "gpu": max(row["gpu"] for row in rows.values()),
-        "dp": {rank: row["gpu"] for rank, row in rows.items()},
-        "cpu": max(row["cpu"] for row in rows.values()),
-        "disk": disk,
-        "rank_matches": rows,
-    }
 
 
 NOTHING = MatchRows(None, {}, UnmatchedRows(None))

@@ -10,12 +10,12 @@ numbers, from a bitmap of blocks for each rank and medium: bit i is block i.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from waymark.domain.media import DEVICE, HOST, STORAGE
+from waymark.domain.media import BEST, DEVICE, HOST, IN_EVERY_ANSWER, STORAGE
 from waymark.domain.table import POOL, HolderPlace, Presence, View
 
 
@@ -227,6 +227,51 @@ def _add(row: DynamoRank, medium: str, bitmap: int) -> None:
     if medium in DEVICE or medium in HOST:
         row.cpu |= bitmap
     row.disk |= bitmap
+
+
+# ---- in tokens --------------------------------------------------------------------------------------
+
+_AFTER_RANKS = tuple(name for name in IN_EVERY_ANSWER if name != BEST.name)
+
+
+def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
+    """Return one instance of an answer, in the published order of its keys."""
+    media, ranks = row.media, row.ranks
+    answer: dict[str, Any] = {
+        "longest_matched": row.longest * block_size,
+        BEST.name: media.get(BEST.name, 0) * block_size,
+        "DP": {str(rank): ranks[rank] * block_size for rank in sorted(ranks)},
+    }
+    for name in _AFTER_RANKS:
+        answer[name] = media.get(name, 0) * block_size
+    if not media.keys() <= answer.keys():
+        for medium in sorted(media.keys() - answer.keys()):
+            answer[medium] = media[medium] * block_size
+    return answer
+
+
+def instances_in_tokens(rows: Mapping[str, Mapping[int, DynamoRank]], block_size: int) -> dict[str, dict[str, Any]]:
+    """Return instances of the newer form: unbroken prefixes by rank, cumulative from tier to tier; ranks as texts."""
+    return {instance_id: _by_ranks(ranks, block_size) for instance_id, ranks in rows.items()}
+
+
+def _by_ranks(ranks: Mapping[int, DynamoRank], block_size: int) -> dict[str, Any]:
+    rows = {
+        str(rank): {"gpu": row.gpu * block_size, "cpu": row.cpu * block_size, "disk": row.disk * block_size}
+        for rank, row in sorted(ranks.items())
+    }
+    disk = max(row["disk"] for row in rows.values())
+    return {
+        "longest_matched": disk,
+        "gpu": max(row["gpu"] for row in rows.values()),
+        "dp": {rank: row["gpu"] for rank, row in rows.items()},
+        "cpu": max(row["cpu"] for row in rows.values()),
+        "disk": disk,
+        "rank_matches": rows,
+    }
+
+
+# ---- targets ---------------------------------------------------------------------------------------
 
 
 class TargetRow(NamedTuple):
