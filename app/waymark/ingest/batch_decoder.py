@@ -1,4 +1,4 @@
-"""From the payload of a frame to a batch with its seq and its digest. A rejected payload is counted, and logged
+"""Decodes the payload of a frame into a batch with its seq and its digest. A rejected payload is counted, and logged
 once.
 """
 
@@ -83,15 +83,16 @@ class BatchDecoder:
     async def go_on(
         self, first: Incoming, frames: Iterable[Frame | ReplayedBatch], *, hashes_max: int, bytes_max: int
     ) -> Incoming:
-        """Return a decoded batch with those of the next frames that say the same besides their blocks.
+        """Return a decoded batch, extended by the next frames that differ from it in their blocks only.
 
-        ``frames`` are of the publisher, and their seqs follow that of the batch without a gap. All together have at
-        most ``hashes_max`` hashes and ``bytes_max`` bytes.
+        ``frames`` come from the same publisher, and their seqs continue that of the batch without a gap. Together they
+        have at most ``hashes_max`` hashes and ``bytes_max`` bytes.
         """
         batch, size, last = first.batch, first.size, b""
         if type(batch.events) is not PlainEvents:
             return first
-        # Most batches that cannot go on are seen by the first frames; the others need few steps.
+        # If a batch cannot be extended far, the first few frames usually show it. Otherwise doubling keeps the steps
+        # few.
         waiting, some = iter(frames), _FRAMES_AT_FIRST
         while True:
             payloads = _fitting(islice(waiting, some), bytes_max - size)
@@ -132,7 +133,7 @@ class BatchDecoder:
             return batch
 
     def _note(self, batch: Batch, size: int) -> None:
-        """Count ceilings that were passed, and log each kind of rejected events once."""
+        """Count the ceilings that a batch exceeded, and log each kind of rejected event once."""
         if not batch.rejected:
             return
         if batch.lost is not None:
@@ -148,7 +149,7 @@ class BatchDecoder:
 
 
 def _fitting(frames: Iterable[Frame | ReplayedBatch], bytes_max: int) -> list[bytes]:
-    """Return the payloads of the first frames, of so many bytes together, that may be decoded."""
+    """Return the payloads of the first frames that may be decoded, at most ``bytes_max`` bytes together."""
     payloads: list[bytes] = []
     for frame in frames:
         payload = frame.payload

@@ -1,6 +1,6 @@
-"""What a stream notes in its record: counters, with the metrics that count the same, and why it is degraded.
+"""The counters in a stream's record, with the metrics that count the same, and the reasons for which it is degraded.
 
-The reasons are flags, by which the next worker learns them.
+The reasons are flags, from which the next worker learns them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from waymark.domain import life_facts
 LifeCounter: TypeAlias = Literal[
     "batches_lost", "buffer_dropped", "frames_malformed", "gaps", "holes", "restarts", "stale_batches"
 ]
-"""The counters of a stream of frames that change one by one. A fold's are in ``apply.counts``."""
+"""The counters of a stream of frames, without those that change once in a fold (``apply.counts``)."""
 
 PrefixCounter: TypeAlias = Literal[
     "created", "evicted", "evictions", "events_dropped", "events_received", "frames_malformed", "reconnects"
@@ -22,11 +22,11 @@ PrefixCounter: TypeAlias = Literal[
 """The counters of a stream of prefixes."""
 
 PrefixCounterByReason: TypeAlias = Literal["decode_errors", "events_ignored"]
-"""The counters of a stream of prefixes with a reason after a dot."""
+"""The counters of a stream of prefixes that are followed by a dot and a reason."""
 
 
 def metrics_of_life(metrics: Metrics) -> dict[LifeCounter, Counter | None]:
-    """Return the metric of each counter; None if the record alone has the count."""
+    """Return the metric of each counter, or None if only the record has the count."""
     return {
         "batches_lost": metrics.batches_lost,
         "buffer_dropped": metrics.buffer_dropped,
@@ -49,18 +49,18 @@ REPLAY_WAITING = "replay_waiting"
 BUFFER_FULL = "buffer_full"
 SNAPSHOT_FAILED = "snapshot_failed"
 
-#: The reasons that a snapshot of the engine's cache ends.
+#: The reasons that no longer apply after a snapshot of the engine's cache.
 REPAIRABLE = frozenset({JOINED_LATE, BATCHES_LOST, OVER_CEILING, BUFFER_FULL, COPIES_DOUBTED})
 
 #: A flag of a life that began before a replay was answered. The seq of its first live frame follows.
 OPENED_AT = "opened_at:"
 #: A flag of a life with a gap for which no replay was answered. The seq of the first frame behind the gap follows.
 GAP_AT = "gap_at:"
-#: A flag of the same life, with the seq of the first missing frame: a replay from there on fills the gap.
+#: A flag of the same life, with the seq of the first missing frame. A replay from there on fills the gap.
 GAP_FROM = "gap_from:"
 #: A flag of a life that had lost other batches before its gap.
 LOST_BEFORE = "lost_before"
-#: A flag of a life whose lost batches have all come later. Its counts of copies are still not trusted.
+#: A flag of a life whose lost batches have all arrived later. Its counts of copies are still not trusted.
 FILLED = "filled"
 
 #: The sentences of the reasons for which a stream is degraded.
@@ -84,7 +84,7 @@ def seq_in(flags: frozenset[str], name: str) -> int | None:
 
 
 class Opening:
-    """The batches of a life that a replay may still bring, because none was answered to its end: its first ones, or
+    """The batches of a life that a replay may still bring, because none was answered completely: the first ones, or
     those of a gap.
     """
 
@@ -102,7 +102,7 @@ class Opening:
         return self.opened_at is not None or self.gap_at is not None
 
     def has_beginning(self, seq: int) -> bool:
-        """Return whether a life that begins at ``seq`` has more than this one: its missing beginning, or all."""
+        """Return whether a replay that begins at ``seq`` has batches before the first live frame, or the whole life."""
         return seq <= self._first_seq if self.opened_at is None else seq < self.opened_at
 
     def has_gap(self, seq: int) -> bool:
@@ -118,6 +118,6 @@ class Opening:
         return flags
 
     def close(self, flags: set[str]) -> None:
-        """Note that nothing more can come, in the flags of the life, too."""
+        """Note, also in the flags of the life, that no missing batch can come any more."""
         flags -= {flag for flag in flags if flag.startswith((OPENED_AT, GAP_AT, GAP_FROM))}
         self.opened_at = self.gap_at = self.gap_from = None

@@ -23,7 +23,9 @@ SEQ_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PayloadFacts:
-    """The facts of a payload too long to be read: its frame counts, and waits without its bytes."""
+    """The size and digest of a payload that is too long to be read. Its frame is queued without its bytes, so its seq
+    still counts.
+    """
 
     size: int
     digest: str
@@ -43,11 +45,11 @@ class Frame(NamedTuple):
     seq: int
     payload: bytes | PayloadFacts
     topic: bytes
-    """It identifies the publisher only if the registration names a topic; empty if the publisher sent none."""
+    """Identifies the publisher only if the registration names a topic; empty if the frame has none."""
     connection: int
     """The number of the subscriber's connection that the frame arrived on, from 1."""
     received: float
-    """When it was read from the socket, on the subscriber's monotonic clock."""
+    """When the frame was read from the socket, on the subscriber's monotonic clock."""
 
 
 def parse_live(parts: Sequence[bytes], connection: int, received: float) -> Frame | None:
@@ -131,15 +133,17 @@ class FrameRoom:
         return self.bytes + size <= self._bytes_max or held + size <= self._bytes_max // buffers
 
     def change(self, before: int, now: int) -> None:
-        """Note that a buffer holds ``now`` bytes in place of ``before``."""
+        """Note that a buffer holds ``now`` bytes instead of ``before``."""
         self.bytes += now - before
         self.buffers += bool(now) - bool(before)
 
 
 class FrameBuffer:
-    """At most ``bytes_max`` bytes (topics and payloads) and ``frames_max`` frames. Others are dropped and counted.
+    """A buffer of at most ``bytes_max`` bytes (topics and payloads) and ``frames_max`` frames. Further ones are dropped
+    and counted.
 
-    In the ``room`` that it shares, the frames of the last ``take`` count until the next one: they are being applied.
+    The frames of one ``take`` count in the shared ``room`` until the next ``take``, because they are still being
+    applied.
     """
 
     def __init__(self, bytes_max: int, frames_max: int, room: FrameRoom) -> None:
@@ -184,7 +188,7 @@ class FrameBuffer:
         return result
 
     def leave(self) -> None:
-        """Count no more in the shared room; its stream has ended."""
+        """Leave the shared room, because the stream has ended."""
         self._hold(0)
 
     def _hold(self, size: int) -> None:

@@ -16,21 +16,22 @@ log = logging.getLogger(__name__)
 
 
 class FillProgress(Enum):
-    """How far a gap is filled."""
+    """The result of reading replies for a gap."""
 
     GOES_ON = auto()
     FILLED = auto()
     OTHER_LIFE = auto()
-    """The replies are of another process than the life."""
+    """The replies come from another process than the life."""
     BROKEN = auto()
     """A batch is missing in the replay, or too large."""
 
 
 class GapFill:
-    """The blocks known now, and behind them all batches from a gap to the watermark, in a life that readers do not see.
+    """A life that readers do not see: the blocks known now, to which all batches from a gap to the watermark are
+    applied again.
 
     The last batch that names a block decides about it, because no count of copies is trusted after a gap. A block that
-    no batch from the gap on names is as it was before the gap. So the life is right after the last batch, not before.
+    no batch from the gap on names is as it was before the gap. So the life is right only after the last batch.
     """
 
     def __init__(self, life: Life, staged: Applier) -> None:
@@ -38,7 +39,7 @@ class GapFill:
         self.hole: tuple[int, int] | None = None
         """(first missing seq, seq that came instead)."""
         self.lacks_blocks = False
-        """Not all known blocks were found in Redis."""
+        """Whether some known blocks were not found in Redis."""
         self._life = life
         self._staged = staged
         self._next = life.opening.gap_from
@@ -63,7 +64,7 @@ class GapFill:
         await self._staged.drop_staged()
 
     async def read(self, replies: Sequence[ReplayedBatch]) -> tuple[int, FillProgress]:
-        """Apply replies, up to the watermark at most. Return how many were read."""
+        """Apply replies up to the watermark. Return how many were read, and the progress."""
         life, fold = self._life, list[Incoming]()
         for count, (seq, payload, topic) in enumerate(replies, 1):
             is_known = seq < self._next

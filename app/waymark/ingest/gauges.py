@@ -1,7 +1,7 @@
 """The gauges of a worker.
 
-Values that change between two polls are computed by each scrape: they change most while Redis is unavailable, and then
-no poll succeeds.
+Values that change between two polls are computed in each scrape, because they change most while Redis is unavailable
+and no poll succeeds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ServedStream(Protocol):
 
     @property
     def applier(self) -> Applier:
-        """Its present applier; a snapshot replaces it."""
+        """The current applier; a snapshot replaces it."""
 
     @property
     def buffered(self) -> tuple[int, int]:
@@ -38,7 +38,7 @@ class ServedStream(Protocol):
         """Run until cancelled, or until another worker has the stream."""
 
     def wake(self) -> None:
-        """End a wait of ``run`` for events."""
+        """Wake ``run`` if it waits for events."""
 
 
 ServedPair = tuple[ServedStream, Resolver]
@@ -74,7 +74,7 @@ class WorkerGauges:
             metrics.streams.labels(status=status).set_function(partial(self._with, status))
 
     def saw(self, workers: Sequence[str], registrations: Sequence[Registration]) -> None:
-        """Set the gauges from the results of a poll; every worker reports the same values."""
+        """Set the gauges for the results of a poll, which are the same for every worker."""
         metrics = self._metrics
         metrics.workers.set(len(workers))
         feeds = Counter("http" if registration.endpoint is None else "socket" for registration in registrations)

@@ -66,7 +66,7 @@ class Life:
         on_gap: Literal["keep", "reset"],
         stage: Callable[[Life], Applier] | None = None,
     ) -> None:
-        """Create a life. ``stage`` makes an applier whose life readers do not see, to fill a gap with."""
+        """Create a life. ``stage`` returns an applier for filling a gap in a life that readers do not see."""
         registration = applier.grant.claim.registration
         self.applier = applier
         self.name = str(registration.name)
@@ -82,18 +82,18 @@ class Life:
         self.acknowledged = state.watermark
         """The watermark that Redis has acknowledged."""
         self.is_proven = False
-        """It is proven that the publisher of this connection is in the life that the watermark belongs to."""
+        """Whether the publisher of this connection is proven to be in the life that the watermark belongs to."""
         self.publisher_id = publisher_of(state.flags) if state.watermark is not None else None
         """The id of the process whose life this is; None if its batches do not name it."""
         self.former_ids: deque[bytes] = deque(maxlen=_FORMER_IDS_MAX)
-        """The ids of processes that another one has followed on this connection: their frames come too late."""
+        """The ids of processes that another process has replaced on this connection; their frames are stale."""
         self._last_id = self.publisher_id
         self._has_one_process = registration.sequence == "publisher"
         self.begun = 0
-        """How many times holders and watermark have ended here."""
+        """How many lives have begun here after the first."""
         self.opening = Opening(frozenset() if state.watermark is None else state.flags, self.first_seq)
         self._had_losses = False
-        """Before the last loss, others were there."""
+        """Whether other batches had been lost before the last loss."""
         self._unproven: tuple[int, str] | None = None
         """The watermark and digest that a replay must repeat, if live frames were applied while it waited."""
         self.is_lost = state.status is StreamStatus.LOST
@@ -119,7 +119,7 @@ class Life:
         return None if batch.rejected and not batch.events else self._dp_rank
 
     def is_of_another_process(self, batch: Batch) -> bool:
-        """Return whether a batch names another process than the one of this life."""
+        """Return whether a batch names a process other than the one of this life."""
         publisher_id = batch.publisher_id if self._has_one_process else None
         return publisher_id is not None and self.publisher_id is not None and publisher_id != self.publisher_id
 
@@ -130,8 +130,8 @@ class Life:
     def judge(self, position: FramePosition, batch: Batch) -> FramePosition:
         """Judge a live frame by its process, if it names one; ``position`` is the judgement by its number.
 
-        An id is never used again. So another one is another life, whatever the number; with the same one, a number that
-        does not grow belongs to an earlier frame.
+        An id is never used again, so another id means another life, whatever the number. With the same id, a number
+        that does not grow belongs to an earlier frame.
         """
         if position is FramePosition.MIXED or not self._has_one_process:
             return position
@@ -195,7 +195,7 @@ class Life:
         await self.found()
 
     async def found(self) -> None:
-        """Note that the publisher is reachable: frames in order, or a replay, have shown it."""
+        """Note that the publisher is reachable, as frames in order or a replay have shown."""
         if self.is_lost:
             self.is_lost = False
             await self.applier.set_lost(is_lost=False)
@@ -231,7 +231,7 @@ class Life:
 
     @property
     def is_open(self) -> bool:
-        """Whether a replay from 0 may bring missing batches of this life: there was no answer yet."""
+        """Whether a replay from 0 may still bring missing batches of this life, because none was answered yet."""
         return self.opening.is_open
 
     def prove(self) -> None:
@@ -259,8 +259,8 @@ class Life:
     async def close_opening(self, seq: int) -> None:
         """Note that a replay begins at ``seq``, and does not fill the gap.
 
-        If it is before the first live frame, begin the life again there. If it is the first batch of the life, begin
-        the life again to fill a gap, too: all of its counts are right then.
+        If it begins before the first live frame, begin the life again there. If it begins with the first batch of the
+        life, do so for a gap, too, because then all counts of copies are right.
         """
         if self.is_open and self.opening.has_beginning(seq):
             await self._end("a replay has what was missing")
@@ -277,7 +277,7 @@ class Life:
     def stage_to_fill(self, seq: int) -> Applier | None:
         """Return an applier to fill the gap, if a replay that begins at ``seq`` may do so.
 
-        All its batches must then be applied again, whatever their event_ids, and the age of no block may count.
+        All batches from the gap on are applied again, so event_ids and the age of blocks must not matter.
         """
         resolver = self.applier.resolver
         is_plain = not (resolver.is_shared or resolver.generations.are_bounded or resolver.traits.numbers_events)
@@ -287,7 +287,7 @@ class Life:
         return self._stage(self)
 
     async def take_filled(self, staged: Applier, ts: float | None) -> None:
-        """Let a life without the gap, which ``staged`` has applied up to the watermark, take the place of this one."""
+        """Replace this life with one without the gap, which ``staged`` has applied up to the watermark."""
         order, resolver = self.order, staged.resolver
         assert order.watermark is not None
         self.opening.close(resolver.flags)
@@ -304,7 +304,7 @@ class Life:
         await former.forget()
 
     async def _move_to(self, staged: Applier, commit: Commit, *, is_repair: bool) -> Applier:
-        """Let the life of ``staged`` take the place of this one, in one step for readers. Return the former applier."""
+        """Replace this life with that of ``staged``, in one step for readers. Return the former applier."""
         await staged.take_place(commit, is_repair=is_repair)
         former, self.applier, self.decoder.slices = self.applier, staged, staged.slices
         self.count_passed()
@@ -335,11 +335,11 @@ class Life:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether something of this life is lost or unknown that a snapshot has, or somebody asks for a repair."""
+        """Whether this life lacks something that a snapshot would contain, or a repair was requested."""
         return bool(self.reasons & REPAIRABLE) or self.applier.grant.change.wants_repair
 
     async def take_snapshot(self, staged: Applier, seq: int, ts: float | None, publisher_id: bytes | None) -> None:
-        """Let a snapshot that ``staged`` has applied whole take the place of this life; it ends with batch ``seq``."""
+        """Replace this life with a snapshot that ``staged`` has applied completely; its last batch is ``seq``."""
         await self.flush()
         staged.resolver.flags.update(self.applier.resolver.flags & COPIES_LEARNED)
         former = await self._move_to(staged, Commit(seq, ts, ts, ""), is_repair=True)
@@ -410,7 +410,7 @@ class Life:
         await self.step_over(seq)
 
     async def give_up(self, incoming: Incoming) -> None:
-        """Count a batch as lost that was not decoded: a second request would return the same bytes.
+        """Count an undecodable batch as lost, because a second request would return the same bytes.
 
         This never ends the life, whatever ``on_gap`` is: the replay after it would bring the same batch again.
         """
@@ -475,7 +475,7 @@ class Life:
     # ---- counting ----------------------------------------------------------------------------------
 
     def count(self, name: LifeCounter, n: int = 1) -> None:
-        """Count in the record, and in the metric of that name if there is one; KeyError if there is no such counter."""
+        """Count in the record, and in the metric of that name if there is one. An unknown name raises ``KeyError``."""
         metric = self._counted[name]
         if n:
             self.counters[name] += n
@@ -494,6 +494,6 @@ class Life:
 
 
 def _hashes_of(incoming: Incoming) -> int:
-    """Return the number of hashes in plain events; those of others are not counted for a fold."""
+    """Return the number of hashes if the events are plain. Other events do not count towards a fold."""
     events = incoming.batch.events
     return events.hashes if type(events) is PlainEvents else 0

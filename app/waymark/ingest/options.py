@@ -10,23 +10,26 @@ from waymark.apply.options import ApplyOptions
 from waymark.domain.names import Registration
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX
 
-#: The seconds between two polls of a worker, at most.
+#: The most seconds between two polls of a worker.
 _POLL_SECONDS = 2.0
-#: The replays that a worker runs at once. Each holds unapplied batches in memory, and all of them share one core. If
-#: more are needed at once, another worker takes half of the streams, and runs as many.
+#: The number of replays that a worker runs at once. Each holds unapplied batches in memory, and all of them share one
+#: core. If more are needed at once, another worker takes half of the streams, and runs as many.
 REPLAYS_MAX = 8
 
 BYTES_PER_SECOND_MIN = 16_384
-"""A slower replay lets a waiting stream replay first. Over a network that works, every replay is faster, unless it has
-nearly come to a halt."""
+"""A slower replay lets a waiting stream replay first. On a working network every replay is faster, unless it has almost
+stopped.
+"""
 
 REPLAY_SECONDS = 600.0
-"""The time of one replay. A slow one lets others go first, and one that halts ends sooner, so this is for one that
-would never end."""
+"""The time limit of one replay. A slow replay lets others go first, and one that stops ends sooner, so this limit is
+for a replay that would never end.
+"""
 
 FOLD_BATCHES = 64
-"""How many waiting frames are applied together. A call to Redis has a bounded number of blocks anyway, so that queries
-need not wait for it."""
+"""How many waiting frames are applied together. The number of blocks in a call to Redis has its own bound, so queries
+do not wait longer.
+"""
 
 
 @dataclass(frozen=True, slots=True)

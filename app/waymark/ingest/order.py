@@ -15,21 +15,22 @@ from waymark.ingest.frames import Frame
 class FramePosition(StrEnum):
     IN_ORDER = "in_order"
     BEGINNING = "beginning"
-    """There is no watermark, so this batch is the first one that the stream has of its life."""
+    """There is no watermark, so this batch is the first one of its life that the stream has."""
     GAP = "gap"
     RESTART = "restart"
     STALE = "stale"
     APPLIED = "applied"
     """The replay for which the frame waited has applied it."""
     MIXED = "mixed"
-    """A lower seq under another topic or rank than the last frame's: several counters share this socket."""
+    """The seq is lower, and the topic or rank differs from that of the last frame: several counters share this socket.
+    """
 
 
 class FrameOrder:
     """The state of one counter. ``watermark`` includes the batches of the current call to Redis."""
 
     def __init__(self, watermark: int | None, digest: str, newest_ts: float | None, *, is_shared: bool = False) -> None:
-        """``is_shared``: the frames of all topics are known to have one counter."""
+        """``is_shared``: it is known that one counter numbers the frames of all topics."""
         self._is_shared = is_shared
         self.watermark = watermark
         self.digest = digest
@@ -66,7 +67,7 @@ class FrameOrder:
         self.last_live, self._last_topic = frame.seq, frame.topic
 
     def went_on(self, count: int) -> None:
-        """Note so many live frames behind the last one, in order, and of its topic and rank."""
+        """Note ``count`` further live frames, in order, and of the topic and rank of the last one."""
         assert self.last_live is not None
         self.last_live += count
 
@@ -86,7 +87,8 @@ class FrameOrder:
     def is_behind(self, seq: int) -> bool:
         """Return whether a replay has already brought the batch of the next live frame, which has this seq.
 
-        The frame is on the same connection as the last live frame and has a higher seq, so both are of the same life.
+        The frame came on the same connection as the last live frame and has a higher seq, so both belong to the same
+        life.
         """
         return self.last_live is not None and self.watermark is not None and self.last_live < seq <= self.watermark
 
@@ -100,6 +102,6 @@ class FrameOrder:
         self.watermark, self.digest, self.newest_ts = seq, "", ts
 
     def restart(self) -> None:
-        """Begin a new life: without a watermark, and without live frames of the process before."""
+        """Begin a new life, without a watermark, and without live frames of the previous process."""
         self.watermark, self.digest, self.newest_ts = None, "", None
         self.last_live = None

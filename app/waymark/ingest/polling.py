@@ -1,4 +1,5 @@
-"""Polls Redis every other second: reads registrations and live workers, and runs the streams of this worker's share.
+"""Polls Redis about every two seconds: reads registrations and live workers, and runs the streams in this worker's
+share.
 
 The share only says which streams a worker tries to take; the lease gives the right. So two workers that read different
 lists for a moment never apply the same stream.
@@ -31,26 +32,29 @@ from waymark.store.store import Store
 log = logging.getLogger(__name__)
 
 
-# The share of a worker, which follows from its reading alone.
+# The share of a worker, which it computes from its own reading.
 #
-# Every worker reads the same publishers and live workers, and computes its share by itself (rendezvous hashing: when a
-# worker starts or stops, only its own streams move).
+# Every worker reads the same publishers and live workers, and computes its share by rendezvous hashing. When a worker
+# starts or stops, only its own streams move.
 
 
 class Shares:
-    """The share of ``worker_id``; remembers the order of workers for a publisher while the same workers live."""
+    """The share of ``worker_id``. It caches the order of workers for each publisher while the live workers stay the
+    same.
+    """
 
     def __init__(self, worker_id: str) -> None:
         self.left = 0
-        """Streams for which no worker had room."""
+        """The number of streams for which no worker had room."""
         self._worker_id = worker_id
         self._workers: tuple[str, ...] = ()
         self._orders: dict[int, list[str]] = {}
 
     def of(self, claims: Iterable[Claim], workers: Mapping[str, int | None]) -> list[Claim]:
-        """Return the claims that this worker takes; ``workers`` has each live worker and how many streams it can take.
+        """Return the claims that this worker takes. ``workers`` maps each live worker to the number of streams that it
+        can take.
 
-        Each worker has a hash of its name and the publisher's id. Of the workers with room, the one with the largest
+        For each worker, its name and the publisher's id are hashed. Of the workers with room, the one with the largest
         hash takes the stream. A claim without a stream takes no room.
         """
         names = tuple(workers) or (self._worker_id,)
@@ -77,8 +81,8 @@ class Shares:
     def groups_of(self, groups: Iterable[int]) -> list[int]:
         """Return the groups of this worker, whichever publishers they have.
 
-        Of the workers in the last call of ``of``, the one with the largest hash of its name and the group's id takes
-        the group.
+        Of the workers in the last call of ``of``, the one with the largest hash of worker name and group id takes the
+        group.
         """
         workers = self._workers or (self._worker_id,)
 
@@ -104,7 +108,8 @@ class RegisteredRanks:
         for claim in claims:
             name = claim.registration.name
             ranks.setdefault((name.instance_id, name.tenant_id), set()).add(name.dp_rank)
-        # One set for all streams of an instance: a set for each would be a million entries for a thousand ranks.
+        # All streams of an instance share one set. A set for each would have a million entries if there are a thousand
+        # ranks.
         self._ranks = {instance: frozenset(rank_set) for instance, rank_set in ranks.items() if len(rank_set) > 1}
 
     def of(self, name: PublisherName) -> frozenset[int]:
@@ -112,11 +117,11 @@ class RegisteredRanks:
         return self._ranks.get((name.instance_id, name.tenant_id), frozenset())
 
 
-# Registers the publishers of the file at the start, and restores registrations that Redis has lost.
+# Registers the publishers of the file at the start, and restores registrations that Redis lost.
 #
-# When Redis has come back empty, each worker registers again the publishers of the file, and those that it knew before
-# Redis lost its data. Several workers may do this; a repetition has no effect. A publisher that was registered since
-# then stays as it is, and one that was unregistered since then is not restored. Publishers that the file no longer
+# When Redis has come back empty, each worker registers the publishers of the file again, and those that it knew before
+# Redis lost its data. Several workers may do this; a repetition has no effect. A publisher that has been registered
+# since then stays unchanged, and one that has been unregistered is not restored. Publishers that the file no longer
 # names stay registered.
 
 
@@ -129,11 +134,12 @@ class RegistrationKeeper:
         self._refused: set[PublisherName] = set()
 
     async def restore(self, seen: Iterable[Registration]) -> bool:
-        """Register missing publishers. Return whether Redis has come back empty since the last call; True at the first.
+        """Register missing publishers. Return whether Redis has come back empty since the last call; the first call
+        returns True.
 
         ``seen`` has the registrations of this worker's streams, and those of the last list of claims that it believed.
-        If the caller has read a list of claims before this call, and this call returns False, the caller may believe
-        the list: Redis did not come back empty in between, so the list lacks no publisher that Redis has lost.
+        If the caller read a list of claims before this call, and this call returns False, the caller may believe the
+        list. Redis did not come back empty in between, so the list lacks no publisher that Redis lost.
         """
         incarnation = await self._store.read_incarnation()
         if incarnation == self._incarnation:
@@ -160,7 +166,7 @@ class RegistrationKeeper:
                 await self._store.registry.restore(registration)
             else:
                 await self._store.registry.register(registration)
-        except (Conflict, InvalidValue, RecordDamaged) as exc:  # its sentence shows which
+        except (Conflict, InvalidValue, RecordDamaged) as exc:  # the sentence names the publisher
             if registration.name not in self._refused:
                 self._refused.add(registration.name)
                 log.error("publisher cannot be registered", extra=fields(error=exc.sentence))
@@ -168,16 +174,16 @@ class RegistrationKeeper:
             self._refused.discard(registration.name)
 
 
-#: The most times that one poll restores registrations. It does so each time that Redis has come back empty.
+#: The most times that one poll restores registrations, each time because Redis has come back empty.
 _RESTORES_MAX = 20
-#: Before the next poll the worker rests for this many times as long as the last one took, at least.
+#: The least pause before the next poll, as a multiple of the time that the last one took.
 _REST = 3
-#: How long a poll waits for streams that it has stopped.
+#: The most seconds that a poll waits for streams that it has stopped.
 _STOP_SECONDS = 2.0
 
 
 class Poller:
-    """Polls until cancelled; ``hint`` set from outside makes the next poll come at once."""
+    """Polls until cancelled. Setting ``hint`` from outside makes the next poll immediate."""
 
     def __init__(
         self,
@@ -215,7 +221,7 @@ class Poller:
         self._error: str | None = None
         """Why the last poll failed."""
         self._faults: dict[tuple[str, int], str] = {}
-        """The last error of each step that failed for a claim, by step and publisher."""
+        """The last error of each step that failed for a claim, by name of the step and publisher."""
         self._claims: list[Claim] = []
         """The last list of claims that was believed."""
 
@@ -224,7 +230,8 @@ class Poller:
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
-            # A hint that comes while a poll reads is not lost: it may be about what the poll has read before.
+            # A hint that comes during a poll causes another one: it may concern something that the poll has already
+            # read.
             self.hint.clear()
             try:
                 await self._poll(tasks)
@@ -236,7 +243,7 @@ class Poller:
                 self._failed(repr(exc), is_defect=True)
             self._metrics.redis_up.set(not self.is_away)
             pause = self._options.poll_seconds
-            # Thousands of registrations come with a hint each, and one poll is enough for all.
+            # Each of thousands of registrations comes with a hint, and one poll is enough for all of them.
             await asyncio.sleep(min(_REST * (loop.time() - began), pause / 2))
             try:
                 async with asyncio.timeout(pause / 4 if self.is_away else pause):
@@ -245,7 +252,7 @@ class Poller:
                 continue
 
     def _failed(self, error: str | None, *, is_defect: bool = False) -> None:
-        """Remember how a round ended (None for well), and log only a change since the round before."""
+        """Remember the error of a round, or None if it succeeded. Log only a change since the previous round."""
         if error is None and self._error is not None:
             log.info("polling for streams resumed")
         elif error is not None and self._error is None:
@@ -261,9 +268,9 @@ class Poller:
         *,
         may_wait: bool = True,
     ) -> list[Any]:
-        """Do a step for each of the claims, and return the outcomes. One that fails is logged once and delays no other.
+        """Run ``step`` for each claim, and return the results. A step that fails is logged once, and delays no other.
 
-        If a server does not answer, the steps of its claims wait for the next poll. Without ``may_wait`` they raise
+        If a server does not answer, the steps of its claims wait for the next poll, or without ``may_wait`` raise
         StoreUnavailable.
         """
         outcomes: list[Any] = []
@@ -297,7 +304,7 @@ class Poller:
         self._store.pacer.workers = len(workers)
         old_workers, self._others = self._others, set(workers)
         if (is_another or self.is_away) and not old_workers <= self._others:
-            # Redis may lack heartbeats of live workers, because it was unavailable or came back empty. So this poll
+            # Redis may lack the heartbeats of live workers, because it was unavailable or came back empty. So this poll
             # does not take the streams of missing workers.
             return
         await self._finish(claim for claim in claims if claim.is_leaving)
@@ -319,11 +326,10 @@ class Poller:
         self._gauges.saw(list(workers), [claim.registration for claim in staying])
 
     async def _claims_to_believe(self) -> tuple[list[Claim], bool]:
-        """Return all claims, read after Redis last came back empty, and whether Redis came back empty since the last
-        poll.
+        """Return all claims, read after Redis last came back empty, and whether that was since the last poll.
 
-        The worker keeps the claims that it has seen until it believes a new list: Redis may come back empty again
-        while registrations are restored.
+        The worker keeps the claims that it has seen until it believes a new list, because Redis may come back empty
+        again while registrations are restored.
         """
         for attempt in range(_RESTORES_MAX):
             claims = await self._claims_and_lost()
@@ -336,7 +342,7 @@ class Poller:
         raise StoreUnavailable("Redis has lost its data several times in a row; find out why it comes back empty")
 
     async def _claims_and_lost(self) -> list[Claim]:
-        """Return all claims, after those that Redis has lost since the last poll were put back."""
+        """Restore the claims that Redis has lost since the last poll, and return all claims."""
         claims = await self._store.directory.claims()
         there = {claim.publisher for claim in claims}
         lost_claims = [claim for claim in self._claims if claim.publisher not in there]
@@ -357,7 +363,7 @@ class Poller:
         await self._for_each("finish", unfinished, self._store.claim_writer.finish)
 
     async def _end_over(self, by_http: Sequence[Claim]) -> None:
-        """End the old generations of publishers whose events come by HTTP: they have no stream."""
+        """End the old generations of publishers whose events come by HTTP, because these have no stream."""
         bounds = self._options.apply.bounds
         if not bounds or not by_http:
             return
@@ -376,7 +382,7 @@ class Poller:
         await self._for_each("end_over", overdue, self._runner.end_over)
 
     async def _keep_groups(self, claims: Iterable[Claim]) -> dict[int, GroupEntry]:
-        """Restore groups whose id Redis has lost, because queries do not find them. Return the others by id."""
+        """Restore groups whose ids Redis has lost, because queries do not find them. Return the other groups by id."""
         groups = await self._store.directory.groups()
         lost_groups = {claim.group_id: claim for claim in claims if claim.registration.group not in groups}
         await self._for_each("keep_group", lost_groups.values(), self._store.claim_writer.begin)
@@ -405,9 +411,9 @@ class Poller:
         asked: Container[int],
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """Start the wanted streams that do not run, as far as the limit of streams allows.
+        """Start the wanted streams that do not run yet, up to the limit of streams.
 
-        The streams that run learn which ranks are registered.
+        Running streams learn which ranks are registered.
         """
         for name, claim in wanted.items():
             running = self.running.get(name)
@@ -419,7 +425,7 @@ class Poller:
                 running.task = tasks.create_task(self._runner.run(running))
 
     def _note_left(self, count: int) -> None:
-        """Log the first stream left without a worker, and the end of that state."""
+        """Log when streams first have no worker, and when all have one again."""
         self._metrics.streams_left.set(count)
         if bool(count) != self._are_some_left:
             self._are_some_left = bool(count)
@@ -438,7 +444,7 @@ class Poller:
 
 
 def _keeps_hashes(claim: Claim, with_pool: Container[int], asked: Container[int]) -> bool:
-    """Return whether a stream keeps its hashes in Redis: a pool or a client names blocks by them."""
+    """Return whether a stream keeps its hashes in Redis, because a pool or a client names blocks by them."""
     registration = claim.registration
     return registration.scope == "instance" and (
         claim.group_id in with_pool or (registration.kind.traits.is_asked_by_hash and claim.group_id in asked)

@@ -1,7 +1,7 @@
 """One stream of opaque prefixes: applies the events of a source to its two holders.
 
-A source has no batches, no replay and no seqs, so events during a lost connection are unknown. After a connection was
-lost, the stream is ``degraded`` until every entry from before the loss has expired.
+A source has no batches, no replay and no seqs, so events during a lost connection are unknown. After such a loss the
+stream is ``degraded`` until every entry from before it has expired.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from waymark.store.store import Store
 log = logging.getLogger(__name__)
 
 
-# Reads one event stream over HTTP: connects, connects again, and buffers the events.
+# Reads one event stream over HTTP: connects, reconnects, and buffers the events.
 #
-# The source is never slowed: an event that finds no room is dropped and counted. After a lost connection the next one
-# names the last event received (``Last-Event-ID``); a source that keeps its events can then send the others.
+# The source is never slowed: an event that finds no room is dropped and counted. After a lost connection the next
+# request names the last event received (``Last-Event-ID``), so a source that keeps its events can send the later ones.
 
 QUEUE_EVENTS, QUEUE_BYTES = 10_000, 16 * 2**20
 EVENT_BYTES_MAX = 2**16
-"""An event has few and short fields."""
+"""The fields of an event are few and short."""
 PAUSE_SECONDS = 1.0
 PAUSE_SECONDS_MAX = 60.0
 ANSWER_SECONDS = 10.0
@@ -70,15 +70,15 @@ class EventSource:
         queue_events: int = QUEUE_EVENTS,
     ) -> None:
         self.connection = 0
-        """Connections that were made so far."""
+        """The number of connections so far."""
         self.is_connected = False
         self.error: str | None = None
         """Why there is no connection; None while there is one, and before the first attempt."""
         self.received = 0
         self.dropped = 0
-        """Events for which there was no room."""
+        """The number of events for which there was no room."""
         self.too_long = 0
-        """Connections that were left because an event was too long."""
+        """The number of connections that were closed because an event was too long."""
         self._asker = asker
         self._url = url
         self._last_event_id = last_event_id if _may_be_sent(last_event_id) else ""
@@ -223,7 +223,7 @@ class PrefixStream:
         )
         self._connection = 0
         self._away_seconds = max(UNREACHABLE_SECONDS, 2 * pause)
-        """After this time without a connection the source has failed twice, and decisions leave the engine out."""
+        """After this time without a connection, the source has failed twice, and decisions skip the engine."""
         self._noted = float("-inf")
         self._reasons: dict[str, float] = {}
         """The reasons why the stream is degraded, each with the monotonic time at which it ends."""
@@ -268,7 +268,7 @@ class PrefixStream:
             await self._last_report()
             raise
         finally:
-            # From now on this worker does not know whether there is a connection.
+            # This worker no longer knows whether there is a connection.
             self._metrics.kv_consumer_connected.remove(backend=self._backend)
             reading.cancel()
             await asyncio.wait([reading])
@@ -421,12 +421,12 @@ class PrefixStream:
             await self._applier.note_health(int(1000 * UNREACHABLE_NOTE_SECONDS))
 
     def _is_away(self, now: float) -> bool:
-        """Return whether the source has been gone, or has refused, for long enough to report it."""
+        """Return whether the source has been disconnected, or has refused requests, for long enough to report it."""
         is_gone = bool(self._source.connection or self._had_holders or self._source.error)
         return is_gone and self._down_since is not None and now - self._down_since > self._away_seconds
 
     def _count_source(self) -> None:
-        """Count the source's own counts since the last time."""
+        """Add what the source has counted since the last call."""
         source = self._source
         now = {"received": source.received, "dropped": source.dropped, "too_long": source.too_long}
         new = {name: n - self._seen[name] for name, n in now.items()}
@@ -437,7 +437,7 @@ class PrefixStream:
         metrics, backend = self._metrics, self._backend
         metrics.kv_event_received.labels(backend=backend).inc(new["received"])
         metrics.kv_event_dropped.labels(backend=backend).inc(new["dropped"])
-        if backend != OTHER_MODELS:  # several publishers share this label
+        if backend != OTHER_MODELS:  # many publishers share this label
             metrics.kv_consumer_connected.labels(backend=backend).set(source.is_connected)
         metrics.frames_malformed.inc(new["too_long"])
         metrics.buffer_dropped.inc(new["dropped"])
@@ -469,7 +469,7 @@ class PrefixStream:
             self._counts |= counts
 
     def _note_reachability(self, before: StreamStatus, now: StreamStatus) -> None:
-        """Note in the activity that the connection is gone, for a while or for long, or is back."""
+        """Note in the activity that the connection is lost, is lost for long, or is back."""
         happened, endpoint = self._applier.happened, self._registration.endpoint
         if now is StreamStatus.UNREACHABLE:
             happened(ActivityKind.UNREACHABLE, f"no connection to {endpoint}: {self._source.error or 'it has ended'}")

@@ -1,6 +1,7 @@
-"""Streams of a proxy in front of several publishers, registered with ``sequence: rank``: a counter per rank, no replay.
+"""Streams of a proxy in front of several publishers, registered with ``sequence: rank``: one counter per rank, and no
+replay.
 
-The order of each rank is kept in memory only: its frames move no watermark of the stream.
+The order of each rank is kept in memory only, and no watermark moves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from waymark.ingest.life import Life
 from waymark.ingest.order import FrameOrder, FramePosition
 from waymark.store.activity import ActivityKind
 
-#: Ranks come from batches; above this number the rank that was known first is forgotten.
+#: Ranks come from batches. Above this number the oldest known rank is forgotten.
 _RANKS_MAX = 1024
 
 
@@ -33,7 +34,7 @@ class RankStreams:
         life = self._life
         dp_rank = life.rank_of(incoming.batch)
         if dp_rank is None:
-            # The payload cannot be decoded, so its rank is unknown. It is counted, and its rank will show a gap.
+            # The payload cannot be decoded, so its rank is unknown. The frame is counted, and its rank will show a gap.
             if incoming.batch.lost is not None:
                 await life.give_up(incoming)
             await life.applier.apply([incoming], None)

@@ -24,8 +24,8 @@ from waymark.ingest.subscriber import Subscriber
 class Settling:
     """The batch that was read last, while it waits for a replay.
 
-    The events of a long one are not kept meanwhile: they take up to fifty times as much memory as the frame, which the
-    room of the worker bounds. They are decoded again.
+    The events of a long batch are not kept meanwhile, because they take up to fifty times as much memory as its frame,
+    and the room of the worker bounds frames only. They are decoded again later.
     """
 
     incoming: Incoming
@@ -79,7 +79,8 @@ class ReceivedFrames:
         self._taken.appendleft(frame)
 
     def behind(self, frame: Frame) -> Iterator[Frame] | None:
-        """Return the taken frames behind one that was read, as far as they are in order and of its topic; they stay.
+        """Return the taken frames behind one that was read, without removing them, until one is out of order or of
+        another topic.
 
         None if there are none.
         """
@@ -95,12 +96,12 @@ class ReceivedFrames:
             yield following
 
     def skip(self, count: int) -> None:
-        """Remove the oldest of the taken frames, which were read together with the one before."""
+        """Remove the oldest ``count`` taken frames, which were read together with the frame before them."""
         for _ in range(count):
             self._taken.popleft()
 
     def is_applied(self, seq: int) -> bool:
-        """Return whether a replay has applied the last frame read, which has this seq. True only once for a frame."""
+        """Return whether a replay has applied the last frame read, which has this seq; True only once for a frame."""
         is_applied = seq in self._applied
         self._applied.discard(seq)
         return is_applied
@@ -108,10 +109,10 @@ class ReceivedFrames:
     # ---- the replay's side -------------------------------------------------------------------------
 
     async def before(self, reply: Incoming, last_live: int | None) -> list[Settling | Frame]:
-        """Return the frames with lower seqs than ``reply``, whose predecessor a replay lacks.
+        """Return the frames with lower seqs than ``reply``, because the replay lacks the batch before the reply.
 
-        The list is empty if the frames may be of another process than the reply. ``last_live`` is the seq of the last
-        live frame on this connection.
+        The list is empty if the frames may come from another process than the reply. ``last_live`` is the seq of the
+        last live frame on this connection.
         """
         # Received frames are read first: the loop may have seen the reply earlier.
         self._subscriber.read()
@@ -123,9 +124,10 @@ class ReceivedFrames:
         self._applied.add(seq)
 
     def _is_of_process_of(self, reply: Incoming, last_live: int | None) -> bool:
-        """Return whether the frames are free of a restart.
+        """Return whether frames and reply come from the same process.
 
-        Their seqs rise, on an open connection, and a frame with the seq of the reply has the same bytes.
+        They do if the connection is open, the seqs of the frames rise, and a frame with the seq of the reply has the
+        same bytes.
         """
         settling = self.settling
         last = -1 if last_live is None else last_live

@@ -31,7 +31,7 @@ from waymark.ingest.unfinished import LONGEST_PARTS
 
 _PORTION_BYTES = 8 * 2**20
 _TRIES = 3
-#: How often blocks are missing in the copy for a gap, as behind a damaged row, until the replay goes on without it.
+#: After so many copies for a gap with missing blocks, as behind a damaged row, the replay continues without one.
 _COPIES = 2
 
 
@@ -39,7 +39,7 @@ class ReplayOutcome(StrEnum):
     """How a replay ended."""
 
     COMPLETE = "complete"
-    """The end marker came: everything the publisher still had was sent."""
+    """The end marker came, so everything that the publisher still had was sent."""
     IDLE = "idle"
     """No reply came within the idle time: the publisher is absent, or the replies stopped."""
     DEADLINE = "deadline"
@@ -68,7 +68,7 @@ class Replay:
     ) -> None:
         self.endpoint = endpoint
         self.outcome: ReplayOutcome | None = None
-        """How the replay ended; None while more may come."""
+        """How the replay ended; None while more replies may come."""
         self.malformed = 0
         """Replies that could not be parsed."""
         self._idle_seconds = idle_seconds
@@ -97,11 +97,11 @@ class Replay:
     async def batches(self, limit: int) -> list[ReplayedBatch]:
         """Return the next replies, in order of arrival: at least one, and at most ``limit``.
 
-        An empty list means that the replay has ended; ``outcome`` shows how. Only replies that can be parsed put off
-        the idle timeout, and time spent outside this call does not count towards it.
+        An empty list means that the replay has ended; ``outcome`` shows how. Only replies that can be parsed extend the
+        idle timeout, and time spent outside this call does not count towards it.
 
         Replies that were not read yet stay in libzmq's queue. The queue has no high-water mark, because a ROUTER drops
-        messages for a slow reader. The publisher's replay buffer bounds it: one request brings no more. Raise
+        messages for a slow reader. The publisher's replay buffer bounds the queue: one request brings no more. Raise
         EndlessMessage, an OSError, if a reply is longer than any valid one.
         """
         if self.outcome is not None:
@@ -159,7 +159,7 @@ class AttemptResult(StrEnum):
 
 
 class ReplayAttempt:
-    """One replay of one stream, in a few requests at most. Another stream may need its place before it ends.
+    """One replay of one stream, in at most a few requests. It may end early because another stream needs its place.
 
     ``between_portions`` is awaited between portions; it checks the lease during a long replay.
     """
@@ -188,12 +188,13 @@ class ReplayAttempt:
         self._deadline = time.monotonic() + seconds
         self._between_portions = between_portions
         self._hole: tuple[int, int] | None = None
-        """(first missing seq, seq that came instead) of the last request. If the next one has the same hole, the
-        publisher does not have these batches."""
+        """(first missing seq, seq that came instead) of the last request. If the next request has the same hole, the
+        publisher does not have these batches.
+        """
 
     @property
     def is_slow(self) -> bool:
-        """The replies came below the lowest rate."""
+        """Whether the replies came more slowly than the lowest accepted rate."""
         return self._pace.is_slow
 
     async def run(self) -> AttemptResult:
@@ -220,7 +221,7 @@ class ReplayAttempt:
             elif outcome is ReplayOutcome.COMPLETE:
                 if not request.is_empty or order.watermark is None:
                     return AttemptResult.COMPLETE
-                # Even the batch at the watermark is missing: the publisher restarted, and has not published yet.
+                # Even the batch at the watermark is missing, so the publisher restarted and has not published yet.
                 await self._life.begin_anew("empty replay")
             elif not has_heard:
                 return AttemptResult.SILENT
@@ -280,14 +281,15 @@ class _ReplayRequest:
         self.hole = known_hole
         self.is_empty = True
         self.is_over = False
-        """The other replies to this request are ignored. The next request begins at the present watermark."""
+        """Whether further replies to this request are ignored. The next request then begins at the present watermark.
+        """
         self.cannot_copy = False
-        """The known blocks could not be copied to fill a gap, although Redis answers."""
+        """Whether the known blocks could not be copied to fill a gap, although Redis answers."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether all replies are older than the batch that shows whether the life is the same: a replay of a gap
-        begins before it. That batch is requested next.
+        """Whether all replies were older than the batch that proves the life, as those of a replay of a gap may be.
+        That batch is requested next.
         """
         life = self._life
         return self._is_first and not (self.is_empty or life.is_proven) and life.order.watermark is not None
@@ -299,7 +301,7 @@ class _ReplayRequest:
             seq, payload, topic = reply
             life, watermark = self._life, self._life.order.watermark
             at += 1
-            # The bytes of a batch at the end of a snapshot are not known; its process is the proof.
+            # The bytes of a batch at the end of a snapshot are unknown, so the process id proves the life.
             proven_from = watermark if watermark is None or life.order.digest else watermark - 1
             is_known = not life.is_open and proven_from is not None and seq <= proven_from
             incoming = await life.decoder.decode(seq, payload, topic, is_known=is_known)
@@ -311,14 +313,14 @@ class _ReplayRequest:
                     at += await self._read(incoming, _behind(reply, portion, at))
 
     async def end(self, outcome: ReplayOutcome | None) -> None:
-        """Note that no more replies come. A gap that they have not filled is as before."""
+        """Note that no more replies come. A gap that they have not filled stays open."""
         if self._fill is not None:
             await self._fill.drop()
             if outcome is ReplayOutcome.COMPLETE and not self.is_over:
                 await self._life.close()
 
     async def _fill_gap(self, portion: Sequence[ReplayedBatch]) -> int:
-        """Fill the gap of the life, if the replies are those that it needs. Return how many were read for it."""
+        """Fill the gap of the life, if these replies belong to it. Return how many were read for it."""
         life = self._life
         if self._fill is None:
             staged = life.stage_to_fill(portion[0].seq) if self._may_fill else None
@@ -369,8 +371,8 @@ class _ReplayRequest:
                 self._received.applied(incoming.seq)
 
     async def _read(self, incoming: Incoming, following: Iterable[ReplayedBatch] = ()) -> int:
-        """Read a batch, which may show a loss before it or the end of the life. Return how many of the replies that
-        follow were read with it.
+        """Read a batch, which may reveal a loss before it or the end of the life. Return how many of the following
+        replies were read with it.
         """
         life, order, seq = self._life, self._life.order, incoming.seq
         await life.close_opening(seq)
@@ -420,7 +422,7 @@ class _ReplayRequest:
 
 
 def _behind(reply: ReplayedBatch, portion: Sequence[ReplayedBatch], at: int) -> Iterator[ReplayedBatch]:
-    """Yield the replies from number ``at`` on that are in order behind one, and of its topic."""
+    """Yield the replies from index ``at`` on that follow ``reply`` in order and have its topic."""
     for seq, following in enumerate(portion[at:], reply.seq + 1):
         if following.seq != seq or following.topic != reply.topic:
             return

@@ -1,10 +1,10 @@
-"""Bounds how many replays a worker runs at a time, and decides which one comes next.
+"""Bounds how many replays a worker runs at once, and decides which one is next.
 
 A replay has a place from its request to its end. Instances get places in rotation, so an instance with many ranks waits
-no less than one with a single rank. A replay that others wait for gives its place up between two portions and continues
-later, from its watermark, so a slow publisher cannot delay the others. A replay that was too slow comes after all
-others. While a primary of a Cluster is unavailable, the replays of its groups wait. They get no more than a share of
-the places, and do not count among the replays that run.
+no less than one with a single rank. If others wait, a replay gives up its place between two portions, and continues
+later from its watermark, so a slow publisher cannot delay the others. A replay that was too slow comes after all
+others. While a primary of a Cluster is unavailable, the replays of its groups wait. Each server gets no more than a
+share of the places, and a waiting replay does not count as running.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from enum import StrEnum
 
-#: One of so many places is left to other servers of a Cluster.
+#: One place in so many is reserved for other servers of a Cluster.
 _LEFT = 4
 
 
 class YieldReason(StrEnum):
-    """Why a replay gives its place up before its end."""
+    """Why a replay gives up its place before its end."""
 
     SLOW = "slow"
-    """It brings less than the lowest rate, and another stream waits."""
+    """The replay is slower than the lowest accepted rate, and another stream waits."""
     FAIRNESS = "fairness"
-    """Another stream has waited longer than its patience."""
+    """Another stream has waited for too long."""
 
 
 class ReplayPlace:
-    """One stream's place: first the stream waits for it, then holds it, and then releases it."""
+    """The place of one stream, which first waits for it, then holds it, and then releases it."""
 
     def __init__(
         self, places: ReplayPlaces, instance: Hashable, server: object, is_slow: bool, on_held: Callable[[], None]
@@ -37,7 +37,7 @@ class ReplayPlace:
         self.instance = instance
         self.server = server
         self.is_slow = is_slow
-        """The last replay of this stream was too slow."""
+        """Whether the last replay of this stream was too slow."""
         self.is_held = False
         self._places = places
         self._on_held = on_held
@@ -46,11 +46,11 @@ class ReplayPlace:
 
     @property
     def seconds(self) -> float:
-        """How long the stream has waited for the place or, since then, has held it."""
+        """How long the stream has waited for the place, or has held it if it does."""
         return self._places.now() - self._since
 
     async def wait(self, seconds: float) -> bool:
-        """Wait at most ``seconds`` until the place is held. Return whether it is held. Only one task may wait."""
+        """Wait at most ``seconds`` for the place. Return whether it is held. Only one task may wait."""
         if not self.is_held:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -60,7 +60,7 @@ class ReplayPlace:
         return self.is_held
 
     def yield_reason(self, *, is_slow: bool) -> YieldReason | None:
-        """Return why this held place must be given up now, or None; ``is_slow``: replies come below the lowest rate."""
+        """Return why this held place must be given up now, or None. ``is_slow``: replies come below the lowest rate."""
         return self._places.yield_reason(self, is_slow=is_slow)
 
     def set_silent(self, is_silent: bool) -> None:
@@ -89,12 +89,12 @@ class ReplayPlaces:
         self.patience_seconds = patience_seconds
         self.size = size
         self._share = size - size // _LEFT
-        """The most places of one server of a Cluster."""
+        """The most places for one server of a Cluster."""
         self._held: set[ReplayPlace] = set()
         self._silent: set[ReplayPlace] = set()
-        """The held places of replays whose server, one of several, does not answer."""
+        """The held places of replays whose server, in a Cluster, does not answer."""
         self._waiting: dict[ReplayPlace, None] = {}
-        """The places that streams wait for, in order of arrival."""
+        """The places that streams wait for, in order of request."""
         # The key is whether the last replay was too slow. Each value has the instances in rotation, and for each
         # instance its waiting places in order of arrival.
         self._queues: dict[bool, OrderedDict[Hashable, dict[ReplayPlace, None]]] = {
@@ -113,7 +113,8 @@ class ReplayPlaces:
     def request(
         self, instance: Hashable, *, is_slow: bool, on_held: Callable[[], None], server: object = None
     ) -> ReplayPlace:
-        """Ask for a place, which may be held at once. ``on_held`` is called when it is held. Release it in any case.
+        """Request a place, which may be held at once. ``on_held`` is called as soon as it is. The caller must release
+        it in any case.
 
         ``server`` identifies the primary of a Cluster that the replay writes to; None if there is only one.
         """
@@ -145,7 +146,7 @@ class ReplayPlaces:
             return YieldReason.SLOW
         if place.seconds < self.patience_seconds:
             return None
-        # Each stream whose wait is too long takes one place: those of slow replays first, the oldest first.
+        # Each stream that has waited for too long takes one place: from slow replays first, then from the oldest.
         takers_before = sum(
             holder.server == place.server
             and holder.seconds >= self.patience_seconds
@@ -156,9 +157,9 @@ class ReplayPlaces:
         return YieldReason.FAIRNESS if takers_before < takers else None
 
     def _takers(self, held: ReplayPlace, full: set[object], enough: int) -> int:
-        """Return how many streams whose wait is too long may take a held place, counted up to ``enough``.
+        """Return how many streams that have waited for too long may take a held place, counted up to ``enough``.
 
-        Those of servers in ``full`` may take none, and a slow one only the place of a slow one.
+        Streams of servers in ``full`` may take none, and a slow one only the place of a slow one.
         """
         count = 0
         for place in self._waiting:
@@ -168,7 +169,7 @@ class ReplayPlaces:
         return count
 
     def _full_servers(self) -> set[object]:
-        """Return the servers of a Cluster with as many places as they may have."""
+        """Return the servers of a Cluster that have all the places they may have."""
         counts = Counter(held.server for held in self._held)
         return {server for server, count in counts.items() if server is not None and count >= self._share}
 
@@ -230,7 +231,8 @@ BEGINNING_SECONDS_MAX = 600.0
 
 
 class ReplayPauses:
-    """Two pauses of one stream: one before any replay, and one before a replay for only the beginning of its life.
+    """Two pauses of one stream: one before any replay, and one before a replay that only fetches the beginning of its
+    life.
 
     Both last ``seconds`` (``WAYMARK_PROBE_SECONDS``) at first. The second one doubles with each replay without the
     beginning. The first one does not, because a gap must not stay open for long.
@@ -253,11 +255,11 @@ class ReplayPauses:
 
     @property
     def is_beginning_due(self) -> bool:
-        """Whether a replay may be requested for only the beginning of the life."""
+        """Whether a replay may be requested that only fetches the beginning of the life."""
         return self._clock() >= max(self._silent_until, self._beginning_at)
 
     def nothing_came(self) -> None:
-        """Note an empty replay. The next one waits, so as not to delay live frames at every gap."""
+        """Note an empty replay. The next one is delayed, so that live frames do not wait at every gap."""
         self._silent_until = self._clock() + self._seconds
 
     def put_off_beginning(self) -> None:

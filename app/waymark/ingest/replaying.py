@@ -1,4 +1,4 @@
-"""The replays of one stream: it waits for a place and requests batches, and meanwhile goes on without them."""
+"""Runs the replays of one stream: waits for a place, requests batches, and lets the stream continue meanwhile."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Replaying:
         wake: Callable[[], None],
     ) -> None:
         self.is_running = False
-        """A replay runs, or live frames wait for one."""
+        """Whether a replay runs, or live frames wait for one."""
         self._life = life
         self._context = context
         self._places = places
@@ -58,12 +58,12 @@ class Replaying:
 
     @property
     def is_waiting(self) -> bool:
-        """A replay waits for its place, while live frames are applied."""
+        """Whether a replay waits for its place while live frames are applied."""
         return self._place is not None
 
     @property
     def is_due(self) -> bool:
-        """A replay waited for its place, and the place is held now."""
+        """Whether a replay has waited for its place, and holds it now."""
         return self._place is not None and self._place.is_held
 
     def drop(self) -> None:
@@ -74,7 +74,7 @@ class Replaying:
         self._seconds_left = self._options.replay_seconds
 
     async def run(self, endpoint: str, *, needed_by: int | None) -> AttemptResult:
-        """Replay missing batches. WAITING if live frames can be applied before there is a place.
+        """Replay missing batches. Return WAITING if live frames can be applied before there is a place.
 
         ``needed_by`` is the seq of a live frame that waits. If batches are missing before it, the frame waits until
         there is a place; otherwise it waits at most ``replay_idle_seconds``.
@@ -112,7 +112,7 @@ class Replaying:
         return True
 
     async def _use_place(self, endpoint: str) -> AttemptResult:
-        """Replay until the end, or until the place is needed by another stream."""
+        """Replay to the end, or until another stream needs the place."""
         place, self._place = self._place, None
         assert place is not None
         began = time.monotonic()

@@ -1,8 +1,8 @@
-"""A request to a publisher, and the messages of its answer, each of them bounded.
+"""A request to a publisher, and the messages of its answer, whose sizes are bounded.
 
-Each request uses a new DEALER socket, so that no answer to an earlier request can be taken for one to this request. A
-REQ socket cannot be used: it accepts one message for a request. ``connect`` succeeds without a peer, so silence is the
-only sign that the publisher is absent.
+Each request uses a new DEALER socket, so that an answer to an earlier request cannot be mistaken for one to this
+request. A REQ socket cannot be used, because it accepts only one message for a request. ``connect`` succeeds without a
+peer, so silence is the only sign that the publisher is absent.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from waymark.ingest.unfinished import (
 )
 
 _GIVE_BACK_TRIES = 20
-"""How many times the memory of an endless message is given back, after a pause each: libzmq frees it gradually."""
+"""How many times memory is given back after an endless message, each time after a pause, because libzmq frees it
+gradually.
+"""
 
 
 class EndlessMessage(OSError):
-    """A message of an answer is longer than any valid one, and has no end yet."""
+    """Raised if a message of an answer is longer than any valid one, and still has no end."""
 
 
 class PublisherRequest:
-    """One request. ``field`` is that of the registration which names the endpoint.
+    """One request. ``field`` is the field of the registration that has the endpoint.
 
     ``message_max`` bounds the bytes of a message of the answer, and ``part_max`` those of each of its parts. ``with``
     sends the request, and closes the socket before the context is terminated.
@@ -68,9 +70,10 @@ class PublisherRequest:
             self._link.close()
 
     async def readable(self, seconds: float) -> None:
-        """Wait until there may be a message, or ``seconds`` have passed, or for a moment: the caller looks again.
+        """Wait until there may be a message or ``seconds`` have passed. The wait may end early, so the caller checks
+        again.
 
-        The caller must first have read all messages. Raise EndlessMessage if one has become too long.
+        The caller must have read all messages before. Raise EndlessMessage if one has become too long.
         """
         for _ in self._link.changes():
             pass
@@ -83,7 +86,9 @@ class PublisherRequest:
         await readable(self.socket, min(seconds, LOOK_SECONDS))
 
     async def _end(self) -> None:
-        """Close the connection, and give back what its message had: the next request could have as much once more."""
+        """Close the connection, and give back the memory of its message, because the next request may need as much
+        again.
+        """
         self._is_ended = True
         memory = process_memory()
         self._link.close()

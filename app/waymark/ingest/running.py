@@ -1,8 +1,8 @@
 """Runs one stream in a worker, from its lease to its end. A fault of one stream does not affect the others.
 
-The leases of all streams of a worker are renewed together, with a check whether Redis has lost writes to them. A stream
-of its own accord does nothing while its engine is silent, so a worker may have thousands of them. ``renew``
-makes a few calls for each group, and wakes only the streams for which it finds something.
+The leases of all streams of a worker are renewed together, and it is checked whether Redis has lost writes to them. A
+stream does nothing by itself while its engine is silent, so a worker may have thousands of streams. ``renew`` makes a
+few calls for each group, and wakes only the streams that have news.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from waymark.store.leases import Grant
 from waymark.store.records import StreamRecord
 from waymark.store.store import Store
 
-#: The number of shards of a group asked at each renewal, besides shard 0, whether they have lost writes.
+#: The number of shards of a group, besides shard 0, that each renewal checks for lost writes.
 _SHARDS_ASKED = 16
 #: The publishers that one command asks about.
 _ASKED_AT_ONCE = 256
 
 
 class LeaseKeeper:
-    """A keeper of the leases of the streams inside ``keeping``."""
+    """Renews the leases of the streams inside ``keeping``."""
 
     def __init__(self, store: Store, seconds: float) -> None:
-        """``seconds``: how long a lease lasts. It is renewed four times in this time."""
+        """``seconds`` is how long a lease lasts. It is renewed four times in this period."""
         self._store = store
         self._seconds = seconds
         self._kept: dict[str, tuple[Grant, Callable[[], None]]] = {}
-        """By token."""
+        """The grants and their ``wake`` functions, by token."""
         self._rounds = 0
 
     @contextmanager
@@ -71,7 +71,7 @@ class LeaseKeeper:
             del self._kept[grant.token]
 
     async def keep_renewing(self) -> None:
-        """Renew until cancelled. While Redis does not answer, try more often."""
+        """Renew until cancelled, and more often while Redis does not answer."""
         pause = self._seconds / 4
         loop, is_answered = asyncio.get_running_loop(), True
         while True:
@@ -86,9 +86,7 @@ class LeaseKeeper:
             await asyncio.sleep(max(pause / 4, (pause if is_answered else 0) - (loop.time() - began)))
 
     async def renew(self) -> None:
-        """Renew all leases once, those of each group by themselves. Raises StoreUnavailable if a group cannot be
-        reached.
-        """
+        """Renew all leases once, group by group. Raises StoreUnavailable if a group cannot be reached."""
         by_group: dict[int, list[Grant]] = {}
         for grant, _ in self._kept.values():
             by_group.setdefault(grant.group_id, []).append(grant)
@@ -118,10 +116,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Streams that start at the same time on one server. A start is some thirty calls, and thousands of starts at once
-#: would hold up the calls of the streams that run.
+#: The streams that may start at the same time on one server. A start takes about thirty calls, and thousands of starts
+#: at once would delay the calls of running streams.
 _STARTS_MAX = 16
-#: The streams of a worker share the room of so many full buffers: it has many streams, and few are behind at a time.
+#: The streams of a worker share the room of this many full buffers, because only a few of them are behind at a time.
 _ROOM_BUFFERS = 4
 
 
@@ -131,11 +129,11 @@ class Running:
 
     claim: Claim
     registered_ranks: frozenset[int]
-    """Ranks of the stream's instance, if several have a stream of their own."""
+    """The ranks of the stream's instance, if several have their own streams."""
     task: asyncio.Task[None] | None = None
     stream: ServedStream | None = None
     keeps_hashes: bool = False
-    """The stream's group has a pool that names blocks by the hashes of engines."""
+    """Whether a pool or a client of the stream's group names blocks by the hashes of engines."""
 
     @property
     def applier(self) -> Applier | None:
@@ -151,18 +149,18 @@ class Running:
 
     @property
     def is_idle(self) -> bool:
-        """The stream has not reached its publisher yet."""
+        """Whether the stream has not reached its publisher yet."""
         return self.stream is None or self.stream.status is StreamStatus.STARTING
 
     def may_go_on(self, claim: Claim) -> bool:
-        """Return whether the stream may continue under the present claim: copies may count otherwise in another
-        release.
+        """Return whether the stream may continue under the present claim. Another engine release may count copies
+        otherwise.
         """
         is_same = removes_once(claim.registration) == removes_once(self.claim.registration)
         return is_same and claim.has_stream_of(self.claim)
 
     def see(self, registered_ranks: frozenset[int], *, keeps_hashes: bool = False) -> None:
-        """Pass on which ranks of the instance have a stream of their own now, and whether its hashes are kept."""
+        """Pass on which ranks of the instance have their own streams now, and whether the stream's hashes are kept."""
         self.registered_ranks, self.keeps_hashes = registered_ranks, keeps_hashes
         applier = self.applier
         if applier is None:
@@ -173,13 +171,13 @@ class Running:
             self.wake()
 
     def wake(self) -> None:
-        """Let the stream look at once at what has changed around it."""
+        """Make the stream look at once at what has changed around it."""
         if self.stream is not None:
             self.stream.wake()
 
 
 class StreamRunner:
-    """A runner of streams; each call of ``run`` runs one."""
+    """Runs streams, one in each call of ``run``."""
 
     context: ZmqContext
     """Set before the first stream runs."""
@@ -196,9 +194,9 @@ class StreamRunner:
         self.subscribers = Subscribers(message_bytes_max=options.stream.message_bytes_max)
         self.leases = LeaseKeeper(store, options.stream.lease_seconds)
         self._starts: defaultdict[object, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_STARTS_MAX))
-        """By server: one that does not answer holds up the starts of no other's streams."""
+        """The limit of each server, so that one that does not answer does not delay starts on the others."""
         self._errors: dict[PublisherName, str] = {}
-        """Why streams stopped the last time."""
+        """The errors with which streams last stopped."""
 
     async def run(self, running: Running) -> None:
         """Take the lease and apply the stream until it is cancelled or the lease is lost."""
@@ -208,9 +206,9 @@ class StreamRunner:
         kept = ExitStack()
         try:
             async with self._starts[self._store.place(claim.group_id)]:
-                # This step is not interrupted. It undoes its work if the claim is gone, which no other part would do.
+                # This step is not interrupted: it undoes its work if the claim is gone, and no other code would.
                 if not await whole(asyncio.ensure_future(self._store.claim_writer.begin(claim))):
-                    return  # the claim has changed, and the next poll reads it again
+                    return  # the claim has changed, and the next poll reads the new one
                 last_worker = await self._store.leases.last_worker(claim)
                 grant = await self._take(claim)
                 if grant is not None:
@@ -233,7 +231,8 @@ class StreamRunner:
             if self._is_another(name, str(exc)):
                 log.warning("stream stopped, will be restarted", extra=fields(stream=str(name), error=str(exc)))
         except Exception as exc:
-            # A defect that one publisher's bytes reveal must not stop the other streams. This stream is restarted.
+            # A defect that the bytes of one publisher trigger must not stop the other streams. This stream is
+            # restarted.
             if self._is_another(name, repr(exc)):
                 log.exception("stream failed, will be restarted", extra=fields(stream=str(name)))
         finally:
@@ -244,13 +243,13 @@ class StreamRunner:
                 await running.applier.forget()
 
     def forget_errors(self, still: Iterable[PublisherName]) -> None:
-        """Forget why streams stopped, except those in ``still``: the others run again, or belong to other workers."""
+        """Forget the errors of streams, except those in ``still``. The others run again, or belong to other workers."""
         names = set(still)
         self._errors = {name: error for name, error in self._errors.items() if name in names}
 
     def _is_another(self, name: PublisherName, error: str) -> bool:
-        """Return whether a stream stopped for another reason than the last time. Every poll restarts a stopped
-        stream.
+        """Return whether a stream stopped with another error than last time. Every poll restarts a stopped stream, so
+        the same error would be logged again and again.
         """
         last_error, self._errors[name] = self._errors.get(name), error
         return error != last_error
@@ -260,12 +259,12 @@ class StreamRunner:
         applier, state = await self._resumed(grant, running.registered_ranks)
         is_beginning = state.watermark is None and claim.registration.sequence == "publisher"
         if is_beginning and JOINED_LATE in state.flags:
-            # The previous worker stopped before it applied the first frame, so the flags are true of no life.
+            # The previous worker stopped before it applied the first frame, so the flags belong to no life.
             await applier.new_life()
             applier, state = await self._resumed(grant, running.registered_ranks)
         if state.status is StreamStatus.LOST:
-            # The previous worker may have stopped between the writes of the status and of the row. While the engine is
-            # away, nothing else would write the row.
+            # The previous worker may have stopped between the writes of the status and of the row. Nothing else would
+            # write the row while the engine is unreachable.
             await applier.set_lost(is_lost=True)
         options = self._options
         applier.pool_hashes.is_wanted = running.keeps_hashes
@@ -293,7 +292,7 @@ class StreamRunner:
         )
 
     def _stage_of(self, grant: Grant) -> Callable[[Life], Applier]:
-        """Return a function that makes an applier whose life readers do not see."""
+        """Return a function that creates an applier whose life readers do not see."""
 
         def stage(life: Life) -> Applier:
             ranks = life.applier.resolver.registered_ranks
@@ -316,7 +315,7 @@ class StreamRunner:
         )
 
     async def end_over(self, claim: Claim) -> None:
-        """End the old generations of a publisher whose events come by HTTP: it has no stream."""
+        """End the old generations of a publisher whose events come by HTTP, because it has no stream."""
         grant = await self._take(claim)
         if grant is None:
             return
@@ -342,7 +341,7 @@ class StreamRunner:
     async def _give_back(self, grant: Grant) -> None:
         try:
             dropping = asyncio.ensure_future(self._store.leases.drop(grant))
-            # A stream stopped meanwhile does not wait for it, and nobody else reads the error.
+            # The cancelled stream does not wait for this task, so its error is read here.
             dropping.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.shield(dropping)
         except StoreUnavailable as exc:
@@ -353,7 +352,7 @@ class StreamRunner:
 async def whole(step: asyncio.Future[T]) -> T:
     """Return the result of a step that must not be interrupted.
 
-    A caller cancelled meanwhile, even twice, waits for the end of the step, and then ends.
+    A caller that is cancelled meanwhile, even twice, waits for the end of the step, and then ends.
     """
     cancelled: asyncio.CancelledError | None = None
     while not step.done():
@@ -362,6 +361,6 @@ async def whole(step: asyncio.Future[T]) -> T:
         except asyncio.CancelledError as exc:
             cancelled = exc
     if cancelled is not None:
-        step.exception()  # retrieved, so that asyncio does not report it
+        step.exception()  # read it, so that asyncio does not report it
         raise cancelled
     return step.result()

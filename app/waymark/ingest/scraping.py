@@ -1,7 +1,7 @@
 """Scrapes the gauges of engines. Each engine has one scraper, however many replicas use its gauges.
 
-The worker that has the stream of an engine's first rank scrapes the engine for all of its ranks. Each engine has a task
-of its own, so a slow engine does not delay others. An engine that does not answer is asked less and less often.
+The worker that has the stream of an engine's first rank scrapes the engine for all of its ranks. Each engine has its
+own task, so a slow engine does not delay others. An engine that does not answer is asked less and less often.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ log = logging.getLogger(__name__)
 #: The most bytes of an engine's metrics; those of vLLM with 8 ranks have half a MiB.
 BYTES_MAX = 8 * 2**20
 _ANSWER_SECONDS_MAX = 5.0
-#: Between the beginnings of two requests, to whichever engines: a request takes some two milliseconds of the loop, and
-#: the loop also follows the streams. Each of many engines is asked less often; so is each while the loop is busy.
+#: The seconds between the starts of two requests, to the same engine or not: a request takes about two milliseconds of
+#: the event loop, which the streams need, too. If there are many engines, or the loop is busy, each is asked less
+#: often.
 SPACE_SECONDS = 0.01
 #: A reading is valid for this many intervals.
 _INTERVALS = 3
-#: The longest pause between two requests to an engine that does not answer. Of thousands whose pods are not ready, each
-#: would otherwise be asked every few seconds.
+#: The longest pause between two requests to an engine that does not answer. Otherwise thousands of engines whose pods
+#: are not ready would be asked every few seconds.
 _PAUSE_SECONDS_MAX = 60.0
 
 
 class Scraper:
-    """Scrapes every ``seconds``; 0: never."""
+    """Scrapes the engines every ``seconds`` seconds; never, if that is 0."""
 
     def __init__(self, store: Store, metrics: Metrics, asker: Asker, seconds: float) -> None:
         self._store = store
@@ -47,10 +48,10 @@ class Scraper:
         self._claims: dict[str, Sequence[Claim]] = {}
         """The publishers of each engine that this worker scrapes, by URL."""
         self._gate = asyncio.Lock()
-        """Held until the next request may begin."""
+        """Locked until the next request may begin."""
 
     def see(self, claims: Iterable[Claim], mine: Iterable[Claim]) -> None:
-        """Update the engines. ``claims`` are all registered ones, ``mine`` those of this worker's share."""
+        """Update the engines. ``claims`` has all claims, ``mine`` those in this worker's share."""
         if self._seconds == 0:
             return
         own = {claim.publisher for claim in mine}
@@ -91,7 +92,7 @@ class Scraper:
                 outcome, now = "failed", getattr(exc, "sentence", str(exc))
                 pause = min(2 * pause, max(_PAUSE_SECONDS_MAX, self._seconds))
             except StoreUnavailable as exc:
-                # The engine has answered: what is known of it stays.
+                # The engine has answered, so its known gauges are kept.
                 outcome, now = "failed", error
                 log.debug("gauges of an engine are not written", extra=fields(url=url, error=exc.sentence))
             self._metrics.gauge_scrapes.labels(outcome=outcome).inc()
@@ -101,7 +102,9 @@ class Scraper:
             await asyncio.sleep(max(0.0, pause - (loop.time() - began) - SPACE_SECONDS))
 
     async def _scrape(self, url: str, interval: float) -> bool:
-        """Read and write the gauges of an engine, which is asked once in so many seconds. Return whether it has any."""
+        """Read the gauges of an engine, which is asked every ``interval`` seconds, and write them. Return whether it
+        has any.
+        """
         reply = await self._asker.ask(url, seconds=min(interval, _ANSWER_SECONDS_MAX), bytes_max=BYTES_MAX)
         if reply.status != 200:
             raise Unanswered(f"it answered with status {reply.status}")

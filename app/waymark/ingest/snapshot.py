@@ -1,8 +1,9 @@
 """Asks an engine for a snapshot of its cache, and reads the reply.
 
-A request for batches, as vLLM makes them, has the form of a REQ socket: an empty frame and ``snapshot``. The reply is
-one message: the seq of the last batch that the snapshot includes (signed), the id of the process, and chunks, which are
-batches. libzmq delivers a message when it is whole, so an engine that dies in the middle is silent.
+A request for batches, which vLLM understands, has the form that a REQ socket sends: an empty frame and ``snapshot``.
+The reply is one message: the seq of the last batch that the snapshot includes (signed), the id of the process, and
+chunks, which are batches. libzmq delivers only complete messages, so an engine that dies in the middle of one appears
+silent.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from waymark.ingest.unfinished import LONGEST_PARTS
 REQUEST: Final = b"snapshot"
 PUBLISHER_ID_BYTES: Final = 16
 NOTHING_RECORDED: Final = -1
-"""The seq of an engine before its first batch."""
+"""The seq that an engine sends before its first batch."""
 UNAVAILABLE: Final = -2
-"""The seq of an engine that cannot make a snapshot now."""
+"""The seq that an engine sends if it cannot make a snapshot now."""
 BYTES_MAX: Final = 256 * 2**20
-"""vLLM's own bound on a reply."""
+"""The bound that vLLM sets on its own replies."""
 PARTS_MAX: Final = 65_536
-"""No snapshot has so many chunks: each has hundreds of blocks."""
+"""No snapshot has so many chunks, because each has hundreds of blocks."""
 
 _TURN_PARTS = 1024
-#: The bytes on the wire besides the parts: those of the handshake, and some for each part.
+#: The bytes on the wire besides the parts: the handshake, and a few for each part.
 _HEAD_BYTES = 2**20
 
 
 class BadSnapshot(Exception):
-    """The sentence says why a snapshot cannot be used."""
+    """Raised with a sentence that says why a snapshot cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,9 @@ class Snapshot:
     publisher_id: bytes | None
     """The id of the process; None if the engine does not name it."""
     chunks: deque[bytes] | deque[zmq.Frame]
-    """Payloads of batches or of records. The code that applies one removes it, to free its memory."""
+    """Payloads of batches or of records. Each is removed when it is applied, to free its memory."""
     records: int | None = None
-    """How many records all chunks have together; None if they are batches."""
+    """The number of records in all chunks together; None if the chunks are batches."""
 
 
 def parse(parts: Sequence[zmq.Frame]) -> Snapshot:
@@ -83,7 +84,7 @@ async def ask(
 ) -> Snapshot | None:
     """Ask ``endpoint``, and return its snapshot, or None if it does not come within ``seconds``.
 
-    ``between`` is awaited several times a second; if it returns False, the snapshot is not needed any more. Raises
+    ``between`` is awaited several times a second. If it returns False, the snapshot is no longer needed. Raises
     BadSnapshot; InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free or the reply is longer
     than any valid one.
     """
@@ -103,12 +104,12 @@ async def ask(
 
 
 async def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
-    """Receive a message, and let the loop do other things meanwhile. Raises zmq.Again, BadSnapshot."""
+    """Receive a message, and let the event loop run other tasks meanwhile. Raises zmq.Again, BadSnapshot."""
     part = socket.recv(zmq.NOBLOCK, copy=False)
     parts = [part]
     while part.more:
         if len(parts) == PARTS_MAX:
-            # The caller closes the socket, so that libzmq throws the rest away.
+            # The caller closes the socket, so libzmq discards the rest.
             raise BadSnapshot(f"its snapshot has more than {PARTS_MAX} parts")
         if len(parts) % _TURN_PARTS == 0:
             await asyncio.sleep(0)
@@ -117,23 +118,23 @@ async def _receive(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
     return parts
 
 
-# Snapshots that consist of records, as SGLang makes them.
+# Snapshots that consist of records, as SGLang sends them.
 #
-# The request is ``snapshot-v2`` or, for an engine that refuses it, ``snapshot-v1``. The reply is a run of messages,
+# The request is ``snapshot-v2`` or, for an engine that refuses it, ``snapshot-v1``. The reply is a series of messages,
 # each an empty frame, a kind and a payload: a header, chunks of records, and an end or an error. Records name blocks by
-# the hashes of the engine, and have no tokens. The form is that of a change to SGLang under review: no release has it
-# yet.
+# the hashes of the engine, and have no tokens. This is the form of a change to SGLang under review, which no release
+# has yet.
 
 RECORD_REQUESTS: Final = (b"snapshot-v2", b"snapshot-v1")
 RECORDS_MAX: Final = 1_000_000
-"""As many as the blocks of a snapshot."""
+"""The same bound as on the blocks of a snapshot."""
 _HEADER_BYTES_MAX: Final = 65_536
 _ERROR_CHARACTERS_MAX: Final = 200
 _MESSAGES_AT_ONCE: Final = 16
 
 
 class Refusal(Exception):
-    """The engine has answered a request with an error."""
+    """Raised if the engine has answered a request with an error."""
 
 
 async def ask_records(
@@ -145,7 +146,7 @@ async def ask_records(
     block_size: int,
     between: Callable[[], Awaitable[bool]],
 ) -> Snapshot | None:
-    """Ask ``endpoint``, as ``ask`` does. Pages of another size than ``block_size`` cannot be used."""
+    """Ask ``endpoint``, as ``ask`` does. A snapshot cannot be used if its page size is not ``block_size``."""
     refusal = ""
     for i, request in enumerate(RECORD_REQUESTS):
         until = time.monotonic() + seconds / len(RECORD_REQUESTS)
@@ -179,7 +180,7 @@ async def ask_records(
 
 
 class RecordReply:
-    """The messages of one reply, as they come."""
+    """The messages of one reply, in the order of their arrival."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -192,7 +193,7 @@ class RecordReply:
         return self._header is not None
 
     def take(self, parts: Sequence[bytes]) -> bool:
-        """Take a message, and return whether it is the last. Raises BadSnapshot, and Refusal for an error."""
+        """Read a message, and return whether it is the last. Raises BadSnapshot, and Refusal for an error."""
         frames = list(parts[1:] if parts and not parts[0] else parts)
         if len(frames) != 2:
             raise BadSnapshot(f"a message of its snapshot has {len(frames)} frames, not a kind and a payload")

@@ -1,7 +1,7 @@
-"""The snapshots of one stream: when to ask for one, and how it replaces the memory of the stream.
+"""The snapshots of one stream: when one is requested, and how it replaces the memory of the stream.
 
-A snapshot comes after a replay, and before the stream stays degraded. It is applied to a life hidden from readers;
-later live frames are applied after it, as after a replay. If it cannot be used, the stream goes on as it was, and asks
+A snapshot is tried after a replay, before a stream is left degraded. It is applied to a life hidden from readers; later
+live frames are applied after it, as after a replay. If it cannot be used, the stream continues unchanged, and asks
 again later.
 """
 
@@ -37,30 +37,30 @@ from waymark.store.leases import SnapshotPlaces, new_place
 log = logging.getLogger(__name__)
 
 BLOCKS_MAX: Final = 1_000_000
-"""vLLM's own bound on the blocks of a snapshot."""
+"""The bound that vLLM sets on the blocks of its snapshots."""
 PAUSE_SECONDS_MAX: Final = 600.0
 
 
 class SnapshotOutcome(StrEnum):
     COMPLETE = "complete"
     UNAVAILABLE = "unavailable"
-    """The engine cannot make one now."""
+    """The engine cannot make a snapshot now."""
     SILENT = "silent"
     """The engine did not answer in time."""
     REFUSED = "refused"
-    """The reply contradicts itself, is cut short, or is above a bound."""
+    """The reply contradicts itself, is incomplete, or exceeds a bound."""
     INTERRUPTED = "interrupted"
-    """The connection ended, or the time did, before it was whole."""
+    """The connection or the time ended before the snapshot was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSource:
-    """The parts that a stream needs for snapshots."""
+    """The dependencies of a stream's snapshots."""
 
     endpoint: str
     places: SnapshotPlaces
     stage: Callable[[Life], Applier]
-    """Makes an applier whose life readers do not see."""
+    """Creates an applier whose life readers do not see."""
 
 
 class Snapshots:
@@ -83,7 +83,7 @@ class Snapshots:
         self._answer_seconds = options.snapshot_answer_seconds
         self._seconds = options.snapshot_seconds
         self._pause_seconds = self._pause = options.snapshot_pause_seconds
-        """The least pause before an engine is asked again, and the present one: it doubles after failures."""
+        """The shortest pause before an engine is asked again, and the present one, which doubles after failures."""
         self._message_bytes_max = options.message_bytes_max
         self._tick = tick
         self._due = 0.0
@@ -91,7 +91,7 @@ class Snapshots:
 
     @property
     def is_due(self) -> bool:
-        """Whether to ask now: something is lost, and frames of this connection show that the subscription works."""
+        """Whether to ask now: something is missing, and frames of this connection show that the subscription works."""
         wants_repair = self._life.applier.grant.change.wants_repair
         if wants_repair and not self._repairs:
             self._due = 0.0
@@ -163,7 +163,9 @@ class Snapshots:
         return self._received.is_unbroken
 
     async def _begin_empty(self, snapshot: Snapshot) -> tuple[SnapshotOutcome, str]:
-        """Begin an empty life: the engine has not published yet, so the known blocks belong to an earlier process."""
+        """Begin an empty life, because the engine has not published yet, so the known blocks belong to an earlier
+        process.
+        """
         life = self._life
         if snapshot.publisher_id == life.publisher_id:
             raise BadSnapshot("its snapshot says that it has published nothing, but batches of that process have come")
@@ -173,7 +175,7 @@ class Snapshots:
         return SnapshotOutcome.COMPLETE, ""
 
     async def _apply(self, snapshot: Snapshot, deadline: float) -> tuple[SnapshotOutcome, str]:
-        """Apply the chunks to a life that readers do not see, and let it take the place of the old one."""
+        """Apply the chunks to a life that readers do not see, and then replace the old life with it."""
         life, watermark = self._life, self._life.order.watermark
         if snapshot.publisher_id == life.publisher_id and watermark is not None and snapshot.seq < watermark:
             raise BadSnapshot(f"its snapshot ends with batch {snapshot.seq}, and batch {watermark} is applied already")
@@ -203,7 +205,7 @@ class Snapshots:
         return SnapshotOutcome.COMPLETE, ""
 
     async def _records(self, seq: int, payloads: list[bytes]) -> tuple[Incoming, int]:
-        """Return the batch of one or more chunks of records, and how many these are. Raises BadSnapshot."""
+        """Return one or more chunks of records as a batch, and the number of records. Raises BadSnapshot."""
         events: list[StoredReference] = []
         records = 0
         for payload in payloads:
@@ -216,7 +218,7 @@ class Snapshots:
         return Incoming(seq, "", Batch(None, tuple(events)), sum(map(len, payloads))), records
 
     async def _decoded(self, seq: int, payloads: list[bytes], publisher_id: bytes | None) -> Incoming:
-        """Return the batch of one or more chunks. Raise BadSnapshot if they cannot be read whole."""
+        """Return one or more chunks as a batch. Raise BadSnapshot if they cannot be read completely."""
         batches: list[Incoming] = []
         for payload in payloads:
             incoming = await self._life.decoder.decode(seq, payload, b"")
@@ -241,14 +243,14 @@ class Snapshots:
         try:
             await asyncio.shield(asyncio.ensure_future(call()))
         except StoreUnavailable as exc:
-            # The place ends by itself.
+            # The place expires by itself.
             log.debug("place of a snapshot not released", extra=fields(error=exc.sentence))
 
 
 def _numbered(snapshot: Snapshot) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the chunks with numbers that rise up to that of the snapshot, below those of the batches after it.
+    """Yield the chunks with rising numbers, up to the seq of the snapshot, which are below those of later batches.
 
-    If there are more chunks than numbers, the last ones are one batch.
+    If there are more chunks than numbers, the last number gets all remaining chunks.
     """
     chunks, seq = snapshot.chunks, 0
     while chunks:

@@ -1,4 +1,6 @@
-"""Sockets to a publisher: their common options, a live socket for a single connection, and why one fails."""
+"""Sockets to a publisher: their common options, a live socket for one connection, and the reason why a connection
+fails.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +24,23 @@ CONNECT_MILLISECONDS = 10_000
 HEARTBEAT_INTERVAL_MILLISECONDS = 5_000
 HEARTBEAT_TIMEOUT_MILLISECONDS = 15_000
 MESSAGE_BYTES_MAX = 64 * 2**20
-"""If a publisher sends more in one part, its connection is closed before the part is in memory."""
+"""If a publisher sends a longer part, its connection is closed before the part is in memory."""
 LIVE_MESSAGES_MAX = 1000
-"""The most live messages that libzmq queues before we read them. Further ones stay with the publisher, which drops them
-at its own bound. Replies of a replay have no such bound, because a ROUTER drops those that it cannot send at once."""
+"""The most live messages that libzmq queues before they are read. Further ones stay with the publisher, which drops
+them at its own bound. Replies of a replay have no such bound, because a ROUTER drops replies that it cannot send at
+once.
+"""
 PARTS_MAX = 4
 """No live frame, and no reply of a replay, has more parts."""
 
-#: Parts of a longer message that one call throws away: they take as long as a few frames.
+#: How many parts of a longer message one call discards, which takes as long as a few frames.
 _REST_PER_CALL = 8
-#: As plain numbers: pyzmq's own are looked up and converted with each call.
+#: Plain integers, because pyzmq looks up and converts its own constants in each call.
 _NOBLOCK, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
 _NEVER_MILLISECONDS = 24 * 3600 * 1000
 _UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
-# The first such event ends a connection, or an attempt at one. If a name does not resolve, only the last one comes.
+# The first of these events ends a connection, or an attempt at one. If a name does not resolve, only the last one is
+# reported.
 _OVER = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -50,7 +55,7 @@ _monitor_numbers = itertools.count(1)
 def open_socket(
     context: ZmqContext, kind: int, endpoint: str, message_bytes_max: int = MESSAGE_BYTES_MAX
 ) -> zmq.Socket[bytes]:
-    """Return a socket with the options of both transports, not connected yet. Raises OSError if no socket is
+    """Return a socket with the options of both transports, which is not connected yet. Raises OSError if no socket is
     available.
     """
     try:
@@ -102,10 +107,10 @@ async def readable(socket: zmq.Socket[bytes], seconds: float) -> None:
 
 
 class MessageReader:
-    """A reader of a socket's messages, which never waits; each call is short for any input.
+    """Reads a socket's messages without waiting. Each call is short, whatever the input.
 
     A message has as many parts as its sender likes, and libzmq never skips any. Of a message with more parts than any
-    frame has, a call returns the first, which no parser takes; the calls after it throw the others away.
+    frame has, a call returns the first parts, which no parser accepts; later calls discard the others.
     """
 
     __slots__ = ("_has_rest", "_socket", "count")
@@ -118,7 +123,7 @@ class MessageReader:
 
     @property
     def are_there(self) -> bool:
-        """Whether the next call receives anything."""
+        """Whether there is anything to receive."""
         events: Any = self._socket.get(_EVENTS)
         return bool(events & _READABLE)
 
@@ -130,8 +135,8 @@ class MessageReader:
         return [part.bytes for part in self._parts()]
 
     def receive_within(self, has_room: Callable[[int], bool]) -> list[bytes] | None:
-        """Receive like ``receive``, but copy nothing before ``has_room`` has said that there is room for the longest
-        part. Return None if there is none, and throw the message away.
+        """Receive as ``receive`` does, but copy nothing before ``has_room`` has returned True for the size of the
+        longest part. Otherwise discard the message and return None.
         """
         if self._has_rest:
             self._drop_rest()
@@ -147,8 +152,8 @@ class MessageReader:
                 break
 
     def _parts(self) -> list[zmq.Frame]:
-        # pyzmq tells of an uncopied part whether others follow. Of a copied one it has to be asked, which takes longer
-        # than to receive it.
+        # pyzmq reports with an uncopied part whether others follow. With a copied part it must be asked, which takes
+        # longer than receiving the part.
         receive = self._socket.recv
         part = receive(_NOBLOCK, copy=False)
         parts = [part]
@@ -172,13 +177,17 @@ class PublisherSocket:
         if no socket is available.
         """
         self.is_up = False
-        """The handshake succeeded. It stays true when the connection is over: there may be frames to read."""
+        """Whether the handshake succeeded. This stays True when the connection is over, because frames may remain to be
+        read.
+        """
         self.is_over = False
         self.file: int | None = None
-        """The descriptor of the connection, which is libzmq's."""
+        """The descriptor of the connection, which libzmq owns."""
         self.attempt = Attempt(time.monotonic(), CONNECT_MILLISECONDS / 1000)
         self.is_retried = False
-        """libzmq is about to reconnect. It does so after a lost connection, but not after one that it closed itself."""
+        """Whether libzmq is about to reconnect. It does so after a lost connection, but not after one that it closed
+        itself.
+        """
         self.socket = open_socket(context, kind, endpoint, message_bytes_max)
         self.messages = MessageReader(self.socket)
         try:
@@ -205,13 +214,15 @@ class PublisherSocket:
         self.socket.close(0)
 
     def changes(self) -> Iterator[bool]:
-        """Yield the monitor's reports since the last call: True for a handshake, False for the end, each once."""
+        """Yield the monitor's reports since the last call: True for a handshake, False for the end of the
+        connection.
+        """
         while True:
             try:
                 event, _ = self.monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            # The event's number is the first two bytes, in the machine's order; a value follows.
+            # The number of the event is in the first two bytes, in the machine's byte order; a value follows.
             number = int.from_bytes(event[:2], sys.byteorder)
             self.attempt.saw(number, time.monotonic())
             if number == zmq.EVENT_CONNECT_RETRIED:
@@ -243,7 +254,7 @@ class LiveConnection(PublisherSocket):
 
 # The reason why a connection has failed, from the events of libzmq's monitor.
 #
-# The monitor reports no error numbers of an attempt. The order of its events distinguishes the cases:
+# The monitor reports no error numbers for an attempt. The order of its events distinguishes the cases:
 #
 # | Reported | What has happened |
 # |---|---|
@@ -255,7 +266,7 @@ class LiveConnection(PublisherSocket):
 
 
 class ConnectionFailure(StrEnum):
-    """Why a connection is lost. Each value is the end of a sentence that begins with the endpoint."""
+    """The reason why a connection failed. Each value is the end of a sentence that begins with the endpoint."""
 
     UNRESOLVED = "its host has no address; register a name that the ingest workers can resolve, or a numeric address"
     REFUSED = (

@@ -1,8 +1,8 @@
 """Finds the status of a stream, and writes reports into its record: status, reasons why it is degraded, counters.
 
-A report has only the changes since the last one, so an idle stream does not cause writes. A report may be written while
-a fold is being applied, and may be the last one of its worker. So it must not depend on the fold: the script that
-applies the fold moves the watermark and event_ids, and batches are counted after that.
+A report has only the changes since the last one, so an idle stream causes no writes. A report may be written while a
+fold is being applied, and may be the last one of its worker. So it must not depend on the fold: the script that applies
+the fold writes the watermark and event_ids, and batches are counted after that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 1.0
 
-#: The statuses of a stream that is asked for what it may have missed.
+#: The statuses between which a silent stream alternates when a replay is requested.
 _ASKED = {StreamStatus.ACTIVE, StreamStatus.REPLAYING}
 _MIXED = (
     "the socket sends frames of several topics or ranks, and each has its own counter, so that their order is unknown; "
@@ -43,14 +43,14 @@ class StatusReporter:
         self.status = StreamStatus.STARTING
         """The status in the last report."""
         self.is_mixed = False
-        """The frames have several counters, so the stream has failed."""
+        """Whether the frames have several counters, so that the stream has failed."""
         self._life = life
         self._subscriber = subscriber
         self._replaying = replaying
         self._message_bytes_max = message_bytes_max
         self._reported = self._changed = 0.0
         self._is_loss_noted = False
-        """The activity says that the connection is gone."""
+        """Whether the activity says that the connection is lost."""
         self._dropped = self._malformed = 0
         self._facts: Facts = {}
         self._counts: dict[str, int] = {}
@@ -58,12 +58,12 @@ class StatusReporter:
         self._life_number = life.begun
 
     def fail(self) -> None:
-        """Note that the frames have several counters. Only another registration can repair this."""
+        """Note that the frames have several counters. Only a new registration can repair this."""
         self.is_mixed = True
         log.error("stream failed", extra=fields(stream=self._life.name, error=_MIXED))
 
     async def report(self, now: float) -> None:
-        """Write changes, if the status has changed, or the last report was a while ago."""
+        """Write the changes if the status has changed, or the last report was long enough ago."""
         if EVENTS_MISSING in self._life.applier.resolver.flags:
             self._life.reasons.add(EVENTS_MISSING)
         status = self._current_status()
@@ -72,7 +72,7 @@ class StatusReporter:
             return
         self._reported = now
         if status != self.status:
-            # A silent stream is asked for a replay again and again, which is no news.
+            # A silent stream requests replays again and again, which is not news.
             level = logging.DEBUG if {status, self.status} == _ASKED else logging.INFO
             log.log(
                 level,
@@ -83,9 +83,9 @@ class StatusReporter:
         await self._write()
 
     def _note_reachability(self, status: StreamStatus, now: float) -> None:
-        """Note in the activity that the connection is gone, or is back before the publisher was lost.
+        """Note in the activity that the connection is lost, or that it is back before the publisher counts as lost.
 
-        The next attempt at a connection says why it is gone, so a loss waits for that, but not for long.
+        Only the next attempt at a connection shows why it is lost, so the note waits for that, but not for long.
         """
         if status is not StreamStatus.UNREACHABLE:
             if self._is_loss_noted and status is not StreamStatus.LOST:
@@ -103,7 +103,7 @@ class StatusReporter:
     async def report_last(self) -> None:
         """Write what has changed since the last report, if Redis answers at once.
 
-        The status is the one of that report. The life may know better: it writes some changes of the status itself.
+        The status stays that of the last report, because the life itself writes some later changes of the status.
         """
         if self._life.is_lost:
             self.status = StreamStatus.LOST
@@ -136,7 +136,7 @@ class StatusReporter:
 
     @property
     def _problem(self) -> str | None:
-        """The most important fact for a person: why the stream has failed, or why it has no connection."""
+        """The most important fact for an operator: why the stream has failed, or why it has no connection."""
         if self._error is not None or self._subscriber.is_connected:
             return self._error
         return self._subscriber.failure

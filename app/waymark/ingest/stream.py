@@ -38,7 +38,7 @@ from waymark.store.activity import ActivityKind
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
-#: How long a stream stays at that pace after its last news, and how often it looks at itself from then on.
+#: A stream ticks at that pace for so long after its last news, and then at the slower pace of a silent stream.
 _BUSY_SECONDS, _SILENT_SECONDS = 2.5, 5.0
 _SETTLE_TRIES = 2
 
@@ -57,8 +57,8 @@ class Stream:
         subscribers: Subscribers | None = None,
         snapshots: SnapshotSource | None = None,
     ) -> None:
-        """Create a stream. ``room`` and ``subscribers`` are those of the worker. ``snapshots``: where to ask for a
-        snapshot of the engine's cache, if the engine makes any.
+        """Create a stream. ``room`` and ``subscribers`` are those of the worker. ``snapshots`` is the source of
+        snapshots of the engine's cache, if it has one.
         """
         registration = life.applier.grant.claim.registration
         assert registration.endpoint is not None
@@ -103,7 +103,7 @@ class Stream:
         self._news = now
         """When frames last arrived, or the state of the connection last changed."""
         self._noted = float("-inf")
-        """When it was noted last that the engine cannot be reached."""
+        """When it was last noted that the engine cannot be reached."""
         self._reached = 0
         """The number of the connection for which it was last noted that the engine is reachable."""
         self._dropped_asked = 0
@@ -163,8 +163,8 @@ class Stream:
         return self._subscriber.buffered_bytes, self._subscriber.buffered_frames
 
     def _wait_seconds(self) -> float:
-        """Return how long to wait for news. A stream whose engine is silent, or was never there, and that waits for
-        nothing else, costs a worker next to nothing.
+        """Return how long to wait for news. A stream that waits only for a silent or absent engine costs a worker
+        almost nothing.
         """
         now, life, applier = time.monotonic(), self._life, self._life.applier
         is_busy = (
@@ -183,7 +183,7 @@ class Stream:
         return min(max(_TICK_SECONDS, probe_at - now), _SILENT_SECONDS)
 
     def _is_probe_due(self) -> bool:
-        """Return whether frames were missing for long, or dropped: without a later frame, a gap does not show the
+        """Return whether no frame has come for long, or frames were dropped: without a later frame, no gap shows the
         loss.
         """
         if self._replaying.is_waiting:
@@ -193,7 +193,7 @@ class Stream:
 
     @property
     def _is_beginning_due(self) -> bool:
-        """Whether to request again a life from its beginning, because a replay for a part of it was not answered."""
+        """Whether to request a life from its beginning again, because a replay of a part was not answered."""
         is_open = self._life.is_open and self._registration.can_replay and not self._replaying.is_waiting
         return is_open and self._received.is_unbroken and self._pauses.is_beginning_due
 
@@ -219,11 +219,11 @@ class Stream:
 
     @property
     def _was_there(self) -> bool:
-        """Whether anything is known of the engine, which may be lost."""
+        """Whether the engine has been connected or has blocks, so that it can be lost."""
         return self._received.connection > 0 or bool(self._life.applier.resolver.holders)
 
     async def _note_health(self, now: float) -> None:
-        """Note for all decisions whether the engine can be reached, also if it was never connected."""
+        """Note for all decisions whether the engine can be reached, even if it was never connected."""
         subscriber, life = self._subscriber, self._life
         is_away = subscriber.is_unreachable and not life.is_lost
         if subscriber.is_connected and subscriber.connection != self._reached:
@@ -318,8 +318,8 @@ class Stream:
             is_open = self._registration.can_replay and self._answered != life.begun
             await (life.open_at(incoming.seq) if is_open else life.join_late())
             if is_open and self._answered is not None:
-                # The replay was answered, lacked batches before this frame, and so the life was ended. Another replay
-                # at once would bring no more.
+                # The answered replay lacked batches before this frame, so the life was ended. An immediate second
+                # replay would bring no more.
                 self._pauses.put_off_beginning()
             if self._replaying.is_waiting:
                 life.reasons.add(REPLAY_WAITING)
@@ -331,7 +331,7 @@ class Stream:
 
     @property
     def _is_replay_open(self) -> bool:
-        """Whether a replay, which comes before a snapshot, is waiting for its place, or would make no sense."""
+        """Whether a snapshot or a repair must wait, because a replay is due first, or the stream is mixed."""
         return self._replaying.is_waiting or self._reporter.is_mixed
 
     async def _take_snapshot(self, snapshots: Snapshots) -> None:
@@ -347,9 +347,9 @@ class Stream:
 
     @property
     def _is_repair_due(self) -> bool:
-        """Whether somebody asks for a repair, and a replay of the whole life is all that can be had.
+        """Whether a repair was requested, and only a replay of the whole life can do it.
 
-        In one life this is tried once: a publisher forgets the first batches of a life, and never has them again.
+        This is tried once in a life, because a publisher that has forgotten the first batches never has them again.
         """
         life = self._life
         return (
@@ -392,7 +392,7 @@ class Stream:
         await self._run_replay()
 
     async def _run_replay(self, *, needed_by: int | None = None) -> None:
-        """Request everything from the watermark on and apply it, within the times of the options.
+        """Request everything from the watermark on and apply it, within the time limits of the options.
 
         ``needed_by`` is the seq of a live frame that waits for it.
         """

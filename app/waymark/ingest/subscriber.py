@@ -33,21 +33,22 @@ from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ConnectionFailure, LiveCon
 from waymark.ingest.subscribers import Subscribers
 
 FRAMES_PER_READ = 500
-"""Frames read in one callback of the event loop: some 2 ms."""
+"""The frames read in one callback of the event loop, in about 2 ms."""
 RECONNECT_SECONDS = 0.1
 """The pause before the first attempt after a lost connection; each failure doubles it. In this time libzmq also
 delivers frames read before it reported the loss.
 """
 RECONNECT_SECONDS_MAX = 5.0
 REFUSED_SECONDS = 30.0
-"""The pause after libzmq has closed a connection because of the bytes that came over it."""
+"""The pause after a connection was closed because of the bytes that it carried."""
 UNREACHABLE_SECONDS = 2.0
 """A publisher whose connection is reset or refused twice within this time cannot be reached."""
 UNREACHABLE_NOTE_SECONDS = 10.0
-"""How long a note that the engine cannot be reached counts, at least. It is repeated in time, and ends with its worker.
+"""A note that the engine cannot be reached is valid for at least this time. It is repeated before it expires, so it
+ends soon after its worker.
 """
 BYTES_PER_READ = 2**20
-"""Bytes of frames read in one callback of the event loop, exceeded by at most one frame."""
+"""The bytes of frames read in one callback of the event loop; one frame may exceed them."""
 
 _ENDED_BY_THE_PEER = frozenset({ConnectionFailure.REFUSED, ConnectionFailure.NO_ZMQ})
 
@@ -56,9 +57,9 @@ class Subscriber:
     """The frames of one endpoint, oldest first, for one reader on one event loop.
 
     ``buffer_bytes`` (of topics and payloads) and ``buffer_frames`` bound the frames that wait to be taken, and so does
-    the ``room``, which is that of all ``subscribers`` of a worker. Of a payload above ``payload_bytes_max`` only the
-    size and the digest wait. ``start`` opens the subscriber and ``close`` closes
-    it, or ``async with`` does both, before the context is terminated.
+    the ``room``, which all ``subscribers`` of a worker share. Of a payload above ``payload_bytes_max`` only the size
+    and the digest are kept. ``start`` opens the subscriber and ``close`` closes it, or ``async with`` does both, before
+    the context is terminated.
     """
 
     def __init__(
@@ -83,17 +84,18 @@ class Subscriber:
         self.malformed = 0
         """Frames that could not be parsed."""
         self.is_refused = False
-        """The last connection was ended because of a message above ``message_bytes_max``, one without an end, or bytes
-        other than ZMTP."""
+        """Whether the last connection was closed because of a message above ``message_bytes_max``, an endless message,
+        or bytes other than ZMTP.
+        """
         self.failure: ConnectionFailure | None = None
         """Why the last attempt to connect failed; None if it succeeded."""
         self.is_unreachable = False
-        """The connection was reset or refused twice at once, and was not accepted since."""
+        """Whether connections were reset or refused twice in a short time, and none has succeeded since."""
         self._failed = float("-inf")
-        """When it was reset or refused the last time."""
+        """When a connection was last reset or refused."""
         self._subscribers = subscribers or Subscribers(message_bytes_max=message_bytes_max)
         self._is_absent = False
-        """The publisher was never reached."""
+        """Whether the publisher was never reached."""
         self._message_bytes_max = message_bytes_max
         self._payload_bytes_max = payload_bytes_max
         self._context = context
@@ -153,11 +155,12 @@ class Subscriber:
 
     @property
     def dropped(self) -> int:
-        """Frames for which there was no room."""
+        """The number of frames for which there was no room."""
         return self._buffer.dropped
 
     async def wait(self, timeout_seconds: float) -> bool:
-        """Wait until frames are buffered or the connection has changed since the last wait. False after a timeout.
+        """Wait until frames are buffered or the connection has changed since the last wait. Return False after a
+        timeout.
 
         Only one task may wait.
         """
@@ -175,8 +178,9 @@ class Subscriber:
 
     @property
     def note_seconds(self) -> float:
-        """How long a note that the engine cannot be reached counts. If thousands were never reached, attempts are rarer
-        and notes last longer, so that all together cost a worker about a hundred notes a second.
+        """The seconds for which a note that the engine cannot be reached is valid. If thousands of engines were never
+        reached, attempts are rarer and notes last longer, so that a worker writes about a hundred notes a second at
+        most.
         """
         return UNREACHABLE_NOTE_SECONDS + (3 * self._subscribers.pause_seconds if self._is_absent else 0.0)
 
@@ -235,7 +239,7 @@ class Subscriber:
             self._dial_later()
 
     def _refuse(self) -> None:
-        """Close the connection, and connect again later: the publisher would send the same bytes again at once."""
+        """Close the connection, and reconnect later, because the publisher would soon send the same bytes again."""
         self.is_refused = True
         self._close_link()
         self._set_connected(False)
@@ -251,14 +255,14 @@ class Subscriber:
         self._pause = min(2 * self._pause, RECONNECT_SECONDS_MAX)
 
     def read(self) -> None:
-        """Read the monitor, and received frames within the bounds of one read; the callback of the monitor."""
+        """Read the monitor, and received frames within the bounds of one read. This is the callback of the monitor."""
         link = self._link
         if link is not None and not self._is_read_due:
             self._read_monitor(link)
             self._read_messages()
 
     def _read_messages(self) -> None:
-        """Read received frames; the callback of the socket.
+        """Read received frames. This is the callback of the socket.
 
         The monitor, which costs as much as a frame, is read only until it has reported the handshake.
         """
@@ -312,23 +316,23 @@ class Subscriber:
         return frame._replace(payload=PayloadFacts.of(payload))
 
     def _read_frames(self, link: LiveConnection) -> bool:
-        """Fill the buffer from the socket; True if there may be more to read."""
+        """Fill the buffer from the socket. Return True if there may be more to read."""
         if not link.is_up:
-            # A frame may be here before the monitor has reported the handshake; the frame is read after that. Reading
-            # EVENTS resets the descriptor, which would otherwise keep the event loop busy until then.
+            # A frame may arrive before the monitor has reported the handshake; it is read after that. Reading EVENTS
+            # resets the descriptor, which would otherwise keep the event loop busy until then.
             link.socket.get(zmq.EVENTS)
             return False
         received = self._clock()
         buffer = self._buffer
         receive: Callable[[], list[bytes] | None] = link.messages.receive
         if not buffer.has_room(self._large_bytes):
-            # A burst for which there is no room is thrown away as fast as it arrives, so that libzmq does not keep it.
+            # A burst for which there is no room is discarded as fast as it arrives, so that libzmq does not keep it.
             receive = partial(link.messages.receive_within, buffer.has_room)
         size = 0
         try:
             for number in range(FRAMES_PER_READ):
                 if number == 1 and not link.messages.are_there:
-                    return False  # a lone frame: libzmq's error costs more than this question
+                    return False  # for a lone frame, asking is cheaper than libzmq's error
                 parts = receive()
                 if parts is None:
                     buffer.dropped += 1

@@ -1,4 +1,4 @@
-"""The facts that the subscribers of a worker share, and the end of messages without an end."""
+"""The state that the subscribers of a worker share, and the watch for endless messages."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from waymark.ingest.unfinished import (
 )
 
 ATTEMPT_SECONDS = 0.01
-"""The pause between two attempts of a worker at publishers that it has never reached: an attempt takes up to a
-millisecond. If there are thousands of them, each is tried less often.
+"""The pause between two attempts of a worker to connect to publishers that it has never reached. An attempt takes up to
+a millisecond. If there are thousands of such publishers, each is tried less often.
 """
 _CHECK_SECONDS, _CHECK_BYTES = 1.0, 16 * 2**20
-"""All connections are checked after this time, or after the process has grown by this from its smallest size."""
+"""All connections are checked after so many seconds, or once the process has grown by so many bytes."""
 _GIVE_BACK_BYTES, _GIVE_BACK_SECONDS_MAX = 64 * 2**20, 32.0
-"""If the process is larger than its smallest size by this, it gives free memory back: a burst leaves a lot. It tries
-after a second, and if nothing was free again after twice the pause, up to this time.
+"""If the process is so many bytes larger than its smallest size, it gives free memory back, because a burst leaves a
+lot. It tries after a second, and after each attempt that freed nothing the pause doubles, up to so many seconds.
 """
 _FREED_SECONDS = 0.25
-"""The parts of a connection that was ended are mostly free by then. Only after this time is another one blamed for the
-growth of the process.
+"""The parts of a closed connection are mostly free by then. Only after this time is another one blamed for the growth
+of the process.
 """
 _FORGOTTEN_SECONDS = 1.0
-"""They are all free by then: any further growth is memory that the process keeps, and not a connection's."""
+"""The parts of a closed connection are all free by then. Any remaining growth is memory that the process keeps."""
 
 
 class _Watched:
@@ -46,10 +46,10 @@ class _Watched:
 
     @property
     def is_to_blame(self) -> bool:
-        """Whether its message is unfinished. A finished one that waits to be read is read instead."""
+        """Whether the message of the connection is unfinished. A finished one that waits is read now."""
         is_hidden = self.message.is_hidden
         if not is_hidden:
-            self._read()  # the look has reset the descriptor, which would have told it
+            self._read()  # looking has reset the descriptor, so it will not signal
         return is_hidden
 
 
@@ -58,17 +58,17 @@ class Subscribers:
 
     def __init__(self, *, message_bytes_max: int) -> None:
         self.absent = 0
-        """Publishers that were never reached."""
+        """The number of publishers that were never reached."""
         self._message_max = LONGEST_PARTS * message_bytes_max
         self._watched: dict[LiveConnection, _Watched] = {}
         self._has_long = False
-        """A connection had an unfinished message of some length at the last check."""
+        """Whether a connection had a long unfinished message at the last check."""
         self._ended_at: float | None = None
-        """When a connection was ended, for a second after it."""
+        """When a connection was last closed; None again a second later."""
 
     @property
     def pause_seconds(self) -> float:
-        """How long a subscriber whose publisher was never reached waits between two attempts, at least."""
+        """The shortest pause between two attempts of a subscriber whose publisher was never reached."""
         return self.absent * ATTEMPT_SECONDS
 
     def enter(self, link: LiveConnection, *, read: Callable[[], None], refuse: Callable[[], None]) -> None:
@@ -76,11 +76,11 @@ class Subscribers:
         self._watched[link] = _Watched(link, read, refuse)
 
     def leave(self, link: LiveConnection) -> None:
-        """Watch a connection no longer."""
+        """Stop watching a connection."""
         self._watched.pop(link, None)
 
     async def keep_watching(self) -> None:
-        """Check all connections now and then, and at once when the process grows, until cancelled.
+        """Check all connections regularly, and at once when the process grows, until cancelled.
 
         Give free memory back to the system, too.
         """
@@ -99,17 +99,17 @@ class Subscribers:
                 was_free = given[0] - memory > _CHECK_BYTES
                 giving, pause = None, _CHECK_SECONDS if was_free else min(2 * pause, _GIVE_BACK_SECONDS_MAX)
                 least_since = memory
-            # What is free would hide the growth by a long message, which fills it first; and a process that has grown
-            # since has used, and perhaps freed, more.
+            # A long message fills free memory first, which hides its growth. And a process that has grown since the
+            # last attempt may have freed more by now.
             wait = _CHECK_SECONDS if self._has_long or memory - least_since > _CHECK_BYTES else pause
             is_due = memory - least > _GIVE_BACK_BYTES and now - given[1] > wait
             if giving is None and (is_due or self._ended_at is not None):
-                # Connections are looked at meanwhile: on a busy machine it takes half a second.
+                # Connections are checked meanwhile, because this takes half a second on a busy machine.
                 giving, given = asyncio.ensure_future(asyncio.to_thread(give_back_memory)), (memory, now)
             await asyncio.sleep(LOOK_SECONDS)
 
     def check(self, memory: int, now: float) -> None:
-        """End connections whose message is too long; ``memory`` is that of the process."""
+        """Close connections whose message is too long. ``memory`` is that of the process."""
         is_freed = self._ended_at is None or now - self._ended_at > _FREED_SECONDS
         if self._ended_at is not None and now - self._ended_at > _FORGOTTEN_SECONDS:
             self._ended_at = None

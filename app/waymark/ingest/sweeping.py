@@ -1,12 +1,12 @@
-"""The housekeeping of a worker: dead holders, the worth of caches, unclaimed publishers and overdue reservations.
+"""A worker's housekeeping: dead holders, the worth of caches, unclaimed publishers and overdue reservations.
 
-Dead holders are swept out of blocks, and caches are valued, in steps. Both keep the pace of the setting. Any worker may
-sweep any group. If two workers sweep the same holder, they do the same work twice, which is harmless; only one worker
-at a time values a group. A worker has one step of each under way at a time, so a reader waits for at most two steps of
-each worker.
+Dead holders are swept out of blocks in steps, and caches are valued in steps, both at the pace of
+``WAYMARK_SWEEP_BLOCKS_PER_SECOND``. Any worker may sweep any group. If two workers sweep the same holder, they do the
+same work twice, which is harmless; only one worker at a time values a group. A worker runs one step of each at a time,
+so a reader waits for at most two steps of each worker.
 
-Publishers in a group's holder table without a claim are ended, too. Each poll reads the table of one group, in turn.
-The workers share the groups, so that a poll costs one command for each worker, however many groups there are.
+Publishers that are in a group's holder table but have no claim are ended, too. Each poll reads the table of one group,
+in turn. The workers share the groups, so a poll costs each worker one command, however many groups there are.
 
 Overdue reservations end here in groups that get no requests, for example because their only replica was killed. Each
 group has one worker that looks after it. Two workers that end the same reservation change the load once.
@@ -34,10 +34,10 @@ from waymark.store.worth import LEASE_SECONDS, STEP_BLOCKS
 
 log = logging.getLogger(__name__)
 
-#: A sweep behind its pace makes up for at most this many seconds.
+#: A sweep that is behind its pace catches up with at most this many seconds.
 _BEHIND_SECONDS = 1.0
-#: The pause after a step is at least as long as the shortest of this many steps. The shortest one shows how long Redis
-#: takes for a step. In the others this process may also have waited for a core.
+#: The pause after a step is at least as long as the shortest of the last so many steps. The shortest one shows how long
+#: Redis takes; in the others, this process may have waited for a core.
 _STEPS = 4
 
 
@@ -54,7 +54,7 @@ class SweepPace:
         self._steps: deque[float] = deque(maxlen=_STEPS)
 
     def start(self, now: float) -> None:
-        """Begin a sweep. The time since the last sweep need not be made up for."""
+        """Begin a sweep, without catching up with the time since the last one."""
         self._due = max(self._due, now)
 
     def pause(self, blocks: int, began: float, now: float) -> float:
@@ -85,7 +85,7 @@ async def keep_sweeping(store: Store, metrics: Metrics, *, blocks_per_second: in
 
 
 async def _sweep_one(store: Store, group: GroupName, entry: GroupEntry, pace: SweepPace) -> bool:
-    """Sweep one dead holder of a group, if there is one. A group that cannot be swept delays no other."""
+    """Sweep one dead holder of a group, if there is one. A group that cannot be swept does not delay the others."""
     try:
         holder = await store.sweeper.pick(entry)
         if holder is None:
@@ -107,14 +107,14 @@ async def _sweep_one(store: Store, group: GroupName, entry: GroupEntry, pace: Sw
         log.debug("sweep waits for redis", extra=fields(group=entry.group_id, error=exc.sentence))
         return False
     except Exception:
-        # Any release may have written the data of a dead holder. If this code fails on them, the worker must go on.
+        # Any release may have written the data of a dead holder. If this code fails on it, the worker must go on.
         log.exception("sweep failed, will be tried again", extra=fields(group=entry.group_id))
         return False
     return True
 
 
 async def keep_valuing(store: Store, *, blocks_per_second: int, pause_seconds: float) -> None:
-    """Value the caches of the groups that somebody asks about, until cancelled."""
+    """Value the caches of the groups whose worth was requested, until cancelled."""
     pace = SweepPace(blocks_per_second)
     lease_seconds = max(LEASE_SECONDS, 4 * STEP_BLOCKS / blocks_per_second)
     while True:
@@ -130,7 +130,7 @@ async def keep_valuing(store: Store, *, blocks_per_second: int, pause_seconds: f
 
 
 async def _value(store: Store, entry: GroupEntry, pace: SweepPace, lease_seconds: float) -> None:
-    """Walk over the rows of a group. A group that cannot be valued delays no other."""
+    """Walk over the rows of a group. A group that cannot be valued does not delay the others."""
     began = time.perf_counter()
     pace.start(began)
     try:
@@ -140,7 +140,7 @@ async def _value(store: Store, entry: GroupEntry, pace: SweepPace, lease_seconds
     except StoreUnavailable as exc:
         log.debug("valuation waits for redis", extra=fields(group=entry.group_id, error=exc.sentence))
     except Exception:
-        # Any release may have written these rows. If this code fails on them, the worker must go on.
+        # Any release may have written these rows. If this code fails on one, the worker must go on.
         log.exception("valuation failed, will be tried again", extra=fields(group=entry.group_id))
 
 
@@ -154,9 +154,9 @@ async def _if_reached(step: Coroutine[None, None, int]) -> int:
 
 
 class UnclaimedWatch:
-    """Ends a publisher without a claim for two polls and for ``patience_seconds``.
+    """Ends a publisher that has had no claim for two polls and for ``patience_seconds``.
 
-    Within ``patience_seconds`` every live worker polls, and puts back a claim that it knows and Redis has lost.
+    In this time every live worker polls, and restores a claim that it knows and Redis has lost.
     """
 
     def __init__(self, store: Store, metrics: Metrics, patience_seconds: float) -> None:
@@ -166,10 +166,10 @@ class UnclaimedWatch:
         self._last = 0
         """The group that was checked last."""
         self._since: dict[UnclaimedPublisher, float] = store.incarnation.cache({})
-        """Publishers without a claim, with the monotonic second at which each was found."""
+        """Publishers without a claim, with the monotonic time at which each was found."""
 
     async def check_next(self, share: Sequence[GroupEntry], claims: Sequence[Claim]) -> None:
-        """Check the next group of this worker's share."""
+        """Check the next group in this worker's share."""
         entry = self._next(share)
         if entry is None:
             self._since.clear()
@@ -177,7 +177,7 @@ class UnclaimedWatch:
         try:
             await self._check(entry, claims, {group_entry.group_id for group_entry in share})
         except StoreUnavailable as exc:
-            # Readers of the table log this, too. A group that cannot be searched delays no other.
+            # Readers of the table log this, too. A group that cannot be searched does not delay the others.
             log.debug("group cannot be searched", extra=fields(group=entry.group_id, error=exc.sentence))
 
     async def _check(self, entry: GroupEntry, claims: Sequence[Claim], mine: set[int]) -> None:
@@ -207,7 +207,7 @@ class UnclaimedWatch:
         return entry
 
 
-#: How often each group is looked at.
+#: The seconds between two checks of each group.
 _SECONDS = 1.0
 #: Calls under way at once, so that a group whose server is slow delays no other.
 _AT_ONCE = 8
@@ -221,7 +221,7 @@ class Overdue:
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     def see(self, groups: Iterable[int]) -> None:
-        """Look after these groups from now on."""
+        """Replace the groups that this worker looks after."""
         self._groups[:] = groups
 
     async def keep_ending(self) -> None:
@@ -230,7 +230,8 @@ class Overdue:
         while True:
             deadline = loop.time() + _SECONDS
             group_ids = await self._under_way()
-            # A group with more of them gets its next call after the others; a new round sees all groups again.
+            # A group with more overdue reservations gets its next call after the others; a new round sees all groups
+            # again.
             while group_ids and loop.time() < deadline:
                 ended = await asyncio.gather(*map(self._end, group_ids))
                 group_ids = [group_id for group_id, count in zip(group_ids, ended, strict=True) if count == OVERDUE_MAX]

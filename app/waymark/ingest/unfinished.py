@@ -1,10 +1,10 @@
-"""How much of a message has arrived that its reader cannot see yet.
+"""Measures how much of a message has arrived that its reader cannot see yet.
 
-libzmq gives a message to its reader when the last part has arrived, holds the parts until then, and has no bound on
-their number. An empty part is two bytes on the wire and 64 in memory. So the bytes that a connection has received since
-its last message are compared with the memory of the process. The kernel counts these bytes for TCP. For another
-transport it only tells whether bytes wait to be read: each look that finds some counts as a piece of a message. A
-message that comes so slowly that no look finds any stays unseen.
+libzmq delivers a message when its last part has arrived, holds the parts until then, and does not bound their number.
+An empty part is two bytes on the wire and 64 in memory. So the bytes that a connection has received since its last
+message are compared with the memory of the process. The kernel counts these bytes for TCP. For another transport the
+kernel only reports whether bytes wait to be read, so each look that finds some counts as a piece of a message. A
+message that arrives so slowly that no look finds any stays unseen.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from waymark.ingest.sockets import PublisherSocket
 MEMORY_BYTES_MAX = 128 * 2**20
 """If the process has grown by this since a connection's last message, the connections with the most bytes are ended."""
 UNFINISHED_BYTES_MIN = 2**20
-"""With fewer bytes no connection is held responsible for the growth of the process."""
+"""A connection with fewer bytes is not blamed for the growth of the process."""
 LONGEST_PARTS = 2
-"""A message of several parts may have as many bytes as this many of the longest messages."""
+"""A message of several parts may have this many times the bytes of the longest valid message."""
 LOOK_SECONDS = 0.05
 _HEARTBEAT_BYTES = 16
-"""The bytes per second that belong to no message."""
+"""The bytes per second that a connection may receive besides messages."""
 _PIECE_BYTES = 2**20
 #: Numbers of ``mallopt``; from how many bytes on glibc maps a block, and how many it may keep at the end of its heap.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -54,19 +54,19 @@ class _LinkState(NamedTuple):
 
 
 class UnfinishedMessage:
-    """What one connection has received since its last message."""
+    """The bytes that one connection has received since its last message."""
 
     def __init__(self, link: PublisherSocket) -> None:
         self.bytes = 0
-        """Its bytes; for another transport than TCP a lower bound of them."""
+        """The number of bytes; a lower bound, if the transport is not TCP."""
         self.growth = 0
-        """By how much the process has grown meanwhile."""
+        """The bytes by which the process has grown in the same time."""
         self._link = link
         self._state: _LinkState | None = None
         self._pieces, self._piece_at = 0, float("-inf")
 
     def forget(self) -> None:
-        """Begin again: the process may keep memory for which this connection is not to blame."""
+        """Begin again, because the process may keep memory for which this connection is not to blame."""
         self.bytes = self.growth = 0
         self._state = None
 
@@ -82,14 +82,14 @@ class UnfinishedMessage:
             self._state = _LinkState(link.file, link.messages.count, received, memory, now)
             return
         if memory < state.memory:
-            # What others had is free again; else they could grow once more by as much, and so on.
+            # Other memory was freed. With the old reading, this message could grow by as much without being seen.
             self._state = state = state._replace(memory=memory)
         self.bytes = received - state.received - int(_HEARTBEAT_BYTES * (now - state.time))
         self.growth = memory - state.memory
 
     @property
     def is_hidden(self) -> bool:
-        """Whether the bytes are those of a message that its reader cannot see: none waits to be read."""
+        """Whether the bytes belong to a message that its reader cannot see: no complete one waits to be read."""
         return not int(self._link.socket.get(zmq.EVENTS)) & zmq.POLLIN
 
     def _received(self, file: int, now: float) -> int:
@@ -105,7 +105,7 @@ def _bytes_of_tcp(file: int) -> int | None:
     """Return the bytes that a connection has received; None if the kernel does not count them."""
     if sys.platform != "linux":
         return None
-    with suppress(OSError):  # another transport than TCP
+    with suppress(OSError):  # the transport is not TCP
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, file)
         try:
             facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
@@ -117,7 +117,7 @@ def _bytes_of_tcp(file: int) -> int | None:
 
 
 def _unread_bytes(file: int) -> int:
-    """Return how many bytes have arrived that libzmq has not read."""
+    """Return the number of bytes that have arrived and that libzmq has not read."""
     size = array.array("i", [0])
     with suppress(OSError):
         fcntl.ioctl(file, termios.FIONREAD, size)
@@ -142,8 +142,8 @@ def give_back_memory() -> None:
     """Give free memory of the process back to the system, if the C library can (glibc).
 
     It takes some milliseconds for each 100 MiB, and does not hold the GIL. libzmq's threads free the parts of an ended
-    connection one by one, and glibc keeps them: in a process that never gave them back, each further connection was
-    seen to take as much once more.
+    connection one by one, and glibc keeps the memory. In a process that never gave it back, each further connection was
+    seen to take as much again.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -153,7 +153,7 @@ def give_back_memory() -> None:
 def map_long_blocks() -> None:
     """Let the C library (glibc) give each long block back to the system when it is freed.
 
-    By itself it does so only until the first one is freed. From then on blocks of up to 32 MiB come from its heap,
+    By default it stops doing so once it has freed such a block. From then on blocks of up to 32 MiB come from its heap,
     which keeps them: the frames of one burst left more than 100 MiB that nothing else could use.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:

@@ -1,4 +1,4 @@
-"""An ingest worker: its room, its tasks, its start and its end."""
+"""An ingest worker: its capacity, its tasks, its start and its end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from waymark.store.store import Store
 log = logging.getLogger(__name__)
 
 
-# The number of streams that fit into the limit of open files of this process.
+# How many streams the limit of open files of this process allows.
 #
 # libzmq uses one descriptor for each socket to wake its owner, and one for each connection. Without free descriptors a
 # stream cannot connect, a replay cannot be requested and Redis cannot be reached. So a worker takes only as many
@@ -46,14 +46,14 @@ _FREE_PER_REPLAY = 16
 
 
 class WorkerCapacity(NamedTuple):
-    """The most that a worker may take."""
+    """The most streams and replays that a worker may take."""
 
     streams: int
     replays: int
     files: int
-    """The descriptors that these streams and replays need, with all else."""
+    """The descriptors that these streams and replays need, together with everything else."""
     is_limited: bool
-    """The worker takes less than the settings ask for."""
+    """Whether the worker takes fewer than the settings ask for."""
 
 
 def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> WorkerCapacity:
@@ -64,7 +64,7 @@ def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> Worker
     room = fit(streams_max, replays_max, int((limit - already) * part))
     if room.is_limited:
         about = fields(streams=room.streams, wanted=streams_max, replays=room.replays, files=limit)
-        # The worker warns if a stream finds no room; few installations have so many.
+        # The worker warns once a stream finds no room; few installations have so many streams.
         log.debug("this worker takes fewer streams than configured: the limit of open files is too low", extra=about)
     return room
 
@@ -77,7 +77,7 @@ def fit(streams_max: int, replays_max: int, files: int) -> WorkerCapacity:
     free = files - OTHER_FILES
     replays = max(1, min(replays_max, free // _FREE_PER_REPLAY))
     free -= FILES_PER_REPLAY * replays
-    # Each stream may have a call to Redis under way, over its own connection, as long as there are connections.
+    # Each stream may make a call to Redis over a connection of its own, as long as the pool has connections.
     streams = free // (FILES_PER_STREAM + 1)
     if streams > Store.CONNECTIONS:
         streams = (free - Store.CONNECTIONS) // FILES_PER_STREAM
@@ -118,8 +118,8 @@ _M_MMAP_THRESHOLD = -3
 def _give_back_large_blocks() -> None:
     """Let malloc give back the memory of every large frame as soon as it is free.
 
-    Otherwise glibc moves this bound up to the largest frame so far, and its heap keeps what a burst of them has taken.
-    Other C libraries have no such function.
+    Otherwise glibc raises this bound to the largest frame so far, and its heap keeps the memory of a burst. Other C
+    libraries have no such function.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
@@ -186,7 +186,7 @@ class Worker:
             log.debug("worker record not removed", extra=fields(error=exc.sentence))
 
     async def _listen(self) -> None:
-        """Poll as soon as registrations change, or another worker releases streams.
+        """Poll as soon as registrations change or another worker releases streams.
 
         If the message is lost, the next poll is at most two seconds later.
         """
