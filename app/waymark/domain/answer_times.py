@@ -1,7 +1,7 @@
 """How fast a target answers: the time to the first token of an answer, and the time of each further token.
 
-Both are sums over its requests, from which a straight line follows: the first time grows with the prefill tokens that
-the target had to compute, the second one with the requests that it works on together.
+Both are kept as sums over requests, to which a straight line is fitted: the first time grows with the prefill tokens
+that the target had to compute, the second with the number of requests that it works on at once.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-#: Requests from which a prediction counts; less than 5, since older ones count for less.
+#: The least weight of requests for a prediction. It is reached with 5 requests, because older ones count for less.
 _LEAST = 4.5
-#: The slope cannot be estimated if the work of all requests is this close: a share of its mean, or of a unit, squared.
+#: The slope cannot be estimated if the variance of the work is below this share of its squared mean.
 _SPREAD = 1e-4
-#: No engine makes the tokens of one answer faster: the whole answer has been held back somewhere.
+#: No engine generates the tokens of one answer faster. Below it, something has buffered the whole answer.
 _TOKEN_MS_MIN = 0.1
-#: The headers of the two times. The second name is that of llm-d's later releases; if both are there, the first counts.
+#: The headers of the two times. The second name is that of llm-d's later releases; if both are present, the first one
+#: counts.
 _TTFT_HEADERS = ("x-slo-ttft-ms", "x-llm-d-slo-ttft-ms")
 _TPOT_HEADERS = ("x-slo-tpot-ms", "x-llm-d-slo-tpot-ms")
 _MILLISECONDS = re.compile(r"[0-9]{1,7}(?:\.[0-9]{1,6})?", re.ASCII)
@@ -24,7 +25,7 @@ _MILLISECONDS_MAX = 3_600_000
 
 
 class TimeSums(NamedTuple):
-    """Sums over requests, of which older ones count for less: milliseconds, and the work that they grow with."""
+    """Sums over requests, in which older requests count for less: milliseconds, and the work on which they depend."""
 
     requests: float = 0.0
     work: float = 0.0
@@ -71,9 +72,9 @@ class AnswerTimes(NamedTuple):
     """The times of one target."""
 
     first_token: TimeSums
-    """Until the first token, by the prefill tokens until then."""
+    """The time to the first token, by the prefill tokens computed until then."""
     further_tokens: TimeSums = NO_SUMS
-    """Of each further token, by the requests under way at the target."""
+    """The time of each further token, by the requests under way at the target."""
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -82,9 +83,7 @@ class AnswerTimes(NamedTuple):
 
     @classmethod
     def of_numbers(cls, numbers: tuple[float, ...]) -> AnswerTimes | None:
-        """Return the times with these sums, of which the second five may be missing; None for another number of
-        them.
-        """
+        """Return the times with these sums, or None for a wrong number of them. The last five may be missing."""
         if len(numbers) not in (_NUMBERS, 2 * _NUMBERS) or not all(0 <= number < float("inf") for number in numbers):
             return None
         return cls(TimeSums(*numbers[:_NUMBERS]), TimeSums(*numbers[_NUMBERS:]))
@@ -99,7 +98,7 @@ class AnswerTimes(NamedTuple):
 
 
 class AskedTimes(NamedTuple):
-    """The times that a client asks for, in ms; None for one that it does not ask for."""
+    """The times that a client asks for, in ms; None for a time that it does not ask for."""
 
     ttft_ms: float | None = None
     """Until the first token."""
@@ -111,7 +110,7 @@ NO_TIMES = AskedTimes()
 
 
 def asked_times_of(header: Callable[[str], str | None]) -> AskedTimes:
-    """Return the times that the headers of a request ask for. Any value but a positive number of ms is ignored.
+    """Return the times that the headers of a request ask for. Any value other than a positive number of ms is ignored.
 
     ``header`` returns the value of a name in lower case.
     """

@@ -1,6 +1,6 @@
 """Books: the tokens that a decision promises, those that its engine delivers, and sums of both.
 
-Of a prompt, they contain only numbers of tokens.
+They contain no prompts, only numbers of tokens.
 
 The usage that an answer reports is read from its bytes as they pass, for a whole answer or a stream of events.
 """
@@ -14,7 +14,7 @@ PROMISE = r"\d{1,15}(?:-\d{1,15}){6}"
 """The form of a promise, as a regular expression."""
 
 PROMISE_TEXT = "%d-%d-%d-%d-%d-%d-%d"
-"""Makes the text of a promise from its numbers. Nothing is faster, and each decision does this for each offer."""
+"""The format of a promise's text. ``%`` is the fastest way, and each decision formats the text for each offer."""
 
 
 class Promise(NamedTuple):
@@ -23,7 +23,7 @@ class Promise(NamedTuple):
     available: int
     """The most that any allowed target had."""
     device: int
-    """``device`` to ``shared``: what the target had, each token at its best place."""
+    """``device`` to ``shared`` are the tokens that the target had, each counted at its best place."""
     host: int
     disk: int
     shared: int
@@ -47,7 +47,7 @@ class Promise(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """The usage that an engine reports for a finished request; None for a number that it leaves out."""
+    """The usage that an engine reports for a finished request. A number that it leaves out is None."""
 
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -60,7 +60,7 @@ USAGE_MAX = 2**40
 
 
 def more_cached(cached_tokens: int | None, prompt_tokens: int | None) -> str | None:
-    """Return the complaint about more cached tokens than the prompt has; None without one."""
+    """Return a complaint if more tokens are cached than the prompt has, else None."""
     if cached_tokens is None or prompt_tokens is None or cached_tokens <= prompt_tokens:
         return None
     return (
@@ -70,12 +70,12 @@ def more_cached(cached_tokens: int | None, prompt_tokens: int | None) -> str | N
 
 
 class Drift(NamedTuple):
-    """A target that delivers less than expected."""
+    """How much less than expected a target delivers."""
 
     share: float
     """The share of the expected tokens that was not delivered, up to 1."""
     until_ms: int
-    """When the drift ends, by the clock of Redis, unless requests show otherwise before then."""
+    """When the drift ends by the clock of Redis, unless requests end it earlier."""
 
     @classmethod
     def parse(cls, value: bytes) -> Self | None:
@@ -92,14 +92,14 @@ class Drift(NamedTuple):
         )
 
 
-#: The most that the text of ``Sums`` has: 14 numbers below 10^18.
+#: The longest text of ``Sums``: 14 numbers below 10^18.
 _SUMS_BYTES = 14 * 19
 
 
 class Sums(NamedTuple):
     """Sums over requests, in the order of the script's numbers. ``available`` to ``completion`` are tokens.
 
-    These are of the requests whose engine says how much it has reused; ``unreported`` counts the others.
+    They cover the requests whose engine reports how much it has reused; ``unreported`` counts the others.
     """
 
     requests: int = 0
@@ -124,7 +124,7 @@ class Sums(NamedTuple):
 
     @property
     def earned(self) -> int:
-        """Tokens that were not computed because the target was not chosen at random."""
+        """The tokens that a random choice would have computed, and this one did not."""
         return self.delivered - self.random
 
     def plus(self, addend: Sums) -> Sums:
@@ -139,18 +139,18 @@ class Sums(NamedTuple):
         return cls(*map(int, words))
 
 
-#: A field and its number. Within a text of the answer its quotes would have backslashes. What follows the number shows
-#: that all its digits are there.
+#: A field and its number. In a string of the answer, the quotes would be escaped. The character after the number shows
+#: that it is complete.
 _FIELD = re.compile(
     rb"""(?x) (?<!\\) "(cached_tokens | cache_read_input_tokens | cache_creation_input_tokens | prompt_tokens
                | input_tokens | completion_tokens | output_tokens)" \s* : \s* (\d{1,15}) [\s,}]"""
 )
-#: More than a field and its number have bytes.
+#: No field with its number is so long.
 _FIELD_BYTES = 96
 
 
 class UsageReader:
-    """Reads the usage in an answer. A later number takes the place of an earlier one."""
+    """Reads the usage in an answer. A later number replaces an earlier one."""
 
     def __init__(self) -> None:
         self._tail = b""
@@ -166,14 +166,16 @@ class UsageReader:
 
     @property
     def usage(self) -> Usage:
-        """What was read so far. An answer without a count of reused tokens does not mean that no token was reused."""
+        """The usage read so far. If an answer has no count of reused tokens, that does not mean that none was
+        reused.
+        """
         counts = self._found
         prompt = counts.get(b"prompt_tokens", counts.get(b"input_tokens"))
         cache_read = counts.get(b"cache_read_input_tokens")
         if cache_read is not None and prompt is not None:
-            # Anthropic's count of the input leaves out what the cache had.
+            # Anthropic's count of the input excludes cached tokens.
             prompt += cache_read + counts.get(b"cache_creation_input_tokens", 0)
         cached = counts.get(b"cached_tokens", cache_read)
         if more_cached(cached, prompt) is not None:
-            cached = None  # it would hide how much other requests lack
+            cached = None  # otherwise it would hide what other requests lack
         return Usage(cached, prompt, counts.get(b"completion_tokens", counts.get(b"output_tokens")))

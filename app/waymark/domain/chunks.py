@@ -1,10 +1,10 @@
-"""Chunks: the units that a cache keeps under one hash, each of them several of the registered blocks.
+"""Chunks: the units that a cache stores under one hash, each of several registered blocks.
 
-A cache behind an engine has chunks of several blocks of the engine. An engine registered with a smaller unit
-(``prefix_match_unit`` of vLLM) has chunks, too: its physical blocks, and their beginnings that end at a unit.
+A cache behind an engine has chunks of several of the engine's blocks. An engine registered with a smaller unit (vLLM's
+``prefix_match_unit``) has chunks, too: its physical blocks, and the prefixes of these that end at a unit.
 
-Here each block of a chunk has an engine hash of its own. The last block has that of the chunk, because a store that
-goes on from the chunk names it as its parent. The others have hashes derived from it.
+Waymark gives each block of a chunk its own engine hash. The last block has the hash of the chunk, because a store that
+continues the chunk names that hash as its parent. The others have hashes derived from it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from waymark.domain.hashing import derived_hash
 from waymark.domain.media import DEVICE
 
 CHUNK: Final = "chunk:"
-"""The beginning of the flag that says how many blocks the largest chunk of this life has had."""
+"""The prefix of the flag with the number of blocks in the largest chunk of this life."""
 CHUNK_BLOCKS_MAX: Final = 128
-"""A removed hash off the device takes this many positions in its batch, whether or not it was a chunk's."""
+"""A hash removed off the device takes this many positions in its batch, whether or not it was that of a chunk."""
 _PIECE_BLOCKS: Final = 1024
 
 
 def blocks_of(event: Stored | StoredWindow, block_size: int) -> int:
-    """Return how many blocks of this size each hash of a store stands for; 1 if it is a block's, or cannot be split."""
+    """Return how many blocks of this size each hash of a store stands for: 1 if it is the hash of a block, or cannot be
+    split.
+    """
     size, hashes = event.block_size, len(event.engine_hashes)
     blocks = size // block_size
     if isinstance(event, StoredWindow):
@@ -60,5 +62,5 @@ def split(event: Stored, block_size: int) -> Iterator[Stored]:
 
 
 def hashes_of(chunk: int, blocks: int) -> list[int]:
-    """Return the engine hashes of the blocks of a chunk, ancestor first; a smaller chunk has the last ones."""
+    """Return the engine hashes of the blocks of a chunk, ancestor first. A smaller chunk has the last ones of these."""
     return [derived_hash(chunk, i) for i in range(blocks - 1, 0, -1)] + [chunk]

@@ -13,7 +13,9 @@ from waymark.domain.parts import NO_COPIES, UNCHANGED
 from waymark.domain.rows import SAME_HASH
 
 HASHES_MAX = 64
-"""The most engine hashes of a block of a holder. ``*<key>`` names them, and is rewritten for each new one."""
+"""The most engine hashes that a holder has for one block. The field ``*<key>`` lists them, and is rewritten for each
+new one.
+"""
 SEVERAL_BYTES = 300
 """The memory of a block with copies or further engine hashes, in addition to that of the tables."""
 
@@ -24,14 +26,14 @@ class BlockCopies:
 
     copies: int
     hashes: list[int]
-    """The first is the one in the entry."""
+    """All engine hashes; the first one is in the entry."""
     is_left: bool = False
-    """The last event about the block was a removal that left a copy."""
+    """Whether the last event about the block was a removal that left a copy."""
 
     @property
     def text(self) -> bytes:
-        # An entry with this word says that the engine hash is the seq_hash. If it is one of the engine hashes, all of
-        # them are named here, the first one, too.
+        # In an entry ``SAME_HASH`` means that the engine hash is the seq_hash. If an engine hash has that value, the
+        # text lists all of them, including the first.
         hashes = self.hashes if SAME_HASH in self.hashes else self.hashes[1:]
         if not hashes:
             return NO_COPIES if self.copies < 2 else b"%d" % self.copies
@@ -42,30 +44,32 @@ class HolderCopies:
     """The copies and the further engine hashes of the blocks of one holder."""
 
     def __init__(self, table: KnownBlocks, *, notes_left: bool = True) -> None:
-        """``table`` are all blocks of the holder. ``notes_left``: removals that leave a copy may contradict stores."""
+        """``table`` has all blocks of the holder. With ``notes_left``, removals that leave a copy may contradict
+        stores.
+        """
         self._known = table
         self.notes_left = notes_left
         self.contradictions = 0
-        """The number of blocks whose copies were miscounted; the owner reads it and sets it to 0."""
+        """The number of blocks whose copies were miscounted; the owner reads it and resets it."""
         self.restored = 0
-        """Blocks that were stored again after a removal had left a copy."""
+        """The number of blocks that were stored again after a removal had left a copy."""
         self.are_removed_each = False
-        """A removal has taken a copy that another removal had left, so the engine removes each copy."""
+        """Whether a removal has taken a copy that another removal had left: then the engine removes each copy."""
         self.several: dict[int, BlockCopies] = {}
         """The blocks with several copies or hashes, by block key."""
 
     def is_crowded(self, engine_hash: int, key: int) -> bool:
-        """Return whether this would be one engine hash too many for a block that the holder has."""
+        """Return whether a block of the holder has no room for this engine hash."""
         several = self.several.get(key)
         return several is not None and len(several.hashes) >= HASHES_MAX and engine_hash not in several.hashes
 
     def store_again(self, engine_hash: int, key: int, *, counts: bool, replaces: bool = False) -> tuple[int, bytes]:
-        """Store a block again that the holder has. Return the hash in its entry, and the new text of ``*<key>`` if it
+        """Store a block that the holder already has. Return the hash in its entry, and the new text of ``*<key>`` if it
         changes.
 
-        With ``replaces`` the old count is not trusted, and the block has one copy from now on. A removal may have left
-        a copy although no such copy was ever removed: then the engine probably removes a block only once, after the
-        last of its copies, and this store contradicts the count.
+        With ``replaces`` the old count is not trusted, and the block has one copy from now on. If a removal has left a
+        copy, and no removal has ever taken such a copy, the engine probably reports a removal only after the last copy
+        of a block. Then this store contradicts the count.
         """
         first = self._known.first(key)
         assert first is not None
@@ -117,12 +121,12 @@ class HolderCopies:
         return several
 
     def left_over(self) -> list[int]:
-        """Return an engine hash of each block that a removal left with a copy, and that was not stored again since."""
+        """Return an engine hash of each block that a removal left with a copy, and that has not been stored since."""
         return [block_copies.hashes[0] for block_copies in self.several.values() if block_copies.is_left]
 
     def tell(self, key: int) -> bytes:
-        """Return the text of ``*<key>`` for a new block whose entry cannot hold its engine hash; empty for most
-        blocks.
+        """Return the text of ``*<key>`` for a new block. It is empty, unless the entry cannot hold the block's engine
+        hash.
         """
         first = self._known.first(key)
         spot = self._known.get_block(key)
@@ -134,7 +138,7 @@ class HolderCopies:
     def restore(self, key: int, copies: int, further: Sequence[int]) -> None:
         """Restore the copies of a block from Redis.
 
-        ``further`` are the block's engine hashes in addition to that of its entry.
+        ``further`` has the engine hashes of the block besides the one in its entry.
         """
         first = self._known.first(key)
         assert first is not None
@@ -160,7 +164,9 @@ class HolderCopies:
         return (1, [first]) if several is None else (several.copies, list(several.hashes))
 
     def carry(self, key: int, copies: int, hashes: Iterable[int], *, counts: bool) -> bytes:
-        """Add another holder's copies and hashes of a block to those here. Return the new text of ``*<key>``."""
+        """Add another holder's copies and hashes of a block to those of this holder. Return the new text of
+        ``*<key>``.
+        """
         first = self._known.first(key)
         assert first is not None
         several = self.several.get(key) or BlockCopies(1, [first])

@@ -1,7 +1,6 @@
-"""The differences between publishers, by their kind: one row a kind. Nothing else in Waymark compares a kind with a
-name.
+"""The differences between kinds of publishers, one row for each kind. No other module compares a kind with a name.
 
-How a kind writes its events is in ``waymark.engines``, in the module that the row names.
+The row names the module of ``waymark.engines`` that reads the events of the kind.
 """
 
 from __future__ import annotations
@@ -40,36 +39,36 @@ class EngineTraits:
     first_seq: int = 0
     """The number of its first batch."""
     copies: Copies = "set"
-    """Whether it may store a block several times, and removes each copy: the default of a registration."""
+    """Whether it may store a block several times, and then removes each copy. This is the default for registrations."""
     removes_once_from: tuple[int, int] | None = None
-    """The first release that removes a block once, after its last copy, although it stores each."""
+    """The first release that removes a block once, after its last copy, although it stores each copy."""
     scope: Scope = "instance"
-    """Whether all instances read from it: the default of a registration."""
+    """Whether all instances read from it. This is the default for registrations."""
     needs_endpoint: bool = True
-    """Its events are read from a socket, and from nowhere else."""
+    """Whether its events are read from a socket only."""
     tells_events: bool = True
     aliases: frozenset[str] = frozenset()
     """Other names of the kind, in lower case."""
     numbers_events: bool = False
-    """The event_ids of each of its streams rise by one."""
+    """Whether the event_ids of each of its streams rise by one."""
     is_opaque: bool = False
-    """It names prefixes by hashes of its own, in an event stream over HTTP; their blocks are unknown."""
+    """Whether it names prefixes by its own hashes, in an event stream over HTTP, so that their blocks are unknown."""
     may_alias: bool = True
-    """Even on a device, one of its hashes can come to mean another block."""
+    """Whether even on a device one of its hashes can change to another block."""
     names_salts_off_device: bool = False
-    """Stores off the device name their salt; for other engines, such a store without a salt may still have one."""
+    """Whether stores off the device name their salt. For other engines, a store that names none may still have one."""
     is_asked_by_hash: bool = False
-    """Its router asks an index for blocks by the hashes that its events name."""
+    """Whether its router asks an index for blocks by the hashes in its events."""
     snapshots: Literal["batches", "records"] = "batches"
-    """What a snapshot of its cache consists of."""
+    """The parts of a snapshot of its cache."""
     sockets_path: str = ""
     """The path of its HTTP API that names its event sockets."""
     has_saltless_releases: bool = False
-    """Some releases cannot name a salt or an image at all; their stores are counted."""
+    """Whether some releases cannot name a salt or an image at all. Their stores are counted."""
 
     @property
     def tells_blocks(self) -> bool:
-        """Its events say which blocks it has."""
+        """Whether its events say which blocks it has."""
         return self.tells_events and not self.is_opaque
 
 
@@ -78,7 +77,7 @@ TRAITS: Final[Mapping[EngineKind, EngineTraits]] = MappingProxyType(
         EngineKind.VLLM: EngineTraits(
             "vllm",
             copies="count",
-            # The change is under review. No release up to 0.33 has it; events that show otherwise count for more.
+            # The change is under review. No release up to 0.33 has it; events that show otherwise overrule this.
             removes_once_from=(0, 34),
             may_alias=False,
             sockets_path="/kv_event_sources",
@@ -114,13 +113,11 @@ OVER_HTTP: Final = next(kind for kind, traits in TRAITS.items() if traits.tells_
 
 
 def naming_sockets_at(path: str) -> EngineKind:
-    """Return the kind whose HTTP API names its event sockets at this path. Raise ``StopIteration`` if there is no such
-    kind.
-    """
+    """Return the kind whose HTTP API names its event sockets at this path. Raise ``StopIteration`` if there is none."""
     return next(kind for kind, traits in TRAITS.items() if traits.sockets_path == path)
 
 
 def kinds_where(trait: str, value: object) -> str:
-    """List the kinds with this value of a trait, as a sentence does: ``vLLM and SGLang``."""
+    """List the kinds with this value of a trait, in the form of a sentence: ``vLLM and SGLang``."""
     names = [str(kind) for kind, traits in TRAITS.items() if getattr(traits, trait) == value]
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

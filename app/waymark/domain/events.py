@@ -18,7 +18,7 @@ from waymark.domain.names import Adapter
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The fields that, with the medium, name the stream of an event; only standard events have them.
+    """The fields that, together with the medium, identify the stream of an event. Only standard events have them.
 
     None stands for the value of the registration.
     """
@@ -37,12 +37,12 @@ class Envelope:
     """The event's ``additional_salt``, if it has one; it replaces that of the registration."""
 
 
-# A field that several kinds of events have is explained at the first kind.
+# A field of several kinds of events is explained at the first one.
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Consecutive blocks entered a cache, ancestor first; identified by their tokens."""
+    """Consecutive blocks that entered a cache, ancestor first, identified by their tokens."""
 
     kind: ClassVar[str] = "stored"
     """The name of the counter of such events."""
@@ -51,41 +51,47 @@ class Stored:
     parent: int | None
     """Engine hash of the block before the first; None at the root."""
     tokens: bytes
-    """Little-endian u32; of a pair, only its first token; never empty."""
+    """Token ids as little-endian u32, never empty; of pairs, only the first tokens."""
     block_size: int
-    """Tokens per hash as the event has it. If it is a multiple of the registered size, the hashes are of chunks."""
+    """Tokens per hash, according to the event. If it is a multiple of the registered size, the hashes are those of
+    chunks.
+    """
     medium: str
     adapter: Adapter = None
     """The event's own adapter; if it is None, the registration's counts."""
     salts: tuple[str, ...] = ()
     """The request's cache salt, if the event names one; standard events: ``additional_salt``."""
     extras: tuple[int | None, ...] | None = None
-    """Per hash the digest of leftover extra keys (images, embeds); None if no block has any."""
+    """For each hash, the digest of the remaining extra keys (images, embeds); None if no block has any."""
     group: int | None = None
     """KV-cache group of a hybrid model."""
     tells_salts: bool = field(default=True, compare=False)
-    """The event's form has a place for salts and images, so an event that names none is about blocks without them."""
+    """Whether the format of the event has fields for salts and images. If it has, an event without them is about blocks
+    without them.
+    """
     may_begin: bool = False
-    """It begins at the root if its parent, 0, is not a block of its publisher: a nil was written as 0."""
+    """Whether the event begins at the root if its publisher has no block 0, because some publishers write 0 for no
+    parent.
+    """
     part: int = 0
-    """The number of this event among those that its decoder makes of one long event, from 0."""
+    """The index of this event among those into which its decoder splits one long event."""
     is_reused: bool | None = None
-    """Whether the engine only announces blocks again that it had; None if the event does not say."""
+    """Whether the engine only announces blocks again that it already had; None if the event does not say."""
     envelope: Envelope | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredReference:
-    """Blocks with known hashes entered a cache: a placeholder, which only gives the location."""
+    """Blocks with known hashes that entered a cache. The event is a placeholder, which only gives the location."""
 
     kind: ClassVar[str] = "stored"
     engine_hashes: tuple[int, ...]
     medium: str
     block_size: int = 0
-    """Tokens per hash; 0 if the event does not say."""
+    """Tokens per hash; 0 if the event does not give it."""
     group: int | None = None
     is_salted: bool = False
-    """The event names a salt or an image."""
+    """Whether the event names a salt or an image."""
     part: int = 0
     is_reused: bool | None = None
     envelope: ClassVar[None] = None
@@ -93,7 +99,7 @@ class StoredReference:
 
 @dataclass(frozen=True, slots=True)
 class StoredIdentity:
-    """Blocks entered a cache whose hashes are seq_hashes already: a standard event without tokens."""
+    """Blocks that entered a cache, and whose hashes are seq_hashes: a standard event without tokens."""
 
     kind: ClassVar[str] = "stored"
     engine_hashes: tuple[int, ...]
@@ -101,7 +107,9 @@ class StoredIdentity:
     medium: str
     envelope: Envelope
     is_deep: bool = False
-    """It begins neither at the root nor after a named parent: how deep its blocks are is not known."""
+    """Whether the event begins neither at the root nor after a named parent, so that the depth of its blocks is
+    unknown.
+    """
     part: int = 0
     is_reused: ClassVar[None] = None
 
@@ -143,7 +151,7 @@ class StoredWindow:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Blocks left a cache."""
+    """Blocks that left a cache."""
 
     kind: ClassVar[str] = "removed"
     engine_hashes: tuple[int, ...]
@@ -151,13 +159,13 @@ class Removed:
     group: int | None = None
     part: int = 0
     copies_left: tuple[int | None, ...] | None = None
-    """How many copies of each block its engine still has; None if the event does not say."""
+    """How many copies of each block the engine still has; None if the event does not say."""
     envelope: Envelope | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RemovedIdentity:
-    """Blocks left a cache whose hashes are seq_hashes."""
+    """Blocks that left a cache, and whose hashes are seq_hashes."""
 
     kind: ClassVar[str] = "removed"
     engine_hashes: tuple[int, ...]
@@ -168,7 +176,7 @@ class RemovedIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RemovedObject:
-    """An object left a pool."""
+    """An object that left a pool."""
 
     kind: ClassVar[str] = "removed"
     engine_hashes: tuple[int, ...]
@@ -180,7 +188,7 @@ class RemovedObject:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """All blocks of a rank left the cache; for a standard event, all of its stream's dimensions."""
+    """A rank's cache was emptied; for a standard event, that of its stream."""
 
     kind: ClassVar[str] = "cleared"
     medium: str | None = None
@@ -199,11 +207,11 @@ REMOVALS: Final = (Removed, RemovedIdentity, RemovedObject)
 
 
 class PlainEvents(Sequence[Event]):
-    """Events of a batch that need no rule of their own, and differ in their blocks alone.
+    """Events of a batch that need no special rule, and differ in their blocks only.
 
-    All are stores with the tokens of their blocks, and removals; the stores are alike, and so are the removals. The C
-    module has them. An event becomes an object only when it is accessed. The events of the batches that ``following``
-    has are like these; the numbers and the patterns are of all, the sequence is that of the first batch.
+    All are stores with the tokens of their blocks, or removals; the stores are alike, and so are the removals. The C
+    module keeps them, and creates an event object only on access. The events of the batches in ``following`` are of the
+    same kind. Counts and patterns cover all batches; the sequence has only the events of the first one.
 
     Speed matters, so callers test ``type(events) is PlainEvents``: ``isinstance`` with a class of ``abc`` takes far
     longer.
@@ -215,23 +223,25 @@ class PlainEvents(Sequence[Event]):
         """``loop``: ``Events`` of the C module."""
         self.loop: Final = loop
         self.following: Sequence[Any] = ()
-        """The ``Events`` of each batch that this one stands for besides its own, in order."""
+        """The ``Events`` of each further batch that this one stands for, in order."""
         self._every: tuple[Event, ...] | None = None
         self.stores: int
         self.blocks: int
-        """Blocks of all stores."""
+        """The number of blocks in all stores."""
         self.store: Stored | None
-        """The first store, without its blocks; all others are alike."""
+        """The first store without its blocks, as a pattern for all others."""
         self.removals: int
         self.removed: int
         self.removal: Removed | None
-        """The same of the removals."""
+        """The pattern of the removals."""
         self.stores, self.blocks, self.store, self.removals, self.removed, self.removal = loop.facts()
 
     def with_following(
         self, following: Sequence[Any], stores: int, blocks: int, removals: int, removed: int
     ) -> PlainEvents:
-        """Return these events with those of the batches behind, which have so many stores, removals, and blocks."""
+        """Return these events with those of the following batches, whose stores, blocks, removals and removed blocks
+        are counted.
+        """
         events = PlainEvents(self.loop)
         events.following = (*self.following, *following)
         events.stores, events.blocks = self.stores + stores, self.blocks + blocks
@@ -287,24 +297,24 @@ class PlainEvents(Sequence[Event]):
         return self._every
 
 
-@dataclass(slots=True)  # a frozen one takes three times as long to make, and each frame makes one
+@dataclass(slots=True)  # creating a frozen one takes three times as long, and each frame creates one
 class Batch:
-    """The events of one frame, in order. Nobody changes a finished batch.
+    """The events of one frame, in order. A finished batch is never changed.
 
-    If its events are plain, it may stand for several consecutive frames that say the same besides their blocks.
+    If its events are plain, it may stand for several consecutive frames that differ in their blocks only.
     """
 
     ts: float | None
-    """The publisher's clock; None if it has no clock, or sends nonsense. Of several frames, that of the last one, which
-    is the highest.
+    """The publisher's clock; None if it has none, or sends nonsense. If the batch stands for several frames, the
+    highest, which is that of the last one.
     """
     events: Sequence[Event]
     dp_rank: int | None = None
-    """The rank the batch names; it wins over the registered one."""
+    """The rank that the batch names, which overrides the registered one."""
     publisher_id: bytes | None = None
-    """The id of the engine's process, if the batch names it: another id is another process."""
+    """The id of the engine's process, if the batch names it. Another id means another process."""
     rejected: Counter[str] = field(default_factory=Counter)
-    """Events that could not be decoded, by kind; their siblings are in ``events``."""
+    """The number of events that could not be decoded, by kind. The others are in ``events``."""
     ignored: Counter[str] = field(default_factory=Counter)
     """The number of events that were understood but have no meaning here, by reason."""
     samples: dict[str, str] = field(default_factory=dict)
@@ -318,7 +328,9 @@ class Batch:
         return 1 + len(self.events.following) if type(self.events) is PlainEvents else 1
 
     def frame(self, number: int) -> Batch:
-        """Return frame ``number``, from 0, as a batch of its own. Of several, its ``ts`` is that of the last."""
+        """Return frame ``number``, from 0, as a batch. If there are several frames, its ``ts`` is that of the
+        last one.
+        """
         if self.frames == 1:
             return self
         assert type(self.events) is PlainEvents
@@ -333,9 +345,9 @@ class Batch:
 
     @property
     def clears_device(self) -> bool:
-        """Whether a clear empties only the device, because its process names itself.
+        """Whether a clear empties only the device, because the batch names its process.
 
-        In the releases that name the process, this is what a clear of vLLM means: offloaded blocks stay.
+        In vLLM releases that name the process, offloaded blocks survive a clear.
         """
         if self.publisher_id is None or type(self.events) is PlainEvents:
             return False

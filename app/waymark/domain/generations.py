@@ -1,8 +1,9 @@
-"""Bounds by generations: the blocks of a rank and medium that were stored in the same stretch of time share a holder.
+"""Bounds by generations: blocks of a rank and medium share a holder if they were stored in the same period.
 
-The oldest generation ends as a whole, which is one small write however many blocks it has. A holder of a generation
-has an epoch in its name: the milliseconds at which the generation began. A new generation begins with the first store
-after a tenth of the time to live has passed, or after the last generation has its share of the most blocks.
+The oldest generation ends as a whole, which is one small write however many blocks it has. The name of a generation's
+holder has an epoch: the time at which the generation began, in milliseconds. A new generation begins with the first
+store after a tenth of the time to live has passed, or after the last generation has reached its share of the most
+blocks.
 """
 
 from __future__ import annotations
@@ -16,23 +17,25 @@ from waymark.domain.media import normal_medium
 from waymark.domain.names import HolderName
 
 GENERATIONS: Final = 10
-"""The number of closed generations of a lasting name: by time, and also by number if one publisher has all blocks."""
+"""The number of closed generations of a lasting name if time is the bound, and also if the number of blocks is the
+bound and one publisher has all blocks.
+"""
 GENERATIONS_MAX: Final = 20
 """The most generations of one lasting name. Removals may leave few blocks in each, so their number has a bound."""
 SHARES_MAX: Final = 100
-"""A generation is no smaller than this part of the most blocks of a group, so that the table changes seldom."""
+"""A generation has at least one such share of the most blocks of a group, so that the holder table seldom changes."""
 
 RemovalReason = Literal["ttl", "max_entries"]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockBounds:
-    """How many blocks a group has, and for how many seconds after its last store a block counts; 0: no bound."""
+    """The most blocks of a group, and the seconds for which a block counts after its last store; 0 is no bound."""
 
     max_entries: int = 0
     ttl: int = 0
     medium_ttl: Mapping[str, int] = field(default_factory=dict)
-    """The seconds for single media, by the medium's normal name, in place of ``ttl``."""
+    """The seconds for single media, by the medium's normal name, instead of ``ttl``."""
 
     @classmethod
     def of(cls, max_entries: int, ttl: int, medium_ttl: Mapping[str, int]) -> BlockBounds:
@@ -51,7 +54,7 @@ class BlockBounds:
         """Return why a holder ends at ``now`` (in ms), if it does; holders up to id ``cut`` end for lack of room."""
         seconds = self.seconds(name.medium)
         if name.epoch is None:
-            # It has blocks from before there was a bound, and their age is unknown.
+            # The holder has blocks from before there was a bound, and their age is unknown.
             return ("ttl" if seconds else "max_entries") if self.has(name.medium) else None
         lives = 1000 * seconds + 1000 * seconds // GENERATIONS
         if seconds and not -lives < now - name.epoch < lives:
@@ -65,11 +68,11 @@ class Generations:
     def __init__(self, bounds: BlockBounds) -> None:
         self.bounds = bounds
         self.are_bounded = bool(bounds)
-        """Whether there are any generations."""
+        """Whether the group has bounds, so that there are generations."""
         self.now = 0
         """The time at which the fold began, in ms."""
         self.cut = 0
-        """The newest holder of the group that ends because of its number of blocks."""
+        """The newest holder of the group that ends because the group has too many blocks."""
         self.publishers = 1
         """The number of publishers in the group with blocks."""
         self.epochs: dict[HolderName, int] = {}
@@ -94,7 +97,7 @@ class Generations:
     def over(
         self, holders: Mapping[HolderName, int], blocks_of: Callable[[int], int]
     ) -> Iterator[tuple[HolderName, RemovalReason | None]]:
-        """Yield the holders beyond a bound, oldest first, each with the reason; the reason is None if it has no block
+        """Yield the holders that end, oldest first, each with the bound that it exceeds, or None if it has no block
         left.
         """
         counts = Counter(name.lasting for name in holders)
@@ -110,7 +113,7 @@ class Generations:
     # ---- stores ------------------------------------------------------------------------------------
 
     def begin_fold(self, blocks_of: Callable[[HolderName], int]) -> None:
-        """Direct stores to the newest generations from here on, if these are not closed."""
+        """Direct stores to the newest generations from now on, unless these are closed."""
         self._count.clear()
         self.epochs = {}
         for lasting, name in self._newest.items():
@@ -124,7 +127,7 @@ class Generations:
         if lasting not in self.epochs:
             if not self.bounds.has(lasting.medium):
                 return
-            # Two generations of the same millisecond have two names.
+            # Two generations that begin in the same millisecond need two names.
             self.epochs[lasting] = self._last[lasting] = max(self.now, self._last.get(lasting, -1) + 1)
         self._count[lasting] += blocks
 

@@ -1,4 +1,4 @@
-"""Tokens to local hashes, local hashes to rolling seq_hashes, adapter and salts to a namespace.
+"""Computes local hashes from tokens, rolling seq_hashes from local hashes, and a namespace from adapter and salts.
 
 The scheme is the one of the published KV Events contract (XXH3-64 with a seed): ``local[i]`` is the hash of block i's
 tokens as little-endian u32; ``seq[0] = local[0]``; ``seq[i]`` hashes the sixteen bytes of ``seq[i-1]`` and
@@ -44,7 +44,7 @@ def pack_tokens(tokens: list[int]) -> bytes:
     id. Booleans pass.
     """
     numbers = array("I")
-    numbers.fromlist(tokens)  # takes two thirds of the time of array("I", tokens)
+    numbers.fromlist(tokens)  # takes two thirds of the time of ``array("I", tokens)``
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers.tobytes()
@@ -75,8 +75,8 @@ def extend(
         return list(keys.unpack(native.selected.hash_blocks(tokens, block_size, seed, parent, 0)))
     width = 4 * block_size
     count = len(tokens) // width
-    # Cut in one call: a slice for each block costs as much as hashing it. Not by the module's own function, which
-    # would keep a format of this length.
+    # Cut in one call, because a slice for each block costs as much as hashing it. ``struct.unpack`` would cache a
+    # format of this length.
     blocks: Sequence[bytes] = struct.Struct(f"{width}s" * count).unpack(tokens[: width * count])
     if extras is not None:
         blocks = [block if (extra := extras[i]) is None else block + _U64(extra) for i, block in enumerate(blocks)]
@@ -85,7 +85,7 @@ def extend(
 
 
 def extend_local(parent: int | None, local_hashes: Sequence[int], *, seed: int = DEFAULT_SEED) -> list[int]:
-    """Continue like ``extend``, for blocks whose tokens are hashed already."""
+    """Do what ``extend`` does, for blocks whose tokens are already hashed."""
     if not local_hashes:
         return []
     if native.selected is not None and sys.byteorder == "little":
@@ -101,7 +101,9 @@ def extend_local(parent: int | None, local_hashes: Sequence[int], *, seed: int =
 def block_keys(
     parent: int | None, tokens: bytes | memoryview, block_size: int, *, namespace: int, seed: int = DEFAULT_SEED
 ) -> bytes:
-    """Return packed block keys (see ``keys``) like ``extend``: each seq_hash with the namespace folded in."""
+    """Return packed block keys (see ``keys``) of the blocks of ``extend``: each seq_hash with the namespace
+    folded in.
+    """
     if native.selected is not None:
         return native.selected.hash_blocks(tokens, block_size, seed, parent, namespace)
     return keys.pack(extend(parent, tokens, block_size, seed=seed), namespace)
@@ -115,7 +117,7 @@ def hash_keys(seq_hashes: bytes, *, namespace: int) -> bytes:
 
 
 def local_keys(parent: int | None, local_hashes: array[int], *, seed: int = DEFAULT_SEED) -> bytes:
-    """Return packed block keys of the base model like ``extend_local``; ``local_hashes`` are u64."""
+    """Return packed block keys of the base model for the blocks of ``extend_local``; ``local_hashes`` are u64."""
     if native.selected is not None and sys.byteorder == "little":
         return native.selected.chain(local_hashes, seed, parent)
     return keys.pack(extend_local(parent, local_hashes, seed=seed))
@@ -127,15 +129,15 @@ def extra_digest(leftovers: Sequence[Any], *, seed: int = DEFAULT_SEED) -> int:
 
 
 def text_hash(text: str) -> int:
-    """Return XXH3-64 of a text's UTF-8, seed 0: for places on rings and shares, never for a block."""
+    """Return XXH3-64 of a text's UTF-8 with seed 0, for positions on rings and for shares, but never for a block."""
     return xxh3_64_intdigest(text.encode())
 
 
 def namespace(adapter: Adapter, salts: Sequence[str]) -> int:
     """Return the number folded into a block's key: 0 for the base model without salts, else BLAKE2b-64.
 
-    It is computed from the msgpack of ``[adapter, salts]``, so it needs no table and two adapters or lists of
-    salts never meet by concatenation: ``["a", "b"]`` is not ``["ab"]``, and adapter 7 is not adapter ``"7"``.
+    It is computed from the msgpack of ``[adapter, salts]``, so it needs no table, and concatenation cannot make
+    different values equal: ``["a", "b"]`` is not ``["ab"]``, and adapter 7 is not adapter ``"7"``.
     """
     if adapter is None and not salts:
         return 0
@@ -144,12 +146,12 @@ def namespace(adapter: Adapter, salts: Sequence[str]) -> int:
 
 
 def derived_hash(engine_hash: int, number: int) -> int:
-    """Make an engine hash for a block without one: ``number`` blocks before a named one."""
+    """Return an engine hash for the block without one that is ``number`` blocks before a named one."""
     return xxh3_64_intdigest(_PAIR(engine_hash, number))
 
 
 def dimensions_digest(backend_id: str, adapter: Adapter, salts: Sequence[str], spelling: str = "") -> str:
-    """Return 16 hex digits that stand for the dimensions of a standard event's stream besides rank and medium.
+    """Return a digest, as 16 hex digits, of the dimensions of a standard event's stream other than rank and medium.
 
     ``spelling`` is the name of the medium in the event, if it differs from the medium's normal name.
     """

@@ -1,9 +1,9 @@
 """Remembers, for one stream, the block behind each engine hash, and its place.
 
-The memory is whole: it has every block of the stream's live holders, with its copies, exactly as Redis has them. So a
-lookup needs no Redis, and parts are absolute. Former blocks stay as *gone*, because a child or a placeholder
-may still name them; their number is bounded, and only ``trim`` forgets them. The tables come from ``known``, in C if
-the module was built.
+The memory is complete: it has every block of the stream's live holders, with its copies, exactly as Redis has them. So
+lookups do not need Redis, and parts can state results instead of differences. Former blocks stay as *gone*, because a
+child or a placeholder may still name them; their number is bounded, and only ``trim`` forgets them. The tables come
+from ``known``, in C if the module was built.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from waymark.domain.pure_known import new_known, new_places
 from waymark.domain.rows import SHARED_BLOCKS, SLOT_CHARS, Place, shared_places
 from waymark.domain.slices import SLICE_WORK, Slices
 
-# Engine hashes whose blocks have left, of one rank: a child or a placeholder may still name them.
+# Engine hashes of one rank whose blocks have left. A child or a placeholder may still name them.
 
 
 RESTORED_MAX: Final = 32
-"""If this many blocks were stored again after a removal that left a copy, and none was removed twice, the engine
-removes a block only once: it cannot be an accident.
+"""If so many blocks were stored again after a removal that left a copy, and none was removed twice, it cannot be an
+accident: the engine removes a block only once.
 """
 GONE_MAX = 16_384
-"""The bound on the gone hashes of one rank. At least the last half of them is remembered."""
+"""The bound on the gone hashes of one rank. At least the last half of so many is remembered."""
 
 
 class GoneHashes:
-    """Hashes in two sets, of which ``trim`` empties the older one. A hash in both stands for the block in the newer
-    one.
-    """
+    """Hashes in two sets. ``trim`` empties the older one. A hash in both stands for the block in the newer one."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -60,7 +58,7 @@ class GoneHashes:
         return self._new, self._old
 
     def discard(self, engine_hashes: Sequence[int]) -> None:
-        """Remove hashes whose blocks are there again."""
+        """Remove hashes whose blocks have been stored again."""
         self._new.discard(engine_hashes)
         self._old.discard(engine_hashes)
 
@@ -68,7 +66,7 @@ class GoneHashes:
         return len(self._new) > entries_max // 2
 
     def trim(self, entries_max: int) -> None:
-        """Forget those that were gone before the last call. Their table is used again if it has a usual size."""
+        """Forget the hashes that were gone before the last call. Their table is reused unless it is unusually large."""
         emptied = self._old if len(self._old) <= entries_max else new_known(self._places, has_keys=False)
         emptied.clear()
         self._old, self._new = self._new, emptied
@@ -85,7 +83,7 @@ class RemovedCopy(NamedTuple):
     copies: bytes
     """The new value of the field ``*<key>``."""
     is_there: bool
-    """Whether a copy of the block is left."""
+    """Whether the holder still has a copy of the block."""
     engine_hash: int
     """The engine hash in the block's entry."""
 
@@ -105,14 +103,14 @@ class _HolderBlocks:
 
 
 class HeldBlocks:
-    """The memory of one stream. Ranks do not share hashes; media of one rank do.
+    """The memory of one stream. Ranks do not share hashes, but the media of one rank do.
 
     A holder belongs to a rank. A block of a holder has one place, one or more engine hashes (the first is the one in
     its entry), and a number of copies.
     """
 
     def __init__(self, gone_max: int = GONE_MAX, *, is_of_snapshot: bool = False) -> None:
-        """``is_of_snapshot``: a block may leave and come back until ``end_snapshot``, so no hash is forgotten."""
+        """With ``is_of_snapshot``, a block may leave and return until ``end_snapshot``, so no hash is forgotten."""
         self.full = FullPlaces()
         self._gone_max = gone_max
         self._is_of_snapshot = is_of_snapshot
@@ -122,7 +120,7 @@ class HeldBlocks:
         self._places = new_places()
         self._ended: list[_HolderBlocks] = []
         self.blocks = 0
-        """Blocks of all live holders."""
+        """The number of blocks of all live holders."""
 
     # ---- holders -----------------------------------------------------------------------------------
 
@@ -137,7 +135,9 @@ class HeldBlocks:
                 self._gone[dp_rank] = GoneHashes(self._places)
 
     def end(self, holder: int) -> None:
-        """Forget a holder; with the last one of its rank, forget the rank's gone hashes too. Call ``release`` then."""
+        """Forget a holder, and with the last one of its rank the rank's gone hashes. The caller must then call
+        ``release``.
+        """
         blocks = self._held.pop(holder, None)
         if blocks is None:
             return
@@ -148,7 +148,9 @@ class HeldBlocks:
             del self._ranks[blocks.dp_rank], self._gone[blocks.dp_rank]
 
     def release(self) -> Slices[None]:
-        """Free the tables of the ended holders: all of a large one at once would hold up other streams."""
+        """Free the tables of ended holders, in slices, because freeing a large one at once would delay other
+        streams.
+        """
         while self._ended:
             blocks = self._ended.pop()
             while blocks.copies.several:
@@ -159,7 +161,7 @@ class HeldBlocks:
                 yield
 
     def drop(self) -> Slices[None]:
-        """Forget all holders, and free their tables: the memory is of no further use."""
+        """Forget all holders, and free their tables, because the memory is no longer used."""
         for holder in list(self._held):
             self.end(holder)
         yield from self.release()
@@ -174,7 +176,7 @@ class HeldBlocks:
     # ---- finding the block of a hash ---------------------------------------------------------------
 
     def find(self, holder: int, engine_hash: int) -> Spot | None:
-        """Find the block of a hash on this holder, else on another medium of its rank, else among the gone ones."""
+        """Find the block of a hash on this holder, else on another medium of its rank, else among the gone hashes."""
         blocks = self._held[holder]
         spot = blocks.known.get(engine_hash)
         if spot is not None:
@@ -198,7 +200,7 @@ class HeldBlocks:
         return self._held[holder].known.are_new(engine_hashes, keys)
 
     def gone(self, holder: int, engine_hash: int) -> Spot | None:
-        """Return the former block of a hash on the holder's rank, if it has left and is remembered."""
+        """Return the former block of a hash on the holder's rank, if it has left and is still remembered."""
         return self._gone[self._held[holder].dp_rank].get(engine_hash)
 
     def gone_blocks(self, holder: int, hashes: Sequence[int]) -> list[int | None]:
@@ -234,7 +236,7 @@ class HeldBlocks:
         namespace: int,
         piece_blocks: int,
     ) -> list[NewBlocks] | None:
-        """Hash and store the blocks of a plain store, which has a token for each place in them; see ``KnownBlocks``."""
+        """Hash and store the blocks of a plain store, whose tokens fill the blocks; see ``KnownBlocks``."""
         blocks = self._held[holder]
         pieces = blocks.known.extend(
             parent,
@@ -276,7 +278,7 @@ class HeldBlocks:
         following: list[tuple[int, Any]],
         waves: Waves,
     ) -> EventRun | None:
-        """Store and remove the blocks of plain events, ``loop``, one after the other; see ``KnownBlocks``."""
+        """Store and remove the blocks of the plain events ``loop``, in order; see ``KnownBlocks``."""
         blocks = self._held[holder]
         result = blocks.known.run(
             loop,
@@ -305,7 +307,7 @@ class HeldBlocks:
     def remove(
         self, holder: int, engine_hash: int, *, counts: bool, copies_left: int | None = None
     ) -> RemovedCopy | None:
-        """Take a copy if ``counts``, else the block. Return None if the holder has no block under this hash.
+        """Remove one copy if ``counts``, otherwise the block. Return None if the holder has no block under this hash.
 
         ``copies_left`` is the engine's own count of the remaining copies, if it gives one.
         """
@@ -328,7 +330,7 @@ class HeldBlocks:
         return RemovedCopy(spot, text, False, hashes[0])
 
     def leave(self, holder: int, engine_hash: int, *, counts: bool) -> RemovedCopy:
-        """Detach a hash before it names another block; its former block stays only if it has another hash."""
+        """Detach a hash before it names another block. Its former block stays only if it has another hash."""
         blocks = self._held[holder]
         spot = blocks.known.pop(engine_hash)
         assert spot is not None
@@ -346,7 +348,7 @@ class HeldBlocks:
         return RemovedCopy(spot, text, True, several.hashes[0])
 
     def take_contradictions(self) -> int:
-        """Return the number of blocks found since the last call whose copies were miscounted."""
+        """Return the number of blocks whose copies were found to be miscounted since the last call."""
         count = 0
         for blocks in self._held.values():
             count += blocks.copies.contradictions
@@ -355,21 +357,21 @@ class HeldBlocks:
 
     @property
     def removes_once(self) -> bool:
-        """Whether the events show that the engine removes a block once, after its last copy."""
+        """Whether the events show that the engine removes a block only once, after its last copy."""
         copies = [blocks.copies for blocks in self._held.values()]
         return sum(copy.restored for copy in copies) >= RESTORED_MAX and not any(
             copy.are_removed_each for copy in copies
         )
 
     def mark_gone(self, holder: int, engine_hash: int, spot: Spot) -> None:
-        """Remember a hash whose block was stored and removed elsewhere or earlier: a child may name it."""
+        """Remember a hash whose block was stored and removed elsewhere or earlier, because a child may name it."""
         hashes = self._gone[self._held[holder].dp_rank]
         if hashes.get(engine_hash) != spot:
             hashes.discard((engine_hash,))
             hashes.add(engine_hash, spot)
 
     def move(self, holder: int, key: int, place: Place, *, is_single: bool) -> None:
-        """Note the new place of a block, if the holder has it as a single, or in a row, as ``is_single`` says."""
+        """Note the new place of a block, if the holder has it as a single, or in a row if not ``is_single``."""
         blocks = self._held.get(holder)
         spot = None if blocks is None else blocks.known.get_block(key)
         if blocks is None or spot is None or spot.place.is_single != is_single:
@@ -394,7 +396,7 @@ class HeldBlocks:
         return not self._is_of_snapshot and any(hashes.is_over(self._gone_max) for hashes in self._gone.values())
 
     def trim(self) -> Slices[None]:
-        """Forget the oldest gone hashes if there are too many. Between folds only."""
+        """Forget the oldest gone hashes if there are too many. Call this between folds only."""
         for hashes in self._gone.values():
             if hashes.is_over(self._gone_max):
                 hashes.trim(self._gone_max)
@@ -416,22 +418,22 @@ class HeldBlocks:
         return len(self._places)
 
 
-# Places known to be full, so that the next block of a piece goes to another one.
+# Places known to be full, so that the next block of a piece goes to another place.
 
 
 FULL_MAX = 8_192
-"""The greatest number of remembered full places."""
+"""The most full places that are remembered."""
 
 
 class FullPlaces:
-    """Places known to be full: marked rows, and full branch rows. Bounded; a wrong entry costs one more call, or a
-    branch row of its own for a block that a shared one has room for again.
+    """Places known to be full: marked rows, and full branch rows. Their number is bounded. A wrong entry costs another
+    call, or a separate branch row for a block for which a shared one has room again.
     """
 
     def __init__(self) -> None:
         self.places: dict[Place, None] = {}
         self._apart: dict[int, None] = {}
-        """Heads in whose shared branch rows the blocks of this stream would lie far apart."""
+        """Heads in whose shared branch rows the slots of this stream would be far apart."""
 
     def __contains__(self, place: Place) -> bool:
         return place in self.places
@@ -445,13 +447,15 @@ class FullPlaces:
         self.places.pop(place, None)
 
     def keep_apart(self, head: int) -> None:
-        """Note that the shared branch rows of a head have too much of others."""
+        """Note that the shared branch rows of a head have too many blocks of others."""
         self._apart[head] = None
         if len(self._apart) > FULL_MAX:
             del self._apart[next(iter(self._apart))]
 
     def beyond(self, place: Place, key: int, blocks: int) -> Place:
-        """Return the branch row for ``blocks`` blocks, ``key`` the first, whose parent is at ``place``, a full one."""
+        """Return the branch row for ``blocks`` blocks, the first with ``key``, whose parent is at ``place``, which is
+        full.
+        """
         if place.branch is None and blocks <= SHARED_BLOCKS and place.head not in self._apart:
             for shared in shared_places(place.head, key):
                 if shared not in self.places:

@@ -15,12 +15,12 @@ KEY_BYTES = 8
 
 
 def pack(seq_hashes: Iterable[int], namespace: int = 0) -> bytes:
-    """Pack seq_hashes as keys; an array costs next to no time."""
+    """Pack seq_hashes as keys. This is fastest for an array."""
     numbers = array("Q", seq_hashes)
     if sys.byteorder == "little":
         numbers.byteswap()
     packed = numbers.tobytes()
-    if namespace:  # of all at once, as one long number
+    if namespace:  # XOR all keys at once, as one long number
         mask = namespace.to_bytes(KEY_BYTES, "big") * len(numbers)
         return (int.from_bytes(packed, "big") ^ int.from_bytes(mask, "big")).to_bytes(len(packed), "big")
     return packed

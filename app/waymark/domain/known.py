@@ -1,8 +1,8 @@
 """Tables of a stream's knowledge: for each engine hash its block, and the place of that block.
 
-A stream has one ``Places`` and, for each set of engine hashes, a ``KnownBlocks`` in it. A place is there as long as one
-of its blocks is. The C module has both types, in some 35 bytes a block; ``pure_known`` has them in Python, with the
-same rules.
+A stream has one ``Places`` and, for each set of engine hashes, a ``KnownBlocks`` that refers to it. A place is kept as
+long as one of its blocks. The C module implements both types, in about 35 bytes a block; ``pure_known`` implements them
+in Python, with the same rules.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EventRun(NamedTuple):
     """The end of a run of plain events, and its counts."""
 
     at: int
-    """The number of the next event."""
+    """The index of the next event."""
     position: int
     """The position of the next event in its batch."""
     stores: int
@@ -47,15 +47,17 @@ class EventRun(NamedTuple):
     removed: int
     """The number of removed blocks."""
     begun: int
-    """How many of the following batches were begun. ``at`` and ``position`` are in the last of them."""
+    """How many of the following batches were begun. ``at`` and ``position`` refer to the last of them."""
 
 
 TakenBlocks: TypeAlias = tuple[Place, int, bytes, bytes]
-"""Blocks at one place that went together: its namespace, their slots and engine hashes, packed."""
+"""Blocks that were removed from one place together: the place, its namespace, and their slots and engine hashes,
+packed.
+"""
 
 
 class Places(Protocol):
-    """The places of a stream, each once."""
+    """The places of a stream, each stored once."""
 
     def __len__(self) -> int: ...
 
@@ -65,11 +67,11 @@ class Places(Protocol):
 class KnownBlocks(Protocol):
     """Engine hashes, and the block of each.
 
-    With ``has_keys`` blocks are found by their key, too: then one of the engine hashes of a block is its first.
+    With ``has_keys`` blocks are found by their key, too, and one engine hash of each block is its first one.
 
     ``extend``, ``take`` and ``run`` may raise an exception after some blocks have changed, and ``store`` a MemoryError;
-    no part names these blocks. The caller then drops all tables of the ``Places``, and the parts. After any other
-    exception the table is as before.
+    no part names these blocks. The caller then drops the parts, and all tables of the ``Places``. After any other
+    exception the table is unchanged.
     """
 
     def __len__(self) -> int:
@@ -91,36 +93,36 @@ class KnownBlocks(Protocol):
         """Return the first engine hash of the block with a key."""
 
     def are_new(self, engine_hashes: Sequence[int], keys: Sequence[int], /) -> bool:
-        """Return whether all hashes and keys are new here, and each occurs only once."""
+        """Return whether all hashes and keys are new to the table, and each occurs only once."""
 
     def store(
         self, place: Place, namespace: int, keys: Sequence[int], depths: Sequence[int], engine_hashes: Sequence[int], /
     ) -> None:
-        """Store blocks at one place. An engine hash already here moves to its new block."""
+        """Store blocks at one place. An engine hash that the table already has moves to its new block."""
 
     def name(self, engine_hash: int, key: int, /) -> None:
         """Add an engine hash to a block. Raise ``KeyError`` if there is no block with this key."""
 
     def lead(self, engine_hash: int, /) -> None:
-        """Make a hash the first one of its block. Raise ``KeyError`` if it is not here."""
+        """Make a hash the first one of its block. Raise ``KeyError`` if the table does not have it."""
 
     def pop(self, engine_hash: int, /) -> Spot | None:
-        """Take an engine hash out. If it is the first one of its block, the block can no longer be found by its key."""
+        """Remove an engine hash. If it is the first one of its block, the block can no longer be found by its key."""
 
     def discard(self, engine_hashes: Sequence[int], /) -> None:
         """Remove engine hashes; unknown ones are ignored."""
 
     def clear(self) -> None:
-        """Forget all blocks. The C module keeps the memory of the table for others."""
+        """Forget all blocks. The C module keeps the memory of the table for new ones."""
 
     def release(self) -> bool:
-        """Forget some blocks of a table of no further use, and return whether some are left.
+        """Forget some blocks of a table that is no longer used, and return whether any are left.
 
-        A million blocks that go with their table hold the process for a hundredth of a second.
+        Freeing a million blocks at once would block the process for a hundredth of a second.
         """
 
     def move(self, engine_hash: int, place: Place, /) -> None:
-        """Move the block of a hash to another place. Raise ``KeyError`` if the hash is not here."""
+        """Move the block of a hash to another place. Raise ``KeyError`` if the table does not have the hash."""
 
     def extend(
         self,
@@ -135,10 +137,10 @@ class KnownBlocks(Protocol):
         former: tuple[KnownBlocks, ...],
         /,
     ) -> list[NewBlocks] | None:
-        """Hash a plain store and add its blocks: all are new, and continue a block of the same namespace that
-        is here, at a place that is not ``full``; or they begin at the root. Their hashes leave ``former``.
+        """Hash a plain store and add its blocks. All must be new, and begin at the root, or continue a block of the
+        same namespace in this table, at a place that is not ``full``. Their hashes are removed from ``former``.
 
-        Return None, without a change, if the store is not plain or this implementation has no short way for it.
+        Return None, without a change, if the store is not plain or this implementation has no shortcut for it.
         """
 
     def take(
@@ -146,7 +148,7 @@ class KnownBlocks(Protocol):
     ) -> list[TakenBlocks] | None:
         """Apply a plain removal: move each of its engine hashes to the first of ``former``.
 
-        All must be here, each once, and their keys must not be among ``several``.
+        The table must have all of them, each once, and their keys must not be among ``several``.
 
         Return None as ``extend`` does.
         """
@@ -174,7 +176,7 @@ class KnownBlocks(Protocol):
         """Run ``extend`` and ``take`` over ``events`` from number ``start`` on, and add their parts to ``parts``.
 
         ``events``, ``parts`` and ``waves`` are the C module's. Stop before the first event that is not plain or may not
-        be applied, and after about ``hashes_max`` hashes. At the end of the events go on with those of the batches that
-        follow, given as seq and events, up to the first that says more than its blocks. Return an ``EventRun``, or None
-        as ``extend`` does.
+        be applied, and after about ``hashes_max`` hashes. After the last event, continue with the batches in
+        ``following``, each a seq and its events, up to the first batch that says more than its blocks. Return an
+        ``EventRun``, or None as ``extend`` does.
         """

@@ -1,4 +1,4 @@
-"""The facts that the events of a life show about their engine, and by which later events are read.
+"""The facts that the events of a life show about their engine, and that determine how later events are read.
 
 A record keeps them as ``flags`` and ``main_group``, so that a worker that takes over the stream has them.
 """
@@ -39,9 +39,9 @@ COPIES_LEFT = "copies:left"
 COPIES_REUSED = "copies:reused"
 """Flag: stores of this life have said whether their blocks are new or only announced again."""
 COPIES_LAST = "copies:last"
-"""Flag: the events of this engine show that it removes a block once, after its last copy."""
+"""Flag: the events of this engine show that it removes a block only once, after its last copy."""
 COPIES_EACH = "copies:each"
-"""Flag: this engine has removed a block twice without storing it between, so it removes each copy."""
+"""Flag: this engine has removed a block twice without storing it in between, so it removes each copy."""
 COPIES_LEARNED = frozenset({COPIES_LAST, COPIES_EACH})
 """Flags that a snapshot of the same engine does not change."""
 COPIES_DOUBTED = "copies_doubted"
@@ -51,7 +51,7 @@ UNITS = "units"
 """Flag: a physical block of this engine has several of the registered blocks."""
 
 PUBLISHER = "publisher:"
-"""The beginning of the flag that names the id of the process whose life this is, in hex digits."""
+"""The prefix of the flag with the id of the process whose life this is, in hex digits."""
 
 WINDOW = "window:"
 """Prefix of the flags that name the windows of groups other than main attention."""
@@ -60,7 +60,7 @@ _RELEASE = re.compile(r"v?([0-9]{1,4})\.([0-9]{1,4})", re.ASCII)
 WINDOWS_MAX = 64
 """Further groups are ignored."""
 _OF_GROUPS = (StoredWindow, Removed)
-"""The events of a group with a window; a removal does not say which kind of attention it is of."""
+"""The events of a group with a window. A removal does not name its kind of attention."""
 
 
 def publisher_of(flags: Collection[str]) -> bytes | None:
@@ -85,7 +85,7 @@ def removes_once(registration: Registration) -> bool:
 
 
 def copies_rule(registration: Registration, flags: Collection[str]) -> CopiesRule:
-    """Return the rule by which the copies of a publisher's blocks count now; ``flags`` are those of its life."""
+    """Return the rule by which copies of a publisher's blocks count now. ``flags`` are those of its life."""
     if COPIES_LEFT in flags:
         return CopiesRule("set", "its removals say how many copies are left (remaining_copy_counts)")
     if UNTRUSTED in flags:
@@ -123,7 +123,7 @@ class LifeFacts:
         self._reads_windows = reads_windows and registration.scope == "instance"
 
     def restore(self, flags: frozenset[str], main_group: int | None) -> None:
-        """Take the facts of this life as its record has them."""
+        """Set the facts to those in the record of the life."""
         self.flags = set(flags)
         self._publisher_id = publisher_of(flags)
         self.main_group = main_group
@@ -147,7 +147,7 @@ class LifeFacts:
 
     @property
     def removes_once(self) -> bool:
-        """Whether a removal of this engine takes a block whatever its copies, by its release or by its events."""
+        """Whether a removal of this engine removes a block with all copies, according to its release or its events."""
         return COPIES_LAST in self.flags or (self._removes_once and COPIES_EACH not in self.flags)
 
     @property
@@ -156,7 +156,7 @@ class LifeFacts:
         return UNITS in self.flags
 
     def learn_publisher(self, publisher_id: bytes) -> None:
-        """Learn which process sends the batches of this life. A stream of several counters has several processes."""
+        """Learn which process sends the batches of this life. A stream with several counters has several processes."""
         if publisher_id != self._publisher_id and self._has_one_counter:
             self.flags -= {flag for flag in self.flags if flag.startswith(PUBLISHER)}
             self.flags.add(PUBLISHER + publisher_id.hex())
@@ -204,11 +204,11 @@ class LifeFacts:
         return None if event.group in (None, self.main_group) else self.windows.get(event.group)
 
     def new_window_of(self, event: StoredWindow) -> Window | None:
-        """Return the window that an event states for its group, if blocks of both can be compared."""
+        """Return the window that an event states for its group, if its block size fits the registered one."""
         size, span = self._block_size, event.block_size
         if not self._reads_windows or event.window is None or event.group is None:
             return None
-        if event.window == 1:  # a state: it is there or not, whatever block it is named by
+        if event.window == 1:  # a state exists or not, whatever block names it
             span = size
         if not span or (span % size and size % span) or len(self.windows) >= WINDOWS_MAX:
             return None

@@ -1,8 +1,8 @@
 """The walk: computes from the holders of a prompt's blocks how much of the prompt each instance and rank has.
 
-Runs of equal holders are fed in the order of the chain, as rows arrive from Redis. Neighbours in a chain mostly have
-nearly equal holders, so the walk costs almost nothing per block, and little per run. The walk is exact: a block counts
-only if the holder has it.
+Runs of blocks with the same holders are fed in the order of the chain, as rows arrive from Redis. Neighbours in a chain
+mostly have almost the same holders, so the walk costs almost nothing per block, and little per run. The walk is exact:
+a block counts only if the holder has it.
 
 Both APIs and the decisions use the same walk. ``conductor_rows``, ``dynamo_rows`` and ``target_rows`` define their
 numbers, from a bitmap of blocks for each rank and medium: bit i is block i.
@@ -20,21 +20,21 @@ from waymark.domain.table import POOL, HolderPlace, Presence, View
 
 
 class Walk:
-    """A walk along a chain, as long as some instance has every block, on any medium and rank."""
+    """A walk along a chain, for as long as some instance has had every block, on any medium and rank."""
 
     def __init__(self, view: View) -> None:
         self.view = view
         self.values: list[tuple[bytes, int]] = []
-        """(the value of the blocks, how many blocks), up to the end of the last instance."""
+        """(value, number of blocks) of each run, up to the end of the last instance."""
         self.blocks = 0
         """Length of the longest walk of any instance, in blocks."""
         self.newest_seen = 0
-        """The largest holder id in the values read; above ``view.newest`` the table is behind."""
+        """The largest holder id in the values read. If it is above ``view.newest``, the table is outdated."""
         self._runs: list[tuple[Presence, int]] = []
-        self._going: frozenset[int] | None = None  # instances with everything so far; None before the first run
+        self._going: frozenset[int] | None = None  # the instances with all blocks so far; None before the first run
 
     def feed(self, runs: Iterable[tuple[bytes, int]]) -> bool:
-        """Walk on over runs of equal values, (value, how many); False when no instance goes on."""
+        """Continue over runs of equal values, (value, number of blocks). Return False once no instance continues."""
         previous = None
         if self._runs:
             self.__dict__.pop("coverage", None)
@@ -75,8 +75,8 @@ class Coverage(NamedTuple):
 def _coverage(view: View, runs: Sequence[tuple[Presence, int]], blocks: int) -> Coverage:
     whole = (1 << blocks) - 1
     steady = previous = runs[0][0].ids if runs else frozenset()
-    bitmaps: dict[bytes, int] = {}  # of the holders that begin later, or end
-    starts: dict[bytes, int] = {}  # the first block of the run that such a holder is in
+    bitmaps: dict[bytes, int] = {}  # only of holders that begin later, or end
+    starts: dict[bytes, int] = {}  # the first block of such a holder's present run
     position = 0
     for presence, length in runs:
         ids = presence.ids
@@ -115,7 +115,7 @@ def _any(media: dict[str, int]) -> int:
 
 
 def _prefix(bitmap: int) -> int:
-    """Return the length of the unbroken prefix: how many ones begin at bit 0."""
+    """Return the length of the unbroken prefix: the number of consecutive ones from bit 0."""
     return (~bitmap & bitmap + 1).bit_length() - 1
 
 
@@ -235,7 +235,7 @@ _AFTER_RANKS = tuple(name for name in IN_EVERY_ANSWER if name != BEST.name)
 
 
 def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
-    """Return one instance of an answer, in the published order of its keys."""
+    """Return an instance of an answer, with its keys in the published order."""
     media, ranks = row.media, row.ranks
     answer: dict[str, Any] = {
         "longest_matched": row.longest * block_size,
@@ -291,9 +291,9 @@ class TargetRow(NamedTuple):
 def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
     """Return the blocks of each registered rank, by instance and rank; a rank without blocks is left out.
 
-    The best place is the first of device, host, shared, disk. The blocks of a rank without a registration of its own
-    counts for the first registered rank of its instance: a router can pick nothing smaller. ``asked`` are the blocks
-    that a pool has by its own account: bit i is block i.
+    The best place is the first of device, host, shared, disk. The blocks of a rank without its own registration count
+    for the first registered rank of its instance, because a router can pick nothing smaller. ``asked`` is a bitmap of
+    the blocks that a pool says it has.
     """
     view, coverage = walk.view, walk.coverage
     pool = coverage.in_pool | asked
@@ -306,7 +306,7 @@ def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
         tier = on_device if medium in DEVICE else on_host if medium in HOST else on_disk
         tier[key] = tier.get(key, 0) | bitmap
     targets: Iterable[tuple[int, int]] = on_device | on_host | on_disk if on_host or on_disk else on_device
-    if pool & 1:  # a rank without a copy of its own goes on, too
+    if pool & 1:  # a rank without its own copy can continue, too
         targets = [(i, dp_rank) for i, ranks in enumerate(view.registered_ranks) for dp_rank in ranks]
     rows: dict[tuple[str, int], TargetRow] = {}
     last_bitmap = blocks = mask = 0
@@ -325,8 +325,8 @@ def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
 
 
 def walk_with_pool(walk: Walk, bitmap: int) -> Walk:
-    """Return a walk as if a pool had the blocks of ``bitmap``; the same one for a hybrid model, as nobody knows which
-    windows the pool has.
+    """Return a walk as if a pool had the blocks of ``bitmap``. For a hybrid model return the same walk, because it is
+    unknown which windows the pool has.
     """
     if not bitmap or walk.view.windows:
         return walk
@@ -343,7 +343,7 @@ def pool_bitmap(walk: Walk, asked: int = 0) -> int:
     return pool and pool & (1 << _prefix(asked | (1 << walk.blocks) - 1)) - 1
 
 
-# Hybrid models: how far a rank can reuse a prefix, by the windows that it has.
+# Hybrid models: how far a rank can reuse a prefix, given the windows that it has.
 #
 # A rank can continue at a boundary if it has each of its windows there; ``windows`` explains windows.
 
@@ -359,7 +359,7 @@ def _reusable(view: View, coverage: Coverage, windows: list[int], blocks: int) -
         key = instance, dp_rank
         if key not in masks:
             masks[key] = (1 << _prefix(union.get(key, 0) | in_pool)) - 1
-        # Blocks of the group in a pool are unknown: they are assumed to be there.
+        # It is unknown which blocks of the group a pool has, so all are assumed to be there.
         masks[key] &= _complete(has | in_pool, blocks, *window.blocks(view.block_size))
     holders = []
     for place, bitmap in coverage.holders:
@@ -372,7 +372,9 @@ def _reusable(view: View, coverage: Coverage, windows: list[int], blocks: int) -
 
 
 def _complete(bitmap: int, length: int, blocks: int, stride: int) -> int:
-    """Return the blocks behind which ``bitmap`` has the last ``blocks`` of every ``stride``-th one, or all before."""
+    """Return the boundaries before which ``bitmap`` has the last ``blocks`` of every ``stride``-th block, or all of
+    these if there are fewer.
+    """
     if stride > 1:
         bitmap &= sum(1 << bit for bit in range(stride - 1, length, stride))
     complete, reach = bitmap, 1

@@ -1,6 +1,6 @@
-"""The media that blocks lie on, best first: one row each, and everything in which they differ.
+"""The media on which blocks are stored, best first: one row for each, with everything in which they differ.
 
-A medium without a row keeps its own name: it is counted under that name, and as neither a device nor a host.
+A medium without a row is counted under its own name, and as neither a device nor a host.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ class Medium:
     spellings: frozenset[str]
     """The medium's names in engines and in the KV Events envelope, in upper case; no such name has a row of its own."""
     is_device: bool = False
-    """An engine computes on it."""
+    """Whether an engine computes on it."""
     is_host: bool = False
-    """It is the memory of the machine that the device is in."""
+    """Whether it is the memory of the machine that the device is in."""
     is_in_every_answer: bool = False
-    """An answer names it without blocks, too. Clients rely on these names, so new media are not among them."""
+    """Whether an answer names it even without blocks. Clients rely on these names, so new media do not become one of
+    them.
+    """
 
 
 MEDIA: Final = (
@@ -67,7 +69,7 @@ _NEW_MEDIUM = re.compile(r"[A-Z0-9_]{1,32}", re.ASCII)
 
 def normal_medium(spelling: str | None) -> str | None:
     """Return the medium of a spelling, or None if it does not name one (``DP`` would clash in an answer)."""
-    # Upper case would turn other letters into known names: a dotless i, a sharp s.
+    # Upper case would turn other letters into those of known names, for example a dotless i.
     if spelling is not None and not spelling.isascii():
         return None
     name = "" if spelling is None else spelling.upper()

@@ -1,8 +1,8 @@
 """Moves blocks for which Redis has no slot at the place that a part names.
 
-The rest of the part goes to another place, the memory learns it, and later parts of the same fold follow: they were
-resolved before the refusal was known. Each refusal places at least one block, and a wrong memory of full places costs a
-reply, never a block.
+The rest of the part goes to another place, the memory notes that place, and later parts of the same fold follow,
+because they were resolved before the refusal was known. Each refusal places at least one block. A wrong memory of full
+places costs a reply, but never a block.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ class Moves:
     def __init__(self, memory: HeldBlocks) -> None:
         self._memory = memory
         self._moved: dict[tuple[int, int], list[tuple[tuple[int, int], Place]]] = {}
-        """The places of moved blocks, by holder and block key. Each place counts from a seq and a position on."""
+        """The places of moved blocks, by holder and block key. Each place is valid from a seq and a position on."""
         self._heads: set[int] = set()
         self._sent: set[tuple[int, int, int]] = set()
         self._planned: list[tuple[Sequence[Part], int, int]] = []
-        """Parts that were sent to their planned places: a list of parts, the first number and the number after the
-        last.
+        """Parts that were sent to their planned places: a list of parts, the first index and the index after the last.
         """
         self.refusals = 0
 
     def refused(self, is_row: bool, part: Part, offset: int, *, is_apart: bool = False) -> list[Part]:
         """Return the parts that replace the rest of ``part`` from block ``offset`` on.
 
-        Its place has no slot for that block; with ``is_row`` its branch row is not there, and the row has the block or
-        room; with ``is_apart`` it is a shared branch row in which the holder's blocks would lie far apart.
+        Its place has no slot for that block. With ``is_row`` its branch row does not exist, and the row has the block
+        or room for it. With ``is_apart`` it is a shared branch row in which the holder's slots would be far apart.
         """
         self.refusals += 1
         if self.refusals > REFUSALS_MAX:
@@ -57,18 +56,18 @@ class Moves:
             # Only a block whose parent is named, and is in the row, may go to a shared branch row.
             is_shareable = rest.parent is not None and not part.is_known
             place = full.beyond(part.place, keys[0], rest.count) if is_shareable else Place(head, keys[0])
-        # Of blocks that the holder has already, those after the first may be at the old place.
+        # If the holder already has the blocks, those after the first may be at the old place.
         count = 1 if part.is_known and not is_row else rest.count
         for i in range(count):
             self._move(rest, i, keys[i], place)
-        if place == part.place:  # only a damaged value refuses that: the block has no place
+        if place == part.place:  # only a damaged value refuses this, and then the block has no place
             return [rest.cut(1, rest.count)] if rest.count > 1 else []
         parts = [rest.cut(0, count, place)]
         return parts if count == rest.count else [*parts, rest.cut(count, rest.count)]
 
     @property
     def are_any(self) -> bool:
-        """Whether a block was moved; until then every part goes to its planned place."""
+        """Whether any block was moved. Until then every part goes to its planned place."""
         return bool(self._heads)
 
     def send(self, parts: Sequence[Part], start: int, end: int) -> None:
@@ -86,7 +85,7 @@ class Moves:
         self._planned.clear()
 
     def follow(self, part: Part) -> list[Part]:
-        """Return the part, or several parts if some of its blocks were moved.
+        """Return the part, cut into several parts if some of its blocks were moved.
 
         A part that was sent before goes to the same place again, unless ``stopped_before`` named it: Redis may have
         applied it.
@@ -124,7 +123,7 @@ class Moves:
         return place
 
     def _place_of(self, part: Part, i: int, key: int) -> Place | None:
-        """Return the place of the block with ``key`` at the turn of block ``i``; None if it was not moved by then."""
+        """Return the place of the block with ``key`` when block ``i`` is applied; None if it was not moved before."""
         target = None
         for start, place in self._moved.get((part.holder, key), ()):
             if start <= (part.seq, part.first + STEP * i):

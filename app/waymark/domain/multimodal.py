@@ -15,9 +15,9 @@ from waymark.base.errors import InvalidValue
 from waymark.domain import keys
 from waymark.domain.hashing import DEFAULT_SEED, extend, extra_digest
 
-#: Of one prompt.
+#: The most items of one prompt.
 ITEMS_MAX = 4096
-#: The bound on blocks of one prompt with items; each costs a few microseconds, while others cost nanoseconds.
+#: The most blocks with items in one prompt. Each costs a few microseconds, other blocks only nanoseconds.
 BLOCKS_MAX = 2**15
 _IDENTIFIER_CHARACTERS_MAX = 4096
 _TOKENS_MAX = 2**32 - 1
@@ -31,7 +31,7 @@ class PromptItem(NamedTuple):
     length: int
     """The length in tokens."""
     identifier: str
-    """The engine's name of the item: a hash of its content."""
+    """The engine's name for the item: a hash of its content."""
 
 
 PromptItems = tuple[PromptItem, ...]
@@ -122,7 +122,7 @@ def seq_hashes_with(
     first: int = 0,
     seed: int = DEFAULT_SEED,
 ) -> list[int]:
-    """Hash a prompt with items like ``hashing.extend``; ``first`` is the number of the first block of ``tokens``."""
+    """Hash a prompt with items as ``hashing.extend`` does. ``first`` is the index of the first block of ``tokens``."""
     blocks = range(first, first + len(tokens) // (4 * block_size))
     digests = [extra_digest(key, seed=seed) if key else None for key in extra_keys(items, block_size, blocks)]
     return extend(parent, tokens, block_size, seed=seed, extras=digests if any(digests) else None)
@@ -138,6 +138,6 @@ def block_keys_with(
     namespace: int,
     seed: int = DEFAULT_SEED,
 ) -> bytes:
-    """Return block keys like ``hashing.block_keys``, for a prompt with items."""
+    """Return block keys as ``hashing.block_keys`` does, for a prompt with items."""
     seq_hashes = seq_hashes_with(items, parent, tokens, block_size, first=first, seed=seed)
     return keys.pack(seq_hashes, namespace)

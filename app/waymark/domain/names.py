@@ -1,6 +1,6 @@
 """Small frozen values that name things: publishers, registrations, holders.
 
-No function here does I/O. Names that clients choose are values only; they are never part of a Redis key.
+No function here does I/O. Names chosen by clients are only values, never parts of a Redis key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ U32_MAX = 2**32 - 1
 U64_MASK = 2**64 - 1
 
 Adapter: TypeAlias = str | int | None
-"""A LoRA adapter: its name; or its id, if an engine names only that; None is the base model."""
+"""A LoRA adapter: its name, or its id if an engine gives only that; None is the base model."""
 
 
 SeqCounter = Literal["publisher", "rank"]
@@ -29,13 +29,13 @@ Repair = Literal["snapshot", "replay"]
 
 
 class PublisherName(NamedTuple):
-    """One event socket, as registered. Its text form ``inst|tenant|rank`` is for people, never a key."""
+    """One event socket, as registered. The text form ``inst|tenant|rank`` is for people, never a key."""
 
     instance_id: str
     tenant_id: str
     dp_rank: int
     socket: str = ""
-    """The endpoint, and the topic if one is registered, of a rank's additional socket; else empty."""
+    """The endpoint of a rank's additional socket, with the topic if one is registered; otherwise empty."""
 
     def __str__(self) -> str:
         name = f"{self.instance_id}|{self.tenant_id}|{self.dp_rank}"
@@ -63,10 +63,10 @@ OriginKind = Literal["client", "url", "file", "discovery"]
 
 
 class Origin(NamedTuple):
-    """The origin of a registration. Only the same origin unregisters the publisher by itself."""
+    """The origin of a registration. Only the same origin unregisters the publisher automatically."""
 
     kind: OriginKind = "client"
-    """``client``: it named the sockets. ``url``: a client named the URL, and the engine its sockets."""
+    """``client``: a client named the sockets. ``url``: a client named the URL, and the engine named its sockets."""
     source: str = ""
     """The URL; the path of the file; the pod, as ``<namespace>/<name>``."""
 
@@ -76,7 +76,7 @@ BY_CLIENT = Origin()
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A publisher's whole registration, normalized: its value in ``wm:publishers``."""
+    """The complete registration of a publisher, normalized, as ``wm:publishers`` has it."""
 
     kind: EngineKind
     instance_id: str
@@ -97,9 +97,9 @@ class Registration:
     prefixes: PrefixSource = DEFAULT_PREFIXES
     """The options of a source of opaque prefixes."""
     object_shards: int = 0
-    """The number of object shards of a block of a pool; 0: as many as the pool's keys have named so far."""
+    """The number of object shards that make up a block of a pool; 0: as many as the pool's keys have named so far."""
     is_further: bool = False
-    """An additional socket of a rank with several: its blocks are the rank's, and it is never picked."""
+    """Whether this is an additional socket of a rank. Its blocks belong to the rank, and it is never picked."""
     topic: str | None = None
     """The topic of this publisher's frames, if several publishers share a socket and its counter."""
     snapshot_endpoint: str | None = None
@@ -117,9 +117,9 @@ class Registration:
 
     @property
     def repair(self) -> Repair | None:
-        """The request that the worker of its stream can make if its blocks are not those of the engine.
+        """The request that the stream's worker can make if the index and the engine have different blocks.
 
-        A snapshot says what the engine has. A replay only repeats the events.
+        A snapshot lists the blocks of the engine. A replay only repeats events.
         """
         if self.snapshot_endpoint is not None:
             return "snapshot"
@@ -127,7 +127,7 @@ class Registration:
 
     @property
     def cannot_repair(self) -> bool:
-        """Whether lost blocks stay lost: a replay is impossible, and a full report would count as copies."""
+        """Whether lost blocks stay lost, because a replay is impossible, and a full report would count as copies."""
         return self.endpoint is not None and not self.can_replay and self.copies == "count"
 
     @property
@@ -136,7 +136,7 @@ class Registration:
 
 
 GROUP: Final = "g"
-"""The digests of other dimensions are hex digits."""
+"""Marks a group; digests of other dimensions are hex digits, which have no ``g``."""
 
 
 class HolderName(NamedTuple):
@@ -145,9 +145,10 @@ class HolderName(NamedTuple):
     dp_rank: int
     medium: str
     digest: str = ""
-    """Standard events: the digest of the further dimensions of their stream. ``g<n>``: a hybrid model's group n."""
+    """For standard events, the digest of the further dimensions of their stream. ``g<n>``: group n of a hybrid model.
+    """
     epoch: int | None = None
-    """The start of its generation, in ms; None if its blocks are in no generation."""
+    """The start of the holder's generation, in ms; None if there are no generations."""
 
     @classmethod
     def parse(cls, text: str) -> HolderName:
@@ -165,7 +166,7 @@ class HolderName(NamedTuple):
 
     @property
     def has_window(self) -> bool:
-        """Whether it belongs to a group other than full attention."""
+        """Whether the holder belongs to a group other than full attention."""
         return self.digest.startswith(GROUP)
 
     @property
@@ -174,7 +175,7 @@ class HolderName(NamedTuple):
         return self if self.epoch is None else HolderName(self.dp_rank, self.medium, self.digest)
 
     def is_of(self, unit: Unit) -> bool:
-        """Return whether it ends with ``unit``; ``new_life.lua`` has the same rule for the text forms."""
+        """Return whether the holder ends with ``unit``. ``new_life.lua`` has the same rule for the text forms."""
         if unit == "*" or unit == self:
             return True
         if not isinstance(unit, HolderName):
@@ -185,7 +186,7 @@ class HolderName(NamedTuple):
 _HOLDER_NAME = re.compile(r"(0|[1-9][0-9]{0,9}) ([^ ]+)(?: ([^ #][^ ]*))?(?: #(0|[1-9][0-9]{0,15}))?")
 
 Unit: TypeAlias = int | HolderName | Literal["*"]
-"""Holders of a stream that end together: those of a rank, one (with an epoch or all of its epochs), or all."""
+"""Holders of a stream that end together: those of a rank, those of one name (with or without an epoch), or all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ class Holder:
 
 # ---- names and sizes that strangers choose --------------------------------------------------------
 
-#: Bytes of UTF-8 that a name may have: names are kept in Redis with every registration.
+#: The most bytes of a name in UTF-8. Names are kept in Redis with every registration.
 NAME_BYTES_MAX = 4096
 NAME = f"a text of 1 to {NAME_BYTES_MAX} bytes"
 OPTIONAL_NAME = f"a text of at most {NAME_BYTES_MAX} bytes"
@@ -219,7 +220,7 @@ BLOCK_SIZE = f"an integer of 1..{BLOCK_SIZE_MAX}, tokens per block"
 
 
 def is_name(text: str) -> bool:
-    """Return whether a text is what ``NAME`` says, in the words of an error."""
+    """Return whether a text is a name. ``NAME`` says in the words of an error what it must be."""
     return 0 < len(text) <= NAME_BYTES_MAX and len(text.encode()) <= NAME_BYTES_MAX
 
 

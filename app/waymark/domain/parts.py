@@ -1,8 +1,8 @@
 """Parts: the changes of a batch, once every engine hash is resolved to a block and its place.
 
 A part is a run of consecutive positions of one batch, for one holder, with one place. It names a block at most once,
-and does not mix blocks that the holder has with blocks new to it. A part is absolute: a block is present or
-not, with a number of copies. So a part may be written again.
+and does not mix blocks that the holder has with blocks new to it. A part states the result, not the difference: a block
+is present or not, with a number of copies. So a part may be written twice.
 
 A list collects the parts of one batch, in Python or in the C module; adjacent parts that fit together are joined.
 
@@ -31,11 +31,12 @@ PartKind = Literal["+", "-", "*"]
 """Store, remove, only write copies."""
 
 Mode = Literal["count", "set", "all"]
-"""How a holder's copies are counted; ``all``: not trusted any more, a removal takes the block."""
+"""How a holder's copies are counted. With ``all`` the counts are no longer trusted, and a removal takes the block."""
 
 STEP = 2
-"""The distance between the positions of two hashes. A hash that comes to mean another block leaves its old block at the
-position between."""
+"""The distance between the positions of two hashes. If a hash changes to another block, it leaves its old block at the
+position in between.
+"""
 #: A block with neither copies nor further hashes.
 NO_COPIES = b"0"
 UNCHANGED = b""
@@ -49,7 +50,7 @@ class Part:
     """The seq of the batch."""
     last: int
     """Position of the last block in its batch. Every hash of a batch has a position, even an ignored one, so that
-    positions mean the same when the batch is resolved again. In the parts of a holder they only ascend.
+    positions mean the same when the batch is resolved again. They ascend from part to part of a holder.
     """
     place: Place
     namespace: int
@@ -67,7 +68,7 @@ class Part:
     copies: list[bytes] = field(default_factory=list)
     """The new value of the field ``*<key>`` for each block; empty if no value changes."""
     waits: bool = False
-    """Redis must have all parts before it first, those of other shards too; see ``waves``."""
+    """Whether Redis must have all earlier parts first, including those of other shards; see ``Waves``."""
 
     @property
     def first(self) -> int:
@@ -76,7 +77,7 @@ class Part:
 
     @property
     def count(self) -> int:
-        """How many blocks."""
+        """The number of blocks."""
         return len(self.packed_hashes) // KEY_BYTES
 
     @property
@@ -121,14 +122,13 @@ class Commit:
     newest_ts: float | None
     """The largest ts of this life so far."""
     digest: str
-    """16 hex digits of the payload at the watermark."""
+    """The digest of the payload at the watermark, as 16 hex digits."""
 
 
 class PackedParts(Sequence[Part]):
-    """Parts in arrays, as the C module has them. This class describes the type ``Parts`` of the module, and is never
-    instantiated.
+    """Parts in arrays of the C module. This class describes the module's type ``Parts``, and is never instantiated.
 
-    Each access creates a ``Part`` as an object of its own.
+    Each access creates a new ``Part``.
     """
 
     blocks: int
@@ -156,7 +156,7 @@ class PackedParts(Sequence[Part]):
         waits: bool,
         /,
     ) -> None:
-        """``PartList.add_packed``, with every argument given."""
+        """Do what ``PartList.add_packed`` does; all arguments are required."""
 
     def add_block(
         self,
@@ -172,22 +172,22 @@ class PackedParts(Sequence[Part]):
         waits: bool,
         /,
     ) -> None:
-        """``PartList.add_block``, with every argument given."""
+        """Do what ``PartList.add_block`` does; all arguments are required."""
 
     def end(self, start: int, parts_max: int, blocks_max: int, /) -> int:  # type: ignore[empty-body]
-        """Return the end of the parts from ``start`` on that fit both bounds; at least one part fits."""
+        """Return the end of the parts from ``start`` on that fit both bounds, after at least one part."""
 
     def cut(self, start: int, end: int, /) -> PackedParts:  # type: ignore[empty-body]
         """Return parts ``start`` to ``end``."""
 
     def shares(self, shards: int, /) -> list[dict[int, PackedParts]]:  # type: ignore[empty-body]
-        """``shares_of`` of the parts."""
+        """Return ``shares_of`` the parts."""
 
     def pack(  # type: ignore[empty-body]
         self, start: int, end: int, prefix: bytes, /
     ) -> tuple[int, list[int], int, bytes, list[int], bytes]:
-        """Return the arguments of a call with these parts: how many blocks, holders, the number of rows and their keys,
-        seqs, and the parts. Keys and parts are packed as Redis reads them.
+        """Return the arguments of a call with these parts: the number of blocks, the holders, the number of rows and
+        their keys, the seqs, and the parts. Keys and parts are packed as Redis reads them.
         """
 
 
@@ -236,7 +236,7 @@ _BLOCKS_MAX = 64
 
 
 def new_part_list(seq: int) -> PartList:
-    """Return an empty list for the parts of one batch; it is in the C module if C is selected."""
+    """Return an empty list for the parts of one batch, implemented in C if the C module is selected."""
     if native.selected is None:
         return PartList(seq)
     packed_parts: PackedParts = native.selected.Parts(Part, Place, seq)
@@ -315,7 +315,7 @@ class PartList:
         """Add a part whose slots and hashes are packed.
 
         The blocks join the previous part if they fit. New blocks of the holder join it only if they continue its last
-        block, because a branch row that they may have to begin must hold a chain.
+        block, because if they begin a branch row, it must hold a chain.
         """
         count = len(hashes) // KEY_BYTES
         last = self._parts[-1] if self._parts else None
@@ -393,7 +393,7 @@ class _PackedPartList(PartList):
 def _has_slot(slots: bytes, key: bytes) -> bool:
     """Return whether a block with this key, as text, is among the slots."""
     index = slots.find(key)
-    while index > 0 and index % SLOT_CHARS:  # digits across two slots may be the same
+    while index > 0 and index % SLOT_CHARS:  # the digits may match across two slots
         index = slots.find(key, index + 1)
     return index >= 0
 
@@ -410,25 +410,25 @@ class Waves(Protocol):
         """Whether a part of this wave has removed a block or a hash."""
 
     def begin(self) -> None:
-        """Begin a fold, or a wave: Redis has everything before it."""
+        """Begin a fold or a wave. Redis has everything before it."""
 
     def use(self, seq_hash: int, place: Place, /) -> None:
         """Note that a part at ``place`` was resolved with this block."""
 
     def first_that_waits(self, blocks: Sequence[int], place: Place, /) -> int:
-        """Return the number of the first of the blocks for which ``leave`` would say that it must wait; 0 if none."""
+        """Return the index of the first block that would make ``leave`` return True; 0 also if there is none."""
 
     def leave(self, blocks: Sequence[int], place: Place, /) -> bool:
         """Return whether the part that takes these blocks, or a hash of one, out of ``place`` must wait."""
 
     def store(self, blocks: Sequence[int | None], place: Place, /) -> bool:
-        """Return whether the part that stores these blocks at ``place`` must wait. ``blocks`` includes the former ones
-        of their hashes.
+        """Return whether the part that stores these blocks at ``place`` must wait. ``blocks`` includes the former
+        blocks of their hashes.
         """
 
 
 def new_waves(shards: int) -> Waves:
-    """Return waves over so many shards; they are in the C module if C is selected."""
+    """Return waves over so many shards, implemented in C if the C module is selected."""
     if native.selected is None:
         return PureWaves(shards)
     waves: Waves = native.selected.Waves(shards)

@@ -1,11 +1,11 @@
 """Gives each stored block of a stream its place, records the changes as parts, and keeps the memory in step.
 
 A block at depth d belongs to the piece whose head is its ancestor at depth d - d mod 32. A block that the holder has is
-addressed at its present place; a new one goes to its parent's place, to a branch row if this place is full, and to a
-row of its own at the head of a piece.
+addressed at its present place. A new block goes to its parent's place, or to a branch row if that place is full; the
+head of a piece begins a new row.
 
-``PlainPlacer`` gives the blocks of a whole plain event, or of many, their places in one step of ``KnownBlocks``. A step
-that does not fit the holder's blocks has no effect; the caller then stores or removes block by block with ``Placer``.
+``PlainPlacer`` places the blocks of one or many plain events in one step of ``KnownBlocks``. A step that does not fit
+the holder's blocks has no effect; the caller then stores or removes block by block with ``Placer``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys
 
 
 class PlainPlacer:
-    """A placer of plain events; its memory, waves and marks are those of a ``Placer``."""
+    """A placer of plain events, which shares memory, waves and marks with a ``Placer``."""
 
     def __init__(self, memory: HeldBlocks, waves: Waves, applied: AppliedMarks, piece_blocks: int) -> None:
         self._memory = memory
@@ -100,10 +100,10 @@ class PlainPlacer:
         may_remove: bool,
         following: list[tuple[int, Any]],
     ) -> EventRun | None:
-        """Store and remove the blocks of plain events, ``loop``, from number ``at`` on, and return the progress.
+        """Store and remove the blocks of the plain events ``loop`` from index ``at`` on, and return the progress.
 
-        ``following`` are the seqs and events of the batches after it. Return None if it is impossible. See
-        ``KnownBlocks.run``.
+        ``following`` has the seqs and events of the next batches. Return None if the events cannot be placed in this
+        way. See ``KnownBlocks.run``.
         """
         packed_parts = packed(parts.parts)
         if packed_parts is None or self._applied.marks:
@@ -124,11 +124,10 @@ class PlainPlacer:
         )
 
 
-# The parts beyond the watermark that Redis has when a worker takes a stream over.
+# The parts beyond the watermark that Redis has when a worker takes over a stream.
 #
-# The worker resolves their batches again, and leaves these parts out. It has read its memory of the blocks from Redis,
-# so
-# that memory has them, too.
+# The worker resolves their batches again, and leaves these parts out. It read its memory of the blocks from Redis, so
+# the memory includes these parts.
 
 
 class AppliedMarks:
@@ -136,7 +135,9 @@ class AppliedMarks:
 
     def __init__(self, shards: int) -> None:
         self.marks: dict[tuple[int, int], tuple[int, int]] = {}
-        """The seq and the position of the last part, by holder and shard. Empty once all of these parts are passed."""
+        """The seq and the position of the last part, by holder and shard. Empty once the stream is beyond all these
+        parts.
+        """
         self._shards = shards
 
     def restore(self, marks: Mapping[tuple[int, int], tuple[int, int]]) -> None:
@@ -155,12 +156,12 @@ class AppliedMarks:
 
 
 class Placer:
-    """The places of one stream's blocks. Positions count the hashes of a batch, from 1."""
+    """Places the blocks of one stream. Positions count the hashes of a batch, from 1."""
 
     def __init__(self, memory: HeldBlocks, shards: int, piece_blocks: int = PIECE_BLOCKS) -> None:
         self.memory = memory
         self.aliased = 0
-        """Hashes that came to mean another block."""
+        """The number of hashes that changed to another block."""
         self.crowded = 0
         """The number of hashes refused because their blocks have too many."""
         self._waves = new_waves(shards)
@@ -176,7 +177,7 @@ class Placer:
 
     @property
     def is_behind(self) -> bool:
-        """Whether Redis may already have parts of the current fold; the blocks that they remove are then gone."""
+        """Whether Redis may already have parts of the current fold, so that the blocks removed by these are gone."""
         return bool(self._applied.marks)
 
     def begin_fold(self) -> None:
@@ -202,10 +203,10 @@ class Placer:
         is_deep: bool = False,
         is_reused: bool = False,
     ) -> None:
-        """Store consecutive blocks of a chain that goes on from ``parent``, or begins at the root.
+        """Store consecutive blocks of a chain that continues ``parent``, or begins at the root.
 
-        ``is_reused``: blocks that the holder has are only announced again.
-        ``is_deep``: the chain begins neither after ``parent`` nor at the root, so its depth is not known.
+        ``is_reused``: blocks that the holder already has are only announced again. ``is_deep``: the chain begins
+        neither after ``parent`` nor at the root, so its depth is unknown.
         """
         start, previous = 0, parent
         while start < len(keys):
@@ -266,7 +267,7 @@ class Placer:
         is_identity: bool = False,
         is_reused: bool = False,
     ) -> Spot:
-        """Store one block, and return its place. ``spot`` has the place for a block new to the holder."""
+        """Store one block, and return its spot. ``spot`` is the one to use if the block is new to the holder."""
         memory, offset = self.memory, STEP * position + 1
         copies_of = memory.copies(holder)
         old, same_block = memory.held(holder, engine_hash), memory.held_block(holder, spot.key)
@@ -279,7 +280,7 @@ class Placer:
             self.aliased += 1
             self._leave(parts, holder, position, engine_hash, mode)
         if same_block is not None and copies_of.is_crowded(engine_hash, spot.key):
-            # It counts as removed at once: its children find their parent, and its removal has no effect.
+            # The hash counts as removed at once, so children still find their parent, and its removal has no effect.
             self.crowded += 1
             memory.mark_gone(holder, engine_hash, same_block)
             return same_block
@@ -287,7 +288,7 @@ class Placer:
         for sibling in self.others.get(holder, ()):
             there = memory.held_block(sibling, spot.key)
             if there is not None and self._applied.has(parts.seq, offset, sibling, there.place):
-                return there  # this store was applied there, before another worker took the stream over
+                return there  # this store was applied there before a takeover
             carried = self._leave_generation(parts, sibling, position, engine_hash, spot.key, mode) or carried
         waits = self._begins_wave(holder, here.place, here.namespace, [here.key], [engine_hash], old)
         self._waves.use(here.seq_hash, here.place)
@@ -313,7 +314,7 @@ class Placer:
             waits,
         )
         if self._waves.is_needed and here.place.is_single != spot.place.is_single:
-            # Once the block has left, a worker that takes over looks at the shard of ``spot`` for whether this is done.
+            # Once the block has left, a worker that takes over checks on the shard of ``spot`` whether this is done.
             parts.add_block("*", holder, offset, spot, first, is_known=True)
             self._waves.use(here.seq_hash, spot.place)
         return here
@@ -323,8 +324,8 @@ class Placer:
     ) -> int:
         """Store the blocks with these keys as a holder of another memory has them, and return the next position.
 
-        The other holder keeps its blocks meanwhile, so their rows have them, and blocks of a row need not be a chain to
-        be in one part.
+        The other holder keeps its blocks meanwhile, so their rows have slots for them, and the blocks of one part need
+        not form a chain.
         """
         memory, old_holder = former
         run: list[tuple[Spot, int]] = []
@@ -354,7 +355,7 @@ class Placer:
         return position + len(run)
 
     def next_spot(self, previous: Spot | None, namespace: int, key: int) -> Spot:
-        """Return the place of a new block that follows ``previous``, or begins at the root."""
+        """Return the spot of a new block that follows ``previous``, or begins at the root."""
         if previous is not None and previous.place.is_single:
             return _single(namespace, key)
         depth = 0 if previous is None else (previous.depth + 1) % self._piece_blocks
@@ -415,7 +416,7 @@ class Placer:
     def _leave_generation(
         self, parts: PartList, sibling: int, position: int, engine_hash: int, key: int, mode: Mode
     ) -> tuple[int, list[int]] | None:
-        """Take a block out of generation ``sibling``, because it is stored in another one. Return its copies and engine
+        """Remove a block from generation ``sibling``, because it is stored in another one. Return its copies and engine
         hashes, if it was there.
         """
         memory = self.memory

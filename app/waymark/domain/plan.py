@@ -1,7 +1,7 @@
 """Decides, before a fold is resolved, where each event belongs, whether it counts, and which hashes must be looked up.
 
 A **unit** is the scope of a clear: a rank, or, for standard events, one stream of the envelope, named by its holder.
-The result must not depend on how batches are folded, so the plan also learns facts from events that a later clear
+The result must not depend on how batches are folded, so the plan learns facts even from events that a later clear
 undoes.
 """
 
@@ -37,9 +37,9 @@ from waymark.domain.windows import Window
 _EVENTS_AT_ONCE = SLICE_WORK // EVENT_WORK
 MEDIA_MAX = 16
 HOLDERS_MAX = 64 * MEDIA_MAX
-"""The most holders at a time, over all media: events name ranks and dimensions freely."""
+"""The most holders at a time, over all media, because events may name any ranks and dimensions."""
 
-# Asked several times for each event, and there are few.
+# Few names are needed, each several times for each event.
 _name = lru_cache(HOLDERS_MAX)(HolderName)
 _SIZED = (Stored, StoredReference)
 """The events of main attention that say how many tokens a hash stands for."""
@@ -50,13 +50,13 @@ class Plan:
     """The work that must be done before a fold can be resolved."""
 
     ended: list[Unit] = field(default_factory=list)
-    """A rank, a rank and a medium, or the name of a standard stream's holder."""
+    """Units to end: a rank, a rank and a medium, or the name of a standard stream's holder."""
     begun: dict[HolderName, Holder] = field(default_factory=dict)
     """Holders to begin, by name."""
     facts_changed: bool = False
-    """Flags or the main group have changed and must be kept before anything is applied."""
+    """Whether flags or the main group have changed, and must be written before anything is applied."""
     last_clear: dict[Unit, tuple[int, int]] = field(default_factory=dict)
-    """(batch, event) of the last clear of a unit in the fold; earlier events of the unit are not written at all."""
+    """(batch, event) of the last clear of a unit in the fold. Earlier events of the unit are not written at all."""
     gaps: int = 0
     """How often event_ids were missing before an event."""
     epochs: list[Mapping[HolderName, int]] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Plan:
 
 
 class Planner:
-    """The planner of one stream; it goes by the facts of the stream's life, which it learns on the way."""
+    """Plans the folds of one stream, by the facts of the stream's life, which it also learns."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class Planner:
         self._publisher = publisher
         self._generations = generations
         self._facts = facts
-        # Over HTTP, an event behind missing ones is refused before it comes here.
+        # Over HTTP, an event after missing ones was already refused.
         self._finds_gaps = registration.kind.traits.numbers_events and registration.endpoint is not None
         self._unread = 0
-        """Events that were received and not read, so that their event_ids seem to be missing."""
+        """The number of events that could not be read, so that their event_ids seem to be missing."""
 
     def plan(
         self,
@@ -94,7 +94,7 @@ class Planner:
         event_ids: Mapping[int, int],
         blocks_of: Callable[[int], int],
     ) -> Slices[Plan]:
-        """Find the holders to end and begin, and the facts to keep. Learns flags and the main group on the way.
+        """Find the holders to end and begin, and the facts to keep. This also learns flags and the main group.
 
         ``blocks_of`` returns how many blocks a holder has.
         """
@@ -105,7 +105,7 @@ class Planner:
             if batch.publisher_id is not None:
                 self._facts.learn_publisher(batch.publisher_id)
             if type(batch.events) is PlainEvents:
-                continue  # there is no clear among them
+                continue  # plain events have no clear
             self._unread += batch.rejected.total() + batch.ignored.total()
             for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
                 self._find_clears(plan, i, batch, start, last_ids)
@@ -137,7 +137,7 @@ class Planner:
     def _find_clears(self, plan: Plan, i: int, batch: Batch, start: int, last_ids: dict[HolderName, int]) -> None:
         """Find the clears of a batch.
 
-        ``last_ids`` has the last event_id of each standard stream; an equal or older clear came before.
+        ``last_ids`` has the last event_id of each standard stream. A clear with an equal or older one was seen before.
         """
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
             envelope = event.envelope
@@ -163,17 +163,17 @@ class Planner:
         self._facts.flags.add(EVENTS_MISSING)
 
     def _cleared_units(self, batch: Batch, event: Cleared) -> Sequence[Unit]:
-        """Return the units that a clear without an envelope ends: in a stream that names its process, only the blocks
-        on the device.
+        """Return the units that a clear without an envelope ends. In a stream that names its process, these are only
+        the blocks on the device.
 
-        vLLM's releases that name the process mean this by a clear: offloaded blocks stay. A clear of another engine
-        ends the rank.
+        In vLLM releases that name the process, offloaded blocks survive a clear. A clear of another engine ends the
+        rank.
         """
         rank = self.rank(batch, event)
         return (rank,) if batch.publisher_id is None else tuple(_name(rank, medium) for medium in DEVICE)
 
     def _find_holders(self, plan: Plan, i: int, batch: Batch, start: int, staying: Collection[HolderName]) -> None:
-        """Learn facts, and name the missing holders; ``staying`` ones exist already."""
+        """Learn facts, and name the missing holders. Those in ``staying`` already exist."""
         for j, event in enumerate(batch.events[start : start + _EVENTS_AT_ONCE], start):
             if isinstance(event, REMOVALS):
                 self._facts.learn_removal(event)
@@ -192,14 +192,14 @@ class Planner:
     ) -> None:
         """Learn the facts of one event, and name its holder if it has no name yet.
 
-        If the event stands for several similar ones, ``hashes`` is the number of hashes of all.
+        If the event stands for several similar ones, ``hashes`` is the number of hashes of all of these.
         """
         if self._skip_reason_of(batch, event):
             return
         if not isinstance(event, Cleared):
             self._facts.learn(event)
         elif event.envelope is None:
-            return  # a standard stream's holder begins again at once: it keeps the event_id
+            return  # a standard stream needs a holder at once, which keeps the event_id
         if plan.last_clear and self.is_cleared(plan, batch, event, i, j):
             return
         if self._generations.are_bounded:
@@ -211,8 +211,8 @@ class Planner:
             plan.begun[name] = self._holder(batch, event)
 
     def _blocks(self, event: StoreEvent, hashes: int | None) -> int:
-        """Return how many blocks an event stores; if it stands for several, ``hashes`` is the number of hashes of
-        all.
+        """Return how many blocks an event stores. If it stands for several events, ``hashes`` is the number of all
+        their hashes.
         """
         size, hashes = self._registration.block_size, len(event.engine_hashes) if hashes is None else hashes
         if isinstance(event, Stored | StoredWindow) and event.block_size > size:
@@ -233,7 +233,7 @@ class Planner:
         return name if epoch is None else _name(name.dp_rank, name.medium, name.digest, epoch)
 
     def _lasting_name(self, batch: Batch, event: Event) -> HolderName:
-        """Return the name without an epoch, which is also the unit that a standard clear ends."""
+        """Return the holder's name without an epoch, which is also the unit that a standard clear ends."""
         if event.envelope is not None:
             digest = self.spaces.dimensions(event.envelope)
         else:
@@ -248,7 +248,7 @@ class Planner:
         )
 
     def holder_of(self, name: HolderName) -> Holder:
-        """Return a new holder under the name of one of this stream, whose events have no envelopes."""
+        """Return a new holder with the given name, for a stream whose events have no envelopes."""
         window = self._facts.windows.get(int(name.digest.removeprefix(GROUP))) if name.has_window else None
         return self._new_holder(name.dp_rank, name.medium, window)
 
@@ -276,7 +276,7 @@ class Planner:
         return reason
 
     def is_cleared(self, plan: Plan, batch: Batch, event: Event, i: int, j: int) -> bool:
-        """Return whether a later event of the fold clears it away."""
+        """Return whether a later event of the fold clears the event's unit."""
         rank = self.rank(batch, event)
         units: list[Unit] = [rank]
         if event.envelope is None:
@@ -340,7 +340,7 @@ def hashes_known_before(event: StoreEvent) -> Sequence[int]:
     if not isinstance(event, Stored):
         return event.engine_hashes
     parents = [] if event.parent is None else [event.parent]
-    # On a device its own blocks are known by their tokens.
+    # On a device the blocks of the event are identified by their tokens.
     return parents if event.medium in DEVICE else [*parents, *event.engine_hashes]
 
 
@@ -357,8 +357,8 @@ def _has_room(name: HolderName, others: Iterable[HolderName]) -> bool:
 
 # Computes the namespace of an event from its adapter and salts.
 #
-# A namespace cannot be turned back into adapter and salts, so those are remembered here, bounded. A child takes its
-# parent's namespace from the parent's place, and its adapter is compared with the remembered one.
+# Adapter and salts cannot be computed from a namespace, so a bounded number of them is remembered here. A child takes
+# its parent's namespace from the parent's place, and its adapter is compared with the remembered one.
 
 
 _SPACES_MAX = 10_000
@@ -373,7 +373,7 @@ class Spaces:
         self._adapters: dict[int, Adapter] = {0: None}
 
     def at_root(self, event: Stored | StoredIdentity) -> int:
-        """Return the namespace of an event without a parent to inherit one from."""
+        """Return the namespace of an event that cannot inherit one from a parent."""
         if event.envelope is None:
             adapter, salts = self._adapter(event.adapter), self._salts + event.salts
         else:
@@ -386,7 +386,7 @@ class Spaces:
         return ns
 
     def has(self, event: Stored, ns: int) -> bool:
-        """Return whether the event's adapter belongs to the namespace; an unknown adapter is trusted."""
+        """Return whether the event's adapter belongs to the namespace. An unknown namespace is trusted."""
         return ns not in self._adapters or self._adapters[ns] == self._adapter(event.adapter)
 
     def dimensions(self, envelope: Envelope) -> str:

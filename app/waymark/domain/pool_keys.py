@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from waymark.domain.hashing import namespace
 
 _TOKEN_BYTES = 4
-#: What vLLM hashes in place of a block before the first, unless PYTHONHASHSEED is set.
+#: vLLM hashes this as the parent of the first block, unless PYTHONHASHSEED is set.
 _VLLM_SEED = "vllm-none-hash"
 _PAGE = "page"
 _PLACEHOLDER = re.compile(r"\{(page|sha256|sha256_cbor)(?::([0-9]{1,10}))?\}", re.ASCII)
@@ -32,7 +32,7 @@ _TEXT = re.compile(r"[!-+\--~]+(?:,[!-+\--~]+)*", re.ASCII)
 FORMS_MAX = 16
 FORMS_CHARACTERS_MAX = 8192
 _KEY_CHARACTERS_MAX = 256
-#: Keys in one request to a master; a key has some 70 to 150 characters.
+#: The most keys in one request to a master. A key has about 70 to 150 characters.
 KEYS_MAX = 512
 FORMS = (
     f"a list of at most {FORMS_MAX} texts, at most {FORMS_CHARACTERS_MAX} characters in all, each of keys with commas "
@@ -51,7 +51,7 @@ class PromptIds(NamedTuple):
 
 
 class AskedPrompt(NamedTuple):
-    """A prompt whose blocks a store is asked for."""
+    """A prompt whose blocks are looked up in a store."""
 
     ids: PromptIds
     block_size: int
@@ -64,12 +64,12 @@ class AskedPrompt(NamedTuple):
 
 
 class KeyForms(NamedTuple):
-    """The forms of a block's keys: the block is there if all keys of one form are."""
+    """The forms of a block's keys. The store has the block if it has all keys of one form."""
 
     scheme: str
     seed: str
     forms: tuple[tuple[str, ...], ...]
-    """Keys with ``{}`` for the hash."""
+    """For each form, its keys, with ``{}`` for the hash."""
 
     @property
     def size(self) -> int:
@@ -81,11 +81,11 @@ class KeyForms(NamedTuple):
         return [[key.replace("{}", block_hash) for key in form] for form in self.forms]
 
     def can_name(self, prompt: AskedPrompt) -> bool:
-        """Return whether the engine's hashes of the prompt's blocks are known, and are of its namespace alone."""
+        """Return whether the engine's hashes of the prompt's blocks can be computed, and identify its namespace."""
         return prompt.ids.space == namespace(None, [prompt.salt] if prompt.salt and self.scheme != _PAGE else [])
 
     def hashes(self, prompt: AskedPrompt) -> Iterator[str]:
-        """Return the hash of each whole block, as a hex text."""
+        """Yield the hash of each complete block, as hex digits."""
         if self.scheme == _PAGE:
             return page_hashes(prompt.ids.tokens, prompt.block_size)
         return _vllm_hashes(prompt, self.scheme, self.seed)
@@ -123,10 +123,11 @@ def key_forms(texts: tuple[str, ...]) -> KeyForms | None:
 
 
 def sglang_forms(model: str, parts: int, tag: str = "") -> tuple[str, ...]:
-    """Return the forms of SGLang's keys: newer releases put the model before them, and ``extra_backend_tag`` before it.
+    """Return the forms of SGLang's keys. Newer releases put the model before the key, and ``extra_backend_tag`` before
+    the model.
 
-    ``parts`` is the number of objects that make up a page: one with latent attention, else keys and values of each
-    rank. If it is unknown (0), one of the two objects of the first rank is enough.
+    ``parts`` is the number of objects that make up a page: one with latent attention, otherwise keys and values of each
+    rank. If it is unknown (0), either of the two objects of the first rank is enough.
     """
     names = ["_".join(filter(None, (tag, model.replace("/", "-")))), tag]
     starts = [name and f"{name}_" for name in names if _TEXT.fullmatch(name or "x") and not set(",{}") & set(name)]
@@ -137,7 +138,7 @@ def sglang_forms(model: str, parts: int, tag: str = "") -> tuple[str, ...]:
 
 
 def page_hashes(tokens: bytes, block_size: int) -> Iterator[str]:
-    """Yield the hashes by which SGLang names the pages of a prompt, as hex texts."""
+    """Yield the hashes by which SGLang names the pages of a prompt, as hex digits."""
     step, digest = _TOKEN_BYTES * block_size, b""
     for start in range(0, len(tokens) - step + 1, step):
         digest = sha256(digest + tokens[start : start + step]).digest()
@@ -163,7 +164,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def _cbor(value: Any) -> bytes:
-    """Return what vLLM hashes as CBOR in its shortest form."""
+    """Return a value that vLLM hashes as CBOR in its shortest form."""
     match value:
         case None:
             return b"\xf6"
@@ -176,7 +177,7 @@ def _cbor(value: Any) -> bytes:
     return _head(0x80, len(value)) + b"".join(parts)
 
 
-#: Most tokens of a prompt are among the usual ones; a miss takes four times as long.
+#: Most tokens of a prompt are common ones; a miss takes four times as long.
 @lru_cache(maxsize=2**15)
 def _number(number: int) -> bytes:
     return _head(0x00, number)

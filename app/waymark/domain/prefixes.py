@@ -1,7 +1,7 @@
-"""Opaque prefixes: reports of a source about prefixes that it names by hashes of its own, without tokens or blocks.
+"""Opaque prefixes, which a source reports by its own hashes, without tokens or blocks.
 
 A source has two holders, one for prefixes on the device (hot) and one for prefixes in storage (warm). An entry is a
-prefix with a count of tokens at one holder; it ends by its time.
+prefix of one holder, with a number of tokens; it expires.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PrefixSource:
     """
 
     storage_offloading: bool = False
-    """Whether blocks that leave the device are in storage afterwards."""
+    """Whether blocks that leave the device remain in storage."""
     treat_eviction_as_offload: bool = True
     """Whether an eviction that names no medium leaves the prefix in storage, if the source offloads."""
     entry_ttl_seconds: int = 600
@@ -46,7 +46,7 @@ DEFAULT: Final = PrefixSource()
 
 
 class PrefixEvent(StrEnum):
-    """An event of a source, by the source's own word."""
+    """An event of a source, by the source's own name for it."""
 
     CREATED = "cache_created"
     RELOADED = "cache_reloaded"
@@ -65,7 +65,7 @@ class Change(StrEnum):
     DEMOTE = "demote"
     """An entry on the device moves to storage. A prefix without an entry on the device stays without one."""
     REMOVE = "remove"
-    """The prefix is nowhere."""
+    """The prefix is neither on the device nor in storage."""
     FORGET_HOT = "forget_hot"
     """A bound was reached: the entry on the device is removed."""
     FORGET_WARM = "forget_warm"
@@ -78,7 +78,7 @@ class PrefixChange(NamedTuple):
     """32 hex digits, from ``prefix_key``."""
     change: Change
     tokens: int | None = None
-    """The length of the prefix. If the event does not give it, None: the length stays as it was."""
+    """The length of the prefix. None if the event does not give it, and then the length does not change."""
 
 
 def change_of(event: PrefixEvent, source: PrefixSource) -> Change:
@@ -98,7 +98,7 @@ SOURCE: Final = "an http or https URL, where no part of the path is '.' or '..' 
 
 
 def is_source(text: str) -> bool:
-    """Return whether an event stream may be read from a URL, whose path has to be normalized."""
+    """Return whether an event stream may be read from a URL. Its path must be normalized."""
     path = text.partition("://")[2].partition("?")[0]
     return is_url(text) and "@" not in text and {".", ".."}.isdisjoint(path.split("/"))
 
@@ -109,5 +109,7 @@ def is_prefix_hash(text: str) -> bool:
 
 
 def prefix_key(prefix_hash: str) -> str:
-    """Return the name of a prefix in keys: 32 hex digits, the same for digits in upper and lower case."""
+    """Return the name of a prefix in keys, as 32 hex digits. Upper and lower case make no difference in
+    ``prefix_hash``.
+    """
     return sha256(prefix_hash.lower().encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""``Places`` and ``KnownBlocks`` in Python, for a build without the C module; and new tables in the selected one."""
+"""``Places`` and ``KnownBlocks`` in Python, for a build without the C module; and the functions that create tables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from waymark.domain.known import KnownBlocks, Places, Spot
 from waymark.domain.rows import PIECE_BLOCKS, Place
 
 _PURE_BYTES = 300
-"""The approximate memory of a block or a place: two entries of dicts and their numbers."""
+"""The approximate memory of a block or a place, in bytes: two dict entries and their integers."""
 _RELEASED = 4096
-"""Blocks in one call of ``release``, which take about a millisecond."""
+"""The number of blocks that one call of ``release`` forgets, in about a millisecond."""
 
 
 class PurePlaces:

@@ -1,4 +1,4 @@
-"""The blocks that a stream has stored and removed in the last two minutes, as its record keeps them.
+"""The blocks that a stream has stored and removed in the last two minutes, as kept in its record.
 
 They are counted in slots of a few seconds. An empty slot is left out, so an idle stream needs to write nothing: the
 reader knows by its clock how old a slot is.
@@ -9,18 +9,18 @@ from __future__ import annotations
 SECONDS = 5
 """The length of a slot."""
 SLOTS = 24
-"""The number of slots, of which the last has not ended."""
+"""The number of slots, including the present one."""
 
 
 class RecentBlocks:
-    """The blocks that one worker has seen a stream store and remove."""
+    """The blocks that one worker has seen stored and removed by a stream."""
 
     def __init__(self) -> None:
         self._slots: dict[int, tuple[int, int]] = {}
         self._last: tuple[int, int] | None = None
 
     def note(self, now: float, stored: int, removed: int) -> str | None:
-        """Take the totals of a stream, and return the text of its slots; None if nothing has changed.
+        """Note the totals of a stream, and return the text of its slots; None if nothing has changed.
 
         The first totals only set the starting point, and so do smaller ones, such as those of another life.
         """
@@ -36,13 +36,13 @@ class RecentBlocks:
 
 
 def read(text: str, now: float) -> tuple[list[int], list[int]]:
-    """Return how much was stored and removed in each slot, the oldest first; empty lists for an unknown text."""
+    """Return how much was stored and removed in each slot, oldest first; empty lists for an unknown text."""
     stored, removed = [0] * SLOTS, [0] * SLOTS
     begin = int(now // SECONDS) - SLOTS + 1
     try:
         for word in text.split():
             slot, of_stored, of_removed = map(int, word.split(":"))
-            # The clock of the worker may be ahead of ours.
+            # The worker's clock may be ahead of this one.
             index = min(slot - begin, SLOTS - 1)
             if index >= 0:
                 stored[index] += of_stored

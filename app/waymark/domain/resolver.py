@@ -1,15 +1,15 @@
 """Turns events into parts: finds the block of each engine hash of a batch, and its place.
 
-One resolver follows one life of one stream. ``plan`` looks at folded batches and returns the steps before they can be
-resolved: holders to end and begin, facts to keep. ``resolve`` then turns each batch into parts, without waiting for
-Redis. ``resolve`` changes the state of the stream, so a batch is resolved once, and its parts are applied until Redis
-has acknowledged them. All of this happens in slices.
+One resolver follows one life of one stream. ``plan`` looks at folded batches and returns the steps that come before
+they are resolved: holders to end and begin, facts to keep. ``resolve`` then turns each batch into parts, without
+waiting for Redis. ``resolve`` changes the state of the stream, so a batch is resolved once, and its parts are applied
+until Redis has acknowledged them. All of this happens in slices.
 
-It follows the rules of the event contract under "From an event to blocks", which are in ``rules``. A block that cannot
-be placed is counted by reason, and never guessed.
+``rules`` says how each kind of event is resolved. A block that cannot be placed is counted by reason; its place is
+never guessed.
 
-Plain events of a batch that differ in their blocks alone are resolved in one step, and so are those of the frames for
-which a batch stands.
+Plain events of a batch that differ in their blocks only are resolved in one step, even if the batch stands for several
+frames.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class PlainRun(NamedTuple):
     may_store: bool
     may_remove: bool
     is_unsalted: bool
-    """The stores are of a release whose events have no place for a salt or an image."""
+    """Whether the stores come from an engine release whose events cannot carry a salt or an image."""
 
 
 class PlainRuns:
-    """A resolver of plain events in steps of ``PlainPlacer``; an event that does not fit a step is left to its rule."""
+    """Resolves plain events in steps of ``PlainPlacer``, and leaves events that do not fit a step to their rules."""
 
     def __init__(self, state: StreamBlocks, planner: Planner, tokens: TokenRule, seed: int) -> None:
         self._state = state
@@ -84,7 +84,7 @@ class PlainRuns:
             assert store is not None
             may_store = store.block_size == state.registration.block_size and self._tokens.is_plain(store)
             may_store = may_store and not (store.is_reused and state.has_missing)
-            if may_store:  # else none of the stores counts, and nothing is learnt of their adapter
+            if may_store:  # otherwise no store counts, so their adapter is not learned
                 namespace = planner.spaces.at_root(store)
             holders += filter(None, [state.holders.get(planner.name(batch, store))])
         may_remove = removal is not None and removal.medium in DEVICE and self._may_run(plan, index, batch, removal)
@@ -93,7 +93,7 @@ class PlainRuns:
             holders += state.holders_of(planner.name(batch, removal))
         else:
             may_remove = False
-        # Each kind has one holder without another generation, which might already have such a block.
+        # Stores and removals must have the same, single holder. Another generation might already have such a block.
         if not (may_store or may_remove) or len(holders) != may_store + may_remove or len(set(holders)) > 1:
             return None
         holder = holders[0]
@@ -105,9 +105,7 @@ class PlainRuns:
         return PlainRun(events, holder, planner.rank(batch, first), namespace, may_store, may_remove, is_unsalted)
 
     def _may_run(self, plan: Plan, index: int, batch: Batch, event: Stored | Removed) -> bool:
-        """Return whether the event and all similar ones are of main attention, and no rule says that they do not
-        count.
-        """
+        """Return whether the event and all similar ones are of main attention, and are not skipped by a rule."""
         facts = self._state.facts
         is_of_all = isinstance(event, Removed) and event.group is None
         if facts.windows and (is_of_all or facts.window_of(event) is not None):
@@ -115,7 +113,7 @@ class PlainRuns:
         return self._planner.skip_reason(plan, batch, event, index, 0) is None
 
     def run(self, progress: BatchProgress, plain: PlainRun, at: int, work: Slice) -> Slices[int]:
-        """Resolve plain events together, up to the first that needs a rule of its own, and return its number."""
+        """Resolve plain events together, up to the first that needs its own rule. Return the index of that event."""
         state = self._state
         while at < len(plain.events):
             ran = self._run(progress, plain, plain.events.loop, at, [])
@@ -131,9 +129,10 @@ class PlainRuns:
     def run_frames(
         self, progress: BatchProgress, plan: Plan, index: int, seq: int, batch: Batch, work: Slice
     ) -> Slices[int]:
-        """Resolve the frames of a batch together, up to the first with an event that needs a rule of its own.
+        """Resolve the frames of a batch together, up to the first with an event that needs its own rule.
 
-        Return the number of that frame, from 0. ``progress`` is how far it is; ``seq`` is that of the first.
+        Return the index of that frame. ``progress`` is how far the batch is resolved; ``seq`` is that of its first
+        frame.
         """
         plain = None if self._has_rules(plan) else self.begin(plan, index, batch)
         if plain is None:
@@ -156,7 +155,7 @@ class PlainRuns:
     def _run(
         self, progress: BatchProgress, plain: PlainRun, loop: Any, at: int, following: list[tuple[int, Any]]
     ) -> EventRun | None:
-        """Do a step with ``loop``, events of a batch, from number ``at`` on, and the batches that follow, with their
+        """Resolve events of the batch ``loop`` from index ``at`` on, and of the following batches, which have their
         seqs.
         """
         state = self._state
@@ -177,7 +176,7 @@ class PlainRuns:
         return ran
 
     def _has_rules(self, plan: Plan) -> bool:
-        """Return whether a rule has something to do for each batch. A clear does not: it counts for batches before."""
+        """Return whether a rule has work in each batch. A clear does not count: it concerns only earlier batches."""
         state = self._state
         has_rules = plan.epochs or state.waiting.blocks or state.facts.windows or state.is_shared
         return bool(has_rules or COPIES_LAST in state.flags or (state.has_missing and state.may_report))
@@ -186,7 +185,7 @@ class PlainRuns:
 __all__ = ["EXTRA_KEYS", "UNTRUSTED", "Plan", "Resolver"]
 
 _REPORTED_ELSEWHERE = (StoredReference, StoredObject)
-"""A pool's events that name blocks only by hashes of the engines in front."""
+"""The events of a pool that name blocks only by hashes of the engines in front of it."""
 
 
 class Resolver(StreamBlocks):
@@ -205,9 +204,9 @@ class Resolver(StreamBlocks):
         self._rules = Rules(self, self._planner.spaces, seed)
         self._plain = PlainRuns(self, self._planner, self._rules.tokens, seed)
         self._early = 0
-        """The number of positions in use, of the ``EARLY_MAX`` of the next batch."""
+        """How many of the next batch's ``EARLY_MAX`` positions are in use."""
         self._slice = Slice()
-        """Work since the loop had its turn, of all batches of a fold."""
+        """The work since the event loop last ran, over all batches of a fold."""
 
     def close(self) -> None:
         """Let go of the rules, which refer to this object."""
@@ -215,7 +214,7 @@ class Resolver(StreamBlocks):
 
     @property
     def registered_ranks(self) -> frozenset[int]:
-        """Ranks of the instance with a registration; the batches of all but this stream's own are not applied here."""
+        """The registered ranks of the instance. This stream applies no batch of a rank with another stream."""
         return self._planner.registered_ranks
 
     @registered_ranks.setter
@@ -227,27 +226,25 @@ class Resolver(StreamBlocks):
     @property
     def takes_frames(self) -> bool:
         """Whether a batch may stand for several frames. It may not if generations begin and end with frames, and it
-        would save nothing if its blocks go to a pool.
+        would save nothing in a pool.
         """
         return not (self.generations.are_bounded or self.is_shared)
 
     def plan(self, batches: Sequence[Batch]) -> Slices[Plan]:
-        """Find the holders to end and begin, and the facts to keep. Learns flags and the main group on the way."""
+        """Find the holders to end and begin, and the facts to keep. This also learns flags and the main group."""
         if self.memory.is_over:
             yield from self.memory.trim()
         self.placer.begin_fold()
         return (yield from self._planner.plan(batches, self.holders, self.event_ids, self.memory.blocks_of))
 
     def hashes_to_find(self, batches: Sequence[Batch]) -> Slices[list[int]]:
-        """Return the hashes of a pool that other engines may have reported, in a fold and in the waiting room, each
-        once.
-        """
+        """Return the hashes of a pool's batches and waiting objects that other engines may have reported, each once."""
         if not self.is_shared:
             return []
         hashes = self.objects.some()
         distinct = set(hashes)
         for batch in batches:
-            # Plain stores have their tokens.
+            # Plain stores have tokens, so they need no lookup.
             for event in () if type(batch.events) is PlainEvents else batch.events:
                 work = EVENT_WORK
                 if isinstance(event, _REPORTED_ELSEWHERE):
@@ -284,7 +281,7 @@ class Resolver(StreamBlocks):
         return parts
 
     def _resolve_batch(self, progress: BatchProgress, plan: Plan, index: int, batch: Batch) -> Slices[None]:
-        """Resolve a batch of one frame from event ``progress.at`` on; ``index`` is its place in the fold."""
+        """Resolve a batch of one frame from event ``progress.at`` on; ``index`` is the batch's index in the fold."""
         self._planner.epochs = plan.epochs[index] if plan.epochs else {}
         self._early = 0
         waited = self.waiting.blocks
@@ -304,7 +301,7 @@ class Resolver(StreamBlocks):
                     late.append((j, event))
                     continue
                 if isinstance(event, Removed) and event.group is None and event.envelope is None:
-                    # Its engine names no groups in removals of main attention; the whole block is gone.
+                    # This engine names no group if a whole block is gone, in all groups.
                     late += [(j, replace(event, group=group)) for group in sorted(windows)]
             if self._slice.is_full(EVENT_WORK if isinstance(event, Cleared) else EVENT_WORK + len(event.engine_hashes)):
                 yield
@@ -313,7 +310,7 @@ class Resolver(StreamBlocks):
             yield from self._resolve_windows(progress, plan, index, batch, late)
         if progress.placed:
             yield from self._place_children(progress)
-        # Objects that waited in a fold before come after the events of this one's first batch.
+        # Objects that have waited since an earlier fold come after the events of the first batch.
         if not index and self.objects:
             for holder, engine_hash in (yield from self._found()):
                 self._rules.objects.find(progress.parts, progress.position, holder, engine_hash)
@@ -362,7 +359,7 @@ class Resolver(StreamBlocks):
             self.drop("too_many_blocks", event)
             return
         if event.is_reused and self.has_missing:
-            # Unknown ones were announced in a lost batch.
+            # Hashes that are unknown here were announced in a lost batch.
             self.recover(sum(self.memory.held(holder, engine_hash) is None for engine_hash in event.engine_hashes))
         self._rules.of(event).stored(progress, holder, self._planner.rank(batch, event), event)
 
@@ -392,9 +389,9 @@ class Resolver(StreamBlocks):
         batch: Batch,
         late: Sequence[tuple[int, StoredWindow | Removed]],
     ) -> Slices[None]:
-        """Resolve the events of groups with windows, by their numbers.
+        """Resolve the events of groups with windows, given with their indexes.
 
-        They name blocks of main attention, which may stand behind them in the batch.
+        They name blocks of main attention, which may come later in the batch.
         """
         for j, event in late:
             if self._slice.is_full(EVENT_WORK + len(event.engine_hashes)):
@@ -423,7 +420,7 @@ class Resolver(StreamBlocks):
                     self.waiting.add(waiting)
                 else:
                     self._rules.tokens.place(progress, progress.position, waiting, parent)
-                # Twice as many: blocks that were removed while they waited are removed after it.
+                # Blocks that were removed while they waited need a second position each, for their removal.
                 progress.position += 2 * len(event.engine_hashes)
                 if self._slice.is_full(EVENT_WORK + len(event.engine_hashes)):
                     yield
@@ -431,8 +428,8 @@ class Resolver(StreamBlocks):
     # ---- the blocks of another life of the stream --------------------------------------------------
 
     def holders_like(self, names: Iterable[HolderName]) -> dict[HolderName, Holder]:
-        """Return new holders under the names of those of another life, whose facts this one has; windows that are not
-        read any more get none.
+        """Return new holders for the names of another life, whose facts this life has. Windows no longer read get no
+        holder.
         """
         holders = {name: self._planner.holder_of(name) for name in names}
         return {name: holder for name, holder in holders.items() if name.has_window == (holder.window is not None)}
@@ -442,7 +439,7 @@ class Resolver(StreamBlocks):
     ) -> Slices[tuple[Parts, int]]:
         """Return the parts of batch ``seq`` that store the blocks with these keys, and the next position.
 
-        ``former`` is the memory of another life, and its holder. A block has one copy here.
+        ``former`` is the memory of another life, and its holder. In the parts each block has one copy.
         """
         self.placer.begin_fold()
         parts = self.placer.begin_batch(seq)
@@ -453,7 +450,7 @@ class Resolver(StreamBlocks):
         return parts.parts, position
 
     def recall(self, batches: Sequence[Batch], former: StreamBlocks) -> Slices[None]:
-        """Remember the blocks that stores of the batches continue or name, if they have left in the life ``former``."""
+        """Remember the blocks that stores of the batches continue or name, if they have left the life ``former``."""
         for batch in batches:
             for event in batch.events:
                 if self._slice.is_full(EVENT_WORK):
@@ -473,9 +470,9 @@ class Resolver(StreamBlocks):
     # ---- objects that wait, and batches that Redis has ---------------------------------------------
 
     def skip(self, counted: Mapping[tuple[int, int], tuple[int, int]], watermark: int | None) -> bool:
-        """Note how much of the batches above the watermark Redis has: by holder and shard, seq and position.
+        """Note how much of the batches above the watermark Redis has. ``counted``: (holder, shard) -> (seq, position).
 
-        Return whether there is any. Such a batch is resolved again, without the parts that Redis has.
+        Return whether it has any of them. Such a batch is resolved again, without the parts that Redis has.
         """
         self.placer.skip(counted)
         lowest = -1 if watermark is None else watermark
@@ -486,7 +483,7 @@ class Resolver(StreamBlocks):
     def resolve_waiting(self, seq: int) -> Slices[Parts]:
         """Return the parts of waiting objects whose blocks an engine has reported meanwhile.
 
-        They begin batch ``seq``, which has not come yet.
+        These parts begin batch ``seq``, which has not arrived yet.
         """
         parts = self.placer.begin_batch(seq)
         for holder, engine_hash in (yield from self._found()):

@@ -1,8 +1,8 @@
-"""From rows to runs: who has which blocks of a prompt.
+"""Turns rows into runs, which say who has which blocks of a prompt.
 
-A row says for each holder, as a bitmap, which of its slots the holder has. This module translates these slots to the
-blocks of one chain, and puts the bitmaps together to runs of equal holders, as the walk takes them. A value that cannot
-be read is ignored.
+A row has for each holder a bitmap of the slots that the holder has. This module maps the slots to the blocks of one
+chain, and combines the bitmaps into runs of blocks with the same holders, which the walk takes. A value that cannot be
+read is ignored.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from waymark.domain.keys import KEY_BYTES
 from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, ROW_SLOTS, SHARED_DIGITS, SLOT_CHARS
 
 Runs: TypeAlias = list[tuple[bytes, int]]
-"""(holder ids, ascending, with a space between two; how many consecutive blocks exactly they have)."""
+"""(holder ids, ascending, separated by spaces; how many consecutive blocks exactly these holders have)."""
 
 _HOLDERS = re.compile(rb"(?: [1-9][0-9]{0,15}:[1-9a-f][0-9a-f]{0,15})*")
 _KEY_DIGITS = 2 * KEY_BYTES
-#: The first slot of a shared branch row is that of the head, but for these leading digits.
+#: The first slot of a shared branch row differs from that of the head in at most so many leading digits.
 _SHARED = max(SHARED_DIGITS)
 
 
 def row_runs(keys: bytes, rows: Sequence[bytes | None]) -> tuple[Runs, int, bool]:
-    """Return the runs of a chain, as far as the rows alone decide who has its blocks.
+    """Return the runs of a chain, as far as the rows alone determine who has its blocks.
 
     ``keys`` are packed block keys from the beginning of a piece; ``rows`` has the row of each piece, or None if there
     is no row. The result is the runs, the number of pieces that they cover, and whether the block after them has no
-    holder. If somebody may have it and there are more rows, the next row cannot be read, or it is marked and does not
-    list all blocks.
+    holder. If the runs end before the last row although a holder may have the next block, the next row cannot be read,
+    or it is marked and does not list all blocks.
     """
     if native.selected is not None:
         return native.selected.row_runs(keys, rows if isinstance(rows, list) else list(rows))
@@ -43,7 +43,7 @@ def row_runs(keys: bytes, rows: Sequence[bytes | None]) -> tuple[Runs, int, bool
         if value is None or not own:
             return runs, index, True
         blocks = len(own) // SLOT_CHARS
-        # Rows of one chain mostly differ in their first slots alone, which hold the blocks of the chain.
+        # Rows of one chain mostly differ only in their first slots, which have the blocks of the chain.
         rest = (blocks, value[len(own) :]) if value.startswith(own) else None
         runs_of_row = None if rest is None else cache.get(rest)
         if runs_of_row is None:
@@ -60,7 +60,7 @@ def row_runs(keys: bytes, rows: Sequence[bytes | None]) -> tuple[Runs, int, bool
 
 
 def piece_runs(keys: bytes, values: Sequence[bytes | None]) -> tuple[Runs, int, int]:
-    """Return the runs of one piece by all values that may list its blocks.
+    """Return the runs of one piece from all values that may list its blocks.
 
     ``keys`` are the packed keys of the piece's blocks, at least one; ``values`` has the row and then branch rows, 128
     values at most, or None for a missing one. The result is the runs up to the first block without a holder; as a
@@ -93,7 +93,7 @@ def pieces_of(keys: bytes) -> list[bytes]:
 
 
 def last_piece(keys: bytes) -> bytes:
-    """Return the last of ``pieces_of(keys)``; ``keys`` has at least one."""
+    """Return the last of ``pieces_of(keys)``; ``keys`` has at least one key."""
     width = KEY_BYTES * PIECE_BLOCKS
     return keys[(len(keys) - 1) // width * width :]
 
@@ -103,14 +103,16 @@ def own_slots(keys: bytes) -> bytes:
     count = len(keys) // KEY_BYTES
     digits = keys.hex().encode()
     slots = bytearray(SLOT_CHARS * count)
-    for digit in range(_KEY_DIGITS):  # a slice for each digit costs less than a call for each block
+    for digit in range(_KEY_DIGITS):  # a slice per digit costs less than a call per block
         slots[digit::SLOT_CHARS] = digits[digit::_KEY_DIGITS]
     slots[_KEY_DIGITS::SLOT_CHARS] = (DEPTHS * (count // PIECE_BLOCKS + 1))[:count]
     return bytes(slots)
 
 
 class _OwnBlocks(NamedTuple):
-    """A value, as far as it concerns the own blocks of a piece. Bitmaps have bit i for the own block i."""
+    """The part of a value that concerns the blocks of one chain in a piece, its *own* blocks. Bit i of a bitmap is own
+    block i.
+    """
 
     first: bytes
     """The first slot."""
@@ -162,7 +164,7 @@ def _places(slots: bytes, own: bytes) -> list[int | None]:
     following = 0
     for start in range(0, len(own), SLOT_CHARS):
         block = own[start : start + SLOT_CHARS]
-        # A chain is mostly in consecutive slots.
+        # The blocks of a chain are mostly in consecutive slots.
         index = following * SLOT_CHARS
         slot = following if slots[index : index + SLOT_CHARS] == block else listed.get(block)
         places.append(slot)
@@ -198,7 +200,7 @@ def _runs_of(blocks: Mapping[int, int], count: int) -> Runs:
 
 
 def _extend(runs: Runs, more: Runs) -> None:
-    """Put ``more`` behind ``runs``; equal neighbours become one run."""
+    """Append ``more`` to ``runs``; neighbours with the same holders become one run."""
     if runs and more and runs[-1][0] == more[0][0]:
         value, length = runs.pop()
         more = [(value, length + more[0][1]), *more[1:]]

@@ -2,10 +2,11 @@
 
 A **piece** is the blocks of one chain at depths 32k to 32k+31, its **head** the first block. All chains that share a
 head share the **row** at the head's key. A row has up to 64 **slots**, one for each block, and then the holders with a
-bitmap each: bit s stands for slot s. The first slot belongs to the block that names the value, whether or not somebody
-has it. A block that finds no slot in its row begins a **branch row**, and the row is **marked** then. A few blocks that
-follow a block of a marked row go to a **shared branch row** instead, beside those of other chains; digits of its first
-block and of the head name it. A block of unknown depth is a **single**: a row of its own, with one slot.
+bitmap each: bit s stands for slot s. The first slot belongs to the block that names the value, whether or not any
+holder has it. A block for which its row has no slot begins a **branch row**, and the row is then **marked**. If only a
+few blocks follow a block of a marked row, they go to a **shared branch row** instead, together with those of other
+chains. Digits of its first block and of the head name it. A block of unknown depth is a **single**: a row of its own,
+with one slot.
 
 As text, with a ``+`` if the row is marked::
 
@@ -32,10 +33,11 @@ FORMAT = f"rows {PIECE_BLOCKS} {ROW_SLOTS}"
 tests."""
 
 SHARED_DIGITS = (1, 2)
-"""A shared branch row is named like its head, but for this many leading digits, which are those of a block. There are
-16 such rows of a head, and beside them 256."""
+"""A shared branch row has the name of its head, except for so many leading digits, which are those of a block. A head
+has 16 rows with one such digit, and 256 with two.
+"""
 SHARED_BLOCKS = 4
-"""More blocks than these have a branch row of their own, which costs little for each of them."""
+"""More blocks than these get a separate branch row, which costs little for each block."""
 
 SLOT_CHARS = 17
 DEPTHS = b"0123456789abcdefghijklmnopqrstuv"
@@ -56,7 +58,8 @@ class Place(NamedTuple):
     head: int
     """Key of the head of the piece; of the block itself for a single."""
     branch: int | None = None
-    """Key of the first block of the branch row, if it is in one; or the number that names a shared branch row."""
+    """Key of the first block of the branch row, or the number that names a shared one; None if the block is in neither.
+    """
     is_single: bool = False
 
     @property
@@ -73,11 +76,11 @@ class Place(NamedTuple):
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is a shared branch row."""
+        """Whether the place is a shared branch row."""
         return self.branch is not None and (self.branch ^ self.head) & _SHARED_MASK == 0
 
     def shard(self, shards: int) -> int:
-        """Return its shard: the one of its head."""
+        """Return the shard of the place, which is that of its head."""
         return self.head % shards
 
 
@@ -101,7 +104,7 @@ def parse_field(field: bytes) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A value, parsed."""
+    """A parsed value."""
 
     slots: bytes
     """Slots of 17 characters, in order: 16 hex digits of the block's key, and its depth."""
@@ -122,7 +125,7 @@ class Row:
 
 
 def parse(value: bytes, slots_max: int = ROW_SLOTS) -> Row:
-    """Parse a row, branch row or single. Raises ``ValueError`` with a sentence that does not repeat the value."""
+    """Parse a row, branch row or single. Raise ``ValueError`` with a sentence that does not quote the value."""
     match = _VALUE.fullmatch(value)
     if match is None:
         raise ValueError("it is no row: slots of 17 characters, a plus if it is marked, <holder>:<bitmap> ...")
@@ -165,8 +168,8 @@ class HolderEntry(NamedTuple):
 
     namespace: int
     hashes: Sequence[int]
-    """In slot order, only up to the last slot with a hash; empty if they are the seq_hashes. A hash at a slot whose bit
-    is not set has no meaning.
+    """The hashes in slot order, only up to the last slot with one; empty if they are the seq_hashes. A hash at a slot
+    whose bit is not set has no meaning.
     """
 
     def hash_of(self, slot: int, key: int) -> int:

@@ -1,7 +1,7 @@
-"""The rules of events: the meaning of a store and of a removal, for each way in which they name their blocks.
+"""The rules of events: what a store and a removal mean, for each way in which events name their blocks.
 
-A rule gets the events that count, one at a time, with their holders. It is chosen by the class of the event, by whether
-the publisher is a pool, and by the size of its blocks.
+A rule gets the events that count, one at a time, with their holders. It is chosen by the class of the event, its block
+size, and whether the publisher is a pool.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ _CHUNK_POSITIONS: Final = 2**28
 """From this position of a batch on, a removal removes only the last block of a chunk."""
 _LATE_POSITION: Final = 2**29
 _LATE_CHUNKS: Final = 2**22
-"""The same for the chunks of a device, whose rest has positions from ``_LATE_POSITION`` on."""
+"""From this position of a batch on, the same holds for chunks of a device, whose rests have positions from
+``_LATE_POSITION`` on.
+"""
 
 
 @dataclass(slots=True)
@@ -53,11 +55,11 @@ class BatchProgress:
     position: int
     """The position of the first hash of the next event."""
     placed: list[tuple[int, Sequence[int]]] = field(default_factory=list)
-    """Ranks whose engine hashes have a place now; stores may wait for one."""
+    """Ranks and their engine hashes that were just placed; stores may wait for one of these."""
     rests: list[tuple[int, Sequence[int], tuple[int, ...]]] = field(default_factory=list)
     """Chunks of a device that the batch removes: position, holders and hashes."""
     at: int = 0
-    """The number of the next event."""
+    """The index of the next event."""
 
 
 StoreT = TypeVar("StoreT", bound=StoreEvent)
@@ -78,7 +80,7 @@ class Rule(Generic[StoreT, RemovalT]):
         raise NotImplementedError
 
     def removed(self, progress: BatchProgress, holders: Sequence[int], event: RemovalT) -> None:
-        """Remove blocks that one of ``holders`` has, the generations of one name."""
+        """Remove blocks that one of ``holders`` has, which are the generations of one name."""
         state, newest, hashes = self._state, holders[-1], event.engine_hashes
         copies_left = event.copies_left if isinstance(event, Removed) else None
         parts, position = progress.parts, progress.position
@@ -104,8 +106,8 @@ class Rule(Generic[StoreT, RemovalT]):
                 state.cannot_find(1)
 
     def _leaves_waiting(self, holders: Sequence[int], engine_hash: int, mode: Mode) -> bool:
-        """Note in the waiting room that a block has left. Return whether that is all: if copies count, it was the copy
-        that waits.
+        """Note in the waiting room that a block has left. Return whether nothing else is to be removed: if copies
+        count, the removed copy was the waiting one.
         """
         room = self._state.waiting
         if mode == "count":
@@ -114,12 +116,14 @@ class Rule(Generic[StoreT, RemovalT]):
         return count > 0 and self._state.holder_with(holders, engine_hash) is None
 
     def _was_waiting(self, holder: int, event: RemovalT, engine_hash: int) -> bool:
-        """Note that the object of a hash has left. Return whether its block was never indexed, so that this is all."""
+        """Note that the object of a hash has left. Return whether nothing else is to be removed, because its block was
+        never indexed.
+        """
         return False
 
 
 class TokenRule(Rule[Stored, Removed]):
-    """Blocks known by their tokens, and by those of the blocks before them."""
+    """Blocks identified by their own tokens and those of the blocks before them."""
 
     def stored(self, progress: BatchProgress, holder: int, rank: int, event: Stored) -> None:
         state, parent = self._state, None
@@ -178,14 +182,14 @@ class TokenRule(Rule[Stored, Removed]):
             progress.placed.append((waiting.dp_rank, hashes))
 
     def is_plain(self, event: Stored) -> bool:
-        """Return whether the event has the tokens of all of its blocks, and its hashes cover only tokens."""
+        """Return whether the event has the tokens of all its blocks, and its hashes cover only tokens."""
         dense = 4 * self._block_size * len(event.engine_hashes)
         return len(event.tokens) == dense and event.extras is None and not self._is_unsalted(event)
 
     def _extend(self, progress: BatchProgress, holder: int, event: Stored) -> bool:
-        """Store the blocks of a plain event in one step; whether that was possible."""
+        """Store the blocks of a plain event in one step. Return whether that was possible."""
         if self._state.placer.others.get(holder):
-            return False  # its blocks, and the one before them, may be in another generation
+            return False  # the blocks, or their parent, may be in another generation
         return self._state.placer.plain.extend(
             progress.parts,
             holder,
@@ -203,8 +207,8 @@ class TokenRule(Rule[Stored, Removed]):
     ) -> None:
         """Place a store off the GPU: it has tokens, but lacks the salt or image that went into its hashes.
 
-        A known hash names the same block. The rest continues the block before it, unless this life has reported a salt
-        or an image: then its identity cannot be known.
+        A known hash names the same block as before. An unknown one continues the block before it, unless this life has
+        reported a salt or an image: then the block cannot be identified.
         """
         event, state, width = waiting.event, self._state, 4 * self._block_size
         may_hash = EXTRA_KEYS not in state.flags
@@ -223,7 +227,7 @@ class TokenRule(Rule[Stored, Removed]):
         self._remove_waited(progress, position, waiting, count)
 
     def _remove_waited(self, progress: BatchProgress, position: int, waiting: WaitingStore, count: int) -> None:
-        """Remove blocks that an event removed while they waited: they are gone, but a child may name them."""
+        """Remove blocks that were removed while they waited. A child may still name them."""
         if not waiting.removed:
             return
         position += len(waiting.event.engine_hashes)
@@ -271,10 +275,10 @@ class IdentityRule(Rule[StoredIdentity, RemovedIdentity]):
         )
 
     def _find_parent(self, holder: int, seq_hash: int, ns: int) -> Spot | None:
-        """Return the place of the block with this seq_hash in namespace ``ns``, or None if its depth is unknown.
+        """Return the spot of the block with this seq_hash in namespace ``ns``, or None if its depth is unknown.
 
-        A seq_hash stands for the same prefix in all namespaces of a stream, so the spot may be of another one. The
-        prefix has the same depth and the same head in every namespace.
+        A seq_hash stands for the same prefix in all namespaces of a stream, so the spot may be found in another
+        namespace. The prefix has the same depth and the same head in each of them.
         """
         spot = self._state.memory.find(holder, seq_hash)
         if spot is None or spot.seq_hash != seq_hash:
@@ -287,7 +291,7 @@ class IdentityRule(Rule[StoredIdentity, RemovedIdentity]):
 
 
 class ReferenceRule(Rule[StoredReference | StoredObject, Removed | RemovedObject]):
-    """Blocks known by their hashes: they are on a further medium."""
+    """Blocks identified by engine hashes that were reported for another medium."""
 
     def stored(self, progress: BatchProgress, holder: int, rank: int, event: StoredReference | StoredObject) -> None:
         state, parent_spot = self._state, None
@@ -297,7 +301,7 @@ class ReferenceRule(Rule[StoredReference | StoredObject, Removed | RemovedObject
 
 
 class ObjectRule(ReferenceRule):
-    """Objects of a pool: a block is there once all of its objects are, and an engine has reported its hash."""
+    """Objects of a pool. A block counts once all of its objects are stored, and an engine has reported its hash."""
 
     def stored(self, progress: BatchProgress, holder: int, rank: int, event: StoredReference | StoredObject) -> None:
         state = self._state
@@ -308,7 +312,7 @@ class ObjectRule(ReferenceRule):
                 state.objects.trim()
 
     def find(self, parts: PartList, position: int, holder: int, engine_hash: int) -> None:
-        """Store the block of an object, if all of its object shards are there and its hash is reported."""
+        """Store the block of an object, if all of its object shards are stored and its hash was reported."""
         state = self._state
         spot = state.memory.find(holder, engine_hash) or state.reported.get(engine_hash)
         if spot is not None and state.objects.take(holder, engine_hash, state.facts.shards):
@@ -324,7 +328,9 @@ class ObjectRule(ReferenceRule):
 
 
 class WindowRule(Rule[StoredWindow, Removed]):
-    """Blocks of a group with a window: their hashes are those of the main-attention blocks that end with them."""
+    """Blocks of a group with a window. Such a block has the hash of the main-attention block that ends at the same
+    token.
+    """
 
     def stored(self, progress: BatchProgress, holder: int, rank: int, event: StoredWindow) -> None:
         state, mode = self._state, self._state.mode(holder)
@@ -349,7 +355,9 @@ class WindowRule(Rule[StoredWindow, Removed]):
 
 
 class ChunkRule:
-    """Chunks, each of several blocks: a store is split into stores of blocks, and a removal takes the rest of each."""
+    """Chunks, each of several blocks. A store is split into stores of blocks, and a removal removes the other blocks of
+    each chunk.
+    """
 
     def __init__(self, state: StreamBlocks) -> None:
         self._state = state
@@ -368,7 +376,9 @@ class ChunkRule:
         return chunks.split(event, self._block_size)
 
     def removed(self, progress: BatchProgress, holders: Sequence[int], event: RemovalEvent) -> None:
-        """Remove the blocks of chunks, except the last ones; off the device at once."""
+        """Remove all blocks of chunks but the last ones: at once if they are not on the device, otherwise in
+        ``remove_rests``.
+        """
         if self._state.facts.chunk_blocks == 1:
             return
         if _may_be_chunks(progress.position, event):
@@ -379,10 +389,10 @@ class ChunkRule:
             progress.rests.append((progress.position, holders, event.engine_hashes))
 
     def remove_rests(self, progress: BatchProgress, work: Slice) -> Slices[None]:
-        """Remove the rest of each chunk gone from a device, after all positions of the batch.
+        """Remove the other blocks of each chunk that was removed from a device, after all positions of the batch.
 
-        The positions of hashes on a device must not depend on whether any hash is known to be a chunk. So the rests
-        have positions of their own, which follow from those of the hashes.
+        The positions of hashes on a device must not depend on whether any hash is known to be a chunk. So these blocks
+        have positions of their own, which are computed from those of the hashes.
         """
         state = self._state
         for position, holders, hashes in progress.rests:
@@ -425,17 +435,19 @@ class Rules:
         }
 
     def of(self, event: StoreEvent | RemovalEvent) -> Rule[Any, Any]:
-        """Return the rule of an event; that of a chunk comes before it."""
+        """Return the rule of an event. The rule of chunks is applied before it."""
         return self._rules[type(event)]
 
 
 def _may_be_chunks(position: int, event: RemovalEvent) -> bool:
-    """Return whether blocks of chunks may leave with an event; ``position`` is its own, and has 32 bits in the end."""
+    """Return whether an event may remove chunks. ``position`` is that of the event; a final position must fit into 32
+    bits.
+    """
     return event.medium not in DEVICE and event.envelope is None and position < _CHUNK_POSITIONS
 
 
 def _shard(event: StoredReference | StoredObject | Removed | RemovedObject) -> str:
-    """Return the object shard that an event of a pool is about; empty for a whole block."""
+    """Return the object shard that an event of a pool names; empty for a whole block."""
     return event.shard if isinstance(event, StoredObject | RemovedObject) else ""
 
 
@@ -449,7 +461,7 @@ def _store_known(
     spot: Spot | None,
     parent: Spot | None,
 ) -> Spot | None:
-    """Store a block after its lookup; one without a spot is ignored."""
+    """Store a block that was looked up; without a spot it is ignored and counted."""
     if spot is None:
         state.unresolved += 1
         state.missing += 1

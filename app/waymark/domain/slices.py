@@ -1,6 +1,6 @@
 """Work in slices: a generator that stops after each slice, so that its caller decides when to continue.
 
-A publisher decides how much work one batch is. An event loop that did all the work at once would be blocked meanwhile.
+A publisher decides how much work one batch is. Doing all of it at once would block the event loop.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import TypeAlias, TypeVar
 T = TypeVar("T")
 
 Slices: TypeAlias = Generator[None, None, T]
-"""Yields after each slice of about ``SLICE_WORK`` at most, and returns the outcome."""
+"""A generator that yields after each slice of about ``SLICE_WORK``, and returns the result."""
 
 SLICE_WORK = 1024
-"""Hashes, or as much work as one costs: between a tenth of a millisecond and two."""
+"""The work in one slice, in hashes: between a tenth of a millisecond and two milliseconds."""
 EVENT_WORK = 16
 """The cost of an event besides its hashes, in hashes."""
 
@@ -28,9 +28,7 @@ class Slice:
         self._work = 0
 
     def is_full(self, work: int) -> bool:
-        """Add work. Return whether that is enough for one slice; then the next one begins, after the caller has
-        yielded.
-        """
+        """Add work. Return whether the slice is full. The caller then yields, and the next slice begins."""
         self._work += work
         if self._work <= SLICE_WORK:
             return False

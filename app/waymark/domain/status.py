@@ -1,4 +1,4 @@
-"""States and kinds of streams, records and decisions, as records, the API and the console name them."""
+"""The states of streams, and the kinds of records and decisions, as records, the API and the console name them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class StreamStatus(StrEnum):
     STARTING = "starting"
     """The stream has no connection to its publisher yet, or no worker applies it."""
     DEGRADED = "degraded"
-    """Batches are lost or unknown; ``last_error`` explains which."""
+    """Batches are lost or unknown; ``last_error`` explains why."""
     UNREACHABLE = "unreachable"
-    """The stream has lost its connection to the publisher, or has none because it is refused; or the last requests to
-    a target have failed.
+    """The stream has lost its connection to the publisher, or its attempts are refused; or the last requests to a
+    target have failed.
     """
     LOST = "lost"
     """The publisher has been unreachable for so long that its holders are not counted."""
@@ -30,7 +30,7 @@ class StreamStatus(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> StreamStatus | None:
-        """Read the word of an earlier release, which may have written the record."""
+        """Translate the word of an earlier release, which may have written the record."""
         return cls.STARTING if value == "pending" else None
 
 
@@ -67,14 +67,14 @@ class UnreadableRecord(AnswerShape):
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery(AnswerShape):
-    """The findings of the worker that looks for engines."""
+    """The state of discovery, as the worker that runs it reports it."""
 
     worker: str
     """The id of this worker."""
     registered: int
     """The number of engines that discovery or the publishers file registered."""
     waiting: int
-    """The number of engines that were found and cannot be registered now."""
+    """The number of engines that were found but cannot be registered now."""
     problems: Sequence[str]
     """The first few reasons why engines cannot be registered, as sentences."""
 
@@ -88,6 +88,6 @@ class Decision(StrEnum):
     OVERFLOW = "overflow"
     SESSION = "session"
     PREFIX = "prefix"
-    """Without tokens: the target that the prefix key names, in the order of a policy."""
+    """Without tokens: the target that the prefix key selects, in the order of a policy."""
     LOAD = "load"
-    """Without tokens: another target than the prefix key names."""
+    """Without tokens: a target other than the one that the prefix key selects."""

@@ -1,6 +1,6 @@
 """The state of one stream that outlasts its batches: its holders, their blocks, and the counts of unknown blocks.
 
-The resolver owns it, and the rules of events read and change it.
+The resolver owns this state, and the rules of events read and change it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from waymark.domain.placing import Placer
 from waymark.domain.waiting import WaitingObjects, WaitingRoom
 
 _UNBOUNDED = BlockBounds()
-#: The fewest blocks of a report of a whole cache: no step of an engine computes so many twice.
+#: The fewest blocks in a report of a whole cache. No step of an engine computes so many blocks twice.
 REPORT_BLOCKS_MIN = 4096
 
 
@@ -36,8 +36,8 @@ class StreamBlocks:
         bounds: BlockBounds = _UNBOUNDED,
         reads_windows: bool = False,
     ) -> None:
-        """Create the state of a new life. ``reads_windows``: groups of a hybrid model other than full attention have
-        holders of their own.
+        """Create the state of a new life. With ``reads_windows``, groups of a hybrid model other than full attention
+        have their own holders.
         """
         self.registration = registration
         self.traits = registration.kind.traits
@@ -51,16 +51,16 @@ class StreamBlocks:
         self.holders: dict[HolderName, int] = {}
         """Live holder ids by name."""
         self.event_ids: dict[int, int] = {}
-        """Standard events: the last event_id per holder. It may be ahead of Redis by events resolved but not
-        applied.
+        """For standard events, the last event_id of each holder. It may be ahead of Redis by events that are resolved
+        but not applied.
         """
         self._moved: dict[int, int] = {}
         self._is_part_seen = False
         """Whether the standard event whose parts are being resolved was seen before."""
         self.is_snapshot = False
-        """The events are those of a snapshot, which stores and removes each copy."""
+        """Whether the events are those of a snapshot, which stores and removes each copy."""
         self.before: Mapping[int, Spot] = {}
-        """The blocks that hashes of a snapshot without tokens stood for in the life before it."""
+        """The blocks that the hashes of a snapshot without tokens stood for in the previous life."""
         self.reported: Mapping[int, Spot] = {}
         """The blocks that engines of a pool's group have reported for the hashes looked up for this fold."""
         self.ignored: Counter[str] = Counter()
@@ -70,13 +70,15 @@ class StreamBlocks:
         self.missing = 0
         """The approximate number of the publisher's unknown blocks, besides those of the waiting room."""
         self.below_zero = 0
-        """The number of removals of a block without a copy; the owner of a snapshot reads it."""
+        """The number of removals of a block without a copy, which is checked for snapshots."""
         self.contradictions = 0
         """The number of blocks whose copies were miscounted."""
         self.doubts: set[str] = set()
-        """Flags of rules for copies that the events show, and that ``flags`` does not have yet; the owner adds them."""
+        """Flags of rules for copies that follow from the events, and that ``flags`` does not have yet; the owner adds
+        them.
+        """
         self.unsalted = 0
-        """The number of stores from releases that cannot name a salt or an image: they may be indexed under a wrong
+        """The number of stores from releases that cannot name a salt or an image, so they may be indexed under a wrong
         identity.
         """
         self._holders_of: dict[HolderName, list[int]] = {}
@@ -92,7 +94,7 @@ class StreamBlocks:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the blocks are those of a pool, from which all instances read."""
+        """Whether the publisher is a pool, from which all instances read."""
         return self.registration.scope == "shared"
 
     # ---- lives -------------------------------------------------------------------------------------
@@ -104,7 +106,7 @@ class StreamBlocks:
         main_group: int | None,
         event_ids: Mapping[int, int],
     ) -> None:
-        """Take over a stream as its record has it."""
+        """Restore the state of a stream from its record."""
         self.facts.restore(flags, main_group)
         self.event_ids = dict(event_ids)
         for name, holder in sorted(holders.items(), key=lambda item: item[1]):
@@ -121,7 +123,7 @@ class StreamBlocks:
             self._begin(name, holder)
 
     def end(self, unit: Unit) -> int:
-        """Forget the holders of a unit ('*': all, and the life with them); blocks that waited are counted."""
+        """Forget the holders of a unit ('*': all, and the facts of the life). Return how many blocks waited."""
         names = [name for name in self.holders if name.is_of(unit)]
         ended = [self.holders.pop(name) for name in names]
         for name, holder in zip(names, ended, strict=True):
@@ -139,7 +141,9 @@ class StreamBlocks:
         return self.waiting.clear(ended) + self.objects.end(ended)
 
     def over(self) -> list[tuple[HolderName, RemovalReason | None]]:
-        """Return the generations beyond a bound, oldest first, with the reason; None for one without blocks."""
+        """Return the generations beyond a bound, oldest first, with the reason, which is None for one without
+        blocks.
+        """
         return list(self.generations.over(self.holders, self.memory.blocks_of))
 
     def holders_of(self, name: HolderName) -> Sequence[int]:
@@ -159,7 +163,7 @@ class StreamBlocks:
         return next((holder for name, holder in self.holders.items() if name.dp_rank == dp_rank), None)
 
     def spots_of(self, dp_rank: int, hashes: Collection[int]) -> dict[int, Spot]:
-        """Return the blocks that these hashes stand for on a rank, or stood for."""
+        """Return the blocks that these hashes stand for on a rank, or stood for before."""
         holder = self.some_holder(dp_rank)
         if holder is None:
             return {}
@@ -181,7 +185,7 @@ class StreamBlocks:
         self._relate(name.lasting)
 
     def _relate(self, lasting: HolderName) -> None:
-        """Give the placer the holders of one name, its generations."""
+        """Tell the placer which holders are generations of one name."""
         holders = self._holders_of[lasting]
         for holder in holders:
             self.placer.others[holder] = tuple(generation for generation in holders if generation != holder)
@@ -191,7 +195,7 @@ class StreamBlocks:
     # ---- the order of standard events --------------------------------------------------------------
 
     def is_seen(self, holder: int, event: Event) -> bool:
-        """Return whether a standard event came before; its own order is its event_id."""
+        """Return whether a standard event was seen before, by its event_id."""
         if event.envelope is None:
             return False
         if not event.part:
@@ -206,7 +210,9 @@ class StreamBlocks:
         self._moved[holder] = self.event_ids[holder] = event_id
 
     def take_event_ids(self) -> dict[int, int]:
-        """Return per holder the last event_id resolved since the last call; the caller keeps it once it is applied."""
+        """Return for each holder the last event_id resolved since the last call. The caller writes it once it is
+        applied.
+        """
         moved, self._moved = self._moved, {}
         return moved
 
@@ -223,28 +229,28 @@ class StreamBlocks:
         return self.missing > 0 or self.waiting.dropped_there > 0
 
     def ignore(self, reason: str, event: Event) -> None:
-        """Count an ignored event, once whatever its parts."""
+        """Count an ignored event, only once for all its parts."""
         if not event.part:
             self.ignored[reason] += 1
 
     def drop(self, reason: str, event: StoreEvent) -> None:
-        """Ignore a store whose blocks the publisher has."""
+        """Ignore a store although the publisher has its blocks."""
         self.ignore(reason, event)
         self.missing += len(event.engine_hashes)
 
     def cannot_find(self, count: int) -> None:
-        """Count unknown hashes of removals. With them, missing blocks have left the publisher."""
+        """Count unknown hashes of removals, with which missing blocks have left the publisher."""
         self.unresolved += count
         self.recover(count)
 
     def recover(self, count: int) -> None:
-        """Note that ``count`` blocks are not missing any more."""
+        """Note that ``count`` blocks are no longer missing."""
         self.missing += self.waiting.dropped_there
         self.waiting.dropped_there = 0
         self.missing = max(0, self.missing - count)
 
     def count_placed(self) -> None:
-        """Count the hashes that the placer gave another meaning, or had no room for."""
+        """Count the hashes to which the placer gave another block, or for which it had no room."""
         if self.placer.aliased:
             self.ignored["hash_stored_as_another_block"] += self.placer.aliased
         if self.placer.crowded:
@@ -252,7 +258,7 @@ class StreamBlocks:
         self.placer.aliased = self.placer.crowded = 0
 
     def recover_reported(self, parts: Parts, waited: int) -> None:
-        """Count as recovered the new blocks of a batch that reports known blocks again.
+        """Count the new blocks of a batch as recovered if the batch reports known blocks again.
 
         ``waited`` blocks had waited here, and were not missing.
         """
@@ -260,8 +266,8 @@ class StreamBlocks:
         if any(part.is_known for part in stored):
             named = sum(part.count for part in stored)
             new = sum(part.count for part in stored if not part.is_known)
-            # The number of missing blocks is an estimate, so some may be left after a report of all that there is. No
-            # other batch names so many; the rest of the known blocks may have been removed with the lost batches.
+            # The number of missing blocks is an estimate, so some may be left after a report of the whole cache. No
+            # other batch names so many; the rest of the known blocks may have been removed by the lost batches.
             names_all = 4 * named >= 3 * self.memory.blocks and named >= self.missing
             self.recover(self.missing if names_all else max(0, new - waited))
 
@@ -277,8 +283,8 @@ class StreamBlocks:
 
     @property
     def may_report(self) -> bool:
-        """Whether a store of known blocks may be a report of the publisher's cache, although its kind otherwise
-        announces copies: counts are not trusted, and the two cannot be told apart.
+        """Whether a store of known blocks may be a report of the publisher's cache. Its kind announces copies in the
+        same form, so this is only possible if copies are not counted, or their counts are not trusted.
         """
         return (
             self.traits.copies == "count"
@@ -291,9 +297,9 @@ class StreamBlocks:
         return self.registration.copies == "count" and UNTRUSTED not in self.flags and not self.is_snapshot
 
     def note_removed_again(self, medium: str) -> None:
-        """Note that a block was removed twice without a store in between: it would have fewer copies than zero.
+        """Note that a block was removed twice without a store in between, so it would have fewer than zero copies.
 
-        If removals were believed to take all copies, that rule is wrong.
+        If the rule was that a removal takes all copies, the rule is wrong.
         """
         if not self._counts_copies or self.traits.may_alias or medium not in DEVICE or self.placer.is_behind:
             return
@@ -302,10 +308,11 @@ class StreamBlocks:
             self.doubts.add(COPIES_EACH)
 
     def judge_copies(self, parts: PartList, position: int) -> None:
-        """Find contradictions in the counts of copies; once a removal is known to take all copies, remove the leftover
+        """Find contradictions in the counts of copies. Once a removal is known to take all copies, remove the leftover
         ones.
 
-        A report of the whole cache contradicts them, too: what it names again are no further copies.
+        A report of the whole cache contradicts the counts, too, because the blocks that it names again are not further
+        copies.
         """
         contradictions = self.memory.take_contradictions()
         self.contradictions += contradictions
@@ -319,7 +326,7 @@ class StreamBlocks:
                     self.placer.remove(parts, holder, position + i, engine_hash, mode="all")
 
     def _reports_all(self, parts: PartList, position: int) -> bool:
-        """Return whether a batch, which is resolved up to a position, names most known blocks again, and many."""
+        """Return whether a batch, resolved up to ``position``, names most known blocks again, and many of them."""
         known = max(REPORT_BLOCKS_MIN, 0.75 * self.memory.blocks)
         if position < known or self.traits.may_alias or self.facts.removes_once or COPIES_REUSED in self.flags:
             return False

@@ -1,8 +1,8 @@
-"""The holder table: it says which instance, rank and medium each id in a block's value stands for.
+"""The holder table, which says which instance, rank and medium each id in a block's value stands for.
 
 A block's value lists holder ids, ascending: ``b"17"`` or ``b"17 21 40"``. An id without a row belongs to a life that
-has ended, and does not count. A ``View`` is the table for one query: the live holders of one block size, with
-everything that a walk needs per distinct value computed once.
+has ended, and does not count. A ``View`` is the table for one query: the live holders of one block size. It computes
+once what a walk needs for each distinct value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from waymark.domain.names import GroupName, Holder
 from waymark.domain.targets import Target
 from waymark.domain.windows import RankWindow
 
-#: Holder ids in all block values that a view remembers, some 10 MB; a chain has few values, so this is a ceiling.
+#: The most holder ids in the block values that a view caches, about 10 MB. A chain has few distinct values, so this is
+#: seldom reached.
 _REMEMBERED_IDS_MAX = 65_536
 #: An id is below 2^53.
 _ID_DIGITS_MAX = 16
@@ -32,7 +33,7 @@ class PublisherRow:
     block_size: int
     scope: Scope
     is_lost: bool = False
-    """Whether its socket has been down for too long. Its holders are not counted until it is back."""
+    """Whether the publisher's socket has been down for too long. Its holders do not count until it is back."""
 
 
 class HolderPlace(NamedTuple):
@@ -45,7 +46,7 @@ class HolderPlace(NamedTuple):
 
 
 POOL = -1
-"""The instance of a shared pool's holders: their blocks count for every instance."""
+"""The instance of a shared pool's holders, whose blocks count for every instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Presence:
     """The holders of the blocks with one value."""
 
     ids: frozenset[bytes]
-    """The ids that count, as the value writes them."""
+    """The ids that count, in the form of the value."""
     instances: frozenset[int]
     """The instances of the holders, as indexes into ``View.instances``."""
     has_pool: bool
@@ -63,27 +64,27 @@ class Presence:
 
 @dataclass(frozen=True, slots=True)
 class HolderTable:
-    """``wm:{g}:holders``, decoded. ``version`` is a random word, new with every change."""
+    """The decoded ``wm:{g}:holders``. ``version`` is a random word that changes with every write."""
 
     version: bytes
     group: GroupName
     publishers: Mapping[int, PublisherRow]
     holders: Mapping[int, Holder]
     incarnation: bytes = b""
-    """The version that the table began with: another one means a table of another incarnation of Redis."""
+    """The version that the table began with. Another one means a table of another incarnation of Redis."""
     targets: Mapping[int, Target] = field(default_factory=dict)
-    """The targets of publishers whose registration says more than a plain one, by publisher."""
+    """The targets of publishers whose registrations have target fields, by publisher."""
     silent: frozenset[int] = frozenset()
-    """Publishers that send no events of blocks."""
+    """The publishers that send no events about blocks."""
     opaque: frozenset[int] = frozenset()
-    """Publishers whose holders have opaque prefixes."""
+    """The publishers whose holders have opaque prefixes."""
     has_singles: bool = False
-    """The group has blocks of unknown depth, outside of rows."""
+    """Whether the group has blocks of unknown depth, outside of rows."""
     _views: dict[int, View] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def newest(self) -> int:
-        """The largest holder id in the table; a larger one in a block means that the table is behind."""
+        """The largest holder id in the table. A larger one in a block means that the table is outdated."""
         return max(self.holders, default=0)
 
     def view(self, block_size: int) -> View:
@@ -91,7 +92,7 @@ class HolderTable:
         view = self._views.get(block_size)
         if view is None:
             if len(self._views) >= 16:
-                self._views.clear()  # block sizes come from clients
+                self._views.clear()  # clients choose block sizes, so their number needs a bound
             view = self._views[block_size] = View(self, block_size)
         return view
 
@@ -99,8 +100,8 @@ class HolderTable:
 class View:
     """The table for one block size.
 
-    ``instances`` are the rows of an answer, in order of registration: every instance with a registration in
-    the group, whatever its block size, pools left out. ``registered_ranks[i]`` are the ranks of row i.
+    ``instances`` are the rows of an answer, in order of registration: every instance with a registration in the group,
+    whatever its block size, but no pools. ``registered_ranks[i]`` are the ranks of row i.
     """
 
     def __init__(self, table: HolderTable, block_size: int) -> None:
@@ -117,14 +118,14 @@ class View:
         """The places of the holders that count for a prefix, by id."""
         windows: dict[RankWindow, int] = {}
         self.window_of: dict[bytes, int] = {}
-        """Holder id to an index into ``windows``; such a holder counts for no prefix."""
+        """Holder id -> index into ``windows``. Such a holder counts for no prefix."""
         ids_of: dict[int, list[bytes]] = {}
         for holder in table.holders.values():
             publisher = table.publishers.get(holder.publisher)
             if publisher is None or publisher.is_lost or holder.block_size != block_size:
                 continue
             instance = POOL if holder.scope == "shared" else index.get(holder.instance_id)
-            if instance is None:  # the value is damaged: another instance's row names its publisher
+            if instance is None:  # the table is damaged: the row of another instance names this publisher
                 continue
             word = b"%d" % holder.id
             if holder.window is None:
@@ -134,7 +135,7 @@ class View:
                 rank_window = RankWindow(instance, holder.dp_rank, holder.window)
                 self.window_of[word] = windows.setdefault(rank_window, len(windows))
         self.windows = tuple(windows)
-        """The windows that ranks need beside their blocks; empty if no model is hybrid."""
+        """The windows that ranks need besides their blocks; empty if no engine's model is hybrid."""
         self._ids_of = {instance: frozenset(ids) for instance, ids in ids_of.items()}
         self._pools = self._ids_of.get(POOL, frozenset())
         self._known = frozenset(self.places) | frozenset(self.window_of)
@@ -143,14 +144,14 @@ class View:
 
     @property
     def size(self) -> int:
-        """How many holders count here."""
+        """The number of holders that count."""
         return len(self.places)
 
     def presence(self, value: bytes, previous: Presence | None = None) -> Presence:
         """Return who has the blocks with this value.
 
-        It is cached by value, up to a ceiling. Otherwise it is computed from that of the blocks before, which mostly
-        have the same holders: only the differences take steps of Python.
+        The result is cached by value, up to a ceiling. Otherwise it is computed from that of the previous blocks, which
+        mostly have the same holders, so that only the differences take steps of Python.
         """
         presence = self._presences.get(value)
         if presence is None:
@@ -170,7 +171,7 @@ class View:
         else:
             ending = {i for i in self._instances(previous.ids - ids) if self._ids_of[i].isdisjoint(ids)}
             instances = previous.instances - ending | self._instances(ids - previous.ids)
-        # The ids ascend; only in a damaged value the last word is not a number.
+        # The ids ascend. Only in a damaged value is the last word not a number.
         last = words[-1]
         is_number = len(last) <= _ID_DIGITS_MAX and last.isdigit()
         newest = int(last) if is_number else max(holder_ids(value), default=0)
@@ -182,16 +183,16 @@ class View:
 
 
 def holder_ids(value: bytes) -> list[int]:
-    """Return the holder ids of a block's value; other words, which no release writes, are left out."""
+    """Return the holder ids of a block's value. Other words, which no release writes, are skipped."""
     return [int(word) for word in value.split(b" ") if len(word) <= _ID_DIGITS_MAX and word.isdigit()]
 
 
-# The block size of a group whose request does not name one.
+# The block size of a group, for requests that do not name one.
 
 
 def only_block_size(sizes: Collection[int]) -> int | None:
-    """Return the one block size of a group's engines, or None if it has no engine. Raise InvalidValue if there are
-    several.
+    """Return the single block size of a group's engines, or None without engines. Raise InvalidValue if there are
+    several sizes.
     """
     if len(sizes) > 1:
         text = ", ".join(map(str, sorted(sizes)))
@@ -204,8 +205,6 @@ def only_block_size(sizes: Collection[int]) -> int | None:
 
 
 def block_size_of(table: HolderTable | None) -> int | None:
-    """Return the block size of the engines in a table, like ``only_block_size``; a shared pool has no size of its
-    own.
-    """
+    """Return the block size of the engines in a table, as ``only_block_size`` does. Shared pools do not count."""
     rows = () if table is None else table.publishers.values()
     return only_block_size({row.block_size for row in rows if row.scope == "instance"})

@@ -1,4 +1,5 @@
-"""The facts of a publisher that a decision needs besides its blocks: its address and role, and its own load.
+"""The facts about a publisher that a decision needs besides its blocks: address, role, and the load that the engine
+reports.
 
 They do not change the meaning of the publisher's blocks, so they may change while the blocks stay.
 """
@@ -12,25 +13,25 @@ from enum import StrEnum
 from functools import lru_cache
 
 LABELS_MAX = 64
-#: Bytes of UTF-8 of a label's name, and of its value.
+#: The most bytes of UTF-8 in the name of a label, and in its value.
 LABEL_BYTES_MAX = 256
 WEIGHT_MAX = 1e6
-#: Of the size of a token's blocks, and of the speed of copies.
+#: The bound on the KV bytes of a token, and on the speed of copies.
 KV_NUMBER_MAX = 1e9
-#: The bounds on an engine's kept adapters, and on further names of its model.
+#: The bounds on the number of an engine's adapters, and of further names of its model.
 ADAPTERS_MAX = 256
 _URL_CHARACTERS_MAX = 2048
 
 
-#: Headers by which proxies, sidecars and engines learn which other engines take part in a request, such as the one to
-#: copy blocks from. A client with one of these headers could choose where an engine connects to.
+#: Headers that tell proxies, sidecars and engines which other engines take part in a request, for example the one to
+#: copy blocks from. With such a header a client could choose where an engine connects to.
 _PLACE_HEADERS = frozenset(
     {
         "x-data-parallel-host-port", "x-decoder-host-port", "x-encoder-hosts-ports", "x-kv-cache-source-host-port",
         "x-prefiller-host-port", "x-prefiller-url",
     }
 )  # fmt: skip
-#: The second one also begins the names that say which endpoints may be chosen, and which one has answered.
+#: The second one is also the beginning of the headers that say which endpoints may be chosen, and which one answered.
 _PLACE_HEADERS_BEGIN = ("mif-", "x-gateway-destination-endpoint")
 
 
@@ -47,34 +48,34 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A registration as a router sees it."""
+    """The part of a registration that a router needs."""
 
     address: str | None = None
-    """``http://host:port``: the destination of its requests."""
+    """``http://host:port``, the destination of its requests."""
     role: Role = Role.BOTH
     weight: float = 1.0
-    """The size of the target relative to others; 0: it takes no new requests."""
+    """The size of the target relative to others; with 0 it gets no new requests."""
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     metrics_url: str | None = None
     """The URL of its gauges, unless it is ``/metrics`` of its address."""
     adapters: tuple[str, ...] = ()
-    """The adapters that the engine has loaded, by its own account."""
+    """The adapters that the engine reports as loaded."""
     aliases: tuple[str, ...] = ()
     """Further names under which the engine serves the model."""
     release: str | None = None
-    """The release of the engine, by its own account."""
+    """The release that the engine reports."""
     query_endpoint: str | None = None
     """The HTTP address of the master of its pool, which decisions ask if the pool sends no events."""
     query_parts: int = 0
     """The number of objects of the pool that make up a block; 0 if it is unknown."""
     query_keys: tuple[str, ...] = ()
-    """The forms of the keys of its blocks there; empty: those of SGLang."""
+    """The forms of the keys of its blocks in the pool; empty: those of SGLang."""
     kv_source: str | None = None
-    """``tcp://host:port``: where other engines copy its blocks from; None: they cannot."""
+    """``tcp://host:port``, from which other engines copy its blocks; None if they cannot."""
     kv_bytes_per_token: float = 0.0
-    """The size of a token's blocks; 0: not known."""
+    """The KV bytes of a token; 0 if unknown."""
     transfer_gbps: float = 0.0
-    """The speed of a copy, in gigabits a second; 0: not known."""
+    """The speed of a copy, in gigabits per second; 0 if unknown."""
     takes_kv_hints: bool = False
     """Whether the engine reads the request field ``kv_hints``."""
 
@@ -97,7 +98,9 @@ def is_url(text: str) -> bool:
 
 
 def names_engines(header: str) -> bool:
-    """Return whether a header, in lower case, names engines that take part in a request: only a decision sets it."""
+    """Return whether a header, in lower case, names engines that take part in a request, so that only a decision may
+    set it.
+    """
     return header in _PLACE_HEADERS or header.startswith(_PLACE_HEADERS_BEGIN)
 
 
@@ -106,15 +109,15 @@ ENGINE_URL = f"{URL} without a user, a query and a fragment"
 
 
 def is_engine_url(text: str) -> bool:
-    """Return whether ``text`` can begin the URLs of an engine's API: Waymark adds the end of each."""
+    """Return whether ``text`` can be the base of an engine's URLs, to which Waymark appends paths."""
     return is_url(text) and not set("?#") & set(text)
 
 
-#: Each decision asks for the addresses of its targets again.
+#: Each decision needs the addresses of its targets again.
 @lru_cache(maxsize=4096)
 def host_and_port(address: str) -> str:
-    """Return ``10.0.0.7:8000`` for ``http://10.0.0.7:8000``, as proxies name an endpoint; without a port, the usual one
-    is added.
+    """Return ``10.0.0.7:8000`` for ``http://10.0.0.7:8000``, which is how proxies name an endpoint. A missing port
+    becomes that of the scheme.
     """
     match = _ADDRESS.match(address)
     if match is None:
@@ -127,11 +130,11 @@ class Gauges:
     """One reading of an engine's metrics."""
 
     waiting: int = 0
-    """Requests in its queue."""
+    """The number of requests in the engine's queue."""
     running: int = 0
-    """Requests that it computes."""
+    """The number of requests that the engine computes."""
     kv_usage: float = 0.0
-    """The used share of its KV cache, 0 to 1."""
+    """The used share of the engine's KV cache, 0 to 1."""
     adapters_running: frozenset[str] = frozenset()
     adapters_waiting: frozenset[str] = frozenset()
     adapters_max: int = 0

@@ -1,11 +1,11 @@
-"""Blocks that cannot be placed yet: stores whose parent is not known, and objects of a pool.
+"""Blocks that cannot be placed yet: stores whose parent is unknown, and objects of a pool.
 
-A block cannot be placed without its parent, and placing it at the root would be wrong. So the store waits, bounded in
-blocks, until its parent arrives. A removal or a clear also finds its blocks here.
+A block cannot be placed without its parent, and placing it at the root would be wrong. So the store waits until its
+parent arrives; the number of waiting blocks is bounded. A removal or a clear also finds its blocks here.
 
-An object of a pool waits while an object shard is missing, or no engine has reported its hash. A block is there when
-all of its object shards are: as many as the registration says, or else as many as the keys of that pool have named so
-far.
+An object of a pool waits while an object shard is missing, or no engine has reported its hash. A block is complete when
+all of its object shards are stored: as many as the registration says, or else as many as the keys of that pool have
+named so far.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from waymark.domain.events import Stored
 from waymark.domain.slices import SLICE_WORK, Slices
 
 SHARD = "shard:"
-"""The beginning of the flags that name the object shards in the keys of this life."""
+"""The prefix of the flags that name the object shards in the keys of this life."""
 SHARDS_MAX = 1024
 """Further ones are ignored."""
 FIND_MAX = 512
-"""Hashes that wait and are looked up at once."""
+"""The number of waiting hashes that are looked up at once."""
 EARLY_MAX = 1_000_000
-"""Positions of a batch of a pool that come before those of its events. A block whose object has waited is stored there,
-at the beginning of a future batch.
+"""The number of positions before those of the events in a pool's batch. A block whose object has waited is stored at
+one of these, at the beginning of a future batch.
 """
 
 
 @dataclass(slots=True, eq=False)
 class WaitingStore:
-    """One store that waits."""
+    """A waiting store."""
 
     event: Stored
     dp_rank: int
     holder: int
     removed: set[int] = field(default_factory=set)
-    """Its engine hashes that were removed while it waited."""
+    """The engine hashes of the store that were removed while it waited."""
 
 
 class WaitingRoom:
     def __init__(self, blocks_max: int) -> None:
         self._blocks_max = blocks_max
         self._by_parent: dict[tuple[int, int], list[WaitingStore]] = {}
-        self._by_hash: dict[tuple[int, int], list[WaitingStore]] = {}  # of those that wait for a holder
+        self._by_hash: dict[tuple[int, int], list[WaitingStore]] = {}  # by holder and engine hash
         self.blocks = 0
         self.dropped = 0
-        """Blocks that were dropped for lack of room, in all."""
+        """The total number of blocks that were dropped for lack of room."""
         self.dropped_there = 0
-        """The number of dropped blocks that were not removed before. The resolver counts them as missing and sets this
-        to 0."""
+        """The number of dropped blocks that had not been removed. The resolver counts them as missing, and resets this.
+        """
         self.removed = 0
         """The number of waiting blocks that were removed while they waited."""
 
@@ -84,7 +84,7 @@ class WaitingRoom:
         return children
 
     def remove(self, holder: int, engine_hash: int) -> bool:
-        """Return whether the hash waits for this holder; then it will not be stored when its turn comes."""
+        """Note that a hash was removed, so that it is not stored later. Return whether it waits for this holder."""
         for waiting in self._by_hash.get((holder, engine_hash), ()):
             if engine_hash not in waiting.removed:
                 waiting.removed.add(engine_hash)
@@ -105,7 +105,7 @@ class WaitingRoom:
         return forgotten
 
     def _leave(self, group: list[WaitingStore]) -> int:
-        """Note that the stores have left the room. Return how many blocks they had."""
+        """Forget stores that have left the room. Return how many blocks they had."""
         blocks = 0
         for waiting in group:
             blocks += len(waiting.event.engine_hashes)
@@ -120,10 +120,10 @@ class WaitingRoom:
 
 
 class WaitingObjects:
-    """The objects that wait for their blocks, bounded: the oldest are dropped."""
+    """The objects that wait for their blocks. Beyond a bound, the oldest are dropped."""
 
     def __init__(self, objects_max: int, shards: int = 0) -> None:
-        """``shards`` make up a block; 0: as many as have been seen."""
+        """``shards`` is the number of object shards that make up a block; 0: as many as have been seen."""
         self._objects_max = objects_max
         self._needed = shards
         self._shards: dict[tuple[int, int], set[str]] = {}
@@ -142,12 +142,12 @@ class WaitingObjects:
             self.dropped += 1
 
     def keep(self, holder: int, engine_hash: int, shards: Collection[str]) -> None:
-        """Keep the remaining shards of a block that was whole."""
+        """Keep the remaining shards of a block that was complete."""
         for shard in shards:
             self.put(holder, engine_hash, shard)
 
     def take(self, holder: int, engine_hash: int, shards: Collection[str]) -> bool:
-        """Add the shards seen so far. Return whether all shards of a block are there; then it stops waiting."""
+        """Add the shards seen so far. Return whether the block is complete; then it no longer waits."""
         present = self._shards.get((holder, engine_hash))
         if present is None or not (len(present) >= self._needed if self._needed else present.issuperset(shards)):
             return False
@@ -165,15 +165,15 @@ class WaitingObjects:
         return True
 
     def some(self) -> list[int]:
-        """Return hashes to look up again, each once; further ones with each call."""
+        """Return hashes to look up again, each once. Each call continues after those of the last one."""
         names = list(islice(self._shards, FIND_MAX))
         if len(self._shards) > FIND_MAX:
-            for name in names:  # the next call begins behind them
+            for name in names:  # the next call begins after them
                 self._shards[name] = self._shards.pop(name)
         return list(dict.fromkeys(engine_hash for _, engine_hash in names))
 
     def found(self, holders: Collection[int], reported: Mapping[int, object]) -> Slices[list[tuple[int, int]]]:
-        """Return the waiting objects whose hashes have been reported meanwhile, as holder and engine hash."""
+        """Return the waiting objects whose hashes have since been reported, as holder and engine hash."""
         names: list[tuple[int, int]] = []
         for holder in holders if self._shards else ():
             for i, engine_hash in enumerate(reported, 1):

@@ -1,8 +1,9 @@
 """Windows of hybrid models: the blocks that a rank must have before a boundary, besides the blocks of full attention.
 
 A layer with a sliding window needs the last blocks before the boundary, a state-space layer the state at the boundary.
-An engine has a KV-cache group for each such kind of layer, and its events say which blocks of the group it has. Here
-such a group has holders of its own. They count for no prefix; ``match`` finds the boundaries at which a rank can go on.
+An engine has a KV-cache group for each such kind of layer, and its events say which blocks of the group it has. In the
+index such a group has its own holders. They count for no prefix; ``match`` finds the boundaries at which a rank can
+continue.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from typing import NamedTuple
 
 
 class Window(NamedTuple):
-    """The blocks that a group must have before a boundary, so that a rank can go on from there."""
+    """The blocks that a group must have before a boundary, so that a rank can continue there."""
 
     group: int
     """The KV-cache group."""
     tokens: int
     """The length in tokens; 1 for a state."""
     span: int
-    """Tokens per block of the group."""
+    """The number of tokens per block of the group."""
 
     def blocks(self, block_size: int) -> tuple[int, int]:
-        """Return the window as a number of the group's blocks, and the number of the prefix's blocks that one
+        """Return the window as a number of the group's blocks, and how many blocks of the prefix one of these
         covers.
         """
         span = max(self.span, block_size)

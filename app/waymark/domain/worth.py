@@ -1,8 +1,8 @@
-"""What the cache of an engine is worth: the tokens that would be lost with it, and the most used prefixes.
+"""The worth of an engine's cache: the tokens that would be lost with it, and the most used prefixes.
 
 A ``Tally`` counts row by row, so its memory grows with the number of engines and not with the number of blocks.
-``Prompts`` counts how often the blocks of prompts were asked for. Both are estimates. A block in a row for one engine
-and in a branch row for another one counts as if each had it alone.
+``Prompts`` counts how often the blocks of prompts were asked for. Both are estimates. If a block is in a row for one
+engine and in a branch row for another one, it counts as if each were its only holder.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from waymark.domain.table import HolderTable
 
 
 class CacheWorth(NamedTuple):
-    """What an engine holds, in tokens; a token that several of its ranks or media have counts once."""
+    """The tokens in an engine's cache. A token that several of its ranks or media have counts once."""
 
     tokens: int = 0
     only: int = 0
-    """Tokens that no other engine has, and no pool."""
+    """Tokens that neither another engine nor a pool has."""
     few: int = 0
     """Tokens that fewer than two others have."""
     only_used: int = 0
-    """``only``, each token as often as prompts asked for it, and once more."""
+    """The tokens of ``only``, each counted once, and once more for each prompt that used it."""
     few_used: int = 0
-    """``few``, in the same way."""
+    """The tokens of ``few``, counted in the same way."""
 
     def scaled(self, factor: float) -> CacheWorth:
         return CacheWorth(*(round(factor * tokens) for tokens in self))
@@ -35,12 +35,12 @@ class CacheWorth(NamedTuple):
 class Tally:
     """Adds up the worth of each engine of a group.
 
-    An engine is all ranks of an instance, because they stop together. Holders of a lost publisher do not count, and
-    neither do those of a window: without the blocks of the main group they are of no use.
+    An engine is all ranks of an instance, because they stop together. Holders of a lost publisher do not count. Neither
+    do those of a window, which are useless without the blocks of the main group.
     """
 
     def __init__(self, table: HolderTable, uses: Mapping[int, int]) -> None:
-        """``uses`` says how often the block with a key was asked for; 0 for a block without an entry."""
+        """``uses`` is how many prompts used the block with a key; 0 for a block without an entry."""
         self._uses = uses
         names: dict[tuple[str, str], int] = {}
         self._names: list[str | None] = []
@@ -64,13 +64,13 @@ class Tally:
         return list(self._owners)
 
     def count(self, row: Row) -> int:
-        """Count a row; return the number of its blocks that somebody has."""
+        """Count a row. Return the number of its blocks that have a holder."""
         masks: dict[int, int] = {}
         for holder, bitmap in row.holders.items():
             owner = self._owners.get(holder)
             if owner is not None:
                 masks[owner] = masks.get(owner, 0) | bitmap
-        once = twice = thrice = 0  # slots that so many owners have, or more
+        once = twice = thrice = 0  # slots with at least so many owners
         for mask in masks.values():
             thrice |= twice & mask
             twice |= once & mask
@@ -98,7 +98,7 @@ class Tally:
 
 
 class PrefixUse(NamedTuple):
-    """Consecutive blocks that prompts asked for equally often."""
+    """Consecutive blocks that equally many prompts used."""
 
     before: int | None
     """The index of the entry with the blocks before them; None at the beginning of a prompt."""
@@ -108,11 +108,11 @@ class PrefixUse(NamedTuple):
 
 
 class Prompts:
-    """The beginnings of prompts, as a tree of blocks. The caller bounds how many are added."""
+    """The beginnings of prompts, as a tree of blocks. The caller bounds the number of prompts."""
 
     def __init__(self) -> None:
         self.uses: dict[int, int] = {}
-        """How many prompts have the block with this key."""
+        """The number of prompts with the block, by key."""
         self._before: dict[int, tuple[int | None, int]] = {}
 
     def add(self, block_size: int, keys: Sequence[int]) -> None:
@@ -127,13 +127,13 @@ class Prompts:
             parent = key
 
     def most_used(self, blocks_max: int) -> list[PrefixUse]:
-        """Return the blocks with the most uses, at most so many, those with more uses first.
+        """Return at most ``blocks_max`` blocks, those with the most uses, in descending order of uses.
 
-        A block has no more uses than the block before it, so an entry comes after the one that it continues.
+        A block has no more uses than its parent, so an entry comes after the one that it continues.
         """
         entries: list[tuple[int | None, int, int, list[int]]] = []
         ends: dict[int, int] = {}
-        """The index of the entry of each block."""
+        """The index of the entry that contains a block, by key."""
         by_uses: dict[int, list[int]] = {}
         for key, uses in self.uses.items():
             by_uses.setdefault(uses, []).append(key)
