@@ -1,4 +1,4 @@
-"""Payloads of engines to domain events: one module per dialect, chosen here and nowhere else.
+"""Decodes the payloads of engines into domain events. There is one module per dialect, and only this one chooses it.
 
 A dialect's module has a function ``decoder(*, seed, ceilings)``, and ``waymark.domain.engines`` says which kinds of
 publishers speak it.
@@ -27,9 +27,9 @@ _DIALECTS: dict[str, _MakeDecoder] = {
 
 
 def decoder(kind: EngineKind, *, seed: int, ceilings: Ceilings | None = None) -> Decoder:
-    """Return the decoder of a publisher's payloads (frame 2). Its only exception is ``Undecodable``, for a payload that
-    is not a batch.
+    """Return the decoder of a publisher's payloads. Its only exception is ``Undecodable``, for a payload that is not a
+    batch.
 
-    ``seed`` is the seed of all hashes; decoding needs it for the contents of a block besides tokens.
+    ``seed`` is the seed of all hashes. Decoding needs it to hash the contents of a block other than tokens.
     """
     return _DIALECTS[kind.traits.dialect](seed=seed, ceilings=ceilings)

@@ -4,8 +4,8 @@ The only exception of a decoder is ``Undecodable``. One bad event costs one even
 batch that exceeds a ceiling raises ``OverCeiling`` and is not read at all. A decoder works in slices, and no slice
 takes longer than a few milliseconds.
 
-Later stages work event by event, so an event of many blocks is cut into parts before it is read, as an engine could
-have published them one after the other. Each part has some of the hashes, with their tokens and the facts about each
+Later stages work event by event, so an event of many blocks is cut into parts before it is read. An engine could have
+published these parts one after the other. Each part has some of the hashes, with their tokens and the facts about each
 block, and its parent is the last block of the part before.
 """
 
@@ -40,7 +40,7 @@ from waymark.engines.plain import ListFields, PlainBatch
 from waymark.engines.wire import Ceilings, Ignored, Rejected, frame_too_large, is_u32, too_many_events, too_many_hashes
 
 ReadEvent: TypeAlias = Callable[[Any], Event | tuple[Event, ...] | Ignored]
-"""Reads an event of the wire, which may be several of ours."""
+"""Reads an event in the engine's format, which may become several domain events."""
 
 MORE: Final = "more"
 """The kind of a batch's rejected events beyond ``Ceilings.rejected_events``, counted once."""
@@ -51,9 +51,9 @@ SHORT_BYTES: Final = 1024
 """A payload up to this size is read in one go."""
 _SHORT_EVENTS: Final = 16
 _COLLECTED_PARTS: Final = 16
-"""After this many parts the garbage collector runs: it reads every hash that it has not seen, once."""
+"""The garbage collector runs after so many parts, because it traverses every new hash once."""
 
-# Later than any second of this era: such a clock counts milliseconds (Mooncake's master does).
+# A larger number cannot be in seconds, so it is in milliseconds, as from Mooncake's master.
 _MILLISECONDS_FROM: Final = 1e11
 
 PART_HASHES: Final = 2048
@@ -71,7 +71,7 @@ def hashes_of(event: Any, names: Mapping[str, tuple[str, ...]]) -> list[Any] | a
 
 
 def parts(event: Any, names: Mapping[str, tuple[str, ...]]) -> Iterator[Any]:
-    """Yield the parts of an event with hashes, each in the event's own form."""
+    """Yield the parts of an event with hashes, each in the format of the event."""
     if isinstance(event, dict):
         for part in _cut(event):
             yield part
@@ -87,17 +87,17 @@ def _cut(event: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
     hashes, tokens = _hashes(event[hashes_name]), event.get("token_ids")
     count, width = len(hashes), 0
     if isinstance(tokens, list | array | bytes) and len(tokens):
-        unit = 4 if isinstance(tokens, bytes) else 1  # bytes hold u32
+        unit = 4 if isinstance(tokens, bytes) else 1  # bytes have four per token
         units = len(tokens) // unit
         size = event.get("block_size")
         size = size if type(size) is int and size > 0 else max(1, units // count)
-        if units > count * size:  # sparse, and as such skipped
+        if units > count * size:  # sparse, so it is skipped
             count, tokens = 1, tokens[: (size + 1) * unit]
-        elif units < count * size:  # the complete leading blocks count
+        elif units < count * size:  # only the leading complete blocks count
             count = max(1, units // size)
         width = size * unit
     per_block = {name: event[name] for name in PER_BLOCK if isinstance(event.get(name), list)}
-    # One that does not fit the hashes goes to the decoder unchanged, as one of no block.
+    # A list of another length than the hashes becomes an empty one, which does not fit either, so the decoder sees it.
     fitting = {name: value for name, value in per_block.items() if len(value) == len(hashes)}
     for start in range(0, count, PART_HASHES):
         end = min(start + PART_HASHES, count)
@@ -123,7 +123,7 @@ def _hashes(value: Any) -> list[Any] | array[int]:
 
 
 def _go_on(part: dict[Any, Any], parent: Any) -> None:
-    """Turn an event into one that continues a block: a salt and a place in the prompt belong to the first part."""
+    """Turn a part into one that continues a block. Salt and position in the prompt belong to the first part only."""
     if "event_type" in part:
         part |= {"parent_hash": parent, "base_block_idx": None}
         return
@@ -135,7 +135,7 @@ def _go_on(part: dict[Any, Any], parent: Any) -> None:
 
 
 def _has_arrays(event: Any) -> bool:
-    """Return whether a list of an event is an array: ``parts`` makes lists of it."""
+    """Return whether a list of an event is an array, which ``parts`` converts."""
     return any(type(value) is array for value in (event.values() if isinstance(event, dict) else event))
 
 
@@ -183,10 +183,10 @@ class Decoder:
         return is_short and self.ceilings.event_hashes >= PART_HASHES
 
     def go_on(self, batch: Batch, payloads: Iterable[bytes], hashes_max: int) -> Batch:
-        """Return a batch with those of the next frames that say the same besides their blocks, if its events are plain.
+        """Return a batch, extended by the next frames that differ from it in their blocks only, if its events are
+        plain.
 
-        ``payloads`` are those of the next frames. The frames together have at most ``hashes_max`` hashes, or the batch
-        stays as it is.
+        ``payloads`` are those of the next frames. Frames are added up to ``hashes_max`` hashes in all.
         """
         if self._list_fields is None or type(batch.events) is not PlainEvents:
             return batch
@@ -196,7 +196,7 @@ class Decoder:
     def short(self, payload: bytes, read: PlainBatch | None) -> Batch:
         """Return the batch in a payload of at most ``SHORT_BYTES``, decoded at once because all its parts are short.
 
-        ``read`` is the result of ``plain``; the batch has other events, too.
+        ``read`` is the result of ``plain``. The batch also has events that are not plain.
         """
         events = self._events()
         try:
@@ -211,7 +211,7 @@ class Decoder:
         return events.batch(head)
 
     def slices(self, payload: bytes, read: PlainBatch | None) -> Slices[Batch]:
-        """Decode the batch in a payload, slice by slice; ``read`` as for ``short``."""
+        """Decode the batch in a payload, slice by slice. ``read`` is the same as for ``short``."""
         if len(payload) > self.ceilings.frame_bytes:
             raise frame_too_large(len(payload), self.ceilings)
         events = self._events()
@@ -267,7 +267,7 @@ class _EventReader:
         self._rejected = 0
 
     def batch(self, head: _Head) -> Batch:
-        """Return a batch of all events."""
+        """Return the batch of all events read."""
         rank = _rank(head.rank, self.ignored)
         return Batch(
             _clock(head.ts), tuple(self.events), rank, head.publisher_id, self.rejected, self.ignored, self.samples
@@ -345,7 +345,7 @@ _NO_SAMPLES: Final[dict[str, str]] = {}
 
 
 def plain_batch(read: PlainBatch) -> Batch:
-    """Return the batch of what was read; all of its events are plain."""
+    """Return the batch of a payload whose events are all plain."""
     events: Sequence[Event]
     if type(read.events) is PlainEvents:
         events = read.events
@@ -367,7 +367,7 @@ def _rank(value: Any, ignored: Counter[str]) -> int | None:
 
 
 def hashes_of_first(events: Sequence[Event]) -> Sequence[int]:
-    """Return the hashes of the first event; the others are about the same blocks."""
+    """Return the hashes of the first event. The other events concern the same blocks."""
     first = events[0]
     return () if isinstance(first, Cleared) else first.engine_hashes
 
@@ -403,8 +403,8 @@ _DICTS: Final = 127
 class DistinctHashes:
     """Hashes of one long event, in many small dicts.
 
-    One large one would now and then be copied as it grows, and the garbage collector would go through all of a set;
-    either takes 10 ms. The collector skips a dict of integers.
+    A large dict would sometimes be copied as it grows, and the garbage collector would traverse a whole set; either
+    takes 10 ms. The collector skips dicts of integers.
     """
 
     __slots__ = ("_dicts", "added")
@@ -414,7 +414,7 @@ class DistinctHashes:
         self._dicts: list[dict[int, None]] = [{} for _ in range(_DICTS)]
 
     def add(self, engine_hashes: Sequence[int]) -> bool:
-        """Add hashes. Return False if one of all hashes so far has occurred twice."""
+        """Add hashes. Return False if any hash has occurred twice so far."""
         self.added += len(engine_hashes)
         dicts = self._dicts
         for engine_hash in engine_hashes:
@@ -425,7 +425,7 @@ class DistinctHashes:
         return engine_hash is not None and engine_hash in self._dicts[engine_hash % _DICTS]
 
 
-# From bytes to the values of msgpack; a payload that msgpack cannot read as a whole is read value by value.
+# Unpacks msgpack. A payload that msgpack cannot read as a whole is read value by value.
 
 
 def unpack(payload: bytes) -> Slices[Any]:
@@ -448,9 +448,10 @@ def unpack(payload: bytes) -> Slices[Any]:
 def _salvage(piece: bytes, levels: int) -> Slices[Any]:
     """Return the value of ``piece``; if that fails, the same list with ``UNREADABLE`` for unreadable elements.
 
-    Text other than UTF-8, a map as a map's key or a broken timestamp end ``unpackb`` for the whole payload, but
-    skipping a value needs only lengths: elements are cut out and read one by one, down to the events, two levels below.
-    Lists and not tuples: a list's room is not touched before it is filled, however long it claims to be.
+    Text other than UTF-8, a map as a map's key or a broken timestamp makes ``unpackb`` fail for the whole payload.
+    Skipping a value needs only lengths, so elements are cut out and read one by one, down to the events, two levels
+    below. Values are lists, not tuples, because the memory of a list is not touched before it is filled, however long
+    it claims to be.
     """
     try:
         return msgpack.unpackb(piece, strict_map_key=False)

@@ -14,7 +14,7 @@ from waymark.domain.prefixes import PrefixEvent, is_prefix_hash
 
 U53_MAX = 2**53 - 1
 _EVENTS = frozenset(PrefixEvent)
-#: The type of an event that the stream does not name.
+#: The type of an event without a name in the stream.
 _UNNAMED = "message"
 
 

@@ -32,7 +32,7 @@ class _RankGauges:
     running: float = 0.0
     kv_usage: float = 0.0
     adapters: tuple[float, Mapping[str, str]] = field(default_factory=lambda: (-math.inf, {}))
-    """The newest line about adapters: when it was written, and its labels."""
+    """The newest line about adapters: its time, and its labels."""
 
     def add(self, sample: Sample) -> None:
         value = sample.value if math.isfinite(sample.value) else 0.0
@@ -71,9 +71,10 @@ class GaugesParser:
             self._ranks.setdefault(_rank_of(sample.labels), _RankGauges()).add(sample)
 
     def end(self) -> dict[int | None, Gauges]:
-        """Return the gauges of each rank, under None if the metrics distinguish no ranks; empty without gauges.
+        """Return the gauges of each rank; empty without gauges. The key is None if the metrics do not distinguish
+        ranks.
 
-        Raises ValueError as ``feed``.
+        Raise ValueError as ``feed`` does.
         """
         self.feed(b"\n")
         return {number: rank.gauges() for number, rank in self._ranks.items()}

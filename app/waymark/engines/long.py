@@ -1,6 +1,6 @@
 """Reads a long payload in windows of bytes.
 
-``msgpack`` makes all objects of a payload in one call, and every byte may be an object. So a payload longer than a
+``msgpack`` creates all objects of a payload in one call, and every byte may be an object. So a payload longer than a
 window is read in pieces that fit into one: a batch event by event, a long event field by field, a long list some
 elements at a time. Lists of hashes and tokens become arrays of u64, eight bytes an element. Long values of fields that
 engines keep short are not read.
@@ -20,11 +20,11 @@ from waymark.domain.slices import Slices
 from waymark.engines.wire import Ceilings, misshapen, too_many_events, too_many_hashes
 
 WINDOW_BYTES: Final = 65_536
-"""A payload, an event or a value that fits is unpacked in one go: at most a few ms and some MB."""
+"""A payload, event or value of at most this size is unpacked in one go, which takes a few ms and MB at most."""
 _EVENTS_BYTES: Final = 16_384
-"""Shorter events are unpacked so many bytes at a time."""
+"""Shorter events are unpacked together, so many bytes at a time."""
 
-#: Long fields of an event with many blocks.
+#: The fields that are long in an event with many blocks.
 HASHES: Final = frozenset({"block_hashes", "seq_hashes"})
 TOKENS: Final = frozenset({"token_ids"})
 PER_BLOCK: Final = frozenset({"extra_keys", "block_mm_infos", "remaining_copy_counts"})
@@ -35,12 +35,12 @@ _FIELDS_MAX: Final = 64
 _PIECE: Final = 4096
 _INTEGER_BYTES: Final = 9
 _OTHER_BYTES_MAX: Final = 2 * 2**20
-"""The most bytes of a payload for lists of neither hashes nor tokens: each byte may become an object."""
+"""The most bytes in a payload's lists other than hashes and tokens, because each byte may become an object."""
 BAD_MSGPACK: Final = (msgpack.UnpackException, ValueError, TypeError, MemoryError)
 
 
 def unpacker_of(*pieces: bytes | memoryview) -> msgpack.Unpacker:
-    """Return an unpacker of these bytes. Without their number it takes a megabyte, new from the kernel each time."""
+    """Return an unpacker of these bytes. If it is not told their number, it allocates a megabyte each time."""
     size = sum(map(len, pieces))
     unpacker = msgpack.Unpacker(None, strict_map_key=False, read_size=max(1, size), max_buffer_size=0)
     for piece in pieces:
@@ -49,7 +49,7 @@ def unpacker_of(*pieces: bytes | memoryview) -> msgpack.Unpacker:
 
 
 class UnreadableValue:
-    """The replacement for bytes of which msgpack cannot make a value."""
+    """The replacement for bytes that msgpack cannot turn into a value."""
 
 
 UNREADABLE: Final = UnreadableValue()
@@ -75,11 +75,11 @@ class LongPayload:
         self._others = 0
 
     def batch(self, read_event: Callable[[Any], Slices[None]], *, bare: bool) -> Slices[list[Any]]:
-        """Have each event of ``[ts, events, rank?, publisher_id?]`` read, and return the other elements.
+        """Call ``read_event`` for each event of ``[ts, events, rank?, publisher_id?]``, and return the other elements.
 
         With ``bare`` the payload may also be one event map, or a list of maps.
 
-        An event is as msgpack has it, but lists of hashes and of tokens may be arrays of u64.
+        An event is passed as msgpack unpacks it, except that lists of hashes and of tokens may be arrays of u64.
         """
         if bare and self._is_map():
             yield from self._events(1, read_event)
@@ -97,7 +97,9 @@ class LongPayload:
         return [ts, *(self._value() for _ in range(2, min(length, _HEAD_MAX)))]
 
     def records(self, read_record: Callable[[Any], Slices[None]]) -> Slices[int]:
-        """Have each record of a list read, or of the list ``records`` in a map, and return how many there are."""
+        """Call ``read_record`` for each record of a list, or of the list ``records`` in a map. Return the number of
+        records.
+        """
         is_map, length = self._container()
         while is_map and length and self._value() != "records":
             self._value()
@@ -124,7 +126,7 @@ class LongPayload:
             remaining -= len(events)
             events.reverse()
             while events:
-                yield from read_event(events.pop())  # so that freeing it is a part of its own slice
+                yield from read_event(events.pop())  # so that it is freed in its own slice
 
     def _no_batch(self) -> Undecodable:
         return Undecodable("not_a_batch", f"a payload of {len(self._view)} bytes is not a batch")
@@ -140,7 +142,7 @@ class LongPayload:
         return unpacker_of(self._view[self._at : self._at + window])
 
     def _window(self, most: int, window: int = WINDOW_BYTES) -> tuple[list[Any], int]:
-        """Return the complete values in the next window, and their bytes."""
+        """Return the complete values in the next window, and their number of bytes."""
         values: list[Any] = []
         unpacker, size = self._unpacker(window), 0
         try:
@@ -154,7 +156,7 @@ class LongPayload:
         return values, size
 
     def _one_by_one(self, most: int, window: int) -> tuple[list[Any], int]:
-        """Return the same as ``_window`` if msgpack cannot make one of the values: ``UNREADABLE`` in its place."""
+        """Do what ``_window`` does if msgpack cannot read one of the values, and return ``UNREADABLE`` for it."""
         values: list[Any] = []
         unpacker, size = self._unpacker(window), 0
         try:
@@ -189,7 +191,9 @@ class LongPayload:
     # ---- a long event ------------------------------------------------------------------------------
 
     def _container(self) -> tuple[bool, int]:
-        """Return whether a map comes next, and how many entries it or the list has; the reader is behind its head."""
+        """Return whether a map comes next (or a list), and its number of entries. Then the reader is behind its
+        header.
+        """
         head = self._byte()
         if head & 0xE0 == 0x80:
             self._at += 1
@@ -259,7 +263,7 @@ class LongPayload:
                 most = max(1, count // 8)
                 continue
             remaining -= count
-            if self._at - start < WINDOW_BYTES // 8:  # or a few long elements would make all others slow
+            if self._at - start < WINDOW_BYTES // 8:  # otherwise a few long elements would make all others slow
                 most = min(_PIECE, 8 * most)
             if name in HASHES or name in TOKENS:
                 compact.extend(_integers(piece, name))
@@ -275,7 +279,7 @@ class LongPayload:
         return elements if name in PER_BLOCK else None
 
     def _piece(self, count: int) -> list[Any] | None:
-        """Return the next elements of a list, or None if a window does not hold so many."""
+        """Return the next ``count`` elements of a list, or None if a window has no room for them."""
         window = max(WINDOW_BYTES, _INTEGER_BYTES * count)
         unpacker = unpacker_of(b"\xdd" + count.to_bytes(4, "big"), self._view[self._at : self._at + window])
         try:

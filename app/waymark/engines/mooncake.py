@@ -1,7 +1,7 @@
 """Mooncake: the standard envelope from its master, vLLM's or SGLang's events from engines in front of the pool.
 
-The master's maps may carry ``type`` and ``block_hashes`` beside ``event_type`` and ``seq_hashes``, as aliases for
-readers of engine events; if both are there the standard names count.
+The master's maps may carry ``type`` and ``block_hashes`` besides ``event_type`` and ``seq_hashes``, as aliases for
+readers of engine events. If both are present, the standard names count.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def read_event(event: Any, *, seed: int) -> Event | Ignored:
         if event.get("object_key") is not None and not event.get("seq_hashes"):
             return _object(event)
         return standard.read_event(event)
-    # SGLang's reading is the wider one: it takes whatever vLLM sends, and does not trust a parent of 0.
+    # SGLang's reader accepts more: everything that vLLM sends, too. It does not trust a parent of 0.
     return sglang.read_blocks(event, seed=seed, zero_of_list="unknown")
 
 
 def _object(event: Mapping[Any, Any]) -> Event | Ignored:
-    """Read an event that names an object of the store: its key has the hash that the engine gave the block."""
+    """Read an event that names an object of the store, whose key has the engine's hash of the block."""
     kind, key = event["event_type"], event["object_key"]
     if kind not in ("stored", "removed"):
         return standard.read_event(event)
@@ -54,11 +54,11 @@ def _object(event: Mapping[Any, Any]) -> Event | Ignored:
 
 # The keys under which engines put blocks into an object store. Each names an engine hash, and an object shard.
 #
-# An engine that computes a block on several devices puts it as several objects. The block is there when all of
-# its object shards are.
+# An engine that computes a block on several devices puts it as several objects. The block is complete when all of its
+# object shards are stored.
 
 
-#: Longer keys have no such form.
+#: No key of these forms is longer.
 _KEY_MAX: Final = 1024
 _HEX: Final = re.compile(r"(?:0x)?([0-9a-fA-F]{16,64})", re.ASCII)
 _SGLANG: Final = re.compile(r"(?:.*_)?([0-9a-fA-F]{64})(?:_(.*))?", re.ASCII | re.DOTALL)

@@ -1,7 +1,7 @@
 """Reads the plain events of vLLM's dialect with the C module; every other event is left to the dialect's own reader.
 
-A plain event needs no rule beyond its form: it has neither a salt nor an image, and is entirely valid. So the words of
-a rejection are in Python alone. Most events of most engines are plain.
+A plain event needs no special rule: it has neither a salt nor an image, and is entirely valid. So only Python has the
+messages of rejections. Most events of most engines are plain.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from waymark.domain.media import normal_medium
 
 _CLEARED = Cleared()
 ListFields: TypeAlias = tuple[int, int]
-"""The most fields of a store and of a removal in list form in a dialect, as far as the C module reads them."""
+"""The most fields that the C module reads in a store and in a removal in list form, for one dialect."""
 LIST_FIELDS: Final[ListFields] = (10, 3)
-"""Those of vLLM."""
+"""The numbers of fields for vLLM."""
 
 
 class PlainBatch(NamedTuple):
-    """A batch whose form is plain."""
+    """A batch of plain form, whose events need not all be plain."""
 
     ts: Any
     events: Sequence[Event | tuple[int, int]]
-    """Plain events; in place of any other event, its start and end in the payload."""
+    """The plain events; for any other event, its start and end in the payload."""
     rank: Any
     publisher_id: bytes | None
     others: int
@@ -53,9 +53,11 @@ def read(payload: bytes, events_max: int, list_fields: ListFields = LIST_FIELDS)
 def go_on(
     batch: Batch, payloads: tuple[bytes, ...], events_max: int, hashes_max: int, list_fields: ListFields
 ) -> Batch:
-    """Return the batch with those of the next frames that say the same besides their blocks, up to so many hashes.
+    """Return the batch, extended by the next frames that differ from it in their blocks only, up to ``hashes_max``
+    hashes.
 
-    ``payloads`` are those of the next frames, and the others of ``read``; the events of the batch are ``PlainEvents``.
+    ``payloads`` are those of the next frames. The other arguments are those of ``read``. The events of the batch are
+    ``PlainEvents``.
     """
     events = batch.events
     assert type(events) is PlainEvents

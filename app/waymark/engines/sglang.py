@@ -1,9 +1,9 @@
-"""SGLang's events: vLLM's, with a few differences.
+"""Reads SGLang's events, which are vLLM's with a few differences.
 
-Hashes are signed. A parent of 0 says that the parent is not known; in a list without a salt it is the root unless it
-names a block, as with vLLM: llm-d's simulator writes such lists whatever engine it stands for. A list has at most seven
-fields of a store and two of a removal: further elements differ from those of vLLM. The salt is named in every store, in
-the map's ``cache_salt``, or (0.5.18 and 0.5.19) in a map in place of the adapter's name. Tokens may be pairs; media are
+Hashes are signed. A parent of 0 means that the parent is unknown. In a list without a salt it is the root unless it
+names a block, as with vLLM, because llm-d's simulator writes such lists for every engine. A list has at most seven
+fields of a store and two of a removal; further elements differ from those of vLLM. The salt is named in every store, in
+the map's ``cache_salt``, or (0.5.18 and 0.5.19) in a map instead of the adapter's name. Tokens may be pairs; media are
 those of HiCache.
 """
 
@@ -31,7 +31,7 @@ _STATE: Final = "MAMBA"
 _STATE_GROUP: Final = 1
 _NAME: Final = 1 + vllm.STORED_FIELDS.index("lora_name")
 _LIST_MAX: Final = _NAME + 2
-"""A list has ``component_types`` before this position: in the place of the adapter's name, or behind it."""
+"""In a list ``component_types`` comes before this index: at that of the adapter's name, or after it."""
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
@@ -56,7 +56,9 @@ def read_event(
 
 
 def _components(event: Any) -> tuple[frozenset[str], bool] | None:
-    """Return the components of an event, and whether they are all that the blocks have; None without any."""
+    """Return the components of an event, and whether these are all components of the blocks. Return None without
+    any.
+    """
     if isinstance(event, dict):
         component, several = event.get("component_type"), event.get("component_types")
     else:
@@ -71,10 +73,11 @@ def _components(event: Any) -> tuple[frozenset[str], bool] | None:
 def _of_components(
     event: Stored | StoredReference | StoredWindow | Removed, components: frozenset[str], is_whole: bool
 ) -> tuple[EngineEvent, ...] | Ignored:
-    """Read an event of some components: full attention is the main group, and a state is a group of its own.
+    """Read an event about components: full attention is the main group, and a state is a separate group.
 
-    The length of a sliding window is in no event, so such a component is left out. ``is_whole``: the event says what
-    the blocks have now, so a component that it does not name has left, and a known block has no further copy.
+    No event has the length of a sliding window, so such a component is skipped. ``is_whole``: the event lists all
+    components that the blocks now have, so a component that it does not name has left, and a known block gets no
+    further copy.
     """
     is_store = not isinstance(event, Removed)
     if is_whole and not isinstance(event, Removed):
@@ -110,7 +113,7 @@ _FULL: Final = 1
 """The bit of ``component_mask`` for full attention."""
 _HASHES_AT_ONCE: Final = 1024
 _CEILINGS: Final = Ceilings(batch_events=2**20)
-"""The most records of a chunk: as many as all chunks may have."""
+"""One chunk may have as many records as all chunks together."""
 
 
 def read_records(payload: bytes) -> Slices[tuple[int, list[StoredReference]]]:
@@ -138,13 +141,13 @@ def read_records(payload: bytes) -> Slices[tuple[int, list[StoredReference]]]:
 
 
 def _blocks_of(record: Any) -> list[tuple[str, int]]:
-    """Return the medium and the hash of each block of a record, without blocks that full attention does not have."""
+    """Return the medium and the hash of each block of a record that full attention has."""
     if not isinstance(record, dict):
         text = "not valid msgpack" if record is UNREADABLE else f"{shown(record)}, not a map"
         raise Rejected("bad_event", f"a record is {text}")
     if "block_hashes" in record:
         hashes = record["block_hashes"]
-        hashes = hashes.tolist() if isinstance(hashes, array) else hashes  # as a long record has them
+        hashes = hashes.tolist() if isinstance(hashes, array) else hashes  # long records have arrays
         return [(UNNAMED, engine_hash) for engine_hash in wire.hashes(hashes, "block_hashes")]
     tier, mask = record.get("tier", 1), record.get("component_mask", _FULL)
     medium = _TIERS.get(tier) if wire.is_u32(tier) else None
@@ -154,5 +157,5 @@ def _blocks_of(record: Any) -> list[tuple[str, int]]:
 
 
 def _store_of(medium: str, hashes: list[int]) -> StoredReference:
-    # Two records of one block are one copy.
+    # Two records of one block mean one copy.
     return StoredReference(tuple(dict.fromkeys(hashes)), medium, is_reused=True)

@@ -1,8 +1,8 @@
 """The standard envelope of the published KV Events API, over ZMQ and over HTTP.
 
-Without ``token_ids`` the hashes are seq_hashes already, so the blocks are known without their parent; with
-``token_ids`` they are the publisher's own, and an unknown parent is a reason to refuse: such blocks must never be taken
-for the beginning of a prompt.
+Without ``token_ids`` the hashes are seq_hashes, so the blocks are identified without their parent. With ``token_ids``
+the hashes are the publisher's own, and an event with an unknown parent is refused, because its blocks must not be
+mistaken for the beginning of a prompt.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LMCACHE: Final = (
     "the blocks cannot be identified. Register the vLLM of each LMCache server with its endpoint: it publishes the "
     "same chunks"
 )
-#: An error names only the kind of such a field; for tokens, the kind of the value in place of the list.
+#: An error does not quote the value of such a field, but only says what kind of value it is.
 _SECRET: Final = frozenset({"additional_salt", "token_ids"})
 
 
@@ -74,7 +74,7 @@ def decode_event(document: Mapping[str, object]) -> Event:
 
 
 def _unfit(bad: Rejected, document: Mapping[str, object]) -> InvalidValue:
-    """Return a refusal in the words of JSON; one about more than a field's value keeps its sentence."""
+    """Return the error in terms of JSON. If it concerns more than the value of one field, it keeps its sentence."""
     field, index, reason = bad.field, bad.index, bad.reason
     if field is None or not bad.kind.startswith("bad_"):
         return InvalidValue(bad.sentence, reason=reason, field=field, index=index)
@@ -95,7 +95,7 @@ def _unfit(bad: Rejected, document: Mapping[str, object]) -> InvalidValue:
 
 
 def _is_beyond_64_bits(value: object) -> bool:
-    """Return whether it was an integer beyond 64 bits: the JSON parser makes such ones floats."""
+    """Return whether the value was an integer beyond 64 bits, which the JSON parser turns into a float."""
     return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
 
 
@@ -151,7 +151,7 @@ def read_event(event: Any) -> Event | Ignored:
 
 
 def read_envelope(event: Mapping[Any, Any], *, has_names: bool = True) -> Envelope:
-    """Read the envelope of an event, which names its stream; with ``has_names``, its adapter and salt, too."""
+    """Read the envelope of an event, which names its stream; with ``has_names``, also adapter and salt."""
     backend_id = _text(event, "backend_id")
     if backend_id is None:
         raise Rejected("bad_envelope", "backend_id is missing or empty", field="backend_id", reason="missing")
@@ -187,7 +187,7 @@ def _text(event: Mapping[Any, Any], field: str, *, secret: bool = False) -> str 
     if value is None:
         return None
     if isinstance(value, str):
-        # JSON can write half of a surrogate pair, which no UTF-8 can hold.
+        # JSON can contain half of a surrogate pair, which cannot be encoded as UTF-8.
         if value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value):
             return value or None
         raise Rejected("bad_envelope", f"{field} is no Unicode text", field=field)
@@ -240,7 +240,7 @@ def _is_deep(event: Mapping[Any, Any]) -> bool:
 
 
 def _parent(event: Mapping[Any, Any], *, is_identity: bool) -> int | None:
-    """Return the hash of the block before the first; None at the root, and if an identity needs no parent."""
+    """Return the hash of the block before the first one; None at the root, or for an identity that needs no parent."""
     if "base_block_idx" not in event and "parent_hash" not in event:
         sentence = "a stored event needs base_block_idx or parent_hash, to say where in the prompt it is"
         raise Rejected("no_position", sentence, field="base_block_idx", reason="missing")

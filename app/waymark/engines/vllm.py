@@ -1,4 +1,4 @@
-"""vLLM's events, as lists (up to 0.23) and as maps (since 0.24), decided per event.
+"""Reads vLLM's events, each of which is a list (up to 0.23) or a map (since 0.24).
 
 A list has 6 to 12 elements, by release; missing elements are nil, and further ones are ignored. Dynamo's and
 TensorRT-LLM's publishers speak the same maps. The other dialects build on this one.
@@ -36,8 +36,9 @@ REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx")
 FIELDS: Final = {"BlockStored": STORED_FIELDS, "BlockRemoved": REMOVED_FIELDS}
 
 Zero: TypeAlias = Literal["block", "root", "unknown"]
-"""The meaning of a parent of 0. ``root``: the root, unless the publisher has a block 0; ``unknown``: it names no block,
-but says that it is not known."""
+"""The meaning of a parent of 0. ``block``: block 0. ``root``: the root, unless the publisher has a block 0.
+``unknown``: the parent is unknown.
+"""
 
 _MAIN_ATTENTION: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _STATES: Final = frozenset({"mamba"})
@@ -56,7 +57,8 @@ def read_event(
 ) -> EngineEvent | Ignored:
     """Read one event of a batch.
 
-    A list's parent 0 is the root unless it names a block: llm-d's simulator writes 0 for a missing parent there.
+    A parent of 0 in a list is the root unless it names a block, because llm-d's simulator writes 0 for a missing parent
+    there.
     """
     named: Mapping[Any, Any]
     if isinstance(event, list) and event:
@@ -81,7 +83,7 @@ def read_event(
         removed = wire.hashes(block_hashes, "block_hashes")
         copies = _copies_left(named.get("remaining_copy_counts"), len(removed))
         return Removed(removed, wire.medium(medium), _group(group), copies_left=copies) if removed else Ignored.EMPTY
-    # A snapshot of a rank would be read here, as a clear and its stores; no release of vLLM sends one.
+    # A snapshot of a rank would be read here as a clear with its stores, but no release of vLLM sends one.
     return Cleared() if tag == "AllBlocksCleared" else Ignored.UNKNOWN_TYPE
 
 
@@ -155,11 +157,11 @@ def _stored(
 
 
 def _with_skipped(named: Mapping[Any, Any], skipped: Any, tokens: bytes, keys: Any) -> tuple[int | None, bytes] | None:
-    """Return the parent and all tokens of a unit inside a physical block, which begins with unannounced units.
+    """Return the parent and all tokens of a unit inside a physical block that begins with unannounced units.
 
-    The engine computes all of the physical block before it announces the unit, so it has these, too. None if a salt or
-    an image went into the hashes, because the unit of each is not known, or if the fields are not valid: then the unit
-    is read as if they were missing.
+    The engine computes the whole physical block before it announces the unit, so it has the earlier units, too. Return
+    None if a salt or an image went into the hashes, because it is unknown into which unit, or if the fields are not
+    valid. Then the unit is read as if they were missing.
     """
     for keys_of_blocks in (keys, named.get("skipped_extra_keys")):
         if keys_of_blocks is not None and not (
@@ -175,7 +177,9 @@ def _with_skipped(named: Mapping[Any, Any], skipped: Any, tokens: bytes, keys: A
 
 
 def _copies_left(counts: Any, hashes: int) -> tuple[int | None, ...] | None:
-    """Return how many copies of each block are left; None for an invalid count. The block is removed in any case."""
+    """Return how many copies of each block are left, with None for an invalid count. The block is removed in any
+    case.
+    """
     if not isinstance(counts, list) or len(counts) != hashes:
         return None
     copies = tuple([count if wire.is_u32(count) else None for count in counts])
@@ -201,7 +205,7 @@ def _group(value: Any) -> int | None:
 
 
 def _is_main(kind: Any) -> bool:
-    """Return whether a store is of main attention; one that names no kind of attention is."""
+    """Return whether a store is of main attention, as it is if it does not name a kind of attention."""
     if kind is None:
         return True
     if isinstance(kind, str):
@@ -210,11 +214,11 @@ def _is_main(kind: Any) -> bool:
 
 
 def _window(kind: Any, tokens: Any) -> int | None:
-    """Return how many tokens before a boundary a group must have, or None if its requirement is of another kind."""
+    """Return how many tokens before a boundary a group must have, or None if it needs something else."""
     if kind in _STATES:
         return 1
     if kind in _WINDOWS and wire.is_u32(tokens) and tokens > 0:
-        return max(1, tokens - 1)  # the next computed token is in its window, too
+        return max(1, tokens - 1)  # the window includes the next token to compute
     return None
 
 
@@ -260,14 +264,14 @@ def _without_names(
     elif not at_root:
         names = []
     if names:
-        # Of several names the salt is the last: vLLM puts images before it, and only bytes after it.
+        # If there are several texts, the last one is the salt. vLLM puts images before it, and only bytes after it.
         first.remove(names[-1])
         salt = _salt(names[-1])
     return remaining, salt
 
 
 def _digests(keys: list[Any] | None, images: list[Any] | None, seed: int) -> tuple[int | None, ...] | None:
-    """Return per block the digest of its other keys, or None if no block has any."""
+    """Return the digest of each block's other keys, or None if no block has any."""
     blocks: list[list[Any]] = keys if keys is not None else [[] for _ in images or ()]
     if images is not None:
         blocks = [block if image is None else [*block, image] for block, image in zip(blocks, images, strict=True)]

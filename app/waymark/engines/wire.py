@@ -1,9 +1,9 @@
-"""Converts the values of an event into ours, and bounds what is read; all dialects use it.
+"""Converts the values of events, and bounds how much is read, for all dialects.
 
-A bad event raises ``Rejected``, and an event without a meaning here raises ``Ignored``. Their sentences never contain a
-token or a salt, and are at most one line long.
+A bad event raises ``Rejected``; an event without a meaning for the index returns ``Ignored``. Their sentences never
+contain a token or a salt, and are at most one line long.
 
-A frame or a list above its ceiling is one lost batch, found before much work.
+A frame or a list above its ceiling makes the whole batch lost. This is found out before much work is done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK_SIZE_MAX: Final = 65536
 
 
 class Ignored(StrEnum):
-    """The reason why an understood event has no effect."""
+    """Why an event has no effect although it was understood."""
 
     EMPTY = "empty"
     REMOTE = "remote_locality"
@@ -65,7 +65,7 @@ def is_u32(value: object) -> TypeGuard[int]:
 
 
 def u64(value: Any, field: str, index: int | None = None) -> int:
-    """Return an engine hash as u64: an integer, signed or not, by its 64 bits; bytes by their last 8, big-endian."""
+    """Return an engine hash as u64: of an integer, signed or not, its 64 bits; of bytes, the last 8, big-endian."""
     if type(value) is int:
         if -(2**63) <= value <= U64_MASK:
             return value & U64_MASK
@@ -79,7 +79,7 @@ def u64(value: Any, field: str, index: int | None = None) -> int:
 
 
 def hashes(value: Any, field: str, read_hash: Callable[[Any, str, int], int] = u64) -> tuple[int, ...]:
-    """Return hashes in their order, each once; if some are not plain u64s, each is read with ``read_hash``."""
+    """Return hashes in order, each once. If some are not plain u64s, each is converted with ``read_hash``."""
     if not isinstance(value, list):
         raise Rejected("bad_hash", f"{field} is {shown(value)}, not a list", field=field, reason=_absence(value))
     plain = set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= U64_MASK
@@ -98,7 +98,7 @@ def tokens(value: Any, field: str = "token_ids") -> bytes:
         sentence = f"{field} is a {type(value).__name__}, not a list"
         raise Rejected("bad_tokens", sentence, field=field, reason="invalid_type")
     try:
-        # struct takes True for 1; the set of types is the cheapest way to see one.
+        # struct would pack True as 1. The set of types is the cheapest way to detect that.
         if set(map(type, value)) <= {int}:
             return token_bytes(value)
     except struct.error:
@@ -110,8 +110,8 @@ def tokens(value: Any, field: str = "token_ids") -> bytes:
 
 
 def tokens_of_pairs(value: list[Any], field: str = "token_ids") -> bytes:
-    """Return the first token of each pair (bigram) of a run. The second token of the last pair belongs to no block of
-    the event.
+    """Return the first token of each pair (bigram). The second token of the last pair belongs to no block of the
+    event.
     """
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise Rejected("bad_tokens", f"{field} holds pairs and something else", field=field)
@@ -154,7 +154,7 @@ class Ceilings:
 
 
 class OverCeiling(Undecodable):
-    """A batch left unread, whatever its other contents. ``kind`` is the ceiling, as a slug."""
+    """Raised for a batch that is left unread as a whole. ``kind`` is the ceiling, as a slug."""
 
 
 def frame_too_large(size: int, ceilings: Ceilings) -> OverCeiling:
@@ -173,7 +173,7 @@ def too_many_hashes(hashes: int, ceilings: Ceilings) -> OverCeiling:
 
 
 def misshapen(label: str) -> OverCeiling:
-    """Return the error for a long value in a field which every engine keeps short: reading it could take any time and
-    memory.
+    """Return the error for a long value in a field that every engine keeps short. Reading it could take any amount of
+    time and memory.
     """
     return OverCeiling("misshapen_event", f"a batch with {label} is not read")
