@@ -1,4 +1,4 @@
-"""One line for every HTTP request, if the operator wants it.
+"""Writes one line for every HTTP request, if the operator wants that.
 
 A line contains the route and sizes, never the path or contents: no query string, no body, and of the headers only the
 request's id.
@@ -30,7 +30,7 @@ class _Application(Protocol):
 
 
 class AccessLog:
-    """A wrapper of the whole application, so that an id is in every answer, a 500 included."""
+    """Wraps the whole application, so that every answer has an id, even a 500."""
 
     def __init__(self, app: _Application) -> None:
         self._app = app
@@ -39,15 +39,15 @@ class AccessLog:
             for path, question in app.straight.items()
             if isinstance(question, StraightOperation)
         }
-        # Asked for by a setting of its own: it is written whatever the level of the rest.
+        # The access log has its own setting, so it is written whatever the log level is.
         log.setLevel(logging.INFO)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = perf_counter()
-        status, length = 499, 0  # until an answer begins, the client has gone away
+        status, length = 499, 0  # the status of a request whose client leaves before an answer begins
         request_id = request_id_of(scope["headers"])
         scope["request_id"] = request_id
-        scope.pop("extensions", None)  # later layers read and change the messages of every server
+        scope.pop("extensions", None)  # later layers read and change the answer, so it must be ordinary messages
 
         async def noted(message: Message) -> None:
             nonlocal status, length
@@ -67,7 +67,7 @@ class AccessLog:
 
 
 class _LoggedQuestion:
-    """A straight question, with a line for each request."""
+    """A straight question that writes a line for each request."""
 
     def __init__(self, question: StraightOperation) -> None:
         self._question = question

@@ -1,7 +1,8 @@
 """``GET /activity``: the events of the installation, as server-sent events.
 
-One task reads the stream for all clients of this replica. A client has a bounded queue: one that falls behind is ended,
-and continues with ``Last-Event-ID``. While Redis is unavailable the connections stay, and go on afterwards.
+One task reads the stream for all clients of this replica. Each client has a bounded queue. The connection of a client
+that falls behind is ended, and the client can continue with ``Last-Event-ID``. While Redis is unavailable, connections
+stay open.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from waymark.store.activity import Activity, ActivityEntry, is_entry_id
 log = logging.getLogger(__name__)
 
 CLIENTS_MAX = 32
-"""Clients of a process. They are the open pages of people and a few programs, and each has a queue of its own."""
+"""The most clients of a process. They are open pages and a few programs, and each has its own queue."""
 
-#: Entries that a client without ``Last-Event-ID`` gets first.
+#: How many past entries a client without ``Last-Event-ID`` gets first.
 _FIRST = 100
-#: The entries of one read, and the bound on those that wait for one client.
+#: The most entries in one read, and the most entries that wait for one client.
 _READ_MAX = 500
 _WAITING_MAX = 1_000
 _POLL_SECONDS = 1.0
-#: A comment keeps proxies from ending a silent connection; that of ``deploy/nginx.conf`` does so after 10 seconds.
+#: A comment is sent so often, so that proxies do not end a silent connection; that of ``deploy/nginx.conf`` does so
+#: after 10 seconds.
 SILENT_SECONDS = 5.0
 _ALIVE: Final = b": alive\n\n"
-#: How long a browser waits before it connects again.
+#: How long a browser waits before it reconnects.
 _RETRY: Final = b"retry: 2000\n\n"
 
 
@@ -63,14 +65,14 @@ class _ActivityReader:
             self.put(_event(entry))
 
     def put(self, event: bytes | None) -> None:
-        """Queue an event; a client too far behind is ended after its queue."""
+        """Queue an event. If the client is too far behind, its connection ends after the queued events."""
         if not self.is_over:
             self.is_over = event is None or self.waiting.qsize() >= _WAITING_MAX
             self.waiting.put_nowait(None if self.is_over else event)
 
 
 class ActivityFeed:
-    """The handler of ``/activity``. ``stopping`` ends all connections."""
+    """The handler of ``/activity``. Setting ``stopping`` ends all connections."""
 
     def __init__(self, activity: Activity, metrics: Metrics, stopping: asyncio.Event | None = None) -> None:
         self._activity = activity
@@ -80,7 +82,7 @@ class ActivityFeed:
         self._task: asyncio.Task[None] | None = None
 
     async def follow(self, body: Body) -> Answer:
-        """Return the answer, which has no end unless ``follow`` is false."""
+        """Return the answer, which is endless unless ``follow`` is false."""
         last = body.path.get("Last-Event-ID")
         if last is not None and not is_entry_id(last):
             raise InvalidValue(
@@ -111,7 +113,7 @@ class ActivityFeed:
         )  # fmt: skip
 
     async def _events(self, client: _ActivityReader) -> AsyncGenerator[bytes]:
-        if len(self._clients) >= CLIENTS_MAX:  # others came while its first entries were read
+        if len(self._clients) >= CLIENTS_MAX:  # others may have connected while its first entries were read
             return
         self._join(client)
         try:
@@ -163,13 +165,13 @@ def _order(entry_id: str) -> tuple[int, int]:
 
 
 def _event(entry: ActivityEntry) -> bytes:
-    """Return one server-sent event; JSON has no line break."""
+    """Return one server-sent event. Its JSON has no line breaks."""
     milliseconds = int(entry.id.partition("-")[0])
     content: dict[str, Any] = {"at": milliseconds / 1000} | entry.content
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (entry.id.encode(), _kind(entry), orjson.dumps(content))
 
 
 def _kind(entry: ActivityEntry) -> bytes:
-    """Return the kind, which another release may have written."""
+    """Return the kind of an entry, which another release may have written."""
     kind = entry.content["kind"]
     return kind.encode() if isinstance(kind, str) and kind.isidentifier() and kind.isascii() else b"other"

@@ -1,7 +1,7 @@
-"""The admin paths of Continuum Router, with its names: the contents of the index, the basis of decisions, and a way to
-clear the index.
+"""The admin paths of Continuum Router, with its names: they show what the index contains and what decisions are based
+on, and clear the index.
 
-Decisions are counted over all replicas, up to a second ago.
+Decisions are counted over all replicas; the last second may be missing.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class InvalidateRequest(RequestBody):
 
 
 class OperatedCache(Protocol):
-    """A response cache, as its operator uses it."""
+    """The operations on a response cache that its operator uses."""
 
     async def state(self) -> CacheState: ...
 
@@ -141,7 +141,7 @@ def _cache_redis(state: CacheState, active: int, idle: int) -> ResponseCacheRedi
 
 
 def _duration(seconds: int) -> str:
-    """Format a duration like Continuum Router, such as ``30m``."""
+    """Format a duration as Continuum Router does, for example ``30m``."""
     for unit, size in (("h", 3600), ("m", 60)):
         if seconds % size == 0:
             return f"{seconds // size}{unit}"
@@ -180,7 +180,7 @@ class Admin:
         )
 
     async def _distribution(self, body: Body) -> list[BackendLoad]:
-        """Return the requests under way by instance, over its ranks and models."""
+        """Return the number of requests under way for each instance, over its ranks and models."""
         requests: Counter[str] = Counter()
         claims = [claim for claim in await self._store.directory.claims() if not claim.is_leaving]
         groups = {claim.group_id for claim in claims}
@@ -228,7 +228,7 @@ class Admin:
         return Answer(IndexBackends(enabled=True, backends=[_backend(state) for state in states]))
 
     async def kv_index_clear(self, body: Body) -> Answer:
-        """End the holdings of sources of opaque prefixes, or of every publisher."""
+        """End the holders of sources of opaque prefixes, or of every publisher."""
         scope = ClearRequest.of(body.fields).scope
         states = await self._store.states(body.caller.has)
         claims = {claim.publisher: claim for claim in await self._store.directory.claims() if not claim.is_leaving}
@@ -243,12 +243,12 @@ class Admin:
 
 
 def _entries(state: PublisherState) -> int:
-    """Return the number of entries of one publisher: a block or an opaque prefix at one of its holders."""
+    """Return the number of entries of one publisher. An entry is one block or opaque prefix of one of its holders."""
     return sum(state.blocks.values()) + sum(state.prefixes.values())
 
 
 def _name(state: PublisherState) -> str:
-    """Return the name of the instance; with its rank, but for the first one."""
+    """Return the name of the instance, followed by the rank unless that is 0."""
     registration = state.registration
     return f"{registration.instance_id}|{registration.dp_rank}" if registration.dp_rank else registration.instance_id
 

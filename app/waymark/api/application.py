@@ -59,7 +59,7 @@ from waymark.store.steps import Steps
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Engines, Tokenizers
 
-#: The hot paths.
+#: The paths of queries, which are the most frequent ones.
 _QUERIES = frozenset(
     {
         *("/query", "/query_by_hash", "/select", "/release", "/score"),
@@ -87,9 +87,9 @@ class GatewayParts(NamedTuple):
     """The parts of a gateway that its API needs."""
 
     start: StartupGate
-    """The gate of its decisions, so that it is ready exactly while it decides."""
+    """The gate of the gateway's decisions. The gateway is ready exactly when it decides."""
     cache: OperatedCache | None = None
-    """Its response cache; None: it is off."""
+    """The response cache of the gateway; None if it is off."""
 
     def rows(self, store: Store, options: ApiOptions) -> list[_PathRow]:
         """Return the operations on the index and on the response cache."""
@@ -102,7 +102,7 @@ class GatewayParts(NamedTuple):
 
 
 class _ApiParts:
-    """The handlers of a process. The caller closes what it gives."""
+    """The handlers of a process. The caller closes the objects that it passes in."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class _ApiParts:
         self.dynamo_loads = DynamoLoadHandlers(store, selector, inputs)
 
     def rows(self) -> list[_PathRow]:
-        """Return the operations of a replica in the order of the contract. Routes are tried in this order, too."""
+        """Return the operations of a replica in the order of the contract, in which routes are tried, too."""
         subjects = self.question_rows, self.publisher_rows, self.view_rows, self.process_rows, self.dynamo_rows
         return [row for rows in subjects for row in rows()]
 
@@ -211,7 +211,7 @@ class _ApiParts:
         ]
 
     def dynamo_rows(self) -> list[_PathRow]:
-        """Return the operations of Dynamo's indexer and selector without those about the cached blocks of a prompt."""
+        """Return the operations of Dynamo's indexer and selector, except those about the cached blocks of a prompt."""
         views, workers, select, loads = self.dynamo_views, self.dynamo_workers, self.dynamo_select, self.dynamo_loads
         picked, reserved = Straight(select.select), Straight(select.select_and_reserve)
         return [
@@ -269,11 +269,11 @@ def create_app(
     stopping: asyncio.Event | None = None,
     gateway: GatewayParts | None = None,
 ) -> Shortcut | AccessLog:
-    """Return the ASGI application over an open store, with its straight questions.
+    """Return the ASGI application on an open store, with its straight questions.
 
     The caller closes the store, the tokenizers and the asker.
 
-    ``stopping`` ends the answers that would not end by themselves. ``gateway``: the process is a gateway, too.
+    ``stopping`` ends endless answers. ``gateway`` is set if the process is a gateway, too.
     """
     parts = _ApiParts(store, options, selection, metrics, tokenizers, asker, stopping, gateway)
     rows = parts.rows() + (_admin_rows(store, options) if gateway is None else gateway.rows(store, options))
@@ -347,7 +347,7 @@ class Shortcut:
 
 
 def create_probes(store: Store, options: ApiOptions, metrics: Metrics, start: StartupGate | None = None) -> Starlette:
-    """Return ``/health``, ``/ready`` and ``/metrics`` alone, the paths of an ingest worker and a picker.
+    """Return only ``/health``, ``/ready`` and ``/metrics``, the paths of an ingest worker and a picker.
 
     ``start`` is the gate of a picker's decisions.
     """
@@ -365,8 +365,8 @@ def _probe_rows(probes: Probes, *, access: Access, ready: Doc) -> list[_PathRow]
 
 
 def create_inspections(store: Store, options: ApiOptions, metrics: Metrics, tokenizers: Tokenizers) -> Starlette:
-    """Return the paths of ``waymark status`` and ``waymark inspect``, for a caller that may read Redis directly:
-    no token is asked for, and ids and other tenants are named.
+    """Return the paths of ``waymark status`` and ``waymark inspect``, for a caller that may read Redis directly. So no
+    token is needed, and ids and other tenants are named.
     """
     queue, prompts = InspectionQueue(options.inspect_seconds), options.prompts
     inspections = _inspections(store, queue)
@@ -394,7 +394,7 @@ def _routed(rows: Iterable[_PathRow], options: ApiOptions, metrics: Metrics, gat
 
 
 def create_gateway_admin(store: Store, options: ApiOptions, metrics: Metrics, gateway: GatewayParts) -> Starlette:
-    """Return the paths of a gateway on a real Redis besides its clients' paths: probes, and the admin paths."""
+    """Return the probes and the admin paths of a gateway on a real Redis."""
     probes = Probes(store, metrics, gateway.start, warning=options.access.warning)
     rows = [*_probe_rows(probes, access="read", ready=docs.READY), *gateway.rows(store, options)]
     return _routed(rows, options, metrics, _gate(options.access))

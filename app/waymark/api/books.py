@@ -1,4 +1,4 @@
-"""``GET /books``: what decisions promised, what engines delivered, and what that was worth."""
+"""``GET /books``: the tokens that decisions promised, the tokens that engines delivered, and the gain."""
 
 from __future__ import annotations
 

@@ -44,26 +44,28 @@ from waymark.tokenization.prompt import SourcedTokens
 
 # The rows of an answer, in tokens, and a cache of them.
 #
-# Answers are cached by their walks: many prompts have the same beginning, or no match at all. An entry belongs to a
-# view of a holder table, and a view never changes: another table has another view. So an entry is never out of date;
-# entries of old views are forgotten with all others at once, when there is no room.
+# Answers are cached by their walks, because many prompts have the same beginning, or no match at all. An entry belongs
+# to a view of a holder table. A view never changes, because another table has another view, so an entry is never
+# outdated. When there is no room, all entries are dropped at once, including those of old views.
 
 InTokens = dict[str, dict[str, Any]]
 """An answer's rows, by instance."""
 
 BYTES_MAX = 8 * 2**20
-"""The size of the cache. The answers of a few thousand beginnings fit in; a further one is computed in microseconds."""
+"""The size of the cache. It has room for the answers of a few thousand beginnings; any other is computed in
+microseconds.
+"""
 
-#: Walks of more runs than this hardly come twice.
+#: A walk with more runs than this seldom occurs twice.
 _RUNS_MAX = 16
-#: The approximate size of a row, a run and a holder of a view, and of an instance without a match beside its text.
+#: The approximate sizes of a row, of a run, of a holder of a view, and of an instance without a match besides its text.
 _ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES, _UNMATCHED_BYTES = 1200, 100, 300, 100
 
 _NONE_KNOWN: dict[tuple[tuple[bytes, int], ...], MatchRows] = {}
 
 
 class UnmatchedRows:
-    """The rows of the instances of a view that have no match: they are most of a large group's, in every answer."""
+    """The rows of the instances of a view without a match, which are most rows of a large group's answers."""
 
     def __init__(self, view: View | None) -> None:
         """``view`` is None if there are none."""
@@ -80,14 +82,14 @@ def _text(name: str, row: dict[str, Any]) -> bytes:
 
 
 class MatchRows:
-    """The rows of a walk; not to be changed."""
+    """The rows of a walk. They must not be changed."""
 
     __slots__ = ("_instances", "_matched", "_unmatched", "blocks", "is_over", "is_plain", "json")
 
     def __init__(
         self, walk: Walk | None, matched: dict[int, dict[str, Any]], unmatched: UnmatchedRows, *, is_over: bool = False
     ) -> None:
-        """``matched`` are the rows of the instances with a match, by their numbers."""
+        """``matched`` has the rows of the instances with a match, by their indexes."""
         self._matched, self._unmatched = matched, unmatched
         texts = unmatched.texts[:]
         for number, row in matched.items():
@@ -95,9 +97,9 @@ class MatchRows:
         self.json = b"{%b}" % b",".join(texts)
         self.blocks = 0 if walk is None else walk.blocks
         self.is_over = is_over
-        """No instance goes on behind the runs of these rows."""
+        """Whether no instance continues after the runs of these rows."""
         self.is_plain = walk is None or walk.newest_seen <= walk.view.newest
-        """The table has all holders."""
+        """Whether the table has all holders of these rows."""
         self._instances: InTokens | None = None
 
     @property
@@ -112,19 +114,19 @@ class MatchRows:
 
     @property
     def rows(self) -> InTokens:
-        """One row for every instance, made now."""
+        """One row for every instance, computed at each access."""
         unmatched, matched = self._unmatched, self._matched
         return {name: matched.get(i) or unmatched.rows[i] for i, name in enumerate(unmatched.names)}
 
     def instances(self, walk: Walk | None) -> InTokens:
-        """Return the counts in the newer form of the API, from the walk of ``rows``; made once."""
+        """Return the counts in the newer form of the API, from the walk of ``rows``. They are computed only once."""
         if self._instances is None:
             self._instances = {} if walk is None else instances_in_tokens(dynamo_rows(walk), walk.view.block_size)
         return self._instances
 
 
 class AnswerCache:
-    """A cache of at most ``bytes_max``; with 0 it stays empty."""
+    """A cache of at most ``bytes_max`` bytes; with 0 it stays empty."""
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:
         self._bytes_max = bytes_max
@@ -159,9 +161,9 @@ class AnswerCache:
         return rows
 
     def of_runs(self, view: View, runs: tuple[tuple[bytes, int], ...], *, is_whole: bool) -> MatchRows | None:
-        """Return the rows of a walk along ``runs``; None if it might go on behind them, or if they are not plain.
+        """Return the rows of a walk along ``runs``, or None if it might continue after them, or if they are not plain.
 
-        ``is_whole``: no holder has a block behind the runs.
+        ``is_whole``: no holder has a block after the runs.
         """
         counted = self._known.get(view, _NONE_KNOWN).get(runs)
         if counted is None:
@@ -193,7 +195,7 @@ class AnswerCache:
 
 
 def match_rows(walk: Walk, unmatched: UnmatchedRows, *, is_over: bool = False) -> MatchRows:
-    """Return the rows of a walk, made now; ``unmatched`` are those of its view."""
+    """Compute the rows of a walk. ``unmatched`` has those of its view."""
     matched = {number: in_tokens(row, walk.view.block_size) for number, row in matched_rows(walk).items()}
     return MatchRows(walk, matched, unmatched, is_over=is_over)
 
@@ -201,7 +203,7 @@ def match_rows(walk: Walk, unmatched: UnmatchedRows, *, is_over: bool = False) -
 NOTHING = MatchRows(None, {}, UnmatchedRows(None))
 
 GeneralWay: TypeAlias = Callable[[Body, Start], Steps[Answer] | Paused]
-"""The steps of a query whose beginning a quick read has made."""
+"""Returns the remaining steps of a query that a quick read has begun."""
 
 _JSON = Format.JSON.value
 _TOKEN_BYTES = 4
@@ -254,9 +256,9 @@ class Conductor:
         return self._answer(asked, self._given.keys_of(QueryByHashRequest, body, asked.namespace), body.format, start)
 
     def quick(self, general: GeneralWay, body: Body, receiver: StepsReceiver[Answer | Paused]) -> bool:
-        """Begin to answer a query by a quick read; False if its fields, its group or its rows are not plain.
+        """Begin to answer a query by a quick read. Return False if its fields, its group or its rows are not plain.
 
-        ``general`` goes on with what the read does not decide.
+        ``general`` continues if the quick read is not enough.
         """
         asked: _QueryFields | None = None if body.text is None else body.text.asked
         numbers = body.numbers
@@ -268,7 +270,7 @@ class Conductor:
             if plan is None:
                 return False
         pieces = self._quick.portions.pieces(plan.entry.group_id)
-        count, size = PIECE_BLOCKS * pieces + 1, plan.view.block_size  # the one beyond says whether the chain goes on
+        count, size = PIECE_BLOCKS * pieces + 1, plan.view.block_size  # one more: does the chain continue?
         if asked.is_by_tokens:
             blocks = len(numbers) // (_TOKEN_BYTES * size)
             tokens = numbers[: _TOKEN_BYTES * size * count]
@@ -288,7 +290,7 @@ class Conductor:
         return True
 
     def _new_plan(self, group: GroupName, block_size: int | None) -> QuickPlan | None:
-        """Return a plan of a group whose answers have the blocks of the index alone, and keep it."""
+        """Cache and return a plan for a group whose answers need only the index."""
         plan = self._quick.plan(group, block_size)
         if plan is None or self._pools.of(plan.table):
             return None
@@ -298,7 +300,7 @@ class Conductor:
         return plan
 
     def _quick_answer(self, asked: _QueryFields, blocks: int, read: QuickRead) -> Answer | None:
-        """Return the answer by a quick read, and count it; None if the read does not decide it."""
+        """Return the answer of a quick read, and count it; None if the read is not enough for an answer."""
         if read.runs is None:
             return None
         counted = self._rows.of_runs(read.plan.view, read.runs, is_whole=read.is_over)
@@ -332,7 +334,7 @@ class Conductor:
             counted = match_rows(walk, UnmatchedRows(walk.view))
         else:
             counted = self._rows.of(walk)
-        # A group without instances may belong to a former tenant: groups outlive their registrations.
+        # A group without instances may belong to a former tenant, because groups outlive their registrations.
         if counted.is_empty:
             seconds = self._deadline_seconds
             waiting = Waiting(self._store.reader.is_tenant_known(group.tenant_id, deadline_seconds=seconds))
@@ -354,9 +356,7 @@ class Conductor:
         return Answer(self._shaped({group.tenant_id: rows}, instances, body_format), headers=headers)
 
     def _shaped(self, published: dict[str, Any], instances: dict[str, Any], body_format: Format) -> dict[str, Any]:
-        """Return the answer in the form of the API that the settings choose; ``auto`` combines both forms in
-        msgpack.
-        """
+        """Return the answer in the form that the settings choose. In msgpack, ``auto`` combines both forms."""
         if self._shape == "instances":
             return {"instances": instances}
         if self._shape == "published" or body_format is Format.JSON:
@@ -364,7 +364,9 @@ class Conductor:
         return published | {"instances": instances}
 
     def _note(self, group: GroupName, block_size: int) -> Steps[dict[str, str]]:
-        """Return the headers of an answer of zeros; a header cannot hold every size."""
+        """Return the headers that explain an answer without a match. They list only some sizes, because headers are
+        short.
+        """
         table = self._store.reader.table_at_hand(group)
         sizes = set() if table is None else {row.block_size for row in table.publishers.values()}
         if not sizes:
@@ -377,7 +379,7 @@ class Conductor:
         return {"X-Waymark-Note": note, "X-Waymark-Unknown": "block_size"}
 
     async def _unknown(self, group: GroupName) -> dict[str, str]:
-        """Return the headers of an answer about a model without engines, which say so. A header has ASCII only."""
+        """Return the headers that say that the model has no engines. A header has only ASCII."""
         near = await self._served.nearest_now(group)
         way_out = _NAMED if near is None else f"did you mean {json.dumps(near)}?"
         return {"X-Waymark-Note": f"{_UNKNOWN}; {way_out}", "X-Waymark-Unknown": "model"}
@@ -401,7 +403,7 @@ class _QueryFields(NamedTuple):
     """The salt of the request, without those of the registrations."""
     is_by_tokens: bool = False
     is_plain: bool = False
-    """The answer is that of the group as a whole, in one read, without further fields."""
+    """Whether the answer is about the whole group, in one read, without further fields."""
 
 
 def _validated(
@@ -438,21 +440,21 @@ def _by_hash(fields: dict[str, Any]) -> _QueryFields:
     return _validated(fields, request)
 
 
-# Rows by address: the table of a group as if each engine were named by the address that requests are sent to.
+# Rows by address: the table of a group in which each engine has the address of its requests as its name.
 
 
-#: Groups whose table is kept.
+#: The most groups whose tables are cached.
 _GROUPS_MAX = 256
 
 
 class AddressTables:
-    """Tables by address, each made once of a group's current table."""
+    """Tables by address, each computed once from a group's current table."""
 
     def __init__(self) -> None:
         self._made: dict[GroupName, tuple[HolderTable, HolderTable]] = {}
 
     def walk(self, table: HolderTable, walk: Walk) -> Walk:
-        """Return a walk over the same values with addresses in place of instances. Engines without an address have no
+        """Return a walk over the same values with addresses instead of instances. Engines without an address have no
         row.
         """
         cached = self._made.get(table.group)

@@ -1,4 +1,4 @@
-"""``/openapi.json`` and ``/docs``: the contract, generated from the operations and the models that validate.
+"""``/openapi.json`` and ``/docs``: the contract, generated from the operations and the models that validate bodies.
 
 ``examples.json`` has a request and an answer of each operation, as a session of the tests recorded them.
 """
@@ -46,7 +46,7 @@ _ERRORS = {
     503: "Redis, or the source of token ids, is unavailable. Retry-After says when to try again.",
 }
 
-#: Headers that come with a status, whatever the operation; those of a success are its own.
+#: Headers that every answer with this status has. The headers of a success are those of the operation.
 _HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     405: {"Allow": "the methods that this path supports"},
@@ -58,7 +58,7 @@ _HEADERS = {
 class Contract:
     """Handlers of ``/openapi.json`` and ``/docs``; ``describe`` is called once, with all operations.
 
-    The document takes a second to make. So it is made at the first request, in a thread, not at each start.
+    Generating the document takes a second, so this is done at the first request, in a thread, and not at each start.
     """
 
     def __init__(self, *, has_ui: bool = False) -> None:
@@ -84,7 +84,7 @@ class Contract:
 
 
 def statuses(operation: Operation) -> list[int]:
-    """Return every status that an operation may answer with, its success first."""
+    """Return every status that an operation may answer with, that of success first."""
     codes = {405, 500, *operation.doc.errors}
     if operation.has_body:
         codes |= {400, 413, 415}
@@ -123,12 +123,12 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 def _schemas(operations: Sequence[Operation]) -> tuple[dict[BodyType, dict[str, Any]], dict[str, Any]]:
-    """Return the schema of each body, and those by name that the schemas refer to."""
+    """Return the schema of each body, and the named schemas to which these refer."""
     models: dict[BodyType, None] = dict.fromkeys((ErrorBody, DynamoErrorBody, InstanceRow))
     for operation in operations:
         models |= dict.fromkeys(model for model in (operation.doc.request, operation.doc.answer) if model is not None)
     for model in list(models):
-        if _is(model, RootModel):  # its parts have spellings of their own
+        if _is(model, RootModel):  # its parts have their own spellings
             models |= dict.fromkeys(
                 part for part in get_args(model.model_fields["root"].annotation) if _is(part, RequestBody)
             )
@@ -137,7 +137,9 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[BodyType, dict[str, 
 
 @lru_cache(maxsize=2)
 def _schemas_of(models: tuple[BodyType, ...]) -> tuple[dict[BodyType, dict[str, Any]], dict[str, Any]]:
-    """Nobody changes them: a process with several applications, such as that of the tests, makes them once."""
+    """Return the schemas of the models, which must not be changed. A process with several applications, such as the
+    tests, generates them once.
+    """
     by_model, definitions = TypeAdapter.json_schemas(
         [(str(model), "validation", TypeAdapter(model)) for model in models], ref_template=_REF
     )
@@ -165,7 +167,7 @@ def _inherit_descriptions(schema: dict[str, Any], heir: type[AnswerShape]) -> No
 
 
 def _join_lines(schema: dict[str, Any]) -> None:
-    """Make one line of each sentence that takes several in the source."""
+    """Join the lines of sentences that are wrapped in the source."""
     for described in (schema, *schema.get("properties", {}).values()):
         if "description" in described:
             described["description"] = " ".join(described["description"].split())
@@ -183,7 +185,7 @@ def _add_spellings(schema: dict[str, Any], model: type[RequestBody]) -> None:
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
-    """Say of each field that may be absent that it may be null: a request's null is taken for an absent field."""
+    """Mark each field that may be absent as nullable, because a null in a request means an absent field."""
     for name, field in schema.get("properties", {}).items():
         if name in schema.get("required", ()):
             continue
@@ -211,7 +213,7 @@ def _operation(operation: Operation, contents: Mapping[Any, dict[str, Any]]) -> 
     if operation.access != "open":
         described["security"] = [{"token": []}, {}]
     error = DynamoErrorBody if operation.api == "dynamo" else ErrorBody
-    # An answer is written as its request was; without a body it is JSON.
+    # An answer has the format of its request; without a body it is JSON.
     formats = tuple(Format) if operation.has_body else (Format.JSON,)
     for status in statuses(operation):
         is_success = status == doc.status
@@ -230,7 +232,7 @@ def _operation(operation: Operation, contents: Mapping[Any, dict[str, Any]]) -> 
 
 
 def _add_example(described: dict[str, Any], path: str, example: dict[str, Any]) -> None:
-    """Put the recorded request and answer into the places that the document has for them."""
+    """Add the recorded request and answer to the description of their operation."""
     if "body" in example:
         described["requestBody"]["content"][Format.JSON.value.decode()]["example"] = example["body"]
     content = described["responses"][str(example["status"])]["content"]

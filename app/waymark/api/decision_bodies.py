@@ -32,17 +32,17 @@ class DecisionBody(NamedTuple):
 
     request: ScoreRequest | SelectRequest
     question: Question
-    """Its group is the model itself, if the request names it by an alias or by an adapter. The default policy may be
-    another one later.
+    """The question. If the request names the model by an alias or an adapter, its group is that of the model itself.
+    The default policy may still be replaced.
     """
     adapter: Adapter
     namespace: int
     text: ModelPrompt | None
     """The prompt, if it has no tokens yet."""
     items: PromptItems
-    """The images and other items among its tokens."""
+    """The images and other items among the tokens."""
     is_usual: bool = False
-    """Whether it may be a usual decision, see ``decide.usual``, with the usual answer."""
+    """Whether this may be a usual decision (see ``decide.usual``) with the usual answer."""
 
 
 def read_decision(

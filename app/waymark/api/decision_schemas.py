@@ -13,7 +13,7 @@ from waymark.decide.policies.presets import PRESETS
 from waymark.domain.books import USAGE_MAX
 from waymark.domain.names import NAME, OPTIONAL_NAME
 
-#: Candidates, and instances in ``only`` or ``exclude``, that one request may name.
+#: The most candidates, and the most instances in ``only`` or ``exclude``, in one request.
 NAMES_MAX = 4096
 RELEASES_MAX = 1000
 _COUNT_MAX = 100
@@ -72,14 +72,14 @@ class GivenCandidate(RequestBody):
 
 
 class _CandidatesSchema:
-    """What ``Candidates`` are in the published contract."""
+    """The schema of ``Candidates`` in the published contract."""
 
     @staticmethod
     def __get_pydantic_json_schema__(_: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"type": "array", "items": GivenCandidate.model_json_schema()}
 
 
-# Each is validated by itself, so that an error names its place.
+# Each one is validated separately, so that an error names its position.
 Candidates = Annotated[list[dict[str, Any]], _CandidatesSchema]
 
 

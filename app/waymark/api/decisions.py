@@ -1,4 +1,4 @@
-"""Handlers of ``/score``, ``/select`` and ``/release``: bodies in, decisions out."""
+"""The handlers of ``/score``, ``/select`` and ``/release``, which turn bodies into decisions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _JSON = Format.JSON.value
 
 
 class Decisions:
-    """The three kinds of handlers of one replica."""
+    """The handlers of one replica."""
 
     def __init__(
         self,
@@ -121,7 +121,9 @@ class Decisions:
         return (yield from self._select_generally(decision_body, body))
 
     def quick_select(self, body: Body, receiver: StepsReceiver[Answer | Paused]) -> bool:
-        """Begin to answer a body by a usual decision; False if it is not usual, or has not been asked before."""
+        """Begin to answer a body by a usual decision. Return False if it is not usual, or its fields are not in the
+        request cache.
+        """
         decision_body: DecisionBody | None = None if body.text is None else body.text.asked
         if decision_body is None or not decision_body.is_usual or not self._gate.is_unneeded:
             return False
@@ -145,7 +147,7 @@ class Decisions:
 
     def _selected(self, decision_body: DecisionBody, question: Question) -> Steps[Answer]:
         try:
-            # The queue of requests has to learn that Redis is away; it goes on with ``select_without_redis``.
+            # The queue of requests must learn that Redis is unavailable; it continues with ``select_without_redis``.
             selected = yield from self._selector.selecting(question, self._gate, passed_on=Cause.NO_REDIS)
             return select_answer(selected, select_request(decision_body))
         except UnknownModel as exc:
@@ -164,7 +166,7 @@ class Decisions:
             selected = yield from self._selector.selecting(question, self._gate, without=Cause.NO_REDIS)
             return select_answer(selected, request)
 
-        # The prefix alone decides.
+        # The decision follows from the prefix key alone.
         return await finished(self._with_prompt(decision_body, body, selected, is_sticky=True))
 
     async def release(self, body: Body) -> Answer:
@@ -207,7 +209,7 @@ class Decisions:
         return Answer(ReleaseAnswer(released=released, gone=missing + len(parsed) - len(own)))
 
     async def _own(self, reservations: Sequence[Reservation], caller: Caller) -> list[Reservation]:
-        """Return the reservations in groups of a caller's tenants; to the caller, the others are gone."""
+        """Return the reservations in groups of the caller's tenants. To the caller, others do not exist."""
         groups = await self._store.directory.groups()
         own = {entry.group_id for group, entry in groups.items() if caller.has(group.tenant_id)}
         return [reservation for reservation in reservations if reservation.group_id in own]
@@ -217,7 +219,7 @@ class Decisions:
     def _resolved(self, decision_body: DecisionBody) -> Steps[DecisionBody]:
         """Return the body with the model and the adapter that its ``model`` means."""
         group = decision_body.question.group
-        if self._store.reader.has_targets(group):  # it is a model's own name
+        if self._store.reader.has_targets(group):  # the name is that of a model
             return decision_body
         served = yield Waiting(self._served.of(group))
         return decision_body if served is None else as_served(decision_body, served)
@@ -230,7 +232,7 @@ class Decisions:
         *,
         is_sticky: bool = False,
     ) -> Steps[Answer | Paused]:
-        """Return the decision about a prompt, which first gets tokens if the policy needs them."""
+        """Return the decision about a prompt, which is tokenized first if the policy needs tokens."""
         request, question, text = decision_body.request, decision_body.question, decision_body.text
         if request.policy is None and question.policy is not self._selector.default_policy:
             question = question._replace(policy=self._selector.default_policy)
@@ -250,7 +252,9 @@ class Decisions:
         return (yield from decide(question._replace(prompt=keys_of_all(given_keys))))
 
     async def _tokens(self, text: ModelPrompt) -> SourcedTokens | None:
-        """Return the tokens of a text; None if it cannot be tokenized now; then the decision does without tokens."""
+        """Return the tokens of a text. Return None if it cannot be tokenized now, and then the decision is made without
+        tokens.
+        """
         began = perf_counter()
         try:
             return await self._tokenizer.tokens(text)
@@ -265,7 +269,7 @@ class Decisions:
         return None
 
     def _unread(self, request: ScoreRequest | SelectRequest, question: Question) -> Question:
-        """Return the question about a text without tokens; only then it has a prefix key."""
+        """Return the question about a text without tokens. Only such a question has a prefix key."""
         prompts = () if request.prompt is None else (request.prompt,)
         tokens = min(estimate_tokens(request.messages, request.system, prompts)[0], self._max_tokens)
         key = question.prefix_key
@@ -291,7 +295,7 @@ def _check_usage(request: ReleaseRequest) -> None:
         raise InvalidBody(complaint, reason="out_of_range", field="cached_tokens")
 
 
-# What the answers of ``/score`` and ``/select`` say of targets.
+# The targets in answers of ``/score`` and ``/select``.
 
 
 def best_by_address(scored: list[Scored]) -> list[Scored]:
@@ -357,7 +361,9 @@ def usual_answer(selected: UsualTarget, policy: str) -> bytes:
 
 @lru_cache(4096)
 def _usual_text(name: tuple[str, int], address: str | None, policy: str, decision: Decision) -> bytes:
-    """Return a usual answer about a target, with a place for each value that differs between two of them."""
+    """Return the format of usual answers about a target, with a placeholder for each value that differs between
+    answers.
+    """
     instance_id, address_text, policy_text, decision_text, headers = [
         orjson.dumps(value).replace(b"%", b"%%")
         for value in (name[0], address, policy, decision, target_headers(address))

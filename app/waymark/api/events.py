@@ -1,9 +1,9 @@
 """``POST /events``: standard events over HTTP, for publishers without a socket.
 
-One request does for its events the work that a stream does for frames: it takes the publisher's lease for as long as it
-needs, reads the progress of each stream of the envelope's dimensions, applies the next events, and gives the lease
-back. The order is ``event_id``'s, per stream. An event that was applied already is skipped by its mark even if its
-answer was lost, so a sender may always send again. A request's knowledge of the publisher's blocks serves the next one.
+A request does the work for its events that a stream does for frames: it takes the publisher's lease, reads the progress
+of each stream, applies the next events, and releases the lease. Each stream is ordered by ``event_id``. An event that
+was applied before is skipped, so a sender may always repeat a request whose answer was lost. The next request reuses
+what this one knows of the publisher's blocks.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class EventsRequest(Root[StandardEvent | list[StandardEvent]]):
 
 
 _LEASE_SECONDS = 10.0
-#: How long a request waits for another one's lease on the same publisher.
+#: How long a request waits for the lease of another request on the same publisher.
 _WAIT_SECONDS = 2.0
 _FOLD_EVENTS, _OWNERS_AT_ONCE = 64, 1024
-#: In Redis an event has a seq, which is exact in a double; its event_id need not be. The last such number is that of
+#: In Redis each event has a seq, which must be exact as a double; an event_id need not be. The last such number marks
 #: ended holders.
 _SEQS = 2**53 - 1
-#: Hashes in one event: it is decoded in one go, and others wait meanwhile.
+#: The most hashes in one event, because it is decoded in one go while other requests wait.
 EVENT_HASHES_MAX = 65_536
 
 
@@ -226,7 +226,7 @@ class Events:
                 break
             last_ids[name] = event_id
             if last is not None and event_id // _SEQS > last // _SEQS:
-                # The seqs begin again, so the holder does, too.
+                # The seqs begin again, so a new holder begins, too.
                 await self._flush(applier, fold, progress)
                 await applier.new_life(name)
             fold.append(Incoming(event_id % _SEQS, "", batch))
@@ -234,7 +234,7 @@ class Events:
                 await self._flush(applier, fold, progress)
         await self._flush(applier, fold, progress)
         if resolver.waiting.blocks:
-            # The room ends with the request: events that have not found their parent in it are lost.
+            # The waiting room ends with the request, so events that have not found their parent are lost.
             applier.counters["waiting_lost"] += resolver.waiting.blocks
             applier.counters["waiting"] = 0
             await applier.write({}, applier.counters)
@@ -250,7 +250,9 @@ class Events:
 
 
 def _length(document: object, field: str, width: int) -> int:
-    """Return how many integers of ``width`` bytes a field holds; anything but a list is refused when it is decoded."""
+    """Return how many integers of ``width`` bytes a field holds. Anything other than a list or bytes is refused in
+    decoding.
+    """
     value = document.get(field) if isinstance(document, dict) else None
     if isinstance(value, bytes):
         return len(value) // width
@@ -270,12 +272,14 @@ def _decoded(document: object, index: int | None) -> Event:
 
 
 class _Publishers:
-    """The publishers of a caller; each event finds its own without a look at all."""
+    """The publishers of a caller, indexed, so that an event's publisher is found without a search."""
 
     def __init__(self, claims: Sequence[Claim]) -> None:
         self._claims = claims
         self._by_rank: dict[tuple[str, str], dict[int, Claim]] = {}
-        """Those whose events come here, by instance and tenant, and then by rank; in order of registration."""
+        """The claims of publishers whose events come by HTTP, by instance and tenant, and then by rank, in order of
+        registration.
+        """
         for claim in claims:
             registration = claim.registration
             if registration.endpoint is None and registration.kind.traits.tells_events:
@@ -283,7 +287,7 @@ class _Publishers:
                 ranks.setdefault(registration.dp_rank, claim)
 
     def owner_of(self, event: Event) -> Claim:
-        """Return the publisher that an event belongs to; it names its instance as ``backend_id``."""
+        """Return the publisher of an event, which names its instance as ``backend_id``."""
         envelope = event.envelope
         assert envelope is not None
         ranks = self._by_rank.get((envelope.backend_id, envelope.tenant_id), {})

@@ -1,7 +1,7 @@
 """Why a query finds no more: ``/inspect/prompt``, and ``explain`` in queries and decisions.
 
-An explanation reads far more than a query does, so it has few places of its own, a deadline, and bounds. It speaks of
-the tenant that was asked for, and of no other: whether another one exists is not to be seen.
+An explanation reads far more than a query does, so only a few run at once, with a deadline and bounds. It only concerns
+the requested tenant, and does not reveal whether others exist.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from waymark.store.steps import Steps
 from waymark.store.store import Store
 
 BLOCKS_MAX = 16_384
-"""The longest explained prompt: 262,144 tokens in blocks of 16. Every row of its blocks is read."""
+"""The longest prompt that is explained: 262,144 tokens in blocks of 16. All of its rows are read."""
 
-#: Instances in an explanation beside an answer.
+#: The most instances in an explanation that accompanies an answer.
 _TOP = 20
 
 
@@ -47,7 +47,7 @@ class Explanations:
         *,
         is_own_redis: bool = False,
     ) -> None:
-        """``is_own_redis``: the caller may read Redis, so ids and other tenants are named."""
+        """With ``is_own_redis`` the caller may read Redis itself, so ids and other tenants are named."""
         self._is_own_redis = is_own_redis
         self._inspector = Inspector(store)
         self._tokenizer = tokenizer
@@ -68,7 +68,7 @@ class Explanations:
             if explanation.holding is None:
                 return InspectAnswer(**vars(fields), keys=(), rows=())
             block_keys, group = explanation.holding.keys, explanation.holding.group
-            is_reached = not self._inspector.client.is_embedded  # by redis-cli
+            is_reached = not self._inspector.client.is_embedded  # redis-cli can reach it
             rows = [group.key_of(Place(key)) for key in block_keys[::PIECE_BLOCKS]] if is_reached else []
             return InspectAnswer(**vars(fields), keys=[f"{key:016x}" for key in block_keys], rows=rows)
 
@@ -78,14 +78,14 @@ class Explanations:
         return Paused(inspected, answer)
 
     def explained(self, handler: Straight) -> Straight:
-        """Return the handler with an explanation beside its answer if a body asks for it."""
+        """Return a handler that adds an explanation to the answer if the body asks for one."""
 
         def steps(body: Body) -> Steps[Answer | Paused] | Paused:
             return explaining(body) if body.fields.get("explain") is True else handler.steps(body)
 
         def explaining(body: Body) -> Paused:
             async def resume(explanation: Explanation | NoExplanation) -> Answer:
-                answer = await resumed(handler(body))  # its text has been tokenized for the explanation
+                answer = await resumed(handler(body))  # the text was already tokenized for the explanation
                 content = answer.content
                 answer_fields = orjson.loads(content) if isinstance(content, bytes) else plain(content)
                 return Answer(answer_fields | {"explanation": plain(explanation)}, answer.status, answer.headers)
@@ -95,8 +95,8 @@ class Explanations:
         return Straight(steps, handler.quick)
 
     async def _beside(self, body: Body) -> Explanation | NoExplanation:
-        """Return an explanation, or an error in its place: it never fails the answer; of a wrong body, that answer is
-        the error.
+        """Return an explanation, or its error, because it must not fail the answer. For a wrong body the answer itself
+        is the error.
         """
         if body.fields.get("prefix_hash") is not None:
             return NoExplanation(reasons=["prefix_hash names no blocks, so there is nothing to look up"])
@@ -144,7 +144,7 @@ class Explanations:
         return await explain(self._inspector, prompt, group, block_size, groups, claims)
 
     async def _asked(self, request: InspectRequest, body: Body) -> InspectedPrompt:
-        """Return the prompt of a body, checked to its last element."""
+        """Return the prompt of a body, in which every element is checked."""
         text = text_of(request.group, request)
         tokens, seq_hashes, items = None, None, request.items
         if text is not None:

@@ -1,6 +1,6 @@
-"""``waymark status`` and ``waymark inspect``: what they ask, over HTTP or in a process of their own.
+"""The operations of ``waymark status`` and ``waymark inspect``, over HTTP or in a process of their own.
 
-An inspection reads far more than a query does. So inspections have few places of their own, and a deadline.
+An inspection reads far more than a query does, so only a few run at once, with a deadline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from waymark.store.store import Store
 T = TypeVar("T")
 
 AT_ONCE = 2
-"""Inspections that run at once. Each reads as much of Redis as many queries do, and people ask for few."""
+"""The inspections that run at once. Each reads as much from Redis as many queries do, and they are rare."""
 
 
 class InspectionQueue:
@@ -39,9 +39,7 @@ class InspectionQueue:
         self._seconds = seconds
 
     async def take(self, work: Callable[[], Awaitable[T]], *, name: str, remedy: str) -> T:
-        """Return the result of ``work``. After its deadline raise ``StoreUnavailable``, in words that name it and the
-        remedy.
-        """
+        """Return the result of ``work``. After its deadline raise ``StoreUnavailable`` with ``name`` and ``remedy``."""
         if not self._admission.try_enter():
             await self._admission.wait()
         is_unavailable: bool | None = None
@@ -70,11 +68,11 @@ _REMEDY = "name one group in group"
 
 BlockKey = Annotated[str, Field(pattern="^[0-9a-fA-F]{16}$")]
 CHAIN_MAX = 131_072
-"""The most blocks of a prompt whose rows are named: a command for every 32 blocks."""
+"""The most blocks of a prompt whose rows are named. Each 32 blocks give one command."""
 
 
 class InspectGroupsRequest(RequestBody):
-    """The groups to look into; without a field, all groups."""
+    """The groups to inspect; without a field, all groups."""
 
     group: Annotated[int, Field(ge=1, le=2**53 - 1)] | None = Field(
         default=None, description="an integer of 1..9007199254740991: only the group with this id"
@@ -98,7 +96,7 @@ class InspectHolderRequest(InspectGroupsRequest):
 
 
 class InspectKeysRequest(InspectGroupsRequest):
-    """What the commands are to show; with groups alone, everything but the blocks."""
+    """The objects whose commands are requested; with groups alone, everything but the blocks."""
 
     block: BlockKey | None = Field(default=None, description="16 hex digits: the row that begins with this block")
     holder: Annotated[int, Field(ge=0, le=2**53 - 1)] | None = Field(
@@ -173,8 +171,8 @@ class Inspections:
 
 
 def _wanted(parameters: Mapping[str, str]) -> PublisherFilter:
-    """Return the filter in a request; ``status`` may be several, separated by commas. Raise ``InvalidValue`` if one
-    does not exist.
+    """Return the filter in a request. ``status`` may have several values, separated by commas. Raise ``InvalidValue``
+    for an unknown one.
     """
     statuses = tuple(filter(None, parameters.get("status", "").split(",")))
     names = [status.value for status in StreamStatus]

@@ -1,7 +1,7 @@
 """One HTTP operation as a raw ASGI endpoint: method, access, body, handler, answer, errors, metrics.
 
-Starlette's request and response objects, and its layers, cost more than a query with cached results. So an operation
-does without them, down to the answer to an unexpected exception.
+Starlette's request and response objects and its layers cost more than a query with cached results. So an operation does
+not use them, not even for the answer to an unexpected exception.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ Api: TypeAlias = Literal["conductor", "dynamo"]
 _NO_BODY = Body({})
 _LONG_LISTS = ("token_ids", "tokens", "seq_hashes", "block_hashes")
 
-#: A method is the client's text; a label must be one of a few.
+#: The method is text from the client, but a label may have only a few values.
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """The parts of the application that every operation gets."""
+    """The parts of the application that every operation uses."""
 
     metrics: Metrics
     gate: Gate
     max_body_bytes: int
     max_tokens: int
     admission: Mapping[Queue, AdmissionQueue]
-    """Events that wait for a lease hold up neither queries nor decisions."""
+    """The queues. Events that wait for a lease delay neither queries nor decisions."""
     request_cache: RequestCache
 
 
 class Operation:
-    """A path with its one method (GET answers HEAD too)."""
+    """A path with one method (GET also answers HEAD)."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class Operation:
         dependencies: Dependencies,
         without_redis: Handler | None = None,
     ) -> None:
-        """Create an operation. ``without_redis`` answers if the handler, or the wait for it, found Redis
-        unavailable.
+        """Create an operation. ``without_redis`` answers if Redis turns out to be unavailable in the handler, or in the
+        wait for it.
         """
         self.method = method
         self.path = path
@@ -82,7 +82,7 @@ class Operation:
         self.access: Access = access
         self.doc = doc
         self._gate = dependencies.gate
-        # A probe is answered beside those that wait.
+        # A probe does not wait in a queue.
         queue = doc.queue or (None if access == "open" else "read" if access == "admin" else access)
         self._admission = dependencies.admission[queue] if doc.needs_redis and queue else None
         self._without_redis = without_redis
@@ -90,11 +90,11 @@ class Operation:
         self.long_list = _long_list(path, doc.request, dependencies)
         self._metrics = dependencies.metrics
         self._duration = self._metrics.http_request_duration_seconds.labels(route=path)
-        # Finding a series by its labels costs more than counting.
+        # Looking up a series by its labels costs more than counting.
         self._counts: dict[tuple[str, int], Counter] = {}
         self.methods: tuple[str, ...] = ("GET", "HEAD") if method == "GET" else (method,)
         self.allowed: tuple[str, ...] = self.methods
-        """The methods of the path; ``Resource`` adds those of the path's other operations."""
+        """The methods of the path. ``Resource`` adds those of its other operations."""
         self.has_body = doc.request is not None
         self._names_format = access == "write" and not dependencies.gate.has_tokens
         self._unfit_status = 422 if self.api == "dynamo" else 400
@@ -117,12 +117,12 @@ class Operation:
                 await send_answer(answer, body_format, scope, send)
         finally:
             self.count(scope["method"], status, perf_counter() - started)
-        if answer.stream is not None:  # it may last for hours, which are no duration of a request
+        if answer.stream is not None:  # it may last for hours, which is not the duration of a request
             is_allowed = partial(self._is_allowed, scope["headers"], answer.caller)
             await send_stream(answer, answer.stream, scope, receive, send, is_allowed)
 
     def _is_allowed(self, headers: RawHeaders, caller: Caller) -> bool:
-        """Return whether a request is still that of this caller, with the same rights."""
+        """Return whether a request still belongs to this caller, with the same rights."""
         try:
             return self._gate.check(self.access, headers) == caller
         except WaymarkError:
@@ -131,7 +131,7 @@ class Operation:
     def unexpected(self, error: Exception, headers: RawHeaders, known_id: str | None) -> Answer:
         """Return the answer to an unexpected exception, which is logged under the request's id.
 
-        Without ``known_id`` the id is taken from ``headers``, or made, and is in the answer.
+        Without ``known_id`` the id is taken from ``headers`` or generated, and added to the answer.
         """
         request_id = known_id or request_id_of(headers)
         log.error("request failed", extra=fields(request_id=request_id, route=self.path, **failure(error)))
@@ -143,7 +143,7 @@ class Operation:
         return Answer(self._error(body_of(error)), status_of(error, unfit_status=self._unfit_status), headers_of(error))
 
     def count(self, method: str, status: int, seconds: float) -> None:
-        """Count a request after its answer, or after its client has gone away."""
+        """Count a request after its answer, or after its client has disconnected."""
         duration = self._duration
         duration.sum += seconds
         duration.seen[bisect_left(duration.bounds, seconds)] += 1
@@ -166,7 +166,7 @@ class Operation:
                 body_format = format_of(headers, must_be_named=self._names_format) if self.has_body else body_format
             except InvalidValue as exc:
                 unreadable = exc
-            # A refusal is answered in the request's format, too, but comes before any other check.
+            # A refusal has the request's format, too, but comes before all other checks.
             caller = self._gate.check(self.access, headers)
             if self.access == "write":
                 check_site(headers)
@@ -183,7 +183,7 @@ class Operation:
                 if isinstance(answer, Paused):
                     result = await answer.work()
                     answer = await self._admitted(self._admission, answer.resume, result)
-                assert isinstance(answer, Answer)  # a request pauses once
+                assert isinstance(answer, Answer)  # a request pauses only once
                 return answer, body_format
             except StoreUnavailable:
                 if self._without_redis is None:
@@ -265,7 +265,7 @@ class Resource:
 
 
 def _long_list(path: str, model: type[BaseModel] | None, dependencies: Dependencies) -> LongList | None:
-    """Return the list that makes up most of a body; if a prompt may be tokens or hashes, both, tokens first."""
+    """Return the list that makes up most of a body. If a prompt may be tokens or hashes, return both, tokens first."""
     if model is None or not issubclass(model, RequestBody):
         return None
     names = [name for name in _LONG_LISTS if name in model.model_fields]

@@ -10,7 +10,7 @@ from waymark.apply.options import ApplyOptions
 from waymark.decide.options import PromptOptions
 
 ConductorShape: TypeAlias = Literal["auto", "published", "instances"]
-"""The form of ``/query`` answers: the older one, the newer one, or the one that the format of the body implies."""
+"""The form of ``/query`` answers: the older one, the newer one, or the one implied by the format of the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class AccessOptions:
     protects_reads: bool = False
     """Whether requests that only read need a token."""
     is_closed: bool = False
-    """Whether operations that need a token are closed if there is none, since strangers are clients of this port."""
+    """Whether operations that need a token are closed if none is set, because anyone may be a client of this port."""
     allowed_endpoints: tuple[str, ...] = ()
     """The endpoints that may be registered; empty: all."""
     warning: str | None = None
@@ -45,6 +45,6 @@ class ApiOptions:
     min_initial_workers: int = 0
     """The instances that must be registered before decisions begin."""
     injects_cache_control: bool = False
-    """Whether a gateway beside this API marks prompts for caching, which ``/admin`` tells."""
+    """Whether a gateway in this process marks prompts for caching, which ``/admin`` reports."""
     has_page: bool = True
     has_access_log: bool = False

@@ -38,7 +38,7 @@ _NO_DECISIONS = (
     "no decision of the last hour is kept, so nobody knows which prefixes are used; see WAYMARK_DECISIONS_KEPT"
 )
 _TOKENS, _TOKENS_MAX = 100_000, 10_000_000
-#: Prefixes read for one answer.
+#: The most prefixes read for one answer.
 _PREFIXES_MAX = 1024
 
 Rank = tuple[str, int]
@@ -92,7 +92,7 @@ class PlacementView:
         )
 
     async def _groups(self, body: Body) -> list[_ValuedGroup]:
-        """Return the groups that the request is about, each with its registered engines."""
+        """Return the groups that the request concerns, each with its registered engines."""
         model, tenant_id = body.path.get("model") or None, body.path.get("tenant") or None
         engines: dict[int, dict[str, list[Claim]]] = defaultdict(dict)
         for claim in await self._store.directory.claims():
@@ -108,7 +108,7 @@ class PlacementView:
         ]
 
     async def _valuations(self, groups: Sequence[_ValuedGroup]) -> dict[int, Valuation]:
-        """Return the last result of each group, and ask for further ones."""
+        """Return the last result of each group, and request new ones."""
         valuations, group_ids = self._store.valuations, [group.entry.group_id for group in groups]
         not_asked = set(group_ids) - await valuations.asked.read()
         if not_asked:
@@ -178,7 +178,7 @@ def _target(
 
 
 def _cost(target: ValuedTarget) -> tuple[Any, ...]:
-    """Return the key by which targets are ordered, the cheapest first, and those of unknown worth last."""
+    """Return the sort key of targets: the cheapest first, those of unknown worth last."""
     is_unknown = target.only_used_tokens is None
     costs = (0, 0, 0) if is_unknown else (target.only_used_tokens, target.requests, target.tokens)
     return is_unknown, *costs, target.instance_id
@@ -189,7 +189,7 @@ def _age(valuation: Valuation) -> float:
 
 
 def _tokens(text: str | None) -> int:
-    """Parse the number of tokens to be pulled. Raises InvalidValue."""
+    """Parse the number of tokens to pull. Raises InvalidValue."""
     if not text:
         return _TOKENS
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= _TOKENS_MAX):
@@ -198,7 +198,9 @@ def _tokens(text: str | None) -> int:
 
 
 def _named(groups: Sequence[_ValuedGroup], instance_id: str) -> tuple[_ValuedGroup, str]:
-    """Return the one group with an engine of this name. Raise NotFound, or InvalidValue if there are several."""
+    """Return the only group with an engine of this name. Raise NotFound if there is none, InvalidValue if there are
+    several.
+    """
     if not instance_id:
         raise InvalidValue("instance is missing; send the instance_id of the engine to be warmed", field="instance")
     named = [group for group in groups if instance_id in group.engines]
@@ -213,7 +215,7 @@ def _named(groups: Sequence[_ValuedGroup], instance_id: str) -> tuple[_ValuedGro
 
 
 class _Warming:
-    """The prefixes that one engine should pull, and where it finds them."""
+    """Finds the prefixes that one engine should pull, and the engines that have them."""
 
     def __init__(self, store: Store, group: _ValuedGroup, table: HolderTable, instance_id: str) -> None:
         self._store = store
@@ -232,7 +234,7 @@ class _Warming:
         }
 
     async def prefixes(self, entries: Sequence[PrefixUse], tokens: int) -> list[WarmPrefix]:
-        """Return the most used prefixes that the engine lacks and another one has, until they are so many tokens."""
+        """Return the most used prefixes that the engine lacks and another one has, up to ``tokens`` tokens."""
         chains: list[tuple[int, ...]] = []
         for entry in entries[:_PREFIXES_MAX]:
             chains.append((() if entry.before is None else chains[entry.before]) + entry.keys)
@@ -240,7 +242,7 @@ class _Warming:
         values = await values_of(self._store.client, self._group.entry, [Place(head) for head in heads])
         rows = {head: row for head, value in zip(heads, values, strict=True) if (row := read_row(value)) is not None}
         reached: list[int] = []
-        """How many blocks of each chain the engine has, or will have pulled."""
+        """How many blocks of each chain the engine has, or will have after pulling."""
         prefixes: list[WarmPrefix] = []
         for entry, chain in zip(entries, chains, strict=False):
             first = len(chain) - len(entry.keys)
@@ -260,7 +262,7 @@ class _Warming:
     async def _pull(
         self, prefix: PrefixUse, chain: Sequence[int], first: int, depths: Mapping[Rank, int]
     ) -> WarmPrefix | None:
-        """Return where the blocks from ``first`` on are; None if no other engine has one."""
+        """Return which engines have the blocks from ``first`` on, or None if no other engine has any."""
         sources = {name: claims[0].registration.target for name, claims in self._group.engines.items()}
         ranks = [rank for rank, blocks in depths.items() if blocks > first and rank[0] != self._instance_id]
         if not ranks:
@@ -296,7 +298,7 @@ class _Warming:
 
 
 def _leading(chain: Sequence[int], rows: Mapping[int, Row], owners: Mapping[int, Rank]) -> dict[Rank, int]:
-    """Return how many blocks from the beginning of a chain each rank has, on all its media together."""
+    """Return how many blocks each rank has from the beginning of a chain, on all its media together."""
     depths: dict[Rank, int] = {}
     for start in range(0, len(chain), PIECE_BLOCKS):
         row = rows.get(chain[start])

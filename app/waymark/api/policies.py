@@ -1,15 +1,15 @@
 """``GET /policies/compare`` and ``POST /policies/replay``: other policies over kept decisions.
 
-The answers say how often policies differ, and estimate the consequences. A policy decides again by the kept targets of
-a decision, with the function that ranks them in every decision. Its choices change the caches and the queues that later
-decisions see, so it decides in a simulated fleet. If no simulated fleet explains the tokens that were found, the
-estimate takes each decision by itself: the tokens that its target should have reused, and the time to the first token
-by the line that the kept decisions with a known time lie on. Such an estimate flatters the policy that decided, because
-the caches and loads are those that it has made.
+The answers say how often policies differ, and estimate the consequences. A policy decides again among the kept targets
+of a decision, with the same ranking function as in real decisions. Its choices change the caches and queues that later
+decisions see, so it decides in a simulated fleet. If a simulated fleet cannot explain the tokens that were found, each
+decision is estimated by itself: the tokens that its target should have reused, and the time to the first token from a
+line fitted to kept decisions with a known time. Such an estimate favours the policy that decided, because it has
+produced the caches and loads.
 
-An order of two policies is claimed only if chance does not explain it: the simulated differences of ten parts of the
-time have to agree so well that the 95 % interval of their mean leaves out 0. Which of equal targets is taken, and what
-follows from it, is chance, too.
+An order of two policies is claimed only if chance does not explain it: the time is cut into ten parts, and the 95 %
+interval of the mean of their simulated differences must exclude 0. The choice between equal targets, with its
+consequences, is chance, too.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from waymark.domain.targets import Role
 from waymark.store.kept_decisions import KeptDecision, KeptTarget, ShadowChoice
 from waymark.store.store import Store
 
-#: Decisions between two looks at other work of the process.
+#: The number of decisions after which other work of the process may run.
 _AT_ONCE = 50
-#: The parts of the time whose differences are compared, the decisions that a part has at least, and Student's t for an
-#: interval of 95 % from so many parts.
+#: The number of parts of the time whose differences are compared, the least decisions in a part, and Student's t for a
+#: 95 % interval from so many parts.
 _PARTS, _PART_MIN, _STUDENT = 10, 5, 2.262
 _PROFILES: dict[str | None, ProfileName] = {"single": "single", "disagg": "disagg"}
 _ROLES = frozenset(role.value for role in Role)
 
 
 class FirstTokenLines:
-    """The time to the first token by the work until then: a line for each target, and one for all."""
+    """Lines that give the time to the first token by the work until then: one for each target, and one for all."""
 
     def __init__(self, decisions: Iterable[KeptDecision]) -> None:
         self._all = NO_SUMS
@@ -78,15 +78,15 @@ class FirstTokenLines:
 
 @dataclass(slots=True)
 class PolicySums:
-    """The choices of one policy, and those that were made, in the same decisions."""
+    """Sums over the choices of one policy, and over the actual choices in the same decisions."""
 
     name: str
     decisions: int = 0
-    """Decisions in which it prefers a target."""
+    """The decisions in which the policy prefers a target."""
     differs: int = 0
-    """The decisions in which it prefers another target than the policy that decided."""
+    """The decisions in which the policy prefers another target than the one that was chosen."""
     none: int = 0
-    """Further decisions: it preferred no target, failed, or was not asked."""
+    """The decisions in which the policy preferred no target, failed, or was not asked."""
     expected: int = 0
     """The tokens that its targets should have reused."""
     expected_of_chosen: int = 0
@@ -94,12 +94,12 @@ class PolicySums:
     times_of_chosen: list[float] = field(default_factory=list)
     is_simulated: bool = False
     costs: list[float | None] = field(default_factory=list)
-    """By decision in the simulated fleet: the time to the first token, or without times the tokens computed again; None
-    if it preferred no target.
+    """The cost of each decision in the simulated fleet: the time to the first token, or without times the recomputed
+    tokens; None if the policy preferred no target.
     """
     costs_of_chosen: list[float | None] = field(default_factory=list)
     alike: list[str] = field(default_factory=list)
-    """The policies of the other rows that it is not told apart from."""
+    """The policies of the other rows from which chance cannot separate it."""
 
     def add(self, decision: KeptDecision, choice: ShadowChoice | None, lines: FirstTokenLines) -> None:
         if choice is None:
@@ -118,7 +118,7 @@ class PolicySums:
     def simulate(
         self, simulation: Sequence[SimulatedRequest | None], actual: Sequence[SimulatedRequest | None]
     ) -> None:
-        """Take the figures of a simulated fleet in place of those of single decisions."""
+        """Replace the figures of single decisions with those of a simulated fleet."""
         pairs = [
             (own, chosen)
             for own, chosen in zip(simulation, actual, strict=True)
@@ -156,7 +156,7 @@ def _costs(requests: Sequence[SimulatedRequest | None], has_times: bool) -> list
 
 
 def are_apart(first: Sequence[float | None], second: Sequence[float | None]) -> bool:
-    """Return whether two policies differ by more than chance explains, by what each decision cost them, in order."""
+    """Return whether two policies differ by more than chance explains, given their costs of each decision, in order."""
     if len(first) != len(second):
         return False
     differences = [a - b for a, b in zip(first, second, strict=True) if a is not None and b is not None]
@@ -194,8 +194,8 @@ async def compare(
 ) -> PoliciesAnswer:
     """Return the outcomes of the decisions, and a row for each of their shadows.
 
-    ``policies`` are the shadows whose policies are known; ``is_one_group``: all decisions are of one group;
-    ``unreadable`` is the number of records that were left out.
+    ``policies`` are the shadows with known policies. ``is_one_group``: all decisions are of one group. ``unreadable``
+    is the number of records that were left out.
     """
     names = {name: None for decision in decisions for name in decision.shadows}
     policies_by_name = {shadow.name: shadow.policy for shadow in policies if shadow.name in names}
@@ -238,7 +238,8 @@ async def _compared(
             policy_sums.add(decision, choose(decision, policy_sums.name), lines)
     fleet = SimulatedFleet(decisions)
     if set(names) == set(policies) and names and fleet.is_possible and await fleet.fit():
-        # Either all rows or no row: the figures of a simulation are not comparable with those of single decisions.
+        # All rows are simulated, or none, because figures of a simulation cannot be compared with those of single
+        # decisions.
         actual = await fleet.actual()
         for name, policy in policies.items():
             if sums[name].decisions:
@@ -261,9 +262,9 @@ def _publisher(policy: PolicyChoice, decision: KeptDecision) -> int | None:
 
 
 def _gain(row: ComparedPolicy) -> tuple[float, float]:
-    """Return the order of policies, best first: by the time to the first token, if it is known, and by tokens.
+    """Return the sort key of policies, best first: by the time to the first token if it is known, otherwise by tokens.
 
-    Each is compared with the choices that were made, since two shadows may not have seen the same decisions.
+    Each policy is compared with the actual choices, because two shadows may have seen different decisions.
     """
     time, chosen = row.predicted_ttft_ms, row.predicted_ttft_ms_of_chosen
     gain = 0.0 if time is None or chosen is None else time - chosen
@@ -288,7 +289,7 @@ class _KeptRings:
 
 
 def decide_again(decision: KeptDecision, policy: PolicyChoice) -> ShadowChoice | None:
-    """Return the choice of a policy between the kept targets of a decision, or None if it leaves all out."""
+    """Return the choice of a policy among the kept targets of a decision, or None if it excludes all of them."""
     candidates = [_candidate(target) for target in decision.targets]
     if not candidates:
         return None
@@ -313,7 +314,7 @@ def decide_again(decision: KeptDecision, policy: PolicyChoice) -> ShadowChoice |
         session=decision.session,
         parameters=SelectParameters(profile=_PROFILES.get(decision.profile)),
     )
-    # A policy that draws lots draws the same ones for a decision each time.
+    # A random policy draws the same numbers each time for the same decision.
     random = Random(decision.nonce)
     ranked = stages(rings, request, question, candidates, (), random, decision.active_bound)
     if ranked is None:
@@ -353,7 +354,7 @@ def _candidate(target: KeptTarget) -> Candidate:
 
 PARAMETERS = ("model", "tenant", "since")
 _DEFAULT = "24h"
-#: The newest kept decisions that one answer is about: a replay of so many takes a second or two of CPU.
+#: The most decisions in one answer, the newest ones. Replaying so many takes a second or two of CPU.
 DECISIONS_MAX = 10_000
 FILE_MAX = 16_384
 
@@ -375,7 +376,7 @@ class TryPolicyRequest(RequestBody):
 
 
 class PoliciesView:
-    """The handlers."""
+    """The handlers of ``/policies/compare`` and ``/policies/replay``."""
 
     def __init__(self, store: Store, shadows: Sequence[Shadow]) -> None:
         self._store = store
@@ -396,7 +397,7 @@ class PoliciesView:
             raise InvalidBody("send policy, the name of a policy, or file, the text of a picker file", field="policy")
         seconds = since_seconds(request.since)
         if request.file is not None:
-            # The parser holds the GIL in small steps only.
+            # The parser holds the GIL only for short times.
             config = await asyncio.to_thread(read_picker_config, request.file)
             policy = Shadow("file", PolicyChoice.of(config))
         else:
@@ -411,7 +412,7 @@ class PoliciesView:
     async def _read(
         self, has: Callable[[str], bool], model: str | None, tenant_id: str | None, seconds: int
     ) -> tuple[list[KeptDecision], int, bool]:
-        """Read the newest decisions of the groups that the caller sees, in the order of time.
+        """Read the newest decisions of the groups that the caller sees, in order of time.
 
         Also return how many records cannot be read, and whether all decisions are of one group.
         """
@@ -427,7 +428,7 @@ class PoliciesView:
                 decisions += reading.decisions
                 unreadable += reading.unreadable
                 groups += bool(reading.decisions)
-                # Of many groups no more are held at a time than those of two.
+                # Never hold the decisions of more than two groups at a time.
                 decisions = sorted(decisions, key=_time)[-DECISIONS_MAX:]
         return decisions, unreadable, groups == 1
 

@@ -1,11 +1,11 @@
-"""Liveness, readiness, metrics, and the page: paths that no client of the index asks.
+"""Liveness, readiness, metrics, and the page: the paths that are not for clients of the index.
 
 A process is alive while its event loop runs, and ready while Redis answers and has the scripts. Neither probe contacts
-an engine. They never wait long for a Redis that hangs, because their caller has a time limit, usually of a second.
+an engine. They do not wait long for a Redis that hangs, because their caller has a time limit, usually a second.
 
-``GET /ui`` is the page of a replica, written by us and served as it is. Its files are independent of the installation,
-so every client may load them. Their contents come from the other paths, which check the token. The content security
-policy lets the page load nothing from elsewhere, run no inline script, and be in no frame.
+``GET /ui`` is the page of a replica, which is served unchanged. Its files are independent of the installation, so every
+client may load them. Their contents come from the other paths, which check the token. The content security policy
+forbids the page to load anything from elsewhere, to run inline scripts, and to be in a frame.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Probes:
         *,
         warning: str | None = None,
     ) -> None:
-        """``gate``: for a process that decides. ``tokenizer``: for one that accepts text. ``warning`` always shows."""
+        """Create the handlers. ``gate`` is that of a process that decides, ``tokenizer`` that of one that accepts text.
+        ``warning`` is always shown.
+        """
         self._lasting = [] if warning is None else [warning]
         self._store = store
         self._tokenizer = tokenizer
@@ -91,14 +93,14 @@ class Probes:
         return Answer(text, media_type=media_type.encode())
 
     async def _health(self) -> RedisHealth:
-        """Return the health of Redis, and set the metrics from it. The embedded Redis has no data but that it is up."""
+        """Return the health of Redis, and set its metrics. All that is known of the embedded Redis is that it is up."""
         health, metrics = await self._store.health.poll(), self._metrics
         metrics.redis_up.set(health.is_up)
         if health.primaries:
             for reason in HealthReason:
                 metrics.redis_misconfigured.labels(reason=reason).set(reason in health.warnings)
             for gauge in (metrics.redis_memory_bytes, metrics.redis_memory_max_bytes, metrics.redis_evicted_keys):
-                gauge.clear()  # a Cluster may have fewer primaries than before
+                gauge.clear()  # a Cluster may now have fewer primaries
             for number, primary in enumerate(health.primaries):
                 metrics.redis_memory_bytes.labels(primary=number).set(primary.memory_bytes)
                 metrics.redis_memory_max_bytes.labels(primary=number).set(primary.memory_max_bytes)
@@ -107,10 +109,10 @@ class Probes:
 
 
 class Page:
-    """Handlers of ``/``, ``/ui`` and the files of the page, which are read once."""
+    """Handlers of ``/``, ``/ui`` and the files of the page, which are read only once."""
 
     def __init__(self, *, is_shown: bool) -> None:
-        """``is_shown=False``: there is no page."""
+        """With ``is_shown=False`` there is no page."""
         self._index = (_PAGE_FOLDER / "index.html").read_bytes() if is_shown else b""
         self._files = {
             path.name: (path.read_bytes(), _MEDIA_TYPES[path.suffix])

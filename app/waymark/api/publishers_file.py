@@ -1,4 +1,4 @@
-"""The publishers that an operator names in a file, ``WAYMARK_PUBLISHERS_FILE``: read at the start, and as it changes.
+"""Reads the publishers that an operator lists in ``WAYMARK_PUBLISHERS_FILE``, at the start and when the file changes.
 
 The file is JSON or YAML, in one of three shapes: a list of bodies of ``POST /register``, also those with ``url``:
 
@@ -37,11 +37,11 @@ _SHAPES = "give a list of registrations, or an object with kvevent_instance or e
 
 
 class _UnreadableFile(Exception):
-    """The file is neither JSON nor YAML that can be used; the text says why."""
+    """The file is neither usable JSON nor usable YAML; the text says why."""
 
 
 def read_publishers(path: str, allowed_endpoints: Sequence[str] = ()) -> list[Registration]:
-    """Read the registrations of the file, in its order, without the engines that must be asked first.
+    """Read the registrations of the file, in order, without the engines that must first be asked for theirs.
 
     Raise ``SettingsError`` if anything in the file is wrong.
     """
@@ -56,7 +56,7 @@ def read_publishers(path: str, allowed_endpoints: Sequence[str] = ()) -> list[Re
 def read_wanted(
     path: str, allowed_endpoints: Sequence[str] = (), ports: tuple[int, int, int] = (0, 0, 0)
 ) -> list[WantedEngine]:
-    """Read the engines and publishers of the file, in its order. Raise ``SettingsError`` if anything in it is wrong.
+    """Read the engines and publishers of the file, in order. Raise ``SettingsError`` if anything in it is wrong.
 
     ``ports`` are for engines whose sockets are not named: event port and replay port of rank 0, and the number of
     ranks.
@@ -91,7 +91,7 @@ def read_wanted(
 def _wanted(
     path: str, entry: Any, allowed: AllowedEndpoints, ports: tuple[int, int, int]
 ) -> tuple[tuple[str, str, int], WantedEngine]:
-    """Return an entry and its name, which must be unique."""
+    """Return the name of an entry, which must be unique, and the engine that it describes."""
     if not isinstance(entry, dict):
         raise InvalidValue(f"it is {kind(entry)}; give an object with the fields of POST /register")
     if entry.get("url"):
@@ -110,10 +110,8 @@ def _origin(path: str, name: tuple[str, str, int]) -> Origin:
 
 
 def _with_endpoint(entry: dict[str, Any]) -> dict[str, Any]:
-    """Convert an entry of the Conductor's first configurations to today's form: ``ip`` and ``port``, no adapter by
-    number.
-    """
-    # There -1 is no adapter. Another one would have to be a name here.
+    """Convert an entry of the Conductor's first configurations, with ``ip`` and ``port``, to today's form."""
+    # There -1 means no adapter. Other numbers cannot be converted, because adapters have names here.
     if entry.get("lora_id") not in (None, -1):
         raise InvalidValue(f"lora_id is {shown(entry['lora_id'])}; give lora_name, or leave both out", field="lora_id")
     ip, port = entry.get("ip"), entry.get("port")
@@ -151,7 +149,7 @@ def _of_endpoint(entry: Any) -> Any:
         return entry
     address, port = entry["address"], entry.get("port", 8000)
     if not isinstance(address, str) or not str(port).isdecimal():
-        return entry | {"url": f"{address}:{port}"}  # refused later, with the field and its value
+        return entry | {"url": f"{address}:{port}"}  # this is refused later, with the field and its value
     fields = {name: value for name, value in entry.items() if name not in ("address", "port", "name", "namespace")}
     host = f"[{address}]" if ":" in address else address
     if entry.get("name"):
@@ -177,14 +175,16 @@ def _parsed(path: Path) -> Any:
     except (ValueError, RecursionError, yaml.YAMLError) as exc:
         raise _UnreadableFile(f"the file is not {'JSON' if is_json else 'YAML'}: {' '.join(str(exc).split())}") from exc
     try:
-        # Only values of a body of POST /register: names are texts, numbers have 64 bits.
+        # Only values that JSON has, as in a body of POST /register: names are texts, numbers have 64 bits.
         return orjson.loads(orjson.dumps(content))
     except orjson.JSONEncodeError as exc:
         raise _UnreadableFile(f"it holds what JSON has not ({exc}); put names and other strings in quotes") from exc
 
 
 def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return an object whose names all differ: of two equal ones the parsers would silently keep the last."""
+    """Return an object whose names must all differ, because the parsers would silently keep the last of two equal
+    ones.
+    """
     fields: dict[Any, Any] = {}
     for name, value in pairs:
         if name in fields:
@@ -194,7 +194,7 @@ def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's plain values only."""
+    """Loads only YAML's plain values."""
 
 
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:

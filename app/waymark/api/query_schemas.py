@@ -26,7 +26,7 @@ System = Annotated[
 
 
 class TextFields(RequestBody):
-    """A text, or the messages of a chat request, in place of token ids."""
+    """A text, or the messages of a chat request, instead of token ids."""
 
     prompt: str | None = Field(
         default=None, description="a text; the model needs a tokenizer, or an engine with an address"
@@ -96,7 +96,7 @@ class DetokenizeRequest(OfModel):
 
 
 class Named(OfModel):
-    """The model, tenant, adapter and salts of the blocks that a request is about."""
+    """The model, tenant, adapter and salts of the blocks that a request concerns."""
 
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
     lora_id: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(

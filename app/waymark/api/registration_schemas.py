@@ -44,7 +44,7 @@ from waymark.domain.targets import (
 )
 from waymark.domain.waiting import SHARDS_MAX
 
-# The types of a registration's fields: each takes a value from JSON, or explains its mistake.
+# The types of a registration's fields. Each validates a value from JSON, or explains the mistake.
 
 
 def _kind(value: Any) -> Any:
@@ -100,7 +100,7 @@ def _labels(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-#: Media in ``medium_endpoints``.
+#: The most media in ``medium_endpoints``.
 MEDIA_MAX = 16
 
 
@@ -227,7 +227,7 @@ class _PublisherFields(RequestBody):
     )
 
     def draft(self) -> Draft:
-        """Return the fields without the URL of the engine, as every source of registrations gives them."""
+        """Return the fields without the URL of the engine, in the form that all sources of registrations use."""
         return Draft(**{name: value for name, value in self if name != "url"})
 
 
@@ -275,11 +275,11 @@ class UnregisterRequest(RequestBody):
 
 
 class RepairRequest(UnregisterRequest):
-    """The engine, or one rank of it, whose blocks are to be asked for anew."""
+    """The engine, or one of its ranks, whose blocks are to be requested again."""
 
 
 class WeightRequest(UnregisterRequest):
-    """The engine, or one rank of it, and its new weight."""
+    """The engine, or one of its ranks, and its new weight."""
 
     weight: Weight = Field(
         description=f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"

@@ -1,4 +1,4 @@
-"""Publishers are registered, weighted and unregistered: ``/register``, ``/weight`` and ``/unregister``."""
+"""Registers, weights and unregisters publishers: ``/register``, ``/weight`` and ``/unregister``."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class Registrations:
         )
 
     async def _register_sockets(self, sockets: list[Registration]) -> None:
-        """Register all sockets of a rank, and unregister its former ones.
+        """Register all sockets of a rank, and unregister its former sockets.
 
-        The same sockets under other media are the same registration: the first one stays the first.
+        If the same sockets are registered again with other media, the first one stays the first one.
         """
         first = sockets[0]
         registered = await self._store.directory.registrations()
-        # A socket with a topic is a registration by itself.
+        # A socket with a topic is a separate registration.
         former = [entry for entry in registered if entry.name.rank == first.name.rank and entry.topic is None]
         if first.topic is not None:
             former = []
@@ -103,7 +103,7 @@ class Registrations:
                     endpoint=endpoint,
                     is_further=item.is_further,
                     target=target[item.is_further],
-                    # A replay is of the socket that it was registered with.
+                    # A replay endpoint belongs to the socket with which it was registered.
                     replay_endpoint=item.replay_endpoint and first.replay_endpoint,
                 )
                 for endpoint, item in stays.items()
@@ -149,7 +149,7 @@ class Registrations:
     async def weight(self, body: Body) -> Answer:
         """Set a new weight for each rank of an engine that takes requests."""
         request = WeightRequest.of(body.fields)
-        # A further socket of a rank is no target: its weight stays 0.
+        # An additional socket of a rank is not a target, so its weight stays 0.
         names = [registration.name for registration in await self._named(request) if not registration.is_further]
         changed = [name for name in names if await self._store.registry.set_weight(name, request.weight)]
         if not changed:
@@ -159,7 +159,7 @@ class Registrations:
         )
 
     async def repair(self, body: Body) -> Answer:
-        """Ask the workers of an engine's streams, each of which sees the mark when it renews its lease."""
+        """Request a repair from the workers of an engine's streams, which see the mark when they renew their leases."""
         request = RepairRequest.of(body.fields)
         registrations = await self._named(request)
         if not registrations:
@@ -182,7 +182,7 @@ class Registrations:
     async def unregister(self, body: Body) -> Answer:
         request = UnregisterRequest.of(body.fields)
         names = [registration.name for registration in await self._named(request)]
-        if request.dp_rank is not None and not names:  # even if its claim cannot be read, which is reported
+        if request.dp_rank is not None and not names:  # its claim may be unreadable, which is reported
             names = [PublisherName(request.instance_id, request.tenant_id or DEFAULT_TENANT, request.dp_rank)]
         removed = await self._store.registry.unregister(names) if names else []
         self._store.reader.forget_rows()
@@ -191,7 +191,7 @@ class Registrations:
         return Answer(UnregisterAnswer(status="unregistered successfully", removed_instances=[*map(str, removed)]))
 
     async def _named(self, request: UnregisterRequest) -> list[Registration]:
-        """Return the registrations under the names of a request."""
+        """Return the registrations that a request names."""
         tenant_id = request.tenant_id or DEFAULT_TENANT
         return [
             registration
@@ -203,7 +203,7 @@ class Registrations:
 
 
 def _not_found(request: UnregisterRequest) -> NotFound:
-    """Return an error in the words of Mooncake's Conductor, which clients match on, and then their meaning."""
+    """Return an error in the words of Mooncake's Conductor, on which clients match, followed by an explanation."""
     tenant_id, rank = request.tenant_id or DEFAULT_TENANT, "*" if request.dp_rank is None else request.dp_rank
     named = f"instance_id {shown(request.instance_id)} and tenant_id {shown(tenant_id)}"
     if request.dp_rank is not None:

@@ -1,4 +1,4 @@
-"""Operations on the straight way of the server: without a task, a future and the messages of ASGI.
+"""Operations for the server's straight way, which needs no task, no future and no ASGI messages.
 
 A request goes this way if its answer follows from its body and from Redis. Access, format, admission, the parser, the
 steps of the handler, errors and metrics are those of the ordinary way.
@@ -20,14 +20,14 @@ from waymark.base.asgi import Answering, RawHeaders, StraightRequest
 from waymark.base.errors import StoreUnavailable, WaymarkError
 from waymark.store.steps import Steps, StepsReceiver, finished, never, run, waited
 
-#: The fields of an unusual request.
+#: The headers of an unusual request.
 _UNUSUAL = frozenset({b"content-encoding", b"origin", b"sec-fetch-site"})
-#: A longer body is read piece by piece on the ordinary way. It is about 150,000 token ids.
+#: A longer body (about 150,000 token ids) is read piece by piece, in the ordinary way.
 _BODY_BYTES_MAX = 2**20
 
 
 Quick: TypeAlias = Callable[[Body, StepsReceiver[Answer | Paused]], bool]
-"""Begins the work on a usual body in fewer calls than its steps; False if the body is not usual."""
+"""Begins the work on a usual body in fewer calls than its steps need. Returns False if the body is not usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Straight:
     """A handler whose work is steps, so that it needs no task."""
 
     steps: Callable[[Body], Steps[Answer | Paused] | Paused]
-    """Returns the steps of the work on a body. They may find out that it has to pause."""
+    """Returns the steps of the work on a body. It may turn out that the request has to pause."""
     quick: Quick | None = None
 
     async def __call__(self, body: Body) -> Answer | Paused:
@@ -44,7 +44,7 @@ class Straight:
 
 
 class StraightOperation(Operation):
-    """An operation whose handler is ``Straight``; a ``StraightQuestion`` of the server."""
+    """An operation whose handler is ``Straight``. It is a ``StraightQuestion`` of the server."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -56,7 +56,9 @@ class StraightOperation(Operation):
         self._admits_all = self._gate.admits_all(self.access)
 
     def open(self, headers: RawHeaders, request_id: str | None = None) -> StraightRequest | None:
-        """Take a request by its head. ``request_id`` is an id that the answer will have in any case."""
+        """Return the request with this head, or None if it must take the ordinary way. ``request_id`` is the id of the
+        answer, if it is already known.
+        """
         length, is_plain = 0, False
         for name, value in headers:
             if name == b"content-length":
@@ -64,7 +66,7 @@ class StraightOperation(Operation):
             elif name == b"content-type":
                 is_plain = value == b"application/json"
             elif name in _UNUSUAL:
-                break  # it is checked below
+                break  # the body is checked below
         else:
             if is_plain and self._admits_all and 0 < length <= self._length_max:
                 return _Request(self, headers, Format.JSON, request_id)
@@ -82,7 +84,7 @@ class StraightOperation(Operation):
         return _Request(self, headers, body_format, request_id)
 
     def steps_without_redis(self, body: bytes, body_format: Format) -> Steps[Answer] | None:
-        """Return the work on a body while Redis is unavailable; None if nothing can be done."""
+        """Return the work on a body while Redis is unavailable, or None if the operation needs Redis."""
         if self._without_redis is None:
             return None
         return waited(resumed(self._without_redis(decode(body, body_format, long_list=self.long_list))))
@@ -128,7 +130,7 @@ class _Request:
 
     # ---- the receiver ----------------------------------------------------------------------------------
 
-    # Also a request whose client has gone away is counted, and gives its place back.
+    # A request whose client has disconnected is also counted, and gives its place back.
     done = staticmethod(never)
 
     def set_result(self, answer: Answer | Paused) -> None:
@@ -159,7 +161,7 @@ class _Request:
             self._fail(error)
 
     def _leave(self, *, is_unavailable: bool | None) -> None:
-        """Give the place back, if it is not back yet."""
+        """Give the place back, unless that was done before."""
         if self._has_place:
             self._has_place = False
             self._operation.admission.leave(is_unavailable=is_unavailable)
@@ -174,7 +176,7 @@ class _Request:
                 return
         self._operation.count("POST", answer.status, perf_counter() - self._started)
         answering = self._answering
-        del self._answering  # it has this request, and both would wait for the garbage collector, with the body
+        del self._answering  # it refers to this request, so both would wait for the garbage collector, with the body
         answering.reply(answer.status, media_type, more_headers(answer) if headers else (), content)
 
     def _fail(self, error: BaseException) -> None:

@@ -1,6 +1,6 @@
-"""The prompt of a body, whatever its kind, and the token ids of a text; ``/tokenize`` and ``/detokenize``.
+"""Reads the prompt of a body, whatever its kind, and tokenizes texts; ``/tokenize`` and ``/detokenize``.
 
-A body has exactly one prompt, which makes block keys in any block size.
+A body has exactly one prompt, whose block keys can be computed for any block size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from waymark.tokenization.tokenizers import Tokenizers
 
 
 class ModelPrompt(NamedTuple):
-    """A prompt without tokens yet, and the model that defines its tokens."""
+    """A prompt that is not tokenized yet, and the model whose tokenizer it needs."""
 
     group: GroupName
     prompt: Prompt
@@ -39,8 +39,8 @@ class ModelPrompt(NamedTuple):
 def prompt_of(group: GroupName, request: TextFields, kinds: Sequence[str] = (), *, missing: str) -> ModelPrompt | None:
     """Return the text or the messages of a body, or None if it has a prompt of another kind.
 
-    ``kinds`` are the prompts of other kinds in the body, and ``missing`` names the field that it lacks if it has no
-    prompt. Raise ``InvalidBody`` if it does not have exactly one prompt.
+    ``kinds`` are the other kinds of prompts in the body, and ``missing`` is the field to name if there is no prompt.
+    Raise ``InvalidBody`` if it does not have exactly one prompt.
     """
     named = [*kinds, *(name for name in ("prompt", "messages") if getattr(request, name) is not None)]
     if len(named) > 1:
@@ -71,7 +71,7 @@ def prompt_of(group: GroupName, request: TextFields, kinds: Sequence[str] = (), 
 
 
 class PromptTokenizer:
-    """The tokenizers, for every handler that accepts text."""
+    """Tokenizes for every handler that accepts text."""
 
     def __init__(self, tokenizers: Tokenizers, tokens_max: int) -> None:
         self._tokenizers = tokenizers
@@ -92,7 +92,7 @@ class PromptTokenizer:
     async def tokenize(self, body: Body) -> Answer:
         request = TokenizeRequest.of(body.fields)
         asked = prompt_of(request.group, request, missing="prompt or messages")
-        assert asked is not None  # a prompt of another kind has no field here
+        assert asked is not None  # these requests have no prompts of other kinds
         tokens = await self.tokens(asked)
         ids = unpack_tokens(tokens.ids)
         return Answer(
@@ -114,7 +114,7 @@ class PromptTokenizer:
 def text_of(group: GroupName, request: PromptFields, *further_kinds: str) -> ModelPrompt | None:
     """Return the text or the messages of a body; None if its prompt is of another kind, such as ``further_kinds``.
 
-    ``InvalidBody`` if it does not have exactly one prompt, or has ``features`` beside another than ``token_ids``.
+    Raise ``InvalidBody`` if it does not have exactly one prompt, or has ``features`` without ``token_ids``.
     """
     kinds = ("token_ids", "seq_hashes")
     present = [name for name in (*kinds, *further_kinds) if getattr(request, name) is not None]
@@ -124,14 +124,14 @@ def text_of(group: GroupName, request: PromptFields, *further_kinds: str) -> Mod
 
 
 class GivenPrompts:
-    """A reader of prompts of token ids or hashes, checked to the last element."""
+    """Reads prompts of token ids or hashes, and checks every element."""
 
     def __init__(self, options: PromptOptions) -> None:
         self._max_tokens = options.tokens_max
         self.seed = options.hash_seed
 
     def keys_of(self, model: type[RequestBody], body: Body, namespace: int, items: PromptItems = ()) -> KeysOf:
-        """Return the keys of the token ids or hashes of a body. ``InvalidBody`` names the wrong element.
+        """Return the keys of the token ids or hashes of a body. ``InvalidBody`` names a wrong element.
 
         ``items`` are the images and other items among the tokens.
         """
@@ -141,7 +141,7 @@ class GivenPrompts:
         return partial(_of_hashes, hashes_in(body, field, self._max_tokens), namespace)
 
     def whole(self, model: type[RequestBody], body: Body, namespace: int, size: int) -> HashedPrompt:
-        """Return the prompt with all keys at once, in few calls if the C module has read the numbers."""
+        """Return the prompt with all keys at once, with few calls if the C module has read the numbers."""
         numbers = body.numbers
         if numbers is None:
             return keys_of_all(self.keys_of(model, body, namespace))(size)
@@ -155,7 +155,7 @@ class GivenPrompts:
 
 
 def keys_of_all(keys_of: KeysOf) -> PromptOf:
-    """Return a prompt function with all keys at once: speculative entries need the last ones."""
+    """Return a prompt function that computes all keys at once, because speculative entries need the last ones."""
 
     def prompt(block_size: int) -> HashedPrompt:
         hashed = keys_of(block_size)

@@ -1,4 +1,4 @@
-"""The views of operators: registrations, their states, the contexts that they form."""
+"""The operators' views: registrations, their states, and the contexts that they form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from waymark.store.reservations import NO_LOAD, Load
 from waymark.store.store import Store
 from waymark.store.workers import WORKER_SECONDS
 
-#: Statuses by which a target would get requests.
+#: The statuses with which a target would get requests.
 _UNDER_WAY = frozenset(
     {
         StreamStatus.NO_EVENTS,
@@ -66,11 +66,11 @@ class Views:
             IngestWorker(id=worker, streams=streams[worker], streams_max=limit) for worker, limit in alive.items()
         ]
         complaints = Complaints(states, alive)
-        await self._store.directory.groups()  # for those that cannot be read
-        # The name of a record that cannot be read may be any tenant's.
+        await self._store.directory.groups()  # this finds unreadable records
+        # The name of an unreadable record may belong to any tenant.
         records = self._store.parser.unreadable if body.caller.tenants is None else ()
         loads, left_out = await self._loads(states)
-        # Its problems name pods and files of any tenant.
+        # Its problems may name pods and files of any tenant.
         discovery = await self._store.discovery.state() if body.caller.tenants is None else None
         return Answer(
             WorkersAnswer(
@@ -92,7 +92,7 @@ class Views:
     async def _loads(
         self, states: Sequence[PublisherState]
     ) -> tuple[dict[tuple[int, int], Load], set[tuple[int, int]]]:
-        """Return the loads of the publishers, by their ids, and the publishers that decisions leave out."""
+        """Return the loads of the publishers, by their ids, and the publishers that decisions skip."""
         groups = list(dict.fromkeys(state.group_id for state in states))
         all_loads: dict[tuple[int, int], Load] = {}
         left_out = set()
@@ -106,7 +106,7 @@ class Views:
         return all_loads, left_out
 
     async def global_view(self, body: Body) -> Answer:
-        """List contexts: publishers that agree on model, tenant, block size, adapter and salt."""
+        """List contexts. The publishers of a context have the same model, tenant, block size, adapter and salt."""
         contexts: dict[tuple[Any, ...], list[PublisherState]] = {}
         for state in await self._store.states(body.caller.has):
             registration = state.registration

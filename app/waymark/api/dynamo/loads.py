@@ -1,4 +1,4 @@
-"""Scores and loads of the Dynamo API: each worker's share of a prompt, and the work of each.
+"""Scores and loads of the Dynamo API: each worker's share of a prompt, and its work.
 
 ``DynamoInputs`` has the inputs of scores and selections: a group's workers, and a request's prompt and policy.
 """
@@ -45,7 +45,7 @@ class DynamoInputs:
         self._selector = selector
 
     def workers(self, group: GroupName, *, is_newest: bool = False) -> Steps[tuple[set[str], int]]:
-        """Return the workers of a group, and its block size: that of the rank that was registered first."""
+        """Return the workers of a group, and its block size, which is that of the first registered rank."""
         table = None if is_newest else self._store.reader.table_at_hand(group)
         if table is None or not table.publishers:
             table = yield Waiting(self._store.reader.table(group, deadline_seconds=self._deadline_seconds))
@@ -78,7 +78,7 @@ class DynamoInputs:
 
 
 def remembered(prompt_of: PromptOf, cache: dict[int, HashedPrompt]) -> PromptOf:
-    """Return ``prompt_of`` with a cache: each prompt that it makes is kept in ``cache`` by its block size."""
+    """Return ``prompt_of`` with a cache, in which each hashed prompt is kept by block size."""
 
     def of(block_size: int) -> HashedPrompt:
         cache[block_size] = prompt_of(block_size)
@@ -111,14 +111,14 @@ class WorkerLoad(NamedTuple):
     device: int
     """The tokens of the prompt that the worker has on its device."""
     wait: int
-    """Prefill tokens of its reservations still to be computed."""
+    """The prefill tokens of its reservations that are still to be computed."""
     context: int
-    """Prompt tokens of its requests under way."""
+    """The prompt tokens of its requests under way."""
     active: int
     """The number of these requests."""
 
     def answer(self, tokens: int, blocks: int) -> DynamoLoad:
-        """Return the load as the API has it, with so much work under way."""
+        """Return the load in the form of the API."""
         return DynamoLoad(
             worker_id=self.worker_id,
             dp_rank=self.dp_rank,
@@ -232,7 +232,7 @@ def _nothing(tokens: int, _: int) -> HashedPrompt:
 
 
 def _loads(ranked: RankedTargets) -> list[WorkerLoad]:
-    """Return the loads of the workers among the candidates, by their ids: equal scores come in any order."""
+    """Return the loads of the workers among the candidates in the order of ids, because equal scores have no order."""
     candidates = (scored.candidate for scored in ranked.scored)
     return sorted(
         WorkerLoad(int(each.instance_id), each.dp_rank, each.device, each.wait, each.context, each.active)

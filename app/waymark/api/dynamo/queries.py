@@ -1,7 +1,7 @@
 """The Dynamo API under ``/dynamo``: the requests and answers of ``dynamo.indexer``.
 
-It sees the blocks that the root API sees. A row is an instance whose id is a canonical decimal u64; the group
-(``routing_group`` or ``tenant_id``) is our tenant. Numbers are per rank and cumulative: ``gpu <= cpu <= disk``.
+This API sees the same blocks as the root API. A row is an instance whose id is a canonical decimal u64; the group
+(``routing_group`` or ``tenant_id``) is Waymark's tenant. Numbers are per rank and cumulative: ``gpu <= cpu <= disk``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Dynamo:
         *,
         names_others: bool,
     ) -> None:
-        """Create the handlers. ``names_others``: an error may name the publishers of other tenants."""
+        """Create the handlers. With ``names_others``, an error may name the publishers of other tenants."""
         self._store = store
         self._pools = pools
         self._names_others = names_others
@@ -150,7 +150,7 @@ class Dynamo:
         return self._answer(asked.group, prompt, asked.salt, start)
 
     def quick_query(self, body: Body, receiver: StepsReceiver[Answer | Paused]) -> bool:
-        """Begin to answer ``query`` by a quick read; False if its group or its rows are not plain."""
+        """Begin to answer ``query`` by a quick read. Return False if its group or its rows are not plain."""
         asked, plan, numbers = self._plain(body)
         if plan is None or asked is None:
             return False
@@ -163,7 +163,7 @@ class Dynamo:
         return self._answer(*self._by_hash(body), start=start)
 
     def quick_query_by_hash(self, body: Body, receiver: StepsReceiver[Answer | Paused]) -> bool:
-        """Begin to answer ``query_by_hash`` like ``quick_query``."""
+        """Begin to answer ``query_by_hash`` as ``quick_query`` does."""
         asked, plan, numbers = self._plain(body)
         if plan is None or asked is None or asked.salt is not None:
             return False
@@ -172,7 +172,7 @@ class Dynamo:
         return self._begin(plan, keys, len(numbers) // KEY_BYTES, pieces, partial(self.query_by_hash, body), receiver)
 
     async def query_tiered_by_hash(self, body: Body) -> Answer:
-        """Answer the same query in blocks, tier by tier: a selection service without an index of its own reads this."""
+        """Answer the same query in blocks, tier by tier, for a selection service without its own index."""
         group, prompt = self._by_hash(body)
         block_size, reading = await finished(self._read(group, prompt))
         rows = {} if reading is None else matched_dynamo_rows(reading.walk)
@@ -190,7 +190,8 @@ class Dynamo:
         local_hashes = hashes_in(body, "block_hashes", self._max_tokens)
 
         def prompt(block_size: int) -> PromptKeys:
-            # Only the base model is found: a client's local hashes have adapter and salt in their seed.
+            # Only blocks of the base model are found, because a client's local hashes have adapter and salt in their
+            # seed.
             keys = LocalHashKeys(local_hashes, self._seed)
             return PromptKeys(keys, len(local_hashes), len(local_hashes) * block_size)
 
@@ -199,7 +200,7 @@ class Dynamo:
     def _answer(
         self, group: GroupName, keys_of: KeysOf, salt: str | None = None, start: Start | None = None
     ) -> Steps[Answer]:
-        """Return the answer for a prompt in blocks of its group's size."""
+        """Return the answer for a prompt, in blocks of the group's block size."""
         (block_size, reading), in_pools = yield from self._pools.beside(
             self._read(group, keys_of, start),
             partial(self._store.reader.table_at_hand, group),
@@ -217,7 +218,7 @@ class Dynamo:
     # ---- the quick way ---------------------------------------------------------------------------------
 
     def _plain(self, body: Body) -> tuple[_Asked | None, QuickPlan | None, bytes]:
-        """Return what a body asks and how its group is read quickly, if it has been asked before and is plain."""
+        """Return the fields of a body and the plan for its group, if both are cached and plain."""
         asked: _Asked | None = None if body.text is None else body.text.asked
         if asked is None or body.numbers is None:
             return None, None, b""
@@ -282,7 +283,7 @@ def _by_hash(fields: dict[str, Any]) -> _Asked:
 
 
 class _KnownAnswer(NamedTuple):
-    """The JSON of an answer, and how many blocks of the prompt it is about."""
+    """The JSON of an answer, and the number of matched blocks in it."""
 
     content: bytes
     blocks: int
@@ -300,7 +301,7 @@ def _block_size(group: GroupName, table: HolderTable | None) -> int:
 
 
 def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> DynamoQueryAnswer:
-    """Return the answer to a query: only the workers and ranks with a match."""
+    """Return the answer to a query, which has only the workers and ranks with a match."""
     scores: dict[str, dict[str, int]] = {}
     instances: dict[str, DynamoInstance] = {}
     for instance_id, ranks in rows.items():
@@ -324,8 +325,8 @@ def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> Dynamo
 
 
 def in_tiers(rows: dict[str, dict[int, DynamoRank]]) -> DynamoTiers:
-    """Return the blocks of each worker on its device, and the further ones on each tier below; pairs of a rank and a
-    number.
+    """Return the blocks of each worker on its device, and the additional ones on each lower tier, as pairs of a rank
+    and a number.
     """
     device: list[RankBlocks] = []
     host: list[RankBlocks] = []
@@ -346,7 +347,9 @@ def in_tiers(rows: dict[str, dict[int, DynamoRank]]) -> DynamoTiers:
 
 
 def is_worker_id(instance_id: str) -> bool:
-    """Return whether an instance of the root API is a worker here: its id is a decimal u64 without leading zeros."""
+    """Return whether an instance of the root API is a worker in this one, because its id is a decimal u64 without
+    leading zeros.
+    """
     if not (instance_id.isascii() and instance_id.isdigit() and len(instance_id) <= 20):
         return False
     return int(instance_id) <= U64_MASK and (instance_id == "0" or instance_id[0] != "0")

@@ -1,4 +1,4 @@
-"""Request bodies of the Dynamo API, of its indexer and of its selector, and the body of its errors."""
+"""The request bodies of the Dynamo API (indexer and selector), and the body of its errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class DynamoRegisterRequest(_Grouped):
 
 
 class DynamoUnregisterRequest(_Grouped):
-    """The publishers to remove: of all groups without ``routing_group``, and all ranks without ``dp_rank``."""
+    """The publishers to remove: without ``routing_group`` those of all groups, and without ``dp_rank`` those of all
+    ranks.
+    """
 
     instance_id: InstanceId = Field(description=_ID)
     dp_rank: RankNumber | None = Field(default=None, description=_UINT32)
@@ -95,7 +97,9 @@ SafeInteger = Annotated[int, Field(ge=0, le=2**53 - 1)]
 
 
 def _without(characters: str) -> AfterValidator:
-    """Refuse a URL with one of these characters: a description is stored and shown, and a password must not be."""
+    """Refuse a URL with one of these characters, because a description is stored and shown, and a password must not
+    be.
+    """
 
     def check(text: str | None) -> str | None:
         if text is not None and not set(characters).isdisjoint(text):
@@ -129,7 +133,7 @@ class _InGroup(RequestBody):
 
 
 class WorkerPatch(RequestBody):
-    """The fields to change in a worker's description. Absent fields stay as they are."""
+    """The fields to change in a worker's description. Absent fields stay unchanged."""
 
     endpoint: _WorkerAddress = Field(
         default=None,
@@ -193,7 +197,7 @@ class DynamoPromptRequest(_DynamoPrompt):
 
 
 class DynamoReservationRequest(_DynamoPrompt):
-    """What to reserve: a selection that ``/dynamo/select`` returned, or a worker that the client picked."""
+    """The selection to reserve, from ``/dynamo/select``, or a worker that the client picked."""
 
     selection_id: NonEmptyName = Field(description=NAME)
     worker_id: InstanceId | None = Field(default=None, description=_ID)

@@ -1,7 +1,7 @@
 """Selections and reservations of the Dynamo API: the requests and answers of ``dynamo.select_service``.
 
-A selection is a decision of ``/select``, and its end a ``/release``, under an id that the client chooses. The state of
-an id is in Redis, so any replica can go on with it.
+A selection is a decision as in ``/select``, and its end is a ``/release``, under an id that the client chooses. The
+state of an id is in Redis, so any replica can continue with it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: A client of the released selector reports no sign of life but output blocks; there a load stays for 300 s, too.
+#: The only sign of life of the released selector's clients is output blocks. There, too, a load stays for 300 s.
 _RESERVATION_MS = 300_000
-#: How long a selection may wait to be reserved, and a reservation under this id to be made.
+#: How long a selection may wait until it is reserved, and how long making a reservation may take.
 _PENDING_MS = 60_000
 USAGE = Usage._fields
-"""The parameters by which the end of a reservation says what the engine has reused."""
-#: The state of an id: the beginning of its text.
+"""The parameters by which the end of a reservation reports how much the engine has reused."""
+#: The first words of the states of an id.
 _PENDING, _BEGUN, _RESERVED = "pending ", "begun", "reserved "
 
 
@@ -63,7 +63,7 @@ class DynamoSelect:
     # ---- selections --------------------------------------------------------------------------------
 
     def select(self, body: Body, cause: Cause | None = None) -> Steps[Answer]:
-        """Pick a worker, without a reservation. ``cause`` is a reason, known already, to do without Redis."""
+        """Pick a worker, without a reservation. ``cause`` is set if the decision must be made without Redis."""
         request = DynamoSelectRequest.of(body.fields)
         answer, reservation_text, _ = yield from self._selected(request, body, is_reserved=False, cause=cause)
         if request.selection_id is not None:
@@ -84,7 +84,7 @@ class DynamoSelect:
             yield Waiting(self._keep(selection_id, begun, reserved))
         except BaseException as exc:
             forgetting = self._store.begin(self._forget(selection_id, begun, reserved))
-            if not isinstance(exc, GeneratorExit | StoreUnavailable):  # the client has gone, or would wait for Redis
+            if not isinstance(exc, GeneratorExit | StoreUnavailable):  # the client has left, or would wait for Redis
                 yield Waiting(asyncio.shield(forgetting))
             raise
         signed = [key - 2**64 if key >= 2**63 else key for key in unpack(prompt.keys)]
@@ -167,7 +167,7 @@ class DynamoSelect:
     def _selected(
         self, request: DynamoSelectRequest, body: Body, *, is_reserved: bool, cause: Cause | None = None
     ) -> Steps[tuple[DynamoSelectAnswer, str, HashedPrompt]]:
-        """Return the answer of a selection, the text of its reservation as it is or would be, and its prompt."""
+        """Return the answer of a selection, the text of its actual or possible reservation, and its prompt."""
         group = request.group
         cache: dict[int, HashedPrompt] = {}
         prompt_of = remembered(self._inputs.prompt(request, body), cache)
@@ -204,7 +204,9 @@ class DynamoSelect:
         return answer, text, prompt
 
     def _allowed(self, request: DynamoSelectRequest) -> Steps[tuple[frozenset[str], int]]:
-        """Return the workers that a request allows, and the block size of its group. Raise NoTarget without any."""
+        """Return the workers that a request allows, and the block size of its group. Raise NoTarget if there are
+        none.
+        """
         allowed = None if request.allowed_worker_ids is None else set(map(str, request.allowed_worker_ids))
         workers, block_size = yield from self._inputs.workers(request.group)
         if allowed is not None and not allowed <= workers:
@@ -238,7 +240,7 @@ class DynamoSelect:
         """Give a new id its first state. Raise Conflict if it is not new."""
         if await self._store.selections.change(selection_id, "", state, _PENDING_MS):
             return
-        # It may be that of a selection that nobody has reserved.
+        # The id may be that of a selection without a reservation.
         old_state = await self._store.selections.find(selection_id)
         if old_state.startswith((_BEGUN, _RESERVED)) or not await self._store.selections.change(
             selection_id, old_state, state, _PENDING_MS
@@ -250,7 +252,7 @@ class DynamoSelect:
             raise _taken(selection_id)
 
     async def _forget(self, selection_id: str, begun: str, reserved: str) -> None:
-        """Make an id free that has begun, and end its reservation, if there is one."""
+        """Free an id that has begun, and end its reservation, if there is one."""
         states = [begun]
         if reserved:
             self._selector.give_back(parse_reservations(reserved))
@@ -277,7 +279,7 @@ def _overlap(walk: Walk | None, instance_id: str, block_size: int) -> DynamoInst
 
 
 def _new_beginning() -> str:
-    """Return the state of an id that a call has begun with, and no other."""
+    """Return a unique state for an id that a call has begun to use."""
     return f"{_BEGUN} {uuid4()}"
 
 
@@ -297,7 +299,7 @@ def _no_reservation(body: Body) -> NotFound:
 
 
 def _tokens(body: Body, name: str) -> int | None:
-    """Return a parameter of the usage. Raises InvalidValue if it is not a number of tokens."""
+    """Return a parameter with a number of tokens. Raise InvalidValue if it is anything else."""
     text = body.path.get(name)
     if text is None:
         return None

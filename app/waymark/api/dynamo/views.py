@@ -1,7 +1,7 @@
 """The Dynamo API's lists: workers, dump, peers, metrics.
 
-A dump is empty and peers are only kept, in Redis: a replica cannot lose any state, so it need not recover from another.
-Both explain this in a header, since clients parse their bodies.
+A dump is empty, and peers are only stored in Redis. A replica has no state to lose, so it need not recover it from
+another. Both answers explain this in a header, because clients parse their bodies.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from waymark.store.store import Store
 
 NOTE = {"X-Waymark-Note": "nothing to recover: the index is in Redis, and every replica reads it there"}
 
-#: Before the names of the released indexer's metrics.
+#: The prefix of the released indexer's metrics.
 _METRIC = "dynamo_kvindexer_"
-#: Where its paths are here.
+#: The prefix of this API's paths.
 _UNDER = "/dynamo/"
 
-# Ours to Dynamo's; the order of its values is the order in which they win over a worker's listeners.
+# Waymark's status -> Dynamo's. If the listeners of a worker differ, the first of these values wins.
 _STATUS: Mapping[StreamStatus, ListenerStatus] = {
     StreamStatus.FAILED: "failed",
     StreamStatus.STARTING: "pending",
@@ -48,7 +48,7 @@ _PRIORITY: Sequence[ListenerStatus] = get_args(ListenerStatus)
 
 
 class DynamoViews:
-    """Handlers of ``/dynamo/workers``, ``/dump``, ``/health``, ``/metrics`` and the three of peers."""
+    """Handlers of ``/dynamo/workers``, ``/dump``, ``/health``, ``/metrics`` and the three paths of peers."""
 
     def __init__(self, store: Store, metrics: Metrics, own: Callable[[Body], Awaitable[Answer]]) -> None:
         """``own`` answers ``/metrics``."""
@@ -60,7 +60,7 @@ class DynamoViews:
         return Answer(await self._workers(body.caller.has))
 
     async def _workers(self, has: Callable[[str], bool]) -> list[DynamoWorker]:
-        """Return the workers of the tenants that a caller has."""
+        """Return the workers of tenants for which ``has`` is true."""
         ranks: dict[tuple[str, str, str], list[PublisherState]] = {}
         for state in await self._store.states(has):
             registration = state.registration
@@ -70,7 +70,7 @@ class DynamoViews:
         return [_worker(states) for states in ranks.values()]
 
     async def metrics(self, body: Body) -> Answer:
-        """Return the metrics of ``/metrics``, and after them the released indexer's by its names.
+        """Return the metrics of ``/metrics``, followed by those of the released indexer under its names.
 
         The three gauges are about Redis, and are missing while it is unavailable.
         """
@@ -151,8 +151,8 @@ def _by_error(labels: Mapping[str, str]) -> Mapping[str, str] | None:
 
 
 def _worker(states: Sequence[PublisherState]) -> DynamoWorker:
-    """Return a worker from the states of its ranks. A publisher whose events come by HTTP has no listener; workers
-    without one are ``discovery`` there.
+    """Return a worker from the states of its ranks. A publisher whose events come by HTTP has no listener. The source
+    of a worker without listeners is ``discovery``.
     """
     first = states[0].registration
     listeners = {

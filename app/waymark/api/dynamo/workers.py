@@ -1,7 +1,7 @@
 """Workers of the Dynamo API's selector: ``POST /dynamo/workers``, ``PATCH`` and ``DELETE /dynamo/workers/{id}``.
 
-A worker is a description that may be incomplete. When it is complete, each of its ranks is registered as any other
-publisher. The description is kept in Redis, for the next patch.
+A worker is a description, which may be incomplete. Once it is complete, each of its ranks is registered like any other
+publisher. The description is kept in Redis for the next patch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class DynamoWorkerHandlers:
             old_description = _loaded(old_value) or old_description
             if old_description is None:
                 raise NotFound(f"worker {worker} not found")
-            # It may be gone at a second look: another call has removed it, or the first one, whose reply was lost.
+            # It may be gone in a second attempt, because another call has removed it, or the first attempt has, and its
+            # reply was lost.
             is_gone = old_value is None
             if is_gone or await self._store.selections.describe(worker, old_value, b"") is Verdict.APPLIED:
                 await self._unregister(worker, old_description, frozenset())
@@ -83,8 +84,8 @@ class DynamoWorkerHandlers:
     async def _reconciled(
         self, worker: str, old_description: Mapping[str, Any] | None, description: Mapping[str, Any]
     ) -> DynamoWorkerDescription:
-        """Register the ranks in the description, and end the former ones that it lacks. Return the description, to
-        show.
+        """Register the ranks in the description, and end former ranks that it lacks. Return the description for the
+        answer.
         """
         reasons, wanted = self._missing(description), []
         if not reasons:

@@ -1,4 +1,6 @@
-"""Access rights: who may call which operation, which tenants a caller sees, and how the contract describes it."""
+"""Access rights: who may call an operation, which tenants a caller sees, and how the contract describes the
+operation.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,24 @@ from waymark.base.shown import shown
 from waymark.domain.names import DEFAULT_TENANT
 
 Access: TypeAlias = Literal["open", "read", "admin", "write"]
-"""Who may call a path. ``open``: every client. ``read``: a token is needed only if reads are protected. ``admin``
-reads, and ``write`` changes something: both need a token if any token is set, ``write`` one that may write."""
+"""Who may call a path. ``open``: every client. ``read``: a token is needed only if reads are protected. ``admin`` reads
+and ``write`` changes something: both need a token if any token is set, and that of ``write`` must be allowed to write.
+"""
 
 Reach: TypeAlias = Literal["all", "body", "filtered", "none"]
-"""The tenants that a path is about, which decides what a token of some tenants may do there.
+"""The tenants that a path concerns, which determines what a token of some tenants may do there.
 
 ``none``: no tenant. ``body``: the tenant that the body names, which is checked before the handler. ``filtered``: the
-tenants of the caller; the handler leaves out all others. ``all``: all tenants, so only a token of all is accepted.
+tenants of the caller; the handler leaves out all others. ``all``: all tenants, so only a token for all tenants is
+accepted.
 """
 
 
 class Gate:
-    """A check of the bearer token: for writes if a token is set, for reads if they are protected.
+    """Checks the bearer token: for writes if a token is set, and for reads if they are protected.
 
-    A file of tokens protects reads, too: a token of one tenant would mean little beside requests without any.
+    A file of tokens protects reads, too, because a token for one tenant would mean little if requests without a token
+    could read all.
     """
 
     def __init__(
@@ -43,7 +48,7 @@ class Gate:
         tokens: TokensFile | None = None,
         is_closed: bool = False,
     ) -> None:
-        """Create a gate. ``is_closed``: without a token in the settings, operations that need one are closed."""
+        """Create a gate. With ``is_closed``, operations that need a token are closed if the settings have none."""
         self._is_closed = is_closed
         self._token = token.encode() if token else None
         self._tokens = tokens
@@ -54,7 +59,7 @@ class Gate:
         return self._token is not None or self._tokens is not None
 
     def is_free(self, access: Access) -> bool:
-        """Return whether every client has access, whatever it sends."""
+        """Return whether every client has access, whatever headers it sends."""
         return access == "open" or (access == "read" and not self._protect_reads)
 
     def admits_all(self, access: Access) -> bool:
@@ -88,11 +93,12 @@ class Gate:
 
 
 def check_site(headers: RawHeaders) -> None:
-    """Raise ``Forbidden`` for a request from a page of another site, which any page can make its reader's browser send.
+    """Raise ``Forbidden`` for a request from a page of another site. Any page can make its reader's browser send one.
 
     Browsers report the origin of a request in headers that a page cannot set: ``Sec-Fetch-Site`` if the connection is
-    encrypted or to the same machine, and ``Origin`` with every POST. A proxy may have changed ``Host``; then it names
-    the host of the page as ``X-Forwarded-Host``, which a page of another site cannot send without being asked first.
+    encrypted or to the same machine, and ``Origin`` with every POST. A proxy may have changed ``Host``; then it gives
+    the host of the page as ``X-Forwarded-Host``. A page of another site cannot send that header unless this server
+    allows it.
     """
     origin, hosts = None, []
     for name, value in headers:
@@ -112,7 +118,7 @@ def check_site(headers: RawHeaders) -> None:
 
 
 def _with_port(host: bytes, scheme: bytes) -> bytes:
-    """Return a host with its port, also the usual one."""
+    """Return a host with its port, even if that is the default one."""
     if host.rpartition(b":")[2].isdigit() and not host.endswith(b"]"):
         return host
     return host + (b":443" if scheme == b"https" else b":80")
@@ -157,7 +163,7 @@ BodyType: TypeAlias = type[BaseModel | AnswerShape | list[Any] | dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Doc:
-    """The published description of an operation, beside the facts that follow from its method and access."""
+    """The published description of an operation, without the facts that follow from its method and access."""
 
     summary: str
     request: type[BaseModel] | None = None
@@ -166,7 +172,7 @@ class Doc:
     status: int = 200
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()
-    """404 and 409, if it has them."""
+    """Of 404 and 409, those that the operation may answer with."""
     needs_redis: bool = True
     may_be_list: bool = False
     """Whether the body may also be a list of bodies."""
@@ -175,8 +181,8 @@ class Doc:
     parameters: tuple[str, ...] = ()
     """The parameters of the query string; all are optional."""
     request_headers: tuple[str, ...] = ()
-    """Headers that it reads beside those of every operation; a handler finds them among its parameters."""
+    """The request headers that it reads besides those of every operation. A handler finds them among its parameters."""
     reach: Reach = "all"
-    """The tenants that it shows. A path without this field is closed to tokens of some tenants."""
+    """The tenants that it shows. By default a path is closed to tokens for only some tenants."""
     queue: Queue | None = None
-    """The queue in which its requests wait; None: that of all requests with the same access."""
+    """The queue in which its requests wait; None for that of all requests with the same access."""

@@ -1,11 +1,11 @@
-"""How many requests work at the same time; the others wait in the order in which they came.
+"""Limits how many requests are processed at the same time; the others wait in order of arrival.
 
-A request that works uses a connection to Redis, and its parsed body takes several times the memory of its bytes. More
-requests at work would not make an answer earlier: the loop and Redis do one thing at a time, and unfinished work only
-gets older. So a request is parsed when it is admitted, and thousands that come at once cost no more than their bytes.
+A request in process uses a connection to Redis, and its parsed body takes several times the memory of its bytes.
+Processing more of them would not make answers faster, because the event loop and Redis do one thing at a time. So a
+request is parsed when it is admitted, and thousands that come at once cost only their bytes.
 
-Requests that wait behind an unavailable Redis do not wait their full time: one refusal from Redis refuses all waiting
-ones, and the next to be admitted are those that try again.
+If Redis is unavailable, waiting requests do not wait for their full time: when one request fails, all waiting ones are
+refused. The next ones to be admitted are those that try again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from collections import deque
 from waymark.base.errors import StoreUnavailable
 
 AT_ONCE = 16
-"""Requests of one kind that work at once. More would not be answered earlier, and each uses a connection to Redis."""
+"""The requests of one queue that are processed at once. More would not be answered earlier, and each uses a connection
+to Redis.
+"""
 
-#: Longer than any number of healthy queries takes; a request that waits longer waits for a Redis that hangs.
+#: Healthy queries never take so long. A request that waits longer is waiting for a Redis that hangs.
 WAIT_SECONDS = 10.0
 
 
@@ -29,14 +31,14 @@ class AdmissionQueue:
     """
 
     def __init__(self, at_once: int, wait_seconds: float = WAIT_SECONDS) -> None:
-        self._places = at_once  # 0 while a request waits
+        self._places = at_once  # the free places; 0 while a request waits
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._wait_seconds = wait_seconds
         self._is_unavailable = False
-        """Redis did not answer the request that left last."""
+        """Whether Redis did not answer the request that left last."""
 
     def try_enter(self) -> bool:
-        """Return whether the request is admitted at once; if not, it has to ``wait``."""
+        """Return whether the request is admitted at once. If not, the caller must ``wait``."""
         if self._places:
             self._places -= 1
             return True
@@ -51,7 +53,7 @@ class AdmissionQueue:
                 await admitted
         except BaseException as exc:
             if not admitted.cancelled():
-                self._admit_next()  # the place was given in the same moment
+                self._admit_next()  # the request got its place in the same moment
             if isinstance(exc, TimeoutError):
                 raise StoreUnavailable(
                     f"too many requests wait for Redis; this one has waited for "
@@ -63,7 +65,7 @@ class AdmissionQueue:
             raise StoreUnavailable("earlier requests still wait for Redis; try again in a moment")
 
     def leave(self, *, is_unavailable: bool | None) -> None:
-        """Give the place back. ``is_unavailable``: Redis did not answer; None if the request did not ask it."""
+        """Give the place back. ``is_unavailable``: Redis did not answer; None if the request did not use Redis."""
         if is_unavailable is not None:
             self._is_unavailable = is_unavailable
         if self._waiting:
@@ -74,7 +76,7 @@ class AdmissionQueue:
     def _admit_next(self) -> None:
         while self._waiting:
             admitted = self._waiting.popleft()
-            if not admitted.done():  # else the request was cancelled
+            if not admitted.done():  # otherwise the request was cancelled
                 admitted.set_result(None)
                 return
         self._places += 1

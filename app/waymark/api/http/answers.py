@@ -1,7 +1,7 @@
-"""The results of handlers, and the ways to send them: whole, or piece by piece.
+"""The results of handlers, and the ways to send them: at once, or piece by piece.
 
-An answer carries the id of its request, by which its lines in the logs of several services are found. An id that a
-client sends is kept if it is short and plain; otherwise one is made.
+An answer carries the id of its request, by which its lines in the logs of several services can be found. An id that a
+client sends is kept if it is short and plain; otherwise a new one is generated.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from waymark.api.http.bodies import Body, Format, encode
 from waymark.api.http.tokens_file import EVERYONE, Caller
 from waymark.base.asgi import RawHeaders
 
-#: ``serving`` has it. Most answers are one message to such a server, a fifteenth less Python for a short query.
+#: An ASGI extension of ``serving``: an answer is sent as one message, which saves a fifteenth of the Python time of a
+#: short query.
 _WHOLE = "waymark.response.whole"
 
-#: How often the rights of a client are looked at while it gets an answer without an end; files of tokens are read again
-#: as often.
+#: How often the rights of a client are checked during an endless answer. Files of tokens are read again as often.
 _RIGHTS_SECONDS = 1.0
 
 #: The headers of an answer that was cut short by its deadline.
@@ -41,16 +41,16 @@ class Answer:
     media_type: bytes = b"text/plain; charset=utf-8"
     """The media type of ``content`` in bytes."""
     stream: AsyncGenerator[bytes] | None = None
-    """The pieces of an answer without an end, in the place of ``content``."""
+    """The pieces of an endless answer, instead of ``content``."""
     caller: Caller = EVERYONE
-    """The caller of a stream, which ends with its rights."""
+    """The caller. A stream ends when its rights do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paused:
     """The result of a handler that needs a long operation without Redis.
 
-    The request gives its place to others until ``work`` returns. Then ``resume`` answers it with the result.
+    The request gives its place to others until ``work`` returns. Then ``resume`` makes the answer from the result.
     """
 
     work: Callable[[], Awaitable[Any]]
@@ -61,7 +61,7 @@ Handler: TypeAlias = Callable[[Body], Awaitable[Answer | Paused]]
 
 
 async def resumed(answering: Awaitable[Answer | Paused]) -> Answer:
-    """Return the answer of a handler, for a request without a place to give to others while it pauses."""
+    """Return the answer of a handler, for a request that has no place to give up while it pauses."""
     answer = await answering
     return answer if isinstance(answer, Answer) else await answer.resume(await answer.work())
 
@@ -74,7 +74,9 @@ async def send_stream(
     send: Send,
     is_allowed: Callable[[], bool],
 ) -> None:
-    """Send an answer piece by piece, until its pieces end, its client disconnects, or it is not allowed any more."""
+    """Send an answer piece by piece until its pieces end, the client disconnects, or the caller loses the right to
+    it.
+    """
     headers = [(b"content-type", answer.media_type), *more_headers(answer)]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     if scope["method"] == "HEAD":
@@ -112,13 +114,13 @@ def encoded(answer: Answer, body_format: Format) -> tuple[bytes, bytes]:
 
 
 def more_headers(answer: Answer) -> list[tuple[bytes, bytes]]:
-    """Return the header fields of an answer besides its type and length."""
+    """Return the headers of an answer other than its type and length."""
     headers = answer.headers
     return [(name.lower().encode(), value.encode()) for name, value in headers.items()] if headers else []
 
 
 async def send_answer(answer: Answer, body_format: Format, scope: Scope, send: Send) -> None:
-    """Send an answer, as two ASGI messages; most answers as one, if the server knows that extension."""
+    """Send an answer as two ASGI messages, or as one if the server has the extension and the answer fits it."""
     content, media_type = encoded(answer, body_format)
     if answer.status == 200 and not answer.headers and _WHOLE in scope.get("extensions", ()):
         await send({"type": _WHOLE, "content_type": media_type, "body": content})

@@ -1,7 +1,7 @@
-"""Bodies in and out: JSON and msgpack, bounded before they are parsed.
+"""Decodes and encodes bodies in JSON and msgpack, and bounds them before they are parsed.
 
-A body is read to the limit and no further, declared or chunked. Of a repeated key the last counts, in both formats.
-Unreadable bodies are refused here; ``schemas`` checks the fields.
+A body is read up to the limit and no further, whether its length is declared or not. If a key is repeated, the last
+value counts, in both formats. Unreadable bodies are refused here; schemas check the fields.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Format(Enum):
-    """The format of a body; its answer has the same."""
+    """The format of a body, and of its answer."""
 
     JSON = b"application/json"
     MSGPACK = b"application/msgpack"
@@ -47,29 +47,31 @@ _FORMATS = {
 }
 
 
-#: Lists and objects of one body. Empty ones are 64 bytes here and one or two there: without a bound a body of the
-#: largest size becomes a gigabyte.
+#: The most lists and objects in one body. An empty one takes one or two bytes in the body and 64 in memory, so without
+#: a bound the largest body would become a gigabyte.
 CONTAINERS_MAX = 2**18
 
 
-# The parsed fields of queries besides their prompts, by their text: most queries of a client differ in the prompt
-# alone. The text is the whole body except the elements of its long list. The key is the text itself, so an entry is
-# never out of date; when there is no room, all entries are dropped at once.
+# A cache of the parsed fields of queries without their prompts, because most queries of a client differ in the prompt
+# only. The key is the whole text of the body, except the elements of its long list, so an entry is never outdated. When
+# there is no room, all entries are dropped at once.
 
 
 CACHE_BYTES_MAX = 2**20
-"""The size of the cache: some hundred texts. A router has a few, and to parse another costs microseconds."""
+"""The size of the cache, enough for hundreds of texts. A router has a few, and parsing another costs microseconds."""
 
-#: Longer texts hardly come twice.
+#: Longer texts seldom occur twice.
 _TEXT_BYTES_MAX = 4096
 #: The approximate size of an entry besides its bytes: its fields, and their parsed form.
 _ENTRY_BYTES = 3000
-#: And for each value in it: a list in a list is three characters, and this in memory.
+#: The approximate size of each value in an entry: a list in a list is three characters, but so many bytes in memory.
 _VALUE_BYTES = 80
 
 
 class ParsedFields:
-    """``fields`` of a body, with an empty list for the long one; ``asked`` is their form for the operation."""
+    """The ``fields`` of a body, with an empty list in place of the long one; ``asked`` is what the operation parses
+    them into.
+    """
 
     __slots__ = ("asked", "fields")
 
@@ -79,7 +81,7 @@ class ParsedFields:
 
 
 class RequestCache:
-    """A cache of texts by their bytes, of ``bytes_max`` in all; with 0 it stays empty."""
+    """A cache of parsed fields by their text, with at most ``bytes_max`` bytes; with 0 it stays empty."""
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:
         self._bytes_max = bytes_max
@@ -95,7 +97,7 @@ class RequestCache:
         return text
 
     def keep(self, key: bytes, text: ParsedFields) -> None:
-        """Keep a text under a new key, which also names operation and list: each parses a text differently."""
+        """Keep a text under a new key, which also names operation and list, because each parses a text differently."""
         values = sum(map(key.count, (b",", b"[", b"{")))
         size = len(key) + _ENTRY_BYTES + _VALUE_BYTES * values
         if self.bytes + size > self._bytes_max:
@@ -114,13 +116,11 @@ class Body(NamedTuple):
 
     fields: dict[str, Any]
     may_hold_booleans: bool = True
-    """False if the text cannot contain a boolean: then the elements of a list of integers need no check of their
-    types.
-    """
+    """False if the text cannot contain a boolean, so the types of the elements of a list of integers need no check."""
     documents: list[Any] | None = None
     """The bodies of an operation that takes one or a list; else None."""
     numbers: bytes | None = None
-    """The elements of a long list that was read without the parser, as msgpack's ``bin`` would have them."""
+    """The elements of a long list that was read without the parser, in the form of a ``bin`` of msgpack."""
     text: ParsedFields | None = None
     """The rest of the body, if a long list was read without the parser."""
     format: Format = Format.JSON
@@ -130,7 +130,7 @@ class Body(NamedTuple):
     """The sender of the request."""
 
     def asked(self, parse: Callable[[dict[str, Any]], T]) -> T:
-        """Return the result of ``parse`` on the fields beside the long list, from a cache if possible."""
+        """Return the result of ``parse`` on the fields besides the long list, from a cache if possible."""
         if self.text is None:
             return parse(self.fields)
         if self.text.asked is None:
@@ -141,22 +141,23 @@ class Body(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LongList:
-    """The field that makes up most of a body, and may be read without the parser."""
+    """The field that makes up most of a body, and that may be read without the parser."""
 
     spellings: tuple[str, ...]
     is_hashes: bool
-    """Whether the list has hashes; else it has token ids."""
+    """Whether the list has hashes; otherwise it has token ids."""
     count_max: int
     cache: RequestCache
     operation: bytes
-    """The path of the operation, as a part of the cache's key."""
+    """The path of the operation, which is a part of the cache's key."""
     otherwise: LongList | None = None
-    """The field that may be nearly all of a body in which this one is not plain."""
+    """Another field that may make up most of a body instead."""
     names: tuple[tuple[str, bytes, bytes], ...] = field(init=False)
-    """Each spelling, also as it stands in a text, and the beginning of the keys of its texts."""
+    """Each spelling, its form in a text, and the beginning of the cache keys of its texts."""
 
     def __post_init__(self) -> None:
-        # Blanks end both, so that no body can pass for one of another operation, or with another list.
+        # A blank ends operation and name, so that a body cannot be mistaken for one of another operation or with
+        # another list.
         names = [(name, name.encode()) for name in self.spellings]
         keyed = tuple((name, b'"%b"' % text, b"%b %b " % (self.operation, text)) for name, text in names)
         object.__setattr__(self, "names", keyed)
@@ -169,7 +170,7 @@ class Disconnected(Exception):
 def format_of(headers: RawHeaders, *, must_be_named: bool = False) -> Format:
     """Return the format that Content-Type names; without the header JSON, unless it must be named.
 
-    A page of another site can send any bytes without a Content-Type, but with one of ours only if this server allows
+    A page of another site can send any bytes without a Content-Type, but with one of these only if this server allows
     it.
     """
     body_format = None
@@ -227,12 +228,12 @@ def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_
     """Return the fields of a body. Raise ``InvalidValue`` if it cannot be read, and ``InvalidBody`` if it is not an
     object.
 
-    A plain ``long_list`` may come back as ``numbers``; its value in ``fields`` is then an empty list.
+    A plain ``long_list`` may be returned as ``numbers``; its value in ``fields`` is then an empty list.
     """
     if body_format is Format.JSON:
         if long_list is not None and (plain_body := _without_parser(body, long_list)) is not None:
             return plain_body
-        # A bracket inside a text counts too; valid bodies do not have so many.
+        # Brackets inside texts count, too; valid bodies do not have so many.
         if len(body) > CONTAINERS_MAX and body.count(b"[") + body.count(b"{") > CONTAINERS_MAX:
             raise _too_many_containers()
         try:
@@ -243,7 +244,7 @@ def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_
     else:
         count = _Containers()
         try:
-            # A str other than UTF-8, an unfinished value and data behind it are all ValueErrors.
+            # A str other than UTF-8, an unfinished value and data after the value all raise ValueError.
             value = msgpack.unpackb(
                 body, raw=False, strict_map_key=True, list_hook=count, object_hook=count, ext_hook=count.extension
             )
@@ -259,9 +260,9 @@ def decode(body: bytes, body_format: Format, *, may_be_list: bool = False, long_
 
 
 def _without_parser(body: bytes, long_list: LongList) -> Body | None:
-    """Return a body whose long list can be read without the parser; else None, and the parser decides.
+    """Return a body whose long list can be read without the parser, or None if the parser must read it.
 
-    See ``lists.cut`` for why the rest proves the contents of the gap.
+    See ``cut`` for why the rest of the text is enough.
     """
     loops = native.selected
     cut_out: Callable[[bytes, bytes, int], tuple[int, int, bytes] | None]
@@ -291,7 +292,7 @@ def _text(rest: bytes, name: str, key: bytes, long_list: LongList) -> ParsedFiel
         return None
     if not isinstance(fields, dict) or fields.get(name) != []:
         return None
-    # Whether two spellings say the same can be seen of two lists only.
+    # If the field has two spellings, only the parser can compare their lists.
     if len(long_list.spellings) > 1 and any(
         fields.get(spelling) is not None for spelling in long_list.spellings if spelling != name
     ):
@@ -302,7 +303,9 @@ def _text(rest: bytes, name: str, key: bytes, long_list: LongList) -> ParsedFiel
 
 
 class _Containers:
-    """Called for each list, map and extension while a body is parsed; ``InvalidValue`` at one too many."""
+    """Counts the lists, maps and extensions of a body while it is parsed, and raises ``InvalidValue`` if there are too
+    many.
+    """
 
     def __init__(self) -> None:
         self._count = 0
@@ -324,9 +327,10 @@ def _too_many_containers() -> InvalidValue:
 
 
 def _may_hold(text: bytes, word: bytes, letter: bytes) -> bool:
-    """Return False if ``word`` is certainly not in ``text``; looks for a letter that numbers do not have.
+    """Return False if ``word`` is certainly not in ``text``, by searching for a letter that numbers do not have.
 
-    One letter is found sixty times faster than a word. After a few that belong to something else it gives up.
+    One letter is found sixty times faster than a word. The search gives up after a few letters that belong to something
+    else.
     """
     letter_index = word.index(letter)
     index = text.find(letter)
@@ -347,7 +351,7 @@ def encode(content: Any, body_format: Format) -> bytes:
     return packed
 
 
-# Lists of numbers out of a JSON body, without a Python object for each number.
+# Cuts lists of numbers out of a JSON body, without a Python object for each number.
 
 
 _LIST_FOLLOWS = re.compile(rb"[ \n\r\t]*:[ \n\r\t]*\[")
@@ -356,13 +360,13 @@ _LIST_FOLLOWS = re.compile(rb"[ \n\r\t]*:[ \n\r\t]*\[")
 def cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | None:
     """Return the position of the list of token ids in a JSON text, and the ids as little-endian u32.
 
-    ``name`` is the key, in its quotes. Return None if the text or the list is anything but plain, or has more than
-    ``count_max`` ids: then the JSON parser reads it all. The caller believes the answer only if the parser finds an
-    empty list under the key in ``body[:start] + b"[]" + body[end:]``.
+    ``name`` is the key, in its quotes. Return None if the text or the list is not plain, or has more than ``count_max``
+    ids; then the JSON parser reads the whole body. The caller trusts the result only if the parser finds an empty list
+    under the key in ``body[:start] + b"[]" + body[end:]``.
     """
     if native.selected is not None:
         return native.selected.cut(body, name, count_max)
-    # The parser reads the list here too; the gain is that the rest can be recognised by its bytes.
+    # The parser reads the list here, too. The gain is that the rest can be recognized by its bytes.
     index = body.find(name)
     colon = _LIST_FOLLOWS.match(body, index + len(name)) if index >= 0 else None
     if colon is None:
@@ -371,11 +375,11 @@ def cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | No
     end = body.find(b"]", start) + 1
     if not end or name in body[end:] or b"\\" in body[:start] or b"\\" in body[end:]:
         return None
-    # Nothing is parsed twice only to be refused. A short text need not be searched for commas.
+    # A list that is too long is not parsed, because it will be refused. A short text need not be searched for commas.
     if end - start > 2 * count_max + 2 and body.count(b",", start, end) > count_max:
         return None
     text = body[start:end]
-    # The parser turns ``true``, ``false`` and -0 into valid ids; objects would be parsed in vain.
+    # The parser would turn ``true``, ``false`` and -0 into valid ids, and parse objects in vain.
     if b"e" in text or b"-" in text or b"{" in text:
         return None
     try:
@@ -386,8 +390,8 @@ def cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | No
 
 
 def cut_hashes(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | None:
-    """Cut hashes of 64 bits like ``cut``, as little-endian u64: signed, in quotes, or neither.
+    """Cut 64-bit hashes as ``cut`` does, as little-endian u64: signed, in quotes, or neither.
 
-    The pure implementation always returns None: the parser is faster.
+    The pure implementation always returns None, because the parser is faster.
     """
     return None if native.selected is None else native.selected.cut_hashes(body, name, count_max)

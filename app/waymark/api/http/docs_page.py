@@ -1,7 +1,7 @@
 """``/docs``: the contract as one page of HTML, with an example of each operation.
 
-The page needs no further files. Its one script finds an operation by its words, and sends an example to this Waymark
-when a person asks for that.
+The page needs no further files. Its only script searches operations, and sends an example to this server when a person
+asks for that.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 _BASE = "http://127.0.0.1:13333"
-#: How wide a value of an example may be before it gets several lines.
+#: A wider value in an example is put on several lines.
 _WIDTH = 96
-#: The beginning of a path, and the title of its group; the last one is for all others.
+#: Beginning of a path -> title of its group. The last one is for all other paths.
 _GROUPS = (
     ("/dynamo", "Paths of dynamo.indexer and its selector"),
     ("/admin", "Paths for operators"),
@@ -57,7 +57,7 @@ _SCRIPT = (Path(__file__).parent.parent / "ui" / "examples.js").read_text(
 
 
 def _source(text: str) -> str:
-    """Return how a content security policy allows this text in the page, and no other one."""
+    """Return the source by which a content security policy allows exactly this inline text."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
@@ -70,8 +70,8 @@ HEADERS: Final = {
 
 
 def page(document: dict[str, Any], writes: Collection[tuple[str, str]] = (), *, has_ui: bool = False) -> str:
-    """Return the page of an OpenAPI document; ``writes`` are the methods and paths of changes. ``has_ui``: whether
-    ``/ui`` is shown.
+    """Return the page of an OpenAPI document. ``writes`` are the methods and paths of operations that change something.
+    ``has_ui``: whether ``/ui`` is shown.
     """
     groups = _grouped(document["paths"])
     back = ' <a href="ui">The page of this Waymark</a> shows its engines.' if has_ui else ""
@@ -141,7 +141,7 @@ def _section(
 
 
 def _answer(status: str, answer: dict[str, Any]) -> str:
-    """Return what an answer of this status says, and its headers."""
+    """Return the description and the headers of an answer with this status."""
     headers = "".join(
         f"<p><code>{escape(name)}</code> {escape(header['description'])}</p>"
         for name, header in answer.get("headers", {}).items()
@@ -150,7 +150,7 @@ def _answer(status: str, answer: dict[str, Any]) -> str:
 
 
 def _example(method: str, path: str, operation: dict[str, Any], *, changes: bool) -> Iterator[str]:
-    """Yield the command to type, the place of a button that sends it, and its output."""
+    """Yield the command to type, a placeholder for the button that sends it, and its output."""
     for parameter in operation.get("parameters", ()):
         path = path.replace(f"{{{parameter['name']}}}", str(parameter.get("example", "")))
     attributes = f'data-method="{method}" data-path="{escape(path)}"' + (" data-changes" if changes else "")

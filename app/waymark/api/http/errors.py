@@ -1,7 +1,7 @@
 """The error body, and the one place that turns an exception into a status code.
 
-A sentence names the field, the value as far as it may be shown, and the way out. It never contains a salt, an access
-token, or a valid token id.
+A sentence names the field, the value if it may be shown, and the way out. It never contains a salt, an access token or
+a valid token id.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class InvalidBody(InvalidValue):
 
 
 class Unauthorized(WaymarkError):
-    """The bearer token is missing or wrong, and one is needed."""
+    """A bearer token is needed, but is missing or wrong."""
 
     def __init__(self, *, is_set: bool = True) -> None:
-        """``is_set=False``: this process has no token that could be given."""
+        """``is_set=False``: this process has no token, so no client can send the right one."""
         super().__init__(
             ("" if is_set else "this Waymark has no token for such requests: start it again with WAYMARK_API_TOKEN; ")
             + "this request needs the header 'Authorization: Bearer <token>' with the token of WAYMARK_API_TOKEN"
@@ -78,7 +78,7 @@ class Forbidden(WaymarkError):
 
 
 def short(name: str) -> str:
-    """Return a name inside a sentence that clients match on: unchanged, quoted and cut only if it is long."""
+    """Return a name for a sentence that clients match on: unchanged, unless it is so long that it is quoted and cut."""
     return name if len(name) <= SHOWN_MAX else shown(name)
 
 
@@ -88,7 +88,9 @@ def is_beyond_64_bits(value: object) -> bool:
 
 
 def unfit(error: ValidationError, model: type[BaseModel], spelled: Mapping[str, str]) -> InvalidBody:
-    """Return the first of pydantic's complaints, in our words. ``spelled``: field name to the client's spelling."""
+    """Return the first of pydantic's errors as an ``InvalidBody``. ``spelled`` maps field names to the client's
+    spelling.
+    """
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0])
     described = model.model_fields[name]
@@ -117,7 +119,7 @@ def _slug(pydantic_type: str, value: Any) -> str:
 
 
 def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
-    """Return the HTTP status of an error; ``unfit_status`` is the API's for fields that do not fit."""
+    """Return the HTTP status of an error. ``unfit_status`` is that of the API for fields that do not fit."""
     match error:
         case InvalidValue(reason=reason) if reason in _STATUS_OF_REASON:
             return _STATUS_OF_REASON[reason]
@@ -164,7 +166,7 @@ def body_of(error: WaymarkError) -> dict[str, Any]:
 
 
 def headers_of(error: WaymarkError) -> dict[str, str]:
-    """Return the headers that the status requires beside the body."""
+    """Return the headers that the status of an error requires."""
     match error:
         case StoreUnavailable(retry_after_seconds=seconds) | RemoteUnavailable(retry_after_seconds=seconds):
             return {"Retry-After": str(seconds)}

@@ -1,4 +1,4 @@
-"""Common parts of request bodies: names, hashes and sizes; null is absent, and one value has one name.
+"""Common parts of request bodies: names, hashes and sizes. A null means that the field is absent.
 
 A model says in each field's ``description`` what the field must be; that sentence is in the published contract
 and in the error of a value that does not fit.
@@ -66,10 +66,10 @@ NonEmptyName = Annotated[str, AfterValidator(_not_empty), AfterValidator(_within
 """Any text of 1..4096 bytes."""
 
 OptionalName = Annotated[Annotated[str, AfterValidator(_within_bounds)] | None, BeforeValidator(_absent_if_empty)]
-"""As ``NonEmptyName``; absent, null and the empty string are all None."""
+"""Like ``NonEmptyName``, but absent, null and the empty string all become None."""
 
 
-# Long lists are not validated by pydantic but packed, see ``prompts``; this is their description.
+# Long lists are not validated by pydantic, but packed (see ``prompts``). This is their published description.
 TokenIds = Annotated[
     Any, WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": U32_MAX}})
 ]
@@ -87,7 +87,7 @@ RankNumber = Annotated[int, Field(ge=0, le=U32_MAX)]
 
 
 class RequestBody(Model):
-    """A request body. Unknown fields are ignored, null is absent, and values are never converted."""
+    """A request body. Unknown fields are ignored, a null counts as absent, and values are never converted."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, hide_input_in_errors=True)
 

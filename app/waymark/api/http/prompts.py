@@ -1,7 +1,7 @@
-"""A prompt from a stranger, to the keys of its blocks: token ids or hashes, checked to the last element.
+"""Turns a client's prompt, token ids or hashes, into the keys of its blocks, and checks every element.
 
-Lists are checked by packing them, which costs a few nanoseconds an element; only when that fails is the list
-looked at one by one, to name the index. Keys are computed lazily, as far as the walk asks for them.
+Lists are checked by packing them, which costs a few nanoseconds per element. Only if that fails, the elements are
+checked one by one, to name the index. Keys are computed lazily, as far as the walk needs them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def token_bytes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: b
         try:
             return pack_tokens(value)
         except (TypeError, OverflowError):
-            pass  # an element is not a token id; found below
+            pass  # an element is not a token id; the code below finds it
     for index, token in enumerate(value):
         if type(token) is not int or not 0 <= token <= U32_MAX:
             raise _element(token, _TOKENS, field, index, "out_of_range" if type(token) is int else "invalid_type")
@@ -60,7 +60,7 @@ def hashes(value: Any, *, field: str, max_tokens: int, may_hold_booleans: bool =
             packed.fromlist(value)
             return packed
         except (TypeError, OverflowError):
-            pass  # signed ones, strings, or other values
+            pass  # the list has signed hashes, strings, or other values
     return array("Q", (_hash(element, field, index) for index, element in enumerate(value)))
 
 
@@ -133,7 +133,7 @@ def _element(element: Any, wanted: str, field: str, index: int, reason: str) -> 
 
 
 class TokenKeys:
-    """The packed block keys of a prompt, hashed as far as they are asked for."""
+    """The packed block keys of a prompt, computed as far as they are requested."""
 
     def __init__(self, tokens: bytes, block_size: int, namespace: int, seed: int, items: PromptItems = ()) -> None:
         self._tokens = memoryview(tokens)
@@ -145,7 +145,7 @@ class TokenKeys:
         self._parent: int | None = None
 
     def __call__(self, n: int) -> bytes:
-        """Return the next ``n`` keys; fewer at the end of the complete blocks."""
+        """Return the next ``n`` keys, or fewer if there are not so many complete blocks."""
         end = self._at + 4 * self._block_size * n
         piece = self._tokens[self._at : end]
         if self._items:
@@ -181,7 +181,7 @@ class SeqHashKeys:
 
 
 class LocalHashKeys:
-    """The packed block keys of local hashes that the client computed; the base model without salts."""
+    """The packed block keys of local hashes that the client computed, for the base model without salts."""
 
     def __init__(self, local_hashes: array[int], seed: int) -> None:
         self._local_hashes = local_hashes

@@ -1,7 +1,7 @@
-"""The file of API tokens: who may call, by the SHA-256 of each token, and for which tenants.
+"""The file of API tokens, which says by the SHA-256 of each token who may call, and for which tenants.
 
-The file is a JSON list. It is read again when it has changed; a change that cannot be read leaves the tokens as they
-were. The tokens themselves are nowhere, neither in the file nor in this process.
+The file is a JSON list. It is read again when it has changed. If it cannot be read then, the old tokens stay valid.
+Neither the file nor this process has the tokens themselves.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TokensFile:
         self._file = WatchedFile(path, _read, "tokens", clock)
 
     def caller(self, token: bytes) -> Caller | None:
-        """Return the caller that the token belongs to. The time for this does not depend on the token."""
+        """Return the caller of a token. The time that this takes does not depend on the token."""
         digest = sha256(token).hexdigest()
         match = None
         for known_digest, caller in self._file.entries:
@@ -84,7 +84,7 @@ def _read(path: Path) -> list[tuple[str, Caller]]:
 
 
 def _complaint(entry: Any, names: set[str], digests: set[str]) -> str:
-    """Return the mistake in an entry, or an empty text. No digest is shown."""
+    """Return a sentence about the mistake in an entry, or an empty text. No digest is shown."""
     if not isinstance(entry, dict):
         return f"it is {kind(entry)}; give {_ENTRY}"
     unknown = entry.keys() - {"name", "sha256", "tenants", "access"}
