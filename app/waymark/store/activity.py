@@ -1,6 +1,6 @@
 """The activity list: restarts, losses, takeovers, sweeps, drains and registrations of all processes.
 
-It is one Redis stream, and people read it. ``note`` never waits and never fails: entries wait in a bounded queue until
+It is one Redis stream, which people read. ``note`` never waits and never fails: entries wait in a bounded queue until
 Redis accepts them, and an entry that does not fit is counted and dropped. If a reply of Redis is lost, an entry may be
 in the list twice.
 """

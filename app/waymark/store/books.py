@@ -1,8 +1,8 @@
-"""Books: what each decision promised, what its engine delivered, and their sums by minute.
+"""Books: the tokens that each decision promised, those that its engine delivered, and their sums by minute.
 
 A promise is a part of its reservation. The script that ends the reservation adds the promise and the usage of the
 engine to the sums, in the same step. So a request counts once, however often its end is reported, and whichever replica
-gets the report. Of a prompt only numbers of tokens are kept.
+gets the report. The books contain no prompts, only numbers of tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from waymark.store import keys
 from waymark.store.parsing import pairs_of
 from waymark.store.redis.client import RedisClient
 
-#: The books go back so far.
+#: How many hours of books are kept.
 HOURS_KEPT = 24
-#: Hashes asked for in one round trip, if they are small: of many groups with few targets.
+#: The most Redis hashes read in one round trip. So many are only read if they are small, as those of many groups with
+#: few targets.
 _HASHES_AT_ONCE = 64
-#: Fields asked for in one round trip, and the lines between two turns of the loop.
+#: The most fields read in one round trip, and the lines after which the event loop runs other tasks.
 _FIELDS_AT_ONCE, _LINES_A_TURN = 16_384, 256
 
 
@@ -30,7 +31,7 @@ class Line(NamedTuple):
 
     group_id: int
     publisher: int
-    """Its id; 0 for all targets that an hour has no room for."""
+    """The id of the target; 0 for all targets for which an hour has no room."""
     minute: int
     """Since 1970."""
     sums: Sums
@@ -43,10 +44,10 @@ class Books:
         self._client = client
 
     async def lines(self, groups: Sequence[int], since_minute: int) -> AsyncIterator[Line]:
-        """Yield the lines of the groups, of ``since_minute`` and later, hour by hour.
+        """Yield the lines of the groups from ``since_minute`` on, hour by hour.
 
-        A day of a group has up to 400,000 lines, so the loop gets turns between them. A line that cannot be read is
-        left out.
+        A day of a group has up to 400,000 lines, so the event loop runs other tasks in between. A line that cannot be
+        read is skipped.
         """
         last = int(time.time() // 3600) + 1  # the clock of another replica may be ahead
         hours = range(max(since_minute // 60, last - HOURS_KEPT - 1), last + 1)
@@ -72,7 +73,7 @@ class Books:
 
 
 def _portions(asked: Sequence[tuple[int, int]], sizes: Sequence[Any]) -> Iterator[list[tuple[int, int]]]:
-    """Yield the hashes with fields, as many at once as have ``_FIELDS_AT_ONCE`` together."""
+    """Yield the hashes that have fields, in portions of about ``_FIELDS_AT_ONCE`` fields."""
     portion: list[tuple[int, int]] = []
     fields = 0
     for counter, size in zip(asked, sizes, strict=True):

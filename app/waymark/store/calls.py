@@ -44,7 +44,7 @@ class ApplyCalls:
         self._moves = moves
         self._prefix = prefix
         self._packed: PackedParts | None = None if moves.are_any else packed(parts)
-        """The parts, if the native module has packed them and each is applied at its planned place; else None."""
+        """The parts, if the native module has packed them and each is applied at its planned place; otherwise None."""
         self._done = 0
         """How many parts of ``_packed`` are done."""
         self._under_way: list[Part] = []
@@ -52,7 +52,7 @@ class ApplyCalls:
         self._waiting: list[Part] = [] if self._packed is not None else list(parts)
         self._end = 0
         self._behind = 0
-        """How many parts of the call are behind its first undone one."""
+        """How many parts of the call come after the first one that is not done."""
 
     @property
     def are_left(self) -> bool:

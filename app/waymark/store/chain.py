@@ -1,4 +1,4 @@
-"""The progress of one query through the index: its next reads, and its results so far.
+"""The progress of one query through the index: the next reads, and the results so far.
 
 A query reads the rows of the pieces of its chain, a portion at a time. If a marked row does not list a block of its
 piece, that block is *open*: a branch row may contain it. The query reads the branch rows of open blocks together
@@ -19,7 +19,7 @@ from waymark.store.directory import GroupEntry
 from waymark.store.hot import HotRow, HotRows, is_crowd
 
 KeySource: TypeAlias = Callable[[int], bytes]
-"""Returns the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at the end of the prompt."""
+"""Returns the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at its end."""
 
 
 class PackedKeys:
@@ -63,12 +63,14 @@ class _PieceValues:
 
 
 def _shareable(missing: int) -> int:
-    """Return those of the blocks that a marked row does not list whose parent it lists: shared rows may have them."""
+    """Return those missing blocks of a marked row whose parent it lists. Shared branch rows may have them."""
     return missing & ~(missing << 1)
 
 
 class Chain:
-    """``ask``, ``take`` and ``settle`` are called in turn, after ``begin``, until the whole chain is looked up."""
+    """The progress of a query along its chain. After ``begin`` its user calls ``ask``, ``take`` and ``settle`` in turn,
+    until the whole chain is looked up.
+    """
 
     def __init__(self, source: KeySource, hot: HotRows) -> None:
         self._source = source
@@ -80,7 +82,7 @@ class Chain:
     def begin(self, entry: GroupEntry) -> None:
         """Start the lookup in this group. Values that were read before are dropped; the keys of the chain are kept."""
         self.has_singles = False
-        """The group has blocks of unknown depth, so every block is also looked for among the singles."""
+        """Whether the group has blocks of unknown depth, so that every block is also looked up among the singles."""
         self.found = 0
         """The number of blocks, from the start of the chain, that certainly have a holder."""
         self.unreadable: set[ValueName] = set()
@@ -99,11 +101,11 @@ class Chain:
         self._clearings = self._hot.clearings
         """The clearings of the cache of hot rows when the last values were asked for."""
         self.may_be_hot = False
-        """Some of the last values are marked or have many holders, as ``settle`` has seen."""
+        """Whether some of the last values are marked or have many holders, as ``settle`` has found."""
         self._open: list[tuple[int, int]] = []
         """(piece, bitmap of the blocks that its marked row does not list), in order."""
         self._is_at_end = False
-        """No holder has a block after the requested rows."""
+        """Whether no holder has a block after the requested rows."""
 
     @property
     def blocks(self) -> int:
@@ -180,7 +182,7 @@ class Chain:
         first = len(self._rows)
         missing = PIECE_BLOCKS * (first + count) - len(self._keys) // KEY_BYTES
         if missing > 0 and not self._is_whole:
-            more = self._source(missing + 1)  # the one beyond says whether the chain goes on
+            more = self._source(missing + 1)  # one more shows whether the chain continues
             self._is_whole = len(more) <= KEY_BYTES * missing
             self._keys = self._keys + more if self._keys else more
         return range(first, min(first + count, -(-len(self._keys) // _PIECE_BYTES)))

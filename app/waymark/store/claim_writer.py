@@ -56,7 +56,7 @@ class ClaimWriter:
     async def write_new(
         self, registration: Registration, old_claim: Claim | None, *, is_restored: bool = False
     ) -> bool:
-        """Claim a publisher under new ids, in the place of ``old_claim``; False if Redis has another claim there."""
+        """Claim a publisher under new ids, in place of ``old_claim``. Return False if Redis has another claim there."""
         group_above = publisher_above = 0
         for _ in range(ATTEMPTS):
             ids = await self._new_ids(registration, group_above, publisher_above)
@@ -159,7 +159,7 @@ class ClaimWriter:
     async def begin(self, claim: Claim) -> bool:
         """Write the record and the row of a claim, if they are missing.
 
-        False if the claim is not in Redis any more, or if another claim has one of its ids. In the second case the
+        Return False if the claim is no longer in Redis, or if another claim has one of its ids. In the second case the
         claim gets new ids.
         """
         if await self.is_begun(claim):
@@ -180,7 +180,7 @@ class ClaimWriter:
     async def _clash(self, claim: Claim) -> Literal["group", "publisher"] | None:
         """Begin the record.
 
-        Return which id of this claim another claim has, as can happen after a failover; else None.
+        Return which id of this claim another claim has, as can happen after a failover, or None.
         """
         outcome = await self._begin(claim)
         if outcome.verdict is Verdict.GONE:
@@ -228,7 +228,7 @@ class ClaimWriter:
         return result.is_applied
 
     async def put_back(self, claim: Claim) -> bool:
-        """Write a claim again if Redis has lost it; return whether Redis had lost it.
+        """Write a claim again if Redis has lost it. Return whether that was the case.
 
         ``unregister`` deletes the record before the claim. So if a record exists without a claim, Redis has
         lost the claim: its last writes were lost, or a primary of a Cluster came back empty. Without the claim no call
@@ -279,7 +279,7 @@ class ClaimWriter:
     async def replace(
         self, name: PublisherName, expected: bytes, claim: Claim, *, is_restored: bool = False
     ) -> Claim | None:
-        """Compare and set: the claim as written, or None if Redis had another value than ``expected``.
+        """Compare and set: return the claim as written, or None if Redis had another value than ``expected``.
 
         With ``is_restored`` the claim is not written if the publisher was unregistered in this incarnation of Redis.
         """

@@ -36,7 +36,7 @@ _SCOPES: tuple[Scope, ...] = get_args(Scope)
 _COPIES: tuple[Copies, ...] = get_args(Copies)
 _ORIGINS: tuple[OriginKind, ...] = get_args(OriginKind)
 _SEQ_COUNTERS: tuple[SeqCounter, ...] = get_args(SeqCounter)
-#: The fields of a registration with one value each.
+#: The fields of a registration that have a single value.
 _PLAIN = [
     attribute.name
     for attribute in fields(Registration)
@@ -51,11 +51,11 @@ class Claim:
 
     registration: Registration
     publisher: int
-    """Its integer id, never used again."""
+    """The integer id of the publisher, which is never used again."""
     group_id: int
     shards: int
     is_leaving: bool = False
-    """The publisher is being unregistered or moved. Any process that reads the claim finishes this."""
+    """Whether the publisher is being unregistered or moved. Any process that reads the claim finishes this."""
     successor: Registration | None = None
     """If the publisher moves: the registration that will replace this one. Until then the name stays taken."""
     raw: bytes = b""

@@ -22,7 +22,7 @@ from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import Malformed, RecordParser, integer_of, names_of
 from waymark.store.redis.client import RedisClient
 
-#: Claims decoded in one turn of the loop: ten thousand take a third of a second.
+#: The claims decoded in one turn of the event loop; ten thousand take a third of a second.
 _SLICE_CLAIMS = 256
 #: How long ``EngineAddresses`` uses the registrations that it has read.
 _ADDRESSES_SECONDS = 1.0
@@ -41,11 +41,11 @@ class Directory:
         self._client = client
         self._parser = parser
         self._decoded: dict[bytes, Claim] = {}
-        """The claims of the last list, each good for as long as Redis has the same bytes."""
+        """The claims of the last list, by their bytes in Redis."""
         self._tenants = _Tenants()
         self.writes = 0
-        """How many claims this process has written. A part that remembers registrations reads them again after a
-        write, so that an acknowledged registration is known at once.
+        """How many claims this process has written. A cache of registrations reads them again after a write, so that an
+        acknowledged registration is known at once.
         """
 
     async def claim(self, name: PublisherName) -> Claim | None:

@@ -17,7 +17,7 @@ from waymark.store.leases import Grant
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
-#: For how many milliseconds one worker alone may choose a cut.
+#: For how many milliseconds only one worker may choose a cut.
 _CHOICE_MS: Final = 250
 
 

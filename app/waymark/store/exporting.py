@@ -1,10 +1,10 @@
 """Writes publishers and their blocks into a file, while traffic goes on.
 
-No lock is taken. A call that changes the blocks of a holder on a shard notes how far it came in the field ``applied``:
-if these marks are the same before and after the blocks of a stream were read, they are those of its watermark.
-Otherwise the stream is read again, and is written only then. A stream that never rests is written as it was
-seen, with the watermark from before, and is marked as not exact: if its worker applies the batches after that watermark
-again, the same blocks are in the index in the end.
+No lock is taken. A call that changes the blocks of a holder on a shard notes its progress in the field ``applied``. If
+these marks are the same before and after the blocks of a stream were read, the blocks are those of its watermark.
+Otherwise the stream is read again before it is written. A stream that never rests is written as it was read, with the
+earlier watermark, and is marked as not exact. If its worker applies the batches after that watermark again, the index
+has the right blocks in the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from waymark.store.records import StreamRecord
 from waymark.store.store import Store
 
 ATTEMPTS: Final = 20
-#: Fields in one HSCAN; rows in one MGET, and in one array of the file.
+#: The fields in one HSCAN, and the rows in one MGET and in one array of the file.
 _FIELDS: Final = 2048
 _ROWS: Final = 512
 _PAUSES: Final = 10
@@ -52,13 +52,13 @@ class _Moment:
     """A stream before its blocks are read."""
 
     marks: list[bytes | None]
-    """How far each shard is for each holder."""
+    """The progress of each shard for each holder."""
     state: StreamRecord
     holders: list[tuple[int, SavedHolder]]
     is_between_batches: bool
 
     def is_as(self, earlier: _Moment | None) -> bool:
-        """Return whether the blocks have not changed since ``earlier``."""
+        """Return whether the blocks are unchanged since ``earlier``."""
         return earlier is not None and (self.marks, self.state.life, self.state.holders) == (
             earlier.marks,
             earlier.state.life,
@@ -115,7 +115,7 @@ class _Export:
         self._shards = range(claim.shards)
 
     async def write(self, attempts: int) -> None:
-        """Write the publisher, unless it is unregistered meanwhile."""
+        """Write the publisher, unless it has been unregistered."""
         attempt = await self._attempt()
         for _ in range(attempts - 1):
             if attempt is None or attempt.is_exact:
@@ -130,7 +130,7 @@ class _Export:
             self._report.changed += not attempt.is_exact
 
     async def _attempt(self) -> _PublisherRead | None:
-        """Read the publisher; None if it is unregistered meanwhile."""
+        """Read the publisher. Return None if it has been unregistered."""
         moment = await self._moment()
         if moment is None:
             return None
@@ -139,7 +139,9 @@ class _Export:
         return _PublisherRead(moment, rows, moment.is_between_batches and moment.is_as(await self._moment()))
 
     async def _rest(self) -> None:
-        """Wait for the next change of the stream, because the time after it is the longest without one."""
+        """Wait for the next change of the stream, because the time right after a change is the longest without another
+        one.
+        """
         now = await self._moment()
         for _ in range(_PAUSES):
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -176,7 +178,7 @@ class _Export:
         return [(id_, shard) for id_ in ids for shard in self._shards]
 
     async def _read(self, number: int, holder: int, shard: int) -> _HolderRows:
-        """Read the entries of a holder, and the rows that they name, as they are."""
+        """Read the entries of a holder, and the rows that they name, without parsing them."""
         engine, cursor, is_over = keys.engine(self._claim.group_id, shard, holder), 0, False
         content = _HolderRows(number, holder, {}, {}, [])
         while not is_over:
@@ -196,7 +198,7 @@ class _Export:
         return content
 
     async def _write(self, source: _HolderRows) -> int:
-        """Write the blocks of a holder; return how many there were."""
+        """Write the blocks of a holder. Return how many there were."""
         blocks, rows = 0, list[SavedRow]()
         for (name, entry), value in zip(source.entries.items(), source.values, strict=True):
             place = _place(name)
@@ -224,7 +226,7 @@ def _place(name: bytes) -> Place | None:
 
 
 def _is_in_batch(state: StreamRecord, holders: Sequence[tuple[int, SavedHolder]]) -> bool:
-    """Return whether a part of a batch is applied, whose number is not written yet."""
+    """Return whether a part of a batch is applied whose seq is not written yet."""
     for _, saved in holders:
         last = state.watermark if state.watermark is not None else saved.event_id
         if last is not None and saved.seq > last:

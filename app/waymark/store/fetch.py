@@ -31,9 +31,9 @@ class Fetched(NamedTuple):
     """The values that Redis returned for one request."""
 
     version: bytes | None
-    """The version of the holder table; None if it was not asked for, or there is no table."""
+    """The version of the holder table; None if it was not requested, or there is no table."""
     values: list[bytes | None]
-    """The rows of the heads, and then the other values that were asked for."""
+    """The rows of the heads, followed by the other requested values."""
 
 
 class _ReadCommand(NamedTuple):
@@ -90,7 +90,7 @@ class Fetch:
         self._receiver.set_result(fetched)
 
     def observe(self) -> None:
-        """Count how long it has taken."""
+        """Record in the metrics how long the request has taken."""
         seconds, durations = time.monotonic() - self._began, self._fetcher.durations
         durations.sum += seconds
         durations.seen[bisect_left(durations.bounds, seconds)] += 1
@@ -188,8 +188,8 @@ class Fetcher:
         return True
 
     async def fetch_slowly(self, fetch: Fetch) -> Fetched:
-        """Fetch like ``fetch``, from any servers, over connections that may have to be opened, and past every error
-        once.
+        """Do what ``fetch`` does, from any servers, over connections that may have to be opened, and with one retry
+        after any error.
         """
         asked, with_version, deadline = fetch.asked, fetch.with_version, fetch.until
         commands = _commands(fetch.entry, asked, with_version=with_version)

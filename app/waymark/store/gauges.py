@@ -1,4 +1,4 @@
-"""The gauges that engines report. Redis removes each reading after its time.
+"""The gauges that engines report. Each reading expires in Redis.
 
 So a reader never finds an outdated reading, and clocks of two machines are never compared.
 """
@@ -24,7 +24,9 @@ class EngineGauges:
         self._scripts = scripts
 
     async def note(self, group_id: int, publisher: int, gauges: Gauges, milliseconds: int) -> bool:
-        """Write a reading that expires after ``milliseconds``; False if the publisher is not registered any more."""
+        """Write a reading that expires after ``milliseconds``. Return False if the publisher is no longer
+        registered.
+        """
         value = orjson.dumps(
             {
                 "waiting": gauges.waiting,

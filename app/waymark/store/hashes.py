@@ -25,7 +25,7 @@ from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Arg, Scripts, Verdict
 
 KEPT: Final = "hashes_kept"
-"""A flag of the record: the hashes of all blocks of this life have been kept."""
+"""A flag of the record, which means that the hashes of all blocks of this life have been kept."""
 GENERATIONS: Final = 10
 #: Entries in one call. Redis needs less than 1 ms for them.
 _CALL_ENTRIES: Final = 512
@@ -47,7 +47,7 @@ class ReportedBlock(NamedTuple):
 
 
 class AskedGroups:
-    """The groups that a client has asked about recently; workers do costly work for these only."""
+    """The groups about which clients have asked recently. Workers do costly work only for these."""
 
     def __init__(self, client: RedisClient, scripts: Scripts, key: str, seconds: float) -> None:
         self._client = client
@@ -125,7 +125,7 @@ class EngineHashes:
         fields = [pack([wanted_hash]) for wanted_hash in engine_hashes]
         spots: dict[int, Spot] = {}
         replies = await self._client.several([("HMGET", keys.hashes(group_id, number), *fields) for number in numbers])
-        for values in replies:  # the newest last
+        for values in replies:  # the newest one last, so that it counts
             for engine_hash, value in zip(engine_hashes, values, strict=True):
                 spot = None if value is None else _decoded(value)
                 if spot is not None:

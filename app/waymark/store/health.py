@@ -28,7 +28,7 @@ from waymark.store.redis.client import RedisClient
 
 log = logging.getLogger(__name__)
 
-#: For how long a reply is used, and how long to wait for a new one.
+#: How long a reply is used, and how long to wait for a new one.
 _FRESH_SECONDS = 2.0
 _ANSWER_SECONDS = 0.5
 
@@ -63,7 +63,7 @@ class RedisHealth:
     """The health of Redis, as INFO showed it last."""
 
     is_up: bool = False
-    """Redis answered when it was last asked, and was not loading its data."""
+    """Whether Redis answered when it was last asked, and was not loading its data."""
     primaries: tuple[Primary, ...] = ()
     warnings: Mapping[HealthReason, str] = field(default_factory=dict)
     """A sentence with the consequence and the remedy, by reason."""

@@ -1,4 +1,4 @@
-"""The table of a group, ``wm:{g}:holders``: its publishers, their targets and its holders, to JSON and back.
+"""Converts the table of a group, ``wm:{g}:holders``, with its publishers, targets and holders, to JSON and back.
 
 The JSON of a target, here and in claims, has only the fields that differ from their defaults.
 """

@@ -27,20 +27,21 @@ def is_crowd(run: tuple[bytes, int]) -> bool:
 
 
 MILLISECONDS = 200
-"""How long a replica keeps a row. The engine that stored its blocks last may be missing from a row that eight others
-have: the choice among those is as good. A longer time saves little, since a busy replica asks for each such row only
-five times a second."""
+"""How long a replica keeps a row. The last engine to store its blocks may be missing from the copy, but a choice among
+the eight others that it names is as good. A longer time saves little, because a busy replica reads each such row only
+five times a second.
+"""
 BYTES_MAX = 64 * 2**20
-"""Only rows that many holders share are kept, for a moment: those of the beginnings of prompts, which are few."""
+"""The bound on hot rows. They are few: the rows of common beginnings of prompts."""
 
 
 class HotRow(NamedTuple):
-    """A copy of a row. With ``is_enough`` a query uses it in place of the row; otherwise it is a hint."""
+    """A copy of a row. With ``is_enough`` a query uses the copy instead of the row; otherwise it is only a hint."""
 
     value: bytes
     is_enough: bool
     is_marked: bool
-    """Branch rows may have blocks that it does not list."""
+    """Whether branch rows may have blocks that the row does not list."""
 
 
 class HotRows:
@@ -55,7 +56,9 @@ class HotRows:
         self._queue: deque[tuple[float, tuple[int, bytes]]] = deque()
         self.bytes = 0
         self.clearings = 0
-        """How often all rows were dropped. A row may be kept only if this is as it was when the row was asked for."""
+        """How often all rows were dropped. A row may be kept only if this has not changed since the row was
+        requested.
+        """
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -111,7 +114,7 @@ class HotRows:
             self.bytes += size
 
     def clear(self) -> None:
-        """Drop all rows: after a write that this process has acknowledged, an answer contains its blocks."""
+        """Drop all rows, because after an acknowledged write of this process, answers must contain its blocks."""
         self.clearings += 1
         self._rows.clear()
         self._queue.clear()

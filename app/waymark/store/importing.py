@@ -1,12 +1,12 @@
 """Puts the publishers and blocks of a file into this Redis, one publisher after the other.
 
-The blocks of a publisher get holders hidden from readers, as those of a snapshot, and take their place in
-one step when all are there. So no answer counts only a part. An import that was cut short can be
-repeated: it replaces the publishers that the first one registered.
+The blocks of a publisher get holders hidden from readers, like those of a snapshot, which become visible in one step
+when all blocks are written. So no answer counts only a part. An import that was cut short can be repeated: it replaces
+the publishers that the first one registered.
 
-An import acts as a worker with the lease: the stream has the watermark and the digest of the file afterwards,
-and the status ``starting``. The ingest worker that takes it over goes on as after another worker. It asks for the
-batches after the watermark, and ends the life if the engine is another process than the one in the file.
+An import acts as a worker with the lease: the stream has the watermark and the digest of the file afterwards, and the
+status ``starting``. The ingest worker that takes it over continues as after any other worker. It requests the batches
+after the watermark, and ends the life if the engine is not the process in the file.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ async def _import_publisher(store: Store, file: IndexFile, saved: SavedPublisher
 
 
 async def _registered(store: Store, saved: SavedPublisher) -> Claim:
-    """Register a publisher as in the file; return its claim here."""
+    """Register a publisher as in the file. Return its claim in this Redis."""
     registration = saved.claim.registration
     claim = await store.directory.claim(registration.name)
     if claim is not None and (claim.is_leaving or claim.registration != registration):
@@ -214,7 +214,7 @@ class _PublisherImport:
             parts = []
 
     def _facts(self) -> Facts:
-        """Return the flags of the stream. In one that was read while it changed, the counts of copies may be wrong."""
+        """Return the flags of the stream. If it changed while it was read, the counts of copies may be wrong."""
         flags = set(self._saved.state["flags"].split()) - {KEPT}  # the engine hashes of the group are not in the file
         if not self._saved.is_exact:
             flags.add(UNTRUSTED)
@@ -242,16 +242,16 @@ class _PublisherImport:
 def _add(parts: PartList, row: SavedRow, holder: int, position: int) -> None:
     """Add the blocks of a row, the first at ``position``.
 
-    Their order does not say which blocks follow each other. With ``is_known`` a block that finds no slot moves alone,
-    so that no other block comes into a branch row that does not begin with an ancestor. A block of a shared branch row
-    gets a branch row of its own, because the file does not say what its parent is.
+    The order does not show which block is the parent of which. With ``is_known`` a block without a slot moves alone, so
+    that no other block gets into a branch row that does not begin with an ancestor. A block of a shared branch row gets
+    a branch row of its own, because the file does not say what its parent is.
     """
     places = [row.place] * row.blocks
     if row.place.is_shared:
         places = [Place(row.place.head, key) for key in keys_of(row.slots)]
     hashes = row.hashes or bytes(KEY_BYTES * row.blocks)
     start = 0
-    # A list takes one value of copies for all blocks of a part.
+    # ``PartList`` takes one value of copies for all blocks of a part.
     for (place, copies), group in groupby((places[i], row.copies.get(i, UNCHANGED)) for i in range(row.blocks)):
         end = start + len(list(group))
         parts.add_packed(

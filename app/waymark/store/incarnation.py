@@ -20,7 +20,7 @@ class Clearable(Protocol):
 
 C = TypeVar("C", bound=Clearable)
 
-#: The most nonces remembered; one more clears everything.
+#: The most nonces remembered. One more clears everything.
 _NONCES_MAX = 4096
 
 

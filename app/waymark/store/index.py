@@ -27,7 +27,7 @@ _PART_COST = 8
 
 
 HoldLease = Callable[[], Awaitable[None]]
-"""Called repeatedly while a call waits to be sent; it raises an error if the lease is lost."""
+"""Called repeatedly while a call waits to be sent. It raises an error if the lease is lost."""
 
 
 class Index:
@@ -64,8 +64,8 @@ class Index:
         and the place that it got instead. ``event_ids`` maps holder ids to the last event_id of the batches. The script
         that moves the watermark also writes these event_ids; without ``commit``, the last script writes them.
 
-        With ``is_staged`` the parts belong to holders that take the place of others later, so the present watermark
-        does not say whether they were applied.
+        With ``is_staged`` the parts belong to holders that will replace others later, so the present watermark does not
+        show whether they were applied.
 
         With ``hold`` the calls wait until the pacer admits them; without it they are sent at once.
 
@@ -118,7 +118,8 @@ class Index:
                 self._apply_shard(grant, shard, shard_parts, moves, None, hold=hold)
                 for shard, shard_parts in by_shard.items()
             ),
-            # None goes on when this raises: the caller repeats all, and two that move blocks disagree about places.
+            # All calls must end before this raises, because the caller repeats them, and two concurrent attempts could
+            # move blocks to different places.
             return_exceptions=True,
         )
         verdicts: list[Verdict] = []

@@ -19,7 +19,7 @@ type bin, and every other kind or length is an error:
 - ``["end", publishers, blocks, digest]`` ends the file. ``digest`` are 16 bytes of BLAKE2b of all bytes before this
   array.
 
-``lua/README.md`` describes rows, slots, entries and copies. A file without its last array is not whole, and is
+``lua/README.md`` describes rows, slots, entries and copies. A file without its last array is incomplete, and is
 refused.
 """
 
@@ -94,7 +94,7 @@ class SavedPublisher:
     state: Mapping[str, Any]
     holders: tuple[SavedHolder, ...]
     offset: int = 0
-    """Where it begins in the file."""
+    """The offset in the file at which the publisher begins."""
     is_exact: bool = True
     blocks: int = 0
 
@@ -150,7 +150,7 @@ class IndexFileWriter:
 
 @dataclass(slots=True)
 class IndexFile:
-    """A whole file, with its publishers."""
+    """A complete file, with its publishers."""
 
     path: Path
     hash_seed: int
@@ -159,7 +159,7 @@ class IndexFile:
 
     @classmethod
     def read(cls, path: Path) -> IndexFile:
-        """Read and check a file. Raise ``InvalidValue`` if it cannot be opened, is not whole, or is damaged."""
+        """Read and check a file. Raise ``InvalidValue`` if it cannot be opened, is incomplete, or is damaged."""
         with _opened(path) as file:
             size = path.stat().st_size
             records = _records(path, file)
@@ -211,7 +211,7 @@ def _opened(path: Path) -> BinaryIO:
         file = path.open("rb")
     except OSError as exc:
         raise InvalidValue(f"{path} cannot be read: {exc.strerror}") from None
-    if not file.seekable():  # it is read twice
+    if not file.seekable():  # the file is read twice
         file.close()
         raise InvalidValue(f"{path} is a pipe; give the name of a file")
     return file

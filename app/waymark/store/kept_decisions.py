@@ -1,9 +1,9 @@
 """Kept decisions: a share of the decisions of each group, with the facts that were known, and later their outcomes.
 
-They answer the question how another policy would have decided. Nothing of a prompt is kept but its length and the
-hashes of its first blocks. One Redis stream for each group has an entry for a decision, and another one for each later
-report about it. ``note_decision`` and ``note_outcome`` never wait and never fail: entries wait in a bounded queue, and
-an entry that does not fit, or that Redis refuses, is counted and dropped.
+They show how another policy would have decided. Only the length of a prompt and the hashes of its first blocks are
+kept. One Redis stream for each group has an entry for a decision, and another one for each later report about it.
+``note_decision`` and ``note_outcome`` never wait and never fail: entries wait in a bounded queue, and an entry that
+does not fit, or that Redis refuses, is counted and dropped.
 """
 
 from __future__ import annotations
@@ -34,27 +34,29 @@ from waymark.store.steps import StartTask
 
 log = logging.getLogger(__name__)
 
-#: The blocks of a prompt whose hashes are kept: those that other prompts most probably begin with, too.
+#: How many first blocks of a prompt have their hashes kept. Other prompts probably begin with these blocks, too.
 BLOCKS_MAX = 64
 #: The kept targets of a decision, best first.
 TARGETS_MAX = 16
-#: About how many entries the stream of a group has at most, 1.5 KB each.
+#: The approximate maximum number of entries in the stream of a group, of 1.5 KB each.
 LENGTH = 100_000
 KEEP_MS = 86_400_000
 #: The most entries that wait for Redis.
 _WAITING_MAX = 1_000
 _PER_CALL = 100
-#: The pause after Redis has refused entries.
+#: The pause after Redis has refused entries, in seconds.
 _PAUSE_SECONDS = 1.0
 #: How often old entries are removed from streams that get no new ones.
 _TRIM_SECONDS = 600.0
-#: Entries in one step of a reading.
+#: The entries in one reply, and the entries after which the event loop runs other tasks.
 _PAGE, _ENTRIES_A_TURN = 200, 25
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 class KeptTarget(NamedTuple):
-    """A target as a decision saw it, in tokens of the prompt. New fields are added at the end, with a default."""
+    """The facts about a target that a decision used, in tokens of the prompt. New fields are added at the end, with a
+    default.
+    """
 
     publisher: int
     instance_id: str
@@ -289,7 +291,7 @@ class KeptDecisions:
                 log.debug("kept decisions not trimmed", extra=fields(error=exc.sentence))
 
     async def trim(self) -> None:
-        """Remove the old entries, also if no new ones come. Raise StoreUnavailable."""
+        """Remove old entries, even if no new ones come. Raise StoreUnavailable."""
         now = time.monotonic()
         for group_id, written_at in list(self._written_at.items()):
             if now - written_at > KEEP_MS / 1000:
@@ -325,7 +327,8 @@ class KeptDecisions:
                             outcomes[outcome.nonce] = _joined(outcome, outcomes.get(outcome.nonce))
                         elif kind == b"decision" and len(decisions) < decisions_max:
                             decision = KeptDecision.parse(raw)
-                            # A decision that was repeated has the nonce of the first one, which takes its place.
+                            # A repeated decision has the nonce of the first one. The later record replaces the earlier
+                            # one.
                             decisions.pop(decision.nonce, None)
                             decisions[decision.nonce or entry_id.decode()] = decision
                     except Malformed as exc:

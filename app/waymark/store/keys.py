@@ -4,8 +4,9 @@ Names that clients choose (tenants, models, instances) are never part of a key. 
 arrays, so one name cannot be mistaken for another. Braces are the hash tag of a Redis Cluster: shard 0 of
 a group shares the slot of the group's own keys.
 
-All names of a process may begin with a prefix, so that two Waymarks use one Redis. It stands before ``wm:``, and never
-in the hash tag of a group; a tag with the name of a key begins with the prefix, as that key does.
+All names of a process may begin with a prefix, so that two installations can use one Redis. The prefix comes before
+``wm:``, and is never in the hash tag of a group. A tag that is the name of a key begins with the prefix, as the key
+does.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def use_prefix(prefix: str) -> None:
         function.cache_clear()
 
 
-# Each call of a worker has these names, and a name costs as much as its other words.
+# Each call of a worker has these names, and formatting one costs as much as the rest of the call's words.
 _remembered = lru_cache(4096)
 
 
@@ -211,7 +212,7 @@ def selection(selection_id: str) -> str:
     return f"{_root}selection:{selection_id}"
 
 
-#: The keys of the entries of prefill targets, beside those of the targets that decode.
+#: Separates the keys of prefill targets' entries from those of decode targets' entries.
 _PREFILL = 0x7072656669_6C6C21
 
 

@@ -4,7 +4,7 @@ The lease decides which worker may start. Each lease has a token. The fence, on 
 highest. A worker has a grant once it has raised the fence on all shards. Only then does it read the state of the
 stream, because from then on no other worker can change that state unnoticed.
 
-Places for snapshots are leases, too: all workers together ask few engines at once, and no engine often.
+Places for snapshots are leases, too, so that all workers together ask few engines at once, and no engine often.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from waymark.store.parsing import lenient_text
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Outcome, Scripts, Verdict
 
-#: Leases of one call, which takes Redis less than a millisecond.
+#: The leases in one call, which takes Redis less than a millisecond.
 _RENEWED_AT_ONCE = 256
 
 
@@ -38,19 +38,19 @@ class HolderChange:
 
     nonce: str = ""
     wants_repair: bool = False
-    """Somebody has asked for a repair of the stream, and no snapshot has come since."""
+    """Whether a repair of the stream was requested, and no snapshot has come since."""
 
 
 @dataclass(slots=True)
 class Renewal:
-    """What the last renewal of a lease has found."""
+    """The findings of the last renewal of a lease."""
 
     is_fenced: bool = False
-    """Another worker has the stream, or the publisher is gone."""
+    """Whether another worker has the stream, or the publisher is gone."""
     lost_shards: set[int] = field(default_factory=set)
     """The shards which lost writes that they had acknowledged under the grant."""
     error: StoreUnavailable | None = None
-    """Why this lease could not be renewed, if the reason is its own record."""
+    """Why this lease could not be renewed, if the reason is the publisher's record."""
 
 
 class PublisherIds(Protocol):
@@ -79,7 +79,7 @@ class TakenLease:
 
 
 class FencedCall(TypedDict):
-    """See ``Grant.fenced_call``."""
+    """Arguments of a script; see ``Grant.fenced_call``."""
 
     record: str
     fence: str
@@ -103,14 +103,14 @@ class Grant:
     change: HolderChange = field(default_factory=HolderChange, compare=False, repr=False)
     renewal: Renewal = field(default_factory=Renewal, compare=False, repr=False)
     is_forgotten: bool = False
-    """A shard had no token of the publisher: the publisher is new, or the shard has come back empty."""
+    """Whether a shard had no token of the publisher: then the publisher is new, or the shard has come back empty."""
 
     def acknowledged(self, shard: int, calls: int) -> None:
         """Note that a shard has answered a call. Answers to calls that ran at the same time come in any order."""
         self.calls[shard] = max(calls, self.calls.get(shard, 0))
 
     def counted(self, outcome: Outcome) -> bool:
-        """Note the number of calls at the end of a reply of shard 0. False if the call was fenced."""
+        """Note the number of calls at the end of a reply of shard 0. Return False if the call was fenced."""
         if outcome.is_applied:
             self.acknowledged(0, outcome.numbers[-1])
         return outcome.is_applied
@@ -123,7 +123,7 @@ class Grant:
 
     @property
     def has_news(self) -> bool:
-        """Whether a renewal has found anything but a lease that goes on."""
+        """Whether a renewal has found anything other than a lease that continues."""
         renewal = self.renewal
         return renewal.is_fenced or bool(renewal.lost_shards or renewal.error) or self.change.wants_repair
 
@@ -188,7 +188,7 @@ class Leases:
     async def take_for(
         self, ids: PublisherIds, worker: str, seconds: float, *, force: bool = False
     ) -> TakenLease | None:
-        """Take a lease like ``take``, for any publisher."""
+        """Take a lease as ``take`` does, for any publisher."""
         own, counter_above, milliseconds = "", 0, max(1, int(seconds * 1000))
         record, lease = keys.record(ids.group_id, ids.publisher), keys.lease(ids.group_id, ids.publisher)
         while True:
@@ -211,7 +211,7 @@ class Leases:
             counter, holder, calls = await self._raise_fences(ids, own)
             if counter is None:
                 return TakenLease(own, holder, calls)
-            # A failover has brought back an old record, and a shard has a higher token: take a still higher one.
+            # A failover has restored an old record, and a shard has a higher token. Take one that is higher still.
             counter_above = counter
 
     async def last_worker(self, claim: Claim) -> str | None:
@@ -258,7 +258,7 @@ class Leases:
     async def renew_all(self, grants: Iterable[Grant], seconds: float) -> None:
         """Renew leases for ``seconds``, those of a group in few calls.
 
-        ``grant.renewal`` and ``grant.change`` say afterwards what was found for each. Raises StoreUnavailable.
+        Afterwards ``grant.renewal`` and ``grant.change`` have the findings for each. Raises StoreUnavailable.
         """
         by_group: dict[int, list[Grant]] = {}
         for grant in grants:
@@ -363,13 +363,14 @@ class Leases:
         )
 
 
-#: Snapshots at the same time, of all workers. A snapshot costs its engine about a second, and its worker memory.
+#: The snapshots that all workers together request at the same time. A snapshot costs its engine about a second, and its
+#: worker memory.
 PLACES: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlace:
-    """A held place if ``wait_seconds`` is 0; else the time after which another attempt may succeed."""
+    """A held place if ``wait_seconds`` is 0; otherwise the time after which another attempt may succeed."""
 
     nonce: str
     wait_seconds: float = 0.0

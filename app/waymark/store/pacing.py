@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 #: The fixed cost of a call, in blocks.
 _CALL_COST = 32
-#: Seconds between two calls of ``while_waiting``.
+#: The seconds between two calls of ``while_waiting``.
 _WAITING_SECONDS = 0.5
 #: Redis counts as busy if calls take this many times as long as the fastest recent calls.
 _SLOW = 3.0
@@ -44,7 +44,7 @@ class Pacer:
 
     @property
     def waiting(self) -> int:
-        """Calls that wait."""
+        """The number of waiting calls."""
         return sum(len(queue.waiting) for queue in self._queues.values())
 
     def admit(
@@ -66,7 +66,7 @@ class Pacer:
 
 
 class _Admission(AbstractAsyncContextManager[None]):
-    """The admission of one call. As a generator it would cost twice as much."""
+    """The admission of one call. This class costs half as much as a generator would."""
 
     __slots__ = ("_began", "_clock", "_cost", "_queue", "_while_waiting")
 
@@ -89,14 +89,14 @@ class _Admission(AbstractAsyncContextManager[None]):
 
 @dataclass(slots=True)
 class _WaitingCall:
-    """A call that waits to be let through."""
+    """A call that waits for its admission."""
 
     cost: int
     woken: asyncio.Future[None]
-    """Done when it is let through, or when it is time to call ``while_waiting``."""
+    """Done when the call is admitted, or when it is time to call ``while_waiting``."""
     is_let_through: bool = False
     is_over: bool = False
-    """Its caller waits no longer."""
+    """Whether the caller no longer waits."""
 
     def wake(self) -> None:
         if not self.woken.done():

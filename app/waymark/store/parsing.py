@@ -27,13 +27,13 @@ T = TypeVar("T")
 #: The version of every record that this release writes. A record without one is of version 1.
 FORMAT = 1
 
-#: Numbers in Lua are doubles; integers up to this one are exact.
+#: The largest exact integer in Lua, whose numbers are doubles.
 INTEGER_MAX = 2**53 - 1
 _DIGITS_MAX = 20
 
 #: The most unreadable records to remember, by place; further ones are neither counted nor logged.
 _PLACES_MAX = 1000
-#: How long a row counts as unreadable after the last query that met it.
+#: How long a row counts as unreadable after the last query that read it.
 _ROW_SECONDS = 600.0
 _NAME_MAX = 200
 
@@ -55,7 +55,9 @@ class RecordParser:
     def __init__(self, metrics: Metrics | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._places: dict[tuple[str, str], UnreadableRecord] = {}
         self._rows: dict[tuple[str, str], float] = {}
-        """The places of rows, and until when they are remembered: no reader says that a row can be read again."""
+        """The places of rows, and until when they are remembered, because readers do not report that a row can be read
+        again.
+        """
         self._clock = clock
         gauge = (metrics or Metrics()).records_unreadable
         for kind in RecordKind:
@@ -102,7 +104,7 @@ class RecordParser:
             self._rows[key, name] = self._clock() + _ROW_SECONDS
 
     def _forget_rows(self) -> None:
-        """Forget the rows that were not met for a while: they may be gone, or be read by now."""
+        """Forget rows that were not read for a while. They may be gone, or readable by now."""
         while self._rows:
             place, until = next(iter(self._rows.items()))
             if until > self._clock():

@@ -1,4 +1,4 @@
-"""Opaque prefixes in Redis: how many tokens of each prefix a holder has, and until when.
+"""Opaque prefixes in Redis: the number of tokens of each prefix that a holder has, and the time at which this expires.
 
 A prefix is a hash with a field for each holder. Its field ``until`` is the time at which the key itself expires. A
 reader subtracts the key's TTL from ``until``. The result is the time by the clock of Redis, so the clock of the reader
@@ -91,7 +91,7 @@ class Prefixes:
 
 
 def _entries(fields: Mapping[bytes, bytes], milliseconds: int | None) -> dict[int, int]:
-    """Return the live entries; ``milliseconds`` is how many ms the key has left."""
+    """Return the live entries; ``milliseconds`` is the remaining time of the key."""
     end = fields.get(b"until", b"")
     if milliseconds is None or milliseconds < 0 or not end.isdigit():
         return {}

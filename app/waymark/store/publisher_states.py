@@ -21,7 +21,7 @@ from waymark.store.reservations import DRIFT
 
 @dataclass(frozen=True, slots=True)
 class PublisherState:
-    """A publisher as ``GET /workers`` shows it."""
+    """The state of a publisher, as ``GET /workers`` shows it."""
 
     registration: Registration
     id: int
@@ -38,18 +38,18 @@ class PublisherState:
     prefixes: Mapping[str, int] = field(default_factory=dict)
     """Opaque prefixes held, by medium."""
     flags: frozenset[str] = frozenset()
-    """Facts that its events have shown in this life."""
+    """The facts that the events of this life have shown."""
     recent: tuple[Sequence[int], Sequence[int]] = ((), ())
-    """The blocks that were stored and removed lately, slot by slot; empty if there were none."""
+    """The blocks that were stored and removed recently, slot by slot; empty if there were none."""
 
     @property
     def copies(self) -> CopiesRule:
-        """How copies of its blocks count."""
+        """The rule by which copies of its blocks count."""
         return copies_rule(self.registration, self.flags)
 
     @property
     def known(self) -> float | None:
-        """The publisher's blocks in the index, divided by the sum of them and its missing blocks of this life.
+        """The share of the publisher's blocks in this life that the index knows.
 
         None if the publisher has no blocks.
         """

@@ -1,8 +1,9 @@
-"""Reads that mostly need one request: the first portion of a chain, in a known and plain group.
+"""Quick reads, which mostly need one request: the first portion of a chain, in a known and plain group.
 
-``Reader.reading`` takes any group, and any number of requests. Its steps pass through some fifty functions, which a
-processor whose caches are cold notices. A quick read passes through a few, for as much of a chain as its first rows
-decide by themselves. If they do not decide, the general way goes on with the reply: it gets a ``Start``.
+``Reader.reading`` handles any group, with any number of requests. Its steps pass through about fifty functions, which
+is slow on a processor with cold caches. A quick read passes through a few, for as much of a chain as its first rows
+determine by themselves. If they are not enough, the general way continues with their reply, which it gets as a
+``Start``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class FirstPortions:
         return _FIRST_PORTIONS[self._long.get(group_id, 0.0) > _LONG_SHARE]
 
     def remember(self, group_id: int, blocks: int, found: int) -> None:
-        """Take in the result of a query: the blocks that it looked up and found; one of a few blocks does not count."""
+        """Learn from the result of a query: the number of blocks that it looked up and found. A query of only a few
+        blocks does not count.
+        """
         if blocks >= _SMALL_BLOCKS:
             share = self._long.get(group_id, 0.0)
             self._long[group_id] = share + _WEIGHT * ((found >= _SMALL_BLOCKS) - share)
@@ -72,7 +75,9 @@ class FirstPortions:
 
 
 class QuickPlan(NamedTuple):
-    """A group as queries of one block size see it, as long as its table stays the same."""
+    """The facts about a group that queries of one block size need. They are valid as long as its table stays the
+    same.
+    """
 
     entry: GroupEntry
     table: HolderTable
@@ -80,17 +85,17 @@ class QuickPlan(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The beginning of a query, for the general way to go on with."""
+    """The beginning of a query, with which the general way continues."""
 
     deadline: float
-    """By the clock of the event loop."""
+    """The deadline, by the clock of the event loop."""
     asked: WantedValues
     fetched: Fetched | None
-    """The values that were asked for; None if they were not read, or must be read again."""
+    """The requested values; None if they were not read, or must be read again."""
 
 
 class QuickRead(Fetch):
-    """The read of a first portion: a step whose result is itself."""
+    """The read of a first portion. It is a step whose result is the read itself."""
 
     __slots__ = (
         "_changes",
@@ -126,16 +131,16 @@ class QuickRead(Fetch):
         self._fetched: Fetched | None = None
         self.plan = plan
         self.blocks = min(len(keys) // KEY_BYTES, PIECE_BLOCKS * pieces)
-        """How many blocks are looked up."""
+        """The number of blocks that are looked up."""
         self.runs: FoundRuns | None = None
-        """The runs of these blocks; None if the rows alone do not decide them."""
+        """The runs of these blocks; None if the rows alone do not determine them."""
         self.is_over = is_over
-        """No holder has a block behind these."""
+        """Whether no holder has a block after these."""
 
     def set_result(self, fetched: Fetched) -> None:
         self.observe()
         reads, plan = self._reads, self.plan
-        # As in ``Reader`` and ``Chain``, which would not keep these values otherwise.
+        # ``Reader`` and ``Chain`` keep values under the same conditions.
         if self._changes == reads.incarnation.changes and self._clearings == reads.hot.clearings:
             self._fetched = fetched
             if fetched.version == plan.table.version and reads.is_current(plan):
@@ -152,24 +157,24 @@ class QuickRead(Fetch):
         super().set_exception(self._reads.silent(self._seconds) if isinstance(error, TimeoutError) else error)
 
     def note_length(self) -> None:
-        """Take in how long the prompt is in the index, for the portions of the next ones. The runs decide it."""
+        """Learn how much of the prompt the index has, for the portions of later queries. The runs must be known."""
         found = sum(map(_length, self.runs or ()))
         self._reads.portions.remember(self.plan.entry.group_id, self.blocks, found)
 
     @property
     def start(self) -> Start:
-        """The beginning for the general way to go on with."""
+        """The beginning with which the general way continues."""
         return Start(self.until, self.asked, self._fetched)
 
 
 def _among(values: list[bytes | None], hot: Mapping[int, bytes]) -> list[bytes | None]:
-    """Return all rows of a portion: those that were read, and the hot ones, by their index."""
+    """Return all rows of a portion: those that were read, and between them the hot ones, by their index."""
     read = iter(values)
     return [hot[index] if index in hot else next(read) for index in range(len(values) + len(hot))]
 
 
 class QuickReads:
-    """Makes quick reads. ``groups`` and ``tables`` are the caches of the general way."""
+    """Creates quick reads. ``groups`` and ``tables`` are the caches of the general way."""
 
     def __init__(
         self,
@@ -182,7 +187,7 @@ class QuickReads:
         silent: Callable[[float], StoreUnavailable],
     ) -> None:
         self.silent = silent
-        """Makes the error of a query that Redis has not answered within so many seconds."""
+        """Returns the error of a query that Redis has not answered within so many seconds."""
         self.fetcher = fetcher
         self._groups = groups
         self._tables = tables
@@ -191,8 +196,8 @@ class QuickReads:
         self.portions = portions
 
     def plan(self, group: GroupName, block_size: int | None) -> QuickPlan | None:
-        """Return the plan of a group that the last query found, if it is plain; ``block_size`` None is that of its
-        engines, if it is one.
+        """Return the plan of a group from the caches, if it is plain. A ``block_size`` of None means that of its
+        engines, if they have the same.
         """
         entry = self._groups.get(group)
         table = None if entry is None else self._tables.get(entry.group_id)
@@ -205,16 +210,16 @@ class QuickReads:
         return QuickPlan(entry, table, view) if view.size and view.instances else None
 
     def is_current(self, plan: QuickPlan) -> bool:
-        """Return whether the group is still as a plan has it, as far as the last query knows."""
+        """Return whether a plan still fits its group, as far as the caches show."""
         table = plan.table
         return self._tables.get(plan.entry.group_id) is table and self._groups.get(table.group) is plan.entry
 
     def read(self, plan: QuickPlan, keys: bytes, pieces: int, *, is_whole: bool, seconds: float) -> QuickRead | None:
-        """Return the read of the rows of the first ``pieces`` pieces of a chain, which asks for all but the hot ones;
-        None if a hot row does not list all that it may have.
+        """Return the read of the rows of the first ``pieces`` pieces of a chain, except the hot ones. Return None if a
+        hot row may not list all of its blocks.
 
-        ``keys`` are the packed keys of at least these pieces, as far as the chain goes; ``is_whole``: it ends there.
-        The error of the read is StoreUnavailable, after so many ``seconds`` at the latest.
+        ``keys`` has the packed keys of these pieces, or more. ``is_whole``: the chain ends with them. The read fails
+        with StoreUnavailable, after ``seconds`` at the latest.
         """
         heads = array("Q", keys[: KEY_BYTES * PIECE_BLOCKS * pieces])[::PIECE_BLOCKS].tobytes()
         group_id, pieces = plan.entry.group_id, len(heads) // KEY_BYTES
@@ -230,7 +235,7 @@ class QuickReads:
 
 
 class QuickAnswer(Generic[R, T]):
-    """An answer by a quick read, or by the general way if the read does not decide it: the receiver of the read."""
+    """The receiver of a quick read, which answers by it, or in the general way if the read is not enough."""
 
     __slots__ = ("_answer", "_general", "_receiver")
 
@@ -262,17 +267,17 @@ class QuickAnswer(Generic[R, T]):
         self._receiver.set_exception(error)
 
 
-#: Walks of more runs hardly come twice.
+#: A walk with more runs seldom occurs twice.
 _RUNS_MAX = 16
-#: The approximate size of an entry, of a run, and of a holder of a view, besides what is made of the runs.
+#: The approximate sizes of an entry, of a run, and of a holder of a view, without the result for the runs.
 _ENTRY_BYTES, _RUN_BYTES, _HOLDER_BYTES = 600, 100, 300
 
 
 class KnownRuns(Generic[T]):
-    """What follows from runs, and a cache of it: many prompts have the same beginning, or no match at all.
+    """Caches a result computed from runs, because many prompts have the same beginning, or no match at all.
 
-    An entry belongs to a view of a holder table. A view never changes, so no entry is ever out of date; those of old
-    views are forgotten with all others when there is no room.
+    An entry belongs to a view of a holder table. A view never changes, so an entry is never outdated. When there is no
+    room, all entries are dropped, including those of old views.
     """
 
     def __init__(self, make: Callable[[Walk], T], size: Callable[[T], int], bytes_max: int) -> None:
@@ -287,7 +292,9 @@ class KnownRuns(Generic[T]):
         self.bytes = 0
 
     def of(self, read: QuickRead) -> T | None:
-        """Return what follows from the runs of a read; None if they do not decide, or the table lacks a holder."""
+        """Return the result for the runs of a read, or None if these do not determine it, or the table lacks a
+        holder.
+        """
         view, runs = read.plan.view, read.runs
         if runs is None:
             return None
@@ -316,10 +323,10 @@ class KnownRuns(Generic[T]):
 
 
 class _Known(NamedTuple, Generic[T]):
-    """What follows from a walk."""
+    """The result for a walk."""
 
     made: T
     is_plain: bool
-    """The table has all holders."""
+    """Whether the table has all holders."""
     is_over: bool
-    """No instance goes on behind the runs."""
+    """Whether no instance continues after the runs."""

@@ -36,7 +36,7 @@ from waymark.store.quick import FirstPortions, QuickReads, Start
 from waymark.store.redis.client import RedisClient
 from waymark.store.steps import Steps, Waiting, finished
 
-#: A match that passes the first portion is mostly long.
+#: The rows in a later portion: a match that is longer than the first portion is mostly much longer.
 _PORTION = 64
 
 #: How many times a query may start: it starts again if Redis came back empty.
@@ -120,7 +120,7 @@ class Reader:
         deadline_seconds: float,
         start: Start | None = None,
     ) -> Steps[Reading | None]:
-        """Return the steps of ``read``; ``start`` is the beginning that a quick read has made."""
+        """Return the steps of ``read``. ``start`` is the beginning, from a quick read."""
         query = _Query(block_size, Chain(source, self._hot))
         deadline = asyncio.get_running_loop().time() + deadline_seconds if start is None else start.deadline
         try:
@@ -162,7 +162,7 @@ class Reader:
         )
 
     def forget_rows(self) -> None:
-        """Answer from Redis alone from now on: a write was acknowledged, and the next answer contains it."""
+        """Forget the hot rows, because a write was acknowledged, and the next answer must contain it."""
         self._hot.clear()
 
     async def table(self, group: GroupName, *, deadline_seconds: float | None = None) -> HolderTable | None:
@@ -176,7 +176,7 @@ class Reader:
         return table if table is not None and table.group == group else None
 
     def table_at_hand(self, group: GroupName) -> HolderTable | None:
-        """Return the group's table in the cache, as the last query used it."""
+        """Return the group's cached table, which the last query used."""
         entry = self._groups.get(group)
         table = None if entry is None else self._tables.get(entry.group_id)
         return table if table is not None and table.group == group else None
@@ -187,13 +187,13 @@ class Reader:
         return table is not None and bool(table.publishers)
 
     def at_hand(self, group: GroupName) -> tuple[GroupEntry | None, HolderTable | None]:
-        """Return the group's entry and table in the cache, as the last query used them."""
+        """Return the group's cached entry and table, which the last query used."""
         entry = self._groups.get(group)
         table = None if entry is None else self._tables.get(entry.group_id)
         return entry, table if table is not None and table.group == group else None
 
     def entry_at_hand(self, group: GroupName) -> GroupEntry | None:
-        """Return the group's id and shards in the cache, as the last query used them."""
+        """Return the group's cached id and shards, which the last query used."""
         return self._groups.get(group)
 
     async def last_holders(self, entry: GroupEntry, pieces: Sequence[bytes]) -> list[set[int]]:
@@ -239,7 +239,7 @@ class Reader:
     def _walk(
         self, group: GroupName, entry: GroupEntry, query: _Query, deadline: float, changes: int, start: Start | None
     ) -> Steps[bool]:
-        """Read to the end of the chain; False if the cached data of the group are old.
+        """Read to the end of the chain. Return False if the cached data of the group are outdated.
 
         Raises TimeoutError at ``deadline``.
         """
@@ -295,7 +295,7 @@ class Reader:
         return table
 
 
-#: How often a query starts again because its group has another block size by now.
+#: The most starts of a query whose group changes its block size meanwhile.
 _ATTEMPTS = 3
 
 
@@ -306,18 +306,18 @@ class PromptKeys(NamedTuple):
     blocks: int
     tokens: int
     ids: PromptIds | None = None
-    """The token ids, if they and the namespace name the blocks: no image."""
+    """The token ids, if these and the namespace identify the blocks, because there is no image."""
 
 
 KeysOf = Callable[[int], PromptKeys]
-"""Makes the keys of a prompt for a block size."""
+"""Computes the keys of a prompt for a block size."""
 
 SizeOf = Callable[[HolderTable | None], int | None]
 """Reads the block size of a group from its table; None without a size."""
 
 
 class QueryReader:
-    """A reader within the query's deadline that counts requested and found blocks."""
+    """A reader that keeps the query's deadline, and counts requested and found blocks."""
 
     def __init__(self, reader: Reader, metrics: Metrics, *, deadline_seconds: float) -> None:
         self._reader = reader
@@ -327,7 +327,7 @@ class QueryReader:
     def read(
         self, group: GroupName, block_size: int, prompt: PromptKeys, start: Start | None = None
     ) -> Steps[tuple[int, Reading | None]]:
-        """Read like ``Reader.reading``; the block size is a part of the result."""
+        """Do what ``Reader.reading`` does, and return the block size, too."""
         reading = yield from self._reader.reading(
             group, block_size, prompt.keys, deadline_seconds=self._deadline_seconds, start=start
         )
@@ -337,10 +337,10 @@ class QueryReader:
     def read_in_size(
         self, group: GroupName, size_of: SizeOf, keys_of: KeysOf, start: Start | None = None
     ) -> Steps[tuple[int, Reading | None]]:
-        """Read like ``read``, in the block size that ``size_of`` reads from the group's table; 0 and None if it has
-        none.
+        """Do what ``read`` does, with the block size that ``size_of`` takes from the group's table. Return 0 and None
+        if it has none.
 
-        The first table is the cached one. The reading replaces it with the current one; if the block size differs, the
+        The first table is the cached one. Reading replaces it with the current one; if that has another block size, the
         query starts again.
         """
         table = self._reader.table_at_hand(group)
@@ -375,7 +375,7 @@ class QueryCounts:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._histograms = metrics.query_blocks, metrics.query_matched_blocks, metrics.query_round_trips
-        # Finding a series by its labels costs more than counting, and queries are many.
+        # Looking up a series by its labels costs more than counting, and there are many queries.
         self._series: dict[tuple[str, str], Counter] = {}
 
     def count(self, group: GroupName, asked: int, reading: Reading | None) -> None:
@@ -398,7 +398,7 @@ class QueryCounts:
         else:
             series.value += 1
         self._metrics.query_looked_up_blocks.value += looked_up
-        # As ``observe``, which would be three calls more.
+        # The code of ``observe``, without three more calls.
         of_asked, of_matched, of_trips = self._histograms
         of_asked.sum += asked
         of_asked.seen[bisect_left(of_asked.bounds, asked)] += 1

@@ -90,7 +90,7 @@ class StreamFields:
     def integers(self, beginning: str, name_of: Callable[[str], T], bits: int = 53) -> dict[T, int]:
         """Return the integers of all fields whose names begin with ``beginning``, of at most so many bits.
 
-        ``name_of`` makes their keys from the rest of each name; it raises ValueError for a wrong name.
+        ``name_of`` converts the rest of each name into a key, and raises ValueError for a wrong name.
         """
         numbers: dict[T, int] = {}
         for name, raw in self._fields.items():
@@ -148,7 +148,7 @@ class StreamRecord:
     holders: Mapping[HolderName, int]
     """Ids of the live holders, by their names."""
     event_ids: Mapping[int, int]
-    """Standard events: the last event_id per holder."""
+    """For standard events, the last event_id of each holder."""
     shard_calls: Mapping[int, int]
     """How many calls each shard but the first had acknowledged when the watermark was written."""
     counters: Mapping[str, int]
@@ -158,9 +158,9 @@ class StreamRecord:
     last_event_id: str = ""
     """For an event stream over HTTP: the ``id`` of the last event that was applied."""
     has_staged: bool = False
-    """Whether there are holders of a snapshot that did not become whole: they have to end."""
+    """Whether there are holders of an incomplete snapshot, which must end."""
     is_damaged: bool = False
-    """Whether the watermark, or a field that names a holder, cannot be read: the life of the stream has to end."""
+    """Whether the watermark, or a field that names a holder, cannot be read. Then the life of the stream must end."""
 
 
 class Facts(TypedDict, total=False):
@@ -178,7 +178,7 @@ class Facts(TypedDict, total=False):
     """Flags of this life, separated by blanks. A flag is written before the batch that causes it is applied, so a
     worker that takes over applies that batch under the same flag. An unnecessary flag does no harm."""
     recent: str
-    """The blocks that were stored and removed lately, as ``domain.recent`` writes them."""
+    """The blocks that were stored and removed recently, as ``domain.recent`` writes them."""
     main_groups: str
     """The KV-cache group whose blocks are indexed: the group of the first stored event with tokens."""
     last_event_id: str
@@ -210,8 +210,8 @@ class Records:
         return self._decoded(grant.claim, raw_fields, grant.token)
 
     async def peek(self, claim: Claim) -> StreamRecord | None:
-        """Return the record at this moment, whoever has the stream; None if it is gone. Raise RecordDamaged as
-        ``read``.
+        """Return the record, whichever worker has the stream; None if it is gone. Raise RecordDamaged as ``read``
+        does.
         """
         raw_fields = await self._client.hgetall(keys.record(claim.group_id, claim.publisher))
         return self._decoded(claim, raw_fields, "") if raw_fields else None
@@ -249,7 +249,9 @@ class Records:
         )
 
     async def adopt(self, grant: Grant, state: StreamRecord) -> None:
-        """Add to a damaged record the live holders of its publisher that it does not name: ``new_life`` ends them."""
+        """Add to a damaged record the live holders of its publisher that it does not name, so that ``new_life`` ends
+        them.
+        """
         key = keys.holders(grant.group_id)
         table = decode_table(await self._client.hgetall(key), self._parser, key)
         ids = set(state.holders.values())
@@ -321,8 +323,8 @@ class Records:
     ) -> bool:
         """End all live holders, and replace them by the staged ones in ``begin``. Return False if fenced.
 
-        The record then has this watermark, if any, and these flags, and loses those of the old life. ``is_repair``: the
-        repair that somebody may have asked for is made by it.
+        The record then has this watermark, if any, and these flags instead of those of the old life. ``is_repair``:
+        this also fulfils a request for a repair.
         """
         moved = sorted(grant.moved_shards)
         shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]
@@ -400,7 +402,7 @@ class Records:
         return grant.counted(outcome)
 
     async def note_health(self, grant: Grant, *, milliseconds: int) -> bool:
-        """Note that the engine cannot be reached, for this many ms, or with 0 that it can; False if fenced."""
+        """Note for this many ms that the engine cannot be reached, or with 0 that it can. Return False if fenced."""
         outcome = await self._scripts.note_health(
             load=keys.load(grant.group_id),
             changes=keys.load_changes(grant.group_id),

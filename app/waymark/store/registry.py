@@ -1,4 +1,4 @@
-"""Registers, changes and unregisters publishers, so that a crash between two steps leaves no trace.
+"""Registers, changes and unregisters publishers in steps, which a crash may interrupt at any point.
 
 - ``register`` writes the claim into ``wm:publishers`` first, then the publisher's record and its row in the table.
 - ``unregister`` marks the claim as leaving, ends the publisher, and deletes the claim last.
@@ -42,7 +42,7 @@ _FIXED = {
 #: The sources of weights that a client cannot change.
 _WEIGHT_IS_GIVEN = {"discovery": "the annotations of its pod", "file": "the file of publishers"}
 
-#: Fields that stand beside the tenants in an answer of ``/query``.
+#: Fields that appear next to the tenants in an answer of ``/query``.
 RESERVED_TENANTS = frozenset({"instances", "explanation"})
 
 
@@ -66,10 +66,10 @@ class Registry:
         self._note = note
 
     async def register(self, registration: Registration, *, is_known: bool = False) -> bool:
-        """Register a publisher. True if it is new or has changed; False if the same registration exists.
+        """Register a publisher. Return True if it is new or has changed, and False if the same registration exists.
 
         Another endpoint begins a new life. A change of the target fields does not interrupt the stream. With
-        ``is_known`` a publisher that was unregistered meanwhile stays so, and the result is False.
+        ``is_known`` a publisher that has been unregistered stays unregistered, and the result is False.
 
         Raises Conflict, with the field, if the publisher is registered with another model, block size, type, adapter,
         salt or scope, or if its registration cannot be read; InvalidValue if its tenant may not have this name. Nothing
@@ -93,7 +93,7 @@ class Registry:
             else:
                 _check_same(claim.registration, registration)
                 if claim.registration.origin == BY_CLIENT and registration.origin.kind != "url":
-                    # A client has registered it, so that only a client may unregister it.
+                    # A client has registered the publisher, so only a client may unregister it.
                     registration = replace(registration, origin=BY_CLIENT)
                 if claim.registration == registration and await self._claims.is_begun(claim):
                     return has_moved
@@ -129,7 +129,7 @@ class Registry:
 
         Raise Conflict, with the field, if discovery or the publishers file sets the weight and would undo the change.
         """
-        old_weight = None  # the weight before the first attempt; a later attempt may see the change of an earlier one
+        old_weight = None  # as before the first attempt, whose change a later one may see
         for _ in range(ATTEMPTS):
             claim = await self._directory.claim(name)
             if claim is None or claim.is_leaving:
@@ -202,7 +202,7 @@ class Registry:
                 return
             name = claim.registration.name
             marked = await self._claims.replace(name, claim.raw, replace(claim, is_leaving=True, successor=None))
-            if marked is None:  # another caller was faster, and may not have finished
+            if marked is None:  # another caller was faster, but may not have finished
                 marked = await self._directory.claim(name)
                 if marked is None or marked.publisher != claim.publisher:
                     return
@@ -210,7 +210,8 @@ class Registry:
         raise contended(claim.registration.name)
 
     async def clear(self, claim: Claim) -> bool:
-        """End the life of a publisher: answers no longer count its blocks and prefixes. False if the publisher is gone.
+        """End the life of a publisher, so that answers no longer count its blocks and prefixes. Return False if it is
+        gone.
 
         The worker that applies its stream loses the lease and takes it again. With a replay endpoint the stream replays
         all batches; without one it continues with the next batch.

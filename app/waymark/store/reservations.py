@@ -33,7 +33,7 @@ CANDIDATES_MAX = 8
 OVERDUE_MAX = 64
 #: The pause between two attempts to end a reservation whose reply was lost.
 _TAKE_BACK_SECONDS = 1.0
-#: The most reservations of one list released in parallel.
+#: The most reservations of one list that are released in parallel.
 _RELEASES_AT_ONCE = 32
 _TEXT = re.compile(
     r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})(?:\.(\d{1,15}))?"
@@ -141,7 +141,7 @@ HEALTH = b"health:"
 DRIFT = b"drift:"
 
 
-#: With more changes than this all loads are read.
+#: If there are more changes than this, all loads are read.
 CHANGES_MAX = 512
 
 
@@ -171,7 +171,9 @@ SawLoad = Callable[[int, int, int, int, int], None]
 """Takes the id of a group, a publisher, and the tokens, requests and context of its load."""
 
 Booked = Callable[[Reservation, float | None], None]
-"""Takes a reservation that has ended with a usage, and its target's drift, if this has shown it; 0: it has none now."""
+"""Takes a reservation that has ended with a usage, and the drift of its target if the usage has shown it; 0 for no
+drift.
+"""
 
 NO_LOAD = Load()
 """The load of a target that never got a request."""
@@ -204,7 +206,7 @@ class Pulls(NamedTuple):
     """The most copies from one source at a time."""
 
     def words(self) -> str:
-        """Return it in the form that ``reserve`` reads."""
+        """Return the sources and choices in the form that ``reserve`` reads."""
         if not self.sources:
             return "0"
         return " ".join(
@@ -215,7 +217,7 @@ class Pulls(NamedTuple):
         )
 
     def at(self, index: int) -> int | None:
-        """Return the publisher at an index of the script's, which begins with 1; None for 0."""
+        """Return the publisher at an index of the script, which counts from 1; None for 0."""
         return self.sources[index - 1] if index else None
 
 
@@ -241,9 +243,9 @@ class ReservationTerms(NamedTuple):
     pulls: Pulls | None = None
     """The engines that the targets may copy from."""
     promises: Sequence[str] = ()
-    """For each offer the text of the ``Promise`` to it; empty: nothing is promised."""
+    """For each offer the text of its ``Promise``; empty if nothing is promised."""
     words: Sequence[str] | None = None
-    """What ``words_of`` makes of the offers and the promises, if that is known already."""
+    """The result of ``words_of`` for the offers and the promises, if it is already known."""
 
     def promise(self, index: int) -> str:
         """Return what was promised of an offer."""
@@ -251,11 +253,11 @@ class ReservationTerms(NamedTuple):
 
 
 def words_of(offers: Sequence[Offer], promises: Sequence[str]) -> list[str]:
-    """Return the terms of offers as ``reserve`` reads them: a word for each run of equal ones."""
+    """Return the terms of offers in the form that ``reserve`` reads: one word for each run of equal terms."""
     words: list[str] = []
     last, last_promise = None, ""
     for place, (offer, promise) in enumerate(zip(offers, promises, strict=False), 1):
-        if offer[1:] != last or promise != last_promise:  # mostly they are those of the candidate before
+        if offer[1:] != last or promise != last_promise:  # mostly they are those of the previous candidate
             last, last_promise = offer[1:], promise
             _, new, handicap, weight, first, lasting = offer
             words.append(f"{place} {new} {_numeral(handicap)} {_numeral(weight)} {first} {lasting} {promise}")
@@ -263,7 +265,7 @@ def words_of(offers: Sequence[Offer], promises: Sequence[str]) -> list[str]:
 
 
 def packed_behind(head: bytes, words: int, further: tuple[Any, ...]) -> bytes:
-    """Return a packed call whose first words, so many, are packed in ``head``."""
+    """Return a packed call. ``head`` has its first words, ``words`` of them, in packed form."""
     packed = hiredis.pack_command(further)
     return b"*%d\r\n%b%b" % (words + len(further), head, packed[packed.index(b"\n") + 1 :])
 
@@ -280,7 +282,7 @@ class Reserved(NamedTuple):
     """The number of overdue reservations that the call ended."""
 
 
-#: Calls by their other arguments; one more drops all.
+#: The most cached calls; one more drops all.
 _PLAIN_MAX = 1024
 
 PlainTerms: TypeAlias = tuple[float, float, int, int, int]
@@ -322,7 +324,9 @@ class ReserveCall(NamedTuple):
         return Reserved(verdict, reservation, tokens, requests, overdue)
 
     def lost(self) -> None:
-        """Count the call, and end the reservation that it may have made: its reply is not waited for any more."""
+        """Count the call, and end the reservation that it may have made, because nobody waits for its reply any
+        more.
+        """
         self.step.lost()
         self.take_back()
 
@@ -330,7 +334,7 @@ class ReserveCall(NamedTuple):
         """End the reservation that the call may have made, whichever target it is for."""
         group_id, context, terms = self.group_id, self.terms.context, self.terms
         if terms.request_id is not None:
-            return  # the next try gets it
+            return  # the next attempt gets the reservation
         made = [
             Reservation(group_id, offer.publisher, offer.new, context, self.nonce, promise=terms.promise(index))
             for index, offer in enumerate(self.offers)
@@ -350,13 +354,13 @@ class Reservations:
         self._begin = begin
         self._ahead_ms = 0
         self._plain: dict[tuple[Any, ...], PlainReserve] = {}
-        """Calls without candidates, by what a further call has in common with them."""
+        """Calls without candidates, by the arguments that further calls have in common with them."""
 
     async def reserve(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Reserved:
         """Send a prompt to the best of at most ``CANDIDATES_MAX`` targets, in one round trip.
 
         If no reply comes, no caller knows the reservation, so a background task ends it as soon as Redis answers. A
-        reservation with a ``request_id`` is kept: the next try gets it, or it expires.
+        reservation with a ``request_id`` is kept: the next attempt gets it, or it expires.
         """
         return await finished(self.reserving(group_id, offers, terms))
 
@@ -389,7 +393,9 @@ class Reservations:
     def _plain_step(
         self, group_id: int, terms: ReservationTerms, nonce: str, publishers: Sequence[int], words: Sequence[str]
     ) -> ScriptCall:
-        """Return what ``_step`` does, if the call has no further keys: only a few words differ from the last one."""
+        """Return the same as ``_step`` for a call without further keys, which differs from the last one in a few words
+        only.
+        """
         known = self._plain_calls(group_id, terms[1:6])
         return known.again(nonce, terms.context, "1" if terms.is_cold else "0", publishers, words)
 
@@ -458,7 +464,7 @@ class Reservations:
                 await self.release(reservations, ReservationPart.UNANSWERED)
                 return
             except RecordDamaged:
-                return  # the next try would meet the same values; they end by themselves
+                return  # another attempt would find the same values; the reservations expire by themselves
             except StoreUnavailable:
                 await asyncio.sleep(_TAKE_BACK_SECONDS)
 
@@ -483,13 +489,13 @@ class Reservations:
         ``booked`` the drift that the usage has shown.
         """
         minute = int(time.time() // 60)
-        # A request of several sequences has several reservations of one target, and is one outcome.
+        # A request of several sequences has several reservations of one target, but counts as one outcome.
         shows = {(entry.group_id, entry.publisher): entry for entry in reversed(reservations)}
         timed = None
         if ttft_ms is not None:
             timed = next((entry for entry in reservations if entry.waited is not None), None)
         promised = [entry for entry in reservations if entry.promise] if usage is not NO_USAGE else []
-        # Several requests have one usage together, and nobody knows the share of each.
+        # Several requests share one usage, and the share of each is unknown.
         promise = promised[0] if len(promised) == 1 else None
 
         async def one(reservation: Reservation) -> bool:
@@ -566,7 +572,9 @@ class Reservations:
         return await self._client.hgetall(keys.load(group_id))
 
     async def changes(self, group_id: int, since: int, publishers: Sequence[int] = ()) -> LoadChanges:
-        """Read the loads changed since a number, and those of ``publishers`` in any case; -1: all loads."""
+        """Read the loads that changed after change number ``since`` (-1: all loads), and those of ``publishers`` in any
+        case.
+        """
         verdict, last, texts = await self._scripts.read_loads(
             load=keys.load(group_id),
             changes=keys.load_changes(group_id),

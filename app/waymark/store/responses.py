@@ -1,4 +1,4 @@
-"""What gateways keep in Redis: answers for equal requests, stored responses, and counts of all replicas together.
+"""The data that gateways keep in Redis: answers for equal requests, stored responses, and the counts of all replicas.
 
 The answers are in one slot of Redis, so that one script can bound them, and so are the responses, with the queue of
 those to copy to MongoDB. An answer is kept only if its request began after the last clearing. ``find`` returns the
@@ -38,7 +38,7 @@ class FoundAnswer(NamedTuple):
 
 
 class AnswersSize(NamedTuple):
-    """How much is kept, and how many answers were dropped early to make room for the last one."""
+    """The size of the kept answers, and how many were dropped early to make room for the last one."""
 
     entries: int
     bytes: int
@@ -46,7 +46,7 @@ class AnswersSize(NamedTuple):
 
 
 class CacheState(NamedTuple):
-    """The state of a response cache, as one gateway sees it."""
+    """The state of a response cache, as one gateway knows it."""
 
     backend: str
     """``memory`` or ``redis``."""
@@ -67,7 +67,7 @@ class CacheState(NamedTuple):
 
 
 class StoredAnswers:
-    """All methods raise StoreUnavailable."""
+    """The answers of all gateways. All methods may raise StoreUnavailable."""
 
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:
         self._client = client
@@ -164,7 +164,7 @@ class ResponseChange(NamedTuple):
 
 
 class StoredResponses:
-    """Names are 32 hex digits. All methods raise StoreUnavailable."""
+    """The stored responses of all gateways. Names are 32 hex digits. All methods may raise StoreUnavailable."""
 
     def __init__(self, scripts: Scripts) -> None:
         self._scripts = scripts
@@ -208,7 +208,7 @@ class StoredResponses:
         return [QueuedResponse(*entry) for entry in entries]
 
     async def end(self, entries: Sequence[QueuedResponse]) -> None:
-        """Take entries out of the queue, since MongoDB has their responses."""
+        """Remove entries from the queue, because MongoDB has their responses."""
         texts = [text for entry in entries for text in entry[:2]]
         await self._scripts.end_responses(
             responses=keys.RESPONSES,
@@ -223,13 +223,15 @@ class StoredResponses:
 log = logging.getLogger(__name__)
 
 _FLUSH_SECONDS = 1.0
-#: Prefix keys that wait to be added; further ones are left out while Redis is unavailable.
+#: The most prefix keys that wait to be added. While Redis is unavailable, further ones are skipped.
 _PREFIXES_MAX = 10_000
 _PREFIXES_PER_CALL = 1_000
 
 
 class ReplicaCounts:
-    """The counts of this process still to be added in Redis, and the counts of all. ``begin`` runs the flush."""
+    """The counts of this process that are still to be added in Redis, and the counts of all replicas. ``begin`` runs
+    the writes.
+    """
 
     def __init__(self, client: RedisClient, scripts: Scripts, begin: StartTask) -> None:
         self._client = client

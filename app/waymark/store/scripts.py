@@ -52,14 +52,14 @@ class Verdict(StrEnum):
     APART = "apart"
 
 
-#: Asking the class is a call of Python.
+#: A lookup in the enum itself runs Python code.
 _VERDICTS = {verdict.encode(): verdict for verdict in Verdict}
 
 
 class Outcome(NamedTuple):
     verdict: Verdict
     numbers: tuple[int, ...]
-    """The header of the script describes them."""
+    """The numbers in the reply, which the header of the script describes."""
 
     @property
     def is_applied(self) -> bool:
@@ -110,7 +110,7 @@ class ScriptCall:
         return packed
 
     def lost(self) -> None:
-        """Count the call: no reply is waited for any more. It is not made again from now on."""
+        """Count the call, because nobody waits for its reply any more. It is not repeated from now on."""
         self.scripts._count(self._name, "none", self._began)
         if self._again is not None:
             self._again.cancel()
@@ -125,7 +125,9 @@ _RESERVE = [parameter.name for parameter in SCRIPTS["reserve"].args]
 
 
 class PackedReserve(ScriptCall):
-    """A call of ``reserve`` that is packed at once. Its words are made if it cannot be sent so."""
+    """A call of ``reserve`` that is packed directly. Its separate words are built only if it cannot be sent in this
+    way.
+    """
 
     __slots__ = ("_of", "_packed", "_plain", "_words_of", "nonce")
 
@@ -138,8 +140,8 @@ class PackedReserve(ScriptCall):
         offered: tuple[Any, ...],
         words_of: Callable[[], tuple[Sequence[int], Sequence[str]]],
     ) -> None:
-        """``of`` are the context, and whether it is cold. ``pack`` packs what is ``offered`` behind the first words, so
-        many, which are packed; ``words_of`` returns the candidates and their terms.
+        """``of`` has the context, and whether the prompt is cold. ``pack`` appends the packed ``offered`` to the packed
+        first words, whose number it gets; ``words_of`` returns the candidates and their terms.
         """
         super().__init__(plain.call.scripts, "reserve", plain.call.keys, ())
         self._plain, self.nonce, self._of, self._words_of = plain, nonce, of, words_of
@@ -157,7 +159,7 @@ class PlainReserve:
     """Calls of ``reserve`` without further keys that differ in a few words."""
 
     def __init__(self, call: ScriptCall) -> None:
-        """``call`` is one of them, without candidates."""
+        """``call`` is one of these calls, without candidates."""
         self.call = call
         self._args = call.args[: _RESERVE.index("candidate")]
         self._places = self._nonce, self._context, self._cold = [
@@ -165,7 +167,7 @@ class PlainReserve:
         ]
         words = ["EVALSHA", SCRIPTS["reserve"].sha, len(call.keys), *call.keys, *self._args]
         self.words = len(words)
-        # Each without the number of words, which is one. Those that differ have a place for their text.
+        # Each word without the count of words, which is one. Words that differ get a placeholder for their text.
         packed = [hiredis.pack_command((word,)).removeprefix(b"*1\r\n").replace(b"%", b"%%") for word in words]
         for place in self._places:
             packed[place + len(words) - len(self._args)] = b"$%d\r\n%b\r\n"
@@ -177,7 +179,7 @@ class PlainReserve:
         return self._head % (len(nonce), nonce.encode(), len(length), length, len(cold), cold.encode())
 
     def again(self, nonce: str, context: int, cold: str, candidate: Sequence[int], terms: Sequence[str]) -> ScriptCall:
-        """Return another one of them."""
+        """Return another one of these calls."""
         args = [*self._args, len(candidate), *candidate, len(terms), *terms]
         args[self._nonce], args[self._context], args[self._cold] = nonce, context, cold
         return ScriptCall(self.call.scripts, "reserve", self.call.keys, args)
@@ -472,7 +474,9 @@ class Scripts:
         candidate: Sequence[int],
         terms: Sequence[str],
     ) -> ScriptCall:
-        """Return a call, not begun. Some values of its reply are texts: nonce and promise of an earlier reservation."""
+        """Return a call that is not begun yet. Some values of its reply are texts: nonce and promise of an earlier
+        reservation.
+        """
         return ScriptCall(self, "reserve", *SCRIPTS["reserve"].words(locals()))
 
     async def release(

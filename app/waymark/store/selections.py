@@ -1,6 +1,6 @@
 """The workers and peers that clients of the Dynamo API have described, and the states of selections by their ids.
 
-Everything is in Redis, so every replica knows the requests of a client to any other.
+Everything is in Redis, so every replica knows what clients have sent to the others.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ PEERS_MAX = 1024
 
 
 class Selections:
-    """Every change names the value that it replaces, so of two callers one succeeds."""
+    """Selections, workers and peers. Every change names the value that it replaces, so only one of two concurrent
+    callers succeeds.
+    """
 
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:
         self._client = client
@@ -58,7 +60,7 @@ class Selections:
         return sorted(url.decode("utf-8", "replace") for url in await self._client.hgetall(keys.PEERS))
 
     async def add_peer(self, url: str) -> bool:
-        """Keep a peer, which may be kept already; False if there are too many."""
+        """Store a peer, which may already be stored. Return False if there are too many."""
         outcome = await self._scripts.keep_catalog(
             catalog=keys.PEERS, worker=url, before=b"", value=b"1", workers_max=PEERS_MAX
         )

@@ -4,7 +4,7 @@ A prompt has a few entries, which are small keys that expire. They are at a few 
 than the one before, and at the last block of the prompt. ``reserve`` writes them. If two prompts
 share n blocks, and n is at least 8, the deepest entry that both have is at a depth of 2n/3 to n.
 
-``prefix-cache-scorer`` of a picker file has a memory of its own, without a time: the last blocks that went to each
+``prefix-cache-scorer`` of a picker file has a separate memory that does not expire: the last blocks that went to each
 target.
 
 ``Placements`` are the same for external routers: for each block, the holders to which they have sent a prompt with it.
@@ -28,7 +28,7 @@ from waymark.store.scripts import Scripts
 
 _FIRST = 8
 _ID_DIGITS_MAX = 16
-#: Blocks that one call notes, and targets that one call looks at. Redis needs less than 2 ms for them.
+#: The blocks that one call notes, and the targets that one call reads. Redis needs less than 2 ms for them.
 _NOTED_PER_CALL, _TARGETS_PER_CALL = 512, 256
 
 
@@ -53,7 +53,7 @@ class Speculative:
     async def read(
         self, group_id: int, block_keys: Sequence[int], *, until: float, has_stages: bool = False
     ) -> list[int | None]:
-        """Read the publisher in each key; ``block_keys`` is not empty.
+        """Return the publisher in each key. ``block_keys`` must not be empty.
 
         With ``has_stages``, the publishers that prefilled follow.
 
@@ -118,11 +118,12 @@ class PromptHistories:
 
 #: Blocks in one call. Redis needs less than 1 ms for them.
 BLOCKS_PER_CALL = 128
-#: The most holders of one block: every holder may have the beginning of a system prompt.
+#: The most holders of one block, because every holder may have the beginning of a system prompt.
 _HOLDERS_MAX = 1024
 #: The most blocks, and the most holders of such blocks, that one call reads. Redis needs less than 2 ms for them.
 _MATCHED_PER_CALL, _FIELDS_PER_CALL = 512, 4096
-#: In place of a block: the holders that were dropped, each with the time at which its placements of before end.
+#: Stands in for a block: this number's key has the dropped holders, each with the time at which its earlier placements
+#: expire.
 _DROPPED = 2**64 - 1
 
 
@@ -172,7 +173,7 @@ class Placements:
         return outcome.numbers[0]
 
     async def drop(self, group_id: int, holder: str, *, milliseconds: int) -> None:
-        """Note that the placements of a holder do not count any more; those that follow do.
+        """Note that the placements of a holder no longer count, except later ones.
 
         ``milliseconds`` is how long placements last.
         """

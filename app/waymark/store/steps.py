@@ -1,8 +1,8 @@
 """Runs work that waits for Redis, mostly without a task.
 
 The work is a generator. It yields each thing that it waits for, a ``Step``, and is sent the result. If the step is a
-read on an open connection, the work goes on in the loop turn in which the reply arrives: there is neither a task nor a
-future, and all replies of one turn are used up in one pass. Any other step is a coroutine, which runs as a task.
+read on an open connection, the work continues in the loop turn in which the reply arrives. This needs neither a task
+nor a future, and all replies of one turn are handled in one pass. Any other step is a coroutine, which runs as a task.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Step(Protocol):
     """A thing to wait for."""
 
     def begin(self, receiver: ReplyReceiver[Any]) -> None:
-        """Begin. ``receiver`` gets the result or the error, at the earliest before this returns."""
+        """Begin the step. ``receiver`` gets the result or the error, possibly before this returns."""
 
 
 Steps: TypeAlias = Generator[Step, Any, T]
 
-#: After Redis did not answer, it is not asked for so long.
+#: If Redis did not answer, it is not asked again for this many seconds.
 _AWAY_SECONDS = 1.0
 
 #: The tasks of all ``Waiting``, which the loop itself does not keep alive.
@@ -62,27 +62,27 @@ class Waiting:
         self._task.add_done_callback(ended)
 
     def cancel(self) -> None:
-        """Cancel it; it has begun."""
+        """Cancel the coroutine or the task, which has begun."""
         self._task.cancel()
 
 
 class TimeLimit:
-    """The longest time that some steps may take, with one timer for all: one for each would cost more than the rest of
+    """A time limit of steps, with one timer for all of them, because a timer for each would cost more than the rest of
     a step.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._running: deque[tuple[float, LimitedStep]] = deque()
-        """Those begun so far, in order, each with the time by which it must end; some of them have ended."""
+        """The steps begun so far, in order, each with the time by which it must end. Some of them may have ended."""
         self._timer: asyncio.TimerHandle | None = None
 
     def late(self) -> Exception:
-        """Return the error of a step whose time is over."""
+        """Return the error for a step whose time is over."""
         return TimeoutError()
 
     def begin(self, step: LimitedStep) -> None:
-        """End a step when its time is over, unless it has ended by itself."""
+        """Note that a step has begun. It is ended when its time is over, unless it has ended by itself."""
         loop, running = asyncio.get_running_loop(), self._running
         while running and running[0][1].is_ended:
             running.popleft()
@@ -95,12 +95,12 @@ class TimeLimit:
         now = loop.time()
         while running and (running[0][1].is_ended or running[0][0] <= now):
             running.popleft()[1].end_late()
-        if running and self._timer is None:  # whoever gets the error may begin another step
+        if running and self._timer is None:  # the receiver of the error may begin another step
             self._timer = loop.call_at(running[0][0], self._check)
 
 
 class RedisLimit(TimeLimit):
-    """The longest time that Redis may take. After it did not answer, it is not asked for a moment."""
+    """The time limit of Redis. If Redis did not answer, it is not asked again for a moment."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
@@ -120,7 +120,7 @@ class RedisLimit(TimeLimit):
 
 
 class LimitedStep:
-    """A step that ends with an error when its time is over; the receiver of what it waits for."""
+    """A step that ends with an error when its time is over. It is also the receiver of the result that it waits for."""
 
     __slots__ = ("_limit", "_receiver", "is_ended")
 
@@ -133,7 +133,7 @@ class LimitedStep:
         self._limit.begin(self)
 
     def cancel(self) -> None:
-        """End it; its result is not needed any more."""
+        """End the step, because its result is no longer needed."""
         self._end()
 
     def done(self) -> bool:
@@ -146,7 +146,7 @@ class LimitedStep:
         self._end().set_exception(exception)
 
     def end_late(self) -> None:
-        """End it with the error of its limit, unless it has ended."""
+        """End the step with the error of its limit, unless it has ended."""
         receiver = self._receiver
         if receiver is not None:
             self.cancel()
@@ -154,7 +154,7 @@ class LimitedStep:
                 receiver.set_exception(self._limit.late())
 
     def _end(self) -> ReplyReceiver[Any]:
-        """Return the receiver. Nothing is kept for the limit, which may know the step for longer."""
+        """Return the receiver, and drop all references, because the limit may keep the step for longer."""
         receiver = self._receiver
         assert receiver is not None, "it ends once"
         self.is_ended, self._receiver = True, None
@@ -162,7 +162,7 @@ class LimitedStep:
 
 
 class Within(LimitedStep):
-    """The step that runs steps, and ends them with TimeoutError if they take longer than a limit."""
+    """A step that runs steps, and ends them with TimeoutError if they take longer than a limit."""
 
     __slots__ = ("_run", "_steps")
 
@@ -189,14 +189,14 @@ class Within(LimitedStep):
 
 
 def run(steps: Steps[T], receiver: ReplyReceiver[T]) -> StepsRun[T]:
-    """Run ``steps`` as far as they can go now, and on with each result; ``receiver`` gets their result or error."""
+    """Run ``steps`` as far as possible now, and further with each result. ``receiver`` gets their result or error."""
     at_work = StepsRun(steps, receiver)
     at_work.go_on(steps.send, None)
     return at_work
 
 
 def never() -> bool:
-    """Return False: a receiver that wants its result in any case is never done."""
+    """Return False, for a receiver that wants its result in any case."""
     return False
 
 
@@ -207,9 +207,10 @@ def waited(work: Coroutine[Any, Any, T]) -> Steps[T]:
 
 
 async def finished(steps: Steps[T], unwanted: Callable[[T], None] | None = None) -> T:
-    """Return the result of ``steps``, for a caller in a task; if it is cancelled, they end with GeneratorExit.
+    """Return the result of ``steps``, for a caller in a task. If the caller is cancelled, the steps end with
+    GeneratorExit.
 
-    ``unwanted`` gets the result if the caller is cancelled when there is one already.
+    ``unwanted`` gets the result if the caller is cancelled when it already exists.
     """
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     at_work = run(steps, future)
@@ -221,11 +222,11 @@ async def finished(steps: Steps[T], unwanted: Callable[[T], None] | None = None)
             unwanted(future.result())
         raise
     finally:
-        del future, at_work  # they have the error, which has this frame, and so all of the caller's values
+        del future, at_work  # they refer to the error, and through it to this frame and all values of the caller
 
 
 class StepsRun(Generic[T]):
-    """The receiver of every step of some steps."""
+    """A run of steps, which is the receiver of each of them."""
 
     __slots__ = ("_receiver", "_step", "_steps", "done")
 
@@ -236,7 +237,7 @@ class StepsRun(Generic[T]):
         self._step: Step | None = None
 
     def cancel(self) -> None:
-        """End the steps where they are. Nobody waits for their result."""
+        """End the steps at the present one, because nobody waits for their result."""
         step, self._step = self._step, None
         self._steps.close()
         if isinstance(step, Waiting | LimitedStep):
@@ -255,7 +256,7 @@ class StepsRun(Generic[T]):
             result, self._step = ended.value, None
         except (Exception, asyncio.CancelledError) as exc:
             self._step = None
-            del outcome  # as in ``finished``: it may be the error
+            del outcome  # it may be the error, see ``finished``
             self._receiver.set_exception(exc)
             return
         else:

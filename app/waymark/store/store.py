@@ -1,4 +1,4 @@
-"""Builds the store of a process, on one Redis for writes and optionally another one for reads.
+"""Builds the store of a process, on one Redis for writes and optionally another for reads.
 
 A field in Redis names the format of the index, so that no release reads an index of another format.
 """
@@ -195,7 +195,7 @@ class Store:
         return await self.incarnation.read(self.scripts)
 
     def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start work in the background, which ends with the store at the latest."""
+        """Start work in the background. It is cancelled when the store is closed."""
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -225,7 +225,9 @@ class Store:
         return self._client.subscription(keys.CONTROL)
 
     async def announce_free(self) -> None:
-        """Announce that this worker has released streams: the worker that they belong to now takes them at once."""
+        """Announce that this worker has released streams, so that the worker to which they now belong takes them at
+        once.
+        """
         await self._client.publish(keys.CONTROL, "released")
 
     async def other_format(self) -> str | None:

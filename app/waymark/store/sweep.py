@@ -1,9 +1,9 @@
 """Sweeping: removes a dead holder from its rows in small steps, and ends publishers without a claim.
 
 No query waits for a sweep: readers ignore a holder from the end of its life. A step is one bounded call, so it delays a
-reader by little. A crash between two steps loses no holder, because the id stays in ``dead`` until every shard is done.
-Each step checks whether the id is still in ``dead``. If it is not, another worker has swept the holder, or Redis has
-come back empty, and the sweep is complete.
+reader only a little. A crash between two steps loses no holder, because the id stays in ``dead`` until every shard is
+done. Each step checks whether the id is still in ``dead``. If it is not, another worker has swept the holder, or Redis
+has come back empty, and the sweep is complete.
 
 A claim and the publisher's row in a holder table are in two slots. A Redis that loses the last writes of one slot can
 bring back a publisher that was unregistered, or lose the claim of one that no worker has seen. Such a publisher could
@@ -25,9 +25,9 @@ from waymark.store.parsing import Malformed, RecordParser, integer_of
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Outcome, Scripts, Verdict
 
-#: Rows written in one step: less than 1 ms of Redis, for which readers wait.
+#: The rows written in one step, which takes Redis less than 1 ms. Readers wait for it.
 STEP_ROWS = 64
-#: Entries read at once, for several steps.
+#: The entries read at once, for several steps.
 SCAN_ENTRIES = 256
 
 
@@ -78,7 +78,7 @@ class Sweeper:
                     self._metrics.sweep_blocks.inc(blocks)
                     yield blocks
                 if cursor == 0:
-                    # After a failover the cursor is invalid, so entries can be missed. A shard is done when a whole
+                    # After a failover the cursor is invalid, so entries can be missed. A shard is done when a complete
                     # scan finds no entry.
                     if not has_found:
                         break

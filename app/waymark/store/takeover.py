@@ -34,7 +34,7 @@ BlockCounts = dict[tuple[int, int], tuple[int, int]]
 
 
 SWEPT_SEQ = 2**53 - 1
-"""The seq in the mark of a holder that a shard has swept (``lua/end_holder.lua``): no batch has it."""
+"""The seq in the mark of a holder that a shard has swept (``lua/end_holder.lua``). No batch has this seq."""
 
 
 class Takeover:
@@ -135,7 +135,7 @@ class Takeover:
     async def _fill_rows(
         self, grant: Grant, shard: int, holder: int, entries: list[tuple[Place, HolderEntry]], memory: HeldBlocks
     ) -> list[_StoredBlock]:
-        """Remember the blocks of the entries. Return those whose engine hash another block has already.
+        """Remember the blocks of the entries. Return those whose engine hash already belongs to another block.
 
         If an entry names no engine hash for a block, the seq_hash is used. The field with the copies of the block may
         replace it later.

@@ -1,4 +1,4 @@
-"""Reports of workers: each reports that it is alive, and one what it has discovered.
+"""Reports of workers: each reports that it is alive, and one of them reports what it has discovered.
 
 A member of ``wm:workers`` has a worker's name and, if it is limited, the number of streams that it takes. Workers
 divide the streams by computing the same shares, so every worker needs every limit. The limit is part of the member and
@@ -19,7 +19,7 @@ from waymark.store.parsing import lenient_text
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
-#: A worker silent for longer is taken for dead.
+#: A worker that is silent for longer counts as dead.
 WORKER_SECONDS = 10
 #: Separates the name from the number. A worker's name never contains it.
 _SEPARATOR = "/"
@@ -28,7 +28,7 @@ _SEPARATOR = "/"
 class Heartbeat(NamedTuple):
     worker: str
     streams_max: int | None
-    """None: no limit."""
+    """The most streams that the worker takes; None without a limit."""
 
     @property
     def member(self) -> str:
@@ -60,7 +60,7 @@ class Heartbeats:
         return dict(map(Heartbeat.of, members))
 
     async def alive(self, worker: str, *, keep_seconds: int, is_leaving: bool = False) -> list[str]:
-        """Report like ``report``, for a worker without a limit. Return only the ids."""
+        """Do what ``report`` does for a worker without a limit, and return only the ids."""
         return list(await self.report(worker, keep_seconds=keep_seconds, is_leaving=is_leaving))
 
 

@@ -1,8 +1,8 @@
-"""Valuations: a walk over all rows of a group finds the worth of the cache of each engine.
+"""Valuations: walks over all rows of a group, which compute the worth of each engine's cache.
 
-A worker walks, at the pace of the sweep, if somebody has asked about the group within the last hour; so no unread
-result costs work. One walk at a time holds ``wm:{g}:valuing``, and its result is kept in ``wm:{g}:worth`` for
-a while. A request reads that result and never walks itself.
+A worker walks at the pace of the sweep, and only if the worth was requested within the last hour. One walk at a time
+holds ``wm:{g}:valuing``, and its result is kept in ``wm:{g}:worth`` for a while. A request reads that result and never
+walks itself.
 
 The walk reads each row once, however many holders have it, because it remembers the names of the rows that it
 has read. This is bounded: if the holders of the group have more than ``ROWS_MAX`` entries together, it reads the rows
@@ -35,29 +35,30 @@ from waymark.store.scripts import Scripts
 from waymark.store.sweep import place_in
 from waymark.store.takeover import parse_row
 
-#: Rows that one walk remembers, about 7 MB. 65,536 whole rows are two million blocks.
+#: The most rows that one walk remembers, in about 7 MB. 65,536 full rows have two million blocks.
 ROWS_MAX = 65_536
-#: Rows read in one step, and the most blocks in the rows.
+#: The rows read in one step, and the most blocks in these rows.
 _STEP_ROWS = 64
 STEP_BLOCKS = _STEP_ROWS * ROW_SLOTS
 _SCAN_FIELDS = 512
-#: The hashes whose lengths are asked for in one round trip.
+#: The Redis hashes whose lengths are read in one round trip.
 _HASHES_AT_ONCE = 512
-#: A stopped worker holds up the next walk for at most this time.
+#: A stopped worker delays the next walk by at most this time.
 LEASE_SECONDS = 30.0
-#: The pause after a walk: at least so long, and as long as the walk took.
+#: The least pause after a walk. It is also at least as long as the walk took.
 PAUSE_SECONDS = 60.0
 #: A result outlasts the pause and the next walk, if that takes no longer than this one and ten minutes.
 _KEEP_SECONDS = 600.0
-#: For how long groups are valued after somebody has asked.
+#: For how long a group is valued after its worth was requested.
 ASKED_SECONDS = 3600
-#: The blocks in the list of prefixes, about 150 kB in Redis.
+#: The most blocks in the list of prefixes, which is about 150 kB in Redis.
 PREFIX_BLOCKS_MAX = 8192
 
-#: Decisions of the last hour say which blocks are used: the newest ones, whose first blocks take 30 MB at most.
+#: The newest decisions of the last hour show which blocks are used. Their first blocks take 30 MB at most.
 _USED_SECONDS, _DECISIONS_MAX, _SLICE_DECISIONS = 3600.0, 2000, 100
 
-#: After so many bytes of rows the loop gets a turn. A row of hundreds of holders has as many, and takes a millisecond.
+#: After so many bytes of rows, the event loop runs other tasks. A row with hundreds of holders is as large, and takes a
+#: millisecond.
 _BYTES_A_TURN = 16_384
 _DIGITS = "0123456789abcdef"
 
@@ -66,21 +67,21 @@ class Valuation(NamedTuple):
     """The result of a walk."""
 
     ended: float
-    """When it ended, in seconds since 1970 by the clock of its worker."""
+    """When the walk ended, in seconds since 1970 by the clock of its worker."""
     seconds: float
-    """How long it took."""
+    """How long the walk took, in seconds."""
     share: float
-    """The share of rows that it read; 1 unless the group is very large."""
+    """The share of rows that the walk read; 1 unless the group is very large."""
     decisions: int
     """The number of kept decisions that say which blocks were used."""
     worths: Mapping[str, CacheWorth]
-    """By instance."""
+    """The worth of each cache, by instance."""
     prefixes: Sequence[PrefixUse]
 
 
 class Valuations:
     def __init__(self, client: RedisClient, scripts: Scripts, parser: RecordParser, decisions: KeptDecisions) -> None:
-        """``decisions`` are the decisions that say which blocks prompts asked for."""
+        """``decisions`` are the kept decisions, which show which blocks prompts used."""
         self._client = client
         self._scripts = scripts
         self._parser = parser
@@ -97,10 +98,10 @@ class Valuations:
         return {group_id: valuation for group_id, valuation in valuations.items() if valuation is not None}
 
     async def walk(self, entry: GroupEntry, *, lease_seconds: float = LEASE_SECONDS) -> AsyncIterator[int]:
-        """Walk over the rows of a group, and keep the result; yield the number of blocks of each step.
+        """Walk over the rows of a group, and store the result. Yield the number of blocks of each step.
 
-        The caller sets the pace; a pause is shorter than ``lease_seconds``. The walk ends at once if the group has
-        another one, or had one a short time ago.
+        The caller sets the pace; its pauses must be shorter than ``lease_seconds``. The walk ends at once if another
+        one runs in the group, or ended a short time ago.
         """
         nonce, began = random_nonce(), time.monotonic()
         if not await self._hold(entry, nonce, lease_seconds):
@@ -140,7 +141,7 @@ class Valuations:
     async def _hold(
         self, entry: GroupEntry, nonce: str, seconds: float, value: bytes = b"", keep_seconds: float = 0.0
     ) -> bool:
-        """Begin, continue or end a walk; False if there is another one."""
+        """Begin, continue or end a walk. Return False if another one runs."""
         outcome = await self._scripts.keep_worth(
             valuing=keys.valuing(entry.group_id),
             worth=keys.worth(entry.group_id),
@@ -187,7 +188,7 @@ class Valuations:
         return None if place is None else place.name
 
     async def _count(self, entry: GroupEntry, shard: int, names: Sequence[bytes], tally: Tally) -> int:
-        """Read rows and count them; return the number of blocks, and for no rows the cost of a scan in blocks."""
+        """Read rows and count them. Return the number of blocks, or without rows the cost of a scan in blocks."""
         if not names:
             return _SCAN_FIELDS
         prefix = keys.block_prefix(entry.group_id, shard)
@@ -207,7 +208,8 @@ class Valuations:
 
 
 def sample(entries: int, rows_max: int) -> tuple[str, float]:
-    """Return a pattern of names that so many of ``entries`` match, and their share; all match an empty one.
+    """Return a pattern that about ``rows_max`` of ``entries`` names match, and their share. All names match an empty
+    pattern.
 
     Names begin with a hash in hex digits.
     """
@@ -238,7 +240,7 @@ def _encoded(valuation: Valuation) -> bytes:
 
 
 def _decoded(value: bytes) -> Valuation | None:
-    """Return the result in a value; None for the value of another release."""
+    """Return the result in a value, or None if another release wrote the value."""
     try:
         fields = orjson.loads(value)
         if fields["format"] != FORMAT:

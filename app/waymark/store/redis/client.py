@@ -36,12 +36,12 @@ T = TypeVar("T")
 
 EMBEDDED = "memory://"
 
-#: Connections to each server: more than requests that run in parallel. So no request waits for a connection; redis-py
-#: does not serve waiting callers in order.
+#: The connections to each server, which are more than the requests that run in parallel. So no request waits for a
+#: connection, which matters because redis-py does not serve waiting callers in order.
 CONNECTIONS = 80
 _ONE_REPLY = Replies(1)
 _PLACES_MAX = 1000
-#: Keys in one step of a SCAN.
+#: The keys in one step of a SCAN.
 _SCAN_COUNT = 1000
 
 
@@ -65,7 +65,7 @@ class Subscription:
 
 
 class RedisClient:
-    """A Redis, real or embedded, as the rest of ``store`` sees it."""
+    """The client of a Redis, real or embedded, for the rest of ``store``."""
 
     def __init__(
         self, redis: Redis | Cluster, url: str, variable: str = "WAYMARK_REDIS_URL", reads: ReadPool | None = None
@@ -93,8 +93,7 @@ class RedisClient:
         credentials: Credentials | None = None,
         variable: str = "WAYMARK_REDIS_URL",
     ) -> RedisClient:
-        """Return a client that connects on first use. ``memory://`` is a new, empty, embedded Redis of this process
-        alone.
+        """Return a client that connects on first use. ``memory://`` is a new, empty Redis inside this process.
 
         ``connections`` is the most connections to each server. Raise SettingsError, which names ``variable``, if the
         URL or a field of ``credentials`` does not fit.
@@ -134,7 +133,7 @@ class RedisClient:
             raise self.translated(exc) from exc
 
     def translated(self, error: RedisError | OSError) -> StoreUnavailable:
-        """Count an error of the driver, and return it as the rest of ``store`` sees it."""
+        """Count an error of the driver, and return the error that the rest of ``store`` gets for it."""
         if self.metrics is not None:
             self.metrics.redis_errors.labels(reason=kind_of(error)).inc()
         return unavailable(self.url, self._variable, error)
@@ -164,7 +163,7 @@ class RedisClient:
                 with self._translated():
                     raise
             except (RedisError, OSError, _NoConnection):
-                pass  # redis-py then looks whether another server has the data
+                pass  # redis-py then checks whether another server has the data
         with self._translated():
             send = self._ask_in_pipeline if name in TOGETHER else self._execute
             words: tuple[Any, ...] = (len(keys), *keys, *args)
@@ -175,7 +174,7 @@ class RedisClient:
             return cast("Reply", reply)
 
     async def _run_repeatable(self, script: Script, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
-        """Run a script by a read connection, which costs a third of redis-py's way.
+        """Run a script over a read connection, which costs a third of redis-py's way.
 
         Raise _NoConnection if Redis is embedded, TimeoutError, and RedisError.
         """
@@ -186,7 +185,7 @@ class RedisClient:
                 (reply,) = await pool.ask(packed_call(script.sha, keys, args), _ONE_REPLY, now + pool.seconds)
             except (RedisError, OSError) as exc:
                 if isinstance(exc, ReadOnlyError):
-                    self.reads.retire()  # queries would still read what the demoted server has
+                    self.reads.retire()  # otherwise queries would still read from the demoted server
                 elif not isinstance(exc, NoScriptError | TimeoutError):
                     pool.retire()
                 raise
@@ -212,12 +211,12 @@ class RedisClient:
         pipeline = self._pipelines.get(place)
         if pipeline is None:
             if len(self._pipelines) >= _PLACES_MAX:
-                self._pipelines.clear()  # those of a Cluster whose nodes have changed; calls under way continue
+                self._pipelines.clear()  # they may be those of former nodes of a Cluster; calls under way continue
             pipeline = self._pipelines[place] = SharedPipeline(self._replies)
         return await pipeline.ask(command)
 
     async def each(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
-        """Send commands like ``several``, if many callers send them often: they share their round trips."""
+        """Send commands as ``several`` does, but let many frequent callers share round trips."""
         with self._translated():
             return list(await asyncio.gather(*(self._ask_in_pipeline(command) for command in commands)))
 
@@ -326,7 +325,7 @@ class RedisClient:
         return self._redis.connection(key) if isinstance(self._redis, Cluster) else None
 
     def script_connection(self, name: str) -> ReadConnection | None:
-        """Return the open connection over which a script may be sent to the only server; None: ``run`` sends it."""
+        """Return the open connection to the only server for a script, or None if ``run`` must send the script."""
         if self.reads is None or name not in REPEATABLE:
             return None
         return self.reads.scripts.connection
@@ -390,7 +389,7 @@ class Script(NamedTuple):
     text: str
     sha: str
     keys: tuple[Parameter, ...]
-    """Of the signature on the first line, as ``args``."""
+    """The KEYS in the signature on the first line. ``args`` has the ARGV."""
     args: tuple[Parameter, ...]
     keys_of: SplitParameters
     args_of: SplitParameters
@@ -412,10 +411,10 @@ class Script(NamedTuple):
 
 
 def _split(parameters: tuple[Parameter, ...]) -> SplitParameters:
-    """Return the parameters of one word each before any others, and those others."""
+    """Return the leading parameters of one word each, and the remaining ones."""
     plain = tuple(name for name, _ in takewhile(lambda parameter: not parameter.sign, parameters))
     rest = parameters[len(plain) :]
-    # The getter of one name would return its value, and not a tuple of it.
+    # An ``itemgetter`` of one name would return its value, and not a tuple.
     return (itemgetter(*plain), rest) if len(plain) > 1 else (_no_words, parameters)
 
 
@@ -430,7 +429,7 @@ def _words(plain: PlainWords, parameters: tuple[Parameter, ...], values: Mapping
         value = values[name]
         if not sign:
             words.append(value)
-        elif sign == "*" and type(value) is PackedWords:  # of an abstract class, so that isinstance is a call of Python
+        elif sign == "*" and type(value) is PackedWords:  # its class is abstract, so isinstance would run Python code
             pieces += words, value
             words = []
         elif sign == "*":
@@ -458,7 +457,7 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-# Makes the client for a URL: the driver of a server, of a primary behind Sentinels, of a Cluster, or the emulation.
+# Creates the driver for a URL: that of a server, of a primary behind Sentinels, of a Cluster, or the emulation.
 
 
 def connected(

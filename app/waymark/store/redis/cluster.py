@@ -39,7 +39,8 @@ from waymark.store.redis.read_connection import ReadConnection, ReadPool, ReplyR
 
 Command: TypeAlias = Sequence[Any]
 
-#: Commands in one round trip, because Redis executes them without a look at other connections; and round trips at once.
+#: The most commands in one round trip, because Redis executes them without serving other connections; and the most
+#: round trips at once.
 _COMMANDS_MAX, _ROUND_TRIPS_MAX = 128, 4
 
 
@@ -88,7 +89,7 @@ class SharedPipeline:
 
 
 def _copy_of(error: Exception) -> Exception:
-    """Return the same error for one more caller: each adds its own traceback."""
+    """Return a copy of an error for another caller, because each caller adds its own traceback."""
     try:
         return type(error)(*error.args)
     except TypeError:
@@ -103,12 +104,12 @@ _TRY_AGAIN_SECONDS = 0.05
 #: The time limit of one command, as a multiple of the connection timeout. It includes reading the map and all
 #: redirects.
 _BOUND_TIMEOUTS = 3
-#: Nodes asked for the map at once.
+#: The most nodes that are asked for the map at once.
 _ASKED_MAX = 5
 
-#: For how long a node that failed is passed over, in seconds.
+#: How many seconds a failed node is avoided.
 _PASSED_OVER_SECONDS = 5.0
-#: A map is read no more often than this, in seconds.
+#: The least number of seconds between two readings of the map.
 _MAP_SECONDS_MIN = 0.1
 
 
@@ -166,12 +167,14 @@ class SlotMap:
         return self._choice(shard)
 
     def pass_over(self, endpoint: HostPort) -> None:
-        """Note that the node failed: for some seconds use others that may answer, and read the map again."""
+        """Note that the node failed. For some seconds other nodes that may answer are used, and the map is read
+        again.
+        """
         self._failed_until[endpoint] = asyncio.get_running_loop().time() + _PASSED_OVER_SECONDS
         self._is_doubtful = True
 
     def learn(self, moved: MovedError, endpoint: HostPort) -> None:
-        """Note a MOVED that ``endpoint`` has answered. A reply without a host means the host of ``endpoint``."""
+        """Note a MOVED reply of ``endpoint``. Without a host it means the host of ``endpoint``."""
         owner = (moved.host or endpoint[0], moved.port)
         if self._shards:
             self._shards[moved.slot_id] = Shard(owner, (owner,))
@@ -186,7 +189,7 @@ class SlotMap:
         self._failed_until.pop(endpoint, None)
 
     def replace(self, slots: ClusterSlots) -> None:
-        """Take a map that was just read."""
+        """Replace the map with one that was just read."""
         self._shards = slots.shards
         self._is_doubtful = False
         self._read_after = asyncio.get_running_loop().time() + _MAP_SECONDS_MIN
@@ -278,8 +281,8 @@ class Cluster:
     async def ask(
         self, key: bytes, packed: bytes, reader: ReplyReader[T], deadline: float | None, *, is_script: bool = False
     ) -> T:
-        """Send commands like ``ReadPool.ask``, to the node of ``key``; a script by the connection for scripts. An error
-        that names another node corrects the map.
+        """Send commands as ``ReadPool.ask`` does, to the node of ``key``; scripts go over the connection for scripts.
+        An error that names another node corrects the map.
         """
         if not self._map.is_usable():
             async with asyncio.timeout_at(deadline):
@@ -287,7 +290,7 @@ class Cluster:
         endpoint = self._map.pick(key_slot(key))
         reads = self._reads.get(endpoint)
         if reads is None:
-            self._node(endpoint)  # makes its client: when a node leaves, both the client and this are closed
+            self._node(endpoint)  # also create its client, with which this is closed
             reads = self._reads[endpoint] = self._read(endpoint)
         try:
             return await (reads.scripts if is_script else reads).ask(packed, reader, deadline)
@@ -298,7 +301,7 @@ class Cluster:
             self._map.pass_over(endpoint)
             raise
         except TimeoutError:
-            if is_script:  # its deadline is that of Redis; a read's is its caller's
+            if is_script:  # a script has the deadline of Redis, a read that of its caller
                 self._map.pass_over(endpoint)
             raise
 
@@ -318,7 +321,7 @@ class Cluster:
         return self._map.pick(slot) if self._map.has(slot) else slot
 
     def nodes(self) -> list[Redis]:
-        """Return one client for each node of the Cluster that has got a command from this process."""
+        """Return one client for each node of the Cluster to which this process has sent a command."""
         return list(self._nodes.values())
 
     async def primaries(self) -> list[Redis]:
@@ -337,7 +340,7 @@ class Cluster:
                 if isinstance(reply, BaseException):
                     raise reply
 
-    # ---- follow a slot to its node ----
+    # ---- following a slot to its node ----
 
     async def _follow(self, command: Sequence[Any]) -> Any:
         slot = _slot(command)
@@ -371,7 +374,7 @@ class Cluster:
                 try:
                     return await read_singly(self._pipelined, self._map.pick(slot), command[1:])
                 except MovedError as moved:
-                    self._map.learn(moved, self._map.pick(slot))  # not ASK: the whole slot has moved
+                    self._map.learn(moved, self._map.pick(slot))  # the whole slot has moved
             except (RedisConnectionError, ClusterDownError) as exc:
                 self._map.pass_over(endpoint)
                 if isinstance(exc, AuthenticationError) or hop == _HOPS:

@@ -46,11 +46,11 @@ T = TypeVar("T")
 class Packing(AbstractConnection):
     """A connection that packs commands in C. Packing in redis-py takes half the time of a batch.
 
-    If its server was demoted, the address may lead to another one by now: it connects again.
+    If its server was demoted, it reconnects, because the address may lead to another server by now.
     """
 
     def pack_command(self, *args: Any) -> list[bytes]:
-        if " " in args[0]:  # SCRIPT LOAD, for example, is two words on the wire
+        if " " in args[0]:  # on the wire, SCRIPT LOAD and others are two words
             args = (*args[0].split(), *args[1:])
         return [hiredis.pack_command(args)]
 
@@ -138,7 +138,7 @@ def server(
 
 
 async def _read_only(connection: AbstractConnection) -> None:
-    """Send READONLY: without it a replica of a Cluster redirects every read to its primary."""
+    """Send READONLY, without which a replica of a Cluster redirects every read to its primary."""
     await connection.on_connect()
     await connection.send_command("READONLY")
     await connection.read_response()
@@ -170,7 +170,7 @@ async def first(ask: Callable[[A], Awaitable[T]], asked: Iterable[A]) -> T | Red
 
 
 class _BoundedConnect:
-    """A connection that bounds the time to find and reach a server, however many Sentinels are silent."""
+    """A connection that bounds the time to find and reach a server, however many Sentinels do not answer."""
 
     async def connect(self) -> None:
         bound = 2 * float(getattr(self, "socket_connect_timeout", 1))

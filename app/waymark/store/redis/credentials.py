@@ -67,7 +67,7 @@ class Credentials:
             if self.tls_cert_file is not None:
                 names = f"WAYMARK_REDIS_TLS_FILES cert={self.tls_cert_file} and key={self.tls_key_file}"
                 context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
-        except OSError as exc:  # ssl.SSLError is one
+        except OSError as exc:  # this includes ssl.SSLError
             raise SettingsError(f"{names} cannot be used: {exc.strerror or exc}; give PEM files") from None
 
     def redis_cli(self, address: Address) -> RedisCliCall:

@@ -28,8 +28,8 @@ _REFUSALS = ("OOM", "READONLY", "MISCONF", "LOADING", "NOREPLICAS", "CLUSTERDOWN
 
 
 def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
-    """Return the error for ``exc`` of redis-py. ``url`` has no secrets; ``variable`` is the setting that it came
-    from.
+    """Return the error for ``exc`` of redis-py. ``url`` has no secrets; ``variable`` is the setting from which the URL
+    comes.
     """
     causes = list(_causes(exc))
     for cause in causes:

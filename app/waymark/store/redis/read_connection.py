@@ -1,4 +1,5 @@
-"""Connections to Redis that send packed commands and read their replies, with several unanswered questions at once.
+"""Connections to Redis that send packed commands, called questions, and read their replies. Several questions may be
+unanswered at once.
 
 There is one connection to each server. Redis answers the questions of a connection in their order, so they wait in one
 queue. The library's parser reads the replies. A question whose caller has been cancelled stays in the queue until its
@@ -40,10 +41,12 @@ class ReplyReader(Protocol[T_co]):
 
     @property
     def count(self) -> int:
-        """How many replies there are."""
+        """The number of replies."""
 
     def parsed(self, replies: list[Any]) -> T_co:
-        """Make the result from replies that the library has parsed, without errors. May raise RedisError."""
+        """Return the result for replies that the library has parsed, none of which is an error. May raise
+        RedisError.
+        """
 
 
 class Replies:
@@ -57,10 +60,10 @@ class Replies:
 
 
 class ReplyReceiver(Protocol[T_contra]):
-    """An object that gets one result: a future, or an object that goes on at once instead of in a task."""
+    """An object that gets one result: a future, or an object that continues immediately instead of in a task."""
 
     def done(self) -> bool:
-        """Return whether the result is not wanted any more."""
+        """Return whether the result is no longer wanted."""
 
     def set_result(self, result: T_contra, /) -> None: ...
 
@@ -85,7 +88,7 @@ class _PendingRead(Generic[T]):
     def end(self, answer: Any, error: Exception | None) -> None:
         if self._is_ended or self.answer.done():
             return
-        self._is_ended = True  # a late question stays in the queue, and is ended again with its connection
+        self._is_ended = True  # a late question stays in the queue, and may be ended again with its connection
         if error is None:
             self.answer.set_result(answer)
         else:
@@ -95,7 +98,7 @@ class _PendingRead(Generic[T]):
 class ReadConnection(asyncio.Protocol):
     """A connection to Redis for reads.
 
-    It counts as lost if a reply is missing and no data come for ``silent_seconds``.
+    It counts as lost if a reply is missing and no data arrive for ``silent_seconds``.
     """
 
     def __init__(self, silent_seconds: float, on_lost: Callable[[ReadConnection], None]) -> None:
@@ -109,7 +112,7 @@ class ReadConnection(asyncio.Protocol):
         )
         self._unsent: list[bytes] = []
         self._heard = 0.0
-        # One timer for all questions: a timer for each would cost as much as the rest of ``ask``.
+        # There is one timer for all questions, because a timer for each would cost as much as the rest of ``ask``.
         self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf
         self._is_retired = False
@@ -125,7 +128,7 @@ class ReadConnection(asyncio.Protocol):
         return answer
 
     def send(self, packed: bytes, reader: ReplyReader[T], answer: ReplyReceiver[T], deadline: float | None) -> None:
-        """Send a question like ``ask``, with ``answer`` in place of a future. It may get an error before this
+        """Send a question as ``ask`` does, with ``answer`` instead of a future. It may get an error before this
         returns.
         """
         now = self._loop.time()
@@ -157,7 +160,7 @@ class ReadConnection(asyncio.Protocol):
         return self._loop.time() + self._silent_seconds
 
     def _write(self) -> None:
-        """Send the questions of one turn of the loop together: a write costs more than a short question."""
+        """Send the questions of one turn of the loop together, because a write costs more than a short question."""
         unsent, self._unsent = self._unsent, []
         if self._transport is None:
             return
@@ -197,7 +200,7 @@ class ReadConnection(asyncio.Protocol):
         self._heard = self._loop.time()
         try:
             self._parse(data)
-        except RedisError as exc:  # the data are not RESP, or an extra reply: no question belongs to them
+        except RedisError as exc:  # the data are not RESP, or are a reply to no question
             self.lose(exc)
             return
         if self._is_retired and not self._questions:
@@ -223,7 +226,7 @@ class ReadConnection(asyncio.Protocol):
     # ---- ends --------------------------------------------------------------------------------------------
 
     def _check_by(self, due: float) -> None:
-        """Check the deadlines at ``due``, which is earlier than they would be checked."""
+        """Check the deadlines at ``due``, which is earlier than the planned check."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._due = self._loop.call_at(due, self._check_deadlines), due
@@ -245,7 +248,7 @@ class ReadConnection(asyncio.Protocol):
         waiting = [question for question in self._questions if not question.done()]
         for question in waiting:
             if question.until <= now:
-                question.end(None, TimeoutError())  # whoever gets this may ask at once
+                question.end(None, TimeoutError())  # the receiver may ask another question at once
         return bool(waiting) and waiting[0].until <= now
 
 
@@ -292,7 +295,7 @@ class Dialer:
             async with asyncio.timeout(self.timeout_seconds):
                 connection = await self._connect(endpoint, on_lost)
                 await self._greet(connection)
-            if connection.is_lost:  # in the same moment; nobody was told, for nobody has it yet
+            if connection.is_lost:  # it was lost just now, and nobody had it, so nobody was told
                 raise RedisConnectionError("the connection was lost")
         except TimeoutError as exc:
             self._give_up(connection)
@@ -353,7 +356,7 @@ class ReadPool:
 
     @property
     def seconds(self) -> float:
-        """How long a command may take."""
+        """The time limit of a command."""
         return self._dialer.timeout_seconds
 
     @property
@@ -364,7 +367,7 @@ class ReadPool:
         return self._scripts
 
     def ask(self, packed: bytes, reader: ReplyReader[T], deadline: float | None) -> Awaitable[T]:
-        """Send a question like ``ReadConnection.ask``, after opening a connection if necessary."""
+        """Send a question as ``ReadConnection.ask`` does, after opening a connection if necessary."""
         if self.connection is not None:
             return self.connection.ask(packed, reader, deadline)
         return self._ask_opened(packed, reader, deadline)
@@ -382,7 +385,8 @@ class ReadPool:
             return self.connection
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._open())
-        # An attempt goes on after its caller's deadline. Else one that takes longer than a query may would never end.
+        # An attempt continues after its caller's deadline. Otherwise an attempt that takes longer than a query may
+        # would never succeed.
         async with asyncio.timeout_at(deadline):
             return await asyncio.shield(self._opening)
 
@@ -405,7 +409,7 @@ class ReadPool:
             self._scripts.retire()
 
     def close(self) -> None:
-        """Close the connection at once, also one that is being opened."""
+        """Close the connection at once, even if it is still being opened."""
         self._is_closed = True
         if self.connection is not None:
             self.connection.lose(RedisConnectionError("the client was closed"))

@@ -1,7 +1,6 @@
-"""Words of a command: as objects, or packed already as Redis reads them.
+"""Words of a command, as objects, or already packed in the form that Redis reads.
 
-The C module packs the many long words of ``apply_rows``. For everything else they are sequences of words like all
-others.
+The C module packs the many long words of ``apply_rows``. Packed words can be used like any other sequence of words.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import hiredis
 class PackedWords(Sequence[bytes]):
     """Consecutive words of a command, as bulk strings.
 
-    It and ``MixedWords`` are compared by their types: of an abstract class ``isinstance`` is a call of Python.
+    Code compares the type with this class and with ``MixedWords``, because ``isinstance`` with an abstract class runs
+    Python code.
     """
 
     def __init__(self, count: int, packed: bytes) -> None:
