@@ -248,7 +248,7 @@ def _entries(state: PublisherState) -> int:
 
 
 def _name(state: PublisherState) -> str:
-    """Return the name of the instance, followed by the rank unless that is 0."""
+    """Return the name of the instance, followed by any rank but 0."""
     registration = state.registration
     return f"{registration.instance_id}|{registration.dp_rank}" if registration.dp_rank else registration.instance_id
 

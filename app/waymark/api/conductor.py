@@ -97,9 +97,9 @@ class MatchRows:
         self.json = b"{%b}" % b",".join(texts)
         self.blocks = 0 if walk is None else walk.blocks
         self.is_over = is_over
-        """Whether no instance continues after the runs of these rows."""
+        """Whether no instance continues after these rows."""
         self.is_plain = walk is None or walk.newest_seen <= walk.view.newest
-        """Whether the table has all holders of these rows."""
+        """Whether the table has all their holders."""
         self._instances: InTokens | None = None
 
     @property

@@ -167,7 +167,7 @@ def _inherit_descriptions(schema: dict[str, Any], heir: type[AnswerShape]) -> No
 
 
 def _join_lines(schema: dict[str, Any]) -> None:
-    """Join the lines of sentences that are wrapped in the source."""
+    """Join the lines of sentences wrapped in the source."""
     for described in (schema, *schema.get("properties", {}).values()):
         if "description" in described:
             described["description"] = " ".join(described["description"].split())

@@ -31,7 +31,7 @@ from waymark.store.steps import Steps
 from waymark.store.store import Store
 
 BLOCKS_MAX = 16_384
-"""The longest prompt that is explained: 262,144 tokens in blocks of 16. All of its rows are read."""
+"""The longest explained prompt: 262,144 tokens in blocks of 16. All of its rows are read."""
 
 #: The most instances in an explanation that accompanies an answer.
 _TOP = 20

@@ -215,7 +215,7 @@ def _named(groups: Sequence[_ValuedGroup], instance_id: str) -> tuple[_ValuedGro
 
 
 class _Warming:
-    """Finds the prefixes that one engine should pull, and the engines that have them."""
+    """Finds the prefixes that one engine should pull, and the engines with these prefixes."""
 
     def __init__(self, store: Store, group: _ValuedGroup, table: HolderTable, instance_id: str) -> None:
         self._store = store

@@ -289,7 +289,7 @@ class _KeptRings:
 
 
 def decide_again(decision: KeptDecision, policy: PolicyChoice) -> ShadowChoice | None:
-    """Return the choice of a policy among the kept targets of a decision, or None if it excludes all of them."""
+    """Return the choice of a policy among the kept targets of a decision, or None if it excludes them all."""
     candidates = [_candidate(target) for target in decision.targets]
     if not candidates:
         return None

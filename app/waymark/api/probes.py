@@ -1,4 +1,4 @@
-"""Liveness, readiness, metrics, and the page: the paths that are not for clients of the index.
+"""Liveness, readiness, metrics, and the page: the paths for others than clients of the index.
 
 A process is alive while its event loop runs, and ready while Redis answers and has the scripts. Neither probe contacts
 an engine. They do not wait long for a Redis that hangs, because their caller has a time limit, usually a second.
@@ -93,7 +93,7 @@ class Probes:
         return Answer(text, media_type=media_type.encode())
 
     async def _health(self) -> RedisHealth:
-        """Return the health of Redis, and set its metrics. All that is known of the embedded Redis is that it is up."""
+        """Return the health of Redis, and set its metrics. Of the embedded Redis it is only known that it is up."""
         health, metrics = await self._store.health.poll(), self._metrics
         metrics.redis_up.set(health.is_up)
         if health.primaries:

@@ -29,7 +29,7 @@ from waymark.tokenization.tokenizers import Tokenizers
 
 
 class ModelPrompt(NamedTuple):
-    """A prompt that is not tokenized yet, and the model whose tokenizer it needs."""
+    """A prompt before it is tokenized, and the model whose tokenizer it needs."""
 
     group: GroupName
     prompt: Prompt

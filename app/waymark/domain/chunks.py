@@ -62,5 +62,5 @@ def split(event: Stored, block_size: int) -> Iterator[Stored]:
 
 
 def hashes_of(chunk: int, blocks: int) -> list[int]:
-    """Return the engine hashes of the blocks of a chunk, ancestor first. A smaller chunk has the last ones of these."""
+    """Return the engine hashes of the blocks of a chunk, ancestor first. A smaller chunk has the last ones."""
     return [derived_hash(chunk, i) for i in range(blocks - 1, 0, -1)] + [chunk]

@@ -422,7 +422,7 @@ class HeldBlocks:
 
 
 FULL_MAX = 8_192
-"""The most full places that are remembered."""
+"""The most remembered full places."""
 
 
 class FullPlaces:

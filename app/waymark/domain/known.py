@@ -116,7 +116,7 @@ class KnownBlocks(Protocol):
         """Forget all blocks. The C module keeps the memory of the table for new ones."""
 
     def release(self) -> bool:
-        """Forget some blocks of a table that is no longer used, and return whether any are left.
+        """Forget some blocks of a table no longer in use, and return whether any are left.
 
         Freeing a million blocks at once would block the process for a hundredth of a second.
         """
@@ -148,7 +148,7 @@ class KnownBlocks(Protocol):
     ) -> list[TakenBlocks] | None:
         """Apply a plain removal: move each of its engine hashes to the first of ``former``.
 
-        The table must have all of them, each once, and their keys must not be among ``several``.
+        The table must have all, each once, and their keys must not be among ``several``.
 
         Return None as ``extend`` does.
         """

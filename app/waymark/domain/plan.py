@@ -192,7 +192,7 @@ class Planner:
     ) -> None:
         """Learn the facts of one event, and name its holder if it has no name yet.
 
-        If the event stands for several similar ones, ``hashes`` is the number of hashes of all of these.
+        If the event stands for several similar ones, ``hashes`` is the number of all their hashes.
         """
         if self._skip_reason_of(batch, event):
             return
@@ -357,8 +357,8 @@ def _has_room(name: HolderName, others: Iterable[HolderName]) -> bool:
 
 # Computes the namespace of an event from its adapter and salts.
 #
-# Adapter and salts cannot be computed from a namespace, so a bounded number of them is remembered here. A child takes
-# its parent's namespace from the parent's place, and its adapter is compared with the remembered one.
+# Adapter and salts cannot be computed from a namespace, so a bounded number is remembered here. A child takes its
+# parent's namespace from the parent's place, and its adapter is compared with the remembered one.
 
 
 _SPACES_MAX = 10_000

@@ -310,7 +310,7 @@ class Resolver(StreamBlocks):
             yield from self._resolve_windows(progress, plan, index, batch, late)
         if progress.placed:
             yield from self._place_children(progress)
-        # Objects that have waited since an earlier fold come after the events of the first batch.
+        # Objects waiting since an earlier fold come after the events of the first batch.
         if not index and self.objects:
             for holder, engine_hash in (yield from self._found()):
                 self._rules.objects.find(progress.parts, progress.position, holder, engine_hash)
@@ -359,7 +359,7 @@ class Resolver(StreamBlocks):
             self.drop("too_many_blocks", event)
             return
         if event.is_reused and self.has_missing:
-            # Hashes that are unknown here were announced in a lost batch.
+            # Hashes unknown here were announced in a lost batch.
             self.recover(sum(self.memory.held(holder, engine_hash) is None for engine_hash in event.engine_hashes))
         self._rules.of(event).stored(progress, holder, self._planner.rank(batch, event), event)
 

@@ -278,7 +278,7 @@ class IdentityRule(Rule[StoredIdentity, RemovedIdentity]):
         """Return the spot of the block with this seq_hash in namespace ``ns``, or None if its depth is unknown.
 
         A seq_hash stands for the same prefix in all namespaces of a stream, so the spot may be found in another
-        namespace. The prefix has the same depth and the same head in each of them.
+        namespace. The prefix has the same depth and the same head in each.
         """
         spot = self._state.memory.find(holder, seq_hash)
         if spot is None or spot.seq_hash != seq_hash:

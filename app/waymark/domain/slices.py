@@ -1,6 +1,6 @@
 """Work in slices: a generator that stops after each slice, so that its caller decides when to continue.
 
-A publisher decides how much work one batch is. Doing all of it at once would block the event loop.
+A publisher decides how much work one batch is. Doing it all at once would block the event loop.
 """
 
 from __future__ import annotations

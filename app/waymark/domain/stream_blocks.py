@@ -326,7 +326,7 @@ class StreamBlocks:
                     self.placer.remove(parts, holder, position + i, engine_hash, mode="all")
 
     def _reports_all(self, parts: PartList, position: int) -> bool:
-        """Return whether a batch, resolved up to ``position``, names most known blocks again, and many of them."""
+        """Return whether a batch, resolved up to ``position``, names most known blocks again, and many blocks."""
         known = max(REPORT_BLOCKS_MIN, 0.75 * self.memory.blocks)
         if position < known or self.traits.may_alias or self.facts.removes_once or COPIES_REUSED in self.flags:
             return False

@@ -22,7 +22,7 @@ SHARD = "shard:"
 SHARDS_MAX = 1024
 """Further ones are ignored."""
 FIND_MAX = 512
-"""The number of waiting hashes that are looked up at once."""
+"""The number of waiting hashes looked up at once."""
 EARLY_MAX = 1_000_000
 """The number of positions before those of the events in a pool's batch. A block whose object has waited is stored at
 one of these, at the beginning of a future batch.
@@ -105,7 +105,7 @@ class WaitingRoom:
         return forgotten
 
     def _leave(self, group: list[WaitingStore]) -> int:
-        """Forget stores that have left the room. Return how many blocks they had."""
+        """Forget the stores, which have left the room. Return how many blocks they had."""
         blocks = 0
         for waiting in group:
             blocks += len(waiting.event.engine_hashes)

@@ -64,7 +64,7 @@ class Tally:
         return list(self._owners)
 
     def count(self, row: Row) -> int:
-        """Count a row. Return the number of its blocks that have a holder."""
+        """Count a row. Return the number of its blocks with a holder."""
         masks: dict[int, int] = {}
         for holder, bitmap in row.holders.items():
             owner = self._owners.get(holder)

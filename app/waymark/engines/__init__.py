@@ -27,7 +27,7 @@ _DIALECTS: dict[str, _MakeDecoder] = {
 
 
 def decoder(kind: EngineKind, *, seed: int, ceilings: Ceilings | None = None) -> Decoder:
-    """Return the decoder of a publisher's payloads. Its only exception is ``Undecodable``, for a payload that is not a
+    """Return the decoder of a publisher's payloads. Its only exception is ``Undecodable``, for a payload other than a
     batch.
 
     ``seed`` is the seed of all hashes. Decoding needs it to hash the contents of a block other than tokens.

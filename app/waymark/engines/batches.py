@@ -196,7 +196,7 @@ class Decoder:
     def short(self, payload: bytes, read: PlainBatch | None) -> Batch:
         """Return the batch in a payload of at most ``SHORT_BYTES``, decoded at once because all its parts are short.
 
-        ``read`` is the result of ``plain``. The batch also has events that are not plain.
+        ``read`` is the result of ``plain``. Other events of the batch are not plain.
         """
         events = self._events()
         try:

@@ -24,7 +24,7 @@ WINDOW_BYTES: Final = 65_536
 _EVENTS_BYTES: Final = 16_384
 """Shorter events are unpacked together, so many bytes at a time."""
 
-#: The fields that are long in an event with many blocks.
+#: The long fields of an event with many blocks.
 HASHES: Final = frozenset({"block_hashes", "seq_hashes"})
 TOKENS: Final = frozenset({"token_ids"})
 PER_BLOCK: Final = frozenset({"extra_keys", "block_mm_infos", "remaining_copy_counts"})

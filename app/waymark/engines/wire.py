@@ -154,7 +154,7 @@ class Ceilings:
 
 
 class OverCeiling(Undecodable):
-    """Raised for a batch that is left unread as a whole. ``kind`` is the ceiling, as a slug."""
+    """Raised for a batch left unread as a whole. ``kind`` is the ceiling, as a slug."""
 
 
 def frame_too_large(size: int, ceilings: Ceilings) -> OverCeiling:

@@ -22,7 +22,7 @@ PrefixCounter: TypeAlias = Literal[
 """The counters of a stream of prefixes."""
 
 PrefixCounterByReason: TypeAlias = Literal["decode_errors", "events_ignored"]
-"""The counters of a stream of prefixes that are followed by a dot and a reason."""
+"""The counters of a stream of prefixes whose names end with a dot and a reason."""
 
 
 def metrics_of_life(metrics: Metrics) -> dict[LifeCounter, Counter | None]:

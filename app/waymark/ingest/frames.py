@@ -23,8 +23,8 @@ SEQ_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class PayloadFacts:
-    """The size and digest of a payload that is too long to be read. Its frame is queued without its bytes, so its seq
-    still counts.
+    """The size and digest of a payload too long to be read. Its frame is queued without its bytes, so its seq still
+    counts.
     """
 
     size: int

@@ -12,8 +12,8 @@ from waymark.ingest.sockets import MESSAGE_BYTES_MAX
 
 #: The most seconds between two polls of a worker.
 _POLL_SECONDS = 2.0
-#: The number of replays that a worker runs at once. Each holds unapplied batches in memory, and all of them share one
-#: core. If more are needed at once, another worker takes half of the streams, and runs as many.
+#: The number of replays that a worker runs at once. Each holds unapplied batches in memory, and all share one core. If
+#: more are needed at once, another worker takes half of the streams, and runs as many.
 REPLAYS_MAX = 8
 
 BYTES_PER_SECOND_MIN = 16_384

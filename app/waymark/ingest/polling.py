@@ -243,7 +243,7 @@ class Poller:
                 self._failed(repr(exc), is_defect=True)
             self._metrics.redis_up.set(not self.is_away)
             pause = self._options.poll_seconds
-            # Each of thousands of registrations comes with a hint, and one poll is enough for all of them.
+            # Each of thousands of registrations comes with a hint, and one poll is enough for all.
             await asyncio.sleep(min(_REST * (loop.time() - began), pause / 2))
             try:
                 async with asyncio.timeout(pause / 4 if self.is_away else pause):

@@ -146,7 +146,7 @@ class ReplayPlaces:
             return YieldReason.SLOW
         if place.seconds < self.patience_seconds:
             return None
-        # Each stream that has waited for too long takes one place: from slow replays first, then from the oldest.
+        # Each stream after too long a wait takes one place: from slow replays first, then from the oldest.
         takers_before = sum(
             holder.server == place.server
             and holder.seconds >= self.patience_seconds
@@ -157,7 +157,7 @@ class ReplayPlaces:
         return YieldReason.FAIRNESS if takers_before < takers else None
 
     def _takers(self, held: ReplayPlace, full: set[object], enough: int) -> int:
-        """Return how many streams that have waited for too long may take a held place, counted up to ``enough``.
+        """Return how many streams may take, after too long a wait, a held place, counted up to ``enough``.
 
         Streams of servers in ``full`` may take none, and a slow one only the place of a slow one.
         """
@@ -169,7 +169,7 @@ class ReplayPlaces:
         return count
 
     def _full_servers(self) -> set[object]:
-        """Return the servers of a Cluster that have all the places they may have."""
+        """Return the servers of a Cluster without a free place."""
         counts = Counter(held.server for held in self._held)
         return {server for server, count in counts.items() if server is not None and count >= self._share}
 

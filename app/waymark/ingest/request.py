@@ -35,7 +35,7 @@ class EndlessMessage(OSError):
 
 
 class PublisherRequest:
-    """One request. ``field`` is the field of the registration that has the endpoint.
+    """One request. ``field`` is the field of the registration with the endpoint.
 
     ``message_max`` bounds the bytes of a message of the answer, and ``part_max`` those of each of its parts. ``with``
     sends the request, and closes the socket before the context is terminated.

@@ -2,7 +2,7 @@
 
 The leases of all streams of a worker are renewed together, and it is checked whether Redis has lost writes to them. A
 stream does nothing by itself while its engine is silent, so a worker may have thousands of streams. ``renew`` makes a
-few calls for each group, and wakes only the streams that have news.
+few calls for each group, and wakes only the streams with news.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ T = TypeVar("T")
 #: The streams that may start at the same time on one server. A start takes about thirty calls, and thousands of starts
 #: at once would delay the calls of running streams.
 _STARTS_MAX = 16
-#: The streams of a worker share the room of this many full buffers, because only a few of them are behind at a time.
+#: The streams of a worker share the room of this many full buffers, because only a few are behind at a time.
 _ROOM_BUFFERS = 4
 
 
@@ -352,7 +352,7 @@ class StreamRunner:
 async def whole(step: asyncio.Future[T]) -> T:
     """Return the result of a step that must not be interrupted.
 
-    A caller that is cancelled meanwhile, even twice, waits for the end of the step, and then ends.
+    A caller cancelled meanwhile, even twice, waits for the end of the step, and then ends.
     """
     cancelled: asyncio.CancelledError | None = None
     while not step.done():

@@ -1,7 +1,7 @@
 """Scrapes the gauges of engines. Each engine has one scraper, however many replicas use its gauges.
 
-The worker that has the stream of an engine's first rank scrapes the engine for all of its ranks. Each engine has its
-own task, so a slow engine does not delay others. An engine that does not answer is asked less and less often.
+The worker with the stream of an engine's first rank scrapes the engine for all of its ranks. Each engine has its own
+task, so a slow engine does not delay others. An engine that does not answer is asked less and less often.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PAUSE_SECONDS_MAX = 60.0
 
 
 class Scraper:
-    """Scrapes the engines every ``seconds`` seconds; never, if that is 0."""
+    """Scrapes the engines every ``seconds`` seconds; never, if ``seconds`` is 0."""
 
     def __init__(self, store: Store, metrics: Metrics, asker: Asker, seconds: float) -> None:
         self._store = store

@@ -349,7 +349,7 @@ class Stream:
     def _is_repair_due(self) -> bool:
         """Whether a repair was requested, and only a replay of the whole life can do it.
 
-        This is tried once in a life, because a publisher that has forgotten the first batches never has them again.
+        This is tried once in a life, because once a publisher has forgotten the first batches, it never has them again.
         """
         life = self._life
         return (

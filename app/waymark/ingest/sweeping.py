@@ -5,8 +5,8 @@ Dead holders are swept out of blocks in steps, and caches are valued in steps, b
 same work twice, which is harmless; only one worker at a time values a group. A worker runs one step of each at a time,
 so a reader waits for at most two steps of each worker.
 
-Publishers that are in a group's holder table but have no claim are ended, too. Each poll reads the table of one group,
-in turn. The workers share the groups, so a poll costs each worker one command, however many groups there are.
+Publishers in a group's holder table without a claim are ended, too. Each poll reads the table of one group, in turn.
+The workers share the groups, so a poll costs each worker one command, however many groups there are.
 
 Overdue reservations end here in groups that get no requests, for example because their only replica was killed. Each
 group has one worker that looks after it. Two workers that end the same reservation change the load once.
@@ -34,7 +34,7 @@ from waymark.store.worth import LEASE_SECONDS, STEP_BLOCKS
 
 log = logging.getLogger(__name__)
 
-#: A sweep that is behind its pace catches up with at most this many seconds.
+#: A sweep behind its pace catches up with at most this many seconds.
 _BEHIND_SECONDS = 1.0
 #: The pause after a step is at least as long as the shortest of the last so many steps. The shortest one shows how long
 #: Redis takes; in the others, this process may have waited for a core.
@@ -154,7 +154,7 @@ async def _if_reached(step: Coroutine[None, None, int]) -> int:
 
 
 class UnclaimedWatch:
-    """Ends a publisher that has had no claim for two polls and for ``patience_seconds``.
+    """Ends a publisher after it had no claim for two polls and for ``patience_seconds``.
 
     In this time every live worker polls, and restores a claim that it knows and Redis has lost.
     """

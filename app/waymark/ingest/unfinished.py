@@ -117,7 +117,7 @@ def _bytes_of_tcp(file: int) -> int | None:
 
 
 def _unread_bytes(file: int) -> int:
-    """Return the number of bytes that have arrived and that libzmq has not read."""
+    """Return the number of arrived bytes that libzmq has not read."""
     size = array.array("i", [0])
     with suppress(OSError):
         fcntl.ioctl(file, termios.FIONREAD, size)

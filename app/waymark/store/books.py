@@ -73,7 +73,7 @@ class Books:
 
 
 def _portions(asked: Sequence[tuple[int, int]], sizes: Sequence[Any]) -> Iterator[list[tuple[int, int]]]:
-    """Yield the hashes that have fields, in portions of about ``_FIELDS_AT_ONCE`` fields."""
+    """Yield the hashes with fields, in portions of about ``_FIELDS_AT_ONCE`` fields."""
     portion: list[tuple[int, int]] = []
     fields = 0
     for counter, size in zip(asked, sizes, strict=True):

@@ -52,7 +52,7 @@ class ApplyCalls:
         self._waiting: list[Part] = [] if self._packed is not None else list(parts)
         self._end = 0
         self._behind = 0
-        """How many parts of the call come after the first one that is not done."""
+        """How many parts of the call come after the first undone one."""
 
     @property
     def are_left(self) -> bool:

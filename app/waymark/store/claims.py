@@ -36,7 +36,7 @@ _SCOPES: tuple[Scope, ...] = get_args(Scope)
 _COPIES: tuple[Copies, ...] = get_args(Copies)
 _ORIGINS: tuple[OriginKind, ...] = get_args(OriginKind)
 _SEQ_COUNTERS: tuple[SeqCounter, ...] = get_args(SeqCounter)
-#: The fields of a registration that have a single value.
+#: The fields of a registration with a single value each.
 _PLAIN = [
     attribute.name
     for attribute in fields(Registration)

@@ -131,7 +131,7 @@ class QuickRead(Fetch):
         self._fetched: Fetched | None = None
         self.plan = plan
         self.blocks = min(len(keys) // KEY_BYTES, PIECE_BLOCKS * pieces)
-        """The number of blocks that are looked up."""
+        """The number of blocks to look up."""
         self.runs: FoundRuns | None = None
         """The runs of these blocks; None if the rows alone do not determine them."""
         self.is_over = is_over

@@ -36,7 +36,7 @@ from waymark.store.quick import FirstPortions, QuickReads, Start
 from waymark.store.redis.client import RedisClient
 from waymark.store.steps import Steps, Waiting, finished
 
-#: The rows in a later portion: a match that is longer than the first portion is mostly much longer.
+#: The rows in a later portion: a match beyond the first portion is mostly much longer.
 _PORTION = 64
 
 #: How many times a query may start: it starts again if Redis came back empty.
@@ -340,7 +340,7 @@ class QueryReader:
         """Do what ``read`` does, with the block size that ``size_of`` takes from the group's table. Return 0 and None
         if it has none.
 
-        The first table is the cached one. Reading replaces it with the current one; if that has another block size, the
+        The first table is the cached one. Reading replaces it with the current one; if the block size differs, the
         query starts again.
         """
         table = self._reader.table_at_hand(group)

@@ -33,7 +33,7 @@ CANDIDATES_MAX = 8
 OVERDUE_MAX = 64
 #: The pause between two attempts to end a reservation whose reply was lost.
 _TAKE_BACK_SECONDS = 1.0
-#: The most reservations of one list that are released in parallel.
+#: The most reservations of one list released in parallel.
 _RELEASES_AT_ONCE = 32
 _TEXT = re.compile(
     r"([1-9]\d{0,15})\.([1-9]\d{0,15})\.(\d{1,15})\.(\d{1,15})\.([0-9a-f]{16})(?:\.(\d{1,15}))?"

@@ -229,8 +229,8 @@ _PREFIXES_PER_CALL = 1_000
 
 
 class ReplicaCounts:
-    """The counts of this process that are still to be added in Redis, and the counts of all replicas. ``begin`` runs
-    the writes.
+    """The counts of this process still to be added in Redis, and the counts of all replicas. ``begin`` runs the
+    writes.
     """
 
     def __init__(self, client: RedisClient, scripts: Scripts, begin: StartTask) -> None:

@@ -125,9 +125,7 @@ _RESERVE = [parameter.name for parameter in SCRIPTS["reserve"].args]
 
 
 class PackedReserve(ScriptCall):
-    """A call of ``reserve`` that is packed directly. Its separate words are built only if it cannot be sent in this
-    way.
-    """
+    """A directly packed call of ``reserve``. Its separate words are built only if it cannot be sent in this way."""
 
     __slots__ = ("_of", "_packed", "_plain", "_words_of", "nonce")
 
@@ -474,7 +472,7 @@ class Scripts:
         candidate: Sequence[int],
         terms: Sequence[str],
     ) -> ScriptCall:
-        """Return a call that is not begun yet. Some values of its reply are texts: nonce and promise of an earlier
+        """Return a call, without beginning it. Some values of its reply are texts: nonce and promise of an earlier
         reservation.
         """
         return ScriptCall(self, "reserve", *SCRIPTS["reserve"].words(locals()))

@@ -67,14 +67,12 @@ class Waiting:
 
 
 class TimeLimit:
-    """A time limit of steps, with one timer for all of them, because a timer for each would cost more than the rest of
-    a step.
-    """
+    """A time limit of steps, with a single timer, because a timer for each would cost more than the rest of a step."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._running: deque[tuple[float, LimitedStep]] = deque()
-        """The steps begun so far, in order, each with the time by which it must end. Some of them may have ended."""
+        """The steps begun so far, in order, each with the time by which it must end. Some may have ended."""
         self._timer: asyncio.TimerHandle | None = None
 
     def late(self) -> Exception:

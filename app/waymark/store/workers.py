@@ -1,4 +1,4 @@
-"""Reports of workers: each reports that it is alive, and one of them reports what it has discovered.
+"""Reports of workers: each reports that it is alive, and one reports what it has discovered.
 
 A member of ``wm:workers`` has a worker's name and, if it is limited, the number of streams that it takes. Workers
 divide the streams by computing the same shares, so every worker needs every limit. The limit is part of the member and
@@ -19,7 +19,7 @@ from waymark.store.parsing import lenient_text
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 
-#: A worker that is silent for longer counts as dead.
+#: After a longer silence, a worker counts as dead.
 WORKER_SECONDS = 10
 #: Separates the name from the number. A worker's name never contains it.
 _SEPARATOR = "/"

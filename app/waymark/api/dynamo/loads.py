@@ -111,7 +111,7 @@ class WorkerLoad(NamedTuple):
     device: int
     """The tokens of the prompt that the worker has on its device."""
     wait: int
-    """The prefill tokens of its reservations that are still to be computed."""
+    """The prefill tokens of its reservations still to be computed."""
     context: int
     """The prompt tokens of its requests under way."""
     active: int

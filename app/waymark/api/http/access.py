@@ -118,7 +118,7 @@ def check_site(headers: RawHeaders) -> None:
 
 
 def _with_port(host: bytes, scheme: bytes) -> bytes:
-    """Return a host with its port, even if that is the default one."""
+    """Return a host with its port, even if it is the default one."""
     if host.rpartition(b":")[2].isdigit() and not host.endswith(b"]"):
         return host
     return host + (b":443" if scheme == b"https" else b":80")

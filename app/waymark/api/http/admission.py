@@ -1,8 +1,8 @@
 """Limits how many requests are processed at the same time; the others wait in order of arrival.
 
 A request in process uses a connection to Redis, and its parsed body takes several times the memory of its bytes.
-Processing more of them would not make answers faster, because the event loop and Redis do one thing at a time. So a
-request is parsed when it is admitted, and thousands that come at once cost only their bytes.
+Processing more would not make answers faster, because the event loop and Redis do one thing at a time. So a request is
+parsed when it is admitted, and thousands that come at once cost only their bytes.
 
 If Redis is unavailable, waiting requests do not wait for their full time: when one request fails, all waiting ones are
 refused. The next ones to be admitted are those that try again.
@@ -16,8 +16,8 @@ from collections import deque
 from waymark.base.errors import StoreUnavailable
 
 AT_ONCE = 16
-"""The requests of one queue that are processed at once. More would not be answered earlier, and each uses a connection
-to Redis.
+"""The requests of one queue processed at once. More would not be answered earlier, and each uses a connection to
+Redis.
 """
 
 #: Healthy queries never take so long. A request that waits longer is waiting for a Redis that hangs.

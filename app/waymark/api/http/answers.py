@@ -61,7 +61,7 @@ Handler: TypeAlias = Callable[[Body], Awaitable[Answer | Paused]]
 
 
 async def resumed(answering: Awaitable[Answer | Paused]) -> Answer:
-    """Return the answer of a handler, for a request that has no place to give up while it pauses."""
+    """Return the answer of a handler, for a request without a place to give up while it pauses."""
     answer = await answering
     return answer if isinstance(answer, Answer) else await answer.resume(await answer.work())
 

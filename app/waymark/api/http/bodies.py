@@ -375,7 +375,7 @@ def cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | No
     end = body.find(b"]", start) + 1
     if not end or name in body[end:] or b"\\" in body[:start] or b"\\" in body[end:]:
         return None
-    # A list that is too long is not parsed, because it will be refused. A short text need not be searched for commas.
+    # Too long a list is not parsed, because it will be refused. A short text need not be searched for commas.
     if end - start > 2 * count_max + 2 and body.count(b",", start, end) > count_max:
         return None
     text = body[start:end]

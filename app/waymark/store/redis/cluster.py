@@ -104,7 +104,7 @@ _TRY_AGAIN_SECONDS = 0.05
 #: The time limit of one command, as a multiple of the connection timeout. It includes reading the map and all
 #: redirects.
 _BOUND_TIMEOUTS = 3
-#: The most nodes that are asked for the map at once.
+#: The most nodes asked for the map at once.
 _ASKED_MAX = 5
 
 #: How many seconds a failed node is avoided.
