@@ -66,12 +66,12 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
             yield PrintedLine(f"warning: {warning}", {"warning": warning})
         with _sentences(f"{engine.instance_id} is registered, but the state of its streams is not known: "):
             publishers, has_workers = await _settled(waymark, engine, arguments)
-        for each in publishers:
-            endpoint = engine.endpoints[each.dp_rank]
+        for publisher in publishers:
+            endpoint = engine.endpoints[publisher.dp_rank]
             yield PrintedLine(
-                f"rank {each.dp_rank}: {endpoint or 'no socket'}, {_state(each)}",
-                {"dp_rank": each.dp_rank, "endpoint": endpoint, "status": each.status}
-                | {"blocks": dict(each.blocks), "last_error": each.last_error},
+                f"rank {publisher.dp_rank}: {endpoint or 'no socket'}, {_state(publisher)}",
+                {"dp_rank": publisher.dp_rank, "endpoint": endpoint, "status": publisher.status}
+                | {"blocks": dict(publisher.blocks), "last_error": publisher.last_error},
             )
         if any(engine.endpoints.values()) and publishers and not has_workers:
             raise NotRegistered(

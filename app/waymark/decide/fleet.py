@@ -174,12 +174,12 @@ class TargetSet:
         """Return those of ``names`` that belong to allowed members."""
         if allowed.are_all:
             return [name for name in names if name in self.by_name]
-        found = []
+        allowed_names = []
         for name in names:
             publisher = self.by_name.get(name)
             if publisher is not None and allowed.has(publisher):
-                found.append(name)
-        return found
+                allowed_names.append(name)
+        return allowed_names
 
     def all(self, allowed: Allowed) -> Sequence[FleetMember]:
         """Return the members that are allowed."""
@@ -244,9 +244,9 @@ class TargetSet:
             publisher = self.by_name.get(name)
             if publisher is not None and allowed.has(publisher):
                 having[publisher] = None
-        for each in (*seen.expected, *others):
-            if each is not None and each in self._weights and allowed.has(each):
-                having[each] = None
+        for publisher in (*seen.expected, *others):
+            if publisher is not None and publisher in self._weights and allowed.has(publisher):
+                having[publisher] = None
         return having
 
     def below_bound(
@@ -264,16 +264,16 @@ class TargetSet:
         The share of targets below the bound is at least ``epsilon / (1 + epsilon)``, since the others alone would have
         more requests than there are. So the key meets few others on its way.
         """
-        some = self.all(allowed)
-        if not some:
+        members = self.all(allowed)
+        if not members:
             return Shortlist(())
         if allowed.are_all:
             active = self._sum.of(loads)
         else:
-            active = sum(loads[member.publisher].requests for member in some if member.publisher in loads)
-        limit, below = bound(active, len(some), epsilon), 0
+            active = sum(loads[member.publisher].requests for member in members if member.publisher in loads)
+        limit, below = bound(active, len(members), epsilon), 0
         publishers_met: list[int] = []
-        own = {each for each in self._of_instance.get(session, ()) if allowed.has(each)}
+        own = {publisher for publisher in self._of_instance.get(session, ()) if allowed.has(publisher)}
         for name in clockwise:
             publisher = self.by_name.get(name)
             if publisher is None or not allowed.has(publisher):
@@ -349,27 +349,27 @@ class Fleet:
         """
         if name is None:
             return self.members
-        found = self._serving.get(name)
-        if found is None:
+        members = self._serving.get(name)
+        if members is None:
             if len(self._serving) >= _SETS_MAX:
                 self._serving.clear()
             own = [member for member in self.members if name in member.target.adapters or name in member.target.aliases]
-            found = self._serving[name] = own or self.members
-        return found
+            members = self._serving[name] = own or self.members
+        return members
 
     def prefixes(self, tokens: Mapping[int, int], most: int) -> dict[tuple[str, int], OpaquePrefix]:
         """Return the holders of a prefix, from its tokens by holder; counts are capped at ``most``, the length of the
         prompt.
         """
-        found: dict[tuple[str, int], OpaquePrefix] = {}
+        prefixes: dict[tuple[str, int], OpaquePrefix] = {}
         for holder_id, count in tokens.items():
             holder = self.sources.get(holder_id)
             if holder is not None:
                 name, count = (holder.instance_id, holder.dp_rank), min(count, most)
-                before = found.get(name, _NO_PREFIX)
+                prefix = prefixes.get(name, _NO_PREFIX)
                 is_hot = holder.medium in DEVICE
-                found[name] = before._replace(hot=count) if is_hot else before._replace(warm=count)
-        return found
+                prefixes[name] = prefix._replace(hot=count) if is_hot else prefix._replace(warm=count)
+        return prefixes
 
     def at(self, address: str) -> Candidate | None:
         """Return the first target at ``address``, a URL or ``host:port``, or None."""
@@ -391,15 +391,15 @@ class Fleet:
         """Return the targets that serve the model under a name, for a part of a request; with an address, if wanted."""
         have_addresses = have_addresses and not self.have_addresses
         key = name, part, have_addresses
-        found = self._sets.get(key)
-        if found is None:
+        targets = self._sets.get(key)
+        if targets is None:
             if len(self._sets) >= _SETS_MAX:
                 self._sets.clear()
             members = [member for member in self.serving(name) if _FITS[part](member)]
             if have_addresses:
                 members = [member for member in members if member.target.address is not None]
-            found = self._sets[key] = TargetSet(members)
-        return found
+            targets = self._sets[key] = TargetSet(members)
+        return targets
 
     def publishers(self, names: Iterable[str]) -> frozenset[int]:
         """Return the publishers that are meant by instances and addresses, with ``http://`` or without."""
@@ -424,14 +424,14 @@ class Fleet:
         if members is None:
             members = self.members
         if given is None and seen.history is None and not (seen.prefixes or seen.gauges or seen.answer_times):
-            rows, loads, expected = seen.rows, seen.loads, seen.expected
+            row_of, load_of, soon = seen.rows.get, seen.loads.get, seen.expected.get
             return [
                 candidate_of(
-                    each, rows.get(each.name), loads.get(each.publisher), expected.get(each.publisher, 0), block_size
+                    member, row_of(member.name), load_of(member.publisher), soon(member.publisher, 0), block_size
                 )
-                for each in members
+                for member in members
             ]
-        found = []
+        candidates = []
         rows, prefixes, loads, expected, gauges = seen.rows, seen.prefixes, seen.loads, seen.expected, seen.gauges
         for publisher, name, target, _, _, _ in members:
             given_values = _UNKNOWN
@@ -442,7 +442,7 @@ class Fleet:
             row = rows.get(name, _NOTHING)
             opaque = prefixes.get(name, _NO_PREFIX) if prefixes else _NO_PREFIX
             load = loads.get(publisher, _IDLE)
-            found.append(
+            candidates.append(
                 Candidate(
                     publisher,
                     name[0],
@@ -466,7 +466,7 @@ class Fleet:
                     None if seen.history is None else seen.history.get(publisher, 0) * block_size,
                 )
             )
-        return found
+        return candidates
 
 
 def candidate_of(

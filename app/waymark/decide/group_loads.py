@@ -220,27 +220,27 @@ class LoadOrder(_LoadFollower):
         """
         self._follow(loads)
         entries, cost_of = self._entries, cost.of
-        found: list[tuple[float, float, int]] = []
-        at, begin, equal, worst = 0, 0, 1, math.inf
+        best: list[tuple[float, float, int]] = []
+        index, begin, equal, worst = 0, 0, 1, math.inf
         if len(entries) > 1 and entries[0][:2] == entries[1][:2]:
             equal = bisect_right(entries, (*entries[0][:2], math.inf, 0))
             begin = self._random.randrange(equal)
-        while at < len(entries):
-            first, second, draw, publisher = entries[at if at >= equal else (at + begin) % equal]
+        while index < len(entries):
+            first, second, draw, publisher = entries[index if index >= equal else (index + begin) % equal]
             total = cost_of(first, second)
             if total >= worst:
                 # So does each target behind it with the same first part; the others cost no less than this.
                 if worst <= cost_of(first, self._least_second):
                     break
-                at = bisect_right(entries, (first, math.inf, 0.0, 0), at)
+                index = bisect_right(entries, (first, math.inf, 0.0, 0), index)
                 continue
-            at += 1
+            index += 1
             if publisher not in without and (is_allowed is None or is_allowed(publisher)):
-                insort(found, (total, draw, publisher))
-                if len(found) >= most:
-                    del found[most:]
-                    worst = found[-1][0]
-        return found
+                insort(best, (total, draw, publisher))
+                if len(best) >= most:
+                    del best[most:]
+                    worst = best[-1][0]
+        return best
 
     def cost_of(self, publisher: int, cost: LoadCost) -> float:
         """Return the cost of a target by the loads of the last call of ``least``."""

@@ -88,9 +88,9 @@ class MatchReader:
             fleet = None if table is None else self._snapshots.fleet(question.group, table)
             block_size = question.block_size or _block_size(fleet)
             prompt = question.prompt(block_size)
-            found, table = yield from self._read_with(question, entry, fleet, prompt, block_size)
-            if found is not None:
-                return found
+            result, table = yield from self._read_with(question, entry, fleet, prompt, block_size)
+            if result is not None:
+                return result
             if table is None:
                 return None
             entry, _ = self._store.reader.at_hand(question.group)
@@ -188,7 +188,7 @@ class MatchReader:
         snapshot = await self._snapshots.of(entry, fleet, needs_of(question, fleet))
         until = asyncio.get_running_loop().time() + self._options.deadline_seconds
         prefixes = await self._prefixes(question, entry, fleet, prompt, until)
-        at = depths(len(prompt.keys) // KEY_BYTES) if has_entries(question, fleet, self._options) else []
+        entry_depths = depths(len(prompt.keys) // KEY_BYTES) if has_entries(question, fleet, self._options) else []
         history = None
         if (terms := history_of(question)) is not None and prompt.keys:
             blocks = unpack(prompt.keys[: terms.prompt_blocks * KEY_BYTES])
@@ -198,9 +198,9 @@ class MatchReader:
                 )
             except TimeoutError:
                 return _Aside(snapshot, {}, prefixes)
-        if not at:
+        if not entry_depths:
             return _Aside(snapshot, {}, prefixes, history)
-        numbers = [key_at(prompt.keys, depth) for depth in at]
+        numbers = [key_at(prompt.keys, depth) for depth in entry_depths]
         try:
             publishers = await self._store.speculative.read(
                 entry.group_id, numbers, until=until, has_stages=fleet.has_stages
@@ -208,7 +208,7 @@ class MatchReader:
         except TimeoutError:
             return _Aside(snapshot, {}, prefixes, history)
         expected: dict[int, int] = {}
-        for publisher, depth in zip(publishers, (*at, *at), strict=False):
+        for publisher, depth in zip(publishers, (*entry_depths, *entry_depths), strict=False):
             if publisher is not None:
                 expected[publisher] = max(depth, expected.get(publisher, 0))
         return _Aside(snapshot, expected, prefixes, history)
@@ -220,14 +220,16 @@ class MatchReader:
         if question.prefix_key is None or not fleet.has_sources:
             return {}
         try:
-            found = await self._store.prefixes.read(entry.group_id, prefix_key(question.prefix_key.hex()), until=until)
-            if max(found, default=0) > fleet.newest:
+            tokens_by_holder = await self._store.prefixes.read(
+                entry.group_id, prefix_key(question.prefix_key.hex()), until=until
+            )
+            if max(tokens_by_holder, default=0) > fleet.newest:
                 # The cached table is older than a holder that has begun since.
                 table = await self._store.reader.table(question.group, deadline_seconds=self._options.deadline_seconds)
                 fleet = fleet if table is None else self._snapshots.fleet(question.group, table)
         except TimeoutError:
             return {}
-        return fleet.prefixes(found, prompt.tokens if prompt.has_tokens else _TOKENS_MAX)
+        return fleet.prefixes(tokens_by_holder, prompt.tokens if prompt.has_tokens else _TOKENS_MAX)
 
 
 def needs_of(question: Question, fleet: Fleet) -> Collection[ReadingKind]:

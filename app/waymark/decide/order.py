@@ -71,7 +71,7 @@ class StageOffers(Protocol):
     def matched_blocks(self) -> list[int]:
         """Return the match of each offered target."""
 
-    def scored(self, at: int) -> Scored: ...
+    def scored(self, place: int) -> Scored: ...
 
     def best(self, count: int) -> Sequence[Scored]:
         """Return the first targets, at most so many."""
@@ -79,7 +79,7 @@ class StageOffers(Protocol):
     def find(self, publisher: int) -> int | None:
         """Return the place of a target."""
 
-    def others(self, at: int, count: int) -> list[Candidate]:
+    def others(self, excluded: int, count: int) -> list[Candidate]:
         """Return the best ``count`` besides the one at this place."""
 
 
@@ -106,11 +106,11 @@ def order(snapshot: GroupSnapshot, matches: PromptMatches, question: Question, r
 
     Targets that cannot be reached are left out unless there are no others.
     """
-    found = _order(snapshot, matches, question, snapshot.left_out, random)
-    if found is None and snapshot.left_out and FAIL_OPEN[Cause.UNREACHABLE] is Deed.ALL_THE_SAME:
-        found = _order(snapshot, matches, question, frozenset(), random)
-        return None if found is None else found._replace(is_degraded=True)
-    return found
+    offers = _order(snapshot, matches, question, snapshot.left_out, random)
+    if offers is None and snapshot.left_out and FAIL_OPEN[Cause.UNREACHABLE] is Deed.ALL_THE_SAME:
+        offers = _order(snapshot, matches, question, frozenset(), random)
+        return None if offers is None else offers._replace(is_degraded=True)
+    return offers
 
 
 def order_all(snapshot: GroupSnapshot, matches: PromptMatches, question: Question, random: Random) -> Ranking:
@@ -147,31 +147,31 @@ def _order(
         return Offers(SumOffers(short.members, matches.seen, policy, matches.request, blocks, random), choices=choices)
     size = matches.request.block_size
     candidates = candidates_of(fleet, *targets, short, matches.seen, size)
-    before: Sequence[Candidate] = ()
+    prefill_candidates: Sequence[Candidate] = ()
     if is_split:
         prefill_targets = targets_of(fleet, question, left_out, "prefill")
         prefill_short = shortlist(fleet, matches, question._replace(session=None), *prefill_targets, random)
-        before = candidates_of(fleet, *prefill_targets, prefill_short, matches.seen, size)
-    found = stages(fleet, matches.request, question, candidates, before, random, short.active_bound)
-    if found is None:
+        prefill_candidates = candidates_of(fleet, *prefill_targets, prefill_short, matches.seen, size)
+    best = stages(fleet, matches.request, question, candidates, prefill_candidates, random, short.active_bound)
+    if best is None:
         return None
     is_cold = matches.seen.is_cold
     prefill = None
-    if found.prefill:
-        prefill = ScoredOffers(found.prefill, policy, matches.request, blocks, is_cold=is_cold)
+    if best.prefill:
+        prefill = ScoredOffers(best.prefill, policy, matches.request, blocks, is_cold=is_cold)
     decode = ScoredOffers(
-        found.decode,
+        best.decode,
         policy,
         matches.request,
         blocks,
         is_cold=is_cold,
         # Redis could find another target cheaper than the session's.
-        is_by_place=found.decision is Decision.SESSION,
+        is_by_place=best.decision is Decision.SESSION,
         is_prefill_elsewhere=prefill is not None,
     )
     if policy.file is not None:
-        choices = Choices.of_file(policy.file, found.decode, matches.request, *targets)
-    return Offers(decode, prefill, found.encode, found.decision, found.home, choices, active_bound=short.active_bound)
+        choices = Choices.of_file(policy.file, best.decode, matches.request, *targets)
+    return Offers(decode, prefill, best.encode, best.decision, best.home, choices, active_bound=short.active_bound)
 
 
 def _is_sum(matches: PromptMatches, question: Question) -> bool:
@@ -268,8 +268,8 @@ def stages(
     """
     policy, parameters = question.policy, question.parameters
     if policy.file is not None and parameters.profile != "single":
-        found = policy.file.run(request, candidates, random, _places(question))
-        return RankedStages(*found, *_by_key(request, found.decode)) if found.decode else None
+        ranked = policy.file.run(request, candidates, random, _places(question))
+        return RankedStages(*ranked, *_by_key(request, ranked.decode)) if ranked.decode else None
     most = _places(question)
     decode = rank(policy, request, candidates, fleet, random, most, active_bound)
     if not decode.scored:
@@ -307,10 +307,10 @@ def rank(
     inputs = Inputs(request, candidates, policy.values, random, ring, most, active_bound)
     by_policy = policy.preset.rank
     if request.has_tokens or policy.preset.name == "sticky":
-        found = by_policy(inputs)
+        ranking = by_policy(inputs)
     else:
-        found = by_prefix_key(request, candidates, lambda some: by_policy(inputs._replace(candidates=some)))
-    return found if request.session is None else _session_first(found, request.session)
+        ranking = by_prefix_key(request, candidates, lambda members: by_policy(inputs._replace(candidates=members)))
+    return ranking if request.session is None else _session_first(ranking, request.session)
 
 
 def _by_key(request: RoutingRequest, scored: Sequence[Scored]) -> tuple[Decision, int | None]:
@@ -379,19 +379,19 @@ class ScoredOffers:
         return offers
 
     def matched_blocks(self) -> list[int]:
-        return [each.candidate.matched // self._request.block_size for each in self._first]
+        return [scored.candidate.matched // self._request.block_size for scored in self._first]
 
-    def scored(self, at: int) -> Scored:
-        return self._all[at]
+    def scored(self, place: int) -> Scored:
+        return self._all[place]
 
     def best(self, count: int) -> Sequence[Scored]:
         return self._all[:count]
 
     def find(self, publisher: int) -> int | None:
-        return next((at for at, each in enumerate(self._all) if each.candidate.publisher == publisher), None)
+        return next((place for place, scored in enumerate(self._all) if scored.candidate.publisher == publisher), None)
 
-    def others(self, at: int, count: int) -> list[Candidate]:
-        return [each.candidate for place, each in enumerate(self._all[: count + 1]) if place != at][:count]
+    def others(self, excluded: int, count: int) -> list[Candidate]:
+        return [scored.candidate for place, scored in enumerate(self._all[: count + 1]) if place != excluded][:count]
 
 
 _Sum = tuple[float, float, int, FleetMember, float, TargetRow | None, Load | None, int]
@@ -466,26 +466,26 @@ class SumOffers:
     def matched_blocks(self) -> list[int]:
         return [0 if row is None else sum(row) for _, _, _, _, _, row, _, _ in self._sums[:CANDIDATES_MAX]]
 
-    def scored(self, at: int) -> Scored:
-        return self._sum_of(self._request, self._values)(self._candidate(self._sums[at]))
+    def scored(self, place: int) -> Scored:
+        return self._sum_of(self._request, self._values)(self._candidate(self._sums[place]))
 
     def best(self, count: int) -> Sequence[Scored]:
         scored = self._sum_of(self._request, self._values)
-        return [scored(self._candidate(each)) for each in self._sums[:count]]
+        return [scored(self._candidate(entry)) for entry in self._sums[:count]]
 
     def find(self, publisher: int) -> int | None:
-        for at, each in enumerate(self._sums):
-            if each[2] == publisher:
-                return at
+        for place, entry in enumerate(self._sums):
+            if entry[2] == publisher:
+                return place
         return None
 
-    def others(self, at: int, count: int) -> list[Candidate]:
+    def others(self, excluded: int, count: int) -> list[Candidate]:
         if not count:
             return []
-        return [self._candidate(each) for place, each in enumerate(self._sums) if place != at][:count]
+        return [self._candidate(entry) for place, entry in enumerate(self._sums) if place != excluded][:count]
 
-    def _candidate(self, of: _Sum) -> Candidate:
-        _, _, _, member, _, row, load, expected = of
+    def _candidate(self, entry: _Sum) -> Candidate:
+        _, _, _, member, _, row, load, expected = entry
         return candidate_of(member, row, load, expected, self._request.block_size)
 
 

@@ -148,7 +148,7 @@ class TargetReserver:
     ) -> Steps[SelectedTarget | None]:
         """Return the steps of ``taking``, which add each reservation to ``made``."""
         parameters, request, before = question.parameters, matches.request, offers.prefill
-        at, before_at = 0, 0
+        place, prefill_place = 0, 0
         peers, of = None, _Decided(snapshot, matches, question)
         began = perf_counter()
         if parameters.is_reserved:
@@ -159,23 +159,23 @@ class TargetReserver:
             first = yield from self._one(_OfferedStage(offers.decode, of, choices, before is not None, peers=own))
             if first is None:
                 return None
-            at = first[0]
+            place = first[0]
             made.append(first[1])
             if before is not None:
                 second = yield from self._second(_OfferedStage(before, of, is_prefill=True, peers=peers), made)
                 if second is None:
                     return None
-                before_at = second
+                prefill_place = second
         seconds = perf_counter() - began
-        taken = offers.decode.scored(at)
+        taken = offers.decode.scored(place)
         decision = offers.decision
         if decision is Decision.PREFIX and taken.candidate.publisher != offers.home:
             decision = Decision.LOAD
         if decision is Decision.KV_AWARE and not question.has_index:
             decision = Decision.PREFIX if taken.candidate.expected or taken.candidate.history else Decision.LOAD
-        prefill = None if before is None else before.scored(before_at)
+        prefill = None if before is None else before.scored(prefill_place)
         if made and matches.keys and (terms := history_of(question)) is not None:
-            targets = [each.candidate for each in (taken, prefill) if each is not None]
+            targets = [scored.candidate for scored in (taken, prefill) if scored is not None]
             yield Waiting(self._note_history(targets, of, terms))
         source, kv_hints = None, None
         headers = headers_of(taken, prefill, offers.encode)
@@ -189,7 +189,7 @@ class TargetReserver:
             headers = {**headers, "x-kv-cache-source-host-port": source.place}
         selected = SelectedTarget(
             taken,
-            offers.decode.others(at, parameters.count - 1),
+            offers.decode.others(place, parameters.count - 1),
             question.policy,
             decision,
             request.tokens,
@@ -280,23 +280,23 @@ class TargetReserver:
             promises=promises,
             words=words,
         )
-        found = yield from self._reservations.reserving(of.snapshot.entry.group_id, offers, terms)
-        if found.overdue:
-            self._metrics.reservations_expired.inc(found.overdue)
-        reservation = found.reservation
+        outcome = yield from self._reservations.reserving(of.snapshot.entry.group_id, offers, terms)
+        if outcome.overdue:
+            self._metrics.reservations_expired.inc(outcome.overdue)
+        reservation = outcome.reservation
         if reservation is None:
-            self._refuse(found, of.question)
+            self._refuse(outcome, of.question)
             return None
         if is_prefill_elsewhere:
             # The time to the first token belongs to another target.
             reservation = reservation._replace(waited=None)
-        at = ranked.find(reservation.publisher)
-        if found.verdict is not Verdict.REPEATED:
-            self._follow(found, reservation, of)
-        elif at is None:  # the target that the same request got before is gone
+        place = ranked.find(reservation.publisher)
+        if outcome.verdict is not Verdict.REPEATED:
+            self._follow(outcome, reservation, of)
+        elif place is None:  # the target that the same request got before is gone
             return (yield from self._one(stage.as_request(None)))
-        assert at is not None
-        return at, reservation
+        assert place is not None
+        return place, reservation
 
     def _offered(self, stage: _OfferedStage) -> tuple[list[Offer], Sequence[str], Sequence[str] | None, Sequence[str]]:
         """Return the offers, what is promised of each, the words of both if they are known, and the keys of entries."""
@@ -318,26 +318,28 @@ class TargetReserver:
             return offers, ()
         matched = stage.offers.matched_blocks()
         least = min(matched)
-        at = [depth for depth in depths(len(matches.keys) // KEY_BYTES) if depth > least]
+        entry_depths = [depth for depth in depths(len(matches.keys) // KEY_BYTES) if depth > least]
         # The entries of a target without events are the only facts about its cache.
         silent = 0 if question.parameters.expects is False else APPROXIMATE_MILLISECONDS
-        told = speculation.milliseconds if speculation.is_on else 0
+        milliseconds = speculation.milliseconds if speculation.is_on else 0
         offers = [
             offer._replace(
-                spec_from=bisect_right(at, has),
-                spec_milliseconds=told if fleet.by_publisher[offer.publisher].tells_events else silent,
+                spec_from=bisect_right(entry_depths, has),
+                spec_milliseconds=milliseconds if fleet.by_publisher[offer.publisher].tells_events else silent,
             )
             for offer, has in zip(offers, matched, strict=True)
         ]
         if not any(offer.spec_milliseconds for offer in offers):
             return offers, ()
         group_id, of_prefill = snapshot.entry.group_id, stage.is_prefill and fleet.has_stages
-        return offers, [keys.spec(group_id, key_at(matches.keys, depth), of_prefill=of_prefill) for depth in at]
+        return offers, [
+            keys.spec(group_id, key_at(matches.keys, depth), of_prefill=of_prefill) for depth in entry_depths
+        ]
 
-    def _refuse(self, found: Reserved, question: Question) -> None:
+    def _refuse(self, outcome: Reserved, question: Question) -> None:
         """Raise Saturated, unless all that were offered are gone."""
         model = shown(question.group.model_name)
-        if found.verdict is Verdict.FULL:
+        if outcome.verdict is Verdict.FULL:
             raise Saturated(
                 f"model {model} has {self._options.reservations_max} reservations under way; "
                 "release those that have ended"
@@ -348,18 +350,18 @@ class TargetReserver:
                 "under way; try again in a moment, or raise WAYMARK_TARGET_REQUESTS_MAX"
             )
 
-    def _follow(self, found: Reserved, reservation: Reservation, of: _Decided) -> None:
+    def _follow(self, outcome: Reserved, reservation: Reservation, of: _Decided) -> None:
         """Remember the changes of the decision, and watch for the end of its prefill."""
         snapshot, matches, question = of
         tokens, publisher = reservation.tokens, reservation.publisher
-        before = matches.seen.loads.get(publisher, NO_LOAD)
-        context = before.context + reservation.context
-        after = Load(found.tokens + tokens, found.requests + 1, context, *before[3:])
-        self._snapshots.saw(snapshot.entry.group_id, publisher, after)
+        old_load = matches.seen.loads.get(publisher, NO_LOAD)
+        context = old_load.context + reservation.context
+        new_load = Load(outcome.tokens + tokens, outcome.requests + 1, context, *old_load[3:])
+        self._snapshots.saw(snapshot.entry.group_id, publisher, new_load)
         if tokens:
             member = snapshot.fleet.by_publisher[publisher]
             row = matches.seen.rows.get(member.name)
-            self.watch(reservation, found.tokens + tokens, question, snapshot.entry, member, row, matches.keys)
+            self.watch(reservation, outcome.tokens + tokens, question, snapshot.entry, member, row, matches.keys)
 
     def watch(
         self,

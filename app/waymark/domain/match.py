@@ -140,8 +140,8 @@ class DynamoRank:
 
 def conductor_rows(walk: Walk) -> dict[str, ConductorRow]:
     """Return one row for every instance of the group."""
-    view, found = walk.view, matched_rows(walk)
-    return {name: found.get(i) or unmatched_row(view, i) for i, name in enumerate(view.instances)}
+    view, rows = walk.view, matched_rows(walk)
+    return {name: rows.get(i) or unmatched_row(view, i) for i, name in enumerate(view.instances)}
 
 
 def unmatched_row(view: View, instance: int) -> ConductorRow:

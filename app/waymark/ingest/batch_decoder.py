@@ -93,17 +93,17 @@ class BatchDecoder:
             return first
         # If a batch cannot be extended far, the first few frames usually show it. Otherwise doubling keeps the steps
         # few.
-        waiting, some = iter(frames), _FRAMES_AT_FIRST
+        waiting, step = iter(frames), _FRAMES_AT_FIRST
         while True:
-            payloads = _fitting(islice(waiting, some), bytes_max - size)
+            payloads = _fitting(islice(waiting, step), bytes_max - size)
             joined = self._decode.go_on(batch, payloads, hashes_max)
             count = joined.frames - batch.frames
             if count:
                 batch, last = joined, payloads[count - 1]
                 size += sum(map(len, payloads[:count]))
-            if count < some:
+            if count < step:
                 break
-            some *= 2
+            step *= 2
         if not last:
             return first
         self._metrics.frames.inc(batch.frames - 1)

@@ -358,8 +358,8 @@ class Life:
         hashes = {
             engine_hash for event in batch.events if isinstance(event, STORES) for engine_hash in event.engine_hashes
         }
-        found = resolver.spots_of(self._dp_rank, hashes)
-        return found | await self.applier.pool_hashes.spots_of(hashes - found.keys())
+        spots = resolver.spots_of(self._dp_rank, hashes)
+        return spots | await self.applier.pool_hashes.spots_of(hashes - spots.keys())
 
     def note_snapshot(self, outcome: str, why: str = "") -> None:
         """Count a snapshot; ``why`` says why it could not be used."""

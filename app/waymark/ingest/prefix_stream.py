@@ -365,9 +365,9 @@ class PrefixStream:
         hot, warm = (applier.resolver.holders[self._holder_name(medium)] for medium in (HOT, WARM))
         prefixes, grant = self._store.prefixes, applier.grant
 
-        async def applied(some: list[PrefixChange]) -> int:
+        async def applied(portion: list[PrefixChange]) -> int:
             entries = await applier.calls.answered(
-                lambda: prefixes.apply(grant, hot, warm, some, ttl_seconds=options.entry_ttl_seconds)
+                lambda: prefixes.apply(grant, hot, warm, portion, ttl_seconds=options.entry_ttl_seconds)
             )
             if entries is None:
                 raise Fenced

@@ -295,12 +295,12 @@ class _ReplayRequest:
         return self._is_first and not (self.is_empty or life.is_proven) and life.order.watermark is not None
 
     async def read(self, portion: list[ReplayedBatch]) -> None:
-        at = await self._fill_gap(portion)
-        while at < len(portion) and not self.is_over:
-            reply = portion[at]
+        index = await self._fill_gap(portion)
+        while index < len(portion) and not self.is_over:
+            reply = portion[index]
             seq, payload, topic = reply
             life, watermark = self._life, self._life.order.watermark
-            at += 1
+            index += 1
             # The bytes of a batch at the end of a snapshot are unknown, so the process id proves the life.
             proven_from = watermark if watermark is None or life.order.digest else watermark - 1
             is_known = not life.is_open and proven_from is not None and seq <= proven_from
@@ -310,7 +310,7 @@ class _ReplayRequest:
                 if self._lacks_batches_before(seq):
                     await self._read_received(incoming)
                 if not self.is_over:
-                    at += await self._read(incoming, _behind(reply, portion, at))
+                    index += await self._read(incoming, _behind(reply, portion, index))
 
     async def end(self, outcome: ReplayOutcome | None) -> None:
         """Note that no more replies come. A gap that they have not filled stays open."""
@@ -421,9 +421,9 @@ class _ReplayRequest:
         return False
 
 
-def _behind(reply: ReplayedBatch, portion: Sequence[ReplayedBatch], at: int) -> Iterator[ReplayedBatch]:
-    """Yield the replies from index ``at`` on that follow ``reply`` in order and have its topic."""
-    for seq, following in enumerate(portion[at:], reply.seq + 1):
+def _behind(reply: ReplayedBatch, portion: Sequence[ReplayedBatch], index: int) -> Iterator[ReplayedBatch]:
+    """Yield the replies from index ``index`` on that follow ``reply`` in order and have its topic."""
+    for seq, following in enumerate(portion[index:], reply.seq + 1):
         if following.seq != seq or following.topic != reply.topic:
             return
         yield following

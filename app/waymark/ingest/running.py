@@ -107,8 +107,8 @@ class LeaseKeeper:
         others = range(1, grants[0].shards)
         few = [others[(_SHARDS_ASKED * self._rounds + i) % len(others)] for i in range(min(_SHARDS_ASKED, len(others)))]
         for start in range(0, len(grants), _ASKED_AT_ONCE):
-            some = grants[start : start + _ASKED_AT_ONCE]
-            for grant, shards in zip(some, await self._store.index.has_lost(some, [0, *few]), strict=True):
+            portion = grants[start : start + _ASKED_AT_ONCE]
+            for grant, shards in zip(portion, await self._store.index.has_lost(portion, [0, *few]), strict=True):
                 grant.renewal.lost_shards |= shards
 
 

@@ -59,13 +59,13 @@ class FirstPortions:
     def pieces(self, group_id: int) -> int:
         return _FIRST_PORTIONS[self._long.get(group_id, 0.0) > _LONG_SHARE]
 
-    def remember(self, group_id: int, blocks: int, found: int) -> None:
+    def remember(self, group_id: int, blocks: int, matched: int) -> None:
         """Learn from the result of a query: the number of blocks that it looked up and found. A query of only a few
         blocks does not count.
         """
         if blocks >= _SMALL_BLOCKS:
             share = self._long.get(group_id, 0.0)
-            self._long[group_id] = share + _WEIGHT * ((found >= _SMALL_BLOCKS) - share)
+            self._long[group_id] = share + _WEIGHT * ((matched >= _SMALL_BLOCKS) - share)
 
     def forget(self, group_id: int) -> None:
         self._long.pop(group_id, None)
@@ -158,8 +158,8 @@ class QuickRead(Fetch):
 
     def note_length(self) -> None:
         """Learn how much of the prompt the index has, for the portions of later queries. The runs must be known."""
-        found = sum(map(_length, self.runs or ()))
-        self._reads.portions.remember(self.plan.entry.group_id, self.blocks, found)
+        matched = sum(map(_length, self.runs or ()))
+        self._reads.portions.remember(self.plan.entry.group_id, self.blocks, matched)
 
     @property
     def start(self) -> Start:
@@ -169,8 +169,8 @@ class QuickRead(Fetch):
 
 def _among(values: list[bytes | None], hot: Mapping[int, bytes]) -> list[bytes | None]:
     """Return all rows of a portion: those that were read, and between them the hot ones, by their index."""
-    read = iter(values)
-    return [hot[index] if index in hot else next(read) for index in range(len(values) + len(hot))]
+    cold = iter(values)
+    return [hot[index] if index in hot else next(cold) for index in range(len(values) + len(hot))]
 
 
 class QuickReads:
@@ -225,11 +225,11 @@ class QuickReads:
         group_id, pieces = plan.entry.group_id, len(heads) // KEY_BYTES
         hot = _NO_ROWS
         if self.hot.bytes and self.hot.expire(time.monotonic()):
-            found = self.hot.find_whole(group_id, heads)
-            if found is None:
+            hot_rows = self.hot.find_whole(group_id, heads)
+            if hot_rows is None:
                 return None
-            if found:
-                hot, cold = found, (index for index in range(pieces) if index not in found)
+            if hot_rows:
+                hot, cold = hot_rows, (index for index in range(pieces) if index not in hot_rows)
                 heads = b"".join([heads[KEY_BYTES * index : KEY_BYTES * (index + 1)] for index in cold])
         return QuickRead(self, plan, keys, pieces, WantedValues(heads, []), hot, is_whole, seconds)
 

@@ -321,10 +321,10 @@ def _unreadable(why: str) -> InvalidValue:
 
 def _split(answer: bytes, texts: int) -> list[bytes]:
     """Return the ids of each text. Raise ValueError if the answer has another length than its first numbers say."""
-    at, ids = 4 * texts, []
-    for size in struct.unpack_from(f"<{texts}I", answer.ljust(at, b"\0")):
-        ids.append(answer[at : at + 4 * size])
-        at += 4 * size
-    if at != len(answer):
+    offset, ids = 4 * texts, []
+    for size in struct.unpack_from(f"<{texts}I", answer.ljust(offset, b"\0")):
+        ids.append(answer[offset : offset + 4 * size])
+        offset += 4 * size
+    if offset != len(answer):
         raise ValueError("its process answers with ids of another length than it announces")
     return ids
