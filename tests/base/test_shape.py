@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import msgpack
@@ -11,11 +10,10 @@ import orjson
 import pytest
 
 from waymark.api.http.bodies import Format, encode
-from waymark.base.shape import AnswerShape, parse, plain
+from waymark.base.shape import AnswerShape, changed, field_names, parse, plain
 from waymark.domain.status import StreamStatus
 
 
-@dataclass(frozen=True, kw_only=True)
 class Leaf(AnswerShape):
     OPTIONAL: ClassVar = ("note", "names")
 
@@ -24,7 +22,6 @@ class Leaf(AnswerShape):
     names: Sequence[str] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Tree(AnswerShape):
     ADDED: ClassVar = {"is_new": False}
 
@@ -36,9 +33,16 @@ class Tree(AnswerShape):
     is_new: bool
 
 
-@dataclass(frozen=True, kw_only=True)
 class Full(AnswerShape):
     sizes: Mapping[str, int]
+
+
+class Named(AnswerShape):
+    name: str
+
+
+class NamedLeaf(Leaf, Named):
+    """The fields of the last base are the first ones."""
 
 
 TREE = Tree(
@@ -111,3 +115,28 @@ def test_an_answer_of_somebody_else_is_refused_with_the_place(change: dict[str, 
         parse(Tree, WRITTEN | change)
     with pytest.raises(ValueError, match="the answer is not an object"):
         parse(Tree, [])
+
+
+def test_fields_are_the_annotations_in_order() -> None:
+    assert field_names(Leaf) == ["size", "note", "names"]
+    assert field_names(NamedLeaf) == ["name", "size", "note", "names"]
+    assert list(vars(NamedLeaf(size=1, name="n"))) == field_names(NamedLeaf)
+
+
+def test_an_answer_has_exactly_its_fields() -> None:
+    with pytest.raises(TypeError, match=r"^Leaf .*: size$"):
+        Leaf(note="n")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^Leaf .*: weight$"):
+        Leaf(size=1, weight=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^Leaf .*: weight$"):
+        changed(Leaf(size=1), weight=2)
+
+
+def test_an_answer_is_a_value() -> None:
+    leaf = Leaf(size=1)
+    with pytest.raises(AttributeError, match="size"):
+        leaf.size = 2  # type: ignore[misc]
+    assert changed(leaf, size=2) == Leaf(size=2) != leaf
+    assert {leaf, Leaf(size=1)} == {leaf}
+    assert Named(name="n") != Full(sizes={})
+    assert str(leaf) == "Leaf({'size': 1, 'note': None, 'names': ()})"

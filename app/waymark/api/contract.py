@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar, get_args
@@ -140,6 +141,9 @@ def _schemas_of(models: tuple[BodyType, ...]) -> tuple[dict[BodyType, dict[str, 
     """Return the schemas of the models, which must not be changed. A process with several applications, such as the
     tests, generates them once.
     """
+    # pydantic reads the fields of dataclasses, so shapes become such, without other methods: bases first.
+    for shape in sorted(_shapes(AnswerShape), key=lambda shape: len(shape.__mro__)):
+        dataclass(init=False, repr=False, eq=False)(shape)
     by_model, definitions = TypeAdapter.json_schemas(
         [(str(model), "validation", TypeAdapter(model)) for model in models], ref_template=_REF
     )
@@ -156,6 +160,13 @@ def _schemas_of(models: tuple[BodyType, ...]) -> tuple[dict[BodyType, dict[str, 
             _add_spellings(schemas[model.__name__], model)
             _allow_null(schemas[model.__name__])
     return contents, schemas
+
+
+def _shapes(base: type[AnswerShape]) -> Iterator[type[AnswerShape]]:
+    """Return all classes below ``base``."""
+    for shape in base.__subclasses__():
+        yield shape
+        yield from _shapes(shape)
 
 
 def _inherit_descriptions(schema: dict[str, Any], heir: type[AnswerShape]) -> None:

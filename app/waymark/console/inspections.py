@@ -8,7 +8,6 @@ can be read without colours.
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from enum import IntEnum
 from itertools import groupby
 from typing import Any
@@ -17,6 +16,7 @@ from urllib.parse import urlencode
 from rich.text import Text
 
 from waymark.base.errors import InvalidValue, NotFound
+from waymark.base.shape import changed
 from waymark.console.prompts import group_of, read_file, read_hash, read_hashes, read_prompt, read_tokens
 from waymark.console.publishers import drain_of, marks, warnings
 from waymark.console.screen import Screen, ScreenPart, joined, text
@@ -191,10 +191,10 @@ def inspected(service: RemoteService, arguments: argparse.Namespace) -> InspectA
         return answer
     why = marks(service, arguments.tenant, group["model"])
     instances = [
-        replace(instance, note="; ".join(filter(None, (why.get(instance.instance_id), instance.note))))
+        changed(instance, note="; ".join(filter(None, (why.get(instance.instance_id), instance.note))))
         for instance in answer.instances
     ]
-    return replace(answer, instances=instances)
+    return changed(answer, instances=instances)
 
 
 def block_of(service: RemoteService, arguments: argparse.Namespace) -> BlockAnswer:
@@ -234,7 +234,7 @@ def status_of(service: RemoteService, arguments: argparse.Namespace) -> StatusAn
     wanted = {"tenant_id": arguments.tenant, "model": arguments.model, "status": ",".join(arguments.status)}
     query = urlencode({name: value for name, value in wanted.items() if value})
     answer = service.get_for(StatusAnswer, f"/inspect/status?{query}")
-    return replace(answer, warnings=list(dict.fromkeys([*answer.warnings, *warnings(service)])))
+    return changed(answer, warnings=list(dict.fromkeys([*answer.warnings, *warnings(service)])))
 
 
 def drains_of(service: RemoteService, answer: StatusAnswer) -> dict[tuple[str, str, str, int], str]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from waymark.base.shape import AnswerShape
 
 
-@dataclass(frozen=True, kw_only=True)
 class InvalidateAnswer(AnswerShape):
     """The result of a clear."""
 
@@ -21,7 +19,6 @@ class InvalidateAnswer(AnswerShape):
     """The number of cleared entries."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClearAnswer(AnswerShape):
     """The result of a clear."""
 
@@ -33,7 +30,6 @@ class ClearAnswer(AnswerShape):
     """The number of these entries that were removed."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PrefixRoutingConfig(AnswerShape):
     """The constants of the policy sticky."""
 
@@ -47,7 +43,6 @@ class PrefixRoutingConfig(AnswerShape):
     """True if a gateway adds ``cache_control`` to requests."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PrefixRoutingDecisions(AnswerShape):
     """The decisions of the policy sticky, by how the target was chosen."""
 
@@ -63,7 +58,6 @@ class PrefixRoutingDecisions(AnswerShape):
     """The share of ``overflow`` in all decisions, as a text: a number from 0 to 1 with four decimals."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BackendLoad(AnswerShape):
     """The requests of one engine."""
 
@@ -73,7 +67,6 @@ class BackendLoad(AnswerShape):
     """The requests under way."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PrefixRoutingStats(AnswerShape):
     """The decisions of the policy sticky."""
 
@@ -89,7 +82,6 @@ class PrefixRoutingStats(AnswerShape):
     """The approximate number of different prefix keys."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class IndexScoring(AnswerShape):
     """The constants of the policy composite."""
 
@@ -103,7 +95,6 @@ class IndexScoring(AnswerShape):
     """The matched share below which a match does not count."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class IndexConfig(AnswerShape):
     """The configuration of the index."""
 
@@ -119,7 +110,6 @@ class IndexConfig(AnswerShape):
     """The weights by which targets are scored."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class IndexContents(AnswerShape):
     """The contents of the index."""
 
@@ -133,7 +123,6 @@ class IndexContents(AnswerShape):
     """The number of entries that engines have evicted."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class EventSourceState(AnswerShape):
     """The state of one publisher."""
 
@@ -151,7 +140,6 @@ class EventSourceState(AnswerShape):
     """The number of new connections."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class IndexDecisions(AnswerShape):
     """The decisions, by whether the index decided."""
 
@@ -163,7 +151,6 @@ class IndexDecisions(AnswerShape):
     """The number of decisions."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class IndexStats(AnswerShape):
     """The contents of the index, and the number of decisions that used it."""
 
@@ -183,7 +170,6 @@ class IndexStats(AnswerShape):
     """The number of decisions by the index."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BackendConnection(AnswerShape):
     """The connection to one publisher."""
 
@@ -195,7 +181,6 @@ class BackendConnection(AnswerShape):
     """The time of the last event; null before the first."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BackendEvents(AnswerShape):
     """The counts of the events of one publisher."""
 
@@ -209,7 +194,6 @@ class BackendEvents(AnswerShape):
     """The number of entries that were removed from the index."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BackendState(AnswerShape):
     """One publisher."""
 
@@ -221,7 +205,6 @@ class BackendState(AnswerShape):
     """The counts of its events."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class IndexBackends(AnswerShape):
     """The event counts of each publisher."""
 
@@ -231,7 +214,6 @@ class IndexBackends(AnswerShape):
     """The publishers."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ResponseCacheRequests(AnswerShape):
     """The requests to the gateways, by what the cache did for them."""
 
@@ -245,7 +227,6 @@ class ResponseCacheRequests(AnswerShape):
     """The sum."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ResponseCacheConfig(AnswerShape):
     """The configuration of the response cache."""
 
@@ -261,7 +242,6 @@ class ResponseCacheConfig(AnswerShape):
     """The most bytes of an answer that is streamed."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class CacheConnections(AnswerShape):
     """The connections to Redis."""
 
@@ -271,7 +251,6 @@ class CacheConnections(AnswerShape):
     """The other connections."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class CacheErrors(AnswerShape):
     """The errors of Redis, by kind."""
 
@@ -283,7 +262,6 @@ class CacheErrors(AnswerShape):
     """All other errors."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ResponseCacheRedis(AnswerShape):
     """The Redis of the response cache, as this gateway sees it."""
 
@@ -295,7 +273,6 @@ class ResponseCacheRedis(AnswerShape):
     """The errors of Redis at all gateways."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ResponseCacheStats(AnswerShape):
     """The contents of the response cache, and the number of requests that it answered. If it is off, only ``enabled``
     is there.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from waymark.base.shape import AnswerShape
@@ -11,7 +10,6 @@ from waymark.contract.inspections import Explanation
 from waymark.domain.status import Decision
 
 
-@dataclass(frozen=True, kw_only=True)
 class GaugesRow(AnswerShape):
     """The report of an engine about itself."""
 
@@ -23,7 +21,6 @@ class GaugesRow(AnswerShape):
     """The used share of its KV cache, 0 to 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScoreRow(AnswerShape):
     """One target, in tokens."""
 
@@ -66,7 +63,6 @@ class ScoreRow(AnswerShape):
         return self.OPTIONAL if self.parts is None and "parts" in vars(self) else ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScoreAnswer(AnswerShape):
     """The scores of all targets, best first. The list is empty if the model is unknown."""
 
@@ -90,7 +86,6 @@ class ScoreAnswer(AnswerShape):
     """Why no instance has more of the prompt; only if the request has explain."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SourceAnswer(AnswerShape):
     """The engine to copy blocks from, and the blocks that it has beyond those of the target."""
 
@@ -106,7 +101,6 @@ class SourceAnswer(AnswerShape):
     """The engine's hashes of exactly these blocks, in order."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SelectAnswer(AnswerShape):
     """The target that gets the request."""
 
@@ -138,7 +132,6 @@ class SelectAnswer(AnswerShape):
     """Why no instance has more of the prompt; only if the request has explain."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReleaseAnswer(AnswerShape):
     """The number of reservations that existed, and of those that did not, which is not an error."""
 

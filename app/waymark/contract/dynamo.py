@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 from waymark.base.shape import AnswerShape
@@ -13,7 +12,6 @@ ListenerStatus: TypeAlias = Literal["failed", "pending", "active"]
 Lifecycle: TypeAlias = Literal["schedulable", "incomplete", "unschedulable"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoStatus(AnswerShape):
     """The request succeeded."""
 
@@ -24,7 +22,6 @@ class DynamoStatus(AnswerShape):
 OK = DynamoStatus(status="ok")
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoInstance(AnswerShape):
     """The unbroken prefixes of one worker, in tokens: the maximum over its ranks."""
 
@@ -40,7 +37,6 @@ class DynamoInstance(AnswerShape):
     """The unbroken prefix on any medium."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoQueryAnswer(AnswerShape):
     """The workers that have a match."""
 
@@ -52,7 +48,6 @@ class DynamoQueryAnswer(AnswerShape):
     """The prefixes by instance_id."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoWorkerRank(AnswerShape):
     """One rank of a worker."""
 
@@ -66,7 +61,6 @@ class DynamoWorkerRank(AnswerShape):
 RankBlocks: TypeAlias = tuple[DynamoWorkerRank, int]
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoDeviceBlocks(AnswerShape):
     """The blocks of the unbroken prefix on the device."""
 
@@ -76,7 +70,6 @@ class DynamoDeviceBlocks(AnswerShape):
     """Always empty."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoTierBlocks(AnswerShape):
     """The blocks that a tier adds to the unbroken prefix on the tiers above it."""
 
@@ -88,7 +81,6 @@ class DynamoTierBlocks(AnswerShape):
 TierHits: TypeAlias = tuple[Literal["host_pinned", "disk", "external"], DynamoTierBlocks]
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoTiers(AnswerShape):
     """The device, and the tiers below it that have blocks."""
 
@@ -98,7 +90,6 @@ class DynamoTiers(AnswerShape):
     """The tiers below it, from the fastest to the slowest."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoTieredAnswer(AnswerShape):
     """Each worker's share of a prompt, in blocks."""
 
@@ -108,7 +99,6 @@ class DynamoTieredAnswer(AnswerShape):
     """The blocks by tier."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoListener(AnswerShape):
     """The subscription to one rank."""
 
@@ -122,7 +112,6 @@ class DynamoListener(AnswerShape):
     """The last error; absent if there was no error."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoWorker(AnswerShape):
     """One worker of one model and group."""
 
@@ -144,7 +133,6 @@ class DynamoWorker(AnswerShape):
     """The subscriptions, by rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoDumpedGroup(AnswerShape):
     """One model and routing group."""
 
@@ -157,7 +145,6 @@ class DynamoDumpedGroup(AnswerShape):
 # ---- the selector ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoWorkerDescription(AnswerShape):
     """The description of a worker. A field that was not set is null."""
 
@@ -207,7 +194,6 @@ class DynamoWorkerDescription(AnswerShape):
     """The reasons why no rank is registered; absent without one."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoSelection(AnswerShape):
     """A selection."""
 
@@ -217,7 +203,6 @@ class DynamoSelection(AnswerShape):
     """The id of the selection; absent if the request does not have one."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoReservedPrompt(AnswerShape):
     """A selection with a reservation."""
 
@@ -231,7 +216,6 @@ class DynamoReservedPrompt(AnswerShape):
     """Always true."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoPick(AnswerShape):
     """The worker that gets the request."""
 
@@ -258,19 +242,16 @@ class DynamoPick(AnswerShape):
 # The fields of the last base are the first ones.
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoSelectAnswer(DynamoPick, DynamoSelection):
     """The worker for a prompt, without a reservation."""
 
     OPTIONAL: ClassVar = DynamoSelection.OPTIONAL
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoSelectAndReserveAnswer(DynamoPick, DynamoReservedPrompt):
     """The worker for a prompt, and its reservation."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoReservation(AnswerShape):
     """A reservation."""
 
@@ -288,7 +269,6 @@ class DynamoReservation(AnswerShape):
     """The address of its requests; null without one."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoOverlap(AnswerShape):
     """One rank's share of a prompt, in blocks."""
 
@@ -310,7 +290,6 @@ class DynamoOverlap(AnswerShape):
     """Always null."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoSharedCache(AnswerShape):
     """A placeholder for a shared cache, which a pool of Waymark is not."""
 
@@ -327,7 +306,6 @@ class DynamoSharedCache(AnswerShape):
 NO_SHARED_CACHE = DynamoSharedCache(enabled=False, total_hit_blocks=0, ranges=(), error=None)
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoOverlapScores(AnswerShape):
     """Each worker's share of a prompt."""
 
@@ -341,7 +319,6 @@ class DynamoOverlapScores(AnswerShape):
     """A placeholder for a shared cache."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoLoad(AnswerShape):
     """The load of one rank of a worker."""
 
@@ -357,7 +334,6 @@ class DynamoLoad(AnswerShape):
     """The number of running requests."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DynamoGroupLoads(AnswerShape):
     """The loads of one model and group."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from waymark.base.shape import AnswerShape
@@ -15,7 +14,6 @@ FIELDS_MAX = 65_536
 """The fields of an engine hash that are counted."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class HolderRuns(AnswerShape):
     """The blocks of a prompt that one rank holds on one medium."""
 
@@ -33,7 +31,6 @@ class HolderRuns(AnswerShape):
     """Runs of blocks, each as its first block and its length in blocks."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class InspectedInstance(AnswerShape):
     """The blocks of a prompt that one instance, or a pool, has."""
 
@@ -49,7 +46,6 @@ class InspectedInstance(AnswerShape):
     """The ranks and media of the instance."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Explanation(AnswerShape):
     """The blocks of a prompt that the instances have, and the reasons why they have no more.
 
@@ -82,7 +78,6 @@ class Explanation(AnswerShape):
     """The number of instances and pools that are not shown."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class NoExplanation(AnswerShape):
     """A placeholder for an explanation that failed, which does not fail the answer."""
 
@@ -92,7 +87,6 @@ class NoExplanation(AnswerShape):
     """Always empty."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class InspectAnswer(Explanation):
     """The explanation of a prompt, with the keys of its blocks and of their rows in Redis."""
 
@@ -102,7 +96,6 @@ class InspectAnswer(Explanation):
     """The Redis key of the row of each 32 blocks of the prompt; empty on `memory://`, which no redis-cli reaches."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RedisState(AnswerShape):
     """The report of Redis about itself, summed over all primaries."""
 
@@ -122,7 +115,6 @@ class RedisState(AnswerShape):
     """The number of keys."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkerStatus(AnswerShape):
     """One ingest worker. It is alive while it renews its heartbeat."""
 
@@ -138,7 +130,6 @@ class WorkerStatus(AnswerShape):
     """True if its last heartbeat is recent."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StreamState(AnswerShape):
     """One publisher and its stream."""
 
@@ -200,7 +191,6 @@ class StreamState(AnswerShape):
     """The problem of the stream and its remedy; null without a problem."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StatusAnswer(AnswerShape):
     """The output of ``waymark status --json``."""
 
@@ -224,7 +214,6 @@ class StatusAnswer(AnswerShape):
     """The shown publishers, by group, instance and rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LiveBlockHolder(AnswerShape):
     """The meaning of the id of a holder."""
 
@@ -242,7 +231,6 @@ class LiveBlockHolder(AnswerShape):
     """Why queries do not count this holder; null if they do."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BlockHolderRow(AnswerShape):
     """One holder of a block."""
 
@@ -254,7 +242,6 @@ class BlockHolderRow(AnswerShape):
     """The meaning of the id of a live holder; null if the holder is dead and will be swept."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BlockRow(AnswerShape):
     """A row that lists the block."""
 
@@ -272,7 +259,6 @@ class BlockRow(AnswerShape):
     """The holders of the block."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BlockAnswer(AnswerShape):
     """The output of ``waymark inspect block``."""
 
@@ -280,7 +266,6 @@ class BlockAnswer(AnswerShape):
     """The rows that list the block."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PublisherOfHolder(AnswerShape):
     """The publisher of a holder."""
 
@@ -302,7 +287,6 @@ class PublisherOfHolder(AnswerShape):
     """The last error of the stream; null without one."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RecordOfHolder(AnswerShape):
     """A live holder, and the publisher that it belongs to."""
 
@@ -324,7 +308,6 @@ class RecordOfHolder(AnswerShape):
     """The publisher; empty if it is not registered any more."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class HoldingsOfShard(AnswerShape):
     """The entries of a holder in one shard."""
 
@@ -344,7 +327,6 @@ class HoldingsOfShard(AnswerShape):
     """The position in that frame up to which it is applied."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RowOfHolder(AnswerShape):
     """One of the first rows of a holder."""
 
@@ -360,7 +342,6 @@ class RowOfHolder(AnswerShape):
     """True if the value is gone, or cannot be read."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class HoldingsAnswer(AnswerShape):
     """The entries of a holder."""
 
@@ -374,7 +355,6 @@ class HoldingsAnswer(AnswerShape):
     """The number of rows that are not shown."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class HolderRow(AnswerShape):
     """A holder, and the group that it belongs to."""
 
@@ -392,7 +372,6 @@ class HolderRow(AnswerShape):
     """The entries of the holder."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class HolderAnswer(AnswerShape):
     """The output of ``waymark inspect holder``."""
 
@@ -400,7 +379,6 @@ class HolderAnswer(AnswerShape):
     """The holder in each group that knows its id."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class KeysAnswer(AnswerShape):
     """The output of ``waymark inspect keys``."""
 

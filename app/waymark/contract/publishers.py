@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from waymark.base.shape import AnswerShape
@@ -13,7 +12,6 @@ from waymark.domain.status import Discovery, StreamStatus, UnreadableRecord
 from waymark.domain.targets import Role
 
 
-@dataclass(frozen=True, kw_only=True)
 class RegisterAnswer(AnswerShape):
     """The publisher is registered. Waymark connects as soon as the publisher runs."""
 
@@ -37,7 +35,6 @@ class RegisterAnswer(AnswerShape):
     """Sentences about events that Waymark cannot recover after a loss; absent if it can recover all."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RegisteredRank(AnswerShape):
     """A rank of an engine, and its sockets."""
 
@@ -51,7 +48,6 @@ class RegisteredRank(AnswerShape):
     """The socket that answers with the contents of the engine's cache; null without one."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class UnregisterAnswer(AnswerShape):
     """The publishers that were removed, as ``instance|tenant|rank``."""
 
@@ -61,7 +57,6 @@ class UnregisterAnswer(AnswerShape):
     """The removed publishers."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RepairAnswer(AnswerShape):
     """The publishers whose engine will be asked for a snapshot, as ``instance|tenant|rank``."""
 
@@ -71,7 +66,6 @@ class RepairAnswer(AnswerShape):
     """The publishers whose engine will be asked."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WeightAnswer(AnswerShape):
     """The publishers whose weight was changed, as ``instance|tenant|rank``."""
 
@@ -83,7 +77,6 @@ class WeightAnswer(AnswerShape):
     """The changed publishers."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class EventsAnswer(AnswerShape):
     """The number of events that were applied, and of those that had been applied before."""
 
@@ -93,7 +86,6 @@ class EventsAnswer(AnswerShape):
     """The number of events that had been applied before."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Service(AnswerShape):
     """One registration. A field that was not registered is empty."""
 
@@ -139,7 +131,6 @@ class Service(AnswerShape):
     """The source of the registration."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServicesAnswer(AnswerShape):
     """Every registration, in order of registration."""
 
@@ -149,7 +140,6 @@ class ServicesAnswer(AnswerShape):
     """The registrations."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PublisherLoad(AnswerShape):
     """The work of a target: the sum of its reservations that are not released."""
 
@@ -159,7 +149,6 @@ class PublisherLoad(AnswerShape):
     """The prompt tokens that the engine still has to compute."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class CopiesOfStream(AnswerShape):
     """How copies of one block count in a stream now."""
 
@@ -171,7 +160,6 @@ class CopiesOfStream(AnswerShape):
     """The reason for the rule."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RecentlyChanged(AnswerShape):
     """The blocks that a stream has stored and removed lately, in slots of time, of which the last has not ended."""
 
@@ -183,7 +171,6 @@ class RecentlyChanged(AnswerShape):
     """The blocks that were removed in each slot."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Publisher(AnswerShape):
     """One registered publisher and the state of its stream."""
 
@@ -264,7 +251,6 @@ class Publisher(AnswerShape):
         return self.model_name
 
 
-@dataclass(frozen=True, kw_only=True)
 class IngestWorker(AnswerShape):
     """One ingest worker that is alive."""
 
@@ -276,7 +262,6 @@ class IngestWorker(AnswerShape):
     """The limit of streams of this worker; null without a limit."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkersAnswer(AnswerShape):
     """Publishers in order of registration, ingest workers, and unreadable records."""
 
@@ -290,7 +275,6 @@ class WorkersAnswer(AnswerShape):
     """The findings of discovery; null if no worker looks for engines, or if the token is limited to some tenants."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Context(AnswerShape):
     """Publishers that agree on model, tenant, block size, adapter and salt."""
 
@@ -312,7 +296,6 @@ class Context(AnswerShape):
     """The number of blocks in shared pools, by pool and medium."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class GlobalViewAnswer(AnswerShape):
     """Every context, with its instances."""
 
@@ -322,7 +305,6 @@ class GlobalViewAnswer(AnswerShape):
     """The contexts."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class HealthAnswer(AnswerShape):
     """The process is alive."""
 
@@ -330,7 +312,6 @@ class HealthAnswer(AnswerShape):
     """Always this text."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReadyAnswer(AnswerShape):
     """The process can answer queries."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from waymark.base.shape import AnswerShape
@@ -23,7 +22,6 @@ def _add_media(schema: dict[str, Any]) -> None:
     schema["additionalProperties"] = {"type": "integer"}
 
 
-@dataclass(frozen=True, kw_only=True)
 class InstanceRow(AnswerShape):
     """The tokens that one instance has. Any other medium has a field under its upper-case name."""
 
@@ -38,7 +36,6 @@ class InstanceRow(AnswerShape):
     """The matched tokens that each rank has, over all media."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class TierMatches(AnswerShape):
     """The unbroken prefixes of one rank, in tokens. ``cpu`` includes ``gpu``, and ``disk`` includes both."""
 
@@ -50,7 +47,6 @@ class TierMatches(AnswerShape):
     """The prefix on any medium."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class TieredInstance(AnswerShape):
     """The tokens that one instance has, counted as ``/dynamo/query`` counts it."""
 
@@ -68,7 +64,6 @@ class TieredInstance(AnswerShape):
     """The prefixes by rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class QueryAnswer(AnswerShape):
     """The instances of the tenant, under its name. The object is empty if the tenant is not known."""
 
@@ -86,7 +81,6 @@ class QueryAnswer(AnswerShape):
     """Why no instance has more of the prompt; only if the request has explain."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class TokenizeAnswer(AnswerShape):
     """The token ids, in the form of vLLM's answer."""
 
@@ -100,7 +94,6 @@ class TokenizeAnswer(AnswerShape):
     """``local`` if this process made the token ids, ``remote`` if an engine did."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DetokenizeAnswer(AnswerShape):
     """The text of the token ids."""
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from waymark.base.shape import AnswerShape
 
 
-@dataclass(frozen=True, kw_only=True)
 class BookRow(AnswerShape):
     """Sums over requests. Amounts are tokens of prompts; only requests whose engine reports reused tokens count."""
 
@@ -38,7 +36,6 @@ class BookRow(AnswerShape):
     """The mean time to the first token; null without a report."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class _BookedTarget(AnswerShape):
     """A target of the books."""
 
@@ -54,7 +51,6 @@ class _BookedTarget(AnswerShape):
     """The weight of a block of the target in decisions: 1 without drift."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class _BookedMinute(AnswerShape):
     """A minute of the books."""
 
@@ -65,17 +61,14 @@ class _BookedMinute(AnswerShape):
 # The fields of the last base are the first ones.
 
 
-@dataclass(frozen=True, kw_only=True)
 class BookOfTarget(BookRow, _BookedTarget):
     """The sums of one target."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BookOfMinute(BookRow, _BookedMinute):
     """The sums of one minute."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BooksAnswer(AnswerShape):
     """The promises of decisions, and the tokens that engines delivered."""
 
@@ -89,7 +82,6 @@ class BooksAnswer(AnswerShape):
     """The sums of each minute."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ValuedModel(AnswerShape):
     """The last valuation of the caches of a model's engines."""
 
@@ -111,7 +103,6 @@ class ValuedModel(AnswerShape):
     """The reason why the caches were not valued; null otherwise."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ValuedTarget(AnswerShape):
     """The worth of the cache of an engine. Its ranks and media count together."""
 
@@ -145,7 +136,6 @@ class ValuedTarget(AnswerShape):
     """The reason why this cache was not valued; null otherwise."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlacementAnswer(AnswerShape):
     """The worth of each cache, by model, and within a model the cheapest engine first."""
 
@@ -155,7 +145,6 @@ class PlacementAnswer(AnswerShape):
     """The engines of the models."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WarmSource(AnswerShape):
     """The engine with the blocks of a prefix."""
 
@@ -169,7 +158,6 @@ class WarmSource(AnswerShape):
     """The address from which other engines copy its blocks; null if its registration has no such address."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WarmPrefix(AnswerShape):
     """Consecutive blocks, worth pulling."""
 
@@ -185,7 +173,6 @@ class WarmPrefix(AnswerShape):
     """The engine that has them."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WarmAnswer(AnswerShape):
     """The prefixes that an engine should pull first, those with the most uses of a token first."""
 
@@ -205,7 +192,6 @@ class WarmAnswer(AnswerShape):
     """The reason why the list is empty; null otherwise."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DecisionsMade(AnswerShape):
     """The outcomes of the kept decisions."""
 
@@ -227,7 +213,6 @@ class DecisionsMade(AnswerShape):
     """The mean time to the first token."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ComparedPolicy(AnswerShape):
     """The choices of another policy, beside those that were made."""
 
@@ -261,7 +246,6 @@ class ComparedPolicy(AnswerShape):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
 class PoliciesAnswer(AnswerShape):
     """Policies over the kept decisions, the best one first by these estimates."""
 
