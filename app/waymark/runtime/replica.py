@@ -11,12 +11,9 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import uvicorn
 
 from waymark.api.application import create_app, create_probes
 from waymark.base import native
@@ -27,9 +24,9 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.runtime import parts
-from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
 from waymark.serving.listening import listen
+from waymark.serving.server import HttpServer
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -40,27 +37,8 @@ log = logging.getLogger(__name__)
 
 #: The time in which requests in progress must end.
 _SHUTDOWN_SECONDS = 5
-#: How long it may take until an accepted connection is made: a few turns of the loop.
-_ACCEPTED_SECONDS = 0.05
 #: The pause before a Redis that did not answer is asked again for the format of its index.
 _FORMAT_AGAIN_SECONDS = 0.5
-#: How long a connection is kept for a next request: longer than load balancers keep theirs, usually 60 s.
-_KEEP_ALIVE_SECONDS = 65
-
-
-class _UvicornServer(uvicorn.Server):
-    """uvicorn, with the signals left to us: it would end the process before the worker has released its leases."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End. Accepted connections are set up first, so that they are asked to end, too."""
-        for server in self.servers:
-            server.close()
-        await asyncio.sleep(_ACCEPTED_SECONDS)
-        await super().shutdown(sockets)
 
 
 def freeze_heap() -> None:
@@ -97,23 +75,9 @@ def http_server(
     shutdown_seconds: int = _SHUTDOWN_SECONDS,
     shape: Shape = lambda *_: None,
     straight: StraightTable | None = None,
-) -> uvicorn.Server:
-    """Return an HTTP server that ends at ``should_exit``. ``straight`` has the straight questions of ``app``."""
-    return _UvicornServer(
-        uvicorn.Config(
-            app,
-            http=protocol(Connections(bounds, metrics, shape, straight)),
-            interface="asgi3",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # no handler uses the client's address
-            lifespan="off",
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=shutdown_seconds,
-        )
-    )
+) -> HttpServer:
+    """Return an HTTP server. ``straight`` has the straight questions of ``app``."""
+    return HttpServer(app, Connections(bounds, metrics, shape, straight), shutdown_seconds=shutdown_seconds)
 
 
 def stop_signal() -> asyncio.Event:
@@ -145,7 +109,7 @@ class ProcessParts:
         tokenizers, asker = parts.tokenizers(settings, metrics, store), parts.asker(settings)
         return cls(settings, store, metrics, tokenizers, asker, stop_signal())
 
-    def server(self, bounds: ServerBounds, *, has_api: bool) -> uvicorn.Server:
+    def server(self, bounds: ServerBounds, *, has_api: bool) -> HttpServer:
         """Return the server of a query replica, or with ``has_api`` False that of a worker's probes."""
         options = parts.api_options(self.settings)
         if not has_api:
@@ -154,7 +118,7 @@ class ProcessParts:
         app = create_app(self.store, options, selection, self.metrics, self.tokenizers, self.asker, self.stop)
         return http_server(app, bounds, self.metrics, straight=app.straight)
 
-    def gateway(self, bounds: ServerBounds) -> tuple[uvicorn.Server, GatewayRole]:
+    def gateway(self, bounds: ServerBounds) -> tuple[HttpServer, GatewayRole]:
         """Return the server of a gateway, and its role."""
         from waymark.runtime import gateway as runtime_gateway
 
@@ -259,7 +223,7 @@ def _announce(settings: Settings, sockets: Sequence[socket.socket], role: str) -
 
 
 async def _serve(
-    server: uvicorn.Server,
+    server: HttpServer,
     sockets: Sequence[socket.socket],
     background: Sequence[Coroutine[Any, Any, None]],
     stop: asyncio.Event,
@@ -272,7 +236,7 @@ async def _serve(
         others = [tasks.create_task(work) for work in background]
         await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
         stop.set()
-        server.should_exit = True
+        server.stop()
         for task in others:
             task.cancel()
 
