@@ -1,13 +1,15 @@
--- claim_publisher(publishers, unregistered; publisher, expected, registration, restores) -> {verdict, 0}
+-- claim_publisher(publishers, unregistered, version; publisher, expected, registration, restores, nonce) -> {verdict, 0}
 --
 -- Write a publisher's registration, if it is still the one that the caller has read.
 --
 -- KEYS  publishers    hash  `["instance","tenant",rank]`: the registration, JSON
 --       unregistered  zset  the publishers that were unregistered last, by Redis time; in the slot of publishers
+--       version       string  another nonce after each change of publishers; in their slot
 -- ARGV  publisher     the field
 --       expected      the value that the caller has read; '' for no value
 --       registration  the new value; '' unregisters the publisher
 --       restores      '1' if the caller puts back a registration that Redis has lost, else '0'
+--       nonce         the new version
 --
 -- {'applied', 0}  written, or the new value was there already: this call wrote it before, and its reply was lost
 -- {'stale', 0}    the field has another value; nothing written
@@ -20,6 +22,9 @@ local present = redis.call('HGET', KEYS[1], ARGV[1]) or ''
 if present ~= '' and present == ARGV[3] then return {'applied', 0} end
 if present ~= ARGV[2] then return {'stale', 0} end
 if ARGV[4] == '1' and redis.call('ZSCORE', KEYS[2], ARGV[1]) then return {'gone', 0} end
+-- The version comes first: workers that see a new one read the registrations for nothing at worst, and a registration
+-- without a new version would be seen late.
+if present ~= ARGV[3] then redis.call('SET', KEYS[3], ARGV[5]) end
 if ARGV[3] == '' then
   redis.call('HDEL', KEYS[1], ARGV[1])
   redis.call('ZADD', KEYS[2], redis.call('TIME')[1], ARGV[1])

@@ -141,6 +141,7 @@ ELSEWHERE = {
     "store.redis.read_connection:ReadConnection": "questions under way",
     "store.redis.read_connection:_PendingRead": "one answer",
     "store.records:StreamFields": "one record",
+    "store.directory:PolledClaims._claims": "good for as long as Redis has the same version, which an empty one lacks",
     "store.directory:Directory._decoded": "each good for as long as Redis has the same bytes",
     "store.store:Store._background": "work under way",
 }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from asyncio import gather
+from typing import Any
 
 from redis.asyncio import Redis
 
 from tests.store.factories import hgetall, snapshot
 from waymark.domain.rows import FORMAT
 from waymark.store import keys
+from waymark.store.leases import random_nonce
 from waymark.store.scripts import Scripts, Verdict
 
 NAME, OTHER = b'["pod","t",0]', b'["pod","t",1]'
@@ -23,10 +25,12 @@ async def claim(
         await scripts.claim_publisher(
             publishers=keys.PUBLISHERS,
             unregistered=keys.UNREGISTERED,
+            version=keys.PUBLISHERS_VERSION,
             publisher=name,
             expected=expected,
             registration=registration,
             restores=restores,
+            nonce=random_nonce(),
         )
     ).verdict
 
@@ -57,6 +61,23 @@ async def test_a_claim_whose_reply_was_lost_is_written(redis: Redis, scripts: Sc
     assert await snapshot(redis) == before
     await claim(scripts, b'{"a":1}', b"")
     assert await claim(scripts, b'{"a":1}', b"") is Verdict.STALE, "another caller may have unregistered it"
+
+
+async def test_each_change_has_a_version_and_nothing_else_has(redis: Redis, scripts: Scripts) -> None:
+    async def version() -> Any:
+        return await redis.get(keys.PUBLISHERS_VERSION)
+
+    versions = {await version()}
+    for expected, wanted in [(b"", b'{"a":1}'), (b'{"a":1}', b'{"a":2}'), (b'{"a":2}', b""), (b"", b'{"a":1}')]:
+        assert await claim(scripts, expected, wanted) is Verdict.APPLIED
+        versions.add(await version())
+    assert len(versions) == 5
+    last = await version()
+    await claim(scripts, b"", b'{"a":1}')
+    await claim(scripts, b'{"b":1}', b'{"b":2}')
+    await claim(scripts, b"", b"", OTHER)
+    await claim(scripts, b"", b'{"b":1}', OTHER, restores="1")
+    assert await version() == last
 
 
 async def test_what_was_unregistered_is_not_put_back(redis: Redis, scripts: Scripts) -> None:

@@ -343,7 +343,7 @@ class Poller:
 
     async def _claims_and_lost(self) -> list[Claim]:
         """Restore the claims that Redis has lost since the last poll, and return all claims."""
-        claims = await self._store.directory.claims()
+        claims = await self._store.polled_claims.poll()
         there = {claim.publisher for claim in claims}
         lost_claims = [claim for claim in self._claims if claim.publisher not in there]
         put_back = self._store.claim_writer.put_back

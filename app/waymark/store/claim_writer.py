@@ -295,10 +295,12 @@ class ClaimWriter:
         outcome = await self._scripts.claim_publisher(
             publishers=keys.PUBLISHERS,
             unregistered=keys.UNREGISTERED,
+            version=keys.PUBLISHERS_VERSION,
             publisher=keys.publisher_field(name),
             expected=expected,
             registration=raw,
             restores="1" if is_restored else "0",
+            nonce=random_nonce(),
         )
         self._directory.writes += outcome.is_applied
         return outcome.is_applied

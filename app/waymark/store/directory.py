@@ -24,6 +24,8 @@ from waymark.store.redis.client import RedisClient
 
 #: The claims decoded in one turn of the event loop; ten thousand take a third of a second.
 _SLICE_CLAIMS = 256
+#: One of so many polls of a worker reads all claims.
+_WHOLE_POLLS = 20
 #: How long ``EngineAddresses`` uses the registrations that it has read.
 _ADDRESSES_SECONDS = 1.0
 
@@ -127,6 +129,35 @@ class _Tenants:
 
     state: list[bytes | int | None] | None = None
     ids: frozenset[str] = frozenset()
+
+
+class PolledClaims:
+    """All claims, for a worker that polls: they are read again when one has changed, so that a poll costs two short
+    replies, however many claims there are.
+
+    Each write of a claim replaces the nonce in ``wm:version:{wm:publishers}``. The number of claims shows a claim that
+    was deleted by hand. One of ``_WHOLE_POLLS`` polls reads all claims, in case one was changed by hand or by an
+    earlier release.
+    """
+
+    def __init__(self, client: RedisClient, directory: Directory) -> None:
+        self._client = client
+        self._directory = directory
+        self._state: list[bytes | int | None] = [None, 0]
+        """The version and the number of claims before the last reading."""
+        self._claims: list[Claim] = []
+        self._left = 0
+        """The polls until the next reading."""
+
+    async def poll(self) -> list[Claim]:
+        """Return every claim that can be read, also of leaving publishers, in order of registration."""
+        state = await self._client.several((("GET", keys.PUBLISHERS_VERSION), ("HLEN", keys.PUBLISHERS)))
+        # A Redis that came back empty has no version, and neither has one that only an earlier release has written to.
+        if state != self._state or state[0] is None or not self._left:
+            claims = await self._directory.claims()
+            self._claims, self._state, self._left = claims, state, _WHOLE_POLLS
+        self._left -= 1
+        return self._claims
 
 
 #: Fields of ``wm:groups`` without a group.

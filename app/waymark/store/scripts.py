@@ -342,7 +342,16 @@ class Scripts:
         return await self._run("keep_ids", locals())
 
     async def claim_publisher(
-        self, *, publishers: str, unregistered: str, publisher: bytes, expected: Arg, registration: Arg, restores: str
+        self,
+        *,
+        publishers: str,
+        unregistered: str,
+        version: str,
+        publisher: bytes,
+        expected: Arg,
+        registration: Arg,
+        restores: str,
+        nonce: str,
     ) -> Outcome:
         return await self._run("claim_publisher", locals())
 

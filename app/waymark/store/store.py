@@ -20,7 +20,7 @@ from waymark.store import keys
 from waymark.store.activity import Activity
 from waymark.store.books import Books
 from waymark.store.claim_writer import ClaimWriter
-from waymark.store.directory import Directory
+from waymark.store.directory import Directory, PolledClaims
 from waymark.store.entries import Entries
 from waymark.store.gauges import EngineGauges, TimesByTarget
 from waymark.store.hashes import EngineHashes, HeldHashes
@@ -86,6 +86,7 @@ class Store:
         self.scripts = Scripts(client, metrics)
         self.leases = Leases(client, self.scripts)
         self.directory = Directory(client, self.parser)
+        self.polled_claims = PolledClaims(client, self.directory)
         self.activity = Activity(client, self.scripts, metrics, self.begin)
         self.claim_writer = ClaimWriter(
             client,

@@ -1,0 +1,137 @@
+"""A worker that polls reads all registrations when one has changed, and otherwise two short replies."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from tests.store.factories import claim_of, registration
+from waymark.domain.targets import Target
+from waymark.store import keys
+from waymark.store.claims import Claim
+from waymark.store.directory import _WHOLE_POLLS
+from waymark.store.store import Store
+
+POD = registration()
+
+
+class Readings:
+    """How often a store has read all claims since the last look."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._count = 0
+        read = store.directory.claims
+
+        async def counted() -> list[Claim]:
+            self._count += 1
+            return await read()
+
+        monkeypatch.setattr(store.directory, "claims", counted)
+
+    def __call__(self) -> int:
+        count, self._count = self._count, 0
+        return count
+
+
+@pytest.fixture
+async def readings(store: Store, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Readings]:
+    """Of a worker that has polled once; afterwards, its last poll was right."""
+    await store.registry.register(POD)
+    readings = Readings(store, monkeypatch)
+    assert await store.polled_claims.poll() == await store.directory.claims()
+    readings()
+    yield readings
+    assert await store.polled_claims.poll() == await store.directory.claims()
+
+
+async def test_a_poll_without_a_change_reads_no_claim(store: Store, readings: Readings) -> None:
+    for _ in range(_WHOLE_POLLS // 2):
+        assert [claim.registration for claim in await store.polled_claims.poll()] == [POD]
+    assert readings() == 0
+
+
+async def test_every_change_is_seen_by_the_next_poll(store: Store, readings: Readings) -> None:
+    other = Store(store.client)
+
+    async def seen() -> list[Claim]:
+        claims = await store.polled_claims.poll()
+        assert readings() == 1
+        await store.polled_claims.poll()
+        assert readings() == 0, "once for each change"
+        assert claims == await other.directory.claims()
+        return claims
+
+    second = registration("pod-2")
+    await other.registry.register(second)
+    assert [claim.registration for claim in await seen()] == [POD, second]
+    assert await other.registry.set_weight(second.name, 0)
+    assert [claim.registration.target.weight for claim in await seen()] == [1, 0]
+    await other.registry.register(replace(second, target=Target(address="http://10.0.0.1:8000")))
+    await seen()
+    await other.registry.register(replace(POD, endpoint="tcp://10.0.0.9:1"))
+    assert [claim.publisher for claim in await seen()] == [2, 3]
+    claim = await claim_of(other, POD)
+    assert await other.claim_writer.replace(POD.name, claim.raw, replace(claim, is_leaving=True)) is not None
+    assert [claim.is_leaving for claim in await seen()] == [False, True]
+    await other.claim_writer.finish(await claim_of(other, POD))
+    assert [claim.registration.instance_id for claim in await seen()] == ["pod-2"]
+    await other.registry.unregister([second.name])
+    assert await seen() == []
+
+
+async def test_a_claim_that_was_deleted_by_hand_is_missed_at_once(
+    store: Store, readings: Readings, redis: Redis
+) -> None:
+    await redis.hdel(keys.PUBLISHERS, keys.publisher_field(POD.name))
+    assert await store.polled_claims.poll() == []
+
+
+async def test_a_claim_that_was_changed_by_hand_is_seen_by_some_poll(
+    store: Store, readings: Readings, redis: Redis
+) -> None:
+    changed = replace(await claim_of(Store(store.client), POD), shards=2)
+    await redis.hset(keys.PUBLISHERS, keys.publisher_field(POD.name), changed.encode())
+    shards = [(await store.polled_claims.poll())[0].shards for _ in range(_WHOLE_POLLS)]
+    assert sorted(set(shards)) == [1, 2]
+    assert readings() == 1
+
+
+async def test_a_redis_that_came_back_empty_is_read_by_each_poll(
+    store: Store, readings: Readings, redis: Redis
+) -> None:
+    await redis.flushall()
+    for _ in range(2):
+        assert await store.polled_claims.poll() == []
+        assert readings() == 1
+    await Store(store.client).registry.register(POD)
+    assert [claim.registration for claim in await store.polled_claims.poll()] == [POD]
+
+
+async def test_a_redis_that_lost_its_last_writes_is_read_again(store: Store, readings: Readings, redis: Redis) -> None:
+    """As after a failover: the version comes back that was before, and with it the claims of then."""
+    before = {key: await redis.dump(key) for key in (keys.PUBLISHERS, keys.PUBLISHERS_VERSION)}
+    await Store(store.client).registry.register(registration("pod-2"))
+    assert len(await store.polled_claims.poll()) == 2
+    for key, value in before.items():
+        assert value is not None
+        await redis.restore(key, 0, value, replace=True)
+    assert [claim.registration for claim in await store.polled_claims.poll()] == [POD]
+
+
+async def test_a_reading_that_fails_is_made_up_for(
+    store: Store, readings: Readings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await Store(store.client).registry.register(registration("pod-2"))
+
+    async def fails() -> list[Claim]:
+        raise ValueError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.directory, "claims", fails)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="a defect"):
+                await store.polled_claims.poll()
+    assert len(await store.polled_claims.poll()) == 2
