@@ -53,14 +53,14 @@ POOL = REGISTER | {"type": "standard", "endpoint": None, "instance_id": "pool"}
 KNOWN_EVENT = {"backend_id": "pool", "tenant_id": None, "model_name": None, "block_size": None}
 
 
-@schemathesis.serializer("application/msgpack")
+@schemathesis.serializer("application/msgpack")  # type: ignore[untyped-decorator]
 def _packed(_: schemathesis.SerializationContext, value: Any) -> bytes:
     # What msgpack has no form for, such as an integer of 65 bits, goes as something else that does not fit.
     packed: bytes = msgpack.packb(value, default=lambda _: msgpack.ExtType(1, b""), unicode_errors="surrogatepass")
     return packed
 
 
-@schemathesis.deserializer("application/msgpack")
+@schemathesis.deserializer("application/msgpack")  # type: ignore[untyped-decorator]
 def _unpacked(_: schemathesis.DeserializationContext, response: schemathesis.Response) -> Any:
     return msgpack.unpackb(response.content)
 
@@ -71,7 +71,7 @@ def explore(document: dict[str, Any], url: str) -> tuple[int, int, int]:
     schema = schemathesis.openapi.from_dict(document)
     schema.config.update(base_url=url, request_timeout=patient(ANSWER_SECONDS))
     for result in schema.exclude(path="/activity").get_all_operations():  # its answer has no end
-        operation: schemathesis.APIOperation = result.ok()  # type: ignore[union-attr]
+        operation: schemathesis.APIOperation = result.ok()
         # Without a body there is nothing that could not fit.
         has_body = "requestBody" in document["paths"][operation.path][operation.method]
         for mode in GenerationMode if operation.method == "post" and has_body else [GenerationMode.POSITIVE]:
@@ -99,7 +99,7 @@ def explore(document: dict[str, Any], url: str) -> tuple[int, int, int]:
                     case.body = default | kept | KNOWN
                 if is_events and made % 2:  # noqa: B023
                     events = case.body if isinstance(case.body, list) else [case.body]
-                    case.body = [{**event, **KNOWN_EVENT} for event in events]  # type: ignore[dict-item]
+                    case.body = [{**event, **KNOWN_EVENT} for event in events]
                 if is_decision and made % 2:  # noqa: B023
                     assert isinstance(case.body, dict)
                     kept = {name: value for name, value in case.body.items() if name not in LEFT_OUT}
