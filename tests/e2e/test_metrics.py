@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from tests.base.test_metrics import EXPORTED
 from tests.conftest import wait_until
 from tests.e2e.conftest import BLOCK_SIZE, Engines, Service, Start
+from tests.live import lines_of
 from tests.patience import patient
 from tests.ports import unused_port
 from waymark.domain.names import PublisherName
@@ -257,11 +258,15 @@ ELSEWHERE = {
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-async def scrape(port: int) -> Samples:
-    """Every sample of a process, by its name and labels."""
+async def metrics_of(port: int) -> str:
+    """The metrics of a process."""
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
-        text = (await client.get("/metrics")).raise_for_status().text
-    families = text_string_to_metric_families(text)
+        return (await client.get("/metrics")).raise_for_status().text
+
+
+async def scrape(port: int, name: str) -> Samples:
+    """The samples of one name of a process, by their name and labels."""
+    families = text_string_to_metric_families(lines_of(await metrics_of(port), name))
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in families
@@ -290,10 +295,10 @@ class Watched:
 
     async def scrape_once(self) -> None:
         names = {exported.partition("{")[0] for exported in EXPORTED}
-        for (name, _), value in (await scrape(self.port)).items():
+        for line in (await metrics_of(self.port)).splitlines():
             # A histogram has moved when something other than zero was observed.
-            family = name.removesuffix("_sum")
-            if value > 0 and family in names:
+            family = line.partition("{")[0].partition(" ")[0].removesuffix("_sum")
+            if family in names and float(line.rpartition(" ")[2]) > 0:
                 self.moved.add(family)
 
     async def sees(self, *names: str) -> None:
@@ -406,7 +411,7 @@ async def test_several_processes_add_up_to_the_whole(start: Start, redis_url: st
     pods = [await engines.open(services[0], name) for name in names]
 
     async def over(ports: list[int], name: str, **labels: str) -> list[float]:
-        return [total(await scrape(port), name, **labels) for port in ports]
+        return [total(await scrape(port, name), name, **labels) for port in ports]
 
     async def are_all_active() -> bool:
         return sum(await over(workers, "waymark_streams", status="active")) == len(pods)
