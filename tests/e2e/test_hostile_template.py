@@ -114,7 +114,7 @@ async def held_up_nobody(
             slowest = max(slowest, await duration(loop, ask(client, chat("honest", f"turn {turn}"), 200)))
             several = (live.pid, *(children(live.pid) if are_children_small else ()))
             memory = max(memory, *map(peak_kib, several), 0)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.02)
     assert slowest <= patient(OTHERS_SECONDS)
     assert 0 < memory <= MEMORY_KIB
     return await attack

@@ -40,6 +40,8 @@ RATIO = 8.0
 #: moment, and what is freed but kept.
 GROWTH_MIB = 512.0
 _PAUSE_SECONDS = 0.05
+#: Between two rounds of checks in ``held_up_nobody``: rounds without a pause would keep a processor busy themselves.
+_BETWEEN_SECONDS = 0.02
 #: Between two questions to the neighbour, and so many of its answers are remembered: of a minute.
 _ASKED_SECONDS, _ANSWERS_MAX = 0.01, 6000
 _QUIET_ROUNDS = 10
@@ -234,7 +236,7 @@ async def held_up_nobody(
                 for name, check in checks.items():
                     cost = await processes.cost_of(check)
                     late += [(name, cost)] if cost.is_late(Times()) else []
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(_BETWEEN_SECONDS)
             assert not late, late
             return await attacking
         finally:
