@@ -44,6 +44,14 @@ async def make_selector(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> As
         yield make
 
 
+@pytest.fixture
+async def memory_store() -> AsyncIterator[Store]:
+    """For what does not depend on Redis: one that is emulated, and empty."""
+    store = Store.open("memory://")
+    yield store
+    await store.close()
+
+
 @pytest.fixture(params=["emulated", "real"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
     """An empty store, once emulated, once real."""

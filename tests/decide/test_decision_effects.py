@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from inspect import GEN_CLOSED, getgeneratorstate
 from typing import Any
 
@@ -33,10 +32,8 @@ SHORT = ReservationTerms(context=1, milliseconds=1)
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[Store]:
-    store = Store.open("memory://")
-    yield store
-    await store.close()
+def store(memory_store: Store) -> Store:
+    return memory_store
 
 
 def times(metrics: Metrics) -> dict[str, int]:

@@ -34,10 +34,8 @@ WORKER = "worker-1"
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[Store]:
-    store = Store.open("memory://", timeout_seconds=2.0)
-    yield store
-    await store.close()
+def store(memory_store: Store) -> Store:
+    return memory_store
 
 
 async def beat(store: Store, *, is_leaving: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import Any, cast
 
@@ -178,10 +178,8 @@ def test_the_key_has_a_place_where_the_tokens_are_unknown(has_tokens: bool, key:
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[Store]:
-    store = Store.open("memory://")
-    yield store
-    await store.close()
+def store(memory_store: Store) -> Store:
+    return memory_store
 
 
 def reader_of(store: Store, pools: Any = None, **options: Any) -> MatchReader:

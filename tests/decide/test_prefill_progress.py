@@ -17,11 +17,6 @@ PROMPT = list(range(1, 42))
 """Twenty blocks of two tokens, and one token more."""
 
 
-@pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
-
-
 async def select(replica: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     answer = await replica.post("/select", json={"model": "m", "token_ids": PROMPT} | fields)
     assert answer.status_code == 200, answer.text

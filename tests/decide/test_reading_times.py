@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,10 +21,8 @@ from waymark.store.store import Store
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[Store]:
-    store = Store.open("memory://")
-    yield store
-    await store.close()
+def store(memory_store: Store) -> Store:
+    return memory_store
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast
@@ -58,10 +58,8 @@ GROUP = GroupName("default", "m")
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[Store]:
-    store = Store.open("memory://")
-    yield store
-    await store.close()
+def store(memory_store: Store) -> Store:
+    return memory_store
 
 
 async def register(store: Store, name: str, role: Role = Role.BOTH) -> None:

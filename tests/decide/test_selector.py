@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -117,15 +117,8 @@ LEAST_WORK = PolicyChoice.of(PRESETS["least-work"])
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[Store]:
-    store = Store.open("memory://")
-    yield store
-    await store.close()
-
-
-@pytest.fixture
-def metrics() -> Metrics:
-    return Metrics()
+def store(memory_store: Store) -> Store:
+    return memory_store
 
 
 def selector_of(store: Store, metrics: Metrics, **options: Any) -> Selector:

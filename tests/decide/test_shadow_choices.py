@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from random import Random
 from typing import Any
 
@@ -284,10 +284,8 @@ async def test_the_beginning_of_a_prompt_is_kept(blocks: int) -> None:
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[Store]:
-    store = Store.open("memory://")
-    yield store
-    await store.close()
+def store(memory_store: Store) -> Store:
+    return memory_store
 
 
 async def test_gauges_that_only_a_shadow_needs_are_read_behind_the_decision(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -42,10 +42,8 @@ KEY = prompt_of(16).keys[-KEY_BYTES:]
 
 
 @pytest.fixture
-async def store() -> AsyncIterator[Store]:
-    store = Store.open("memory://")
-    yield store
-    await store.close()
+def store(memory_store: Store) -> Store:
+    return memory_store
 
 
 async def known(store: Store, metrics: Metrics, **options: Any) -> Selector:
