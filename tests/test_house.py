@@ -91,7 +91,7 @@ def test_a_value_of_a_stranger_is_shown_by_one_function() -> None:
         *("store/index.py", "store/reservations.py"),  # numbers, as Redis has them
         *("simulator/cache.py", "tokenization/tokenizers.py"),  # what is hashed
         *("discovery/reconciler.py", "ingest/polling.py", "ingest/running.py"),  # defects, in a log or an activity
-        "domain/events.py",  # a __repr__
+        *("base/record.py", "domain/events.py"),  # a __repr__
         *("console/drain.py", "inspection/redis_cli.py"),  # commands to run
         "cli/demonstration.py",  # its own prompts
     }

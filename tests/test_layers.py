@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[1]
 #: A room is a package of waymark, or one of these packages inside a package.
 INNER_ROOMS = {"store.redis", "api.http", "api.dynamo", "decide.policies"}
 #: What packages import that compute only, and the client, which needs nothing of a server.
-LOW = {"base.errors", "base.native", "base.shape", "base.shown"}
+LOW = {"base.errors", "base.native", "base.record", "base.shape", "base.shown"}
 
 # Room -> the rooms and modules that it may import: down only. The version in app/waymark/__init__.py is free for all.
 PARTS: dict[str, set[str]] = {
     "__init__": set(),
     "base": {"_native"},
-    "domain": {"base.errors", "base.native", "base.shape"},
+    "domain": {"base.errors", "base.native", "base.record", "base.shape"},
     "engines": LOW | {"base.samples", "domain"},
     # What handlers return and the client reads: the client may import it, since it needs only the words of ``domain``.
     "contract": {"base.shape", "domain"},

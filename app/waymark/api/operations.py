@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
@@ -31,6 +30,7 @@ from waymark.base.errors import InvalidValue, StoreUnavailable, WaymarkError
 from waymark.base.instruments import Counter
 from waymark.base.logs import failure, fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _LONG_LISTS = ("token_ids", "tokens", "seq_hashes", "block_hashes")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Dependencies:
     """The parts of the application that every operation uses."""
 

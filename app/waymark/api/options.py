@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from waymark.apply.options import ApplyOptions
+from waymark.base.record import record
 from waymark.decide.options import PromptOptions
 
 ConductorShape: TypeAlias = Literal["auto", "published", "instances"]
 """The form of ``/query`` answers: the older one, the newer one, or the one implied by the format of the body."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class AccessOptions:
     """The allowed tokens and endpoints."""
 
@@ -31,7 +32,7 @@ class AccessOptions:
     """The warning of a port open to everybody."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ApiOptions:
     """The options of an application, without those of its decisions."""
 

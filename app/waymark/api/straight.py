@@ -7,7 +7,6 @@ steps of the handler, errors and metrics are those of the ordinary way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeAlias
 
@@ -18,6 +17,7 @@ from waymark.api.http.tokens_file import EVERYONE
 from waymark.api.operations import Operation
 from waymark.base.asgi import Answering, RawHeaders, StraightRequest
 from waymark.base.errors import StoreUnavailable, WaymarkError
+from waymark.base.record import record
 from waymark.store.steps import Steps, StepsReceiver, finished, never, run, waited
 
 #: The headers of an unusual request.
@@ -30,7 +30,7 @@ Quick: TypeAlias = Callable[[Body, StepsReceiver[Answer | Paused]], bool]
 """Begins the work on a usual body in fewer calls than its steps need. Returns False if the body is not usual."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Straight:
     """A handler whose work is steps, so that it needs no task."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from waymark.base.record import record
 from waymark.domain.generations import BlockBounds
 
 WAITING_BLOCKS = 10_000
@@ -16,7 +17,7 @@ REJECTED_EVENTS = 1_000
 enough to show the kinds of an engine's faults; more would only take time."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ApplyOptions:
     """Each field has the name, unit and default of the setting in ``waymark.base.settings``, if it is one."""
 

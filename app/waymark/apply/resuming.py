@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from waymark.apply.applier import Applier
 from waymark.apply.options import ApplyOptions
@@ -19,6 +19,7 @@ from waymark.apply.redis_calls import Fenced
 from waymark.base.bounded_cache import BoundedCache
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.domain.generations import BlockBounds
 from waymark.domain.held import HeldBlocks
 from waymark.domain.resolver import Resolver
@@ -33,7 +34,7 @@ BYTES_MAX = 64 * 2**20
 """The blocks of a dropped publisher are read from Redis, so the bound costs time, and never an answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class _KeptMemory:
     memory: HeldBlocks = field(repr=False)
     size: int

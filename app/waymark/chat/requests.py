@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.base.shown import shown
 
 # ``truncate_prompt_tokens`` of a request: how vLLM cuts the token ids of a prompt.
@@ -75,7 +76,7 @@ class Form(StrEnum):
     EMBEDDINGS = "/embeddings"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PackedTokens:
     """The token ids of a prompt that was read without the parser, as little-endian u32."""
 
@@ -85,7 +86,7 @@ class PackedTokens:
         return len(self.ids) // 4
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class InferenceRequest:
     """A parsed body. It has ``messages`` or ``prompts``, or neither if its path has another form."""
 

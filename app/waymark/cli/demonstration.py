@@ -20,9 +20,9 @@ import time
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from uuid import uuid4
 
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.client import AsyncClient, Refused, StreamStatus, Unavailable
 from waymark.console.service import RemoteService
@@ -76,7 +76,7 @@ class DemoFailed(Exception):
     """A failure of the demo, with a sentence about its cause."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class DemoPrompt:
     """A prompt, the engines which worked on it, and its name in the table."""
 
@@ -85,7 +85,7 @@ class DemoPrompt:
     engines: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PromptMatch:
     """One line of the table: one engine's share of one prompt, in tokens."""
 
@@ -97,7 +97,7 @@ class PromptMatch:
     cpu: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class _DemoService:
     """The Waymark of the demo; ``process`` is None if it ran before and continues afterwards."""
 

@@ -7,12 +7,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from waymark.base.errors import InvalidValue, ServiceUnreachable
+from waymark.base.record import record
 from waymark.client import AsyncClient, Publisher, Refused, Registered, StreamStatus, Unavailable, Workers
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class NotRegistered(Exception):
     """The engine could not be registered; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PrintedLine:
     """One line to print."""
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import httpx
 import msgpack
 
+from waymark.base.record import record
 from waymark.base.shape import parse
 from waymark.contract.decisions import ScoreAnswer
 from waymark.contract.publishers import (
@@ -22,7 +23,7 @@ from waymark.domain.media import BEST, IN_EVERY_ANSWER
 from waymark.domain.status import Decision
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Match:
     """One instance's share of a prompt, in tokens."""
 
@@ -70,7 +71,7 @@ WITHOUT_TOKENS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Selection:
     """The target of a request, and the id that releases its reservation."""
 
@@ -111,7 +112,7 @@ class Selection:
         return cls(target, 0, address, 0, 0, (), None, {}, None, reason="local", is_local=True)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Score:
     """The score of one target for a prompt, in tokens."""
 
@@ -128,7 +129,7 @@ class Score:
     active_requests: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Service:
     """One registration. A missing field is empty."""
 
@@ -145,7 +146,7 @@ class Service:
     snapshot_endpoint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Registered:
     """An engine, registered by its URL."""
 
@@ -167,7 +168,7 @@ class Applied(NamedTuple):
     stale: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Workers:
     """Publishers, and the live ingest workers with the number of each one's streams."""
 

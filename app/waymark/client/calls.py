@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, Generic, Literal, TypedDict, TypeVar, Unpack, cast
 
@@ -18,6 +17,7 @@ import httpx
 import msgpack
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.client.answers import (
     Applied,
@@ -61,7 +61,7 @@ _IN_MSGPACK = {"Content-Type": "application/msgpack"}
 _RAISED: Final[object] = object()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ClientCall(Generic[T]):
     """One request, and the function that reads its answer."""
 

@@ -11,7 +11,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TextIO, TypeAlias
 
 from rich.console import Console, Group, RenderableType
@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text as Text
 
+from waymark.base.record import record
 from waymark.base.shown import printable
 from waymark.domain.media import order_of
 from waymark.domain.status import StreamStatus
@@ -30,7 +31,7 @@ _CUT_WIDTH = 20
 _NAMES_MAX = 5
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Grid:
     """A table; the columns in ``numbers`` are aligned to the right."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from waymark.base.errors import InvalidValue, SettingsError
 from waymark.base.logs import fields
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.base.watched_file import WatchedFile
 from waymark.decide.policies.picker_config import read_picker_config
@@ -36,7 +37,7 @@ def current(source: PolicySource) -> PolicyChoice:
     return source if isinstance(source, PolicyChoice) else source.entries[0]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Shadow:
     """A policy that orders the targets of each decision, and decides nothing."""
 
@@ -50,7 +51,7 @@ class Shadow:
         return current(self.source)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PromptOptions:
     """The bounds of the prompts in requests, and the seed of their hashes."""
 
@@ -61,7 +62,7 @@ class PromptOptions:
     """How long a question may read the index before it is answered from the blocks found so far."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SelectionOptions:
     """The options. Times are in seconds unless the name says otherwise."""
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 from uuid import uuid4
 
+from waymark.base.record import record
 from waymark.decide.policies.policy import Candidate, Linear, Preset, Scored, Values
 from waymark.decide.policies.presets import PRESETS
 from waymark.decide.policies.profile import PickerConfig
@@ -52,7 +53,7 @@ class GivenValues(NamedTuple):
         return self.tokens is not None and self.requests is not None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PolicyChoice:
     """The policy of a decision: a preset with its constants, or a file."""
 
@@ -87,7 +88,7 @@ class PolicyChoice:
         return cls(chosen, chosen.values({constant: constants[constant] for constant in constants if constant in own}))
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SelectParameters:
     """The constraints of a decision, and the terms of its reservation."""
 
@@ -143,7 +144,7 @@ class Question(NamedTuple):
     """The publisher of a target to compare with the best one, if the caller looks at no other."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RankedTargets:
     """All candidates, best first."""
 

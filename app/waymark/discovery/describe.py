@@ -12,7 +12,7 @@ import asyncio
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +21,7 @@ from waymark.base.asker import Asker, HttpReply, in_pieces
 from waymark.base.bounded_json import bounded_loads
 from waymark.base.endpoints import AllowedEndpoints, is_loopback
 from waymark.base.errors import InvalidValue, RemoteUnavailable, Unanswered
+from waymark.base.record import record
 from waymark.base.samples import SampleParser
 from waymark.base.shown import shown
 from waymark.domain.chunks import CHUNK_BLOCKS_MAX
@@ -47,7 +48,7 @@ _CACHE_CONFIG = "vllm:cache_config_info"
 _VLLM_METRIC = re.compile(rb"^vllm:", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RankSockets:
     """The sockets of one rank: its events, its replay, and its snapshots."""
 
@@ -62,7 +63,7 @@ _Stated = tuple[int, str, str | None, str | None]
 """A rank, and its sockets in the order of ``_FIELDS``, as an engine states them."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Description:
     """The fields of its registration that an engine reports."""
 

@@ -7,11 +7,12 @@ then; the draft checks those that a pod or an engine gives, and whether the fiel
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.base.shown import shown, shown_url
 from waymark.domain.engines import KINDS, Copies, EngineKind, Scope, kinds_where
 from waymark.domain.media import normal_medium, order_of
@@ -56,7 +57,7 @@ MUST_BE = {name: rule.must_be for name, rule in _RULES.items()}
 """The sentence of each field that a pod or an engine gives, too."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Draft:
     """The fields of ``POST /register``. None: not given, so that an engine may be asked, or the default holds."""
 
@@ -303,7 +304,7 @@ def _allowed(registration: Registration, allowed: AllowedEndpoints) -> Registrat
 WantedKey: TypeAlias = tuple[Origin, str | None, str | None]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class WantedEngine:
     """An engine that should be registered."""
 

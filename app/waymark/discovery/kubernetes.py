@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -26,6 +26,7 @@ from waymark.base.bounded_json import TooMuchJson, bounded_loads
 from waymark.base.errors import InvalidValue, SettingsError, Unanswered
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.base.shown import hide_password, shown
 from waymark.discovery.pods import DELETION_COST, Pod, in_turns, pod_of
 from waymark.domain.targets import URL, is_url
@@ -62,7 +63,7 @@ _DOUBT_SECONDS = 2.0
 _EXPIRED = "the resource version is too old"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ApiServer:
     """The URL and the credentials of the API."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import islice
 from typing import Any, TypeVar
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.discovery.describe import RANKS_MAX
 from waymark.discovery.drafts import Draft, WantedEngine
@@ -44,7 +44,7 @@ LABELS_READ_MAX, _TEXT_MAX = 1024, 4096
 _DIGITS_MAX = 10
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Pod:
     """The parts of a pod that count here."""
 
@@ -62,7 +62,7 @@ class Pod:
     """The text of its annotation; empty without one."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PodPorts:
     """The ports of a pod that does not name any."""
 

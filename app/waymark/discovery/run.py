@@ -9,12 +9,13 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.base.watched_file import FileVersion, version_of
 from waymark.discovery.describe import Describer
 from waymark.discovery.drafts import Draft, WantedEngine, WantedKey
@@ -45,7 +46,7 @@ _PROBLEMS_MAX = 20
 _OUT_OF_REACH = frozenset({StreamStatus.STARTING, StreamStatus.UNREACHABLE, StreamStatus.LOST, StreamStatus.FAILED})
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class DiscoveryOptions:
     worker_id: str
     again_seconds: float = AGAIN_SECONDS

@@ -6,10 +6,11 @@ The row names the module of ``waymark.engines`` that reads the events of the kin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, Literal
+
+from waymark.base.record import record
 
 Scope = Literal["instance", "shared"]
 Copies = Literal["count", "set"]
@@ -30,7 +31,7 @@ class EngineKind(StrEnum):
         return TRAITS[self]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class EngineTraits:
     """The properties of every publisher of one kind. The defaults suit a new and little known kind."""
 

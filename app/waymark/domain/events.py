@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, TypeAlias, overload
 
+from waymark.base.record import record
 from waymark.domain.names import Adapter
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Envelope:
     """The fields that, together with the medium, identify the stream of an event. Only standard events have them.
 
@@ -40,7 +41,7 @@ class Envelope:
 # A field of several kinds of events is explained at the first one.
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Stored:
     """Consecutive blocks that entered a cache, ancestor first, identified by their tokens."""
 
@@ -80,7 +81,7 @@ class Stored:
     envelope: Envelope | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StoredReference:
     """Blocks with known hashes that entered a cache. The event is a placeholder, which only gives the location."""
 
@@ -97,7 +98,7 @@ class StoredReference:
     envelope: ClassVar[None] = None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StoredIdentity:
     """Blocks that entered a cache, and whose hashes are seq_hashes: a standard event without tokens."""
 
@@ -114,7 +115,7 @@ class StoredIdentity:
     is_reused: ClassVar[None] = None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StoredObject:
     """An object entered a pool. It is a block, or a part of one, which an engine has named in its own events."""
 
@@ -129,7 +130,7 @@ class StoredObject:
     is_reused: ClassVar[None] = None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StoredWindow:
     """Blocks of a KV-cache group other than main attention, named by the blocks of main attention that end there."""
 
@@ -149,7 +150,7 @@ class StoredWindow:
     envelope: ClassVar[None] = None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Removed:
     """Blocks that left a cache."""
 
@@ -163,7 +164,7 @@ class Removed:
     envelope: Envelope | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RemovedIdentity:
     """Blocks that left a cache, and whose hashes are seq_hashes."""
 
@@ -174,7 +175,7 @@ class RemovedIdentity:
     part: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RemovedObject:
     """An object that left a pool."""
 
@@ -186,7 +187,7 @@ class RemovedObject:
     part: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Cleared:
     """A rank's cache was emptied; for a standard event, that of its stream."""
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final, Literal
 
+from waymark.base.record import record
 from waymark.domain.media import normal_medium
 from waymark.domain.names import HolderName
 
@@ -28,7 +29,7 @@ SHARES_MAX: Final = 100
 RemovalReason = Literal["ttl", "max_entries"]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class BlockBounds:
     """The most blocks of a group, and the seconds for which a block counts after its last store; 0 is no bound."""
 

@@ -6,11 +6,12 @@ A medium without a row is counted under its own name, and as neither a device no
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final
 
+from waymark.base.record import record
 
-@dataclass(frozen=True, slots=True)
+
+@record(frozen=True, slots=True)
 class Medium:
     """A medium. An answer names it if the prompt has blocks on it."""
 

@@ -6,9 +6,9 @@ No function here does I/O. Names chosen by clients are only values, never parts 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from waymark.base.record import record
 from waymark.domain.engines import Copies, EngineKind, Scope
 from waymark.domain.prefixes import DEFAULT as DEFAULT_PREFIXES
 from waymark.domain.prefixes import PrefixSource
@@ -74,7 +74,7 @@ class Origin(NamedTuple):
 BY_CLIENT = Origin()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Registration:
     """The complete registration of a publisher, normalized, as ``wm:publishers`` has it."""
 
@@ -189,7 +189,7 @@ Unit: TypeAlias = int | HolderName | Literal["*"]
 """Holders of a stream that end together: those of a rank, those of one name (with or without an epoch), or all."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Holder:
     """One life of one rank of a publisher on one medium; ``id`` is never used again."""
 

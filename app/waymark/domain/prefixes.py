@@ -7,11 +7,11 @@ prefix of one holder, with a number of tokens; it expires.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 from typing import Final, NamedTuple
 
+from waymark.base.record import record
 from waymark.domain.media import BEST, STORAGE
 from waymark.domain.targets import is_url
 
@@ -26,7 +26,7 @@ WARM: Final = STORAGE
 _PREFIX_HASH = re.compile(r"[0-9A-Fa-f]{1,128}", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PrefixSource:
     """The options that a source's registration sets for its entries. The defaults are the same as in Continuum
     Router.

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from waymark.base.record import record
 from waymark.domain import keys
 from waymark.domain.keys import KEY_BYTES
 
@@ -102,7 +102,7 @@ def parse_field(field: bytes) -> Place:
 # ---- values ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Row:
     """A parsed value."""
 

@@ -8,10 +8,11 @@ once what a walk needs for each distinct value.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.domain.engines import Scope
 from waymark.domain.names import GroupName, Holder
 from waymark.domain.targets import Target
@@ -24,7 +25,7 @@ _REMEMBERED_IDS_MAX = 65_536
 _ID_DIGITS_MAX = 16
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PublisherRow:
     """A registered publisher, as the table shows it to readers."""
 
@@ -49,7 +50,7 @@ POOL = -1
 """The instance of a shared pool's holders, whose blocks count for every instance."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Presence:
     """The holders of the blocks with one value."""
 
@@ -62,7 +63,7 @@ class Presence:
     """The largest holder id in the value."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class HolderTable:
     """The decoded ``wm:{g}:holders``. ``version`` is a random word that changes with every write."""
 

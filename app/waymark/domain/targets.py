@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from functools import lru_cache
+
+from waymark.base.record import record
 
 LABELS_MAX = 64
 #: The most bytes of UTF-8 in the name of a label, and in its value.
@@ -46,7 +48,7 @@ class Role(StrEnum):
     ENCODE_PREFILL_DECODE = "encode-prefill-decode"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Target:
     """The part of a registration that a router needs."""
 
@@ -125,7 +127,7 @@ def host_and_port(address: str) -> str:
     return match["place"] if match["port"] else f"{match['place']}:{443 if match['scheme'] == 'https' else 80}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Gauges:
     """One reading of an engine's metrics."""
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, TypeGuard
 
 from waymark.base.errors import Undecodable
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.domain.hashing import token_bytes
 from waymark.domain.media import normal_medium
@@ -143,7 +143,7 @@ def _absence(value: Any) -> str:
     return "missing" if value is None else "invalid_type"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Ceilings:
     """The ceilings of the settings, under the names of the settings without ``_max``."""
 

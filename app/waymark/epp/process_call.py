@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ import orjson
 from waymark.base.bounded_json import TooMuchJson
 from waymark.base.errors import InvalidValue, WaymarkError
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.chat.requests import (
     SESSION,
     Form,
@@ -79,7 +79,7 @@ class StreamCut(Exception):
         self.sentence = sentence
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class CallContext:
     """The objects and bounds that all calls of a process share."""
 

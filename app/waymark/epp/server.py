@@ -11,7 +11,6 @@ import datetime
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from waymark.base.errors import SettingsError
 from waymark.base.logs import fields
+from waymark.base.record import record
 from waymark.decide.reported import ReportedPrompts
 from waymark.epp import messages
 from waymark.epp.process_call import CallContext, ProcessCall, StreamCut, Streams
@@ -36,7 +36,7 @@ INDEX_STREAMS_MAX = 256
 """Streams of ``RadixIndex``. A gateway of smg opens two and keeps them, so these are 128 gateways."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class EppOptions:
     """The options of an endpoint picker. Times are in seconds."""
 

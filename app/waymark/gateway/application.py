@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from waymark.base.asgi import AsgiApplication, AsgiMessage, AsgiReceive, AsgiSco
 from waymark.base.errors import StoreUnavailable, UnknownModel, WaymarkError
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.chat.requests import SESSION, Form, session_of
 from waymark.decide.requests import RequestSelector
 from waymark.decide.selector import Selector
@@ -62,7 +63,7 @@ class ClientGone(Exception):
     """The client does not wait any more."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class GatewayOptions:
     """The keys and limits of the clients of a gateway."""
 

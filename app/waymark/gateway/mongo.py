@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from waymark.base.errors import RemoteUnavailable, SettingsError, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.store.responses import QueuedResponse, StoredResponses
 from waymark.store.store import Store
 
@@ -49,7 +50,7 @@ COLLECTION = "responses"
 """The collection of the copies. Several Waymarks use several databases."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class MongoOptions:
     url: str = field(repr=False)
     """The URL, whose path may name the database."""

@@ -14,7 +14,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal, NamedTuple, TypeVar
 
@@ -23,6 +22,7 @@ from waymark.base.bounded_cache import CacheSize
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.chat.prefix_key import as_written, cache_key, is_cacheable, telling_headers
 from waymark.chat.requests import Form
 from waymark.gateway.kept_answer import AnswerCollector, AnswerStore, CacheLookup, KeptAnswer, MemoryAnswers, send_again
@@ -197,7 +197,7 @@ class _SharedRequest(NamedTuple):
     answer: asyncio.Future[KeptAnswer | None]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class CacheOptions:
     place: Literal["memory", "redis"]
     entries_max: int

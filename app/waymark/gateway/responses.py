@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal, Protocol
 from urllib.parse import parse_qsl
@@ -25,6 +24,7 @@ from waymark.base.errors import RemoteUnavailable, StoreUnavailable
 from waymark.base.event_streams import EventSplitter, data_in, events_in
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.gateway.kept_answer import ENTRY_BYTES
 from waymark.gateway.security import GatewayCaller
 from waymark.gateway.shapes import RequestRejected
@@ -251,7 +251,7 @@ class RedisResponses:
         return changed.is_done
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ResponsesOptions:
     place: Literal["memory", "redis"]
     ttl_seconds: int

@@ -7,13 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
 from waymark.base.asgi import RawHeaders
 from waymark.base.errors import SettingsError
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.base.watched_file import WatchedFile
 from waymark.decide.under_way import is_own_header
@@ -51,7 +51,7 @@ _PREFLIGHT_SECONDS = 600
 _NOT_TO_CLIENTS = frozenset({b"server", b"date", b"set-cookie", b"x-request-id"})
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class GatewayCaller:
     """The sender of a request. Its tenant decides which engines it reaches and whose answers it may share."""
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
+from waymark.base.record import record
 from waymark.domain.slices import Slices
 
 DIGEST_SLICE_BYTES = 4 * 2**20
@@ -21,7 +21,7 @@ SEQ_BYTES = 8
 """A seq is an unsigned big-endian u64."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PayloadFacts:
     """The size and digest of a payload too long to be read. Its frame is queued without its bytes, so its seq still
     counts.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from waymark.apply.options import ApplyOptions
+from waymark.base.record import record
 from waymark.domain.names import Registration
 from waymark.ingest.sockets import MESSAGE_BYTES_MAX
 
@@ -32,7 +33,7 @@ do not wait longer.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StreamOptions:
     """The options of a stream, under the names of the settings if they are settings."""
 
@@ -52,7 +53,7 @@ class StreamOptions:
     snapshot_pause_seconds: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class WorkerOptions:
     """The options of a worker, under the names of the settings."""
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Self
 
 from waymark.apply.applier import Incoming
+from waymark.base.record import record
 from waymark.engines.batches import SHORT_BYTES
 from waymark.ingest.batch_decoder import BatchDecoder
 from waymark.ingest.frames import Frame, digest
 from waymark.ingest.subscriber import Subscriber
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Settling:
     """The batch that was read last, while it waits for a replay.
 

@@ -12,12 +12,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgpack
 import zmq
 
+from waymark.base.record import record
 from waymark.base.shown import several, shown
 from waymark.ingest.frames import SEQ_BYTES
 from waymark.ingest.request import PublisherRequest
@@ -44,7 +44,7 @@ class BadSnapshot(Exception):
     """Raised with a sentence that says why a snapshot cannot be used."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Snapshot:
     seq: int
     publisher_id: bytes | None

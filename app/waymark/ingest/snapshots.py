@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from typing import Final
@@ -21,6 +21,7 @@ import zmq
 from waymark.apply.applier import Applier, Incoming
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
+from waymark.base.record import record
 from waymark.domain.events import Batch, Cleared, PlainEvents, StoredReference
 from waymark.engines.sglang import read_records
 from waymark.engines.wire import Rejected
@@ -53,7 +54,7 @@ class SnapshotOutcome(StrEnum):
     """The connection or the time ended before the snapshot was complete."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SnapshotSource:
     """The dependencies of a stream's snapshots."""
 

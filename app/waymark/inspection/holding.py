@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, takewhile
 
+from waymark.base.record import record
 from waymark.domain.hashing import block_keys, namespace
 from waymark.domain.keys import pack, unpack
 from waymark.domain.match import Walk, conductor_rows
@@ -22,7 +23,7 @@ from waymark.domain.table import HolderTable
 from waymark.inspection.inspector import InspectedGroup, Inspector
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class InspectedPrompt:
     """Tokens, or the seq_hashes of blocks."""
 
@@ -71,7 +72,7 @@ _STEP_BLOCKS = 512
 _BLOCKS_A_TURN = 32
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class HolderLine:
     """One holder: rank and medium of one life."""
 
@@ -82,7 +83,7 @@ class HolderLine:
     """The reason why ``/query`` does not count it; empty if it does."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class InstanceLines:
     """An instance, or a pool, with its live holders by rank and medium."""
 
@@ -112,7 +113,7 @@ class InstanceLines:
         return any(block in line.has for line in self.holders if not line.not_counted)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PromptHoldings:
     """The blocks of a prompt that each instance has."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from waymark.base.errors import NotFound
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.domain.keys import pack
 from waymark.domain.names import GroupName
@@ -25,7 +25,7 @@ from waymark.store.store import Store
 _PIECE_COMMANDS = 512
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class InspectedGroup:
     """A group with its ids."""
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from waymark.base.errors import StoreUnavailable
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.contract.inspections import RedisState, StatusAnswer, StreamState, WorkerStatus
 from waymark.contract.publishers import CopiesOfStream
@@ -119,7 +119,7 @@ def complaint(state: PublisherState) -> str:
     return rejected or without_replay
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PublisherFilter:
     """A filter of publishers; a field with None excludes no publisher."""
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import accumulate, islice
 
+from waymark.base.record import record
 from waymark.base.shown import several, shown
 from waymark.contract.inspections import Explanation, HolderRuns, InspectedInstance
 from waymark.domain.hashing import DEFAULT_SEED
@@ -274,7 +275,7 @@ def _names(names: Sequence[str], count: int | None = None) -> str:
 RUNS_MAX = 10_000
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PromptExplanation:
     """The holders of a prompt, and the reasons why the share of an instance ends."""
 

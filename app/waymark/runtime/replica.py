@@ -12,7 +12,6 @@ import logging
 import signal
 import socket
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from waymark.api.application import create_app, create_probes
@@ -22,6 +21,7 @@ from waymark.base.asker import Asker
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.base.settings import Settings
 from waymark.runtime import parts
 from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
@@ -89,7 +89,7 @@ def stop_signal() -> asyncio.Event:
     return stop
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ProcessParts:
     """The parts that serve the HTTP port of a process."""
 

@@ -27,6 +27,7 @@ import msgpack
 from xxhash import xxh3_64_intdigest
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.simulator.encode import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, ExtraKeys, WireEvent
 
 _HASH_SEED = 1337
@@ -125,7 +126,7 @@ class Prefix(NamedTuple):
     extras: tuple[ExtraKeys | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Totals:
     """The counts since the start, in blocks."""
 

@@ -29,12 +29,12 @@ decoder cannot hide behind the same mistake here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import msgpack
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.base.shown import shown
 
 GPU = "GPU"
@@ -45,7 +45,7 @@ ExtraKeys: TypeAlias = tuple[tuple[str, int], ...]
 """The images in a block: (digest of an image, offset of the image in the block)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class BlockStored:
     """Consecutive blocks entered a medium, ancestor first."""
 
@@ -67,7 +67,7 @@ class BlockStored:
     session_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class BlockRemoved:
     """Blocks left a medium: one copy of each."""
 
@@ -78,12 +78,12 @@ class BlockRemoved:
     cache_salt: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class AllBlocksCleared:
     """Every block left every medium."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class UnknownEvent:
     """A type that no decoder knows, as a newer engine might send."""
 
@@ -107,7 +107,7 @@ ReplayFraming: TypeAlias = Literal["seq", "topic"]
 """``["", seq, payload]`` (vLLM up to 0.25, SGLang up to 0.5.21) or ``["", topic, seq, payload]`` (later)."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Dimensions:
     """The fields that a standard publisher repeats in every event."""
 

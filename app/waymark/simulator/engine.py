@@ -11,9 +11,9 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.simulator.cache import Prefix, PrefixCache
 from waymark.simulator.encode import GPU, WITHOUT_MEDIUM, Dimensions, Encoder, ReplayFraming, UnknownEvent, WireEvent
 from waymark.simulator.options import AnswerFaults, Faults, is_due
@@ -152,7 +152,7 @@ def build_engine(
     return SimulatedEngine(publisher, caches, clock=clock)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class EngineSpeed:
     """The speed of an engine; 0 means no delay."""
 
@@ -160,7 +160,7 @@ class EngineSpeed:
     tokens_per_second: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Completion:
     """An answer that the engine is going to generate."""
 

@@ -11,9 +11,9 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from waymark.base.record import record
 from waymark.simulator.encode import KIND_NAMES, Dimensions
 from waymark.simulator.engine import EngineSpeed, SimulatedEngine, build_engine
 from waymark.simulator.http import EngineHttp
@@ -28,7 +28,7 @@ PROMPTS_PER_SECOND = 10.0
 """The rate if neither a rate nor a trace is set."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class EngineStarted:
     """One engine is up; as text, the line to print."""
 
@@ -46,7 +46,7 @@ class EngineStarted:
         return f"{self.instance_id}: {self.dialect} on {self.endpoint}, {replay}{http}{registered}"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class EngineSummary:
     """The work of one engine; as text, the line to print."""
 
@@ -71,7 +71,7 @@ class EngineSummary:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Summary:
     """The whole run; as text, one line per engine and one for all."""
 

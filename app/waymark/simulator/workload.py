@@ -14,7 +14,6 @@ import random
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256, shake_128
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 from zlib import crc32
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.simulator.encode import ExtraKeys
 
@@ -83,7 +83,7 @@ TRACE_BLOCK_TOKENS = 512
 """Tokens that one ``hash_id`` of a Mooncake trace stands for."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SimulatedPrompt:
     """The part of a request that decides which blocks it has."""
 

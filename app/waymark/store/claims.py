@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, get_args
 
 import orjson
 
+from waymark.base.record import record
 from waymark.domain.engines import Copies, EngineKind, Scope
 from waymark.domain.names import (
     BY_CLIENT,
@@ -45,7 +46,7 @@ _PLAIN = [
 _SOCKETS = ("endpoint", "replay_endpoint", "snapshot_endpoint")
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Claim:
     """A registered publisher and its ids."""
 

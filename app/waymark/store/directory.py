@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import monotonic
+from typing import NamedTuple
 
 from waymark.base.errors import Conflict
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.domain.names import GroupName, PublisherName, Registration
 from waymark.domain.status import RecordKind
@@ -30,8 +31,7 @@ _WHOLE_POLLS = 20
 _ADDRESSES_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class GroupEntry:
+class GroupEntry(NamedTuple):
     group_id: int
     shards: int
 
@@ -123,7 +123,7 @@ class Directory:
         return groups
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class _Tenants:
     """The tenants with a registration, valid for one state of Redis: incarnation, last id and number of claims."""
 

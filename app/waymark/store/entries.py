@@ -8,9 +8,9 @@ every holder up to that id ends. The worker of each publisher ends that publishe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
+from waymark.base.record import record
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.leases import Grant
@@ -21,7 +21,7 @@ from waymark.store.scripts import Scripts
 _CHOICE_MS: Final = 250
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class GroupEntries:
     """The numbers of a group that each of its publishers needs."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.rows import ROW_SLOTS, SLOT_CHARS, Place, parse_field
 from waymark.domain.status import StreamStatus
@@ -47,7 +48,7 @@ class Exported:
     """The rows and entries that could not be read; a query does not count them either."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class _Moment:
     """A stream before its blocks are read."""
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -19,6 +19,7 @@ from redis.exceptions import ResponseError
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
+from waymark.base.record import record
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import U64_MASK
 from waymark.domain.status import RecordKind
@@ -48,7 +49,7 @@ class HealthReason(StrEnum):
     HASH_SEED = "hash_seed"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Primary:
     """The memory of one primary, in bytes as Redis counts them."""
 
@@ -58,7 +59,7 @@ class Primary:
     evicted_keys: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class RedisHealth:
     """The health of Redis, as INFO showed it last."""
 

@@ -35,6 +35,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import msgpack
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.domain.names import GroupName, HolderName
 from waymark.domain.rows import FORMAT, ROW_SLOTS, SLOT_CHARS, Place, parse_field
@@ -86,7 +87,7 @@ class SavedRow(NamedTuple):
         return len(self.slots) // SLOT_CHARS
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SavedPublisher:
     """A publisher: its registration, and the state of its stream."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, TypedDict
 
 from waymark.base.errors import RecordDamaged, StoreUnavailable
+from waymark.base.record import record
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.holder_tables import holders_of
@@ -69,7 +70,7 @@ class PublisherIds(Protocol):
     def shards(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class TakenLease:
     """A lease that was taken, with the fence raised on every shard."""
 
@@ -88,7 +89,7 @@ class FencedCall(TypedDict):
     calls: int
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Grant:
     """The right to apply one stream. It ends as soon as another worker has a higher token."""
 
@@ -368,7 +369,7 @@ class Leases:
 PLACES: Final = 2
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class SnapshotPlace:
     """A held place if ``wait_seconds`` is 0; otherwise the time after which another attempt may succeed."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from waymark.base.record import record
 from waymark.domain.books import Drift
 from waymark.domain.life_facts import CopiesRule, copies_rule
 from waymark.domain.names import HolderName, Registration
@@ -19,7 +20,7 @@ from waymark.store.redis.client import RedisClient
 from waymark.store.reservations import DRIFT
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PublisherState:
     """The state of a publisher, as ``GET /workers`` shows it."""
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar
 
 from waymark.base.errors import RecordDamaged
+from waymark.base.record import record
 from waymark.domain.names import Holder, HolderName
 from waymark.domain.parts import Commit
 from waymark.domain.status import RecordKind, StreamStatus
@@ -134,7 +135,7 @@ def _format_of(raw: bytes) -> int:
     return version
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class StreamRecord:
     """The record of a stream, as the worker that takes its lease reads it."""
 

@@ -13,9 +13,9 @@ not be unregistered, and answers would count its blocks permanently.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.domain.rows import Place, parse_field
 from waymark.domain.status import RecordKind
 from waymark.store import keys
@@ -148,7 +148,7 @@ def _place(field: bytes) -> Place:
 _ROW = b"publisher:"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class UnclaimedPublisher:
     """A publisher of a holder table without a claim."""
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from waymark.base.record import record
 from waymark.chat.requests import Truncation
 from waymark.domain.multimodal import PromptItems
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class TextPrompt:
     """A text, as the completion form of an engine takes it."""
 
@@ -25,7 +26,7 @@ class TextPrompt:
         return self.text, self.add_special_tokens, _plain(self.truncation)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class ChatPrompt:
     """A conversation in OpenAI's form, as it came: it has not been checked."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
@@ -15,6 +15,7 @@ from waymark.api.http.bodies import Body
 from waymark.api.http.errors import Forbidden, Unauthorized
 from waymark.api.http.tokens_file import EVERYONE, Caller, TokensFile
 from waymark.base.asgi import RawHeaders
+from waymark.base.record import record
 from waymark.base.shape import AnswerShape
 from waymark.base.shown import shown
 from waymark.domain.names import DEFAULT_TENANT
@@ -161,7 +162,7 @@ Queue: TypeAlias = Literal["read", "write", "decide"]
 BodyType: TypeAlias = type[BaseModel | AnswerShape | list[Any] | dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Doc:
     """The published description of an operation, without the facts that follow from its method and access."""
 

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from waymark.api.http.bodies import Body, Format, encode
 from waymark.api.http.tokens_file import EVERYONE, Caller
 from waymark.base.asgi import RawHeaders
+from waymark.base.record import record
 
 #: An ASGI extension of ``serving``: an answer is sent as one message, which saves a fifteenth of the Python time of a
 #: short query.
@@ -46,7 +47,7 @@ class Answer:
     """The caller. A stream ends when its rights do."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Paused:
     """The result of a handler that needs a long operation without Redis.
 

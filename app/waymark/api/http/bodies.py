@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +23,7 @@ from waymark.base import native
 from waymark.base.asgi import RawHeaders
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.base.shape import present
 from waymark.base.shown import kind, shown
 from waymark.domain.hashing import pack_tokens
@@ -139,7 +140,7 @@ class Body(NamedTuple):
         return asked
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class LongList:
     """The field that makes up most of a body, and that may be read without the parser."""
 

@@ -10,7 +10,6 @@ import hmac
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +17,7 @@ from typing import Any, Final
 import orjson
 
 from waymark.base.errors import SettingsError
+from waymark.base.record import record
 from waymark.base.shown import kind, shown
 from waymark.base.watched_file import WatchedFile
 
@@ -27,7 +27,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ENTRY = '{"name": "team-a", "sha256": "<64 hex digits>", "tenants": ["a"], "access": "read"}'
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Caller:
     """A caller, with the rights of its token."""
 

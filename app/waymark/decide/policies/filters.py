@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.decide.policies.policy import Candidate, Filter, RoutingRequest
 from waymark.decide.policies.scorers import context_ranges
 from waymark.domain.targets import Role
@@ -60,7 +60,7 @@ def by_label(label: str, valid: frozenset[str], allows_no_label: bool) -> Filter
     return keep
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Requirement:
     """One row of Kubernetes' ``matchExpressions``."""
 

@@ -8,10 +8,11 @@ sentence names.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import Any
 
+from waymark.base.record import record
 from waymark.decide.policies.profile import PICKERS
 from waymark.decide.policies.scorers import SCORERS
 
@@ -31,7 +32,7 @@ class PluginKind(StrEnum):
     """A plugin that no profile names; a setting of Waymark replaces it."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Plugin:
     """One type of plugin."""
 

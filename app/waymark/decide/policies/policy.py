@@ -12,20 +12,21 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from difflib import get_close_matches
 from random import Random
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.base.shown import SHOWN_MAX, shown
 from waymark.domain.answer_times import NO_TIMES, AnswerTimes, AskedTimes
 from waymark.domain.status import Decision
 from waymark.domain.targets import Gauges, Role
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Constant:
     """One number, switch or word; the type of the default is the type of the value."""
 
@@ -234,7 +235,7 @@ class Scored(NamedTuple):
         return cls(candidate, total, parts)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Ranking:
     """All candidates, best first; at least the first ``Inputs.most``."""
 
@@ -364,7 +365,7 @@ def _accept(values: Values) -> None:
     """Accept constants whose own ranges are the only condition."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Preset:
     """A policy by name, with its constants."""
 

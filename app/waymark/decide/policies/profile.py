@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from random import Random
 from typing import NamedTuple, TypeAlias
 
+from waymark.base.record import record
 from waymark.decide.policies.columns import ColumnSums, RankedColumns, columns_of
 from waymark.decide.policies.policy import Candidate, Filter, RoutingRequest, Scored
 from waymark.decide.policies.pure_columns import Column
@@ -77,7 +78,7 @@ def multimodal(request: RoutingRequest, decode: Candidate) -> bool:
     return request.is_multimodal
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class WeightedScorer:
     """A scorer as a profile refers to it, its parameters bound."""
 
@@ -94,7 +95,7 @@ class WeightedScorer:
 PREFIX_KEY = "prefix-key"
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Profile:
     """The filters, scorers and the picker that find one target."""
 
@@ -163,7 +164,7 @@ class HistoryTerms(NamedTuple):
     """The most blocks of one prompt."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class PickerConfig:
     """The part of an ``EndpointPickerConfig`` about picking."""
 

@@ -7,10 +7,10 @@ began as a copy of that router. A scorer of gauges gives None, and not 0, to a c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from waymark.base.errors import InvalidValue
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.decide.policies import latency
 from waymark.decide.policies.columns import columns_of
@@ -22,7 +22,7 @@ Scores: TypeAlias = Sequence[float | None]
 ScoreFunction: TypeAlias = Callable[[RoutingRequest, Sequence[Candidate], Values], Scores]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Scorer:
     """A scorer by its plugin type."""
 

@@ -11,11 +11,12 @@ No error sentence contains the user or the password of a URL.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, TypeAlias, cast
 from urllib.parse import unquote
 
 from waymark.base.errors import SettingsError
+from waymark.base.record import record
 from waymark.base.shown import hide_password, shown
 
 HostPort: TypeAlias = tuple[str, int]
@@ -32,7 +33,7 @@ _URL = re.compile(
 _HOST = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\[\]:\s@]+)(:(?P<port>[0-9]{1,5}))?")
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Address:
     """The parts of a URL."""
 

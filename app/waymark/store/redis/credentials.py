@@ -9,7 +9,6 @@ from __future__ import annotations
 import shlex
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +16,7 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
 from waymark.base.errors import SettingsError
+from waymark.base.record import record
 from waymark.store.redis.address import Address
 
 
@@ -27,7 +27,7 @@ class RedisCliCall(NamedTuple):
     notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Credentials:
     """The settings about users, passwords and certificates."""
 

@@ -14,7 +14,6 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import hiredis
@@ -23,6 +22,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from waymark.base.record import record
 from waymark.store.redis.address import Address, HostPort
 from waymark.store.redis.credentials import Credentials
 
@@ -268,7 +268,7 @@ FindServers = Callable[[], Awaitable[Sequence[HostPort]]]
 """Returns the servers that may be asked, the best first."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Dialer:
     """Connects to the first server of ``find`` that can be reached; to a unix socket if ``find`` is None."""
 
