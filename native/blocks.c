@@ -64,6 +64,7 @@ static void unlink_block(KnownBlocks *known, uint32_t number)
         delete_slot(&known->by_key, spread(block->key), number, key_spread_of, known);
         known->firsts--;
     }
+    known->left -= block->is_left;
     block->place = NO_PLACE;
     block->hash = known->free;
     known->free = number + 1;
@@ -108,7 +109,7 @@ int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, u
     if (former >= 0)
         remove_block(known, (uint32_t)former);
     const int is_first = known->has_keys && find_key(known, key) < 0;
-    add_block(known, (Block){hash, key, place, depth, (uint8_t)is_first});
+    add_block(known, (Block){hash, key, place, .depth = depth, .is_first = is_first != 0, .copies = 1});
     return 1;
 }
 
@@ -117,7 +118,7 @@ int put_new_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t plac
     if (!reserve_slots(known, hash, key) || !reserve_block(known))
         return 0;
     enter_place(known->places, place);
-    add_block(known, (Block){hash, key, place, depth, (uint8_t)known->has_keys});
+    add_block(known, (Block){hash, key, place, .depth = depth, .is_first = known->has_keys != 0, .copies = 1});
     return 1;
 }
 
@@ -131,7 +132,9 @@ int move_block(KnownBlocks *known, uint32_t number, KnownBlocks *other)
         remove_block(other, (uint32_t)former); /* its number is free for the block */
     else if (!reserve_block(other))
         return 0;
-    block.is_first = (uint8_t)(other->has_keys && find_key(other, block.key) < 0);
+    block.is_first = other->has_keys && find_key(other, block.key) < 0;
+    block.is_left = 0;
+    block.copies = 1;
     add_block(other, block);
     unlink_block(known, number);
     return 1;
@@ -206,7 +209,7 @@ int release_blocks(KnownBlocks *known)
 {
     clear_index(&known->by_hash);
     clear_index(&known->by_key);
-    known->used = known->firsts = known->free = 0;
+    known->used = known->firsts = known->free = known->left = 0;
     for (int i = 0; i < RELEASED_CHUNKS && known->chunks_count > 0; i++) {
         const uint32_t first = --known->chunks_count * CHUNK_BLOCKS;
         for (uint32_t number = first; number < known->count; number++)
@@ -232,7 +235,7 @@ void empty_blocks(KnownBlocks *known)
     leave_places(known);
     empty_index(&known->by_hash);
     empty_index(&known->by_key);
-    known->count = known->used = known->firsts = known->free = 0;
+    known->count = known->used = known->firsts = known->free = known->left = 0;
 }
 
 void clear_blocks(KnownBlocks *known)

@@ -9,15 +9,18 @@
 
 #include "places.h"
 
-enum { PIECE_BLOCKS = 32, CHUNK_BLOCKS = 256, RELEASED_CHUNKS = 128, IS_COLLECTED = 2 };
+enum { PIECE_BLOCKS = 32, CHUNK_BLOCKS = 256, RELEASED_CHUNKS = 128, COPIES_MAX = (1 << 24) - 1 };
 #define NO_PLACE UINT32_MAX
 
 typedef struct {
     uint64_t hash; /* the engine hash; of a free one: the number of the next free one, and 1 */
     uint64_t key;
     uint32_t place; /* NO_PLACE of a free one */
-    uint8_t depth;
-    uint8_t is_first; /* of the hashes of its block; with IS_COLLECTED while it is being collected */
+    uint32_t depth : 5;
+    uint32_t is_first : 1;     /* of the hashes of its block */
+    uint32_t is_collected : 1; /* for a removal that is being looked at */
+    uint32_t is_left : 1;      /* the last event about the block was a removal that left a copy */
+    uint32_t copies : 24;      /* of a block with this hash alone; 0: Python has its hashes and copies */
 } Block;
 
 typedef struct {
@@ -27,6 +30,7 @@ typedef struct {
     uint32_t count, chunks_count, used;
     uint32_t free;   /* as of Places */
     uint32_t firsts; /* blocks that are found by their key */
+    uint32_t left;   /* blocks with is_left */
     int has_keys;
     Index by_hash, by_key;
 } KnownBlocks;
@@ -73,7 +77,15 @@ int put_new_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t plac
 /* Take a block out, by its number. */
 void remove_block(KnownBlocks *known, uint32_t number);
 
-/* Move a block to another table of the same places: as put_block. */
+/* A block that is alone under its hash has so many copies from now on. */
+static inline void set_copies(KnownBlocks *known, Block *block, uint32_t copies, int is_left)
+{
+    known->left += (uint32_t)(is_left != 0) - block->is_left;
+    block->copies = copies;
+    block->is_left = is_left != 0;
+}
+
+/* Move a block to another table of the same places: as put_block. Its copies are forgotten. */
 int move_block(KnownBlocks *known, uint32_t number, KnownBlocks *other);
 
 /* Take out those of these engine hashes that are here. */

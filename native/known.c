@@ -164,7 +164,7 @@ static PyObject *known_store(PyObject *self, PyObject *const *args, Py_ssize_t n
 }
 
 /* The block that is the first of its key, in the table. NULL with an exception. */
-static Block *first_block(KnownBlocks *known, PyObject *key)
+Block *first_block(KnownBlocks *known, PyObject *key)
 {
     const uint64_t number = PyLong_AsUnsignedLongLong(key);
     if (PyErr_Occurred())
@@ -186,7 +186,10 @@ static PyObject *known_name(PyObject *self, PyObject *const *args, Py_ssize_t na
     if (first == NULL)
         return NULL;
     const Block copy = *first;
-    return put_block(known, hash, copy.key, copy.place, copy.depth) ? Py_NewRef(Py_None) : NULL;
+    if (!put_block(known, hash, copy.key, copy.place, copy.depth))
+        return NULL;
+    set_copies(known, block_at(known, (uint32_t)find_hash(known, hash)), 0, 0);
+    return Py_NewRef(Py_None);
 }
 
 /* lead(engine_hash: int) -> None */
@@ -327,11 +330,14 @@ static PyMethodDef known_methods[] = {
     METHOD("extend", known_extend, METH_FASTCALL,
            "extend($self, parent, engine_hashes, tokens, block_size, seed, namespace, full, piece_blocks, former, /)\n--\n\n"
            "A plain store, from its tokens."),
-    METHOD("take", known_take, METH_FASTCALL,
-           "take($self, engine_hashes, former, several, /)\n--\n\nA plain removal."),
+    METHOD("take", known_take, METH_FASTCALL, "take($self, engine_hashes, former, /)\n--\n\nA plain removal."),
     METHOD("run", known_run, METH_FASTCALL,
            "run($self, events, start, position, hashes_max, parts, holder, seed, namespace, full, piece_blocks, former, "
-           "several, may_store, may_remove, following, waves, /)\n--\n\nPlain events, one after the other."),
+           "may, following, waves, /)\n--\n\nPlain events, one after the other."),
+    METHOD("copies", known_copies, METH_O, "copies($self, key, /)\n--\n\nThe copies of a block with one hash."),
+    METHOD("set_copies", known_set_copies, METH_FASTCALL,
+           "set_copies($self, key, copies, is_left, /)\n--\n\nA block has so many copies."),
+    METHOD("left", known_left, METH_NOARGS, "left($self, /)\n--\n\nThe hashes of blocks that a removal left."),
     METHOD("__sizeof__", known_size, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };

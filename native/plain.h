@@ -11,11 +11,17 @@
 /* A sequence of numbers, whose length goes into *count, in memory that PyMem_Free frees. NULL with an exception. */
 uint64_t *read_numbers(PyObject *sequence, size_t *count);
 
+/* The block that is the first of its key, in the table. NULL with an exception. */
+Block *first_block(KnownBlocks *known, PyObject *key);
+
 /* ---- methods -------------------------------------------------------------------------------------- */
 
 PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t nargs); /* stores.c */
 PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs);   /* removals.c */
 PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs);    /* runs.c */
+PyObject *known_copies(PyObject *self, PyObject *key);                           /* copies.c */
+PyObject *known_set_copies(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *known_left(PyObject *self, PyObject *ignored);
 
 /* ---- stores.c ------------------------------------------------------------------------------------- */
 
@@ -33,13 +39,20 @@ typedef struct {
 int find_parent(KnownBlocks *known, const uint64_t *parent, PyObject *full, int piece_blocks, Store *store,
                 Chain *chain);
 
-/* Hash a store's blocks, of `width` bytes each, into its keys. 1 where all of them are new, 0 where not, -1 with an
- * exception. */
-int hash_new_blocks(KnownBlocks *known, Store *store, Chain *chain, const char *tokens, size_t width);
+/* Hash a store's blocks, of `width` bytes each, into its keys. */
+void hash_store(Store *store, Chain *chain, const char *tokens, size_t width);
 
-/* Put in the blocks `start` to `end` of a store, which are of one piece: the number of their place, and the blocks in
- * `blocks`, which has room for them. -1 with an exception; some are in then. */
-int64_t put_piece(KnownBlocks *known, const Store *store, size_t start, size_t end, int depth, Block *blocks);
+/* Whether the blocks from `start` on are new, and each of them comes once: 1 or 0, -1 with an exception. */
+int are_new_from(KnownBlocks *known, const Store *store, size_t start);
+
+/* Put in the blocks `start` to `end` of a store, which are of one piece, at the place with a number, or if that is -1 in
+ * a row of their own: the number of their place, and the blocks in `blocks`, which has room for them. -1 with an
+ * exception; some are in then. */
+int64_t put_piece(KnownBlocks *known, const Store *store, int64_t place, size_t start, size_t end, int depth,
+                  Block *blocks);
+
+/* Whether the place with a number is in a dict of places: 1 or 0, -1 with an exception. */
+int is_in(PyObject *full, Places *places, uint32_t number);
 
 /* The end of the piece of a store's block `start`, which has this depth: at most PIECE_BLOCKS further. */
 static inline size_t end_of_piece(const Store *store, size_t start, int depth, int piece_blocks)
@@ -60,10 +73,10 @@ int are_beside(KnownBlocks *known, PyObject *gone);
 /* Take engine hashes out of all of a tuple. */
 void discard_beside(PyObject *gone, const uint64_t *hashes, size_t count);
 
-/* The blocks of these hashes into `blocks`, and their numbers into `numbers`, if all are here, each once, and not among
- * `several`, a dict by keys. 1, 0, or -1 with an exception. */
-int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyObject *several, Block *blocks,
-            uint32_t *numbers);
+/* The blocks of these hashes into `blocks`, and their numbers into `numbers`, if all are here, each once, and none has
+ * further hashes. In *are_last whether the removal of each is that of its last copy, and of no copy that was left. 1, or
+ * 0 if it is not so. */
+int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, Block *blocks, uint32_t *numbers, int *are_last);
 
 /* The end of the blocks from `start` on that are at one place, as many as a part may have. */
 size_t end_of_group(const Block *blocks, size_t start, size_t count);

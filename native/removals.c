@@ -22,40 +22,27 @@ void discard_beside(PyObject *gone, const uint64_t *hashes, size_t count)
         discard_blocks((KnownBlocks *)PyTuple_GetItem(gone, i), hashes, count);
 }
 
-/* Whether a block is in a dict by its key: 1 or 0, -1 with an exception. */
-static int is_among(PyObject *several, const Block *block)
+int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, Block *blocks, uint32_t *numbers, int *are_last)
 {
-    PyObject *key = PyLong_FromUnsignedLongLong(block->key);
-    const int found = key == NULL ? -1 : PyDict_Contains(several, key);
-    Py_XDECREF(key);
-    return found;
-}
-
-int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, PyObject *several, Block *blocks,
-            uint32_t *numbers)
-{
-    const int has_several = PyDict_Size(several) > 0;
     int outcome = 1;
     size_t collected = 0;
+    *are_last = 1;
     fetch_blocks(known, &known->by_hash, hashes, count);
-    while (outcome == 1 && collected < count) {
+    while (outcome && collected < count) {
         const int64_t number = find_hash(known, hashes[collected]);
         Block *block = number < 0 ? NULL : block_at(known, (uint32_t)number);
-        if (block == NULL || block->is_first & IS_COLLECTED) { /* nobody has it, or it is there twice */
-            outcome = 0;
+        /* Nobody has it, or it is there twice, or it has further hashes. */
+        outcome = block != NULL && !block->is_collected && block->copies > 0;
+        if (!outcome)
             break;
-        }
+        *are_last = *are_last && block->copies == 1 && !block->is_left;
         blocks[collected] = *block;
         numbers[collected++] = (uint32_t)number;
-        block->is_first |= IS_COLLECTED;
+        block->is_collected = 1;
         fetch_slot(&known->by_key, spread(block->key));
-        if (has_several) {
-            const int found = is_among(several, block);
-            outcome = found < 0 ? -1 : !found;
-        }
     }
     for (size_t i = 0; i < collected; i++)
-        block_at(known, numbers[i])->is_first &= ~IS_COLLECTED;
+        block_at(known, numbers[i])->is_collected = 0;
     return outcome;
 }
 
@@ -105,32 +92,32 @@ static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const uint64
     return groups;
 }
 
-/* take(engine_hashes: Sequence, gone: tuple[KnownBlocks, ...], several: dict[int, object])
+/* take(engine_hashes: Sequence, gone: tuple[KnownBlocks, ...])
  *     -> list[tuple[Place, int, bytes, bytes]] | None
  *
  * Move the blocks of all these engine hashes to the first of `gone`, and take the hashes out of the others. Up to 64
  * blocks of one place that follow each other are told together.
- * None where one of them is not here, comes twice, or is among `several`; nothing has changed then.
+ * None where one of them is not here, comes twice, or has several copies or hashes; nothing has changed then.
  */
 PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     KnownBlocks *known = (KnownBlocks *)self;
     size_t count = 0;
-    if (!has_arguments("take", nargs, 3))
+    if (!has_arguments("take", nargs, 2))
         return NULL;
     if (!are_beside(known, args[1]))
         return NULL;
-    if (PyTuple_Size(args[1]) == 0 || !PyDict_Check(args[2]))
-        return PyErr_Format(PyExc_TypeError, "take() takes a place for what is gone, and a dict");
+    if (PyTuple_Size(args[1]) == 0)
+        return PyErr_Format(PyExc_TypeError, "take() takes a place for what is gone");
     uint64_t *hashes = read_numbers(args[0], &count);
     Block *blocks = hashes == NULL ? NULL : PyMem_New(Block, count);
     uint32_t *numbers = blocks == NULL ? NULL : PyMem_New(uint32_t, count);
     PyObject *groups = NULL;
     if (numbers != NULL) {
-        const int is_plain = collect(known, hashes, count, args[2], blocks, numbers);
-        if (is_plain == 1)
+        int are_last;
+        if (collect(known, hashes, count, blocks, numbers, &are_last) && are_last)
             groups = take_blocks(known, (KnownBlocks *)PyTuple_GetItem(args[1], 0), hashes, blocks, numbers, count);
-        else if (is_plain == 0)
+        else
             groups = Py_NewRef(Py_None);
     } else if (hashes != NULL)
         PyErr_NoMemory();

@@ -1,9 +1,6 @@
 /* Runs of plain events: each goes the short way of a store or of a removal, and its parts go to where Redis gets them. */
 
-#include "events.h"
-#include "parts.h"
-#include "plain.h"
-#include "waves.h"
+#include "runs.h"
 
 /* The last position of a hash: that of its block in a part is STEP times as high, and 1 more. */
 #define HASH_POSITION_MAX ((POSITION_MAX - 1) / STEP)
@@ -11,25 +8,7 @@
 /* The position of the first hash of a batch that follows. */
 enum { FIRST_POSITION = 1 };
 
-/* What all events of a run share, and memory for one of them. */
-typedef struct {
-    const Events *events;
-    Parts *parts;
-    Waves *waves; /* NULL with one shard */
-    PyObject *full, *gone, *several;
-    uint64_t holder, namespace;
-    uint64_t *keys;
-    Block *blocks;
-    uint32_t *numbers; /* of those blocks */
-    PartBlock *some;
-    size_t room; /* of these four, in hashes */
-    Xxh3 state;
-    int piece_blocks, may_store, may_remove;
-    Py_ssize_t stores, stored, removed;
-} Run;
-
-/* What is said of the blocks at a place, besides the kind. */
-static Part part_at(const KnownBlocks *known, uint32_t number, uint64_t holder)
+Part part_at(const KnownBlocks *known, uint32_t number, uint64_t holder)
 {
     const Place *place = &known->places->places[number];
     return (Part){.holder = holder,
@@ -39,12 +18,11 @@ static Part part_at(const KnownBlocks *known, uint32_t number, uint64_t holder)
                   .place_kind = place->kind};
 }
 
-/* Add blocks that follow each other in an event, the first at `position`. 0 with an exception. */
-static int add_blocks(Run *run, const Part *part, int64_t position, const Block *blocks, size_t count)
+int add_blocks(Run *run, const Part *part, int64_t position, const Block *blocks, size_t count, PyObject *copies)
 {
     for (size_t i = 0; i < count; i++)
-        run->some[i] = (PartBlock){blocks[i].key, blocks[i].hash, blocks[i].depth};
-    return add_to_parts(run->parts, part, STEP * position + 1, run->some, count, NULL);
+        run->some[i] = (PartBlock){blocks[i].key, blocks[i].hash, (uint8_t)blocks[i].depth};
+    return add_to_parts(run->parts, part, STEP * position + 1, run->some, count, copies);
 }
 
 /* Free the memory for an event. */
@@ -92,9 +70,7 @@ static int waits_for_others(const Run *run, const Store *store, size_t start, si
     return 0;
 }
 
-/* The part stores a piece of a store that goes on from `parent`, the seq_hash of a block, or NULL: it may have to wait.
- * 0 with an exception. */
-static int note_stored(const Run *run, const Store *store, size_t start, size_t end, const uint64_t *parent, Part *part)
+int note_stored(const Run *run, const Store *store, size_t start, size_t end, const uint64_t *parent, Part *part)
 {
     const int shard = shard_of(run->waves, part->head);
     part->waits = run->waves->left > 0 && waits_for_others(run, store, start, end, shard);
@@ -104,29 +80,48 @@ static int note_stored(const Run *run, const Store *store, size_t start, size_t 
 }
 
 /* Add blocks that leave the place of a part, and which nothing on another shard uses. 0 with an exception. */
-static int add_leaving(Run *run, const Part *part, int64_t position, const Block *blocks, size_t count)
+static int add_leaving(Run *run, const Part *part, int64_t position, const Block *blocks, size_t count,
+                       PyObject *copies)
 {
     for (size_t i = 0; run->waves != NULL && i < count; i++)
         if (!leave_block(run->waves, blocks[i].key ^ part->namespace, shard_of(run->waves, part->head)))
             return 0;
-    return add_blocks(run, part, position, blocks, count);
+    return add_blocks(run, part, position, blocks, count, copies);
 }
 
-/* Add blocks that leave the place of a part; they wait from the first that a part on another shard uses. 0 with an
- * exception. */
-static int add_removed(Run *run, Part *part, int64_t position, const Block *blocks, size_t count)
+int add_removed(Run *run, Part *part, int64_t position, const Block *blocks, size_t count, PyObject *copies)
 {
     size_t ready = 0;
     while (ready < count && (run->waves == NULL || !is_used_elsewhere(run->waves, blocks[ready].key ^ part->namespace,
                                                                      shard_of(run->waves, part->head))))
         ready++;
-    if (ready > 0 && !add_leaving(run, part, position, blocks, ready))
+    if (ready > 0 && !add_leaving(run, part, position, blocks, ready, copies))
         return 0;
     if (ready == count)
         return 1;
     begin_wave(run->waves);
     part->waits = 1;
-    return add_leaving(run, part, position + (int64_t)ready, blocks + ready, count - ready);
+    return add_leaving(run, part, position + (int64_t)ready, blocks + ready, count - ready, copies);
+}
+
+int store_new(KnownBlocks *known, Run *run, const Store *store, const uint64_t *above, size_t start, int64_t place,
+              int depth, int64_t position)
+{
+    for (size_t end; start < store->count; start = end, depth = 0, place = -1) {
+        end = end_of_piece(store, start, depth, run->piece_blocks);
+        place = put_piece(known, store, place, start, end, depth, run->blocks);
+        if (place < 0)
+            return 0;
+        Part part = part_at(known, (uint32_t)place, run->holder);
+        part.kind = '+';
+        part.has_parent = depth > 0;
+        part.parent = start > 0 ? store->keys[start - 1] : store->parent;
+        if (run->waves != NULL && !note_stored(run, store, start, end, above, &part))
+            return 0;
+        if (!add_blocks(run, &part, position + (int64_t)start, run->blocks, end - start, NULL))
+            return 0;
+    }
+    return 1;
 }
 
 /* A store of a run, at `position`. 1 where it was plain, 0 where not and nothing has changed, -1 with an
@@ -141,30 +136,25 @@ static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int6
         if (store.hashes[i] == UINT64_MAX) /* SAME_HASH: an entry cannot tell it */
             return 0;
     int is_plain = find_parent(known, event->has_parent ? &event->parent : NULL, run->full, run->piece_blocks, &store, &chain);
-    const uint64_t parent = chain.has_parent ? chain.parent : 0;
-    const uint64_t *above = chain.has_parent ? &parent : NULL;
-    if (is_plain == 1)
-        is_plain = hash_new_blocks(known, &store, &chain, (const char *)(run->events->tokens + event->tokens), width);
     if (is_plain != 1)
         return is_plain;
-    int depth = store.depth;
-    for (size_t start = 0, end; start < store.count; start = end, depth = 0) {
-        end = end_of_piece(&store, start, depth, run->piece_blocks);
-        const int64_t place = put_piece(known, &store, start, end, depth, run->blocks);
-        if (place < 0)
-            return -1;
-        Part part = part_at(known, (uint32_t)place, run->holder);
-        part.kind = '+';
-        part.has_parent = depth > 0;
-        part.parent = store.parent;
-        if (run->waves != NULL && !note_stored(run, &store, start, end, above, &part))
-            return -1;
-        if (!add_blocks(run, &part, position + (int64_t)start, run->blocks, end - start))
-            return -1;
+    const uint64_t parent = chain.has_parent ? chain.parent : 0;
+    const uint64_t *above = chain.has_parent ? &parent : NULL;
+    hash_store(&store, &chain, (const char *)(run->events->tokens + event->tokens), width);
+    size_t known_blocks = 0;
+    if (run->may & MAY_REPEAT && store.count > 0 && find_hash(known, store.hashes[0]) >= 0) {
+        is_plain = store_again(known, run, event, &store, above, position, &known_blocks);
+    } else {
+        is_plain = are_new_from(known, &store, 0);
+        if (is_plain == 1 && !store_new(known, run, &store, above, 0, store.place, store.depth, position))
+            is_plain = -1;
     }
-    discard_beside(run->gone, store.hashes, store.count);
+    if (is_plain != 1)
+        return is_plain;
+    const size_t count = store.count - known_blocks;
+    discard_beside(run->gone, store.hashes + known_blocks, count);
     run->stores++;
-    run->stored += (Py_ssize_t)store.count;
+    run->stored += (Py_ssize_t)count;
     return 1;
 }
 
@@ -173,19 +163,20 @@ static int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, in
 {
     const uint64_t *hashes = run->events->hashes + event->hashes;
     const size_t count = event->hashes_count;
-    KnownBlocks *gone = (KnownBlocks *)PyTuple_GetItem(run->gone, 0);
-    const int is_plain = collect(known, hashes, count, run->several, run->blocks, run->numbers);
-    if (is_plain != 1)
-        return is_plain;
+    int are_last;
+    if (!collect(known, hashes, count, run->blocks, run->numbers, &are_last))
+        return 0;
+    if (!are_last)
+        return run->may & MAY_REPEAT ? remove_copies(known, run, event, position) : 0;
     for (size_t start = 0, end; start < count; start = end) {
         end = end_of_group(run->blocks, start, count);
         Part part = part_at(known, run->blocks[start].place, run->holder);
         part.kind = '-';
         part.is_known = 1;
-        if (!add_removed(run, &part, position + (int64_t)start, run->blocks + start, end - start))
+        if (!add_removed(run, &part, position + (int64_t)start, run->blocks + start, end - start, NULL))
             return -1;
     }
-    if (!move_blocks(known, gone, hashes, run->numbers, count))
+    if (!move_blocks(known, (KnownBlocks *)PyTuple_GetItem(run->gone, 0), hashes, run->numbers, count))
         return -1;
     run->removed += (Py_ssize_t)count;
     return 1;
@@ -199,7 +190,7 @@ static int run_events(KnownBlocks *known, Run *run, size_t *at, int64_t *positio
     size_t hashes = 0;
     for (; *at < run->events->count && hashes < hashes_max; ++*at) {
         const PlainEvent *event = &run->events->events[*at];
-        if (!(event->kind == STORE ? run->may_store : run->may_remove))
+        if (!(run->may & (event->kind == STORE ? MAY_STORE : MAY_REMOVE)))
             break;
         if (!are_positions(*position, event->hashes_count, 1, HASH_POSITION_MAX))
             return *at > first || refuse_positions(*position, event->hashes_count, HASH_POSITION_MAX);
@@ -213,6 +204,7 @@ static int run_events(KnownBlocks *known, Run *run, size_t *at, int64_t *positio
             break;
         *position += event->hashes_count;
         hashes += event->hashes_count;
+        run->hashes += event->hashes_count;
     }
     return 1;
 }
@@ -247,10 +239,12 @@ static int run_batches(KnownBlocks *known, Run *run, size_t *at, int64_t *positi
 {
     const Events *events = run->events;
     for (;;) {
-        const Py_ssize_t before = run->stored + run->removed;
+        const size_t before = run->hashes;
         if (!run_events(known, run, at, position, hashes_max))
             return 0;
-        const size_t hashes = (size_t)(run->stored + run->removed - before);
+        if (run->restored + run->miscounted > 0)
+            return 1; /* the caller judges the copies at the end of this batch */
+        const size_t hashes = run->hashes - before;
         if (*at < run->events->count || hashes >= hashes_max)
             return 1;
         hashes_max -= hashes;
@@ -264,25 +258,27 @@ static int run_batches(KnownBlocks *known, Run *run, size_t *at, int64_t *positi
 }
 
 /* run(events: Events, at: int, position: int, hashes_max: int, parts: Parts, holder: int, seed: int, namespace: int,
- *     full: dict[Place, object], piece_blocks: int, gone: tuple[KnownBlocks, ...], several: dict[int, object],
- *     may_store: bool, may_remove: bool, following: list[tuple[int, Events]], waves: Waves)
- *     -> tuple[int, int, int, int, int, int]
+ *     full: dict[Place, object], piece_blocks: int, gone: tuple[KnownBlocks, ...], may: int,
+ *     following: list[tuple[int, Events]], waves: Waves)
+ *     -> tuple[int, int, int, int, int, int, int, int, bool]
  *
- * What extend and take do with the events from the one with number `at` on: their parts are added to `parts`. Ends
- * before the first event that is not plain, and after `hashes_max` hashes or somewhat more. At the end of the events it
- * goes on with those of the batches that follow, each with its seq, up to the first of another kind. Returns the number
- * of the next event, its position, how many stores there were, how many blocks were stored and removed, and how many of
- * the batches that follow have begun; the number and the position are of the last of these.
+ * Store and remove what the events say from the one with number `at` on: their parts are added to `parts`. `may` is of
+ * the bits of `May`. Ends before the first event that is not plain, and after `hashes_max` hashes or somewhat more. At
+ * the end of the events it goes on with those of the batches that follow, each with its seq, up to the first of another
+ * kind. Returns the number of the next event, its position, how many stores there were, how many blocks came and went,
+ * how many hashes the events have, how many of the batches that follow have begun, of how many blocks the copies were
+ * miscounted because a removal left one, and by the engine's own count, and whether a copy that was left has been
+ * removed; the number and the position are of the last batch that has begun.
  */
 PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     KnownBlocks *known = (KnownBlocks *)self;
     Run run = {0};
-    if (!has_arguments("run", nargs, 16))
+    if (!has_arguments("run", nargs, 14))
         return NULL;
     run.events = as_events(args[0]);
     run.parts = run.events == NULL ? NULL : as_parts(args[4]);
-    Waves *waves = run.parts == NULL ? NULL : as_waves(args[15]);
+    Waves *waves = run.parts == NULL ? NULL : as_waves(args[13]);
     if (waves == NULL || !are_beside(known, args[10]))
         return NULL;
     run.waves = waves->shards > 1 ? waves : NULL;
@@ -293,21 +289,24 @@ PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     const uint64_t seed = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[6]);
     run.namespace = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[7]);
     const long piece_blocks = PyErr_Occurred() ? 0 : PyLong_AsLong(args[9]);
+    run.may = PyErr_Occurred() ? 0 : (int)PyLong_AsLong(args[11]);
     if (PyErr_Occurred())
         return NULL;
     if (at > run.events->count)
         return PyErr_Format(PyExc_ValueError, "at is %zu, and there are %zu events", at, run.events->count);
-    run.full = args[8], run.gone = args[10], run.several = args[11];
-    run.may_store = args[12] == Py_True, run.may_remove = args[13] == Py_True;
-    if (piece_blocks < 1 || piece_blocks > PIECE_BLOCKS || !PyDict_Check(run.full) || !PyList_Check(args[14]) ||
-        !PyDict_Check(run.several) || PyTuple_Size(run.gone) == 0 || !known->has_keys)
-        return PyErr_Format(PyExc_ValueError, "run() takes pieces of up to 32 blocks, two dicts, a list, and a place for what is gone");
+    run.full = args[8], run.gone = args[10];
+    if (piece_blocks < 1 || piece_blocks > PIECE_BLOCKS || !PyDict_Check(run.full) || !PyList_Check(args[12]) ||
+        PyTuple_Size(run.gone) == 0 || !known->has_keys)
+        return PyErr_Format(PyExc_ValueError, "run() takes pieces of up to 32 blocks, a dict, a list, and a place for what is gone");
     run.piece_blocks = (int)piece_blocks;
     const size_t width = sizeof(uint32_t) * run.events->block_size;
     xxh3_prepare(&run.state, seed, width > 2 * KEY ? width : 2 * KEY);
     Py_ssize_t begun = 0;
-    const int is_done = run_batches(known, &run, &at, &position, hashes_max, args[14], &begun);
+    const int is_done = run_batches(known, &run, &at, &position, hashes_max, args[12], &begun);
     free_room(&run);
-    return is_done ? Py_BuildValue("nLnnnn", (Py_ssize_t)at, (long long)position, run.stores, run.stored, run.removed, begun)
-                   : NULL;
+    if (!is_done)
+        return NULL;
+    return Py_BuildValue("nLnnnnnnnN", (Py_ssize_t)at, (long long)position, run.stores, run.stored, run.removed,
+                         (Py_ssize_t)run.hashes, begun, run.restored, run.miscounted,
+                         PyBool_FromLong(run.may & REMOVED_EACH));
 }

@@ -4,8 +4,7 @@
 #include "plain.h"
 #include "slots.h"
 
-/* Whether the place with a number is in a dict of places: 1 or 0, -1 with an exception. */
-static int is_in(PyObject *full, Places *places, uint32_t number)
+int is_in(PyObject *full, Places *places, uint32_t number)
 {
     if (PyDict_Size(full) == 0)
         return 0;
@@ -41,19 +40,24 @@ int find_parent(KnownBlocks *known, const uint64_t *parent, PyObject *full, int 
     return is_full < 0 ? -1 : !is_full;
 }
 
-int hash_new_blocks(KnownBlocks *known, Store *store, Chain *chain, const char *tokens, size_t width)
+void hash_store(Store *store, Chain *chain, const char *tokens, size_t width)
 {
     for (size_t i = 0; i < store->count; i++)
         store->keys[i] = go_on(chain, xxh3(&chain->state, tokens + width * i, width)) ^ store->namespace;
-    fetch_blocks(known, &known->by_hash, store->hashes, store->count);
-    fetch_blocks(known, &known->by_key, store->keys, store->count);
-    const int are_new = are_strange(known, store->hashes, store->count, find_hash);
-    return are_new == 1 ? are_strange(known, store->keys, store->count, find_key) : are_new;
 }
 
-int64_t put_piece(KnownBlocks *known, const Store *store, size_t start, size_t end, int depth, Block *blocks)
+int are_new_from(KnownBlocks *known, const Store *store, size_t start)
 {
-    int64_t place = start == 0 ? store->place : -1;
+    const size_t count = store->count - start;
+    fetch_blocks(known, &known->by_hash, store->hashes + start, count);
+    fetch_blocks(known, &known->by_key, store->keys + start, count);
+    const int are_new = are_strange(known, store->hashes + start, count, find_hash);
+    return are_new == 1 ? are_strange(known, store->keys + start, count, find_key) : are_new;
+}
+
+int64_t put_piece(KnownBlocks *known, const Store *store, int64_t place, size_t start, size_t end, int depth,
+                  Block *blocks)
+{
     if (place < 0) {
         const Place row = {.head = store->keys[start], .namespace = store->namespace, .kind = ROW};
         place = number_of_place(known->places, &row);
@@ -64,8 +68,8 @@ int64_t put_piece(KnownBlocks *known, const Store *store, size_t start, size_t e
     enter_place(known->places, (uint32_t)place); /* so that it stays whatever goes meanwhile */
     for (size_t i = 0; is_done && i < end - start; i++) {
         const size_t at = start + i;
-        blocks[i] = (Block){store->hashes[at], store->keys[at], (uint32_t)place, (uint8_t)(depth + (int)i), 0};
-        is_done = put_new_block(known, blocks[i].hash, blocks[i].key, (uint32_t)place, blocks[i].depth);
+        blocks[i] = (Block){store->hashes[at], store->keys[at], (uint32_t)place, .depth = (uint32_t)depth + (uint32_t)i};
+        is_done = put_new_block(known, blocks[i].hash, blocks[i].key, (uint32_t)place, (uint8_t)blocks[i].depth);
     }
     leave_place(known->places, (uint32_t)place);
     return is_done ? place : -1;
@@ -92,7 +96,7 @@ int pack_blocks(const Block *blocks, size_t count, PyObject **slots, PyObject **
 static PyObject *store_piece(KnownBlocks *known, const Store *store, size_t start, size_t end, int depth)
 {
     Block blocks[PIECE_BLOCKS];
-    const int64_t place = put_piece(known, store, start, end, depth, blocks);
+    const int64_t place = put_piece(known, store, start == 0 ? store->place : -1, start, end, depth, blocks);
     PyObject *made = place < 0 ? NULL : make_place(known->places, (uint32_t)place), *slots = NULL, *hashes = NULL;
     PyObject *before = depth > 0 ? PyLong_FromUnsignedLongLong(store->parent) : Py_NewRef(Py_None);
     if (made == NULL || before == NULL || !pack_blocks(blocks, end - start, &slots, &hashes)) {
@@ -107,7 +111,8 @@ static PyObject *store_piece(KnownBlocks *known, const Store *store, size_t star
 static PyObject *extend(KnownBlocks *known, Store *store, Chain *chain, const Input *tokens, size_t width, int piece_blocks,
                         PyObject *gone)
 {
-    const int are_new = hash_new_blocks(known, store, chain, tokens->start, width);
+    hash_store(store, chain, tokens->start, width);
+    const int are_new = are_new_from(known, store, 0);
     if (are_new != 1)
         return are_new < 0 ? NULL : Py_NewRef(Py_None);
     PyObject *pieces = PyList_New(0);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from waymark.domain.known import KnownBlocks, Spot
 from waymark.domain.rows import Place
 
-STEPS = ["store", "store", "store", "pop", "pop", "discard", "name", "lead", "move", "are_new"]
+STEPS = ["store", "store", "store", "pop", "pop", "discard", "name", "lead", "move", "are_new", "copies", "copies"]
 
 
 class Model:
@@ -14,6 +14,8 @@ class Model:
     def __init__(self) -> None:
         self.spots: dict[int, Spot] = {}
         self.firsts: dict[int, int] = {}
+        self.copies: dict[int, tuple[int, bool]] = {}
+        """Of an engine hash, if it is the first of its block."""
 
     def step(self, step: str, one: int, other: int, place: Place, count: int) -> object:
         """One of ``STEPS``, with an engine hash, a key, a place and a number of blocks."""
@@ -27,7 +29,7 @@ class Model:
                 for engine_hash in (one, one ^ 1, other):
                     self._pop(engine_hash)
             case "name" if other in self.firsts:
-                self._put(one, self.spots[self.firsts[other]])
+                self._put(one, self.spots[self.firsts[other]], 0)
             case "lead" if one in self.spots:
                 self.firsts[self.spots[one].key] = one
             case "move" if one in self.spots:
@@ -36,9 +38,20 @@ class Model:
                 return self.spots.keys().isdisjoint([one, one ^ 1]) and self.firsts.keys().isdisjoint(
                     [other, other ^ 1]
                 )
-            case "name" | "lead" | "move":
+            case "copies" if other in self.firsts:
+                self.copies[self.firsts[other]] = count, bool(one & 1)
+                return self.copies_of(other), self.left()
+            case "name" | "lead" | "move" | "copies":
                 return "unknown"
         return None
+
+    def copies_of(self, key: int) -> tuple[int, bool] | None:
+        """The copies of the block with a key, and whether a removal left one."""
+        return self.copies[self.firsts[key]] if key in self.firsts else None
+
+    def left(self) -> set[int]:
+        """The hashes whose blocks have a left copy."""
+        return {engine_hash for engine_hash, (_, is_left) in self.copies.items() if is_left}
 
     def state(self, one: int, other: int) -> tuple[int, Spot | None, int | None]:
         """How many there are, the block of an engine hash, and the first engine hash of a key."""
@@ -52,13 +65,15 @@ class Model:
     def places(self) -> int:
         return len({(spot.place, spot.namespace) for spot in self.spots.values()})
 
-    def _put(self, engine_hash: int, spot: Spot) -> None:
+    def _put(self, engine_hash: int, spot: Spot, copies: int = 1) -> None:
         self._pop(engine_hash)
         self.spots[engine_hash] = spot
+        self.copies[engine_hash] = copies, False
         self.firsts.setdefault(spot.key, engine_hash)
 
     def _pop(self, engine_hash: int) -> Spot | None:
         spot = self.spots.pop(engine_hash, None)
+        self.copies.pop(engine_hash, None)
         if spot is not None and self.firsts.get(spot.key) == engine_hash:
             del self.firsts[spot.key]
         return spot
@@ -83,6 +98,9 @@ def play(table: KnownBlocks, step: str, one: int, other: int, place: Place, coun
                 table.move(one, place)
             case "are_new":
                 return table.are_new((one, one ^ 1), [other, other ^ 1])
+            case "copies":
+                table.set_copies(other, count, bool(one & 1))
+                return table.copies(other), set(table.left())
     except KeyError:
         return "unknown"
     return None

@@ -15,7 +15,7 @@ from tests.domain.known_model import STEPS, Model, play
 from waymark.base import native
 from waymark.domain.copies import BlockCopies
 from waymark.domain.held import GoneHashes, HeldBlocks
-from waymark.domain.known import KnownBlocks, Places, Spot
+from waymark.domain.known import COPIES_MAX, KnownBlocks, Places, Spot
 from waymark.domain.pure_known import new_known, new_places
 from waymark.domain.rows import Place
 from waymark.domain.slices import SLICE_WORK
@@ -158,6 +158,34 @@ def test_without_its_first_hash_a_block_is_found_by_no_key_until_another_one_lea
     assert (known.first(1), known.get_block(1)) == (12, Spot(ROW, 0, 4, 1))
 
 
+def test_copies_go_with_their_block(known: KnownBlocks) -> None:
+    known.store(ROW, 0, [1, 2], [0, 1], [11, 12])
+    assert (known.copies(1), known.left()) == ((1, False), [])
+    known.set_copies(1, COPIES_MAX, True)
+    known.set_copies(2, 3, False)
+    known.move(11, BRANCH)
+    assert (known.copies(1), known.copies(2), known.left()) == ((COPIES_MAX, True), (3, False), [11])
+    with pytest.raises(ValueError, match=rf"copies is {COPIES_MAX + 1}; a table counts up to {COPIES_MAX}"):
+        known.set_copies(2, COPIES_MAX + 1, False)
+    known.pop(11)
+    known.store(ROW, 0, [1], [0], [11])
+    assert (known.copies(1), known.copies(2), known.left()) == ((1, False), (3, False), [])
+    known.set_copies(1, 1, True)
+    known.clear()
+    known.store(ROW, 0, [1], [0], [11])
+    assert (known.copies(1), known.left()) == ((1, False), [])
+
+
+def test_further_hashes_are_counted_elsewhere(known: KnownBlocks) -> None:
+    known.store(ROW, 0, [1], [0], [11])
+    known.set_copies(1, 2, True)
+    known.name(12, 1)
+    known.lead(12)
+    assert (known.copies(1), known.left()) == ((0, False), [11])
+    known.pop(11)
+    assert known.left() == []
+
+
 def test_a_block_moves(known: KnownBlocks, places: Places) -> None:
     known.store(ROW, 6, [1, 2], [0, 1], [11, 12])
     known.move(12, BRANCH)
@@ -214,6 +242,8 @@ REFUSED: list[Callable[[KnownBlocks], object]] = [
     lambda known: known.name(12, 1),
     lambda known: known.lead(12),
     lambda known: known.move(12, ROW),
+    lambda known: known.copies(12),
+    lambda known: known.set_copies(12, 1, False),
 ]
 
 
@@ -247,6 +277,9 @@ def history(chance: random.Random, steps: int, hashes: int) -> None:
         assert [(table.get(number), table.first(number)) for number in numbers] == [
             model.state(number, number)[1:] for number in numbers
         ]
+        firsts = [number for number in numbers if number in model.firsts]
+        assert [table.copies(number) for number in firsts] == [model.copies_of(number) for number in firsts]
+        assert set(table.left()) == model.left()
         assert len(places) == model.places
 
 

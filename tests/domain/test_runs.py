@@ -23,6 +23,7 @@ from waymark.base import native
 from waymark.domain import stream_blocks
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, PlainEvents, Removed, Stored
+from waymark.domain.life_facts import UNTRUSTED
 from waymark.domain.moves import Moves
 from waymark.domain.parts import (
     Part,
@@ -116,9 +117,20 @@ class Stream:
             for holder in resolver.holders.values()
             for h in range(1, HASHES)
         ]
+        copies = [
+            (
+                [each.of(spot.key) for h in range(1, HASHES) if (spot := memory.held(holder, h)) is not None],
+                each.left_over(),
+                (each.contradictions, each.restored, each.are_removed_each),
+            )
+            for holder in resolver.holders.values()
+            for each in [memory.copies(holder)]
+        ]
         counted = resolver.ignored, resolver.unresolved, resolver.missing, resolver.unsalted, resolver.waiting.blocks
+        judged = resolver.contradictions, resolver.below_zero, sorted(resolver.doubts)
         full = list(memory.full.places)
-        return found, counted, full, memory.blocks, memory.places, len(memory), resolver.flags, resolver.main_group
+        sizes = memory.blocks, memory.places, len(memory)
+        return found, copies, counted, judged, full, sizes, resolver.flags, resolver.main_group
 
 
 def _add(to: PartList, part: Part) -> None:
@@ -159,6 +171,9 @@ class Engine:
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.chains: list[list[int]] = []
+        self.told: list[tuple[int | None, list[int], list[int]]] = []
+        """Parents, hashes and tokens of stores that may come again."""
+        self.repeats = chance.choice([0.0, 0.3, 0.6])
         self.release = chance.choice(RELEASES)
         self.has_maps: bool | None = None
         """Whether the events of this fold are maps, or lists; None if each is either."""
@@ -207,8 +222,11 @@ class Engine:
         hashes = hashes or [HASHES]
         if chance.random() < 0.02:
             hashes[0] = SAME_HASH
-        self.chains = [*self.chains[-8:], hashes]
         tokens = [chance.randrange(3) for _ in range(BLOCK_SIZE * len(hashes) - chance.choice([0] * 20 + [1]))]
+        if self.told and chance.random() < self.repeats:
+            parent, hashes, tokens = self._again(hashes)
+        self.chains = [*self.chains[-8:], hashes]
+        self.told = [*self.told[-8:], (parent, hashes, tokens)]
         event = {
             "type": "BlockStored",
             "block_hashes": hashes,
@@ -222,6 +240,14 @@ class Engine:
         if self._is_map():
             return event | self.fields_of_new_releases()
         return ["BlockStored", *list(event.values())[1:5], None, medium, adapter, None, *group]
+
+    def _again(self, hashes: list[int]) -> tuple[int | None, list[int], list[int]]:
+        """A store that came before, or its first blocks, which may go on with blocks of others."""
+        parent, told, tokens = self.chance.choice(self.told)
+        count = self.chance.choice([len(told), len(told), self.chance.randint(1, len(told))])
+        more = [each for each in hashes if each not in told and each != parent] if self.chance.random() < 0.4 else []
+        fresh = [self.chance.randrange(3, 9) for _ in range(BLOCK_SIZE * len(more))]
+        return parent, [*told[:count], *more], [*tokens[: BLOCK_SIZE * count], *fresh]
 
     def _is_map(self) -> bool:
         return self.chance.random() < 0.5 if self.has_maps is None else self.has_maps
@@ -245,6 +271,8 @@ class Engine:
             return ["BlockRemoved", hashes, medium, *group]
         event: dict[str, Any] = {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
         event |= {"group_idx": group[0]} if group else {}
+        if chance.random() < 0.1:
+            event["remaining_copy_counts"] = [0] * len(hashes)
         return event | self.fields_of_new_releases(is_removal=True)
 
     def unusual(self) -> Any:
@@ -310,6 +338,66 @@ def test_random_histories_of_short_pieces_wait_for_other_shards_in_all_ways(
     monkeypatch.setattr(stream_blocks, "Placer", partial(Placer, piece_blocks=2))
     chance = random.Random(f"pieces {seed}")
     assert history(chance, EngineKind.VLLM, 40, shards=chance.choice([2, 3, 256]))[2] > 0
+
+
+def calls_of_placer(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The stores and removals of single blocks in Python, which are noted from now on."""
+    calls: list[str] = []
+    for name in ("block", "remove"):
+        method = getattr(Placer, name)
+
+        def noted(self: Placer, *arguments: Any, _method: Any = method, _name: str = name, **named: Any) -> Any:
+            calls.append(_name)
+            return _method(self, *arguments, **named)
+
+        monkeypatch.setattr(Placer, name, noted)
+    return calls
+
+
+def test_blocks_that_come_again_are_stored_and_removed_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent, hashes = 99, list(range(1, 41))
+    first, again = stored(parent), stored(*hashes, parent=parent)
+    longer = stored(*hashes[:10], *range(50, 56), parent=parent)
+    frames = [packed_batch(first, again), packed_batch(again), packed_batch(longer)]
+    frames += [packed_batch(removed(*hashes)), packed_batch(removed(*hashes[30:])), packed_batch(again)]
+    frames += [packed_batch(removed(*hashes)), packed_batch(removed(*hashes[:30]))]
+    whole, pure = (Stream(is_native=is_native, is_whole=is_native) for is_native in (True, False))
+    for frame in frames:
+        pure.fold([frame])
+        with monkeypatch.context() as patched:
+            calls = calls_of_placer(patched)
+            whole.fold([frame])
+        assert calls == []
+        assert list(whole.index.parts) == list(pure.index.parts)
+        assert whole.state == pure.state
+        assert whole.sent() == pure.sent()
+    assert whole.index.resolver.memory.blocks == 1 + 6 + 10, "the parent, the tail, and what was stored once more"
+
+
+@pytest.mark.parametrize("flag", [None, UNTRUSTED])
+def test_copies_come_to_the_same_whatever_the_engine_says_of_them(flag: str | None) -> None:
+    again, less = packed_batch(stored(10, 11)), packed_batch(removed(10, 11))
+    none = packed_batch(removed(10, 11, remaining_copy_counts=[0, 0]))
+    whole, pure = (Stream(is_native=is_native, is_whole=is_native) for is_native in (True, False))
+    for i, frame in enumerate([again, again, again, less, again, less, again, none, again, again, less]):
+        for stream in (whole, pure):
+            if i == 4 and flag is not None:
+                stream.index.resolver.flags.add(flag)
+            stream.fold([frame])
+        assert list(whole.index.parts) == list(pure.index.parts)
+        assert whole.state == pure.state
+    resolver = whole.index.resolver
+    assert resolver.contradictions == (0 if flag else 6), "two blocks restored twice, and counted otherwise once"
+    assert resolver.memory.blocks == (0 if flag else 2)
+
+
+def test_frames_with_copies_are_judged_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step ends with the frame that contradicts the counts, before a later one shows that copies are removed each."""
+    again, less = stored(10, 11), removed(10, 11)
+    frames = [(again, less, again), (less, less, again), (less,)]
+    parts, steps = folded(monkeypatch, *(packed_batch(*events) for events in frames))
+    assert [part.kind for part in parts] == ["+", "*", "+", "*", "-", "+", "-"]
+    assert steps == 2
 
 
 def test_random_histories_have_frames_that_go_together() -> None:

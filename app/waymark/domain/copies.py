@@ -1,6 +1,6 @@
 """Blocks of a holder with several copies or several engine hashes, and their text in Redis.
 
-Most blocks have one copy and one hash, and are not here.
+The table of blocks counts the copies of a block with one hash. Blocks with several hashes are here.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from waymark.domain.known import KnownBlocks
-from waymark.domain.parts import NO_COPIES, UNCHANGED
+from waymark.domain.known import COPIES_MAX, COUNTS, NOTES_LEFT, REMOVED_EACH, REPLACES, EventRun, KnownBlocks
+from waymark.domain.parts import NO_COPIES, UNCHANGED, Mode
 from waymark.domain.rows import SAME_HASH
 
 HASHES_MAX = 64
@@ -17,7 +17,7 @@ HASHES_MAX = 64
 new one.
 """
 SEVERAL_BYTES = 300
-"""The memory of a block with copies or further engine hashes, in addition to that of the tables."""
+"""The memory of a block with further engine hashes, in addition to that of the tables."""
 
 
 @dataclass(slots=True)
@@ -56,12 +56,50 @@ class HolderCopies:
         self.are_removed_each = False
         """Whether a removal has taken a copy that another removal had left: then the engine removes each copy."""
         self.several: dict[int, BlockCopies] = {}
-        """The blocks with several copies or hashes, by block key."""
+        """The blocks whose copies the table does not count, by block key: those with several hashes, or with
+        ``SAME_HASH``.
+        """
 
     def is_crowded(self, engine_hash: int, key: int) -> bool:
         """Return whether a block of the holder has no room for this engine hash."""
         several = self.several.get(key)
         return several is not None and len(several.hashes) >= HASHES_MAX and engine_hash not in several.hashes
+
+    def find(self, key: int) -> BlockCopies:
+        """Return the copies and hashes of a block that the holder has; ``keep`` what is changed in them."""
+        several = self.several.get(key)
+        if several is None:
+            first = self._known.first(key)
+            assert first is not None
+            copies, is_left = self._known.copies(key)
+            several = BlockCopies(copies, [first], is_left)
+        return several
+
+    def keep(self, key: int, several: BlockCopies) -> None:
+        """Keep the copies and hashes of a block, whose first hash is the one in the table."""
+        if len(several.hashes) == 1 and several.hashes[0] != SAME_HASH and several.copies <= COPIES_MAX:
+            self.several.pop(key, None)
+            self._known.set_copies(key, several.copies, several.is_left)
+        else:
+            self.several[key] = several
+            self._known.set_copies(key, 0, False)
+
+    def text_to_clear(self, key: int) -> bytes:
+        """Return the text of ``*<key>`` for a block that leaves with its copies."""
+        several = self.several.get(key)
+        has_text = self._known.copies(key)[0] > 1 if several is None else several.text != NO_COPIES
+        return NO_COPIES if has_text else UNCHANGED
+
+    def bits(self, mode: Mode) -> int:
+        """Return how copies count in a run of events: bits of ``KnownBlocks.run``."""
+        bits = COUNTS if mode == "count" else REPLACES if mode == "all" else 0
+        return bits | (NOTES_LEFT if self.notes_left else 0) | (REMOVED_EACH if self.are_removed_each else 0)
+
+    def note_run(self, ran: EventRun) -> None:
+        """Note what a run of events has shown of the copies."""
+        self.contradictions += ran.restored + ran.miscounted
+        self.restored += ran.restored
+        self.are_removed_each = ran.are_removed_each
 
     def store_again(self, engine_hash: int, key: int, *, counts: bool, replaces: bool = False) -> tuple[int, bytes]:
         """Store a block that the holder already has. Return the hash in its entry, and the new text of ``*<key>`` if it
@@ -71,10 +109,8 @@ class HolderCopies:
         copy, and no removal has ever taken such a copy, the engine probably reports a removal only after the last copy
         of a block. Then this store contradicts the count.
         """
-        first = self._known.first(key)
-        assert first is not None
-        several = self.several.get(key) or BlockCopies(1, [first])
-        text_before = several.text
+        several = self.find(key)
+        first, text_before = several.hashes[0], several.text
         is_restored = counts and several.is_left and not self.are_removed_each
         self.contradictions += is_restored
         self.restored += is_restored
@@ -85,11 +121,10 @@ class HolderCopies:
             self._known.name(engine_hash, key)
         text = several.text
         if text == text_before:
-            return first, UNCHANGED
-        if text == NO_COPIES:
-            del self.several[key]
-        else:
-            self.several[key] = several
+            text = UNCHANGED
+        elif text == NO_COPIES:
+            several.is_left = False
+        self.keep(key, several)
         return first, text
 
     def take(self, key: int, copies_left: int | None, *, counts: bool) -> BlockCopies | None:
@@ -98,31 +133,24 @@ class HolderCopies:
         ``copies_left`` is the engine's own count for one of the block's engine hashes; ``counts`` says whether a
         removal without a count takes only one copy.
         """
-        several = self.several.get(key)
-        counted = 1 if several is None else several.copies
-        more_copies = 0 if several is None else len(several.hashes) - 1
+        several = self.find(key)
+        counted, more_copies = several.copies, len(several.hashes) - 1
         if copies_left is None or (copies_left == 0 and more_copies):
             remaining = counted - 1 if counts else 0
         else:
             remaining = copies_left + more_copies
             self.contradictions += counts and remaining != counted - 1
-        self.are_removed_each = self.are_removed_each or (several is not None and several.is_left)
+        self.are_removed_each = self.are_removed_each or several.is_left
         if remaining < 1:
             return None
-        if several is None:
-            first = self._known.first(key)
-            assert first is not None
-            several = BlockCopies(1, [first])
         several.copies, several.is_left = remaining, copies_left is None and self.notes_left
-        if several.is_left or several.text != NO_COPIES:
-            self.several[key] = several
-        else:
-            self.several.pop(key, None)
+        self.keep(key, several)
         return several
 
     def left_over(self) -> list[int]:
         """Return an engine hash of each block that a removal left with a copy, and that has not been stored since."""
-        return [block_copies.hashes[0] for block_copies in self.several.values() if block_copies.is_left]
+        with_hashes = [several.hashes[0] for several in self.several.values() if several.is_left]
+        return sorted([*with_hashes, *self._known.left()])
 
     def tell(self, key: int) -> bytes:
         """Return the text of ``*<key>`` for a new block. It is empty, unless the entry cannot hold the block's engine
@@ -132,7 +160,8 @@ class HolderCopies:
         spot = self._known.get_block(key)
         if first != SAME_HASH or spot is None or spot.seq_hash == SAME_HASH:
             return UNCHANGED
-        several = self.several[key] = BlockCopies(1, [first])
+        several = BlockCopies(1, [first])
+        self.keep(key, several)
         return several.text
 
     def restore(self, key: int, copies: int, further: Sequence[int]) -> None:
@@ -153,23 +182,20 @@ class HolderCopies:
             self._known.lead(hashes[0])
         if hashes and first not in hashes:  # the entry was read as the seq_hash
             self._known.pop(first)
-        self.several[key] = BlockCopies(copies, hashes or [first])
+        self.keep(key, BlockCopies(copies, hashes or [first]))
 
     def of(self, key: int) -> tuple[int, list[int]] | None:
         """Return the number of copies of a block and its engine hashes, or None if the holder does not have it."""
-        first = self._known.first(key)
-        if first is None:
+        if self._known.first(key) is None:
             return None
-        several = self.several.get(key)
-        return (1, [first]) if several is None else (several.copies, list(several.hashes))
+        several = self.find(key)
+        return several.copies, list(several.hashes)
 
     def carry(self, key: int, copies: int, hashes: Iterable[int], *, counts: bool) -> bytes:
         """Add another holder's copies and hashes of a block to those of this holder. Return the new text of
         ``*<key>``.
         """
-        first = self._known.first(key)
-        assert first is not None
-        several = self.several.get(key) or BlockCopies(1, [first])
+        several = self.find(key)
         several.copies += copies if counts else 0
         for engine_hash in hashes:
             if (
@@ -179,7 +205,5 @@ class HolderCopies:
             ):
                 self._known.name(engine_hash, key)
                 several.hashes.append(engine_hash)
-        if several.text == NO_COPIES:
-            return UNCHANGED
-        self.several[key] = several
-        return several.text
+        self.keep(key, several)
+        return UNCHANGED if several.text == NO_COPIES else several.text

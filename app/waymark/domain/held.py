@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
 from waymark.domain.known import EventRun, KnownBlocks, NewBlocks, Places, Spot, TakenBlocks
-from waymark.domain.parts import NO_COPIES, UNCHANGED, PackedParts, Waves
+from waymark.domain.parts import NO_COPIES, UNCHANGED, Mode, PackedParts, Waves
 from waymark.domain.pure_known import new_known, new_places
 from waymark.domain.rows import SHARED_BLOCKS, SLOT_CHARS, Place, shared_places
 from waymark.domain.slices import SLICE_WORK, Slices
@@ -257,7 +257,7 @@ class HeldBlocks:
     def take(self, holder: int, engine_hashes: Sequence[int]) -> list[TakenBlocks] | None:
         """Remove the blocks of a plain removal; see ``KnownBlocks``."""
         blocks = self._held[holder]
-        groups = blocks.known.take(engine_hashes, self._gone[blocks.dp_rank].sets, blocks.copies.several)
+        groups = blocks.known.take(engine_hashes, self._gone[blocks.dp_rank].sets)
         if groups is not None:
             self.blocks -= len(engine_hashes)
         return groups
@@ -273,12 +273,15 @@ class HeldBlocks:
         seed: int,
         namespace: int,
         piece_blocks: int,
-        may_store: bool,
-        may_remove: bool,
+        may: int,
+        mode: Mode,
         following: list[tuple[int, Any]],
         waves: Waves,
     ) -> EventRun | None:
-        """Store and remove the blocks of the plain events ``loop``, in order; see ``KnownBlocks``."""
+        """Store and remove the blocks of the plain events ``loop``, in order; see ``KnownBlocks``.
+
+        ``may`` has the bits of what may be done, without those of ``HolderCopies``.
+        """
         blocks = self._held[holder]
         result = blocks.known.run(
             loop,
@@ -292,15 +295,14 @@ class HeldBlocks:
             self.full.places,
             piece_blocks,
             self._gone[blocks.dp_rank].sets,
-            blocks.copies.several,
-            may_store,
-            may_remove,
+            may | blocks.copies.bits(mode),
             following,
             waves,
         )
         if result is None:
             return None
         ran = EventRun(*result)
+        blocks.copies.note_run(ran)
         self.blocks += ran.stored - ran.removed
         return ran
 
@@ -315,36 +317,36 @@ class HeldBlocks:
         spot = blocks.known.get(engine_hash)
         if spot is None:
             return None
-        several = blocks.copies.several.get(spot.key)
         copies = blocks.copies.take(spot.key, copies_left, counts=counts)
         if copies is not None:
             return RemovedCopy(spot, copies.text, True, copies.hashes[0])
-        gone_hashes = self._gone[blocks.dp_rank]
+        gone_hashes, text = self._gone[blocks.dp_rank], blocks.copies.text_to_clear(spot.key)
+        several = blocks.copies.several.pop(spot.key, None)
         hashes = [engine_hash] if several is None else several.hashes
         for each in hashes:
             blocks.known.pop(each)
             gone_hashes.add(each, spot)
-        blocks.copies.several.pop(spot.key, None)
         self.blocks -= 1
-        text = UNCHANGED if several is None or several.text == NO_COPIES else NO_COPIES
         return RemovedCopy(spot, text, False, hashes[0])
 
     def leave(self, holder: int, engine_hash: int, *, counts: bool) -> RemovedCopy:
         """Detach a hash before it names another block. Its former block stays only if it has another hash."""
         blocks = self._held[holder]
-        spot = blocks.known.pop(engine_hash)
+        spot = blocks.known.get(engine_hash)
         assert spot is not None
-        several = blocks.copies.several.get(spot.key)
-        if several is None or len(several.hashes) == 1:
-            blocks.copies.several.pop(spot.key, None)
+        several = blocks.copies.find(spot.key)
+        blocks.known.pop(engine_hash)
+        if len(several.hashes) == 1:
+            is_kept = blocks.copies.several.pop(spot.key, None) is not None
+            has_text = is_kept or several.copies > 1 or several.is_left
             self.blocks -= 1
-            return RemovedCopy(spot, UNCHANGED if several is None else NO_COPIES, False, engine_hash)
+            return RemovedCopy(spot, NO_COPIES if has_text else UNCHANGED, False, engine_hash)
         several.hashes.remove(engine_hash)
         several.copies = max(1, several.copies - counts)
         blocks.known.lead(several.hashes[0])
         text = several.text
-        if text == NO_COPIES:
-            del blocks.copies.several[spot.key]
+        several.is_left = several.is_left and text != NO_COPIES
+        blocks.copies.keep(spot.key, several)
         return RemovedCopy(spot, text, True, several.hashes[0])
 
     def take_contradictions(self) -> int:

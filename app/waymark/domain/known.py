@@ -8,7 +8,7 @@ in Python, with the same rules.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from waymark.domain.rows import Place
 
@@ -43,11 +43,37 @@ class EventRun(NamedTuple):
     """The position of the next event in its batch."""
     stores: int
     stored: int
-    """The number of stored blocks."""
+    """The number of blocks that were new."""
     removed: int
-    """The number of removed blocks."""
+    """The number of blocks that have left."""
+    hashes: int
+    """The number of hashes in the events."""
     begun: int
     """How many of the following batches were begun. ``at`` and ``position`` refer to the last of them."""
+    restored: int
+    """The number of blocks stored again after a removal had left a copy."""
+    miscounted: int
+    """The number of blocks of which the engine, by its own count, had other copies."""
+    are_removed_each: bool
+    """Whether a removal has taken a copy that another removal had left, in this run or before."""
+
+
+# What a run may do, and how copies count: bits of an argument of ``run``.
+
+MAY_STORE: Final = 1
+MAY_REMOVE: Final = 2
+MAY_REPEAT: Final = 4
+"""Blocks may have several copies. A run over several batches ends with the first that contradicts their counts."""
+COUNTS: Final = 8
+"""A store adds a copy, and a removal takes one."""
+REPLACES: Final = 16
+"""A store sets the copies to one."""
+NOTES_LEFT: Final = 32
+"""A removal that leaves a copy marks the block as left."""
+REMOVED_EACH: Final = 64
+"""A removal has taken a copy that another removal had left."""
+COPIES_MAX: Final = 2**24 - 1
+"""The most copies that a table counts."""
 
 
 TakenBlocks: TypeAlias = tuple[Place, int, bytes, bytes]
@@ -121,6 +147,19 @@ class KnownBlocks(Protocol):
         Freeing a million blocks at once would block the process for a hundredth of a second.
         """
 
+    def copies(self, key: int, /) -> tuple[int, bool]:
+        """Return the copies of a block, 0 if it has further hashes, and whether its last event was a removal that left
+        a copy. Raise ``KeyError`` if there is no block with this key.
+
+        A new block has one copy. What is set here is of its first hash, and goes with it.
+        """
+
+    def set_copies(self, key: int, copies: int, is_left: bool, /) -> None:
+        """Set what ``copies`` returns, up to ``COPIES_MAX``. Raise ``KeyError`` as ``copies`` does."""
+
+    def left(self) -> list[int]:
+        """Return the hashes of the blocks with a left copy."""
+
     def move(self, engine_hash: int, place: Place, /) -> None:
         """Move the block of a hash to another place. Raise ``KeyError`` if the table does not have the hash."""
 
@@ -143,12 +182,10 @@ class KnownBlocks(Protocol):
         Return None, without a change, if the store is not plain or this implementation has no shortcut for it.
         """
 
-    def take(
-        self, engine_hashes: Sequence[int], former: tuple[KnownBlocks, ...], several: Mapping[int, object], /
-    ) -> list[TakenBlocks] | None:
+    def take(self, engine_hashes: Sequence[int], former: tuple[KnownBlocks, ...], /) -> list[TakenBlocks] | None:
         """Apply a plain removal: move each of its engine hashes to the first of ``former``.
 
-        The table must have all, each once, and their keys must not be among ``several``.
+        The table must have all, each once, with one copy that no removal has left, and without further hashes.
 
         Return None as ``extend`` does.
         """
@@ -166,17 +203,17 @@ class KnownBlocks(Protocol):
         full: Mapping[Place, object],
         piece_blocks: int,
         former: tuple[KnownBlocks, ...],
-        several: Mapping[int, object],
-        may_store: bool,
-        may_remove: bool,
+        may: int,
         following: list[tuple[int, Any]],
         waves: Any,
         /,
-    ) -> tuple[int, int, int, int, int, int] | None:
+    ) -> tuple[int, int, int, int, int, int, int, int, int, bool] | None:
         """Run ``extend`` and ``take`` over ``events`` from number ``start`` on, and add their parts to ``parts``.
 
-        ``events``, ``parts`` and ``waves`` are the C module's. Stop before the first event that is not plain or may not
-        be applied, and after about ``hashes_max`` hashes. After the last event, continue with the batches in
-        ``following``, each a seq and its events, up to the first batch that says more than its blocks. Return an
+        ``events``, ``parts`` and ``waves`` are the C module's, and ``may`` has the bits above. With ``MAY_REPEAT`` a
+        store may begin with blocks that the table has, and blocks may have several copies. Stop before the first event
+        that is not plain or may not be applied, and after about ``hashes_max`` hashes. After the last event, continue
+        with the batches in ``following``, each a seq and its events, up to the first batch that says more than its
+        blocks. Return an
         ``EventRun``, or None as ``extend`` does.
         """

@@ -96,14 +96,14 @@ class PlainPlacer:
         *,
         seed: int,
         namespace: int,
-        may_store: bool,
-        may_remove: bool,
+        may: int,
+        mode: Mode,
         following: list[tuple[int, Any]],
     ) -> EventRun | None:
         """Store and remove the blocks of the plain events ``loop`` from index ``at`` on, and return the progress.
 
         ``following`` has the seqs and events of the next batches. Return None if the events cannot be placed in this
-        way. See ``KnownBlocks.run``.
+        way. See ``HeldBlocks.run``.
         """
         packed_parts = packed(parts.parts)
         if packed_parts is None or self._applied.marks:
@@ -117,8 +117,8 @@ class PlainPlacer:
             seed=seed,
             namespace=namespace,
             piece_blocks=self._piece_blocks,
-            may_store=may_store,
-            may_remove=may_remove,
+            may=may,
+            mode=mode,
             following=following,
             waves=self._waves,
         )

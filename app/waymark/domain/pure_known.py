@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from waymark.base import native
-from waymark.domain.known import KnownBlocks, Places, Spot
+from waymark.domain.known import COPIES_MAX, KnownBlocks, Places, Spot
 from waymark.domain.rows import PIECE_BLOCKS, Place
 
 _PURE_BYTES = 300
 """The approximate memory of a block or a place, in bytes: two dict entries and their integers."""
+_ONE = 1, False
+"""The copies of a new block."""
 _RELEASED = 4096
 """The number of blocks that one call of ``release`` forgets, in about a millisecond."""
 
@@ -61,6 +63,8 @@ class PureKnownBlocks:
         self._has_keys = has_keys
         self._spots: dict[int, int] = {}  # place << 69 | depth << 64 | key
         self._first: dict[int, int] = {}
+        self._copies: dict[int, tuple[int, bool]] = {}
+        """The copies of each first hash that has other than one."""
 
     def __del__(self) -> None:
         self.clear()
@@ -68,10 +72,10 @@ class PureKnownBlocks:
     def clear(self) -> None:
         for packed in self._spots.values():
             self._places.leave(packed >> 69)
-        self._spots, self._first = {}, {}
+        self._spots, self._first, self._copies = {}, {}, {}
 
     def release(self) -> bool:
-        self._first = {}
+        self._first, self._copies = {}, {}
         for _ in range(min(_RELEASED, len(self._spots))):
             self._places.leave(self._spots.popitem()[1] >> 69)
         return bool(self._spots)
@@ -120,6 +124,7 @@ class PureKnownBlocks:
         packed = self._spots[self._first[key]]
         self._places.enter(*self._places.places[packed >> 69], 1)
         self._put(engine_hash, packed)
+        self._copies[engine_hash] = 0, False
 
     def lead(self, engine_hash: int, /) -> None:
         packed = self._spots[engine_hash]
@@ -146,6 +151,21 @@ class PureKnownBlocks:
         self._spots[engine_hash] = number << 69 | packed & (1 << 69) - 1
         self._places.leave(former)
 
+    def copies(self, key: int, /) -> tuple[int, bool]:
+        return self._copies.get(self._first[key], _ONE)
+
+    def set_copies(self, key: int, copies: int, is_left: bool, /) -> None:
+        first = self._first[key]
+        if copies > COPIES_MAX:
+            raise ValueError(f"copies is {copies}; a table counts up to {COPIES_MAX}")
+        if (copies, is_left) == _ONE:
+            self._copies.pop(first, None)
+        else:
+            self._copies[first] = copies, is_left
+
+    def left(self) -> list[int]:
+        return [engine_hash for engine_hash, (_, is_left) in self._copies.items() if is_left]
+
     def extend(self, *_: object) -> None:
         """Return None: the pure implementation has no short way."""
 
@@ -164,6 +184,7 @@ class PureKnownBlocks:
 
     def _drop(self, engine_hash: int) -> None:
         packed = self._spots.pop(engine_hash)
+        self._copies.pop(engine_hash, None)
         if self._first.get(_key_of(packed)) == engine_hash:
             del self._first[_key_of(packed)]
         self._places.leave(packed >> 69)

@@ -8,15 +8,14 @@ until Redis has acknowledged them. All of this happens in slices.
 ``rules`` says how each kind of event is resolved. A block that cannot be placed is counted by reason; its place is
 never guessed.
 
-Plain events of a batch that differ in their blocks only are resolved in one step, even if the batch stands for several
-frames.
+Plain events are resolved together, by ``plain_runs``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from waymark.domain.events import (
     REMOVALS,
@@ -34,152 +33,19 @@ from waymark.domain.events import (
     StoreEvent,
 )
 from waymark.domain.held import HeldBlocks
-from waymark.domain.known import EventRun
-from waymark.domain.life_facts import COPIES_LAST, EXTRA_KEYS, UNTRUSTED
-from waymark.domain.media import DEVICE
+from waymark.domain.life_facts import EXTRA_KEYS, UNTRUSTED
 from waymark.domain.names import Holder, HolderName, Registration
 from waymark.domain.parts import STEP, Parts, joined
+from waymark.domain.plain_runs import PlainRuns
 from waymark.domain.plan import Plan, Planner, hashes_known_before
 from waymark.domain.rows import PIECE_BLOCKS
-from waymark.domain.rules import BatchProgress, Rules, TokenRule
+from waymark.domain.rules import BatchProgress, Rules
 from waymark.domain.slices import EVENT_WORK, Slice, Slices
 from waymark.domain.stream_blocks import StreamBlocks
 from waymark.domain.waiting import EARLY_MAX
 
 Fold: TypeAlias = Sequence[tuple[int, Batch]]
 """Batches to resolve together, each with the seq of its first frame."""
-
-
-class PlainRun(NamedTuple):
-    """Plain events of a batch, and the facts shared by those that can be resolved together."""
-
-    events: PlainEvents
-    holder: int
-    dp_rank: int
-    namespace: int
-    may_store: bool
-    may_remove: bool
-    is_unsalted: bool
-    """Whether the stores come from an engine release whose events cannot carry a salt or an image."""
-
-
-class PlainRuns:
-    """Resolves plain events in steps of ``PlainPlacer``, and leaves events that do not fit a step to their rules."""
-
-    def __init__(self, state: StreamBlocks, planner: Planner, tokens: TokenRule, seed: int) -> None:
-        self._state = state
-        self._planner = planner
-        self._tokens = tokens
-        self._seed = seed
-
-    def begin(self, plan: Plan, index: int, batch: Batch) -> PlainRun | None:
-        """Return the common facts of plain events, if some can be resolved together."""
-        events, state, planner = batch.events, self._state, self._planner
-        if type(events) is not PlainEvents or state.memory.blocks + events.blocks > state.blocks_max:
-            return None
-        store, removal, namespace = events.store, events.removal, 0
-        holders: list[int] = []
-        may_store = store is not None and self._may_run(plan, index, batch, store)
-        if may_store:
-            assert store is not None
-            may_store = store.block_size == state.registration.block_size and self._tokens.is_plain(store)
-            may_store = may_store and not (store.is_reused and state.has_missing)
-            if may_store:  # otherwise no store counts, so their adapter is not learned
-                namespace = planner.spaces.at_root(store)
-            holders += filter(None, [state.holders.get(planner.name(batch, store))])
-        may_remove = removal is not None and removal.medium in DEVICE and self._may_run(plan, index, batch, removal)
-        if may_remove and not state.is_shared and not state.facts.has_units:
-            assert removal is not None
-            holders += state.holders_of(planner.name(batch, removal))
-        else:
-            may_remove = False
-        # Stores and removals must have the same, single holder. Another generation might already have such a block.
-        if not (may_store or may_remove) or len(holders) != may_store + may_remove or len(set(holders)) > 1:
-            return None
-        holder = holders[0]
-        if state.placer.others.get(holder):
-            return None
-        is_unsalted = store is not None and not store.tells_salts and state.traits.has_saltless_releases
-        first = store or removal
-        assert first is not None
-        return PlainRun(events, holder, planner.rank(batch, first), namespace, may_store, may_remove, is_unsalted)
-
-    def _may_run(self, plan: Plan, index: int, batch: Batch, event: Stored | Removed) -> bool:
-        """Return whether the event and all similar ones are of main attention, and are not skipped by a rule."""
-        facts = self._state.facts
-        is_of_all = isinstance(event, Removed) and event.group is None
-        if facts.windows and (is_of_all or facts.window_of(event) is not None):
-            return False
-        return self._planner.skip_reason(plan, batch, event, index, 0) is None
-
-    def run(self, progress: BatchProgress, plain: PlainRun, at: int, work: Slice) -> Slices[int]:
-        """Resolve plain events together, up to the first that needs its own rule. Return the index of that event."""
-        state = self._state
-        while at < len(plain.events):
-            ran = self._run(progress, plain, plain.events.loop, at, [])
-            if ran is None or ran.at == at:
-                break
-            if state.waiting.blocks and ran.stores:
-                progress.placed.append((plain.dp_rank, plain.events.loop.hashes(at, ran.at)))
-            at, progress.position = ran.at, ran.position
-            if work.is_full(EVENT_WORK + ran.stored + ran.removed):
-                yield
-        return at
-
-    def run_frames(
-        self, progress: BatchProgress, plan: Plan, index: int, seq: int, batch: Batch, work: Slice
-    ) -> Slices[int]:
-        """Resolve the frames of a batch together, up to the first with an event that needs its own rule.
-
-        Return the index of that frame. ``progress`` is how far the batch is resolved; ``seq`` is that of its first
-        frame.
-        """
-        plain = None if self._has_rules(plan) else self.begin(plan, index, batch)
-        if plain is None:
-            return 0
-        loops = [plain.events.loop, *plain.events.following]
-        frame = 0
-        while frame + 1 < len(loops) or progress.at < len(loops[frame]):
-            ran = self._run(
-                progress, plain, loops[frame], progress.at, [*enumerate(loops[frame + 1 :], seq + frame + 1)]
-            )
-            if ran is None or (ran.at, ran.begun) == (progress.at, 0):
-                return frame
-            frame += ran.begun
-            progress.parts.seq = seq + frame
-            progress.at, progress.position = ran.at, ran.position
-            if work.is_full(EVENT_WORK * (1 + ran.begun) + ran.stored + ran.removed):
-                yield
-        return len(loops)
-
-    def _run(
-        self, progress: BatchProgress, plain: PlainRun, loop: Any, at: int, following: list[tuple[int, Any]]
-    ) -> EventRun | None:
-        """Resolve events of the batch ``loop`` from index ``at`` on, and of the following batches, which have their
-        seqs.
-        """
-        state = self._state
-        ran = state.placer.plain.run(
-            progress.parts,
-            plain.holder,
-            loop,
-            at,
-            progress.position,
-            seed=self._seed,
-            namespace=plain.namespace,
-            may_store=plain.may_store,
-            may_remove=plain.may_remove and not state.waiting.blocks,
-            following=following,
-        )
-        if ran is not None:
-            state.unsalted += ran.stores * plain.is_unsalted
-        return ran
-
-    def _has_rules(self, plan: Plan) -> bool:
-        """Return whether a rule has work in each batch. A clear does not count: it concerns only earlier batches."""
-        state = self._state
-        has_rules = plan.epochs or state.waiting.blocks or state.facts.windows or state.is_shared
-        return bool(has_rules or COPIES_LAST in state.flags or (state.has_missing and state.may_report))
 
 
 __all__ = ["EXTRA_KEYS", "UNTRUSTED", "Plan", "Resolver"]
@@ -317,8 +183,7 @@ class Resolver(StreamBlocks):
                 progress.position += 1
                 if self._slice.is_full(EVENT_WORK):
                     yield
-        if self.traits.copies == "count":
-            self.judge_copies(progress.parts, progress.position)
+        self.judge_copies(progress.parts, progress.position)
         if progress.rests:
             yield from self._rules.chunks.remove_rests(progress, self._slice)
         self.count_placed()

@@ -308,12 +308,14 @@ class StreamBlocks:
             self.doubts.add(COPIES_EACH)
 
     def judge_copies(self, parts: PartList, position: int) -> None:
-        """Find contradictions in the counts of copies. Once a removal is known to take all copies, remove the leftover
-        ones.
+        """Find contradictions in the counts of copies, at the end of a batch. Once a removal is known to take all
+        copies, remove the leftover ones.
 
         A report of the whole cache contradicts the counts, too, because the blocks that it names again are not further
         copies.
         """
+        if self.traits.copies != "count":
+            return
         contradictions = self.memory.take_contradictions()
         self.contradictions += contradictions
         is_contradicted = contradictions and self.memory.removes_once
@@ -330,5 +332,5 @@ class StreamBlocks:
         known = max(REPORT_BLOCKS_MIN, 0.75 * self.memory.blocks)
         if position < known or self.traits.may_alias or self.facts.removes_once or COPIES_REUSED in self.flags:
             return False
-        again = (part for part in parts.parts if part.kind == "+" and part.is_known)
+        again = (part for part in parts.parts if part.seq == parts.seq and part.kind == "+" and part.is_known)
         return sum(part.count for part in again) >= known

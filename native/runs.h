@@ -1,0 +1,73 @@
+/* What the files of a run of plain events share: runs.c has the run, copies.c the blocks with several copies. */
+
+#ifndef WAYMARK_RUNS_H
+#define WAYMARK_RUNS_H
+
+#include "events.h"
+#include "parts.h"
+#include "plain.h"
+#include "waves.h"
+
+/* What a run may do, and how copies count; app/waymark/domain/known.py has the same bits, and says what they mean. */
+enum May {
+    MAY_STORE = 1,
+    MAY_REMOVE = 2,
+    MAY_REPEAT = 4,
+    COUNTS = 8,
+    REPLACES = 16,
+    NOTES_LEFT = 32,
+    REMOVED_EACH = 64,
+};
+
+/* What all events of a run share, and memory for one of them. */
+typedef struct {
+    const Events *events;
+    Parts *parts;
+    Waves *waves; /* NULL with one shard */
+    PyObject *full, *gone;
+    uint64_t holder, namespace;
+    uint64_t *keys;
+    Block *blocks;
+    uint32_t *numbers; /* of those blocks */
+    PartBlock *some;
+    size_t room; /* of these four, in hashes */
+    Xxh3 state;
+    int piece_blocks, may; /* bits of May */
+    size_t hashes;
+    Py_ssize_t stores, stored, removed, restored, miscounted;
+} Run;
+
+/* ---- runs.c --------------------------------------------------------------------------------------- */
+
+/* What is said of the blocks at a place, besides the kind. */
+Part part_at(const KnownBlocks *known, uint32_t number, uint64_t holder);
+
+/* Add blocks that follow each other in an event, the first at `position`; `copies` is said of each, NULL for nothing. 0
+ * with an exception. */
+int add_blocks(Run *run, const Part *part, int64_t position, const Block *blocks, size_t count, PyObject *copies);
+
+/* The part stores a piece of a store that goes on from `parent`, the seq_hash of a block, or NULL: it may have to wait.
+ * 0 with an exception. */
+int note_stored(const Run *run, const Store *store, size_t start, size_t end, const uint64_t *parent, Part *part);
+
+/* Add blocks that leave the place of a part; they wait from the first that a part on another shard uses. As add_blocks
+ * otherwise. */
+int add_removed(Run *run, Part *part, int64_t position, const Block *blocks, size_t count, PyObject *copies);
+
+/* Put in the blocks of a store from `start` on, all of them new, and add their parts. The first has this depth, and goes
+ * to the place with a number, or if that is -1 to a row of its own. 0 with an exception; some are in then. */
+int store_new(KnownBlocks *known, Run *run, const Store *store, const uint64_t *above, size_t start, int64_t place,
+              int depth, int64_t position);
+
+/* ---- copies.c ------------------------------------------------------------------------------------- */
+
+/* A store whose first blocks are here, and whose others are new; in *known_blocks how many are here. 1, 0 where it is
+ * not so and nothing has changed, -1 with an exception; some of it may be done then. */
+int store_again(KnownBlocks *known, Run *run, const PlainEvent *event, Store *store, const uint64_t *above,
+                int64_t position, size_t *known_blocks);
+
+/* A removal of the collected blocks, some of which have several copies, or one that a removal has left. 1, or -1 with
+ * an exception; some of it may be done then. */
+int remove_copies(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position);
+
+#endif
