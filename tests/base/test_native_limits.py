@@ -17,7 +17,7 @@ import pytest
 
 from waymark.base import native
 from waymark.domain.events import Cleared, Removed, Stored, StoredReference
-from waymark.domain.known import Spot
+from waymark.domain.known import COUNTS, MAY_REMOVE, MAY_REPEAT, MAY_STORE, NOTES_LEFT, Spot
 from waymark.domain.parts import Part
 from waymark.domain.rows import Place
 from waymark.store.redis.words import PackedWords
@@ -70,12 +70,13 @@ class Tables:
         return self.known.extend(None, hashes, tokens, 1, 7, 0, {}, 32, (self.gone,))
 
     def take(self, hashes: Sequence[int]) -> Any:
-        return self.known.take(hashes, (self.gone,), {})
+        return self.known.take(hashes, (self.gone,))
 
     def run(
         self, events: Any, *, at: int = 0, position: int = 1, piece_blocks: int = 32, following: Sequence[Any] = ()
     ) -> Any:
-        rest: tuple[Any, ...] = ({}, piece_blocks, (self.gone,), {}, True, True, list(following), self.waves)
+        may = MAY_STORE | MAY_REMOVE | MAY_REPEAT | COUNTS
+        rest: tuple[Any, ...] = ({}, piece_blocks, (self.gone,), may, list(following), self.waves)
         return self.known.run(events, at, position, 10**6, self.parts, 7, 7, 0, *rest)
 
     def add(self, position: int, copies: bytes = b"") -> Any:
@@ -510,18 +511,18 @@ def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Nat
             {},
             32,
             beside,
-            {},
-            True,
-            True,
+            MAY_STORE | MAY_REMOVE | MAY_REPEAT | COUNTS | NOTES_LEFT,
             [(2, read(loops, EVENTS))],
             tables.waves,
         )
+        again = read(loops, [EVENTS[0], EVENTS[0], ["BlockRemoved", [1, 2, 3], "GPU"]]), *run[1:]
         row = b"78" * 8 + b"0 17:1"
         return [
             (loops.read_batch, payload, 99, Stored, StoredReference, Removed, Cleared(), str, 10, 3),
             (known.extend, None, hashes, tokens, 1, 7, 0, {}, 32, beside),
-            (known.take, hashes, beside, {}),
+            (known.take, hashes, beside),
             (known.run, *run),
+            (known.run, *again),
             (tables.add, 50, b"1"),
             (parts.add_block, "-", 7, 2**20, (Place(5), 0, 1, 7), 9, True, False, None, b"1", True),
             (tables.waves.use, 2**40, Place(1)),

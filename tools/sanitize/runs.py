@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 from tools.sanitize import batches
 from waymark.base import native
 from waymark.domain.events import Cleared, Removed, Stored, StoredReference
-from waymark.domain.known import Spot
+from waymark.domain.known import MAY_REMOVE, MAY_STORE, Spot
 from waymark.domain.parts import Part
 from waymark.domain.rows import Place
 
@@ -21,6 +21,7 @@ HOLDER, FIRST, SEED, SEQ = 7, 1, 1337, 2**53
 PREFIX = b"wm:{1}:"
 EVENTS_MAX, JOINED_MAX, CALL_PARTS = 99, 64, 128
 U64_MAX = 2**64 - 1
+_MAY = MAY_STORE | MAY_REMOVE
 
 
 def medium_of(name: str | None) -> str | None:
@@ -40,8 +41,8 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
     at, position, counted = 0, FIRST, [0, 0, 0]
     while at < len(read[1]):
         # A small bound, so that runs end in the middle of a batch.
-        rest: tuple[Any, ...] = HOLDER, SEED, namespace, {}, piece_blocks, tuple(gone), {}, True, True, [], waves
-        at, position, *more, _ = known.run(read[1], at, position, 5, parts, *rest)
+        rest: tuple[Any, ...] = HOLDER, SEED, namespace, {}, piece_blocks, tuple(gone), _MAY, [], waves
+        at, position, *more = known.run(read[1], at, position, 5, parts, *rest)[:5]
         counted = [one + other for one, other in zip(counted, more, strict=True)]
         if not any(more) and at < len(read[1]):
             position += len(read[1][at].engine_hashes)

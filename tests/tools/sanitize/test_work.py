@@ -17,7 +17,7 @@ import pytest
 from tools.sanitize.build import VARIABLE
 from waymark.base import native
 from waymark.domain.events import Cleared, Removed, Stored, StoredReference
-from waymark.domain.known import Spot
+from waymark.domain.known import COUNTS, MAY_REMOVE, MAY_REPEAT, MAY_STORE, Spot
 from waymark.domain.parts import Part
 from waymark.domain.rows import Place
 
@@ -54,10 +54,11 @@ def run_all(payload: bytes, *, is_odd: bool) -> None:
     assert read is not None
     events, places = read[1], loops.Places(Place, Spot)
     known, gone = loops.KnownBlocks(places, True), loops.KnownBlocks(places, False)
-    parts = loops.Parts(Part, Place, 1)
+    parts, may = loops.Parts(Part, Place, 1), MAY_STORE | MAY_REMOVE | MAY_REPEAT | COUNTS
+    rest = 7, 1337, 0, {}, 32, (gone,), may, [], loops.Waves(1)
     at, position, odd = 0, 1, 0
     while at < len(events):
-        ran = known.run(events, at, position, 10**6, parts, 7, 1337, 0, {}, 32, (gone,), {}, True, True, [])
+        ran = known.run(events, at, position, 10**6, parts, *rest)
         if ran[0] == at:
             ran, odd = (at + 1, position + 1), odd + 1
         at, position = ran[:2]
