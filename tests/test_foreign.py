@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import aiohttp
 import pytest
+import uvicorn
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ BORROWED: dict[tuple[str, str], tuple[str, str]] = {
     ("gateway/upstream.py", "self._loop"): ("aiohttp", "the reader of a connection needs the loop of its connector"),
 }
 #: Packages that many names are taken from, also such as they do not promise.
-WATCHED = ("aiohttp", "redis")
+WATCHED = ("aiohttp", "redis", "uvicorn")
 #: Their modules whose names are all documented. Of every other module only those are that ``__all__`` has.
 DOCUMENTED_MODULES = {
     "aiohttp.web",
@@ -64,6 +64,15 @@ UNDOCUMENTED: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("gateway/upstream.py", "ResponseHandler.data_received"): ("aiohttp", "as ResponseHandler itself"),
     ("gateway/upstream.py", "ResponseHandler.set_response_params"): ("aiohttp", "as ResponseHandler itself"),
+    ("runtime/replica.py", "Server.capture_signals"): (
+        "uvicorn",
+        "a signal ends the process in our order, so that a worker releases its leases",
+    ),
+    ("runtime/replica.py", "Server.shutdown"): ("uvicorn", "the one place in which it asks its connections to end"),
+    ("serving/connection.py", "uvicorn.server.ServerState"): (
+        "uvicorn",
+        "the set of tasks and connections that a server waits for when it ends",
+    ),
     ("store/redis/client.py", "redis.asyncio.client.PubSub"): ("redis", "a name for types: Redis.pubsub returns it"),
     ("store/redis/connect.py", "redis.asyncio.connection.AbstractConnection"): (
         "redis",
@@ -269,24 +278,23 @@ def test_undocumented_names_are_found() -> None:
                 "import aiohttp\n"
                 "from redis.asyncio import Redis\n"
                 "from redis.crc import key_slot\n"
-                "from aiohttp.client_proto import ResponseHandler\n"
+                "from uvicorn.server import ServerState\n"
                 "aiohttp.ClientSession, aiohttp.helpers, redis.pipeline\n"
             )
         )
     )
-    assert sorted(undocumented(nodes)) == ["aiohttp.client_proto.ResponseHandler", "aiohttp.helpers"]
+    assert sorted(undocumented(nodes)) == ["aiohttp.helpers", "uvicorn.server.ServerState"]
 
 
-class _Connector(aiohttp.BaseConnector):
+class _Server(uvicorn.Server):
     """Replaces a method and an attribute, and has an attribute of its own."""
 
     def __init__(self) -> None:
-        self._limit = 1
+        self.started = True
         self.own = 1
 
-    def _available_connections(self, key: object) -> int:
-        return self._limit
+    async def startup(self, sockets: object = None) -> None: ...
 
 
 def test_what_a_class_of_ours_replaces_is_found() -> None:
-    assert set(replaced(_Connector)) == {"BaseConnector._limit", "BaseConnector._available_connections"}
+    assert set(replaced(_Server)) == {"Server.startup", "Server.started"}

@@ -121,6 +121,7 @@ LIBRARIES: dict[str, set[str]] = {
     "rich": {"console"},
     "starlette": {"api"},
     "tokenizers": {"tokenization"},
+    "uvicorn": {"serving", "runtime"},
     "uvloop": {"cli", "runtime"},
     "xxhash": {"domain.hashing", "ingest", "simulator.cache", "tokenization"},
     "yaml": {"api.publishers_file", "decide.policies.picker_config"},

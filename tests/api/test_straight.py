@@ -34,6 +34,7 @@ from waymark.base.settings import Settings
 from waymark.decide import selector
 from waymark.domain.hashing import extend, token_bytes
 from waymark.runtime import parts
+from waymark.serving.connection import protocol
 from waymark.store.redis.read_connection import ReadConnection
 from waymark.store.store import Store
 
@@ -215,7 +216,7 @@ async def way(store: Store, *, is_straight: bool, **settings: Any) -> AsyncItera
     said: list[str] = []
     table = {path: Recorded(question, said) for path, question in app.straight.items()} if is_straight else None
     try:
-        async with served(app, connections(metrics, straight=table)) as port:
+        async with served(app, protocol(connections(metrics, straight=table)), interface="asgi3") as port:
             made = Way(port, metrics, said)
             try:
                 yield made

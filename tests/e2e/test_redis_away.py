@@ -302,3 +302,4 @@ async def test_a_redis_that_does_not_answer_is_the_first_line_of_the_log(tmp_pat
     assert " ERROR waymark.runtime.replica: redis does not answer; start it, or set WAYMARK_REDIS_URL" in lines[0]
     assert "waymark.runtime.replica: listening" in "\n".join(lines[1:])
     assert "secret" not in log.read_text()
+    assert [line for line in lines if " INFO uvicorn" in line] == []

@@ -30,6 +30,7 @@ from waymark.gateway.responses import Archive
 from waymark.gateway.shapes import body_of_rejection
 from waymark.runtime import gateway as runtime_gateway
 from waymark.runtime import parts
+from waymark.serving.connection import protocol
 from waymark.store.reservations import Load
 from waymark.store.store import Store
 
@@ -138,7 +139,9 @@ async def start(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             given_options, upstream = runtime_gateway.gateway_options(settings), runtime_gateway.upstream(settings)
             gateway = Gateway(store, given_options, metrics, selector, requests, upstream, admin, cache, responses)
             stack.push_async_callback(gateway.close)
-            port = await stack.enter_async_context(served(gateway, connections(metrics, body_of_rejection, **bounds)))
+            port = await stack.enter_async_context(
+                served(gateway, protocol(connections(metrics, body_of_rejection, **bounds)))
+            )
             client = await stack.enter_async_context(
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(30), trust_env=False)
             )

@@ -42,7 +42,10 @@ async def replica(redis_url: str) -> AsyncIterator[httpx.AsyncClient]:
     store = Store.open(redis_url, metrics=metrics)
     try:
         async with (
-            served(create_app(store, ApiOptions(), SelectionOptions(), metrics, asker=asker)) as port,
+            served(
+                create_app(store, ApiOptions(), SelectionOptions(), metrics, asker=asker),
+                interface="asgi3",
+            ) as port,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=patient(30), trust_env=False) as client,
         ):
             yield client

@@ -50,6 +50,7 @@ from waymark.gateway.security import GatewayCaller
 from waymark.gateway.shapes import RequestRejected
 from waymark.ingest import scraping, snapshot, unfinished
 from waymark.serving import limits
+from waymark.serving.connection import protocol
 from waymark.store import index_file
 from waymark.store.store import Store
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt
@@ -154,7 +155,7 @@ async def policy_files(api: httpx.AsyncClient, count: int) -> bool:
 
 async def asked_raw(sent: bytes) -> bytes:
     """The status of an answer to these bytes."""
-    async with served(echo, connections()) as port:
+    async with served(echo, protocol(connections())) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
         status = (await reader.readline())[9:12]
@@ -174,7 +175,7 @@ async def head_fields(_: httpx.AsyncClient, count: int) -> bool:
 
 
 async def ahead(_: httpx.AsyncClient, count: int) -> bool:
-    async with served(echo, connections()) as port:
+    async with served(echo, protocol(connections())) as port:
         said = await wire(port, request() * count + LAST)
     return said.count(b"HTTP/1.1 200") == count + 1
 

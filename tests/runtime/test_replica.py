@@ -115,19 +115,27 @@ def test_no_first_call_of_a_replica_with_many_targets_goes_through_the_heap(free
 
 
 @pytest.mark.parametrize("turns", range(3))
-def test_a_connection_that_comes_as_the_server_ends_does_not_hold_it_up(turns: int) -> None:
+def test_a_connection_that_comes_as_the_server_ends_does_not_hold_it_up(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``turns`` of the loop lie between a connection and the end of the server, which asks those to end that it has."""
 
     async def serve_and_end() -> None:
+        is_over = asyncio.Event()
+
+        async def until_over() -> None:
+            await is_over.wait()
+
         (listener,) = listen("127.0.0.1", 0, host_name="HOST", port_name="PORT")
         bounds = ServerBounds(request_seconds=3600, connections_max=10, bodies_max_bytes=2**20)
         server = replica.http_server(None, bounds, Metrics(), shutdown_seconds=3600)
+        monkeypatch.setattr(server, "main_loop", until_over)
         serving = asyncio.create_task(server.serve([listener]))
-        await wait_until(lambda: server.connections.default_lines != b"", "it listens")
+        await wait_until(lambda: server.started, "it listens")
         with socket.create_connection(listener.getsockname()):
             for _ in range(turns):
                 await asyncio.sleep(0)
-            server.stop()
+            is_over.set()
             async with within(10):
                 await serving
 

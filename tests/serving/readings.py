@@ -10,10 +10,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import h11
+import uvicorn
 from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from tests.serving.wire import answer, answers, connections, whole
-from waymark.serving.connection import HttpConnection
+from waymark.serving.connection import protocol
 
 #: More turns of the loop than any request needs.
 _TURNS = 200
@@ -93,7 +95,10 @@ async def ours(pieces: Iterable[bytes]) -> Readings:
         requests.append(Reading(scope["method"], target, tuple(scope["headers"]), body))
         await answer(send, 200, b"ok")
 
-    connection, transport = HttpConnection(app, connections()), _Transport()
+    config = uvicorn.Config(app, log_config=None, lifespan="off")
+    config.load()
+    make: Any = protocol(connections())
+    connection, transport = make(config=config, server_state=ServerState(), app_state={}), _Transport()
     connection.connection_made(transport)
     for piece in pieces:
         if not transport.is_closing():

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from tests.patience import within
-from tests.serving.wire import LAST, answers, ask, post, request, served, served_by_uvicorn, wire
+from tests.serving.wire import LAST, answers, ask, post, request, served, wire
 from waymark.api.http import answers as api_answers
 from waymark.serving import cycle
 from waymark.serving.connection import HttpConnection
@@ -66,8 +66,8 @@ _OWN = frozenset({"content-length", "transfer-encoding"})
 
 async def test_an_answer_says_what_uvicorn_says() -> None:
     async with (
-        served_by_uvicorn(app, headers=[("x-all", "1")], date_header=False, server_header=False) as theirs,
-        served(app, lines=b"x-all: 1\r\n") as ours,
+        served(app, "httptools", headers=[("x-all", "1")]) as theirs,
+        served(app, headers=[("x-all", "1")]) as ours,
     ):
         for path in GOOD:
             for method in ("GET", "HEAD"):

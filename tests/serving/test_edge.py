@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.serving.wire import LAST, Answer, answer, ask, connections, echo, post, request, served
 from waymark.base.metrics import Metrics
+from waymark.serving.connection import protocol
 
 # ---- Upgrade (RFC 9110, 7.8): a server may ignore it ------------------------------------------------
 
@@ -50,7 +51,7 @@ async def test_fields_behind_a_body_are_dropped_and_counted() -> None:
     metrics = Metrics()
     trailers = b"authorization: Bearer secret\r\ncontent-type: text/x\r\nhost: other\r\nx-a: b\r\n"
     asked = request("/", "POST", "transfer-encoding: chunked", "x-head: 1") + b"2\r\nab\r\n0\r\n" + trailers + b"\r\n"
-    async with served(echo, connections(metrics)) as port:
+    async with served(echo, protocol(connections(metrics))) as port:
         for pieces in ([asked, LAST], [asked[:-30], asked[-30:], LAST], [asked + LAST]):
             first, last = await ask(port, *pieces)
             assert first.echo["body"] == "ab"
@@ -171,7 +172,7 @@ async def test_what_was_refused_has_the_headers_of_all_answers() -> None:
     async def refuses(scope: Scope, receive: Receive, send: Send) -> None:
         await answer(send, 404, b"no")
 
-    async with served(refuses, lines=b"x-of-all: 1\r\n") as port:
+    async with served(refuses, headers=[("x-of-all", "1")]) as port:
         good, refused = await ask(port, request() + b"junk\r\n\r\n")
         assert (good.status, refused.status) == (404, 400)
         assert [each.headers["x-of-all"] for each in (good, refused)] == ["1", "1"]

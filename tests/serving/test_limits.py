@@ -15,6 +15,7 @@ from tests.serving.test_answers import USUAL
 from tests.serving.wire import LAST, echo, post, served
 from tests.serving.wire import connections as bounded
 from waymark.base.metrics import Metrics
+from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, Rejection
 
 
@@ -25,7 +26,7 @@ async def test_one_that_was_answered_before_its_body_had_come_is_idle() -> None:
         for message in USUAL:
             await send(message)
 
-    async with served(refuses, connections) as port:
+    async with served(refuses, protocol(connections)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
             writer.write(post(b"12")[:-2])
@@ -50,7 +51,7 @@ async def test_a_body_that_comes_with_its_head_is_under_the_ceiling_too() -> Non
         for message in USUAL:
             await send(message)
 
-    async with served(waits, connections) as port:
+    async with served(waits, protocol(connections)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         other_reader, other = await asyncio.open_connection("127.0.0.1", port)
         try:
@@ -84,7 +85,7 @@ async def test_just_so_many_connections_stay_open() -> None:
     def are_counted(count: int) -> bool:
         return metrics.http_connections.value + cut() == count
 
-    async with served(echo, connections) as port, AsyncExitStack() as stack:
+    async with served(echo, protocol(connections)) as port, AsyncExitStack() as stack:
         opened = []
         for count in range(1, 5):
             opened.append(await asyncio.open_connection("127.0.0.1", port))
@@ -130,6 +131,15 @@ def test_a_request_has_just_its_time() -> None:
         assert ended == [None, why]
 
 
+def test_what_all_answers_begin_with_is_never_that_of_a_second_before() -> None:
+    connections = bounded()
+    before, now = [(b"date", b"one")], [(b"date", b"two"), (b"x-of-all", b"1")]
+    for _ in range(2):
+        assert connections.default_lines(before) == b"date: one\r\n"
+        assert connections.default_lines(now) == b"date: two\r\nx-of-all: 1\r\n"
+        assert connections.default_lines(now) == b"date: two\r\nx-of-all: 1\r\n"
+
+
 async def test_a_server_without_room_for_a_connection_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     connections = bounded(connections_max=1)
 
@@ -137,7 +147,7 @@ async def test_a_server_without_room_for_a_connection_says_so_once(caplog: pytes
         for message in USUAL:
             await send(message)
 
-    async with served(answers, connections) as port, AsyncExitStack() as stack:
+    async with served(answers, protocol(connections)) as port, AsyncExitStack() as stack:
         for count in range(1, 4):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             stack.callback(writer.close)

@@ -12,6 +12,7 @@ from tests.serving.readings import Readings, ours
 from tests.serving.wire import answers, connections, echo, served, wire
 from tests.unit import examples
 from waymark.base import native
+from waymark.serving.connection import protocol
 
 USUAL = [
     b"Content-Type: application/json",
@@ -169,7 +170,7 @@ async def test_a_plain_body_above_the_ceiling_of_all_bodies_is_rejected(
 ) -> None:
     body = b"x" * 2000
     sent = request(STARTS[0], [], length=b"2000", body=body)
-    async with served(echo, connections(bodies_max_bytes=1000)) as port:
+    async with served(echo, protocol(connections(bodies_max_bytes=1000))) as port:
         (given,) = answers(await wire(port, sent), ["POST"])
     assert (given.status, given.reason) == (503, "unavailable")
     assert "WAYMARK_MAX_BODY_BYTES" in given.body.decode()

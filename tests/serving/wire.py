@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from tests.patience import patient, within
 from waymark.base.asgi import StraightTable
 from waymark.base.metrics import Metrics
-from waymark.serving.connection import HttpConnection
+from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape
 
 #: How long a test waits for what must come; far longer than it takes.
@@ -87,26 +87,17 @@ def connections(
 
 
 @asynccontextmanager
-async def served(
-    application: Application, shared: Connections | None = None, *, lines: bytes = b""
-) -> AsyncIterator[int]:
-    """The port of a server with these connections; ``lines`` are in every answer."""
-    shared = shared or connections()
-    shared.default_lines = lines
-    loop = asyncio.get_running_loop()
-    listener = await loop.create_server(lambda: HttpConnection(application, shared), "127.0.0.1", 0)
-    try:
-        yield listener.sockets[0].getsockname()[1]
-    finally:
-        listener.close()
-        await shared.end(patient(SECONDS))
-
-
-@asynccontextmanager
-async def served_by_uvicorn(application: Application, **config: Any) -> AsyncIterator[int]:
-    """The port of the server that ours is compared with."""
+async def served(application: Application, http: Any = None, **config: Any) -> AsyncIterator[int]:
+    """The port of a server with that protocol, ours where none is given."""
     settings = uvicorn.Config(
-        application, host="127.0.0.1", port=0, http="httptools", ws="none", lifespan="off", log_config=None, **config
+        application,
+        host="127.0.0.1",
+        port=0,
+        http=http or protocol(connections()),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        **{"date_header": False, **config},
     )
     server = uvicorn.Server(settings)
     settings.load()

@@ -38,7 +38,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import hiredis
 import httptools
+import uvicorn
 import uvloop
+from uvicorn.server import ServerState
 
 from tools.benchmarks import prompts
 from tools.benchmarks.decisions import register_idle_targets
@@ -60,7 +62,7 @@ from waymark.base.logs import configure
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.runtime import parts
-from waymark.serving.connection import HttpConnection
+from waymark.serving.connection import HttpConnection, protocol
 from waymark.serving.limits import Connections, ServerBounds
 from waymark.store.redis.read_connection import ReadConnection, Replies, ReplyReceiver
 from waymark.store.steps import Steps
@@ -284,9 +286,13 @@ def fixed(exchange: Exchange, redis: Sequence[ReadConnection], settings: Setting
 def connection(app: Any, table: StraightTable) -> HttpConnection:
     """A connection of a server of its own."""
     bounds = ServerBounds(request_seconds=60, connections_max=10, bodies_max_bytes=2**26)
-    connections = Connections(bounds, Metrics(), straight=table)
-    connections.default_lines = b"date: Thu, 01 Jan 1970 00:00:00 GMT\r\n"
-    return HttpConnection(app, connections)
+    config = uvicorn.Config(app, log_config=None, lifespan="off", interface="asgi3")
+    config.load()
+    state = ServerState()
+    state.default_headers = [(b"date", b"Thu, 01 Jan 1970 00:00:00 GMT")]
+    make: Any = protocol(Connections(bounds, Metrics(), straight=table))
+    made: HttpConnection = make(config=config, server_state=state, app_state={})
+    return made
 
 
 def post(path: str, content: bytes) -> bytes:

@@ -96,7 +96,7 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
             watching = tasks.create_task(watch.run())
             await server.serve(stop)
             watching.cancel()
-            http.stop()
+            http.should_exit = True
             await under_way.settle()
         if refusals:
             raise SettingsError(refusals[0])

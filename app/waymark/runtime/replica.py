@@ -11,8 +11,11 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import uvicorn
 
 from waymark.api.application import create_app, create_probes
 from waymark.base import native
@@ -24,9 +27,9 @@ from waymark.base.metrics import Metrics
 from waymark.base.record import record
 from waymark.base.settings import Settings
 from waymark.runtime import parts
+from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
 from waymark.serving.listening import listen
-from waymark.serving.server import HttpServer
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
@@ -37,8 +40,27 @@ log = logging.getLogger(__name__)
 
 #: The time in which requests in progress must end.
 _SHUTDOWN_SECONDS = 5
+#: How long it may take until an accepted connection is made: a few turns of the loop.
+_ACCEPTED_SECONDS = 0.05
 #: The pause before a Redis that did not answer is asked again for the format of its index.
 _FORMAT_AGAIN_SECONDS = 0.5
+#: How long a connection is kept for a next request: longer than load balancers keep theirs, usually 60 s.
+_KEEP_ALIVE_SECONDS = 65
+
+
+class _UvicornServer(uvicorn.Server):
+    """uvicorn, with the signals left to us: it would end the process before the worker has released its leases."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End. Accepted connections are set up first, so that they are asked to end, too."""
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(_ACCEPTED_SECONDS)
+        await super().shutdown(sockets)
 
 
 def freeze_heap() -> None:
@@ -75,9 +97,23 @@ def http_server(
     shutdown_seconds: int = _SHUTDOWN_SECONDS,
     shape: Shape = lambda *_: None,
     straight: StraightTable | None = None,
-) -> HttpServer:
-    """Return an HTTP server. ``straight`` has the straight questions of ``app``."""
-    return HttpServer(app, Connections(bounds, metrics, shape, straight), shutdown_seconds=shutdown_seconds)
+) -> uvicorn.Server:
+    """Return an HTTP server that ends at ``should_exit``. ``straight`` has the straight questions of ``app``."""
+    return _UvicornServer(
+        uvicorn.Config(
+            app,
+            http=protocol(Connections(bounds, metrics, shape, straight)),
+            interface="asgi3",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # no handler uses the client's address
+            lifespan="off",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=shutdown_seconds,
+        )
+    )
 
 
 def stop_signal() -> asyncio.Event:
@@ -109,7 +145,7 @@ class ProcessParts:
         tokenizers, asker = parts.tokenizers(settings, metrics, store), parts.asker(settings)
         return cls(settings, store, metrics, tokenizers, asker, stop_signal())
 
-    def server(self, bounds: ServerBounds, *, has_api: bool) -> HttpServer:
+    def server(self, bounds: ServerBounds, *, has_api: bool) -> uvicorn.Server:
         """Return the server of a query replica, or with ``has_api`` False that of a worker's probes."""
         options = parts.api_options(self.settings)
         if not has_api:
@@ -118,7 +154,7 @@ class ProcessParts:
         app = create_app(self.store, options, selection, self.metrics, self.tokenizers, self.asker, self.stop)
         return http_server(app, bounds, self.metrics, straight=app.straight)
 
-    def gateway(self, bounds: ServerBounds) -> tuple[HttpServer, GatewayRole]:
+    def gateway(self, bounds: ServerBounds) -> tuple[uvicorn.Server, GatewayRole]:
         """Return the server of a gateway, and its role."""
         from waymark.runtime import gateway as runtime_gateway
 
@@ -223,7 +259,7 @@ def _announce(settings: Settings, sockets: Sequence[socket.socket], role: str) -
 
 
 async def _serve(
-    server: HttpServer,
+    server: uvicorn.Server,
     sockets: Sequence[socket.socket],
     background: Sequence[Coroutine[Any, Any, None]],
     stop: asyncio.Event,
@@ -236,7 +272,7 @@ async def _serve(
         others = [tasks.create_task(work) for work in background]
         await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
         stop.set()
-        server.stop()
+        server.should_exit = True
         for task in others:
             task.cancel()
 

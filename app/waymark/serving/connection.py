@@ -10,7 +10,10 @@ import asyncio
 import socket
 import struct
 from collections import deque
-from typing import Any
+from typing import Any, ClassVar
+
+import uvicorn
+from uvicorn.server import ServerState
 
 from waymark.base.asgi import AsgiApplication
 from waymark.serving.cycle import WHOLE, RequestCycle
@@ -18,15 +21,29 @@ from waymark.serving.limits import AHEAD, AHEAD_MAX, CONNECTIONS, SLOW, Connecti
 from waymark.serving.request_reader import RequestReader, Stop
 
 
+def protocol(shared: Connections) -> type[asyncio.Protocol]:
+    """Return the class that uvicorn takes as ``http``."""
+
+    class Bounded(HttpConnection):
+        connections = shared
+
+    return Bounded
+
+
 class HttpConnection(asyncio.Protocol):
     """One connection; ``connections`` contains it and the others."""
 
-    def __init__(self, app: AsgiApplication, connections: Connections) -> None:
-        self.connections = connections
-        self.loop = asyncio.get_running_loop()
+    connections: ClassVar[Connections]
+
+    def __init__(
+        self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None
+    ) -> None:
+        self.loop: asyncio.AbstractEventLoop = _loop or asyncio.get_running_loop()
         self.is_full = False
         """Whether the client reads more slowly than the answer is written."""
-        self._app = app
+        self._app: AsgiApplication = config.loaded_app
+        self._server = server_state
+        self.connections.keep_alive_seconds = config.timeout_keep_alive
         self._cycles: deque[RequestCycle] = deque()
         """Begun requests without an answer; the answer of the first is under way."""
         self._reading: RequestCycle | None = None
@@ -53,9 +70,11 @@ class HttpConnection(asyncio.Protocol):
             "root_path": "",
             "extensions": {WHOLE: {}},
         }
+        self._server.connections.add(self)  # type: ignore[arg-type]  # uvicorn calls shutdown() of each
         self.connections.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._server.connections.discard(self)
         self._is_done = True
         self._drop_requests()
         self.connections.closed(self)
@@ -148,10 +167,11 @@ class HttpConnection(asyncio.Protocol):
         """Have the request answered by the ASGI application."""
         cycle.scope = {**self._scope, **cycle.scope}
         cycle.task = self.loop.create_task(cycle.run(self._app))
-        self.connections.started(cycle.task)
+        self._server.tasks.add(cycle.task)
 
     def answered(self, cycle: RequestCycle) -> None:
         """Note that the whole answer of the first request has been written."""
+        self._server.total_requests += 1
         self._cycles.popleft()
         if not cycle.keep_alive:
             self._drop_requests()
@@ -173,7 +193,7 @@ class HttpConnection(asyncio.Protocol):
     def ended(self, cycle: RequestCycle) -> None:
         """Note that the application has finished the request."""
         if cycle.task is not None:
-            self.connections.finished(cycle.task)
+            self._server.tasks.discard(cycle.task)
             cycle.task = None
         self.connections.bodies_bytes -= cycle.held
         cycle.held = 0
@@ -229,7 +249,7 @@ class HttpConnection(asyncio.Protocol):
         self._is_done = True
         if self._rejection is not None:
             body = self._rejection.body(self.connections.shape, self._reader.path)
-            self.write(self._rejection.answer(self.connections.default_lines, body))
+            self.write(self._rejection.answer(self.default_lines, body))
         # A connection that makes room is closed at once, whatever its client is sending.
         may_be_sending = self._rejection is not CONNECTIONS and (self._reader.is_open or self._rejection is not None)
         if may_be_sending and self._transport.can_write_eof() and not self._transport.is_closing():
@@ -259,13 +279,19 @@ class HttpConnection(asyncio.Protocol):
         self._transport.abort()
 
     def shutdown(self) -> None:
-        """End after the requests under way are answered, because the process ends."""
+        """End after the requests under way are answered; uvicorn calls it when the process ends."""
         if self._cycles:
             self._cycles[-1].keep_alive = False
         else:
             self.close()
 
     # ---- the flow of bytes -----------------------------------------------------------------------------
+
+    @property
+    def default_lines(self) -> bytes:
+        """The lines of every answer."""
+        shared, headers = self.connections, self._server.default_headers
+        return shared.lines if headers is shared.lines_of else shared.default_lines(headers)
 
     def write(self, piece: bytes) -> None:
         if not self._transport.is_closing():

@@ -51,6 +51,11 @@ class Carrier(Protocol):
     @property
     def is_full(self) -> bool: ...
 
+    @property
+    def default_lines(self) -> bytes:
+        """The lines of every answer."""
+        ...
+
     def pause_reading(self) -> None: ...
 
     def resume_reading(self) -> None: ...
@@ -258,9 +263,7 @@ class RequestCycle:
             return
         self.keep_alive = False
         body = rejection.body(self._connection.connections.shape, self.scope["path"])
-        self._write(
-            rejection.answer(self._connection.connections.default_lines, body, has_body=self.scope["method"] != "HEAD")
-        )
+        self._write(rejection.answer(self._connection.default_lines, body, has_body=self.scope["method"] != "HEAD"))
         self._end()
 
     def _break_off(self) -> None:
@@ -294,9 +297,7 @@ class RequestCycle:
         content = b"" if self.scope["method"] == "HEAD" else body
         self._head = b""
         self.is_on_wire = True
-        self._connection.write(
-            _WHOLE % (self._connection.connections.default_lines, content_type, len(body), end, content)
-        )
+        self._connection.write(_WHOLE % (self._connection.default_lines, content_type, len(body), end, content))
         self._end()
 
     def _start(self, message: AsgiMessage) -> None:
@@ -321,7 +322,7 @@ class RequestCycle:
         if status in _WITHOUT_BODY or self.scope["method"] == "HEAD":
             self._left = 0
         status_line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
-        self._head = b"".join((status_line, self._connection.connections.default_lines, head))
+        self._head = b"".join((status_line, self._connection.default_lines, head))
 
     def _go_on(self, message: AsgiMessage) -> None:
         if self.is_answered or message["type"] != "http.response.body":

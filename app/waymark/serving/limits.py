@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import resource
 from collections.abc import Callable
 from operator import itemgetter
@@ -43,8 +44,6 @@ class ServerBounds(NamedTuple):
     request_seconds: float
     connections_max: int
     bodies_max_bytes: int
-    keep_alive_seconds: float = 65.0
-    """How long a connection is kept for a next request: longer than load balancers keep theirs, usually 60 s."""
 
 
 class Rejection:
@@ -139,9 +138,6 @@ class Connection(Protocol):
     def reject(self, rejection: Rejection) -> None:
         """Answer with the reason, and close."""
 
-    def shutdown(self) -> None:
-        """End after the requests under way are answered."""
-
     def close(self) -> None: ...
 
     def abort(self) -> None:
@@ -161,6 +157,8 @@ class Connections:
         self.bounds = bounds
         self.shape = shape
         self.straight: StraightTable = straight or {}
+        self.keep_alive_seconds = math.inf
+        """uvicorn's setting, known with the first connection."""
         self.bodies_bytes = 0
         self.arriving: dict[Connection, float] = {}
         """A request is due or has begun, is not whole, and no other is being answered."""
@@ -172,12 +170,9 @@ class Connections:
         """The last bytes have been written; later input is dropped."""
         self._waits = (self.arriving, self.idle, self.unread, self.lingering)
         self._open: set[Connection] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        """The applications that answer requests."""
-        self._has_ended = asyncio.Event()
-        """A connection or a task has ended."""
-        self.default_lines = b""
-        """The lines of every answer."""
+        self.lines_of: list[tuple[bytes, bytes]] = []
+        self.lines = b""
+        """The headers in ``lines_of``, as lines."""
         self._metrics = metrics
         self._metrics.http_bodies_bytes.set_function(lambda: self.bodies_bytes)
         self._is_polling = False
@@ -209,15 +204,6 @@ class Connections:
         self._open.discard(connection)
         self._metrics.http_connections.set(len(self._open))
         self._forget(connection)
-        self._has_ended.set()
-
-    def started(self, task: asyncio.Task[None]) -> None:
-        """Note that the application has begun to answer a request."""
-        self._tasks.add(task)
-
-    def finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._has_ended.set()
 
     def linger(self, connection: Connection) -> None:
         """Linger after the last bytes: the client may still be sending."""
@@ -266,7 +252,7 @@ class Connections:
         for connection in _until(self.unread, now - self.bounds.request_seconds):
             self.count_cut("unread")
             connection.abort()
-        for waiting, seconds in ((self.idle, self.bounds.keep_alive_seconds), (self.lingering, _LINGER_SECONDS)):
+        for waiting, seconds in ((self.idle, self.keep_alive_seconds), (self.lingering, _LINGER_SECONDS)):
             for connection in _until(waiting, now - seconds):
                 connection.close()
         if self._open or self.unread:
@@ -274,21 +260,13 @@ class Connections:
         else:
             self._is_polling = False
 
-    async def end(self, seconds: float) -> None:
-        """Let each connection end after its requests. After ``seconds``, cancel the rest."""
-        for connection in list(self._open):
-            connection.shutdown()
-        try:
-            async with asyncio.timeout(seconds):
-                while self._open or self._tasks:
-                    self._has_ended.clear()
-                    await self._has_ended.wait()
-        except TimeoutError:
-            log.warning("requests were cancelled: the time to end is over", extra=fields(requests=len(self._tasks)))
-            for task in self._tasks:
-                task.cancel()
+    # ---- common headers, and counts --------------------------------------------------------------------
 
-    # ---- counts ----------------------------------------------------------------------------------------
+    def default_lines(self, headers: list[tuple[bytes, bytes]]) -> bytes:
+        """Return uvicorn's headers of every answer, as lines; uvicorn makes a new list each second."""
+        if headers is not self.lines_of:
+            self.lines_of, self.lines = headers, b"".join([b"%b: %b\r\n" % header for header in headers])
+        return self.lines
 
     def count_cut(self, why: str) -> None:
         self._metrics.http_connections_cut.labels(reason=why).inc()
