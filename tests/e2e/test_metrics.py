@@ -339,7 +339,6 @@ async def test_every_metric_moves(start: Start, redis_url: str, evicting: Redis,
         lease_seconds=min(60.0, patient(4)),
         stream_buffer_bytes=40 * 3356,  # 40 frames
         sweep_blocks_per_second=20,
-        replay_idle_seconds=0.2,
         redis_timeout_seconds=1,
     )
     watched, prompts = Watched(port), new_prompts()

@@ -60,7 +60,6 @@ async def opened(redis_socket: Path, tmp_path_factory: pytest.TempPathFactory) -
         "engine_key_hosts": "10.0.0.0/8",
         "access_log": True,
         "log_level": "debug",
-        "replay_idle_seconds": 60,
     }
     opened, log = Opened(), tmp_path_factory.mktemp("service") / "log"
     async with listening(opened.engine.handler) as server:

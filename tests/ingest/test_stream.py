@@ -17,7 +17,6 @@ from tests.ingest.conftest import GROUP, PATIENCE_SECONDS, WITHOUT_PROBES, Bench
 from tests.patience import within
 from waymark.apply.applier import Applier, Incoming
 from waymark.base import native
-from waymark.base.settings import Settings
 from waymark.decide.group_loads import GroupLoads
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
@@ -27,7 +26,7 @@ from waymark.ingest.frames import ReplayedBatch
 from waymark.ingest.sockets import ConnectionFailure
 from waymark.ingest.stream import Stream
 from waymark.ingest.subscriber import Subscriber
-from waymark.store.pacing import Pacer
+from waymark.store.pacing import BLOCKS_MAX, Pacer
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
@@ -502,7 +501,7 @@ async def test_a_second_restart_is_one_though_its_clock_went_back(bench: Bench) 
 
 async def test_a_lone_frame_waits_for_no_timer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the loop stands still, so nothing that waits for a time goes on. Calls are paced as by default."""
-    monkeypatch.setattr("waymark.store.store.Pacer", lambda _: Pacer(Settings().apply_blocks_max))
+    monkeypatch.setattr("waymark.store.store.Pacer", lambda _: Pacer(BLOCKS_MAX))
     await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod()
     await pod.at_work(1)

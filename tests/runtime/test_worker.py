@@ -32,6 +32,6 @@ def test_options_of_streams_are_settings() -> None:
     assert worker_options(Settings()).stream == StreamOptions()
     names = {each.name for each in fields(StreamOptions)} - {"message_bytes_max"}
     names -= {"snapshot_answer_seconds", "snapshot_seconds", "snapshot_pause_seconds", "replay_bytes_per_second_min"}
-    names -= {"fold_batches", "stream_buffer_frames", "replay_seconds"}
+    names -= {"fold_batches", "stream_buffer_frames", "replay_seconds", "replay_idle_seconds"}
     assert names <= set(Settings.model_fields)
     assert worker_options(Settings()).apply == ApplyOptions()

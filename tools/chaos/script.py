@@ -104,7 +104,6 @@ def settings(rng: random.Random, *, is_cluster: bool = False) -> dict[str, Any]:
         "lease_seconds": rng.choice((1, 2)),
         "redis_timeout_seconds": rng.choice((0.5, 1)),
         "probe_seconds": 2,
-        "replay_idle_seconds": 0.5,
         "publisher_timeout": rng.choice((60, 3)),
         "sweep_blocks_per_second": rng.choice((40, 400, 20_000)),
         "on_gap": rng.choice(("keep", "reset")),

@@ -34,7 +34,6 @@ from tools.chaos.trace import Trace
 WORKERS = 2
 REPLICAS = 2
 PROBE_SECONDS = 0.05
-REPLAY_IDLE_SECONDS_MAX = 4.0
 LEASE_SECONDS_MAX = 15
 REDIS_TIMEOUT_SECONDS_MAX = 5.0
 BUSY_PATIENCE = 5.0
@@ -83,10 +82,6 @@ class Session:
         self._options = options
         rng = random.Random(options.seed)
         self._settings = script.settings(rng, is_cluster=options.is_cluster)
-        # The engines answer from this process, which a busy machine holds up: what they have is not lost then.
-        self._settings["replay_idle_seconds"] = min(
-            REPLAY_IDLE_SECONDS_MAX, patient(self._settings["replay_idle_seconds"])
-        )
         slowness = max(1.0, patient(1.0) / BUSY_PATIENCE)
         lease, timeout = self._settings["lease_seconds"], self._settings["redis_timeout_seconds"]
         self._settings["lease_seconds"] = min(LEASE_SECONDS_MAX, math.ceil(lease * slowness))

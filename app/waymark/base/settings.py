@@ -276,8 +276,6 @@ class Settings(BaseModel):
     """What happens to the blocks of a stream when batches are lost: `keep` leaves them, `reset` ends the life."""
     probe_seconds: float = Field(30.0, ge=1, le=3600)
     """After how many seconds without a frame, or after an unanswered replay, a worker asks for a replay."""
-    replay_idle_seconds: float = Field(2.0, ge=0.05, le=60)
-    """How long to wait for the next message of a replay."""
     hybrid: Annotated[Literal["boundary", "off"], BeforeValidator(_lower)] = "boundary"
     """What a match of a hybrid model needs: blocks of full attention (`off`), or also its windows (`boundary`)."""
     medium_ttl: Annotated[dict[_MediumName, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
@@ -358,8 +356,6 @@ class Settings(BaseModel):
     """The most blocks of one stream that a worker indexes; more are ignored. A pool has a quarter as many hashes."""
     stream_buffer_bytes: int = Field(64 * _MIB, ge=1024, le=64 * 1024 * _MIB)
     """How many bytes of waiting frames a stream keeps, in 64 MiB at most 20,000; a worker keeps four times as many."""
-    apply_blocks_max: int = Field(896, ge=0, le=1_000_000)
-    """How many blocks all ingest workers together may be writing to one Redis server at once; 0 means no limit."""
     sweep_blocks_per_second: int = Field(30_000, ge=1, le=10_000_000)
     """How many blocks of dead holders an ingest worker sweeps per second, and how many it reads for /placement."""
 
@@ -530,6 +526,8 @@ FORMER: Final = {
     PREFIX + "PLACEMENT_SECONDS": "180, PLACEMENT_SECONDS in waymark.decide.reported",
     PREFIX + "PLACEMENTS_MAX": "1,000,000, PLACEMENTS_MAX in waymark.decide.reported",
     PREFIX + "DISCOVERY_SECONDS": "300, AGAIN_SECONDS in waymark.discovery.run",
+    PREFIX + "APPLY_BLOCKS_MAX": "896, BLOCKS_MAX in waymark.store.pacing",
+    PREFIX + "REPLAY_IDLE_SECONDS": "2, REPLAY_IDLE_SECONDS in waymark.ingest.options",
     PREFIX + "FOLD_BATCHES": "64, FOLD_BATCHES in waymark.ingest.options",
     PREFIX + "REPLAYS_MAX": "8, REPLAYS_MAX in waymark.ingest.options",
     PREFIX + "REJECTED_EVENTS_MAX": "1,000, REJECTED_EVENTS in waymark.apply.options",

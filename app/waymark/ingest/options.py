@@ -22,6 +22,11 @@ BYTES_PER_SECOND_MIN = 16_384
 stopped.
 """
 
+REPLAY_IDLE_SECONDS = 2.0
+"""How long to wait for the next message of a replay. An engine sends its replies one right after the other, so one that
+pauses for so long has stopped or is overloaded, and the rest is requested again.
+"""
+
 REPLAY_SECONDS = 600.0
 """The time limit of one replay. A slow replay lets others go first, and one that stops ends sooner, so this limit is
 for a replay that would never end.
@@ -39,7 +44,7 @@ class StreamOptions:
 
     on_gap: Literal["keep", "reset"] = "keep"
     probe_seconds: float = 30.0
-    replay_idle_seconds: float = 2.0
+    replay_idle_seconds: float = REPLAY_IDLE_SECONDS
     replay_seconds: float = REPLAY_SECONDS
     replay_bytes_per_second_min: int = BYTES_PER_SECOND_MIN
     publisher_timeout: float = 60.0

@@ -16,7 +16,7 @@ from waymark.base.endpoints import AllowedEndpoints, is_loopback
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.options import PromptOptions, SelectionOptions, read_policy, read_shadows
-from waymark.store import keys
+from waymark.store import keys, pacing
 from waymark.store.directory import EngineAddresses
 from waymark.store.hot import BYTES_MAX, MILLISECONDS, HotRows
 from waymark.store.store import Credentials, Store
@@ -59,7 +59,7 @@ def open_store(settings: Settings, metrics: Metrics | None = None, *, keeps_answ
         metrics=metrics,
         are_shards_set="shards" in settings.model_fields_set,
         hash_seed=settings.hash_seed,
-        apply_blocks_max=settings.apply_blocks_max,
+        apply_blocks_max=pacing.BLOCKS_MAX,
     )
 
 

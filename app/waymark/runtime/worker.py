@@ -63,7 +63,6 @@ def worker_options(settings: Settings) -> WorkerOptions:
         stream=StreamOptions(
             on_gap=settings.on_gap,
             probe_seconds=settings.probe_seconds,
-            replay_idle_seconds=settings.replay_idle_seconds,
             publisher_timeout=settings.publisher_timeout,
             lease_seconds=settings.lease_seconds,
             stream_buffer_bytes=settings.stream_buffer_bytes,
