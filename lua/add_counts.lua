@@ -9,7 +9,7 @@
 --       count    how many, then name and increase of each
 --       prefix*  prefix keys, in hex
 --
--- {'applied', prefixes}   added; `prefixes` is about how many different prefix keys there have been
+-- {'applied', prefixes}   added; `prefixes` is the approximate number of distinct prefix keys so far
 -- {'repeated', prefixes}  the same call added them before
 
 -- Longer than a replica repeats a call.

@@ -1,13 +1,13 @@
 -- beat(workers; worker, keep_seconds, leaving) -> {verdict, worker*}
 --
--- Report that an ingest worker is alive, by the clock of Redis, and return all workers that are.
+-- Report that an ingest worker is alive, by the clock of Redis, and return all live workers.
 --
 -- KEYS  workers       zset  worker id, scored by the Redis time of its last heartbeat, in seconds
--- ARGV  worker        the worker that is alive, and after a slash how many streams it takes; '' only asks
+-- ARGV  worker        the worker that is alive, and after a slash how many streams it takes; '' only asks for the live workers
 --       keep_seconds  workers without a heartbeat for longer are removed
 --       leaving       '1': this worker is removed now
 --
--- {'applied', worker*}  the workers that are alive
+-- {'applied', worker*}  the live workers
 
 local now = tonumber(redis.call('TIME')[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - tonumber(ARGV[2]))

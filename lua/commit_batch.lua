@@ -1,7 +1,7 @@
 -- commit_batch(record, fence; publisher, token, calls, watermark, ts, newest_ts, digest, shards#2, event*) -> {verdict, watermark, calls}
 --
--- Move the watermark of a stream, and the event_ids of its batches. The caller applied the blocks on several shards
--- before, and every shard has acknowledged them.
+-- Move the watermark of a stream, and the event_ids of its batches. Before, the caller has applied the blocks on several
+-- shards, and every shard has acknowledged them.
 --
 -- KEYS  record     hash  the publisher's record; `late`: a call that was sent with fewer `calls` arrives late
 --       fence      hash  the fence of shard 0; `calls:<publisher>`: how many calls of its stream were made here
@@ -11,7 +11,7 @@
 --       watermark  seq of the batch; '' if the stream has no watermark, so that only event_ids are written
 --       ts, newest_ts, digest   the values of the batch, written with the watermark
 --       shards     how many shards have got blocks since the last commit; then for each: its number, and how many
---                  calls it has acknowledged. From that the next worker sees whether a shard has lost writes
+--                  calls it has acknowledged. This shows the next worker whether a shard has lost writes
 --       event*     holder id, event_id
 --
 -- {'applied', watermark, calls}  the new watermark; 0 if none was given. `calls` counts this call

@@ -1,13 +1,13 @@
 -- drop_fence(fence; publisher, token) -> {verdict, 0}
 --
--- Forget an ended publisher on one shard. A fence without a token rejects every caller, as a higher token does: the id
--- of the publisher is never used again.
+-- Forget an ended publisher on one shard. A fence without a token rejects every caller, as one with a higher token does,
+-- and the id of the publisher is never used again.
 --
 -- KEYS  fence      hash  the fence of the shard
 -- ARGV  publisher  its integer id
 --       token      the token under which it was ended; '' for any, if its record is known to be gone
 --
--- {'applied', 0}  the fence has nothing of the publisher any more
+-- {'applied', 0}  the fence no longer has anything about the publisher
 -- {'fenced', 0}   the fence has another token; nothing written
 
 local seen = redis.call('HGET', KEYS[1], ARGV[1])

@@ -1,15 +1,15 @@
 -- end_holder(engine, dead?; holder, is_swept) -> {verdict}
 --
 -- Begin or end the sweep of a dead holder on one shard. A call of `apply_rows` that was sent before the holder died may
--- arrive at any time after. This script leaves an `applied` that no batch exceeds, so that the call changes nothing: it
--- would write rows that nobody sweeps.
+-- arrive at any time after. This script leaves an `applied` that no batch exceeds, so that such a call changes
+-- nothing. Otherwise it would write rows that are never swept.
 --
 -- KEYS  engine    hash  the dead holder's engine hashes on this shard
 --       dead      set   holder ids still to be swept; only on the shard that has it (shard 0), else absent
 -- ARGV  holder    its id
 --       is_swept  1 if all its rows are swept, which deletes `engine`; else 0
 --
--- {'applied'}  if nothing but `applied` is left, the hash has an hour to live: no network delivers a call so late
+-- {'applied'}  done. A hash that only has `applied` expires after an hour, because no network delivers a call so late
 -- {'gone'}     the holder is not in `dead`: it was swept, or this Redis came back empty; nothing written
 
 local engine, dead, is_swept = KEYS[1], KEYS[2], ARGV[2] == '1'

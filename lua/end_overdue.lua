@@ -5,7 +5,7 @@
 -- KEYS  load          hash  the load of each target
 --       changes       zset  the targets whose loads have changed, each by the number of its last change
 --       reservations  zset  decisions under way, by the Redis ms at which each is over
--- ARGV  most          the most reservations that one call ends
+-- ARGV  most          the most reservations to end
 --
 -- {'applied', ended, now}  `ended` reservations were overdue; if it equals `most`, there may be more. `now` is the clock
 --                          of Redis in ms

@@ -1,16 +1,16 @@
 -- keep_catalog(catalog; worker, before, value, workers_max) -> {verdict}
 --
--- Change the description of a worker, of a peer, or of a group that is asked about, if no other client has changed it.
+-- Change the description of a worker, a peer, or a group about which clients ask, if no other client has changed it.
 --
 -- KEYS  catalog      hash  workers as clients describe them, the peers that they have named, or when a group was asked about
 -- ARGV  worker       the worker's id, the peer's URL, or the id of the group
 --       before       the description that the caller knows; empty for none
 --       value        the new description, as JSON; empty removes it
---       workers_max  the most of them
+--       workers_max  the most entries of the catalog
 --
 -- {'applied'}  written
--- {'other'}    it has another description; nothing written
--- {'full'}     there are too many; nothing written
+-- {'other'}    the description is another one; nothing written
+-- {'full'}     there are too many entries; nothing written
 
 local held = redis.call('HGET', KEYS[1], ARGV[1])
 if (held or '') ~= ARGV[2] then return {'other'} end

@@ -1,8 +1,8 @@
 -- keep_decisions(decisions ; length, keep_ms, entry*) -> {verdict, 0}
 --
--- Add decisions, and what became of earlier ones, to the kept decisions of a group. Without entries, only trim.
+-- Add decisions, and outcomes of earlier ones, to the kept decisions of a group. Without entries, only trim.
 --
--- KEYS  decisions  stream  kept decisions; it ends a while after its last entry, and old entries are trimmed before
+-- KEYS  decisions  stream  kept decisions. Old entries are trimmed, and the key expires a while after its last entry
 -- ARGV  length     about how many entries are kept
 --       keep_ms    how long an entry is kept
 --       entry*     pairs of a name, `decision` or `outcome`, and a JSON object; at most 100 pairs

@@ -9,7 +9,7 @@
 --       format     the caller's layout of the index
 --
 -- {'applied', id}  Redis has the ids
--- {'other', id}    the group has got this other id meanwhile; 0 if this release cannot read the group's entry. Nothing
+-- {'other', id}    the group has another id by now; 0 if this release cannot read the group's entry. Nothing
 --                  written
 
 local known = redis.call('HGET', KEYS[1], ARGV[1])

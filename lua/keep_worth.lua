@@ -1,13 +1,13 @@
 -- keep_worth(valuing, worth; walk, milliseconds, keep, value) -> {verdict, wait}
 --
--- Begin, continue or end a walk over the rows of a group, which finds what its caches are worth. There is one at a time.
+-- Begin, continue or end a walk over the rows of a group, which computes the worth of its caches. Only one runs at a time.
 --
 -- KEYS  valuing       string, PX  the nonce of the walk under way, or of the last one until the next may begin
---       worth         string, PX  what the last walk has found
+--       worth         string, PX  the result of the last walk
 -- ARGV  walk          the nonce of the caller's walk
 --       milliseconds  for how long no other walk may begin
 --       keep          for how many ms `value` is kept
---       value         what the walk has found, as JSON; empty before its end
+--       value         the result of the walk, as JSON; empty before its end
 --
 -- {'applied', 0}  the walk may continue, or its result is kept
 -- {'held', wait}  there is another walk, or the last one ended a short time ago; the next may begin in `wait` ms

@@ -10,8 +10,8 @@
 -- ARGV  publisher     its integer id
 --       token         the lease token the caller believes is the highest
 --       calls         the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
---       milliseconds  how long this counts, so that the note of a worker that has died ends; '0': the engine is reached.
---                     This also ends what failed requests have shown before
+--       milliseconds  how long this is valid, so that the note of a dead worker expires; '0': the engine is reached, which
+--                     also clears the failures of earlier requests
 --
 -- {'applied', calls}  noted; `calls` counts this call
 -- {'fenced', 0}       another worker has the stream, the publisher is gone, writes are lost, or this call is late; nothing

@@ -7,8 +7,8 @@
 --       holders    hash  the group's holder table; for a target that is not in it nothing is written
 -- ARGV  publisher  the target
 --       capacity   the most blocks of the target
---       block*     at most 512, in the order of the prompt. Of a longer prompt the last ones come first, in a call of their
---                  own: what is left of a prompt is always its beginning
+--       block*     at most 512, in the order of the prompt. A longer prompt takes several calls, its last blocks first, so
+--                  that the blocks dropped first are always those at its end
 --
 -- {'applied', count}  the target has `count` blocks
 -- {'stale', 0}        the target is gone

@@ -1,7 +1,7 @@
 -- release(load, changes, reservations, answer_times, books, drift, pulls?; reservation, part, minute, milliseconds, ttft, work, shows, delivered, prompt, completion, drift_max, tpot) -> {verdict, tokens, requests, context, drift}
 --
--- End a reservation, or its prefill part, and subtract it from the load of its target; or extend it. What was promised
--- with it, and what came of it, is added to the books.
+-- End a reservation, or its prefill part, and subtract it from the load of its target; or extend it. Its promise
+-- and its outcome are added to the books.
 --
 -- KEYS  load          hash        the load of each target; `health:<publisher>`: whether it is left out of decisions
 --       changes       zset        the targets whose loads have changed, each by the number of its last change
@@ -18,12 +18,12 @@
 --       part          'prefill': its tokens are computed; 'ok', 'failed' or 'unanswered': the request has ended; 'renew':
 --                     extend it. After 3 'failed' within 10 s, and no answer, `reserve` passes the target over for 5 s. It
 --                     then lets one request through. If this fails, too, the time doubles, up to 60 s. 'unanswered' says
---                     nothing of the target: its client has gone away before
+--                     nothing about the target, because the client left before the answer
 --       minute        the caller's clock in minutes; the counts of outcomes are halved every minute
 --       milliseconds  with 'renew', how long it lasts from now
 --       ttft          ms from the request to its first token; '' if that is not known. Only the first one counts
 --       work          prefill tokens that the target had to compute in this time
---       shows         '1': the outcome shows whether the target lives; '0': another reservation of the same request does
+--       shows         '1': the outcome shows whether the target works; '0': that of another reservation of the request does
 --       delivered     with 'ok', prompt tokens that the engine reused; '' if it does not say
 --       prompt, completion  the tokens of the prompt and of the answer, as the engine counts them; '' if not known
 --       drift_max     the share of what is expected of a target that may be missing; above it `load` gets the field

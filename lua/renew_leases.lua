@@ -1,11 +1,11 @@
 -- renew_leases(lease*, record*; milliseconds, token*) -> {verdict, state*}
 --
 -- Extend the leases of publishers of one group. A lease that ran out is taken again, if no other worker has taken it
--- meanwhile. One that was dropped is not, because nobody would drop it again.
+-- meanwhile. A dropped lease is not, because it would not be dropped again.
 --
 -- KEYS  lease*        string, PX  the tokens of the workers that have the leases
 --       record*       hash        the records of the same publishers; `worker`: the lease was not dropped; `repair`:
---                                 somebody asks for a repair
+--                                 a repair is requested
 -- ARGV  milliseconds  how long the leases last from now
 --       token*        the caller's token for each publisher
 --

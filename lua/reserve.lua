@@ -25,7 +25,7 @@
 --       repeatable        '1': the same request gets the same reservation again
 --       pulls_max         a source has at most so many copies under way
 --       sources           the number of `pulls*`, and then a word for each candidate: `-`, or the indexes of its sources
---                         with a comma behind each, the best first. The first one that has room is booked
+--                         each followed by a comma, the best first. The first one with room is booked
 --       candidate#        at most 8 publishers
 --       terms#            the terms of the candidates, separated by blanks: from, new, handicap, weight, first,
 --                         spec_milliseconds, promise. They are those of the `from`-th candidate, and of those behind it

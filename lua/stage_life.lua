@@ -1,7 +1,7 @@
 -- stage_life(holders, record, fence, dead; publisher, token, calls, before, version, above, step, life, watermark, ts, newest_ts, digest, flags, main_groups, shards#2, begin*) -> {verdict, calls, holder*}
 --
--- Prepare the holders of a new life that readers do not see, and let it take the place of the old life in one step. A
--- snapshot of an engine's cache is applied in this way: until it is whole, queries see the old life. The same call may
+-- Prepare the holders of a new life that readers do not see, and then replace the old life with it in one step. A
+-- snapshot of an engine's cache is applied in this way, so that queries see the old life until it is complete. The same call may
 -- arrive twice, and late: the script makes the change once, and never after a later change.
 --
 -- KEYS  holders  hash  the group's holder table; `version` is a new nonce after every change
@@ -11,9 +11,9 @@
 --                      `calls:<publisher>`: how many calls of its stream were made here
 --       dead     set   holder ids whose blocks are still to be swept
 -- ARGV  publisher, token, calls, before, version, above   as in new_life
---       step     'begin' assigns ids to the holders begin*, which belong to the new life; 'take' ends the live holders,
---                and those of the new life are live instead; 'fill' does the same, and a repair that somebody has asked
---                for is still to be made; 'drop' ends those of the new life, or only begin* if there are any
+--       step     'begin' assigns ids to the holders begin*, which belong to the new life; 'take' ends the live holders
+--                and makes those of the new life live; 'fill' does the same, but a requested repair stays requested;
+--                'drop' ends the holders of the new life, or only begin* if there are any
 --       life     with 'take' and 'fill': a random nonce, the name of the new life
 --       watermark, ts, newest_ts, digest, flags, main_groups   with these: the fields of the record that belong to the
 --                new life; without a watermark it has none yet, and without a digest none is known

@@ -1,11 +1,11 @@
 -- take_lease(lease, record; own, random, worker, milliseconds, above, force) -> {verdict, counter}
 --
 -- Take the lease of a publisher's stream. The caller may apply the stream once it has raised the fence on every shard.
--- A call that is sent again, because its reply was lost, finds the token of its first copy, and takes no further one.
+-- A call that is sent again, because its reply was lost, finds the token of its first copy, and takes no other one.
 --
 -- KEYS  lease         string, PX  the token of the worker that has the lease
 --       record        hash        the publisher's record; `token` is the highest token so far, `worker` is its owner
--- ARGV  own           a token that the caller has already, if it takes a larger one; else ''
+-- ARGV  own           the caller's present token, if it needs a larger one; else ''
 --       random        the random part of the new token, `<counter>.<random>`
 --       worker        the worker that asks
 --       milliseconds  how long the lease lasts

@@ -5,7 +5,7 @@
 -- KEYS  queue         stream  names of responses
 -- ARGV  group         the consumer group
 --       consumer      the caller's name
---       count         how many at most
+--       count         the most entries to return
 --       milliseconds  how long an entry stays with its consumer before another one may take it
 --
 -- {'applied', id, name, kind, ...}  three texts for each entry; `kind` is `response` or `deletion`
