@@ -7,6 +7,7 @@ engines of a group take requests, for questions that any engine can answer.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Sequence
 from time import monotonic
 from typing import NamedTuple
@@ -25,8 +26,8 @@ from waymark.store.redis.client import RedisClient
 
 #: The claims decoded in one turn of the event loop; ten thousand take a third of a second.
 _SLICE_CLAIMS = 256
-#: One of so many polls of a worker reads all claims.
-_WHOLE_POLLS = 20
+#: Of so many polls of a worker without a change, one or two read all claims.
+_WHOLE_POLLS = 40
 #: How long ``EngineAddresses`` uses the registrations that it has read.
 _ADDRESSES_SECONDS = 1.0
 
@@ -136,8 +137,8 @@ class PolledClaims:
     replies, however many claims there are.
 
     Each write of a claim replaces the nonce in ``wm:version:{wm:publishers}``. The number of claims shows a claim that
-    was deleted by hand. One of ``_WHOLE_POLLS`` polls reads all claims, in case one was changed by hand or by an
-    earlier release.
+    was deleted by hand. Some polls read all claims without a reason, in case one was changed by hand or by an earlier
+    release.
     """
 
     def __init__(self, client: RedisClient, directory: Directory) -> None:
@@ -155,7 +156,9 @@ class PolledClaims:
         # A Redis that came back empty has no version, and neither has one that only an earlier release has written to.
         if state != self._state or state[0] is None or not self._left:
             claims = await self._directory.claims()
-            self._claims, self._state, self._left = claims, state, _WHOLE_POLLS
+            self._claims, self._state = claims, state
+            # Workers see a change at the same time, and should not all read the claims again at the same time.
+            self._left = random.randint(_WHOLE_POLLS // 2, _WHOLE_POLLS)
         self._left -= 1
         return self._claims
 
