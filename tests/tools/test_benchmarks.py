@@ -34,6 +34,7 @@ from tools.benchmarks import (
     replicas,
     scale,
     scale_engines,
+    scale_model,
     visible,
 )
 from tools.benchmarks.__main__ import main
@@ -41,8 +42,11 @@ from tools.benchmarks.capacity import (
     HEARTBEAT,
     KINDS,
     SHARE_USED,
+    Arrival,
     Cost,
     Model,
+    Processes,
+    Traffic,
     limits,
     needs,
     rates,
@@ -416,6 +420,12 @@ def test_cpu_time_is_what_the_process_has_used() -> None:
         cpu_seconds(2**22 + 1)
 
 
+def _arrival(worker: float = 0, redis: float = 0, home: float = 0, replica: float = 0) -> Arrival:
+    """What costs half if it waits."""
+    alone = Cost(worker, redis, home, replica)
+    return Arrival(alone, alone * 0.5)
+
+
 MODEL = Model(
     shards=12,
     nodes=3,
@@ -424,27 +434,63 @@ MODEL = Model(
     another=Cost(worker=5_000),
     silent=Cost(worker=50, redis=10),
     registered=Cost(worker=20),
-    awake=Cost(worker=200, redis=60, home=20),
-    frames={HEARTBEAT: Cost(100, 50, 10)} | dict.fromkeys(KINDS, Cost(worker=400, redis=200, home=10)),
+    awake=_arrival(worker=100),
+    report=_arrival(worker=100, redis=60, home=20),
+    frames={HEARTBEAT: _arrival(100, 50, 10)} | dict.fromkeys(KINDS, _arrival(400, 200, 10)),
     frame_bytes=dict.fromkeys(KINDS, 5_000.0),
-    query=Cost(redis=60, replica=200),
-    short_query=Cost(redis=20, replica=100),
+    query=_arrival(redis=60, replica=200),
+    short_query=_arrival(redis=20, replica=100),
     query_bytes=50_000,
 )
 
 
 def test_the_parts_of_a_fleet_add_up() -> None:
-    frames = {"stored": 40.0, "decoded": 10.0}
+    traffic = Traffic(100, {"stored": 40.0, "decoded": 10.0}, awake=70.0, reports=50.0, queries=20.0, short_queries=5.0)
 
-    second = MODEL.second(100, frames, 20.0, workers=2, replicas=3, short_queries=5.0)
+    for share, part in ((0.0, 1.0), (1.0, 0.5), (0.6, 0.7)):
+        second = MODEL.at(share, traffic, workers=2, replicas=3)
 
-    # 50 of the 100 streams get a frame in this second; each worker reads all registrations.
-    assert second.worker == 2 * 5_000 + 100 * 50 + 100 * 20 + 50 * 200 + 50 * 400
-    assert second.redis == 3_000 + 100 * 10 + 50 * 60 + 50 * 200 + 20 * 60 + 5 * 20
-    assert second.replica == 3 * 1_000 + 20 * 200 + 5 * 100
-    # The node with the group's own keys has all of these, and a third of the rest.
-    assert second.home == 50 * 20 + 50 * 10
-    assert second.hottest(3) == pytest.approx(second.home + (second.redis - second.home) / 3)
+        # Each worker reads all registrations.
+        fixed = 2 * 5_000 + 100 * 50 + 100 * 20
+        assert second.worker == pytest.approx(fixed + part * (70 * 100 + 50 * 100 + 50 * 400))
+        assert second.redis == pytest.approx(3_000 + 100 * 10 + part * (50 * 60 + 50 * 200 + 20 * 60 + 5 * 20))
+        assert second.replica == pytest.approx(3 * 1_000 + part * (20 * 200 + 5 * 100))
+        # The node with the group's own keys has all of these, and a third of the rest.
+        assert second.home == pytest.approx(part * (50 * 20 + 50 * 10))
+        assert second.hottest(3) == pytest.approx(second.home + (second.redis - second.home) / 3)
+
+
+@pytest.mark.parametrize("ready", [1.0, 2.0])
+def test_each_process_is_as_busy_as_what_finds_it_so_makes_it(ready: float) -> None:
+    traffic = Traffic(100, {"stored": 1_000.0}, awake=100.0, reports=100.0, queries=1_000.0)
+
+    second = MODEL.second(traffic, 2, 4, 3, Processes(ready, ready, ready, ready))
+
+    for name, processes in (("worker", 2), ("replica", 3)):
+        used = getattr(second, name)
+        busy = used / processes / 1e6 * ready
+        assert used == pytest.approx(getattr(MODEL.at(busy, traffic, 2, 3), name))
+    home = second.hottest(4)
+    assert home == pytest.approx(MODEL.at(home / 1e6 * ready, traffic, 2, 3).hottest(4))
+    other = (second.redis - home) / 3
+    met = MODEL.at(other / 1e6 * ready, traffic, 2, 3)
+    assert other == pytest.approx((met.redis - met.home) / 4)
+
+
+def test_what_is_busy_all_the_time_gets_only_what_waits() -> None:
+    traffic = Traffic(100, {"stored": 5_000.0}, awake=0.0, reports=0.0)
+
+    assert MODEL.second(traffic).worker == MODEL.at(1.0, traffic).worker > 1e6
+
+
+def test_streams_of_a_fleet_are_awake_as_often_as_they_get_a_frame() -> None:
+    rare, often = Traffic.of(1_000, 0.001), Traffic.of(1_000)
+
+    frames = sum(rare.frames.values())
+    assert rare.awake == pytest.approx(2.5 * frames, rel=0.05)
+    assert rare.reports == pytest.approx(frames, rel=0.05)
+    assert (often.awake, often.reports) == pytest.approx((1_000, 1_000))
+    assert often.queries == 2_000
 
 
 def test_a_fleet_gets_as_many_processes_as_keep_each_below_its_share() -> None:
@@ -463,6 +509,41 @@ def test_a_fleet_gets_as_many_processes_as_keep_each_below_its_share() -> None:
     assert "workers that only read registrations" not in dict(limits(replace(MODEL, registered=Cost())))
 
 
+def test_what_comes_alone_is_told_from_what_waits() -> None:
+    """The steps are made from known costs; each process is busy in another part of the time in each."""
+    known = {"awake": _arrival(600), "heartbeat": _arrival(700, 90, 90), "stored": _arrival(900, 400, 100)}
+
+    def step(busy: Processes, **counts: float) -> scale_model.Step:
+        second = Cost()
+        for name, count in counts.items():
+            each = {}
+            for process in ("worker", "home", "other", "replica"):
+                met = known[name].at(getattr(busy, process)).divided(1, 3, 1)
+                each[process] = getattr(met, process) * count
+            second += Cost.of(Processes(**each), 1, 3, 1, received=10 * count, sent=count)
+        return scale_model.Step(counts, busy, second)
+
+    rare, often = Processes(0.2, 0.1, 0.05, 0.0), Processes(0.8, 0.6, 0.5, 0.0)
+    steps = [
+        *(step(busy, heartbeat=100.0, awake=200.0) for busy in (rare, often)),
+        *(step(busy, heartbeat=300.0, awake=50.0) for busy in (rare, often)),
+        *(step(busy, stored=100.0, awake=200.0) for busy in (rare, often)),
+    ]
+
+    found = scale_model.arrivals(steps, list(known), ("worker", "home", "other"), 3)
+
+    for told, name in zip(found, known, strict=True):
+        for cost, expected in ((told.alone, known[name].alone), (told.waiting, known[name].waiting)):
+            assert (cost.worker, cost.redis, cost.home, cost.replica) == pytest.approx(
+                (expected.worker, expected.redis, expected.home, 0.0), rel=0.01, abs=0.5
+            )
+            assert (cost.received, cost.sent) == pytest.approx((10.0, 1.0))
+
+
+def test_no_constant_is_below_zero() -> None:
+    assert scale_model.least_squares([[1.0, 0.0], [1.0, 1.0]], [5.0, 3.0]) == pytest.approx([4.0, 0.0])
+
+
 def test_a_model_is_read_as_it_was_written_and_put_into_a_page(tmp_path: Path) -> None:
     path, page = tmp_path / "model.json", tmp_path / "page.md"
     write_model(path, MODEL, "100 streams")
@@ -476,9 +557,12 @@ def test_a_model_is_read_as_it_was_written_and_put_into_a_page(tmp_path: Path) -
     assert text.endswith("<!-- /model -->\n\nafter\n")
     assert "old" not in text
     assert "| 10,000, 1e+10 | 326 GiB |" in text
-    path.write_text("{}")
-    with pytest.raises(SystemExit, match="is no model; scale_model --json writes one"):
-        read_model(path)
+    before = json.loads(path.read_text())
+    before["model"]["query"] = before["model"]["query"]["alone"]
+    for old in ("{}", json.dumps(before)):
+        path.write_text(old)
+        with pytest.raises(SystemExit, match="no model as this version writes it; measure one with scale_model --json"):
+            read_model(path)
 
 
 def test_each_stream_of_a_fleet_tells_its_rank_and_removes_what_it_stored() -> None:
@@ -502,6 +586,22 @@ def test_each_stream_of_a_fleet_tells_its_rank_and_removes_what_it_stored() -> N
             else:
                 assert held.issuperset(event["block_hashes"])
                 held.difference_update(event["block_hashes"])
+
+
+def test_a_stream_is_awake_from_each_frame_on_and_no_two_kinds_come_together() -> None:
+    first, second = scale_engines.streams_of(1, 2, ranked=0)
+    frames = [
+        scale_engines.Frame(at, stream, b"", "stored", 64) for at, stream in ((0, first), (1, second), (2, first))
+    ]
+
+    assert scale_engines.behind_frames(frames, 2.5, 10.0) == 4.5 + 2.5
+    assert scale_engines.behind_frames(frames, 1.0, 10.0) == 3.0
+    assert scale_engines.behind_frames(frames, 2.5, 3.0) == 3.0 + 2.0
+
+    cache = scale_engines.Cache(first, blocks=256)
+    list(cache.fill())
+    times = [frame.at for frame in cache.traffic(KINDS, share=0.1, heartbeats=0.0, seconds=10.0)]
+    assert len(set(times)) == len(times)
 
 
 @pytest.mark.long

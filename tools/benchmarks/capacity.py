@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from math import ceil
+from math import ceil, expm1
 from pathlib import Path
 
 #: What an engine is taken to do: the blocks that its cache holds, the blocks per second that it stores in prefill (64
@@ -27,6 +27,8 @@ HEARTBEAT = "heartbeat"
 GIB = 2**30
 #: Of a core, or of a setting, that a plan uses.
 SHARE_USED = 0.6
+#: After a frame a worker looks often at its stream for so long, and it writes the counters of a stream so often.
+AWAKE_SECONDS, REPORT_SECONDS = 2.5, 1.0
 #: What WAYMARK_SHARDS may be.
 SHARDS_MAX = 256
 MARKS = ("<!-- model -->", "<!-- /model -->")
@@ -38,6 +40,18 @@ def rates(share: float = 1.0) -> dict[str, float]:
     """Return how many frames of each kind an engine publishes in a second, at a share of the rates above."""
     blocks = {"stored": ENGINE_PREFILL, "decoded": ENGINE_DECODE, "removed": ENGINE_PREFILL + ENGINE_DECODE}
     return {kind: share * count / BLOCKS_OF_FRAME[kind] for kind, count in blocks.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """A figure of each kind of process."""
+
+    worker: float = 1.0
+    home: float = 1.0
+    """The node with the keys of the group itself."""
+    other: float = 1.0
+    """Each other node."""
+    replica: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +86,53 @@ class Cost:
         """Return the CPU of the node with the group's own keys."""
         return self.home + (self.redis - self.home) / nodes
 
+    @classmethod
+    def of(
+        cls, each: Processes, workers: int, nodes: int, replicas: int, received: float = 0.0, sent: float = 0.0
+    ) -> Cost:
+        """Return what all processes take if each of a kind takes this CPU."""
+        redis = each.home + each.other * (nodes - 1)
+        return cls(each.worker * workers, redis, each.home - each.other, each.replica * replicas, received, sent)
+
+    def divided(self, workers: int, nodes: int, replicas: int) -> Processes:
+        """Return the CPU of each process."""
+        other = (self.redis - self.home) / nodes
+        return Processes(self.worker / workers, self.home + other, other, self.replica / replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The cost of something that comes at any time: if the process that gets it sleeps, and if it has to wait."""
+
+    alone: Cost
+    waiting: Cost
+
+    def at(self, share: float) -> Cost:
+        """Return the cost if the process is busy for this share of the time."""
+        return self.alone * (1 - share) + self.waiting * share
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the streams and clients of a fleet do in a second."""
+
+    streams: int
+    frames: Mapping[str, float]
+    """By kind."""
+    awake: float
+    """Streams that got a frame within ``AWAKE_SECONDS``, on average."""
+    reports: float
+    queries: float = 0.0
+    short_queries: float = 0.0
+
+    @classmethod
+    def of(cls, engines: int, share: float = 1.0) -> Traffic:
+        """Return the traffic of engines that do a share of the rates above, each at times of its own."""
+        each = rates(share)
+        awake, reports = (engines * -expm1(-length * sum(each.values())) for length in (AWAKE_SECONDS, REPORT_SECONDS))
+        frames = {kind: rate * engines for kind, rate in each.items()}
+        return cls(engines, frames, awake, reports, engines * ENGINE_QUERIES * share)
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -89,34 +150,52 @@ class Model:
     """A second of a registered stream whose engine publishes nothing, in the only worker."""
     registered: Cost
     """A second of a stream for each further worker, which reads all registrations."""
-    awake: Cost
-    """A second of a stream that gets frames, beyond ``silent`` and the frames: its looks at itself, and its report."""
-    frames: Mapping[str, Cost]
-    """A frame of each kind, alone; a heartbeat has no events, but moves the watermark as any other."""
+    awake: Arrival
+    """A second of a stream that got a frame within ``AWAKE_SECONDS``, beyond ``silent``: its looks at itself."""
+    report: Arrival
+    """The counters of a stream that are written, at most once in ``REPORT_SECONDS``."""
+    frames: Mapping[str, Arrival]
+    """A frame of each kind; a heartbeat has no events, but moves the watermark as any other."""
     frame_bytes: Mapping[str, float]
-    query: Cost
+    query: Arrival
     """A query of 512 blocks that one engine has."""
-    short_query: Cost
+    short_query: Arrival
     """The same of four blocks."""
     query_bytes: float
 
-    def second(
-        self,
-        streams: int,
-        frames: Mapping[str, float],
-        queries: float,
-        *,
-        workers: int = 1,
-        replicas: int = 1,
-        short_queries: float = 0.0,
-    ) -> Cost:
-        """Return what a second of a fleet costs. ``frames`` and queries are those of a second, of the whole fleet."""
-        awake = min(float(streams), sum(frames.values()))
+    def at(self, share: float, traffic: Traffic, workers: int = 1, replicas: int = 1) -> Cost:
+        """Return what a second of a fleet costs if each process is busy for this share of the time."""
         found = self.rest + Cost(replica=self.rest.replica) * (replicas - 1) + self.another * (workers - 1)
-        found += self.silent * streams + self.registered * (streams * (workers - 1)) + self.awake * awake
-        for kind, count in frames.items():
-            found += self.frames[kind] * count
-        return found + self.query * queries + self.short_query * short_queries
+        found += self.silent * traffic.streams + self.registered * (traffic.streams * (workers - 1))
+        found += self.awake.at(share) * traffic.awake + self.report.at(share) * traffic.reports
+        for kind, count in traffic.frames.items():
+            found += self.frames[kind].at(share) * count
+        found += self.query.at(share) * traffic.queries
+        return found + self.short_query.at(share) * traffic.short_queries
+
+    def second(
+        self, traffic: Traffic, workers: int = 1, nodes: int = 1, replicas: int = 1, ready: Processes | None = None
+    ) -> Cost:
+        """Return what a second of a fleet costs, of which each process is as busy as it then is.
+
+        ``ready``: how long a process is ready to run or runs, per second of its CPU time; 1 if it has its own core.
+        """
+        alone, waiting = (self.at(share, traffic, workers, replicas) for share in (0.0, 1.0))
+        parts = (
+            alone.divided(workers, nodes, replicas),
+            waiting.divided(workers, nodes, replicas),
+            ready or Processes(),
+        )
+        used = (_used(*(getattr(part, each.name) for part in parts)) for each in fields(Processes))
+        return Cost.of(Processes(*used), workers, nodes, replicas, alone.received, alone.sent)
+
+
+def _used(alone: float, waiting: float, ready: float) -> float:
+    """Return the CPU of a process in a second: ``used = alone - (alone - waiting) * busy``, where ``busy`` is the share
+    of the time in which it runs or is ready to run, ``used * ready``.
+    """
+    used = alone / (1 + (alone - waiting) * ready / 1e6)
+    return used if used * ready < 1e6 else waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +215,23 @@ class Needs:
 
 def needs(model: Model, engines: int, share: float = 1.0) -> Needs:
     """Return how many processes a fleet needs, each of which uses at most ``SHARE_USED`` of a core."""
-    frames = {kind: rate * engines for kind, rate in rates(share).items()}
-    queries = engines * ENGINE_QUERIES * share
-    alone = model.second(engines, frames, queries)
+    traffic = Traffic.of(engines, share)
+    alone = model.at(SHARE_USED, traffic)
     replicas = max(1, ceil((alone.replica - model.rest.replica) / (SHARE_USED * 1e6 - model.rest.replica)))
     # Each worker also reads all registrations, so what is left of it for its own streams is less in a large fleet.
     reading = model.rest.worker + model.registered.worker * engines
     own = alone.worker - reading  # of the first worker; the others rest, and read, too
     left = SHARE_USED * 1e6 - reading
     workers = max(1, ceil(own / left)) if left > 0 else 0
-    second = model.second(engines, frames, queries, workers=max(1, workers), replicas=replicas)
+    second = model.at(SHARE_USED, traffic, max(1, workers), replicas)
     spread = SHARE_USED * 1e6 - second.home
     primaries = max(1, ceil((second.redis - second.home) / spread)) if spread > 0 else 0
+    if workers and primaries:
+        second = model.second(traffic, workers, primaries, replicas)
     return Needs(
         workers, replicas, primaries, second,
-        sum(model.frame_bytes[kind] * count for kind, count in frames.items()), queries * model.query_bytes,
+        sum(model.frame_bytes[kind] * count for kind, count in traffic.frames.items()),
+        traffic.queries * model.query_bytes,
     )  # fmt: skip
 
 
@@ -159,7 +240,7 @@ def limits(model: Model) -> list[tuple[str, float]]:
 
     What costs so little that it was not measured is never full.
     """
-    one = model.second(1, rates(), ENGINE_QUERIES) - model.second(0, {}, 0)
+    one = model.at(SHARE_USED, Traffic.of(1)) - model.at(SHARE_USED, Traffic.of(0))
     costs = {
         "one Redis without a Cluster": one.redis,
         "one worker": one.worker,
@@ -179,19 +260,27 @@ FLEETS = ((100, ENGINE_BLOCKS), (1_000, ENGINE_BLOCKS), (10_000, ENGINE_BLOCKS),
 
 
 def constants(model: Model) -> str:
-    rows = [
+    always = [
         ("a second of a worker and a replica at rest", model.rest),
         ("a second of each further worker", model.another),
         ("a second of a silent stream", model.silent),
         ("the same, for each further worker", model.registered),
-        ("a second of a stream that gets frames, beyond that", model.awake),
+    ]
+    arrivals = [
+        (f"a second of a stream within {AWAKE_SECONDS:g} s after a frame, beyond that", model.awake),
+        ("a report of a stream", model.report),
         ("a frame without events", model.frames[HEARTBEAT]),
         *((f"a frame of {BLOCKS_OF_FRAME[kind]} blocks {kind}", model.frames[kind]) for kind in KINDS),
         ("a query of 512 blocks", model.query),
         ("a query of 4 blocks", model.short_query),
     ]
     head = ("What", "Worker, us", "Redis, us", "of it home, us", "Replica, us", "To Redis, bytes", "From Redis, bytes")
-    return _table(head, [(what, *map(_number, asdict(cost).values())) for what, cost in rows])
+    rows = [(what, *map(_number, asdict(cost).values())) for what, cost in always]
+    for what, arrival in arrivals:
+        names = ("worker", "redis", "home", "replica")
+        both = ([_number(getattr(cost, name)) for cost in (arrival.alone, arrival.waiting)] for name in names)
+        rows.append((what, *map(", ".join, both), _number(arrival.alone.received), _number(arrival.alone.sent)))
+    return _table(head, rows)
 
 
 def fleets(model: Model) -> str:
@@ -252,16 +341,24 @@ def write_model(path: Path, model: Model, about: str) -> None:
 
 
 def read_model(path: Path) -> tuple[Model, str]:
-    """Return the model of a file, and what it was measured on. SystemExit if the file has none."""
+    """Return the model of a file, and what it was measured on. SystemExit if the file has none of this form."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         given = document["model"]
-        for name in ("rest", "another", "silent", "registered", "awake", "query", "short_query"):
+        for name in ("rest", "another", "silent", "registered"):
             given[name] = Cost(**given[name])
-        given["frames"] = {kind: Cost(**given["frames"][kind]) for kind in (HEARTBEAT, *KINDS)}
+        for name in ("awake", "report", "query", "short_query"):
+            given[name] = _arrival(given[name])
+        given["frames"] = {kind: _arrival(given["frames"][kind]) for kind in (HEARTBEAT, *KINDS)}
         return Model(**given), document["about"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path} is no model; scale_model --json writes one: {error!r}") from None
+        raise SystemExit(
+            f"{path} has no model as this version writes it; measure one with scale_model --json: {error!r}"
+        ) from None
+
+
+def _arrival(given: Mapping[str, Mapping[str, float]]) -> Arrival:
+    return Arrival(Cost(**given["alone"]), Cost(**given["waiting"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

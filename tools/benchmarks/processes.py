@@ -29,6 +29,8 @@ START_SECONDS = 120.0
 SETTLE_SECONDS = 120.0
 
 
+#: The priority of a process that gives way to all others.
+_LEAST = 19
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,11 +49,36 @@ def queue_seconds(pid: int) -> float:
     return int(waited) / 1e9
 
 
+def ready_seconds(pid: int) -> float:
+    """How long the main thread of a process has run or been ready to run."""
+    ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
+    return (int(ran) + int(waited)) / 1e9
+
+
 def prefer(priority: int, *pids: int) -> None:
     """Give these processes a core whenever they are ready to run, before all of a lower priority."""
     for pid in pids:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(priority))
+
+
+@contextmanager
+def on_one_core(first: Sequence[int], last: Sequence[int]) -> Iterator[None]:
+    """Let these processes share one core, the first of this process. The last ones give way to all others."""
+    cores = os.sched_getaffinity(0)
+    try:
+        for pid in (*first, *last):
+            _put(pid, {min(cores)}, _LEAST if pid in last else 0)
+        yield
+    finally:
+        for pid in (*first, *last):
+            _put(pid, cores, 0)
+
+
+def _put(pid: int, cores: set[int], priority: int) -> None:
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
+        os.setpriority(os.PRIO_PROCESS, int(thread.name), priority)
 
 
 _AWAKE = """

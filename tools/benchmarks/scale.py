@@ -10,11 +10,13 @@ and each as busy as an engine. Engines publish over ZMQ from a few processes, wi
 replicas and the nodes of the Cluster are processes of their own, as many as the model says if no number is given.
 What each of them costs is its CPU time, so that other processes on the machine hardly matter. The constants of the
 model are measured first, or read from what ``scale_model --json`` has written; each is measured by itself, with few
-engines, so the run shows whether their sum explains a fleet. It does so only if the workers keep up: frames that wait
-are applied together, which costs less. Answers are checked: the engine that is asked for has its whole prompt.
-Meanwhile a probe publishes, and looks by ``/query`` for what it has published. A share of 0 shows what silent engines
-cost. ``--single`` is one Redis and no Cluster. ``--awake`` keeps the cores awake, as those of a machine in use are:
-one that sleeps loses its caches to other guests of the host, and a frame costs up to twice as much.
+engines, so the run shows whether their sum explains a fleet. All processes share the cores of this machine with the
+engines, which no fleet has there. So the run measures how long a process that is ready to run waits for a core, and the
+model gets that: what comes meanwhile is applied together, which costs less. Answers are checked: the engine that is
+asked for has its whole prompt. Meanwhile a probe publishes, and looks by ``/query`` for what it has published. A share
+of 0 shows what silent engines cost. ``--single`` is one Redis and no Cluster. ``--awake`` keeps the cores awake, as
+those of a machine in use are: one that sleeps loses its caches to other guests of the host, and a frame costs up to
+twice as much.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 
 from tools.benchmarks import scale_model, visible
-from tools.benchmarks.capacity import ENGINE_QUERIES, KINDS, Cost, Model, needs, read_model
+from tools.benchmarks.capacity import ENGINE_QUERIES, KINDS, Cost, Model, Processes, Traffic, needs, read_model
 from tools.benchmarks.feed import STORE_BLOCKS
 from tools.benchmarks.processes import awake_cores, wait_until
 from tools.benchmarks.report import aligned
@@ -52,6 +54,8 @@ class Measured:
     probe_queries: int
     behind: int
     """Frames that were not applied at the end."""
+    ready: Processes
+    """How long a process was running or ready to run, per second of its CPU time."""
     calls: float
     nodes: tuple[float, ...]
     bytes: int
@@ -77,27 +81,29 @@ def measure(options: argparse.Namespace, workers: int, replicas: int) -> Measure
             before, began = system.spent(), monotonic()
             with askers.asking(len(streams) * ENGINE_QUERIES * options.share, options.seconds):
                 published = engines.publish()
-            sleep(scale_model.TAIL_SECONDS)
             seconds, spent = monotonic() - began, system.spent().since(before)
             behind = system.behind(published.sequences)
             wait_until(probe.is_done, "the probe is done")
             latencies = sorted(probe.latencies_ms())
         system.wait_for(published.sequences)
+        ready, cpu = system.ready(spent), system.cpu(spent)
+        waits = (getattr(ready, each.name) / max(1.0, getattr(cpu, each.name)) for each in fields(Processes))
         return Measured(
             seconds, system.cost(spent, seconds), published, askers.asked, latencies, probe.asked,
-            behind, spent.calls, spent.nodes, system.data_bytes(), system.version(),
+            behind, Processes(*waits), spent.calls, spent.nodes, system.data_bytes(), system.version(),
         )  # fmt: skip
 
 
 def modelled(options: argparse.Namespace, model: Model, found: Measured, workers: int, replicas: int) -> Cost:
     """Return what a second of the run costs by the model, with the frames and queries that there were."""
-    seconds, streams = found.seconds, len(streams_of(1, options.engines, options.ranked))
-    frames = {kind: found.published.frames[kind] / seconds for kind in KINDS}
+    seconds, published = found.seconds, found.published
+    frames = {kind: published.frames[kind] / seconds for kind in KINDS}
     frames["stored"] += len(found.probes_ms) / seconds
-    return model.second(
-        streams + 1, frames, found.queries / seconds, workers=workers, replicas=replicas,
-        short_queries=found.probe_queries / seconds,
+    traffic = Traffic(
+        len(streams_of(1, options.engines, options.ranked)) + 1, frames, published.awake / seconds + 1,
+        published.reports / seconds + 1, found.queries / seconds, found.probe_queries / seconds,
     )  # fmt: skip
+    return model.second(traffic, workers, model.nodes, replicas, found.ready)
 
 
 def print_table(options: argparse.Namespace, model: Model, found: Measured, workers: int, replicas: int) -> None:
@@ -111,6 +117,8 @@ def print_table(options: argparse.Namespace, model: Model, found: Measured, work
             (what, f"{measured / 1e6:.3f} cores", f"{told / 1e6:.3f} cores", f"{ratio:.2f}", "yes" if is_near else "no")
         )
     print(aligned(lines))
+    waits = ", ".join(f"{name} {getattr(found.ready, name):.1f}" for name in ("worker", "home", "other", "replica"))
+    print(f"running or ready to run per second of CPU time: {waits}")
     p50, p99 = (found.probes_ms[len(found.probes_ms) * percent // 100] for percent in (50, 99))
     print(
         f"published to visible by /query, {len(found.probes_ms)} probes: p50 {p50:.1f} ms, p99 {p99:.1f} ms, "

@@ -6,26 +6,28 @@ Prints the endpoints of its streams as JSON; engines up to number RANKED have ei
 cache of its own. Each line on standard input is a step as JSON, and each step prints a line when it is done:
 
 - ``{"step": "fill"}`` publishes the BLOCKS that each cache has at the beginning
-- ``{"step": "make", "seconds": 30, "share": 0.1, "kinds": ["stored"], "heartbeats": 1}`` makes the frames of so many
-  seconds: of the given kinds at a share of the rate of the capacity model, and so many empty batches a second
-- ``{"step": "go"}`` publishes them at their times, and prints what was published
+- ``{"step": "make", "seconds": 30, "share": 0.1, "kinds": ["stored"], "heartbeats": 1, "every": 1}`` makes the frames
+  of so many seconds: of the given kinds at a share of the rate of the capacity model, and so many empty batches a
+  second, of each stream or of every so manieth
+- ``{"step": "go"}`` publishes them at their times, waits a second, and prints what was published
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import zmq
 
 from tools.benchmarks import feed, prompts
-from tools.benchmarks.capacity import HEARTBEAT, rates
+from tools.benchmarks.capacity import AWAKE_SECONDS, HEARTBEAT, REPORT_SECONDS, rates
 from tools.benchmarks.feed import STORE_BLOCKS, Publisher
 from tools.benchmarks.prompts import BLOCK_SIZE, PIECE_BLOCKS
 from tools.benchmarks.streams import SEQUENCES
@@ -35,6 +37,8 @@ RANKS = 8
 KEPT_PIECES = PROMPT_PIECES = 16
 #: Numbers of pieces between the first of one stream and that of the next.
 _STREAM_PIECES = 100_000
+#: After the last frame, until all are applied if the worker keeps up.
+_TAIL_SECONDS = 1.0
 #: Blocks that a sequence decodes before another takes its place.
 _DECODED_BLOCKS = PIECE_BLOCKS
 
@@ -92,14 +96,18 @@ class Cache:
             yield next(self._prefill)
 
     def traffic(self, kinds: Sequence[str], share: float, heartbeats: float, seconds: float) -> Iterator[Frame]:
-        """Yield frames in order of their time; each stream begins at another moment."""
-        phase = ((self._stream.engine + self._stream.rank / RANKS) * 0.618034) % 1
+        """Yield frames in order of their time. Each kind of each stream begins at a moment of its own, so a frame comes
+        to a worker at any time, whatever it is doing.
+        """
         per_second = {kind: rates(share)[kind] for kind in kinds} | {HEARTBEAT: heartbeats}
-        due = sorted((phase / rate, kind, 1 / rate) for kind, rate in per_second.items() if rate)
+        due = sorted((self._phase(kind) / rate, kind, 1 / rate) for kind, rate in per_second.items() if rate)
         while due and due[0][0] < seconds:
             at, kind, every = heappop(due)
             yield Frame(at, self._stream, *self._frame(kind))
             heappush(due, (at + every, kind, every))
+
+    def _phase(self, kind: str) -> float:
+        return random.Random(f"{self._stream} {kind}").random()
 
     def _frame(self, kind: str) -> tuple[bytes, str, int]:
         rank = self._stream.rank
@@ -133,6 +141,19 @@ class Cache:
                 parent = block_hash
 
 
+def behind_frames(frames: Sequence[Frame], seconds: float, end: float) -> float:
+    """Return for how long streams are at most so many seconds behind a frame of theirs, summed over the streams.
+
+    The frames are in order of their time.
+    """
+    total, until = 0.0, dict[StreamName, float]()
+    for frame in frames:
+        over = min(frame.at + seconds, end)
+        total += over - max(frame.at, until.get(frame.stream, 0.0))
+        until[frame.stream] = over
+    return total
+
+
 class _Engines:
     def __init__(self, streams: Sequence[StreamName], blocks: int) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -149,10 +170,10 @@ class _Engines:
                 self._publishers[stream].send(payload)
         return self._sequences()
 
-    def make(self, seconds: float, share: float, kinds: Sequence[str], heartbeats: float) -> dict[str, Any]:
+    def make(self, seconds: float, share: float, kinds: Sequence[str], heartbeats: float, every: int) -> dict[str, Any]:
         self._seconds = seconds
-        traffic = (cache.traffic(kinds, share, heartbeats, seconds) for cache in self._caches.values())
-        self._frames = sorted(chain.from_iterable(traffic))
+        caches = islice(self._caches.values(), 0, None, every)
+        self._frames = sorted(chain.from_iterable(each.traffic(kinds, share, heartbeats, seconds) for each in caches))
         return {"frames": len(self._frames)}
 
     def go(self) -> dict[str, Any]:
@@ -165,8 +186,11 @@ class _Engines:
             sent[frame.kind] += 1
             blocks[frame.kind] += frame.blocks
             size[frame.kind] += len(frame.payload)
-        time.sleep(max(0.0, self._seconds - (time.monotonic() - began)))
-        return self._sequences() | {"frames": sent, "blocks": blocks, "bytes": size, "latest": latest}
+        end = self._seconds + _TAIL_SECONDS
+        time.sleep(max(0.0, end - (time.monotonic() - began)))
+        awake, reports = (behind_frames(self._frames, length, end) for length in (AWAKE_SECONDS, REPORT_SECONDS))
+        counts = {"frames": sent, "blocks": blocks, "bytes": size}
+        return self._sequences() | counts | {"latest": latest, "awake": awake, "reports": reports / REPORT_SECONDS}
 
     def _sequences(self) -> dict[str, Any]:
         return {"sequences": {str(stream): publisher.seq for stream, publisher in self._publishers.items()}}

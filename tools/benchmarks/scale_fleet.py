@@ -14,15 +14,23 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.topologies import farm, start_cluster
 from tools.benchmarks import prompts
-from tools.benchmarks.capacity import Cost
-from tools.benchmarks.processes import Server, cpu_seconds, redis_server, wait_until, waymark
+from tools.benchmarks.capacity import Cost, Processes
+from tools.benchmarks.processes import (
+    Server,
+    cpu_seconds,
+    on_one_core,
+    ready_seconds,
+    redis_server,
+    wait_until,
+    waymark,
+)
 from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, PIECE_TOKENS
 from tools.benchmarks.scale_engines import KEPT_PIECES, StreamName, kept_prompt
 from waymark.store import keys
@@ -38,15 +46,20 @@ SHORT_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What each part has used so far, or in a time: CPU in microseconds, and what Redis was sent and answered."""
+    """What each part has used so far, or in a time: CPU in microseconds, and for how many microseconds the main threads
+    were running or ready to run.
+    """
 
     worker: float
     nodes: tuple[float, ...]
     replica: float
+    worker_ready: float
+    nodes_ready: tuple[float, ...]
+    replica_ready: float
     calls: float
     """Of scripts."""
     received: float
-    """Bytes."""
+    """Bytes that Redis was sent."""
     sent: float
 
     @property
@@ -58,6 +71,9 @@ class Spent:
             self.worker - before.worker,
             tuple(now - then for now, then in zip(self.nodes, before.nodes, strict=True)),
             self.replica - before.replica,
+            self.worker_ready - before.worker_ready,
+            tuple(now - then for now, then in zip(self.nodes_ready, before.nodes_ready, strict=True)),
+            self.replica_ready - before.replica_ready,
             self.calls - before.calls,
             self.received - before.received,
             self.sent - before.sent,
@@ -123,6 +139,9 @@ class System:
             sum(worker.cpu() for worker in self.workers) * 1e6,
             tuple(cpu_seconds(pid) * 1e6 for pid in self._pids),
             sum(replica.cpu() for replica in self.replicas) * 1e6,
+            sum(ready_seconds(worker.pid) for worker in self.workers) * 1e6,
+            tuple(ready_seconds(pid) * 1e6 for pid in self._pids),
+            sum(ready_seconds(replica.pid) for replica in self.replicas) * 1e6,
             sum(int(each.get("cmdstat_evalsha", {}).get("calls", 0)) for each in commands),
             sum(int(each["total_net_input_bytes"]) for each in stats),
             sum(int(each["total_net_output_bytes"]) for each in stats),
@@ -136,6 +155,25 @@ class System:
         return Cost(
             *(part / units for part in (spent.worker, spent.redis, home, spent.replica, spent.received, spent.sent))
         )
+
+    def cpu(self, spent: Spent) -> Processes:
+        """Return the CPU of a process of each kind, on average."""
+        return self._each(spent.worker, spent.nodes, spent.replica)
+
+    def ready(self, spent: Spent) -> Processes:
+        """Return how long a process of each kind was running or ready to run, on average, in microseconds."""
+        return self._each(spent.worker_ready, spent.nodes_ready, spent.replica_ready)
+
+    def _each(self, workers: float, nodes: Sequence[float], replicas: float) -> Processes:
+        others = sum(nodes) - nodes[self.home]
+        return Processes(
+            workers / max(1, len(self.workers)), nodes[self.home], others / max(1, len(nodes) - 1),
+            replicas / max(1, len(self.replicas)),
+        )  # fmt: skip
+
+    def on_one_core(self) -> AbstractContextManager[None]:
+        """Let all processes share one core, and calls to Redis wait until workers and replicas have nothing to do."""
+        return on_one_core([server.pid for server in (*self.workers, *self.replicas)], self._pids)
 
     def data_bytes(self) -> int:
         return sum(int(client.info("memory")["used_memory_dataset"]) for client in self._clients)
@@ -188,6 +226,9 @@ class Published:
     """The number of the next batch of each stream."""
     latest: float
     """How late a frame was at most, in seconds."""
+    awake: float
+    """Seconds of streams that had got a frame shortly before."""
+    reports: float
 
 
 class Engines:
@@ -220,17 +261,32 @@ class Engines:
         """Return the number of the next batch of each stream."""
         return _sequences(self._do("fill"))
 
-    def make(self, seconds: float, *, share: float = 0.0, kinds: Sequence[str] = (), heartbeats: float = 0.0) -> None:
-        self._do("make", seconds=seconds, share=share, kinds=list(kinds), heartbeats=heartbeats)
+    def make(
+        self,
+        seconds: float,
+        *,
+        share: float = 0.0,
+        kinds: Sequence[str] = (),
+        heartbeats: float = 0.0,
+        every: int = 1,
+    ) -> None:
+        """Make the frames of so many seconds, of all streams or of every so manieth."""
+        self._do("make", seconds=seconds, share=share, kinds=list(kinds), heartbeats=heartbeats, every=every)
 
     def publish(self) -> Published:
-        """Publish what was made, in the time for which it was made."""
+        """Publish what was made, in the time for which it was made, and wait a second more."""
         answers = self._do("go")
         counts = {name: Counter[str]() for name in ("frames", "blocks", "bytes")}
         for answer in answers:
             for name, count in counts.items():
                 count.update(answer[name])
-        return Published(**counts, sequences=_sequences(answers), latest=max(answer["latest"] for answer in answers))
+        return Published(
+            **counts,
+            sequences=_sequences(answers),
+            latest=max(answer["latest"] for answer in answers),
+            awake=sum(answer["awake"] for answer in answers),
+            reports=sum(answer["reports"] for answer in answers),
+        )
 
 
 def _sequences(answers: Sequence[Mapping[str, Any]]) -> dict[StreamName, int]:
@@ -256,7 +312,7 @@ def started_engines(count: int, blocks: int, ranked: int = 0) -> Iterator[Engine
 
 
 class Askers:
-    """Threads that ask replicas for the kept prompts of streams at a rate, and check the answers."""
+    """Threads that ask replicas for the kept prompts of streams at a rate, at any time, and check the answers."""
 
     def __init__(self, replicas: Sequence[Server], streams: Sequence[StreamName], *, is_short: bool = False) -> None:
         self._replicas = replicas
@@ -289,7 +345,7 @@ class Askers:
     def _ask(self, number: int, per_second: float, seconds: float) -> None:
         chosen, replica = random.Random(number), self._replicas[number % len(self._replicas)]
         connection = http.client.HTTPConnection("127.0.0.1", replica.port, timeout=60)
-        began, at = time.monotonic(), number / _ASKERS / per_second
+        began, at = time.monotonic(), chosen.expovariate(per_second)
         while at < seconds:
             time.sleep(max(0.0, at - (time.monotonic() - began)))
             stream, body = chosen.choice(self._bodies)
@@ -301,5 +357,5 @@ class Askers:
                 self.asked += 1
                 if matched != self._tokens:
                     self._wrong.append(f"engine {stream.engine}: {matched} of {self._tokens} tokens")
-            at += 1 / per_second
+            at += chosen.expovariate(per_second)
         connection.close()

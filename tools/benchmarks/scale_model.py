@@ -3,27 +3,45 @@
     python -m tools.benchmarks.scale_model [--shards 12] [--engines 100] [--seconds 10] [--single]
                                            [--redis valkey-server] [--awake] [--json FILE]
 
-On a Redis Cluster of three, or on one Redis, with one worker and one replica. Each step adds one thing: a worker at
-first, then a quarter of the engines, which are silent, then the others, empty batches, frames of each kind, queries,
-and a second worker. A constant is the CPU that the step takes beyond what is known by then. Frames and queries come one
-at a time, 100 a second, as a fleet sends them that does not keep its workers busy.
+On a Redis Cluster of three, or on one Redis, with one worker and one replica. What costs something even if nothing
+happens comes first, in steps that each add one thing: a worker, a quarter of the engines, which are silent, the others,
+and last a second worker. A constant is the CPU that the step takes beyond what is known by then.
+
+Frames of each kind, and queries, come at any time, at two rates. At 100 a second most of them find their process
+asleep. At the higher rate all processes share one core, and would fill it if each frame cost as much as at 100 a
+second, and Redis gives way to the others; so frames wait, and calls to Redis, too. How long a process was running or
+ready to run is measured, too. A frame finds it so with the same probability, so the two rates together tell what a
+frame costs that finds a process asleep, and one that waits.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import monotonic, sleep, strftime
 
-from tools.benchmarks.capacity import HEARTBEAT, KINDS, Cost, Model, constants, rates, write_model
+from tools.benchmarks.capacity import (
+    HEARTBEAT,
+    KINDS,
+    Arrival,
+    Cost,
+    Model,
+    Processes,
+    constants,
+    rates,
+    write_model,
+)
 from tools.benchmarks.processes import awake_cores
 from tools.benchmarks.scale_fleet import (
     Askers,
     Engines,
+    Spent,
     System,
     redis_program,
     started_engines,
@@ -32,16 +50,71 @@ from tools.benchmarks.scale_fleet import (
 
 #: Frames and queries of a second.
 _RATE = 100.0
-#: Of empty frames: what a second with more of them takes beyond one with fewer is the frames', the rest the streams'.
-_FEW, _MANY = 100.0, 250.0
-#: After a worker has started, and after the last frame of a stream, until it looks at itself seldom.
-_SETTLE_SECONDS = 8.0
-#: After the last frame, until all are applied if the worker keeps up.
-TAIL_SECONDS = 1.0
+#: Which of the streams publish, and frames of a second. Empty ones come in three ways, because some of what they
+#: cost grows with the frames, and some with the streams that get any.
+_FRAMES = (
+    (HEARTBEAT, 1, _RATE),
+    (HEARTBEAT, 8, _RATE),
+    (HEARTBEAT, 8, 2.5 * _RATE),
+    *((kind, 1, _RATE) for kind in KINDS),
+)
+#: After a worker has started, until all is quiet, and after the last frame of a stream, until it is silent.
+_SETTLE_SECONDS, _SILENT_SECONDS = 8.0, 4.0
+#: How long frames of all kinds come first, at a rate that does not matter, so that nothing is done for the first time.
+_WARM_SECONDS = 4.0
 #: Of the streams, the first to be registered: what the others take beyond them is theirs, and the worker's is not.
 _PART = 4
 #: Blocks of a cache. All that is removed was there from the beginning.
 _BLOCKS = 2048
+#: Names of what comes with frames, beside their kinds.
+_AWAKE, _REPORT = "awake", "report"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What came in a second, how busy the processes were, and what the second cost beyond a quiet one."""
+
+    counts: Mapping[str, float]
+    busy: Processes
+    """The share of the time in which a process was running or ready to run."""
+    second: Cost
+
+
+def arrivals(steps: Sequence[Step], names: Sequence[str], processes: Sequence[str], nodes: int) -> list[Arrival]:
+    """Return what each named thing costs these processes by the steps, which have it at several rates."""
+    values = [step.second.divided(1, nodes, 1) for step in steps]
+    found: dict[str, list[float]] = {each.name: [0.0] * 2 * len(names) for each in fields(Processes)}
+    for process in processes:
+        # The first figure of each thing is what it costs if it waits, the second what it costs beyond if it does not.
+        rows = [
+            [step.counts.get(name, 0.0) * part for name in names for part in (1.0, 1 - getattr(step.busy, process))]
+            for step in steps
+        ]
+        found[process] = least_squares(rows, [getattr(value, process) for value in values])
+    counts = [[step.counts.get(name, 0.0) for name in names] for step in steps]
+    received = least_squares(counts, [step.second.received for step in steps])
+    sent = least_squares(counts, [step.second.sent for step in steps])
+
+    def cost(number: int, end: int) -> Cost:
+        each = Processes(**{process: sum(figures[2 * number : end]) for process, figures in found.items()})
+        return Cost.of(each, 1, nodes, 1, received[number], sent[number])
+
+    return [Arrival(cost(number, 2 * number + 2), cost(number, 2 * number + 1)) for number in range(len(names))]
+
+
+def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Return the figures, none below 0, with which the rows come closest to the values."""
+    figures = [0.0] * len(rows[0])
+    missing = list(values)
+    squares = [sum(row[number] ** 2 for row in rows) for number in range(len(figures))]
+    for _ in range(20_000):
+        for number, square in enumerate(squares):
+            if square:
+                step = sum(row[number] * left for row, left in zip(rows, missing, strict=True)) / square
+                step = max(step, -figures[number])
+                figures[number] += step
+                missing = [left - row[number] * step for row, left in zip(rows, missing, strict=True)]
+    return figures
 
 
 @dataclass
@@ -50,94 +123,124 @@ class _Steps:
 
     system: System
     seconds: float
+    quiet: Cost = field(default_factory=Cost)
+    """What a second costs if nothing comes."""
     frame_bytes: dict[str, float] = field(default_factory=dict)
+    query_bytes: float = 0.0
 
-    def quiet(self) -> Cost:
+    def rest(self) -> Cost:
         """Return what a second costs if nothing is published."""
         sleep(_SETTLE_SECONDS)
         before, began = self.system.spent(), monotonic()
         sleep(self.seconds)
         return self.system.cost(self.system.spent().since(before), monotonic() - began)
 
-    def published(self, engines: Engines, kind: str, per_second: float = _RATE) -> tuple[Cost, float]:
-        """Return what a second costs with frames of a kind, and how many frames it had."""
-        each = per_second / len(engines.endpoints)
+    def at_both_rates(self, come: Callable[[float], Step], rate: float) -> list[Step]:
+        """Let something come, at this rate and at the higher one."""
+        alone = come(rate)
+        left = 1e6 - _cpu(self.quiet)
+        with self.system.on_one_core():
+            return [alone, come(rate * max(1.0, left / _cpu(alone.second)))]
+
+    def published(self, engines: Engines, kind: str, every: int, per_second: float) -> Step:
+        """Publish frames of a kind, of every so manieth stream."""
+        each = per_second * every / len(engines.endpoints)
         if kind == HEARTBEAT:
-            engines.make(self.seconds, heartbeats=each)
+            engines.make(self.seconds, heartbeats=each, every=every)
         else:
-            engines.make(self.seconds, kinds=[kind], share=each / rates()[kind])
-        sleep(_SETTLE_SECONDS)
+            engines.make(self.seconds, kinds=[kind], share=each / rates()[kind], every=every)
+        sleep(_SILENT_SECONDS)
         before, began = self.system.spent(), monotonic()
         published = engines.publish()
-        sleep(TAIL_SECONDS)
         spent, seconds = self.system.spent().since(before), monotonic() - began
         if behind := self.system.behind(published.sequences):
             print(f"the machine is too busy: {behind} frames of kind {kind} were not applied in time", flush=True)
         self.system.wait_for(published.sequences)
         self.frame_bytes[kind] = published.bytes[kind] / published.frames[kind]
-        return self.system.cost(spent, seconds), published.frames.total() / seconds
+        counts = {kind: published.frames.total(), _AWAKE: published.awake, _REPORT: published.reports}
+        return self._step(counts, spent, seconds)
 
-    def asked(self, engines: Engines, *, is_short: bool) -> tuple[Cost, float, int]:
-        """Return what a second costs with queries, how many it had, and the bytes of one."""
+    def asked(self, engines: Engines, is_short: bool, per_second: float) -> Step:
+        """Ask queries of one length."""
         askers = Askers(self.system.replicas, list(engines.endpoints), is_short=is_short)
-        with askers.asking(_RATE, 2.0):
+        with askers.asking(per_second, 2.0):
             pass
         askers.asked = 0
-        sleep(_SETTLE_SECONDS)
         before, began = self.system.spent(), monotonic()
-        with askers.asking(_RATE, self.seconds):
+        with askers.asking(per_second, self.seconds):
             pass
         spent, seconds = self.system.spent().since(before), monotonic() - began
-        return self.system.cost(spent, seconds), askers.asked / seconds, askers.body_bytes
+        if not is_short:
+            self.query_bytes = askers.body_bytes
+        return self._step({"query": askers.asked}, spent, seconds)
+
+    def _step(self, counts: Mapping[str, float], spent: Spent, seconds: float) -> Step:
+        ready = self.system.ready(spent)
+        busy = Processes(*(min(1.0, getattr(ready, each.name) / 1e6 / seconds) for each in fields(Processes)))
+        step = Step(
+            {name: count / seconds for name, count in counts.items()},
+            busy,
+            self.system.cost(spent, seconds) - self.quiet,
+        )
+        print(step, flush=True)
+        return step
+
+
+def _cpu(cost: Cost) -> float:
+    return cost.worker + cost.redis + cost.replica
 
 
 def measure(
     shards: int, engines: int = 100, seconds: float = 10.0, *, is_single: bool = False, block_bytes: float = 35.0
 ) -> tuple[Model, str]:
     """Return the model, and what it was measured on."""
+    nodes = 1 if is_single else 3
     with ExitStack() as stack:
         system = stack.enter_context(started_system(shards, is_single=is_single))
         system.start(workers=0, replicas=1)
         steps = _Steps(system, seconds)
-        alone = steps.quiet()
+        alone = steps.rest()
         system.start(workers=1, replicas=0)
-        another = (steps.quiet() - alone).each(1)
+        another = (steps.rest() - alone).each(1)
         fleet = stack.enter_context(started_engines(engines, _BLOCKS))
         streams = len(fleet.endpoints)
         some = dict(islice(fleet.endpoints.items(), streams // _PART))
         system.register(some)
-        few_quiet = steps.quiet()
+        few_quiet = steps.rest()
         system.register({name: each for name, each in fleet.endpoints.items() if name not in some})
         system.wait_for(fleet.fill())
-        quiet = steps.quiet()
+        quiet = steps.rest()
         silent = (quiet - few_quiet).each(streams - len(some))
         rest = (few_quiet - silent * len(some)).each(1)
-        for kind in KINDS:
-            steps.published(fleet, kind)  # to warm up
-        few, few_per_second = steps.published(fleet, HEARTBEAT, _FEW)
-        many, many_per_second = steps.published(fleet, HEARTBEAT, _MANY)
-        heartbeat = (many - few).each(many_per_second - few_per_second)
-        awake = (few - quiet - heartbeat * few_per_second).each(min(streams, few_per_second))
-        frames = {HEARTBEAT: heartbeat}
-        for kind in KINDS:
-            second, per_second = steps.published(fleet, kind)
-            frames[kind] = (second - quiet - awake * min(streams, per_second)).each(per_second)
-        queries = []
-        for is_short in (False, True):
-            second, per_second, size = steps.asked(fleet, is_short=is_short)
-            queries.append(((second - quiet).each(per_second), size))
+        steps.quiet = quiet
+        fleet.make(_WARM_SECONDS, kinds=KINDS, share=_RATE / streams)
+        system.wait_for(fleet.publish().sequences)
+        frames = _frames(steps, fleet, nodes)
+        query, short_query = (_query(steps, fleet, nodes, is_short=is_short) for is_short in (False, True))
         system.start(workers=1, replicas=0)
         system.register({})
-        two = steps.quiet()
+        two = steps.rest()
         registered = (two - quiet - another).each(streams)
         about = f"{streams} streams, {strftime('%Y-%m-%d')}, {system.version()}"
-    (query, query_bytes), (short_query, _) = queries
-    nodes = 1 if is_single else 3
     model = Model(
-        shards, nodes, block_bytes, rest, another, silent, registered, awake, frames, steps.frame_bytes, query,
-        short_query, query_bytes,
+        shards, nodes, block_bytes, rest, another, silent, registered, frames.pop(_AWAKE), frames.pop(_REPORT), frames,
+        steps.frame_bytes, query, short_query, steps.query_bytes,
     )  # fmt: skip
     return model, about
+
+
+def _frames(steps: _Steps, fleet: Engines, nodes: int) -> dict[str, Arrival]:
+    """Return what comes with frames, by name."""
+    found: list[Step] = []
+    for kind, every, per_second in _FRAMES:
+        found += steps.at_both_rates(partial(steps.published, fleet, kind, every), per_second)
+    names = (_AWAKE, _REPORT, HEARTBEAT, *KINDS)
+    return dict(zip(names, arrivals(found, names, ("worker", "home", "other"), nodes), strict=True))
+
+
+def _query(steps: _Steps, fleet: Engines, nodes: int, *, is_short: bool) -> Arrival:
+    found = steps.at_both_rates(partial(steps.asked, fleet, is_short), _RATE)
+    return arrivals(found, ["query"], ("replica", "home", "other"), nodes)[0]
 
 
 def main() -> int:
