@@ -42,11 +42,11 @@ from tools.benchmarks.capacity import (
     HEARTBEAT,
     KINDS,
     SHARE_USED,
-    Arrival,
     Cost,
     Model,
     Processes,
     Traffic,
+    Waiting,
     limits,
     needs,
     rates,
@@ -420,12 +420,6 @@ def test_cpu_time_is_what_the_process_has_used() -> None:
         cpu_seconds(2**22 + 1)
 
 
-def _arrival(worker: float = 0, redis: float = 0, home: float = 0, replica: float = 0) -> Arrival:
-    """What costs half if it waits."""
-    alone = Cost(worker, redis, home, replica)
-    return Arrival(alone, alone * 0.5)
-
-
 MODEL = Model(
     shards=12,
     nodes=3,
@@ -434,13 +428,14 @@ MODEL = Model(
     another=Cost(worker=5_000),
     silent=Cost(worker=50, redis=10),
     registered=Cost(worker=20),
-    awake=_arrival(worker=100),
-    report=_arrival(worker=100, redis=60, home=20),
-    frames={HEARTBEAT: _arrival(100, 50, 10)} | dict.fromkeys(KINDS, _arrival(400, 200, 10)),
+    awake=Cost(worker=100),
+    report=Cost(worker=100, redis=60, home=20),
+    frames={HEARTBEAT: Cost(100, 50, 10)} | dict.fromkeys(KINDS, Cost(400, 200, 10)),
     frame_bytes=dict.fromkeys(KINDS, 5_000.0),
-    query=_arrival(redis=60, replica=200),
-    short_query=_arrival(redis=20, replica=100),
+    query=Cost(redis=60, replica=200),
+    short_query=Cost(redis=20, replica=100),
     query_bytes=50_000,
+    waiting=Waiting(0.5, 0.5, 0.5),
 )
 
 
@@ -511,33 +506,41 @@ def test_a_fleet_gets_as_many_processes_as_keep_each_below_its_share() -> None:
 
 def test_what_comes_alone_is_told_from_what_waits() -> None:
     """The steps are made from known costs; each process is busy in another part of the time in each."""
-    known = {"awake": _arrival(600), "heartbeat": _arrival(700, 90, 90), "stored": _arrival(900, 400, 100)}
+    known = {
+        "awake": Cost(600),
+        "heartbeat": Cost(700, 90, 90),
+        "stored": Cost(900, 400, 100),
+        "query": Cost(0, 60, 0, 800),
+    }
+    waiting = Waiting(0.3, 0.5, 0.7)
+
+    quiet = Cost(30_000, 6_000, 1_500, 2_000, 700, 600)
 
     def step(busy: Processes, **counts: float) -> scale_model.Step:
-        second = Cost()
-        for name, count in counts.items():
-            each = {}
-            for process in ("worker", "home", "other", "replica"):
-                met = known[name].at(getattr(busy, process)).divided(1, 3, 1)
-                each[process] = getattr(met, process) * count
-            second += Cost.of(Processes(**each), 1, 3, 1, received=10 * count, sent=count)
-        return scale_model.Step(counts, busy, second)
+        each = {}
+        for process in ("worker", "home", "other", "replica"):
+            met = (waiting.at(getattr(busy, process), known[name]) * count for name, count in counts.items())
+            each[process] = sum(getattr(cost.divided(1, 3, 1), process) for cost in met)
+        count = sum(counts.values())
+        return scale_model.Step(counts, busy, quiet + Cost.of(Processes(**each), 1, 3, 1, 10 * count, count))
 
-    rare, often = Processes(0.2, 0.1, 0.05, 0.0), Processes(0.8, 0.6, 0.5, 0.0)
+    rare, often = Processes(0.2, 0.1, 0.05, 0.1), Processes(0.8, 0.6, 0.5, 0.7)
     steps = [
+        step(rare),
         *(step(busy, heartbeat=100.0, awake=200.0) for busy in (rare, often)),
         *(step(busy, heartbeat=300.0, awake=50.0) for busy in (rare, often)),
         *(step(busy, stored=100.0, awake=200.0) for busy in (rare, often)),
+        *(step(busy, query=100.0) for busy in (rare, often)),
     ]
 
-    found = scale_model.arrivals(steps, list(known), ("worker", "home", "other"), 3)
+    nothing, costs, found = scale_model.constants_of(steps, 3)
 
-    for told, name in zip(found, known, strict=True):
-        for cost, expected in ((told.alone, known[name].alone), (told.waiting, known[name].waiting)):
-            assert (cost.worker, cost.redis, cost.home, cost.replica) == pytest.approx(
-                (expected.worker, expected.redis, expected.home, 0.0), rel=0.01, abs=0.5
-            )
-            assert (cost.received, cost.sent) == pytest.approx((10.0, 1.0))
+    assert (found.worker, found.redis, found.replica) == pytest.approx((0.3, 0.5, 0.7))
+    for cost, expected in ((nothing, quiet), *((costs[name], known[name]) for name in known)):
+        assert (cost.worker, cost.redis, cost.home, cost.replica) == pytest.approx(
+            (expected.worker, expected.redis, expected.home, expected.replica), rel=0.02, abs=2
+        )
+    assert all((cost.received, cost.sent) == pytest.approx((10.0, 1.0), rel=0.02) for cost in costs.values())
 
 
 def test_no_constant_is_below_zero() -> None:
@@ -558,7 +561,7 @@ def test_a_model_is_read_as_it_was_written_and_put_into_a_page(tmp_path: Path) -
     assert "old" not in text
     assert "| 10,000, 1e+10 | 326 GiB |" in text
     before = json.loads(path.read_text())
-    before["model"]["query"] = before["model"]["query"]["alone"]
+    del before["model"]["waiting"]
     for old in ("{}", json.dumps(before)):
         path.write_text(old)
         with pytest.raises(SystemExit, match="no model as this version writes it; measure one with scale_model --json"):
@@ -586,6 +589,31 @@ def test_each_stream_of_a_fleet_tells_its_rank_and_removes_what_it_stored() -> N
             else:
                 assert held.issuperset(event["block_hashes"])
                 held.difference_update(event["block_hashes"])
+
+
+def test_a_cache_is_filled_when_somebody_has_subscribed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late:
+        endpoint = "tcp://127.0.0.1:1"
+
+        def __init__(self, *_: object) -> None:
+            self.seq = self.looks = 0
+
+        def has_subscriber(self) -> bool:
+            self.looks += 1
+            return self.looks > 2
+
+        def send(self, payload: bytes) -> None:
+            assert payload
+            assert self.looks > 2, "what is sent before somebody has subscribed is lost"
+            self.seq += 1
+
+    monkeypatch.setattr(scale_engines, "Publisher", Late)
+    engines = scale_engines.Engines(scale_engines.streams_of(1, 2, ranked=0), blocks=256)
+
+    try:
+        assert engines.fill() == {"sequences": {"1/0": 12, "2/0": 12}}
+    finally:
+        engines.context.term()
 
 
 def test_a_stream_is_awake_from_each_frame_on_and_no_two_kinds_come_together() -> None:

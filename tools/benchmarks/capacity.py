@@ -101,15 +101,20 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """The cost of something that comes at any time: if the process that gets it sleeps, and if it has to wait."""
+class Waiting:
+    """The part of its cost that is left of something if it finds a process busy and has to wait."""
 
-    alone: Cost
-    waiting: Cost
+    worker: float = 1.0
+    redis: float = 1.0
+    replica: float = 1.0
 
-    def at(self, share: float) -> Cost:
-        """Return the cost if the process is busy for this share of the time."""
-        return self.alone * (1 - share) + self.waiting * share
+    def at(self, busy: float, cost: Cost) -> Cost:
+        """Return what is left of a cost if a process is busy for this share of the time."""
+        worker, redis, replica = (1 - (1 - getattr(self, each.name)) * busy for each in fields(Waiting))
+        return Cost(
+            cost.worker * worker, cost.redis * redis, cost.home * redis, cost.replica * replica,
+            cost.received, cost.sent,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,9 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The constants. A second of a worker, of a replica or of a stream costs something even if nothing happens."""
+    """The constants. A second of a worker, of a replica or of a stream costs something even if nothing happens. What
+    comes at any time costs most if the process that gets it sleeps.
+    """
 
     shards: int
     nodes: int
@@ -150,28 +157,29 @@ class Model:
     """A second of a registered stream whose engine publishes nothing, in the only worker."""
     registered: Cost
     """A second of a stream for each further worker, which reads all registrations."""
-    awake: Arrival
+    awake: Cost
     """A second of a stream that got a frame within ``AWAKE_SECONDS``, beyond ``silent``: its looks at itself."""
-    report: Arrival
+    report: Cost
     """The counters of a stream that are written, at most once in ``REPORT_SECONDS``."""
-    frames: Mapping[str, Arrival]
+    frames: Mapping[str, Cost]
     """A frame of each kind; a heartbeat has no events, but moves the watermark as any other."""
     frame_bytes: Mapping[str, float]
-    query: Arrival
+    query: Cost
     """A query of 512 blocks that one engine has."""
-    short_query: Arrival
+    short_query: Cost
     """The same of four blocks."""
     query_bytes: float
+    waiting: Waiting
 
-    def at(self, share: float, traffic: Traffic, workers: int = 1, replicas: int = 1) -> Cost:
+    def at(self, busy: float, traffic: Traffic, workers: int = 1, replicas: int = 1) -> Cost:
         """Return what a second of a fleet costs if each process is busy for this share of the time."""
-        found = self.rest + Cost(replica=self.rest.replica) * (replicas - 1) + self.another * (workers - 1)
-        found += self.silent * traffic.streams + self.registered * (traffic.streams * (workers - 1))
-        found += self.awake.at(share) * traffic.awake + self.report.at(share) * traffic.reports
+        always = self.rest + Cost(replica=self.rest.replica) * (replicas - 1) + self.another * (workers - 1)
+        always += self.silent * traffic.streams + self.registered * (traffic.streams * (workers - 1))
+        comes = self.awake * traffic.awake + self.report * traffic.reports
         for kind, count in traffic.frames.items():
-            found += self.frames[kind].at(share) * count
-        found += self.query.at(share) * traffic.queries
-        return found + self.short_query.at(share) * traffic.short_queries
+            comes += self.frames[kind] * count
+        comes += self.query * traffic.queries + self.short_query * traffic.short_queries
+        return always + self.waiting.at(busy, comes)
 
     def second(
         self, traffic: Traffic, workers: int = 1, nodes: int = 1, replicas: int = 1, ready: Processes | None = None
@@ -180,7 +188,7 @@ class Model:
 
         ``ready``: how long a process is ready to run or runs, per second of its CPU time; 1 if it has its own core.
         """
-        alone, waiting = (self.at(share, traffic, workers, replicas) for share in (0.0, 1.0))
+        alone, waiting = (self.at(busy, traffic, workers, replicas) for busy in (0.0, 1.0))
         parts = (
             alone.divided(workers, nodes, replicas),
             waiting.divided(workers, nodes, replicas),
@@ -260,13 +268,11 @@ FLEETS = ((100, ENGINE_BLOCKS), (1_000, ENGINE_BLOCKS), (10_000, ENGINE_BLOCKS),
 
 
 def constants(model: Model) -> str:
-    always = [
+    rows = [
         ("a second of a worker and a replica at rest", model.rest),
         ("a second of each further worker", model.another),
         ("a second of a silent stream", model.silent),
         ("the same, for each further worker", model.registered),
-    ]
-    arrivals = [
         (f"a second of a stream within {AWAKE_SECONDS:g} s after a frame, beyond that", model.awake),
         ("a report of a stream", model.report),
         ("a frame without events", model.frames[HEARTBEAT]),
@@ -275,12 +281,10 @@ def constants(model: Model) -> str:
         ("a query of 4 blocks", model.short_query),
     ]
     head = ("What", "Worker, us", "Redis, us", "of it home, us", "Replica, us", "To Redis, bytes", "From Redis, bytes")
-    rows = [(what, *map(_number, asdict(cost).values())) for what, cost in always]
-    for what, arrival in arrivals:
-        names = ("worker", "redis", "home", "replica")
-        both = ([_number(getattr(cost, name)) for cost in (arrival.alone, arrival.waiting)] for name in names)
-        rows.append((what, *map(", ".join, both), _number(arrival.alone.received), _number(arrival.alone.sent)))
-    return _table(head, rows)
+    lines = [(what, *map(_number, asdict(cost).values())) for what, cost in rows]
+    waiting = model.waiting
+    parts = (f"{part:.2f}" for part in (waiting.worker, waiting.redis, waiting.redis, waiting.replica))
+    return _table(head, [*lines, ("of the last eight, the part that is left if it has to wait", *parts, "", "")])
 
 
 def fleets(model: Model) -> str:
@@ -345,20 +349,15 @@ def read_model(path: Path) -> tuple[Model, str]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         given = document["model"]
-        for name in ("rest", "another", "silent", "registered"):
+        for name in ("rest", "another", "silent", "registered", "awake", "report", "query", "short_query"):
             given[name] = Cost(**given[name])
-        for name in ("awake", "report", "query", "short_query"):
-            given[name] = _arrival(given[name])
-        given["frames"] = {kind: _arrival(given["frames"][kind]) for kind in (HEARTBEAT, *KINDS)}
+        given["frames"] = {kind: Cost(**given["frames"][kind]) for kind in (HEARTBEAT, *KINDS)}
+        given["waiting"] = Waiting(**given["waiting"])
         return Model(**given), document["about"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(
             f"{path} has no model as this version writes it; measure one with scale_model --json: {error!r}"
         ) from None
-
-
-def _arrival(given: Mapping[str, Mapping[str, float]]) -> Arrival:
-    return Arrival(Cost(**given["alone"]), Cost(**given["waiting"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,8 +29,8 @@ START_SECONDS = 120.0
 SETTLE_SECONDS = 120.0
 
 
-#: The priority of a process that gives way to all others.
-_LEAST = 19
+#: By how much the priority of a process is less if it gives way to others.
+_LESS = 19
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -64,15 +64,15 @@ def prefer(priority: int, *pids: int) -> None:
 
 @contextmanager
 def on_one_core(first: Sequence[int], last: Sequence[int]) -> Iterator[None]:
-    """Let these processes share one core, the first of this process. The last ones give way to all others."""
-    cores = os.sched_getaffinity(0)
+    """Let these processes share one core, the first of this process. The last ones give way to the first."""
+    cores, priority = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
     try:
         for pid in (*first, *last):
-            _put(pid, {min(cores)}, _LEAST if pid in last else 0)
+            _put(pid, {min(cores)}, priority + _LESS if pid in last else priority)
         yield
     finally:
         for pid in (*first, *last):
-            _put(pid, cores, 0)
+            _put(pid, cores, priority)
 
 
 def _put(pid: int, cores: set[int], priority: int) -> None:

@@ -29,6 +29,7 @@ import zmq
 from tools.benchmarks import feed, prompts
 from tools.benchmarks.capacity import AWAKE_SECONDS, HEARTBEAT, REPORT_SECONDS, rates
 from tools.benchmarks.feed import STORE_BLOCKS, Publisher
+from tools.benchmarks.processes import wait_until
 from tools.benchmarks.prompts import BLOCK_SIZE, PIECE_BLOCKS
 from tools.benchmarks.streams import SEQUENCES
 
@@ -154,11 +155,11 @@ def behind_frames(frames: Sequence[Frame], seconds: float, end: float) -> float:
     return total
 
 
-class _Engines:
+class Engines:
     def __init__(self, streams: Sequence[StreamName], blocks: int) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        context.set(zmq.MAX_SOCKETS, 4 * len(streams) + 64)
-        self._publishers = {stream: Publisher(context, stream.engine) for stream in streams}
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, 4 * len(streams) + 64)
+        self._publishers = {stream: Publisher(self.context, stream.engine) for stream in streams}
         self._caches = {stream: Cache(stream, blocks) for stream in streams}
         self._frames: list[Frame] = []
         self._seconds = 0.0
@@ -166,6 +167,8 @@ class _Engines:
 
     def fill(self) -> dict[str, Any]:
         for stream, cache in self._caches.items():
+            # A worker reports a connection before its subscription has come here, and without one nothing is sent.
+            wait_until(self._publishers[stream].has_subscriber, f"somebody has subscribed to stream {stream}")
             for payload in cache.fill():
                 self._publishers[stream].send(payload)
         return self._sequences()
@@ -197,7 +200,7 @@ class _Engines:
 
 
 def main(first: int, count: int, blocks: int, ranked: int) -> None:
-    engines = _Engines(streams_of(first, count, ranked), blocks)
+    engines = Engines(streams_of(first, count, ranked), blocks)
     print(json.dumps(engines.endpoints), flush=True)
     for line in sys.stdin:
         given = json.loads(line)

@@ -4,14 +4,15 @@
                                            [--redis valkey-server] [--awake] [--json FILE]
 
 On a Redis Cluster of three, or on one Redis, with one worker and one replica. What costs something even if nothing
-happens comes first, in steps that each add one thing: a worker, a quarter of the engines, which are silent, the others,
-and last a second worker. A constant is the CPU that the step takes beyond what is known by then.
+happens is what a step costs that adds one thing: a worker, a quarter of the engines, which are silent, the others, and
+last a second worker.
 
 Frames of each kind, and queries, come at any time, at two rates. At 100 a second most of them find their process
 asleep. At the higher rate all processes share one core, and would fill it if each frame cost as much as at 100 a
 second, and Redis gives way to the others; so frames wait, and calls to Redis, too. How long a process was running or
-ready to run is measured, too. A frame finds it so with the same probability, so the two rates together tell what a
-frame costs that finds a process asleep, and one that waits.
+ready to run is measured, and a frame finds it so with the same probability. The constants are those that come closest
+to all steps: what each thing costs alone, and the part of that which is left if it waits, one for all things. Each step
+is printed as it is done.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
+from operator import mul
 from pathlib import Path
 from time import monotonic, sleep, strftime
 
 from tools.benchmarks.capacity import (
     HEARTBEAT,
     KINDS,
-    Arrival,
     Cost,
     Model,
     Processes,
+    Waiting,
     constants,
     rates,
     write_model,
@@ -66,13 +68,16 @@ _WARM_SECONDS = 4.0
 _PART = 4
 #: Blocks of a cache. All that is removed was there from the beginning.
 _BLOCKS = 2048
-#: Names of what comes with frames, beside their kinds.
-_AWAKE, _REPORT = "awake", "report"
+#: Names of what comes, beside the kinds of frames.
+_AWAKE, _REPORT, _QUERY, _SHORT_QUERY = "awake", "report", "query", "short query"
+_BYTES = ("received", "sent")
+#: How often a figure is improved after the others.
+_SWEEPS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came in a second, how busy the processes were, and what the second cost beyond a quiet one."""
+    """What came in a second, how busy the processes were, and what the second cost."""
 
     counts: Mapping[str, float]
     busy: Processes
@@ -80,40 +85,62 @@ class Step:
     second: Cost
 
 
-def arrivals(steps: Sequence[Step], names: Sequence[str], processes: Sequence[str], nodes: int) -> list[Arrival]:
-    """Return what each named thing costs these processes by the steps, which have it at several rates."""
-    values = [step.second.divided(1, nodes, 1) for step in steps]
-    found: dict[str, list[float]] = {each.name: [0.0] * 2 * len(names) for each in fields(Processes)}
-    for process in processes:
-        # The first figure of each thing is what it costs if it waits, the second what it costs beyond if it does not.
-        rows = [
-            [step.counts.get(name, 0.0) * part for name in names for part in (1.0, 1 - getattr(step.busy, process))]
-            for step in steps
-        ]
-        found[process] = least_squares(rows, [getattr(value, process) for value in values])
-    counts = [[step.counts.get(name, 0.0) for name in names] for step in steps]
-    received = least_squares(counts, [step.second.received for step in steps])
-    sent = least_squares(counts, [step.second.sent for step in steps])
+def constants_of(steps: Sequence[Step], nodes: int) -> tuple[Cost, dict[str, Cost], Waiting]:
+    """Return what a second without anything costs, what each named thing costs if the process that gets it sleeps, and
+    what is left of that if it waits.
+    """
+    names = list(dict.fromkeys(name for step in steps for name in step.counts))
+    worker = _fitted(steps, names, ["worker"], nodes)
+    redis = _fitted(steps, names, ["home", "other"], nodes)
+    replica = _fitted(steps, names, ["replica"], nodes)
+    counts = [[1.0, *(step.counts.get(name, 0.0) for name in names)] for step in steps]
+    received, sent = (least_squares(counts, [getattr(step.second, name) for step in steps]) for name in _BYTES)
+    costs = []
+    for number in range(len(names) + 1):
+        each = Processes(*(figures[number] for figures in (*worker.figures, *redis.figures, *replica.figures)))
+        costs.append(Cost.of(each, 1, nodes, 1, received[number], sent[number]))
+    waiting = Waiting(worker.waiting, redis.waiting, replica.waiting)
+    return costs[0], dict(zip(names, costs[1:], strict=True)), waiting
 
-    def cost(number: int, end: int) -> Cost:
-        each = Processes(**{process: sum(figures[2 * number : end]) for process, figures in found.items()})
-        return Cost.of(each, 1, nodes, 1, received[number], sent[number])
 
-    return [Arrival(cost(number, 2 * number + 2), cost(number, 2 * number + 1)) for number in range(len(names))]
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    waiting: float
+    figures: list[list[float]]
+    """For each process, what a second costs it, and then each thing alone."""
+    error: float
+
+
+def _fitted(steps: Sequence[Step], names: Sequence[str], processes: Sequence[str], nodes: int) -> _Fit:
+    """Return the costs of these processes, and the one part of all costs that waiting leaves, which come closest."""
+    fits = []
+    for waiting in (number / 50 for number in range(51)):
+        fit = _Fit(waiting, [], 0.0)
+        for process in processes:
+            rows = []
+            for step in steps:
+                second = getattr(step.second.divided(1, nodes, 1), process)
+                left = 1 - (1 - waiting) * getattr(step.busy, process)
+                # A second of a step is 1 in its row, because the noise grows with what a step costs.
+                rows.append([part / second for part in (1.0, *(step.counts.get(name, 0.0) * left for name in names))])
+            figures = least_squares(rows, [1.0] * len(rows))
+            error = sum((sum(map(mul, row, figures)) - 1) ** 2 for row in rows)
+            fit = _Fit(waiting, [*fit.figures, figures], fit.error + error)
+        fits.append(fit)
+    return min(fits, key=lambda fit: fit.error)
 
 
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """Return the figures, none below 0, with which the rows come closest to the values."""
-    figures = [0.0] * len(rows[0])
-    missing = list(values)
-    squares = [sum(row[number] ** 2 for row in rows) for number in range(len(figures))]
-    for _ in range(20_000):
-        for number, square in enumerate(squares):
+    columns = list(zip(*rows, strict=True))
+    squares = [sum(map(mul, column, column)) for column in columns]
+    figures, missing = [0.0] * len(columns), list(values)
+    for _ in range(_SWEEPS):
+        for number, (column, square) in enumerate(zip(columns, squares, strict=True)):
             if square:
-                step = sum(row[number] * left for row, left in zip(rows, missing, strict=True)) / square
-                step = max(step, -figures[number])
+                step = max(-figures[number], sum(map(mul, column, missing)) / square)
                 figures[number] += step
-                missing = [left - row[number] * step for row, left in zip(rows, missing, strict=True)]
+                missing = [value - part * step for value, part in zip(missing, column, strict=True)]
     return figures
 
 
@@ -133,14 +160,16 @@ class _Steps:
         sleep(_SETTLE_SECONDS)
         before, began = self.system.spent(), monotonic()
         sleep(self.seconds)
-        return self.system.cost(self.system.spent().since(before), monotonic() - began)
+        second = self.system.cost(self.system.spent().since(before), monotonic() - began)
+        print(second, flush=True)
+        return second
 
     def at_both_rates(self, come: Callable[[float], Step], rate: float) -> list[Step]:
         """Let something come, at this rate and at the higher one."""
         alone = come(rate)
-        left = 1e6 - _cpu(self.quiet)
+        quiet = _cpu(self.quiet)
         with self.system.on_one_core():
-            return [alone, come(rate * max(1.0, left / _cpu(alone.second)))]
+            return [alone, come(rate * max(1.0, (1e6 - quiet) / (_cpu(alone.second) - quiet)))]
 
     def published(self, engines: Engines, kind: str, every: int, per_second: float) -> Step:
         """Publish frames of a kind, of every so manieth stream."""
@@ -172,16 +201,12 @@ class _Steps:
         spent, seconds = self.system.spent().since(before), monotonic() - began
         if not is_short:
             self.query_bytes = askers.body_bytes
-        return self._step({"query": askers.asked}, spent, seconds)
+        return self._step({_SHORT_QUERY if is_short else _QUERY: askers.asked}, spent, seconds)
 
     def _step(self, counts: Mapping[str, float], spent: Spent, seconds: float) -> Step:
         ready = self.system.ready(spent)
         busy = Processes(*(min(1.0, getattr(ready, each.name) / 1e6 / seconds) for each in fields(Processes)))
-        step = Step(
-            {name: count / seconds for name, count in counts.items()},
-            busy,
-            self.system.cost(spent, seconds) - self.quiet,
-        )
+        step = Step({name: count / seconds for name, count in counts.items()}, busy, self.system.cost(spent, seconds))
         print(step, flush=True)
         return step
 
@@ -209,38 +234,33 @@ def measure(
         few_quiet = steps.rest()
         system.register({name: each for name, each in fleet.endpoints.items() if name not in some})
         system.wait_for(fleet.fill())
-        quiet = steps.rest()
-        silent = (quiet - few_quiet).each(streams - len(some))
-        rest = (few_quiet - silent * len(some)).each(1)
-        steps.quiet = quiet
+        steps.quiet = steps.rest()
         fleet.make(_WARM_SECONDS, kinds=KINDS, share=_RATE / streams)
         system.wait_for(fleet.publish().sequences)
-        frames = _frames(steps, fleet, nodes)
-        query, short_query = (_query(steps, fleet, nodes, is_short=is_short) for is_short in (False, True))
+        nothing = Step({}, Processes(0.0, 0.0, 0.0, 0.0), steps.quiet)
+        quiet, costs, waiting = constants_of([nothing, *_all_steps(steps, fleet)], nodes)
+        silent = (quiet - few_quiet).each(streams - len(some))
+        rest = (few_quiet - silent * len(some)).each(1)
         system.start(workers=1, replicas=0)
         system.register({})
         two = steps.rest()
         registered = (two - quiet - another).each(streams)
         about = f"{streams} streams, {strftime('%Y-%m-%d')}, {system.version()}"
+    awake, report, query, short_query = (costs.pop(name) for name in (_AWAKE, _REPORT, _QUERY, _SHORT_QUERY))
     model = Model(
-        shards, nodes, block_bytes, rest, another, silent, registered, frames.pop(_AWAKE), frames.pop(_REPORT), frames,
-        steps.frame_bytes, query, short_query, steps.query_bytes,
+        shards, nodes, block_bytes, rest, another, silent, registered, awake, report, costs, steps.frame_bytes, query,
+        short_query, steps.query_bytes, waiting,
     )  # fmt: skip
     return model, about
 
 
-def _frames(steps: _Steps, fleet: Engines, nodes: int) -> dict[str, Arrival]:
-    """Return what comes with frames, by name."""
+def _all_steps(steps: _Steps, fleet: Engines) -> list[Step]:
     found: list[Step] = []
     for kind, every, per_second in _FRAMES:
         found += steps.at_both_rates(partial(steps.published, fleet, kind, every), per_second)
-    names = (_AWAKE, _REPORT, HEARTBEAT, *KINDS)
-    return dict(zip(names, arrivals(found, names, ("worker", "home", "other"), nodes), strict=True))
-
-
-def _query(steps: _Steps, fleet: Engines, nodes: int, *, is_short: bool) -> Arrival:
-    found = steps.at_both_rates(partial(steps.asked, fleet, is_short), _RATE)
-    return arrivals(found, ["query"], ("replica", "home", "other"), nodes)[0]
+    for is_short in (False, True):
+        found += steps.at_both_rates(partial(steps.asked, fleet, is_short), _RATE)
+    return found
 
 
 def main() -> int:
