@@ -19,9 +19,8 @@ from waymark.domain.engines import EngineKind
 from waymark.domain.events import Cleared
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.match import Walk, _complete, conductor_rows, dynamo_rows, target_rows
-from waymark.domain.names import GroupName, Holder
+from waymark.domain.names import GroupName, Holder, Window
 from waymark.domain.table import HolderTable, PublisherRow
-from waymark.domain.windows import Window
 from waymark.engines import decoder
 
 _SESSIONS = Path(__file__).parents[1] / "fixtures" / "engines" / "vllm_0.33_hybrid.msgpack.gz"

@@ -7,10 +7,9 @@ from random import Random
 
 import pytest
 
-from waymark.domain.names import GroupName, Holder
+from waymark.domain.names import GroupName, Holder, Window
 from waymark.domain.rows import Row, slots_of
 from waymark.domain.table import HolderTable, PublisherRow
-from waymark.domain.windows import Window
 from waymark.domain.worth import CacheWorth, PrefixUse, Prompts, Tally
 
 SIZE = 16

@@ -23,11 +23,10 @@ import msgpack
 from tests.factories import SEED, registration
 from waymark.domain.engines import EngineKind
 from waymark.domain.match import Walk, conductor_rows
-from waymark.domain.names import GroupName, Holder
+from waymark.domain.names import GroupName, Holder, Window
 from waymark.domain.resolver import Resolver
 from waymark.domain.slices import finish
 from waymark.domain.table import HolderTable, PublisherRow
-from waymark.domain.windows import Window
 from waymark.engines import decoder
 
 _SESSIONS = Path(__file__).parents[2] / "tests" / "fixtures" / "engines" / "vllm_0.33_hybrid.msgpack.gz"

@@ -33,6 +33,5 @@ __all__ = [
     "table",
     "targets",
     "waiting",
-    "windows",
     "worth",
 ]

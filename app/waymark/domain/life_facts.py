@@ -23,9 +23,8 @@ from waymark.domain.events import (
     StoreEvent,
 )
 from waymark.domain.media import DEVICE
-from waymark.domain.names import Registration
+from waymark.domain.names import Registration, Window
 from waymark.domain.waiting import SHARD, SHARDS_MAX
-from waymark.domain.windows import Window
 
 EXTRA_KEYS = "extra_keys"
 """Flag: this life has reported a salt or an image."""

@@ -30,9 +30,8 @@ from waymark.domain.generations import Generations
 from waymark.domain.hashing import dimensions_digest, namespace
 from waymark.domain.life_facts import EVENTS_MISSING, LifeFacts
 from waymark.domain.media import DEVICE, UNNAMED
-from waymark.domain.names import GROUP, Adapter, Holder, HolderName, Registration, Unit
+from waymark.domain.names import GROUP, Adapter, Holder, HolderName, Registration, Unit, Window
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices
-from waymark.domain.windows import Window
 
 _EVENTS_AT_ONCE = SLICE_WORK // EVENT_WORK
 MEDIA_MAX = 16

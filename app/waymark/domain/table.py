@@ -14,9 +14,8 @@ from typing import NamedTuple
 from waymark.base.errors import InvalidValue
 from waymark.base.record import record
 from waymark.domain.engines import Scope
-from waymark.domain.names import GroupName, Holder
+from waymark.domain.names import GroupName, Holder, RankWindow
 from waymark.domain.targets import Target
-from waymark.domain.windows import RankWindow
 
 #: The most holder ids in the block values that a view caches, about 10 MB. A chain has few distinct values, so this is
 #: seldom reached.

@@ -14,12 +14,11 @@ from typing import Any, get_args
 import orjson
 
 from waymark.domain.engines import Scope
-from waymark.domain.names import U32_MAX, GroupName, Holder
+from waymark.domain.names import U32_MAX, GroupName, Holder, Window
 from waymark.domain.status import RecordKind
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import KV_NUMBER_MAX, PLAIN, WEIGHT_MAX, Role, Target
 from waymark.domain.waiting import SHARDS_MAX
-from waymark.domain.windows import Window
 from waymark.store.parsing import FORMAT, Document, Malformed, RecordParser, integer_of, names_of
 
 
