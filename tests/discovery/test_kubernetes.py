@@ -664,6 +664,26 @@ async def test_an_event_that_is_none_lists_again(
         assert await names(store) == ["serving/a|default|0"]
 
 
+@pytest.mark.parametrize(
+    ("item", "count", "problem"),
+    [
+        (b"{}", 2_001, "has 2001 items"),
+        (b"{}", 140_000, "its list of pods is refused"),
+        (b"1", 1_100_000, "its list of pods is refused"),
+    ],
+)
+async def test_a_page_of_more_than_a_page_is_refused_and_pods_stay(
+    server: ApiServerStub, item: bytes, count: int, problem: str
+) -> None:
+    server.put(pod("a"))
+    async with watching(server) as watch:
+        await until(lambda: server.watched == 1, "pods are watched")
+        server.body = b'{"metadata": {"resourceVersion": "1"}, "items": [' + b",".join([item] * count) + b"]}"
+        server.send_line(b'{"type": "ERROR", "object": {"code": 410}}\n')
+        await until(lambda: problem in watch.problem, "the page is refused")
+        assert set(watch.pods) == {"serving/a"}
+
+
 async def test_ten_thousand_pods_are_read_in_pages(server: ApiServerStub) -> None:
     server.put(*(pod(f"p{i:05}", f"10.0.{i // 250}.{i % 250}") for i in range(10_000)))
     watch = kubernetes.PodWatch(ApiServer(server.url, None, None, "", SELECTOR), Metrics())
