@@ -13,7 +13,8 @@
 --
 -- {'applied', rows, blocks}  the first `rows` rows are done, and the holder had `blocks` blocks there. If these are not
 --                            all rows, 32 KiB of values were read: call again with the others
--- {'gone', 0, 0}             the holder is not in `dead`: it was swept, or this Redis came back empty; nothing written
+-- {'gone', 0, 0}             the holder is not in `dead`: it was swept, or this Redis came back empty. Or this shard has not
+--                            begun to sweep it (end_holder), or has lost that in a failover; nothing written
 
 local BYTES = 32768
 
@@ -21,6 +22,8 @@ local id, count = ARGV[1], tonumber(ARGV[2])
 local dead = KEYS[#KEYS]:sub(-9) ~= ':branches' and KEYS[#KEYS] or nil
 local branches = dead and KEYS[#KEYS - 1] or KEYS[#KEYS]
 if dead and redis.call('SISMEMBER', dead, id) == 0 then return {'gone', 0, 0} end
+-- The end of the holder is known on shard 0 only, which may have lost it since it was asked. Here this mark shows it.
+if redis.call('HGET', KEYS[1], 'applied') ~= '9007199254740991 0' then return {'gone', 0, 0} end
 
 local kept, gone, left = {}, {}, {} -- keys and values to write; keys to delete; by head: its row, and deleted branch rows
 local done, bytes_read, piece, portion, blocks = 0, 0, 1 + count, 4, 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -108,6 +108,22 @@ class SetBack(RedisClient):
         return cast("list[bytes]", await self._real.keys(f"wm:{{{tag}}}:*"))
 
 
+class Meeting(RedisClient):
+    """Lets something else happen right before the call of that number that a script gets on shard 1."""
+
+    def __init__(self, redis: Redis, script: str, call: int, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(redis, "redis://test")
+        self._script, self._meanwhile = script, meanwhile
+        self.calls_left = call
+
+    async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
+        if name == self._script and "{1.1}" in str(keys[0]):
+            self.calls_left -= 1
+            if self.calls_left == 0:
+                await self._meanwhile()
+        return await super().run(name, keys, args)
+
+
 class Ended(Exception):
     """The worker ends here, and another one goes on."""
 
@@ -170,28 +186,29 @@ class Worker:
         self._client = client
         self._store = store
         self.stream = stream
+        self.folds = FOLDS
         self.fenced = 0
 
-    async def run(self) -> None:
+    async def run(self, taken_up: tuple[Applier, int] | None = None) -> None:
         """To the end, and on until nothing more is noticed."""
         while True:
             try:
-                applier = await self._to_the_end()
+                applier = await self._to_the_end(*(taken_up or await self.take_up()))
                 await self._client.come_back()
                 keeper = LeaseKeeper(self._store, 60.0)
                 with keeper.keeping(applier.grant, lambda: None):
                     await keeper.renew()
                 await applier.check_lease()
             except (Fenced, Ended):
+                taken_up = None
                 self.fenced += 1
                 assert self.fenced < 10
             else:
                 return
 
-    async def _to_the_end(self) -> Applier:
-        applier, watermark = await self._taken_up()
+    async def _to_the_end(self, applier: Applier, watermark: int) -> Applier:
         first = 0
-        for fold in FOLDS:
+        for fold in self.folds:
             batches = [(seq, event) for seq, event in enumerate(fold, first) if seq > watermark]
             first += len(fold)
             if batches:
@@ -205,7 +222,8 @@ class Worker:
         await applier.keep_facts({"status": StreamStatus.ACTIVE})
         return applier
 
-    async def _taken_up(self) -> tuple[Applier, int]:
+    async def take_up(self) -> tuple[Applier, int]:
+        """The stream under a new lease, and the last batch that was applied; -1 for none."""
         self.stream = await self.stream.again()
         grant = self.stream.grant
         applier, state = await resumed(grant, self._store, Metrics(), ApplyOptions())
@@ -287,3 +305,62 @@ async def test_holders_that_come_back_after_their_sweep_end_again(redis: Redis) 
     await client.come_back()
     await worker.run()
     assert await kept_of(redis, worker.stream) == right
+
+
+MORE: Sequence[Event] = (stored(5, 80), stored(6, 70, medium="CPU"), stored(7, 60), stored(8, 50, medium="CPU"))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+@pytest.mark.parametrize(
+    ("script", "call", "lost_on"),
+    [
+        pytest.param("end_holder", 1, [0], id="begin"),
+        pytest.param("sweep_rows", 1, [0, 1], id="step"),
+        pytest.param("end_holder", 2, [0, 1], id="end"),
+    ],
+)
+async def test_a_late_step_of_a_sweep_takes_nothing_from_a_holder_that_has_come_back(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch, script: str, call: int, lost_on: Sequence[int]
+) -> None:
+    """The sweeper has read that the holder is dead, and waits. Then a failover forgets that, and the stream goes on."""
+    monkeypatch.setattr("waymark.store.sweep.STEP_ROWS", 1)
+    await redis.flushall()
+    client = SetBack(redis)
+    store = Store(client, shards=SHARDS)
+    worker = Worker(client, store, await stream_of(store, redis))
+    worker.folds = (*FOLDS, MORE)
+    await worker.run()
+    right = await kept_of(redis, worker.stream)
+
+    await redis.flushall()
+    store = Store(client, shards=SHARDS)
+    worker = Worker(client, store, await stream_of(store, redis))
+    await worker.run()
+    state = await store.records.read(worker.stream.grant)
+    assert state is not None
+    others = [SetBack(redis, shard=shard) for shard in lost_on]
+    for other in others:
+        await other.keep()
+    await worker.stream.end(is_restart=True)
+
+    taken_up: list[tuple[Applier, int]] = []
+
+    async def fail_over() -> None:
+        for other in others:
+            await other.come_back()
+        taken_up.append(await worker.take_up())
+
+    meeting = Meeting(redis, script, call, fail_over)
+    sweeper = Store(meeting, shards=SHARDS).sweeper
+    for holder in state.holders.values():
+        async for _ in sweeper.steps(worker.stream.entry, holder):
+            pass
+    worker.folds = (*FOLDS, MORE)
+    await worker.run(*taken_up)
+    assert taken_up
+    assert await kept_of(redis, worker.stream) == right
+    await swept(store, worker.stream.entry)
+    state = await store.records.read(worker.stream.grant)
+    assert state is not None
+    assert {holder for ids in (await blocks_of(redis)).values() for holder in ids} == set(state.holders.values())
