@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tests.unit import examples
 from waymark.base.errors import InvalidValue
 from waymark.domain.hashing import extend, extra_digest, token_bytes
+from waymark.simulator import cache as cache_module
 from waymark.simulator.cache import Prefix, PrefixCache
 from waymark.simulator.encode import CPU, DISK, GPU, AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
 from waymark.simulator.workload import SimulatedPrompt
@@ -234,6 +236,24 @@ def test_removals_of_one_prompt_can_be_one_event() -> None:
     cache = PrefixCache(BLOCK, 3, repeat_rate=0.0, removals_together=True)
     names = _only_store(cache.prefill((1,) * 12)).block_hashes
     assert cache.prefill((2,) * 12)[0] == BlockRemoved(names)
+
+
+def test_many_removals_of_one_prompt_are_joined_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = 0
+
+    class Counted(BlockRemoved):
+        def __init__(self, block_hashes: tuple[int, ...], *others: Any, **fields: Any) -> None:
+            nonlocal hashes
+            hashes += len(block_hashes)
+            super().__init__(block_hashes, *others, **fields)
+
+    monkeypatch.setattr(cache_module, "BlockRemoved", Counted)
+    cache = PrefixCache(BLOCK, 500, repeat_rate=0.0, removals_together=True)
+    names = _only_store(cache.prefill((1,) * 2000)).block_hashes
+    removed = cache.prefill((2,) * 2000)[0]
+    assert isinstance(removed, Counted)
+    assert removed.block_hashes == names
+    assert hashes == 2 * 500, "each hash is in its own removal, and in the one for all"
 
 
 def test_adapter_salt_image_and_seed_all_change_every_hash() -> None:

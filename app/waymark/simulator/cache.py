@@ -18,7 +18,7 @@ from __future__ import annotations
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from struct import pack
 from typing import NamedTuple
@@ -363,22 +363,23 @@ class PrefixCache:
 
     def _grouped(self, events: list[WireEvent]) -> list[WireEvent]:
         """Join neighbouring removals that differ in their hashes only; parents first, as SGLang lists them."""
-        grouped: list[WireEvent] = []
+        groups: list[list[WireEvent]] = []
+        hashes: set[int] = set()  # of the last group
         for event in events:
-            last = grouped[-1] if grouped else None
+            last = groups[-1][-1] if groups else None
             if (
                 isinstance(event, BlockRemoved)
                 and isinstance(last, BlockRemoved)
                 and (last.medium, last.lora_name, last.cache_salt) == (event.medium, event.lora_name, event.cache_salt)
-                and event.block_hashes[0] not in last.block_hashes
+                and event.block_hashes[0] not in hashes
             ):
-                grouped[-1] = BlockRemoved(
-                    event.block_hashes + last.block_hashes, event.medium, event.group_idx,
-                    event.lora_name, event.cache_salt,
-                )  # fmt: skip
+                groups[-1].append(event)
             else:
-                grouped.append(event)
-        return grouped
+                groups.append([event])
+                hashes.clear()
+            if isinstance(event, BlockRemoved):
+                hashes.update(event.block_hashes)
+        return [_joined(group) for group in groups]
 
     def _blocks(
         self,
@@ -408,6 +409,14 @@ class PrefixCache:
             blocks.append(block)
             parent = block
         return blocks
+
+
+def _joined(group: Sequence[WireEvent]) -> WireEvent:
+    """Return one removal for several, or the only event of a group."""
+    removals = [event for event in reversed(group) if isinstance(event, BlockRemoved)]
+    if len(removals) < 2:
+        return group[0]
+    return replace(removals[0], block_hashes=tuple(name for removal in removals for name in removal.block_hashes))
 
 
 def _rolling_hash(parent: Block | None, tokens: tuple[int, ...], images: ExtraKeys | None) -> int:
