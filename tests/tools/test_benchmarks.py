@@ -8,10 +8,13 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice
 from pathlib import Path
 
@@ -54,7 +57,7 @@ from tools.benchmarks.capacity import (
     write_model,
 )
 from tools.benchmarks.feed import payloads
-from tools.benchmarks.processes import cpu_seconds, redis_server
+from tools.benchmarks.processes import Server, cpu_seconds, redis_server, wait_until
 from tools.benchmarks.report import Row, against, beside, table, write_json, write_markdown
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.rows import SLOT_CHARS
@@ -437,6 +440,28 @@ MODEL = Model(
     query_bytes=50_000,
     waiting=Waiting(0.5, 0.5, 0.5),
 )
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("status", [503, 500])
+def test_a_refusal_under_load_ends_no_wait(status: int) -> None:
+    statuses = iter([status, 200])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(next(statuses))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Write nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        asked = Server("a server", 0, server.server_port)
+        with nullcontext() if status == 503 else pytest.raises(SystemExit, match="500"):
+            wait_until(lambda: asked.ask("GET", "/workers") == b"", "it answers")
+        server.shutdown()
 
 
 def test_the_parts_of_a_fleet_add_up() -> None:

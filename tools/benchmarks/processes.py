@@ -110,14 +110,32 @@ def awake_cores() -> Iterator[None]:
             loop.wait()
 
 
+class Refused(SystemExit):
+    """An answer that is not one of the 200s."""
+
+    def __init__(self, sentence: str, status: int) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
 def wait_until(
     predicate: Callable[[], bool], description: str, seconds: float = SETTLE_SECONDS, pause_seconds: float = 0.02
 ) -> None:
+    """Wait for a predicate. Under load a server may refuse with 503 now and then; that is no answer to it."""
     deadline = time.monotonic() + seconds
-    while not predicate():
+    while not _is_so(predicate):
         if time.monotonic() >= deadline:
             raise SystemExit(f"after {seconds:g} s it is still not so: {description}")
         time.sleep(pause_seconds)
+
+
+def _is_so(predicate: Callable[[], bool]) -> bool:
+    try:
+        return predicate()
+    except Refused as refused:
+        if refused.status != http.HTTPStatus.SERVICE_UNAVAILABLE:
+            raise
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +152,7 @@ class Server:
         return cpu_seconds(self.pid)
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer's content; SystemExit where it is not one of the 200s."""
+        """The answer's content; Refused if it is not one of the 200s."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             content = None if body is None else json.dumps(body)
@@ -144,7 +162,7 @@ class Server:
         finally:
             connection.close()
         if answer.status >= 300:
-            raise SystemExit(f"{self.name}: {method} {path}: {answer.status} {text[:400]!r}")
+            raise Refused(f"{self.name}: {method} {path}: {answer.status} {text[:400]!r}", answer.status)
         is_json = (answer.getheader("Content-Type") or "").startswith("application/json")
         return json.loads(text) if is_json else text
 
