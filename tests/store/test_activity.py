@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
+from tests.store.factories import Repeating, registration
+from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.store import activity, keys
 from waymark.store.activity import ActivityKind, is_entry_id
-from waymark.store.redis.client import RedisClient
+from waymark.store.redis.client import RedisClient, Reply
 from waymark.store.store import Store
 
 
@@ -49,6 +56,40 @@ async def test_what_does_not_fit_is_dropped_and_counted() -> None:
         store.activity.note(ActivityKind.SWEEP)
     assert b"waymark_activity_dropped_total 3.0" in metrics.render()[0]
     await store.close()
+
+
+class Losing(RedisClient):
+    """Loses the reply of one call of a script."""
+
+    def __init__(self, client: RedisClient, script: str, call: int) -> None:
+        super().__init__(client._redis, client.url, reads=client.reads)
+        self._script, self._calls_left = script, call
+
+    async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
+        reply = await super().run(name, keys, args)
+        if name == self._script:
+            self._calls_left -= 1
+            if not self._calls_left:
+                raise StoreUnavailable("the reply is lost")
+        return reply
+
+
+@pytest.mark.parametrize("is_repeated", [True, False], ids=["repeated", "failed"])
+async def test_an_unregistered_publisher_is_noted_though_the_last_reply_was_lost(
+    client: RedisClient, is_repeated: bool
+) -> None:
+    """The first call registers, the second marks the claim as leaving, the third deletes it."""
+    store = Store(Repeating(client, "claim_publisher") if is_repeated else Losing(client, "claim_publisher", 3))
+    await store.registry.register(registration())
+    with nullcontext() if is_repeated else pytest.raises(StoreUnavailable):
+        await store.registry.unregister([registration().name])
+    assert await store.directory.claims() == []
+
+    async def are_written() -> bool:
+        return len(await store.activity.newest(10)) == 2
+
+    await wait_until(are_written, "both are noted")
+    assert [entry.content["kind"] for entry in await store.activity.newest(10)] == ["registered", "unregistered"]
 
 
 async def test_the_stream_is_trimmed_to_about_its_length(redis_url: str) -> None:

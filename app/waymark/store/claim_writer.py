@@ -256,8 +256,12 @@ class ClaimWriter:
         if claim.successor is not None:
             await self.write_new(claim.successor, claim)
         else:
-            if await self._withdraw(claim):
-                self._note(ActivityKind.UNREGISTERED, **about(claim.registration))
+            is_withdrawn = True  # also if the reply is lost: then no other call may find the claim, and note this
+            try:
+                is_withdrawn = await self._withdraw(claim)
+            finally:
+                if is_withdrawn:
+                    self._note(ActivityKind.UNREGISTERED, **about(claim.registration))
             await self._client.publish(keys.CONTROL, "unregistered")
 
     async def _end(self, claim: Claim) -> None:
