@@ -12,7 +12,8 @@ from tests.store.factories import claim_of, registration
 from waymark.domain.targets import Target
 from waymark.store import keys
 from waymark.store.claims import Claim
-from waymark.store.directory import _WHOLE_POLLS
+from waymark.store import directory
+from waymark.store.directory import _WHOLE_POLLS, EngineAddresses
 from waymark.store.store import Store
 
 POD = registration()
@@ -135,3 +136,21 @@ async def test_a_reading_that_fails_is_made_up_for(
             with pytest.raises(ValueError, match="a defect"):
                 await store.polled_claims.poll()
     assert len(await store.polled_claims.poll()) == 2
+
+
+async def test_addresses_of_engines_are_read_when_a_registration_has_changed(
+    store: Store, readings: Readings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "_ADDRESSES_SECONDS", 0.0)
+    addresses = EngineAddresses(store.directory, store.polled_claims, store.incarnation)
+    for _ in range(_WHOLE_POLLS // 2 - 1):
+        assert not await addresses(POD.group)
+    assert readings() == 0
+    other = Store(store.client)
+    for number in range(2):
+        target = Target(address=f"http://10.0.0.1:800{number}")
+        await other.registry.register(replace(POD, target=target))
+        assert await addresses(POD.group) == [target.address]
+    assert readings() == 2
+    await other.registry.unregister([POD.name])
+    assert not await addresses(POD.group)

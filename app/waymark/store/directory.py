@@ -133,7 +133,7 @@ class _Tenants:
 
 
 class PolledClaims:
-    """All claims, for a worker that polls: they are read again when one has changed, so that a poll costs two short
+    """All claims, for callers that poll: they are read again when one has changed, so that a poll costs two short
     replies, however many claims there are.
 
     Each write of a claim replaces the nonce in ``wm:version:{wm:publishers}``. The number of claims shows a claim that
@@ -191,8 +191,9 @@ def _named_entry(field: bytes, value: bytes) -> tuple[GroupName, GroupEntry]:
 class EngineAddresses:
     """The addresses of registered instances: at most a second old, and after each write of this process."""
 
-    def __init__(self, directory: Directory, incarnation: Incarnation) -> None:
+    def __init__(self, directory: Directory, polled_claims: PolledClaims, incarnation: Incarnation) -> None:
         self._directory = directory
+        self._polled_claims = polled_claims
         self._until = float("-inf")
         self._writes = 0
         self._known: dict[GroupName, list[str]] = incarnation.cache({})
@@ -204,8 +205,10 @@ class EngineAddresses:
         writes = self._directory.writes
         if monotonic() >= self._until or writes != self._writes:
             addresses: dict[GroupName, list[str]] = {}
-            for registration in await self._directory.registrations():
-                if registration.target.address is not None and registration.scope == "instance":
+            for claim in await self._polled_claims.poll():
+                registration = claim.registration
+                is_engine = registration.scope == "instance" and not claim.is_leaving
+                if registration.target.address is not None and is_engine:
                     addresses.setdefault(registration.group, []).append(registration.target.address)
             self._known.clear()
             self._known.update(addresses)
