@@ -1,4 +1,4 @@
-"""Decodes the payloads of engines into domain events. There is one module per dialect, and only this one chooses it.
+"""Decodes the payloads of engines into domain events. Each dialect has a module, and ``decoder`` chooses among them.
 
 A dialect's module has a function ``decoder(*, seed, ceilings)``, and ``waymark.domain.engines`` says which kinds of
 publishers speak it.
@@ -28,7 +28,7 @@ _DIALECTS: dict[str, _MakeDecoder] = {
 
 def decoder(kind: EngineKind, *, seed: int, ceilings: Ceilings | None = None) -> Decoder:
     """Return the decoder of a publisher's payloads. Its only exception is ``Undecodable``, for a payload other than a
-    batch.
+    batch, or above a ceiling.
 
     ``seed`` is the seed of all hashes. Decoding needs it to hash the contents of a block other than tokens.
     """

@@ -1,8 +1,8 @@
 """Decodes a payload, which may have any bytes, into events.
 
 The only exception of a decoder is ``Undecodable``. One bad event costs one event, even if msgpack cannot read it. A
-batch that exceeds a ceiling raises ``OverCeiling`` and is not read at all. A decoder works in slices, and no slice
-takes longer than a few milliseconds.
+batch that exceeds a ceiling is not read at all, and raises ``OverCeiling``, which is an ``Undecodable``. A decoder
+works in slices, and no slice takes longer than a few milliseconds.
 
 Later stages work event by event, so an event of many blocks is cut into parts before it is read. An engine could have
 published these parts one after the other. Each part has some of the hashes, with their tokens and the facts about each
@@ -51,7 +51,7 @@ SHORT_BYTES: Final = 1024
 """A payload up to this size is read in one go."""
 _SHORT_EVENTS: Final = 16
 _COLLECTED_PARTS: Final = 16
-"""The garbage collector runs after so many parts, because it traverses every new hash once."""
+"""The garbage collector runs each time this many parts were read, so that no single run has many new objects."""
 
 # A larger number cannot be in seconds, so it is in milliseconds, as from Mooncake's master.
 _MILLISECONDS_FROM: Final = 1e11
@@ -97,7 +97,7 @@ def _cut(event: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
             count = max(1, units // size)
         width = size * unit
     per_block = {name: event[name] for name in PER_BLOCK if isinstance(event.get(name), list)}
-    # A list of another length than the hashes becomes an empty one, which does not fit either, so the decoder sees it.
+    # A list whose length differs from that of the hashes becomes an empty list, so that the decoder rejects it, too.
     fitting = {name: value for name, value in per_block.items() if len(value) == len(hashes)}
     for start in range(0, count, PART_HASHES):
         end = min(start + PART_HASHES, count)
@@ -196,7 +196,7 @@ class Decoder:
     def short(self, payload: bytes, read: PlainBatch | None) -> Batch:
         """Return the batch in a payload of at most ``SHORT_BYTES``, decoded at once because all its parts are short.
 
-        ``read`` is the result of ``plain``. Other events of the batch are not plain.
+        ``read`` is the result of ``plain``.
         """
         events = self._events()
         try:
@@ -394,7 +394,7 @@ def _clock(value: Any) -> float | None:
     return value / 1000 if value >= _MILLISECONDS_FROM else float(value)
 
 
-# Whether a long event names a block twice.
+# The check whether a long event names a block twice.
 
 
 _DICTS: Final = 127
@@ -446,7 +446,8 @@ def unpack(payload: bytes) -> Slices[Any]:
 
 
 def _salvage(piece: bytes, levels: int) -> Slices[Any]:
-    """Return the value of ``piece``; if that fails, the same list with ``UNREADABLE`` for unreadable elements.
+    """Return the value of ``piece``. If it is a list that cannot be read, replace each unreadable element by
+    ``UNREADABLE``.
 
     Text other than UTF-8, a map as a map's key or a broken timestamp makes ``unpackb`` fail for the whole payload.
     Skipping a value needs only lengths, so elements are cut out and read one by one, down to the events, two levels

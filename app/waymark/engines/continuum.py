@@ -41,7 +41,7 @@ def read_event(type: str, data: str) -> PrefixReport | None:
     if isinstance(name, str) and name != _UNNAMED and name not in _EVENTS:
         return None
     if not isinstance(fields, dict):
-        raise Undecodable("prefix_json", f"data of {len(data)} characters is no JSON object")
+        raise Undecodable("prefix_json", f"data of {len(data)} characters is not a JSON object")
     if not isinstance(name, str) or name not in _EVENTS:
         raise Undecodable("prefix_event", f"no event is named; name one of {', '.join(PrefixEvent)} in event")
     prefix_hash = fields.get("prefix_hash")

@@ -66,13 +66,12 @@ class GaugesParser:
         self._ranks: dict[int | None, _RankGauges] = {}
 
     def feed(self, piece: bytes) -> None:
-        """Read a piece. Raise ValueError for a line with such a name that is not Prometheus text."""
+        """Read a piece. Raise ValueError if a line with one of ``NAMES`` is not Prometheus text."""
         for sample in self._samples.feed(piece):
             self._ranks.setdefault(_rank_of(sample.labels), _RankGauges()).add(sample)
 
     def end(self) -> dict[int | None, Gauges]:
-        """Return the gauges of each rank; empty without gauges. The key is None if the metrics do not distinguish
-        ranks.
+        """Return the gauges of each rank with any. The key is None if the metrics do not distinguish ranks.
 
         Raise ValueError as ``feed`` does.
         """

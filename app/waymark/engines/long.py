@@ -22,7 +22,7 @@ from waymark.engines.wire import Ceilings, misshapen, too_many_events, too_many_
 WINDOW_BYTES: Final = 65_536
 """A payload, event or value of at most this size is unpacked in one go, which takes a few ms and MB at most."""
 _EVENTS_BYTES: Final = 16_384
-"""Shorter events are unpacked together, so many bytes at a time."""
+"""Shorter events are unpacked together, this many bytes at a time."""
 
 #: The long fields of an event with many blocks.
 HASHES: Final = frozenset({"block_hashes", "seq_hashes"})
@@ -40,7 +40,7 @@ BAD_MSGPACK: Final = (msgpack.UnpackException, ValueError, TypeError, MemoryErro
 
 
 def unpacker_of(*pieces: bytes | memoryview) -> msgpack.Unpacker:
-    """Return an unpacker of these bytes. If it is not told their number, it allocates a megabyte each time."""
+    """Return an unpacker of these bytes. Their number is passed, because msgpack otherwise allocates a megabyte."""
     size = sum(map(len, pieces))
     unpacker = msgpack.Unpacker(None, strict_map_key=False, read_size=max(1, size), max_buffer_size=0)
     for piece in pieces:
@@ -172,7 +172,7 @@ class LongPayload:
         return values, size
 
     def _value(self) -> Any:
-        """Return one value that fits into a window, or a text or bytes of any length."""
+        """Return one value that fits into a window, or bytes of any length. A longer text becomes ``UNREADABLE``."""
         values, size = self._window(1)
         if values:
             self._at += size
@@ -180,7 +180,7 @@ class LongPayload:
         head = self._byte()
         wide = {0xC5: 2, 0xC6: 4, 0xDA: 2, 0xDB: 4}.get(head)
         if wide is None:
-            raise misshapen("a value that is long and no list of its event")
+            raise misshapen("a long value, and not a list of its event")
         start = self._at + 1 + wide
         end = start + int.from_bytes(self._view[self._at + 1 : start], "big")
         if end > len(self._view):
@@ -191,9 +191,7 @@ class LongPayload:
     # ---- a long event ------------------------------------------------------------------------------
 
     def _container(self) -> tuple[bool, int]:
-        """Return whether a map comes next (or a list), and its number of entries. Then the reader is behind its
-        header.
-        """
+        """Read the header of a map or a list. Return whether it is a map, and its number of entries."""
         head = self._byte()
         if head & 0xE0 == 0x80:
             self._at += 1
@@ -239,13 +237,13 @@ class LongPayload:
     def _field(self, name: str) -> Slices[Any]:
         values, size = self._window(1)
         if values or not self._is_list():
-            return self._value() if not values else self._took(values[0], size)
+            return self._value() if not values else self._advance(values[0], size)
         _, length = self._container()
         if (name in HASHES or name in PER_BLOCK) and length > self._ceilings.event_hashes:
             raise too_many_hashes(length, self._ceilings)
         return (yield from self._elements(name, length))
 
-    def _took(self, value: Any, size: int) -> Any:
+    def _advance(self, value: Any, size: int) -> Any:
         self._at += size
         return value
 

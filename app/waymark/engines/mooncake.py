@@ -30,12 +30,12 @@ def read_event(event: Any, *, seed: int) -> Event | Ignored:
         if event.get("object_key") is not None and not event.get("seq_hashes"):
             return _object(event)
         return standard.read_event(event)
-    # SGLang's reader accepts more: everything that vLLM sends, too. It does not trust a parent of 0.
+    # SGLang's reader also accepts everything that vLLM sends. It takes a parent of 0 for an unknown one.
     return sglang.read_blocks(event, seed=seed, zero_of_list="unknown")
 
 
 def _object(event: Mapping[Any, Any]) -> Event | Ignored:
-    """Read an event that names an object of the store, whose key has the engine's hash of the block."""
+    """Read an event that names an object of the store. The object's key contains the engine's hash of the block."""
     kind, key = event["event_type"], event["object_key"]
     if kind not in ("stored", "removed"):
         return standard.read_event(event)
@@ -89,10 +89,10 @@ def parse_object_key(key: str) -> ObjectKey | None:
     """
     if len(key) > _KEY_MAX:
         return None
-    return _of_vllm(key.split("@")) if "@" in key else _of_sglang(key)
+    return _parse_vllm_key(key.split("@")) if "@" in key else _parse_sglang_key(key)
 
 
-def _of_vllm(fields: list[str]) -> ObjectKey | None:
+def _parse_vllm_key(fields: list[str]) -> ObjectKey | None:
     # A model may have an @ in its name, so the fields are read from the end.
     last = len(fields) - 1
     for index in (last, last - 1):
@@ -107,7 +107,7 @@ def _of_vllm(fields: list[str]) -> ObjectKey | None:
     return None
 
 
-def _of_sglang(key: str) -> ObjectKey | None:
+def _parse_sglang_key(key: str) -> ObjectKey | None:
     match = _SGLANG.fullmatch(key)
     return None if match is None else ObjectKey(int(match[1][:16], 16), _digest(match[2] or ""), 0)
 

@@ -1,7 +1,7 @@
 """Reads the plain events of vLLM's dialect with the C module; every other event is left to the dialect's own reader.
 
-A plain event needs no special rule: it has neither a salt nor an image, and is entirely valid. So only Python has the
-messages of rejections. Most events of most engines are plain.
+A plain event needs no special rule: it has neither a salt nor an image, and is entirely valid. So the C module rejects
+no event, and the texts of rejections are in Python only. Most events of most engines are plain.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PlainBatch(NamedTuple):
 
 
 def read(payload: bytes, events_max: int, list_fields: ListFields = LIST_FIELDS) -> PlainBatch | None:
-    """Read a batch of at most so many events. Return None if its form is not plain, or without the C module.
+    """Read a batch of at most ``events_max`` events. Return None if its form is not plain, or without the C module.
 
     An event whose parent is 0 is not plain: the meaning of 0 depends on the dialect.
     """

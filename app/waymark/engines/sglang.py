@@ -1,10 +1,10 @@
 """Reads SGLang's events, which are vLLM's with a few differences.
 
-Hashes are signed. A parent of 0 means that the parent is unknown. In a list without a salt it is the root unless it
-names a block, as with vLLM, because llm-d's simulator writes such lists for every engine. A list has at most seven
-fields of a store and two of a removal; further elements differ from those of vLLM. The salt is named in every store, in
-the map's ``cache_salt``, or (0.5.18 and 0.5.19) in a map instead of the adapter's name. Tokens may be pairs; media are
-those of HiCache.
+Hashes are signed. A parent of 0 means that the parent is unknown. Only in a list without a salt it means the root, if
+the publisher has no block 0: llm-d's simulator writes such lists for every engine. A list has at most seven fields of a
+store and two of a removal; further elements differ from those of vLLM. The salt is named in every store, in the map's
+``cache_salt``, or (0.5.18 and 0.5.19) in a map instead of the adapter's name. Tokens may be pairs; media are those of
+HiCache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STATE: Final = "MAMBA"
 _STATE_GROUP: Final = 1
 _NAME: Final = 1 + vllm.STORED_FIELDS.index("lora_name")
 _LIST_MAX: Final = _NAME + 2
-"""In a list ``component_types`` comes before this index: at that of the adapter's name, or after it."""
+"""In a list, ``component_types`` is at the index of the adapter's name or at the next one, so before this index."""
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:
@@ -56,8 +56,8 @@ def read_event(
 
 
 def _components(event: Any) -> tuple[frozenset[str], bool] | None:
-    """Return the components of an event, and whether these are all components of the blocks. Return None without
-    any.
+    """Return the components of an event, and whether these are all components of the blocks. Return None if it has
+    none.
     """
     if isinstance(event, dict):
         component, several = event.get("component_type"), event.get("component_types")
@@ -75,9 +75,9 @@ def _of_components(
 ) -> tuple[EngineEvent, ...] | Ignored:
     """Read an event about components: full attention is the main group, and a state is a separate group.
 
-    No event has the length of a sliding window, so such a component is skipped. ``is_whole``: the event lists all
-    components that the blocks now have, so a component that it does not name has left, and a known block gets no
-    further copy.
+    No event has the length of a sliding window, so such a component is skipped. With ``is_whole`` the event lists all
+    components that the blocks now have. So a component that it does not name has left, and a block that the holder
+    already has gets no further copy.
     """
     is_store = not isinstance(event, Removed)
     if is_whole and not isinstance(event, Removed):
@@ -113,14 +113,14 @@ _FULL: Final = 1
 """The bit of ``component_mask`` for full attention."""
 _HASHES_AT_ONCE: Final = 1024
 _CEILINGS: Final = Ceilings(batch_events=2**20)
-"""One chunk may have as many records as all chunks together."""
+"""A single chunk may have all records of a snapshot."""
 
 
 def read_records(payload: bytes) -> Slices[tuple[int, list[StoredReference]]]:
     """Return the number of records in a chunk, and the blocks that they name, as references.
 
     A record of version 1 has ``block_hashes``, all on the device; one of version 2 has ``block_hash``, ``tier`` and
-    ``component_mask``. Raises Rejected if the chunk cannot be read whole.
+    ``component_mask``. Raise Rejected if the chunk cannot be read as a whole.
     """
     by_medium: dict[str, list[int]] = {}
     stores: list[StoredReference] = []

@@ -64,7 +64,7 @@ def decode_event(document: Mapping[str, object]) -> Event:
     try:
         event = read_event(document)
     except Rejected as bad:
-        raise _unfit(bad, document) from None
+        raise _invalid_value(bad, document) from None
     if event is Ignored.EMPTY:
         raise InvalidValue("seq_hashes is an empty list; name at least one block", field="seq_hashes")
     if isinstance(event, Ignored):
@@ -73,8 +73,8 @@ def decode_event(document: Mapping[str, object]) -> Event:
     return event
 
 
-def _unfit(bad: Rejected, document: Mapping[str, object]) -> InvalidValue:
-    """Return the error in terms of JSON. If it concerns more than the value of one field, it keeps its sentence."""
+def _invalid_value(bad: Rejected, document: Mapping[str, object]) -> InvalidValue:
+    """Return the error in terms of JSON. The sentence stays the same if it is not about the value of one field."""
     field, index, reason = bad.field, bad.index, bad.reason
     if field is None or not bad.kind.startswith("bad_"):
         return InvalidValue(bad.sentence, reason=reason, field=field, index=index)
@@ -190,7 +190,7 @@ def _text(event: Mapping[Any, Any], field: str, *, secret: bool = False) -> str 
         # JSON can contain half of a surrogate pair, which cannot be encoded as UTF-8.
         if value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value):
             return value or None
-        raise Rejected("bad_envelope", f"{field} is no Unicode text", field=field)
+        raise Rejected("bad_envelope", f"{field} is not a Unicode text", field=field)
     text = f"a {type(value).__name__}" if secret else shown(value)
     raise Rejected("bad_envelope", f"{field} is {text}, not text", field=field, reason="invalid_type")
 

@@ -83,7 +83,7 @@ def read_event(
         removed = wire.hashes(block_hashes, "block_hashes")
         copies = _copies_left(named.get("remaining_copy_counts"), len(removed))
         return Removed(removed, wire.medium(medium), _group(group), copies_left=copies) if removed else Ignored.EMPTY
-    # A snapshot of a rank would be read here as a clear with its stores, but no release of vLLM sends one.
+    # No release of vLLM sends a snapshot of a rank; here it would be read as a clear, followed by stores.
     return Cleared() if tag == "AllBlocksCleared" else Ignored.UNKNOWN_TYPE
 
 
@@ -160,8 +160,8 @@ def _with_skipped(named: Mapping[Any, Any], skipped: Any, tokens: bytes, keys: A
     """Return the parent and all tokens of a unit inside a physical block that begins with unannounced units.
 
     The engine computes the whole physical block before it announces the unit, so it has the earlier units, too. Return
-    None if a salt or an image went into the hashes, because it is unknown into which unit, or if the fields are not
-    valid. Then the unit is read as if they were missing.
+    None if the fields are not valid, or if a salt or an image went into the hashes, because the event does not say into
+    which unit. The unit is then read as if the fields were missing.
     """
     for keys_of_blocks in (keys, named.get("skipped_extra_keys")):
         if keys_of_blocks is not None and not (
@@ -205,7 +205,7 @@ def _group(value: Any) -> int | None:
 
 
 def _is_main(kind: Any) -> bool:
-    """Return whether a store is of main attention, as it is if it does not name a kind of attention."""
+    """Return whether a store is of main attention. A store that names no kind of attention is."""
     if kind is None:
         return True
     if isinstance(kind, str):
@@ -280,4 +280,6 @@ def _digests(keys: list[Any] | None, images: list[Any] | None, seed: int) -> tup
     try:
         return tuple([extra_digest(block, seed=seed) if block else None for block in blocks])
     except (ValueError, TypeError, OverflowError, RecursionError):
-        raise Rejected("bad_extra_keys", "extra_keys are nested too deeply, or hold what msgpack cannot") from None
+        raise Rejected(
+            "bad_extra_keys", "extra_keys are nested too deeply, or have a value that msgpack cannot encode"
+        ) from None

@@ -1,9 +1,9 @@
 """Converts the values of events, and bounds how much is read, for all dialects.
 
-A bad event raises ``Rejected``; an event without a meaning for the index returns ``Ignored``. Their sentences never
-contain a token or a salt, and are at most one line long.
+For a bad event a decoder raises ``Rejected``; for an event without a meaning for the index it returns ``Ignored``. The
+sentences never contain a token or a salt, and are at most one line long.
 
-A frame or a list above its ceiling makes the whole batch lost. This is found out before much work is done.
+A frame or a list above its ceiling costs the whole batch, which is refused before much work is done.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _absence(value: Any) -> str:
 
 @record(frozen=True, slots=True)
 class Ceilings:
-    """The ceilings of the settings, under the names of the settings without ``_max``."""
+    """The ceilings of a decoder, which follow from ``WAYMARK_FRAME_BYTES_MAX`` in a process with settings."""
 
     frame_bytes: int = 16 * 2**20
     batch_events: int = 65_536
