@@ -1,4 +1,4 @@
-"""The waiting room: stores until their parent comes, removals and clears that find them there, and its bound."""
+"""Waiting stores: they wait until their parent comes, removals and clears find them, and their number has a bound."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.factories import stored
-from waymark.domain.waiting import WaitingRoom, WaitingStore
+from waymark.domain.waiting import WaitingStore, WaitingStores
 
 HOLDER, OTHER = 1, 2
 
@@ -17,11 +17,11 @@ def waiting(hashes: Sequence[int], parent: int, *, rank: int = 0, holder: int = 
 
 
 @pytest.fixture
-def room() -> WaitingRoom:
-    return WaitingRoom(6)
+def room() -> WaitingStores:
+    return WaitingStores(6)
 
 
-def test_children_are_taken_in_the_order_they_came(room: WaitingRoom) -> None:
+def test_children_are_taken_in_the_order_they_came(room: WaitingStores) -> None:
     first, second, third = waiting([11], 1), waiting([12, 13], 1), waiting([21], 2)
     for each in (first, second, third):
         room.add(each)
@@ -31,12 +31,12 @@ def test_children_are_taken_in_the_order_they_came(room: WaitingRoom) -> None:
     assert room.take_children(0, [1, 2]) == []
 
 
-def test_a_parent_of_another_rank_is_another_parent(room: WaitingRoom) -> None:
+def test_a_parent_of_another_rank_is_another_parent(room: WaitingStores) -> None:
     room.add(waiting([11], 1))
     assert room.take_children(1, [1]) == []
 
 
-def test_a_removal_finds_each_waiting_copy_once(room: WaitingRoom) -> None:
+def test_a_removal_finds_each_waiting_copy_once(room: WaitingStores) -> None:
     first, second = waiting([11, 12], 1), waiting([11], 1)
     room.add(first)
     room.add(second)
@@ -46,13 +46,13 @@ def test_a_removal_finds_each_waiting_copy_once(room: WaitingRoom) -> None:
     assert not room.remove(HOLDER, 1)
 
 
-def test_what_left_the_room_cannot_be_removed_from_it(room: WaitingRoom) -> None:
+def test_what_left_the_room_cannot_be_removed_from_it(room: WaitingStores) -> None:
     room.add(waiting([11], 1))
     room.take_children(0, [1])
     assert not room.remove(HOLDER, 11)
 
 
-def test_a_clear_takes_what_waits_for_its_holders(room: WaitingRoom) -> None:
+def test_a_clear_takes_what_waits_for_its_holders(room: WaitingStores) -> None:
     kept = waiting([12, 13], 1, holder=OTHER)
     for each in (waiting([11], 1), kept, waiting([14], 2)):
         room.add(each)
@@ -62,7 +62,7 @@ def test_a_clear_takes_what_waits_for_its_holders(room: WaitingRoom) -> None:
     assert room.take_children(0, [1, 2]) == [kept]
 
 
-def test_without_room_those_that_waited_longest_are_dropped_and_counted(room: WaitingRoom) -> None:
+def test_without_room_those_that_waited_longest_are_dropped_and_counted(room: WaitingStores) -> None:
     for parent in (1, 2, 3):
         room.add(waiting([10 * parent, 10 * parent + 1], parent))
     assert (room.blocks, room.dropped) == (6, 0)
@@ -73,7 +73,7 @@ def test_without_room_those_that_waited_longest_are_dropped_and_counted(room: Wa
     assert len(room.take_children(0, [2, 3, 4])) == 3
 
 
-def test_what_is_larger_than_the_room_drops_nobody_else(room: WaitingRoom) -> None:
+def test_what_is_larger_than_the_room_drops_nobody_else(room: WaitingStores) -> None:
     kept = waiting([11], 1)
     room.add(kept)
     room.add(waiting(range(20, 27), 2))

@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-#: The least weight of requests for a prediction. It is reached with 5 requests, because older ones count for less.
+#: The least sum of the weights of requests for a prediction. Older requests weigh less than 1, so it takes 5 requests.
 _LEAST = 4.5
 #: The slope cannot be estimated if the variance of the work is below this share of its squared mean.
 _SPREAD = 1e-4
-#: No engine generates the tokens of one answer faster. Below it, something has buffered the whole answer.
+#: The least time per token that an engine needs. A shorter time shows that something has buffered the whole answer.
 _TOKEN_MS_MIN = 0.1
 #: The headers of the two times. The second name is that of llm-d's later releases; if both are present, the first one
 #: counts.
@@ -48,7 +48,7 @@ class TimeSums(NamedTuple):
         return max(0.0, (self.requests * self.work_ms - self.work * self.ms) / spread)
 
     def predict(self, work: float) -> float | None:
-        """Estimate the milliseconds for so much work. Return None after too few requests."""
+        """Estimate the milliseconds for this amount of work. Return None after too few requests."""
         slope = self.slope
         if slope is None:
             return None

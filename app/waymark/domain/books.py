@@ -18,7 +18,7 @@ PROMISE_TEXT = "%d-%d-%d-%d-%d-%d-%d"
 
 
 class Promise(NamedTuple):
-    """What was known of a target when a prompt was sent to it, in tokens of that prompt."""
+    """The knowledge about a target when a prompt was sent to it, in tokens of that prompt."""
 
     available: int
     """The most that any allowed target had."""
@@ -145,7 +145,7 @@ _FIELD = re.compile(
     rb"""(?x) (?<!\\) "(cached_tokens | cache_read_input_tokens | cache_creation_input_tokens | prompt_tokens
                | input_tokens | completion_tokens | output_tokens)" \s* : \s* (\d{1,15}) [\s,}]"""
 )
-#: No field with its number is so long.
+#: A field with its number is shorter than this.
 _FIELD_BYTES = 96
 
 
@@ -177,5 +177,5 @@ class UsageReader:
             prompt += cache_read + counts.get(b"cache_creation_input_tokens", 0)
         cached = counts.get(b"cached_tokens", cache_read)
         if more_cached(cached, prompt) is not None:
-            cached = None  # otherwise it would hide what other requests lack
+            cached = None  # otherwise the sums would hide tokens that other requests did not get
         return Usage(cached, prompt, counts.get(b"completion_tokens", counts.get(b"output_tokens")))

@@ -44,8 +44,8 @@ class HolderCopies:
     """The copies and the further engine hashes of the blocks of one holder."""
 
     def __init__(self, table: KnownBlocks, *, notes_left: bool = True) -> None:
-        """``table`` has all blocks of the holder. With ``notes_left``, removals that leave a copy may contradict
-        stores.
+        """Begin without copies; ``table`` has all blocks of the holder. With ``notes_left``, a store after a removal
+        that left a copy may contradict the counts.
         """
         self._known = table
         self.notes_left = notes_left
@@ -66,7 +66,7 @@ class HolderCopies:
         return several is not None and len(several.hashes) >= HASHES_MAX and engine_hash not in several.hashes
 
     def find(self, key: int) -> BlockCopies:
-        """Return the copies and hashes of a block that the holder has; ``keep`` what is changed in them."""
+        """Return the copies and hashes of a block that the holder has. Pass them to ``keep`` after a change."""
         several = self.several.get(key)
         if several is None:
             first = self._known.first(key)

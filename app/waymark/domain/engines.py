@@ -61,7 +61,7 @@ class EngineTraits:
     is_asked_by_hash: bool = False
     """Whether its router asks an index for blocks by the hashes in its events."""
     snapshots: Literal["batches", "records"] = "batches"
-    """The parts of a snapshot of its cache."""
+    """What a snapshot of its cache consists of."""
     sockets_path: str = ""
     """The path of its HTTP API that names its event sockets."""
     has_saltless_releases: bool = False

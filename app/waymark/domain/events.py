@@ -117,7 +117,7 @@ class StoredIdentity:
 
 @record(frozen=True, slots=True)
 class StoredObject:
-    """An object entered a pool. It is a block, or a part of one, which an engine has named in its own events."""
+    """An object that entered a pool. It is a block, or a part of one, which an engine has named in its own events."""
 
     kind: ClassVar[str] = "stored"
     engine_hashes: tuple[int, ...]
@@ -286,7 +286,7 @@ class PlainEvents(Sequence[Event]):
     def __eq__(self, other: object) -> bool:
         return self._all == (other._all if isinstance(other, PlainEvents) else other)
 
-    __hash__ = None  # type: ignore[assignment]  # as of a list
+    __hash__ = None  # type: ignore[assignment]  # not hashable, like a list
 
     def __repr__(self) -> str:
         return repr(self._all)

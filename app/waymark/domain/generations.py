@@ -18,13 +18,15 @@ from waymark.domain.media import normal_medium
 from waymark.domain.names import HolderName
 
 GENERATIONS: Final = 10
-"""The number of closed generations of a lasting name if time is the bound, and also if the number of blocks is the
-bound and one publisher has all blocks.
+"""The number of closed generations of a lasting name, if the bound is a time. If the bound is a number of blocks, it is
+the same for a group with a single publisher.
 """
 GENERATIONS_MAX: Final = 20
 """The most generations of one lasting name. Removals may leave few blocks in each, so their number has a bound."""
 SHARES_MAX: Final = 100
-"""A generation has at least one such share of the most blocks of a group, so that the holder table seldom changes."""
+"""The most shares into which the most blocks of a group are divided. A generation has at least one share, so that the
+holder table seldom changes.
+"""
 
 RemovalReason = Literal["ttl", "max_entries"]
 

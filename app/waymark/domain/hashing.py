@@ -146,7 +146,7 @@ def namespace(adapter: Adapter, salts: Sequence[str]) -> int:
 
 
 def derived_hash(engine_hash: int, number: int) -> int:
-    """Return an engine hash for the block without one that is ``number`` blocks before a named one."""
+    """Return an engine hash for the block ``number`` blocks before the one with ``engine_hash``, if it has none."""
     return xxh3_64_intdigest(_PAIR(engine_hash, number))
 
 

@@ -24,11 +24,11 @@ from waymark.domain.slices import SLICE_WORK, Slices
 
 
 RESTORED_MAX: Final = 32
-"""If so many blocks were stored again after a removal that left a copy, and none was removed twice, it cannot be an
-accident: the engine removes a block only once.
+"""If this many blocks were stored again after a removal that left a copy, and no block was removed twice, it cannot be
+an accident: the engine removes a block only once.
 """
 GONE_MAX = 16_384
-"""The bound on the gone hashes of one rank. At least the last half of so many is remembered."""
+"""The bound on the gone hashes of one rank. At least the last ``GONE_MAX / 2`` are remembered."""
 
 
 class GoneHashes:
@@ -280,7 +280,7 @@ class HeldBlocks:
     ) -> EventRun | None:
         """Store and remove the blocks of the plain events ``loop``, in order; see ``KnownBlocks``.
 
-        ``may`` has the bits of what may be done, without those of ``HolderCopies``.
+        ``may`` has the bits ``MAY_STORE``, ``MAY_REMOVE`` and ``MAY_REPEAT``.
         """
         blocks = self._held[holder]
         result = blocks.known.run(

@@ -1,4 +1,4 @@
-"""Tables of a stream's knowledge: for each engine hash its block, and the place of that block.
+"""The tables of a stream, which have for each engine hash its block, and the place of that block.
 
 A stream has one ``Places`` and, for each set of engine hashes, a ``KnownBlocks`` that refers to it. A place is kept as
 long as one of its blocks. The C module implements both types, in about 35 bytes a block; ``pure_known`` implements them
@@ -53,7 +53,7 @@ class EventRun(NamedTuple):
     restored: int
     """The number of blocks stored again after a removal had left a copy."""
     miscounted: int
-    """The number of blocks of which the engine, by its own count, had other copies."""
+    """The number of blocks whose copies the engine itself counted differently."""
     are_removed_each: bool
     """Whether a removal has taken a copy that another removal had left, in this run or before."""
 
@@ -151,14 +151,14 @@ class KnownBlocks(Protocol):
         """Return the copies of a block, 0 if it has further hashes, and whether its last event was a removal that left
         a copy. Raise ``KeyError`` if there is no block with this key.
 
-        A new block has one copy. What is set here is of its first hash, and goes with it.
+        A new block has one copy. The count belongs to the block's first hash, and leaves with it.
         """
 
     def set_copies(self, key: int, copies: int, is_left: bool, /) -> None:
         """Set what ``copies`` returns, up to ``COPIES_MAX``. Raise ``KeyError`` as ``copies`` does."""
 
     def left(self) -> list[int]:
-        """Return the hashes of the blocks with a left copy."""
+        """Return the hashes of the blocks that a removal left with a copy."""
 
     def move(self, engine_hash: int, place: Place, /) -> None:
         """Move the block of a hash to another place. Raise ``KeyError`` if the table does not have the hash."""
@@ -213,7 +213,6 @@ class KnownBlocks(Protocol):
         ``events``, ``parts`` and ``waves`` are the C module's, and ``may`` has the bits above. With ``MAY_REPEAT`` a
         store may begin with blocks that the table has, and blocks may have several copies. Stop before the first event
         that is not plain or may not be applied, and after about ``hashes_max`` hashes. After the last event, continue
-        with the batches in ``following``, each a seq and its events, up to the first batch that says more than its
-        blocks. Return an
-        ``EventRun``, or None as ``extend`` does.
+        with the batches in ``following``, each a seq and its events, up to the first batch whose events differ from the
+        others in more than their blocks. Return the fields of an ``EventRun``, or None as ``extend`` does.
         """

@@ -162,12 +162,12 @@ class LifeFacts:
             self._publisher_id = publisher_id
 
     def learn_removal(self, event: RemovalEvent) -> None:
-        """Learn from a removal."""
+        """Learn whether removals count the remaining copies."""
         if isinstance(event, Removed) and event.copies_left is not None:
             self.flags.add(COPIES_LEFT)
 
     def learn(self, event: StoreEvent) -> None:
-        """Learn from a store that counts."""
+        """Learn facts from a store unless it is skipped."""
         if event.is_reused is not None:
             self.flags.add(COPIES_REUSED)
         if isinstance(event, StoredWindow):

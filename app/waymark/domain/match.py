@@ -150,7 +150,8 @@ def unmatched_row(view: View, instance: int) -> ConductorRow:
 
 
 def matched_rows(walk: Walk) -> dict[int, ConductorRow]:
-    """Return the rows of the instances with a match, by their numbers in the view; with a pool's blocks, those of all.
+    """Return the rows of the instances with a match, by their numbers in the view. If a pool has blocks, every instance
+    has a match.
 
     ``longest``: the number of consecutive blocks that the instance has, on any medium and rank. ``media``: of those,
     how many are on that medium, on any rank, contiguous or not. ``ranks``: of those, how many that rank has on any
@@ -197,7 +198,7 @@ def _unmatched_ranks(view: View, instance: int) -> dict[int, DynamoRank]:
 
 
 def matched_dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
-    """Return the rows of the instances with a match, in order; with a pool's blocks, those of all.
+    """Return the rows of the instances with a match, in order. If a pool has blocks, every instance has a match.
 
     ``gpu`` counts blocks on the device, ``cpu`` those on device or host, ``disk`` those anywhere. A shared
     pool's blocks count for every rank.
@@ -235,7 +236,7 @@ _AFTER_RANKS = tuple(name for name in IN_EVERY_ANSWER if name != BEST.name)
 
 
 def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
-    """Return an instance of an answer, with its keys in the published order."""
+    """Return the answer's entry for an instance, with its keys in the published order."""
     media, ranks = row.media, row.ranks
     answer: dict[str, Any] = {
         "longest_matched": row.longest * block_size,
@@ -251,7 +252,7 @@ def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
 
 
 def instances_in_tokens(rows: Mapping[str, Mapping[int, DynamoRank]], block_size: int) -> dict[str, dict[str, Any]]:
-    """Return instances of the newer form: unbroken prefixes by rank, cumulative from tier to tier; ranks as texts."""
+    """Return instances in the newer format: unbroken prefixes by rank, cumulative from tier to tier; ranks as texts."""
     return {instance_id: _by_ranks(ranks, block_size) for instance_id, ranks in rows.items()}
 
 
@@ -292,8 +293,8 @@ def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
     """Return the blocks of each registered rank, by instance and rank; a rank without blocks is left out.
 
     The best place is the first of device, host, shared, disk. The blocks of a rank without its own registration count
-    for the first registered rank of its instance, because a router can pick nothing smaller. ``asked`` is a bitmap of
-    the blocks that a pool says it has.
+    for the first registered rank of its instance, because a router can pick only registered ranks. ``asked`` is a
+    bitmap of the blocks that a pool says it has.
     """
     view, coverage = walk.view, walk.coverage
     pool = coverage.in_pool | asked
@@ -345,7 +346,7 @@ def pool_bitmap(walk: Walk, asked: int = 0) -> int:
 
 # Hybrid models: how far a rank can reuse a prefix, given the windows that it has.
 #
-# A rank can continue at a boundary if it has each of its windows there; ``windows`` explains windows.
+# A rank can continue at a boundary if it has each of its windows there; ``names`` explains windows.
 
 
 def _reusable(view: View, coverage: Coverage, windows: list[int], blocks: int) -> Coverage:
@@ -372,8 +373,8 @@ def _reusable(view: View, coverage: Coverage, windows: list[int], blocks: int) -
 
 
 def _complete(bitmap: int, length: int, blocks: int, stride: int) -> int:
-    """Return the boundaries before which ``bitmap`` has the last ``blocks`` of every ``stride``-th block, or all of
-    these if there are fewer.
+    """Return the boundaries at which a window is complete. Only every ``stride``-th block counts: of those before the
+    boundary, ``bitmap`` must have the last ``blocks``, or all if there are fewer.
     """
     if stride > 1:
         bitmap &= sum(1 << bit for bit in range(stride - 1, length, stride))

@@ -25,9 +25,7 @@ class Medium:
     is_host: bool = False
     """Whether it is the memory of the machine that the device is in."""
     is_in_every_answer: bool = False
-    """Whether an answer names it even without blocks. Clients rely on these names, so new media do not become one of
-    them.
-    """
+    """Whether an answer names it even without blocks. Clients rely on the set of these names, so it must not grow."""
 
 
 MEDIA: Final = (

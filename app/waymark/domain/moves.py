@@ -1,8 +1,8 @@
 """Moves blocks for which Redis has no slot at the place that a part names.
 
 The rest of the part goes to another place, the memory notes that place, and later parts of the same fold follow,
-because they were resolved before the refusal was known. Each refusal places at least one block. A wrong memory of full
-places costs a reply, but never a block.
+because they were resolved before the refusal was known. Each refusal places at least one block. If a place is
+remembered as full by mistake, this costs a reply, but never a block.
 """
 
 from __future__ import annotations

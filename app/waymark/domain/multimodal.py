@@ -1,8 +1,9 @@
 """Items of a prompt other than text, such as images, and their part in the keys of their blocks.
 
-An engine puts placeholder tokens in place of an item, the same for every image of a size. So a block's key has to name
-the item too: ``[identifier, offset]``, the offset of the item's first placeholder within the block, negative if the
-item began in an earlier block. This is the list that vLLM hashes and publishes as ``extra_keys``.
+An engine puts placeholder tokens in place of an item, and they are the same for all images of one size. So a block's
+key has to name the item, too: ``[identifier, offset]``. The offset is that of the item's first placeholder within the
+block, and is negative if the item began in an earlier block. This is the list that vLLM hashes and publishes as
+``extra_keys``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def items_of(features: Any) -> PromptItems:
     """Return the items that ``features`` names, in the form of vLLM's render endpoints: ``mm_hashes``,
     ``mm_placeholders``.
 
-    Raise ``InvalidValue`` on ``features``.
+    Raise ``InvalidValue`` with the field ``features`` if they have another form.
     """
     if not isinstance(features, Mapping):
         raise _unfit("is no object; send mm_hashes and mm_placeholders")
@@ -87,7 +88,7 @@ def _unfit(problem: str, reason: str = "invalid_value") -> InvalidValue:
 
 
 def check_blocks(items: PromptItems, tokens: int, block_size: int) -> None:
-    """Raise ``InvalidValue`` if the items stand in more than ``BLOCKS_MAX`` blocks of a prompt of so many tokens."""
+    """Raise ``InvalidValue`` if the items are in more than ``BLOCKS_MAX`` blocks of a prompt of ``tokens`` tokens."""
     blocks = sum(
         (min(item.offset + item.length, tokens) - 1) // block_size - item.offset // block_size + 1
         for item in items

@@ -152,7 +152,7 @@ class Registration:
 
     @property
     def can_replay(self) -> bool:
-        """Whether missing batches can be requested. A counter per rank has no replay, wherever the endpoint is."""
+        """Whether missing batches can be requested. No engine whose ranks have separate counters offers a replay."""
         return self.replay_endpoint is not None and self.sequence == "publisher"
 
     @property
@@ -249,7 +249,7 @@ class Holder:
     """
 
 
-# ---- names and sizes that strangers choose --------------------------------------------------------
+# ---- names and sizes that clients choose ----------------------------------------------------------
 
 #: The most bytes of a name in UTF-8. Names are kept in Redis with every registration.
 NAME_BYTES_MAX = 4096
@@ -260,7 +260,7 @@ BLOCK_SIZE = f"an integer of 1..{BLOCK_SIZE_MAX}, tokens per block"
 
 
 def is_name(text: str) -> bool:
-    """Return whether a text is a name. ``NAME`` says in the words of an error what it must be."""
+    """Return whether a text is a name. ``NAME`` is the requirement in the words of an error."""
     return 0 < len(text) <= NAME_BYTES_MAX and len(text.encode()) <= NAME_BYTES_MAX
 
 

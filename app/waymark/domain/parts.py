@@ -13,8 +13,8 @@ Redis has by then. It comes to the same parts if two rules hold:
 - A block or a hash leaves only after Redis has every earlier part that was resolved with it.
 - A block, and the block of a hash, is never on two shards for one holder: it leaves one before it comes to the other.
 
-A part that would break a rule waits until Redis has applied all parts before it. The parts between two that wait are a
-**wave**. Parts of one shard are applied in order anyway.
+A part that would break a rule waits until Redis has applied all parts before it. A **wave** consists of such a waiting
+part and the parts after it, up to the next one that waits. Parts of one shard are applied in order anyway.
 """
 
 from __future__ import annotations
@@ -175,13 +175,13 @@ class PackedParts(Sequence[Part]):
         """Do what ``PartList.add_block`` does; all arguments are required."""
 
     def end(self, start: int, parts_max: int, blocks_max: int, /) -> int:  # type: ignore[empty-body]
-        """Return the end of the parts from ``start`` on that fit both bounds, after at least one part."""
+        """Return the index up to which the parts from ``start`` on fit both bounds. One part always fits."""
 
     def cut(self, start: int, end: int, /) -> PackedParts:  # type: ignore[empty-body]
         """Return parts ``start`` to ``end``."""
 
     def shares(self, shards: int, /) -> list[dict[int, PackedParts]]:  # type: ignore[empty-body]
-        """Return ``shares_of`` the parts."""
+        """Return what ``shares_of`` returns for these parts."""
 
     def pack(  # type: ignore[empty-body]
         self, start: int, end: int, prefix: bytes, /
@@ -314,8 +314,8 @@ class PartList:
     ) -> None:
         """Add a part whose slots and hashes are packed.
 
-        The blocks join the previous part if they fit. New blocks of the holder join it only if they continue its last
-        block, because if they begin a branch row, it must hold a chain.
+        The blocks join the previous part if they fit. Blocks new to the holder join it only if they continue its last
+        block: the part may begin a branch row, and the blocks of that must form a chain.
         """
         count = len(hashes) // KEY_BYTES
         last = self._parts[-1] if self._parts else None
@@ -428,7 +428,7 @@ class Waves(Protocol):
 
 
 def new_waves(shards: int) -> Waves:
-    """Return waves over so many shards, implemented in C if the C module is selected."""
+    """Return waves for this number of shards, implemented in C if the C module is selected."""
     if native.selected is None:
         return PureWaves(shards)
     waves: Waves = native.selected.Waves(shards)

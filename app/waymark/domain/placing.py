@@ -314,7 +314,7 @@ class Placer:
             waits,
         )
         if self._waves.is_needed and here.place.is_single != spot.place.is_single:
-            # Once the block has left, a worker that takes over checks on the shard of ``spot`` whether this is done.
+            # After the block has left, a worker that takes over looks for this store on the shard of ``spot``.
             parts.add_block("*", holder, offset, spot, first, is_known=True)
             self._waves.use(here.seq_hash, spot.place)
         return here
@@ -322,7 +322,7 @@ class Placer:
     def copy(
         self, parts: PartList, holder: int, position: int, former: tuple[HeldBlocks, int], keys: Sequence[int]
     ) -> int:
-        """Store the blocks with these keys as a holder of another memory has them, and return the next position.
+        """Store the blocks with these keys at the places that they have in another memory; return the next position.
 
         The other holder keeps its blocks meanwhile, so their rows have slots for them, and the blocks of one part need
         not form a chain.

@@ -147,7 +147,9 @@ class PlainRuns:
         return ran
 
     def _has_rules(self, plan: Plan) -> bool:
-        """Return whether a rule has work in each batch. A clear does not count: it concerns only earlier batches."""
+        """Return whether some rule must see each batch by itself. A clear does not count, because it concerns only
+        earlier batches.
+        """
         state = self._state
         has_rules = plan.epochs or state.waiting.blocks or state.facts.windows or state.is_shared
         return bool(has_rules or COPIES_LAST in state.flags or (state.has_missing and state.may_report))

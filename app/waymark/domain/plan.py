@@ -38,7 +38,7 @@ MEDIA_MAX = 16
 HOLDERS_MAX = 64 * MEDIA_MAX
 """The most holders at a time, over all media, because events may name any ranks and dimensions."""
 
-# Few names are needed, each several times for each event.
+# Few names are needed, but each several times for each event, so they are cached.
 _name = lru_cache(HOLDERS_MAX)(HolderName)
 _SIZED = (Stored, StoredReference)
 """The events of main attention that say how many tokens a hash stands for."""

@@ -1,9 +1,9 @@
 """The keys of a prompt's blocks in an object store, computed from its tokens without any event.
 
 Engines put each block under keys that contain its hash: SHA-256 over the hash of the block before it and the tokens. A
-form is a list of such keys, with a placeholder for the hash. The placeholder says who hashes:
+form is a list of such keys, with a placeholder for the hash. The placeholder names the way of hashing:
 
-- ``{page}``: SGLang. Its hash has neither adapter nor salt, so prompts with either are not asked for.
+- ``{page}``: SGLang. Its hash covers neither adapter nor salt, so prompts with either are not looked up.
 - ``{sha256}``, ``{sha256_cbor}``: vLLM with this ``--prefix-caching-hash-algo``. ``{sha256:7}`` is for engines that
   were started with ``PYTHONHASHSEED=7``. The salt of a prompt is part of the hash of its first block.
 """
@@ -117,9 +117,9 @@ def key_forms(texts: tuple[str, ...]) -> KeyForms | None:
     if len(schemes) != 1:
         return None
     ((scheme, seed),) = schemes
-    found_forms = KeyForms(scheme, seed, tuple(forms))
+    parsed = KeyForms(scheme, seed, tuple(forms))
     is_seeded_page = scheme == _PAGE and seed
-    return None if is_seeded_page or found_forms.size > KEYS_MAX else found_forms
+    return None if is_seeded_page or parsed.size > KEYS_MAX else parsed
 
 
 def sglang_forms(model: str, parts: int, tag: str = "") -> tuple[str, ...]:
@@ -164,7 +164,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def _cbor(value: Any) -> bytes:
-    """Return a value that vLLM hashes as CBOR in its shortest form."""
+    """Encode a value as CBOR in its shortest form, which is what vLLM hashes."""
     match value:
         case None:
             return b"\xf6"

@@ -64,7 +64,7 @@ class PureKnownBlocks:
         self._spots: dict[int, int] = {}  # place << 69 | depth << 64 | key
         self._first: dict[int, int] = {}
         self._copies: dict[int, tuple[int, bool]] = {}
-        """The copies of each first hash that has other than one."""
+        """The copies of the blocks whose count is not ``_ONE``, by first hash."""
 
     def __del__(self) -> None:
         self.clear()
@@ -167,13 +167,13 @@ class PureKnownBlocks:
         return [engine_hash for engine_hash, (_, is_left) in self._copies.items() if is_left]
 
     def extend(self, *_: object) -> None:
-        """Return None: the pure implementation has no short way."""
+        """Return None: the pure implementation has no shortcut."""
 
     def take(self, *_: object) -> None:
-        """Return None: the pure implementation has no short way."""
+        """Return None: the pure implementation has no shortcut."""
 
     def run(self, *_: object) -> None:
-        """Return None: the pure implementation has no short way."""
+        """Return None: the pure implementation has no shortcut."""
 
     def _put(self, engine_hash: int, packed: int) -> None:
         if engine_hash in self._spots:

@@ -75,12 +75,12 @@ class Resolver(StreamBlocks):
         """The work since the event loop last ran, over all batches of a fold."""
 
     def close(self) -> None:
-        """Let go of the rules, which refer to this object."""
+        """Drop the rules, whose references to this object would keep it alive."""
         del self._rules, self._plain
 
     @property
     def registered_ranks(self) -> frozenset[int]:
-        """The registered ranks of the instance. This stream applies no batch of a rank with another stream."""
+        """The registered ranks of the instance. This stream skips batches of ranks with a stream of their own."""
         return self._planner.registered_ranks
 
     @registered_ranks.setter
@@ -293,8 +293,8 @@ class Resolver(StreamBlocks):
     # ---- the blocks of another life of the stream --------------------------------------------------
 
     def holders_like(self, names: Iterable[HolderName]) -> dict[HolderName, Holder]:
-        """Return new holders for the names of another life, whose facts this life has. Windows no longer read get no
-        holder.
+        """Return new holders for the names of another life, whose facts this life has. A name with a window gets none
+        if windows are no longer read.
         """
         holders = {name: self._planner.holder_of(name) for name in names}
         return {name: holder for name, holder in holders.items() if name.has_window == (holder.window is not None)}
@@ -315,7 +315,9 @@ class Resolver(StreamBlocks):
         return parts.parts, position
 
     def recall(self, batches: Sequence[Batch], former: StreamBlocks) -> Slices[None]:
-        """Remember the blocks that stores of the batches continue or name, if they have left the life ``former``."""
+        """Remember the blocks that stores of the batches continue or name, if these blocks were gone in the life
+        ``former``.
+        """
         for batch in batches:
             for event in batch.events:
                 if self._slice.is_full(EVENT_WORK):

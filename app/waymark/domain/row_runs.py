@@ -1,4 +1,4 @@
-"""Turns rows into runs, which say who has which blocks of a prompt.
+"""Turns rows into runs, which say which holders have which blocks of a prompt.
 
 A row has for each holder a bitmap of the slots that the holder has. This module maps the slots to the blocks of one
 chain, and combines the bitmaps into runs of blocks with the same holders, which the walk takes. A value that cannot be
@@ -20,7 +20,7 @@ Runs: TypeAlias = list[tuple[bytes, int]]
 
 _HOLDERS = re.compile(rb"(?: [1-9][0-9]{0,15}:[1-9a-f][0-9a-f]{0,15})*")
 _KEY_DIGITS = 2 * KEY_BYTES
-#: The first slot of a shared branch row differs from that of the head in at most so many leading digits.
+#: The first slot of a shared branch row differs from that of the head in at most this number of leading digits.
 _SHARED = max(SHARED_DIGITS)
 
 
@@ -48,7 +48,7 @@ def row_runs(keys: bytes, rows: Sequence[bytes | None]) -> tuple[Runs, int, bool
         runs_of_row = None if rest is None else cache.get(rest)
         if runs_of_row is None:
             row = _read(value, own)
-            if row is None or not own.startswith(row.first) or row.missing & -row.is_marked:
+            if row is None or not own.startswith(row.first) or (row.is_marked and row.missing):
                 return runs, index, False
             runs_of_row = _runs_of(row.blocks, blocks)
             if rest is not None:

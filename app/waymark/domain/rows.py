@@ -33,11 +33,11 @@ FORMAT = f"rows {PIECE_BLOCKS} {ROW_SLOTS}"
 tests."""
 
 SHARED_DIGITS = (1, 2)
-"""A shared branch row has the name of its head, except for so many leading digits, which are those of a block. A head
-has 16 rows with one such digit, and 256 with two.
+"""A shared branch row has the name of its head, except for one or two leading digits, which are those of a block. A
+head has 16 rows with one such digit, and 256 with two.
 """
 SHARED_BLOCKS = 4
-"""More blocks than these get a separate branch row, which costs little for each block."""
+"""The most blocks that go to a shared branch row together. More get a separate one, which costs little per block."""
 
 SLOT_CHARS = 17
 DEPTHS = b"0123456789abcdefghijklmnopqrstuv"
@@ -141,7 +141,7 @@ def parse(value: bytes, slots_max: int = ROW_SLOTS) -> Row:
         holder, bitmap = pair.split(b":")
         holders[int(holder)] = int(bitmap, 16)
     if len(holders) < len(pairs):
-        raise ValueError("a holder is there twice")
+        raise ValueError("a holder occurs twice")
     if holders and max(holders.values()) >> count:
         raise ValueError("a bitmap has a bit beyond the slots")
     return Row(slots, bool(mark), holders)
@@ -181,7 +181,7 @@ class HolderEntry(NamedTuple):
 def parse_entry(value: bytes) -> HolderEntry:
     """Parse an entry: 8 bytes for each engine hash, and before them ``<16 hex>:`` in a namespace.
 
-    Raises ``ValueError``.
+    Raise ``ValueError`` for any other value.
     """
     namespace = 0
     if len(value) % 8 == 1 and len(value) >= 17:

@@ -42,8 +42,8 @@ _CHUNK_POSITIONS: Final = 2**28
 """From this position of a batch on, a removal removes only the last block of a chunk."""
 _LATE_POSITION: Final = 2**29
 _LATE_CHUNKS: Final = 2**22
-"""From this position of a batch on, the same holds for chunks of a device, whose rests have positions from
-``_LATE_POSITION`` on.
+"""From this position of a batch on, the same holds for chunks of a device. Their other blocks are removed at positions
+from ``_LATE_POSITION`` on.
 """
 
 
@@ -80,7 +80,7 @@ class Rule(Generic[StoreT, RemovalT]):
         raise NotImplementedError
 
     def removed(self, progress: BatchProgress, holders: Sequence[int], event: RemovalT) -> None:
-        """Remove blocks that one of ``holders`` has, which are the generations of one name."""
+        """Remove blocks from ``holders``, which are the generations of one name. Each block is in only one of them."""
         state, newest, hashes = self._state, holders[-1], event.engine_hashes
         copies_left = event.copies_left if isinstance(event, Removed) else None
         parts, position = progress.parts, progress.position
@@ -106,13 +106,13 @@ class Rule(Generic[StoreT, RemovalT]):
                 state.cannot_find(1)
 
     def _leaves_waiting(self, holders: Sequence[int], engine_hash: int, mode: Mode) -> bool:
-        """Note in the waiting room that a block has left. Return whether nothing else is to be removed: if copies
-        count, the removed copy was the waiting one.
+        """Note in the waiting stores that a block has left. Return whether nothing else is to be removed: if copies are
+        counted, because the removed copy was the waiting one; otherwise, because the holder does not have the block.
         """
-        room = self._state.waiting
+        stores = self._state.waiting
         if mode == "count":
-            return any(room.remove(holder, engine_hash) for holder in holders)
-        count = sum(1 for holder in holders for _ in iter(partial(room.remove, holder, engine_hash), False))
+            return any(stores.remove(holder, engine_hash) for holder in holders)
+        count = sum(1 for holder in holders for _ in iter(partial(stores.remove, holder, engine_hash), False))
         return count > 0 and self._state.holder_with(holders, engine_hash) is None
 
     def _was_waiting(self, holder: int, event: RemovalT, engine_hash: int) -> bool:
@@ -205,7 +205,7 @@ class TokenRule(Rule[Stored, Removed]):
     def _place_unsalted(
         self, progress: BatchProgress, position: int, waiting: WaitingStore, ns: int, parent: Spot | None
     ) -> None:
-        """Place a store off the GPU: it has tokens, but lacks the salt or image that went into its hashes.
+        """Place a store off the device, which has tokens, but may lack a salt or image that went into its hashes.
 
         A known hash names the same block as before. An unknown one continues the block before it, unless this life has
         reported a salt or an image: then the block cannot be identified.
@@ -435,7 +435,7 @@ class Rules:
         }
 
     def of(self, event: StoreEvent | RemovalEvent) -> Rule[Any, Any]:
-        """Return the rule of an event. The rule of chunks is applied before it."""
+        """Return the rule of an event; ``chunks`` is a further rule, for stores and removals of chunks."""
         return self._rules[type(event)]
 
 

@@ -17,7 +17,7 @@ from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName, Registration, Unit
 from waymark.domain.parts import Mode, PartList, Parts
 from waymark.domain.placing import Placer
-from waymark.domain.waiting import WaitingObjects, WaitingRoom
+from waymark.domain.waiting import WaitingObjects, WaitingStores
 
 _UNBOUNDED = BlockBounds()
 #: The fewest blocks in a report of a whole cache. No step of an engine computes so many blocks twice.
@@ -45,7 +45,7 @@ class StreamBlocks:
         self.memory = HeldBlocks() if memory is None else memory
         self.placer = Placer(self.memory, shards)
         self.blocks_max = blocks_max
-        self.waiting = WaitingRoom(waiting_blocks)
+        self.waiting = WaitingStores(waiting_blocks)
         self.objects = WaitingObjects(waiting_blocks, registration.object_shards)
         self.generations = Generations(bounds)
         self.holders: dict[HolderName, int] = {}
@@ -68,15 +68,13 @@ class StreamBlocks:
         self.unresolved = 0
         """The number of unknown hashes in removals and placeholders."""
         self.missing = 0
-        """The approximate number of the publisher's unknown blocks, besides those of the waiting room."""
+        """The approximate number of the publisher's unknown blocks, besides those of waiting stores."""
         self.below_zero = 0
-        """The number of removals of a block without a copy, which is checked for snapshots."""
+        """The number of removals of a block without a copy; a snapshot with any is refused."""
         self.contradictions = 0
         """The number of blocks whose copies were miscounted."""
         self.doubts: set[str] = set()
-        """Flags of rules for copies that follow from the events, and that ``flags`` does not have yet; the owner adds
-        them.
-        """
+        """Flags about copies that the events have justified. The owner adds them to ``flags``."""
         self.unsalted = 0
         """The number of stores from releases that cannot name a salt or an image, so they may be indexed under a wrong
         identity.
@@ -239,7 +237,7 @@ class StreamBlocks:
         self.missing += len(event.engine_hashes)
 
     def cannot_find(self, count: int) -> None:
-        """Count unknown hashes of removals, with which missing blocks have left the publisher."""
+        """Count unknown hashes of removals: each is a missing block, which has now left the publisher."""
         self.unresolved += count
         self.recover(count)
 
@@ -328,7 +326,9 @@ class StreamBlocks:
                     self.placer.remove(parts, holder, position + i, engine_hash, mode="all")
 
     def _reports_all(self, parts: PartList, position: int) -> bool:
-        """Return whether a batch, resolved up to ``position``, names most known blocks again, and many blocks."""
+        """Return whether a batch, resolved up to ``position``, names so many known blocks again that it is a report of
+        the whole cache.
+        """
         known = max(REPORT_BLOCKS_MIN, 0.75 * self.memory.blocks)
         if position < known or self.traits.may_alias or self.facts.removes_once or COPIES_REUSED in self.flags:
             return False

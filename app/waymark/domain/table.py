@@ -151,7 +151,7 @@ class View:
         """Return who has the blocks with this value.
 
         The result is cached by value, up to a ceiling. Otherwise it is computed from that of the previous blocks, which
-        mostly have the same holders, so that only the differences take steps of Python.
+        mostly have the same holders, so that Python code runs only for the differences.
         """
         presence = self._presences.get(value)
         if presence is None:

@@ -27,14 +27,14 @@ _URL_CHARACTERS_MAX = 2048
 
 #: Headers that tell proxies, sidecars and engines which other engines take part in a request, for example the one to
 #: copy blocks from. With such a header a client could choose where an engine connects to.
-_PLACE_HEADERS = frozenset(
+_ENGINE_HEADERS = frozenset(
     {
         "x-data-parallel-host-port", "x-decoder-host-port", "x-encoder-hosts-ports", "x-kv-cache-source-host-port",
         "x-prefiller-host-port", "x-prefiller-url",
     }
 )  # fmt: skip
 #: The second one is also the beginning of the headers that say which endpoints may be chosen, and which one answered.
-_PLACE_HEADERS_BEGIN = ("mif-", "x-gateway-destination-endpoint")
+_ENGINE_HEADERS_BEGIN = ("mif-", "x-gateway-destination-endpoint")
 
 
 class Role(StrEnum):
@@ -87,7 +87,7 @@ PLAIN = Target()
 
 URL = "an http or https URL of at most 2048 characters"
 """The form that ``is_url`` requires, in the words of an error."""
-_HOST_AND_PORT = r"(?P<place>(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?)"
+_HOST_AND_PORT = r"(?P<location>(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?)"
 _ADDRESS = re.compile(rf"(?P<scheme>https?)://{_HOST_AND_PORT}(?:/[!-~]*)?", re.ASCII)
 
 
@@ -103,7 +103,7 @@ def names_engines(header: str) -> bool:
     """Return whether a header, in lower case, names engines that take part in a request, so that only a decision may
     set it.
     """
-    return header in _PLACE_HEADERS or header.startswith(_PLACE_HEADERS_BEGIN)
+    return header in _ENGINE_HEADERS or header.startswith(_ENGINE_HEADERS_BEGIN)
 
 
 ENGINE_URL = f"{URL} without a user, a query and a fragment"
@@ -124,7 +124,7 @@ def host_and_port(address: str) -> str:
     match = _ADDRESS.match(address)
     if match is None:
         return address
-    return match["place"] if match["port"] else f"{match['place']}:{443 if match['scheme'] == 'https' else 80}"
+    return match["location"] if match["port"] else f"{match['location']}:{443 if match['scheme'] == 'https' else 80}"
 
 
 @record(frozen=True, slots=True)

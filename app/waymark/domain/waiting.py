@@ -40,7 +40,7 @@ class WaitingStore:
     """The engine hashes of the store that were removed while it waited."""
 
 
-class WaitingRoom:
+class WaitingStores:
     def __init__(self, blocks_max: int) -> None:
         self._blocks_max = blocks_max
         self._by_parent: dict[tuple[int, int], list[WaitingStore]] = {}
@@ -105,7 +105,7 @@ class WaitingRoom:
         return forgotten
 
     def _leave(self, group: list[WaitingStore]) -> int:
-        """Forget the stores, which have left the room. Return how many blocks they had."""
+        """Forget stores that no longer wait. Return how many blocks they had."""
         blocks = 0
         for waiting in group:
             blocks += len(waiting.event.engine_hashes)
@@ -147,7 +147,7 @@ class WaitingObjects:
             self.put(holder, engine_hash, shard)
 
     def take(self, holder: int, engine_hash: int, shards: Collection[str]) -> bool:
-        """Add the shards seen so far. Return whether the block is complete; then it no longer waits."""
+        """Return whether the block is complete; then it no longer waits. ``shards`` are all that the life has named."""
         present = self._shards.get((holder, engine_hash))
         if present is None or not (len(present) >= self._needed if self._needed else present.issuperset(shards)):
             return False

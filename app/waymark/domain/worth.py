@@ -70,7 +70,7 @@ class Tally:
             owner = self._owners.get(holder)
             if owner is not None:
                 masks[owner] = masks.get(owner, 0) | bitmap
-        once = twice = thrice = 0  # slots with at least so many owners
+        once = twice = thrice = 0  # the slots with at least one, two and three owners
         for mask in masks.values():
             thrice |= twice & mask
             twice |= once & mask
