@@ -735,9 +735,9 @@ async def test_requests_of_one_turn_share_a_write_and_a_read_of_redis(
         write(connection)
 
     def counted_receive(connection: ReadConnection, data: bytes) -> None:
-        before = len(connection._questions)
+        before = len(connection._requests)
         receive(connection, data)
-        read.append(before - len(connection._questions))
+        read.append(before - len(connection._requests))
 
     monkeypatch.setattr(ReadConnection, "_write", counted_write)
     monkeypatch.setattr(ReadConnection, "data_received", counted_receive)

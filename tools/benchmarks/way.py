@@ -212,7 +212,7 @@ class Served:
     async def rest(self) -> None:
         """Let the loop have its turns until nothing is under way, of tasks in the background neither."""
         await asyncio.sleep(0.001)
-        while any(each._questions for each in self._redis):  # noqa: ASYNC110  # a few turns, too
+        while any(each._requests for each in self._redis):  # noqa: ASYNC110  # a few turns, too
             await asyncio.sleep(0.001)
 
 
@@ -328,7 +328,7 @@ async def exchanged(kind: str, prompt: prompts.Prompt, app: Any, redis: RedisSer
         served._connection.data_received(request)
         for each in connections(store):
             if each._unsent:
-                packed, count = b"".join(each._unsent), sum(question.reader.count for question in each._questions)
+                packed, count = b"".join(each._unsent), sum(question.reader.count for question in each._requests)
                 each._write()
                 trips.append(Trip(packed, asked_of(redis, packed, count), count))
                 each.data_received(trips[-1].replies)

@@ -115,7 +115,7 @@ class Applier:
     @property
     def server(self) -> object:
         """An object that identifies the server of its group, as far as it is known."""
-        return self._store.place(self.grant.group_id)
+        return self._store.server_of(self.grant.group_id)
 
     def happened(self, kind: ActivityKind, detail: str = "") -> None:
         """Add an entry about the publisher to the activity list."""

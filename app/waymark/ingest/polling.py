@@ -137,8 +137,8 @@ class RegistrationKeeper:
         """Register missing publishers. Return whether Redis has come back empty since the last call; the first call
         returns True.
 
-        ``seen`` has the registrations of this worker's streams, and those of the last list of claims that it believed.
-        If the caller read a list of claims before this call, and this call returns False, the caller may believe the
+        ``seen`` has the registrations of this worker's streams, and those of the last list of claims that it trusted.
+        If the caller read a list of claims before this call, and this call returns False, the caller may trust the
         list. Redis did not come back empty in between, so the list lacks no publisher that Redis lost.
         """
         incarnation = await self._store.read_incarnation()
@@ -213,7 +213,7 @@ class Poller:
         )
         self.hint = asyncio.Event()
         self.is_away = False
-        """Redis did not answer the last poll."""
+        """Whether Redis did not answer the last poll."""
         self.running: dict[PublisherName, Running] = {}
         self._are_some_left = False
         self._leaving: set[bytes] = store.incarnation.cache(set())
@@ -223,7 +223,7 @@ class Poller:
         self._faults: dict[tuple[str, int], str] = {}
         """The last error of each step that failed for a claim, by name of the step and publisher."""
         self._claims: list[Claim] = []
-        """The last list of claims that was believed."""
+        """The last list of claims that was trusted."""
 
     async def keep_polling(self, tasks: asyncio.TaskGroup) -> None:
         """Poll until cancelled. The streams run as tasks of ``tasks``."""
@@ -276,7 +276,7 @@ class Poller:
         outcomes: list[Any] = []
         away = set[object]()
         for claim in claims:
-            name, server = (action, claim.publisher), self._store.place(claim.group_id)
+            name, server = (action, claim.publisher), self._store.server_of(claim.group_id)
             if server in away:
                 continue
             try:
@@ -300,7 +300,7 @@ class Poller:
             keep_seconds=max(2, int(self._options.stream.lease_seconds)),
             streams_max=self._options.streams_max,
         )
-        claims, is_another = await self._claims_to_believe()
+        claims, is_another = await self._trusted_claims()
         self._store.pacer.workers = len(workers)
         old_workers, self._others = self._others, set(workers)
         if (is_another or self.is_away) and not old_workers <= self._others:
@@ -325,10 +325,11 @@ class Poller:
         self._runner.forget_errors(name for name in wanted if name not in self.running or self.running[name].is_idle)
         self._gauges.saw(list(workers), [claim.registration for claim in staying])
 
-    async def _claims_to_believe(self) -> tuple[list[Claim], bool]:
-        """Return all claims, read after Redis last came back empty, and whether that was since the last poll.
+    async def _trusted_claims(self) -> tuple[list[Claim], bool]:
+        """Return all claims, and whether Redis has come back empty since the last poll. The claims were read after
+        that.
 
-        The worker keeps the claims that it has seen until it believes a new list, because Redis may come back empty
+        The worker keeps the claims that it has seen until it trusts a new list, because Redis may come back empty
         again while registrations are restored.
         """
         for attempt in range(_RESTORES_MAX):

@@ -46,7 +46,7 @@ from waymark.store.store import Store
 
 #: The number of shards of a group, besides shard 0, that each renewal checks for lost writes.
 _SHARDS_ASKED = 16
-#: The publishers that one command asks about.
+#: The number of publishers that one command asks about.
 _ASKED_AT_ONCE = 256
 
 
@@ -153,8 +153,8 @@ class Running:
         return self.stream is None or self.stream.status is StreamStatus.STARTING
 
     def may_go_on(self, claim: Claim) -> bool:
-        """Return whether the stream may continue under the present claim. Another engine release may count copies
-        otherwise.
+        """Return whether the stream may continue under the present claim. Another release of the engine may report
+        copies differently.
         """
         is_same = removes_once(claim.registration) == removes_once(self.claim.registration)
         return is_same and claim.has_stream_of(self.claim)
@@ -171,7 +171,7 @@ class Running:
             self.wake()
 
     def wake(self) -> None:
-        """Make the stream look at once at what has changed around it."""
+        """Make the stream check at once for changes of its lease, its options and its ranks."""
         if self.stream is not None:
             self.stream.wake()
 
@@ -205,7 +205,7 @@ class StreamRunner:
         grant: Grant | None = None
         kept = ExitStack()
         try:
-            async with self._starts[self._store.place(claim.group_id)]:
+            async with self._starts[self._store.server_of(claim.group_id)]:
                 # This step is not interrupted: it undoes its work if the claim is gone, and no other code would.
                 if not await whole(asyncio.ensure_future(self._store.claim_writer.begin(claim))):
                     return  # the claim has changed, and the next poll reads the new one

@@ -21,6 +21,7 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.names import Registration
 from waymark.store import keys
+from waymark.store.parsing import pairs
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
 from waymark.store.steps import StartTask
@@ -86,7 +87,7 @@ class Activity:
 
     async def _write(self) -> None:
         while self._waiting:
-            entries = [self._waiting[place] for place in range(min(_PER_CALL, len(self._waiting)))]
+            entries = [self._waiting[index] for index in range(min(_PER_CALL, len(self._waiting)))]
             try:
                 await self._scripts.note_activity(activity=keys.ACTIVITY, length=LENGTH, entry=entries)
             except StoreUnavailable as exc:
@@ -130,9 +131,8 @@ def is_entry_id(text: str) -> bool:
 def _entry(item: Any) -> ActivityEntry | None:
     """Return an entry of a reply, or None if another release wrote an entry that this release cannot read."""
     entry_id, parts = item
-    pairs = parts.items() if isinstance(parts, dict) else zip(parts[::2], parts[1::2], strict=False)
     try:
-        content = orjson.loads(dict(pairs)[b"entry"])
+        content = orjson.loads(dict(pairs(parts))[b"entry"])
     except (KeyError, ValueError):
         return None
     return ActivityEntry(entry_id.decode(), content) if isinstance(content, dict) and "kind" in content else None

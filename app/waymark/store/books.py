@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from waymark.domain.books import Sums
 from waymark.store import keys
-from waymark.store.parsing import pairs_of
+from waymark.store.parsing import pairs
 from waymark.store.redis.client import RedisClient
 
 #: How many hours of books are kept.
 HOURS_KEPT = 24
-#: The most Redis hashes read in one round trip. So many are only read if they are small, as those of many groups with
-#: few targets.
+#: The most Redis hashes read in one round trip. This bound is reached only if the hashes are small, because there are
+#: many groups with few targets.
 _HASHES_AT_ONCE = 64
 #: The most fields read in one round trip, and the lines after which the event loop runs other tasks.
 _FIELDS_AT_ONCE, _LINES_A_TURN = 16_384, 256
@@ -31,7 +31,7 @@ class Line(NamedTuple):
 
     group_id: int
     publisher: int
-    """The id of the target; 0 for all targets for which an hour has no room."""
+    """The id of the target; 0 for the targets that found no room in the books of the hour, together."""
     minute: int
     """Since 1970."""
     sums: Sums
@@ -63,7 +63,7 @@ class Books:
                     [("HGETALL", keys.books(group_id, hour)) for group_id, hour in portion], is_lenient=True
                 )
                 for (group_id, hour), reply in zip(portion, replies, strict=True):
-                    for name, value in (pairs_of(reply) or {}).items():
+                    for name, value in pairs(reply):
                         line = _line(group_id, hour, name, value)
                         if line is not None and line.minute >= since_minute:
                             yield line
@@ -76,13 +76,13 @@ def _portions(asked: Sequence[tuple[int, int]], sizes: Sequence[Any]) -> Iterato
     """Yield the hashes with fields, in portions of about ``_FIELDS_AT_ONCE`` fields."""
     portion: list[tuple[int, int]] = []
     fields = 0
-    for counter, size in zip(asked, sizes, strict=True):
+    for group_hour, size in zip(asked, sizes, strict=True):
         if not isinstance(size, int) or not size:
             continue
         if portion and fields + size > _FIELDS_AT_ONCE:
             yield portion
             portion, fields = [], 0
-        portion.append(counter)
+        portion.append(group_hour)
         fields += size
     if portion:
         yield portion

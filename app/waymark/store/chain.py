@@ -99,7 +99,7 @@ class Chain:
         For a single, the number of the block is increased by ``PIECE_BLOCKS``.
         """
         self._clearings = self._hot.clearings
-        """The clearings of the cache of hot rows when the last values were asked for."""
+        """How often the hot rows had been cleared when the last values were asked for."""
         self.may_be_hot = False
         """Whether some of the last values are marked or have many holders, as ``settle`` has found."""
         self._open: list[tuple[int, int]] = []
@@ -156,7 +156,7 @@ class Chain:
             self._hot.keep(self._entry.group_id, self._heads(pieces), [rows[piece] for piece in pieces], now)
 
     def settle(self) -> tuple[Runs, bool]:
-        """Return the runs certain since the last call, and whether the whole chain is looked up."""
+        """Return the runs which became certain since the last call, and whether the whole chain is looked up."""
         certain: Runs = []
         self._open = []
         self._is_at_end = False

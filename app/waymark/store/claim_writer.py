@@ -103,7 +103,7 @@ class ClaimWriter:
 
         The result lacks the publishers that are registered in another way, or that other callers change at the same
         time; their parts written so far are an unfinished claim, which ``begin`` or ``write_new`` finishes. It also
-        lacks names of ``known`` without a claim.
+        lacks names of ``known`` without a claim by now.
         """
         claims, without_claim = await self._as_registered(registrations)
         new_claims = await self._claimed([each for each in without_claim if each.name not in known])
@@ -164,8 +164,8 @@ class ClaimWriter:
         """
         if await self.is_begun(claim):
             return True
-        now = await self._directory.claim(claim.registration.name)
-        if now is not None and now.raw == claim.raw and not now.is_leaving:
+        present = await self._directory.claim(claim.registration.name)
+        if present is not None and present.raw == claim.raw and not present.is_leaving:
             log.warning(
                 "two registrations have the same ids; this one gets new ids",
                 extra=fields(stream=str(claim.registration.name)),
@@ -180,7 +180,7 @@ class ClaimWriter:
     async def _clash(self, claim: Claim) -> Literal["group", "publisher"] | None:
         """Begin the record.
 
-        Return which id of this claim another claim has, as can happen after a failover, or None.
+        Return which id of this claim also belongs to another claim, as can happen after a failover; otherwise None.
         """
         outcome = await self._begin(claim)
         if outcome.verdict is Verdict.GONE:
@@ -208,9 +208,9 @@ class ClaimWriter:
         group, name = keys.group_field(claim.registration.group), keys.publisher_field(claim.registration.name)
         raw, entry = await self._client.several([("HGET", keys.PUBLISHERS, name), ("HGET", keys.GROUPS, group)])
         if raw != claim.raw:
-            now = None if raw is None else self._directory.decode(name, raw)
-            if now is not None and now.has_stream_of(claim):
-                return await self.is_begun(now)  # its target has changed since, and the table must get the new target
+            present = None if raw is None else self._directory.decode(name, raw)
+            if present is not None and present.has_stream_of(claim):
+                return await self.is_begun(present)  # only its target has changed, and the table must get the new one
             await self._end(claim)  # unregistered before it began: no other call would end it
             return False
         if entry == _entry_of(claim):

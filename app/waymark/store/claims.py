@@ -56,7 +56,7 @@ class Claim:
     group_id: int
     shards: int
     is_leaving: bool = False
-    """Whether the publisher is being unregistered or moved. Any process that reads the claim finishes this."""
+    """Whether the publisher is being unregistered or moved. A worker that reads the claim finishes this."""
     successor: Registration | None = None
     """If the publisher moves: the registration that will replace this one. Until then the name stays taken."""
     raw: bytes = b""
@@ -128,7 +128,7 @@ class Claim:
         """
         claim = cls.decode(raw)
         if keys.publisher_field(claim.registration.name) != field:
-            raise Malformed("it stands under another publisher's name")
+            raise Malformed("it is stored under another publisher's name")
         return claim
 
     def has_stream_of(self, claim: Claim) -> bool:

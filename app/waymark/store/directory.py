@@ -26,7 +26,7 @@ from waymark.store.redis.client import RedisClient
 
 #: The claims decoded in one turn of the event loop; ten thousand take a third of a second.
 _SLICE_CLAIMS = 256
-#: Of so many polls of a worker without a change, one or two read all claims.
+#: A worker reads all claims at least once in this number of polls, even without a change.
 _WHOLE_POLLS = 40
 #: How long ``EngineAddresses`` uses the registrations that it has read.
 _ADDRESSES_SECONDS = 1.0
@@ -70,7 +70,7 @@ class Directory:
         return self._parser.parse(RecordKind.REGISTRATION, keys.PUBLISHERS, field, Claim.decode_field, field, raw)
 
     async def claims(self) -> list[Claim]:
-        """Return every claim that can be read, also of leaving publishers, in order of registration."""
+        """Return every claim that can be read, including those of leaving publishers, in order of registration."""
         raw_claims = await self._client.hgetall(keys.PUBLISHERS)
         self._parser.forget(keys.PUBLISHERS, raw_claims.keys())
         cache, decoded = self._decoded, dict[bytes, Claim]()
@@ -151,7 +151,7 @@ class PolledClaims:
         """The polls until the next reading."""
 
     async def poll(self) -> list[Claim]:
-        """Return every claim that can be read, also of leaving publishers, in order of registration."""
+        """Return every claim that can be read, including those of leaving publishers, in order of registration."""
         state = await self._client.several((("GET", keys.PUBLISHERS_VERSION), ("HLEN", keys.PUBLISHERS)))
         # A Redis that came back empty has no version, and neither has one that only an earlier release has written to.
         if state != self._state or state[0] is None or not self._left:
@@ -189,7 +189,7 @@ def _named_entry(field: bytes, value: bytes) -> tuple[GroupName, GroupEntry]:
 
 
 class EngineAddresses:
-    """The addresses of registered instances: at most a second old, and after each write of this process."""
+    """The addresses of registered instances. They are read again after a second, and after a write of this process."""
 
     def __init__(self, directory: Directory, polled_claims: PolledClaims, incarnation: Incarnation) -> None:
         self._directory = directory

@@ -43,9 +43,9 @@ class Exported:
     publishers: int = 0
     blocks: int = 0
     changed: int = 0
-    """The streams that changed during each attempt."""
+    """The number of streams that changed during each attempt."""
     unreadable: int = 0
-    """The rows and entries that could not be read; a query does not count them either."""
+    """The number of rows and entries that could not be read; a query does not count them either."""
 
 
 @record(frozen=True, slots=True)
@@ -88,7 +88,9 @@ class _PublisherRead(NamedTuple):
 async def export_index(
     store: Store, file: BinaryIO, *, model: str | None = None, tenant: str | None = None, attempts: int = ATTEMPTS
 ) -> Exported:
-    """Write the publishers of the model and the tenant, with their blocks. Raise StoreUnavailable."""
+    """Write the publishers of the model and the tenant, with their blocks. Raise InvalidValue if the index has another
+    format, and StoreUnavailable if Redis is unavailable.
+    """
     complaint = await store.other_format()
     if complaint is not None:
         raise InvalidValue(complaint)
@@ -140,9 +142,7 @@ class _Export:
         return _PublisherRead(moment, rows, moment.is_between_batches and moment.is_as(await self._moment()))
 
     async def _rest(self) -> None:
-        """Wait for the next change of the stream, because the time right after a change is the longest without another
-        one.
-        """
+        """Wait for the next change of the stream: right after a change, the most time is left before the next one."""
         now = await self._moment()
         for _ in range(_PAUSES):
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -203,7 +203,7 @@ class _Export:
         blocks, rows = 0, list[SavedRow]()
         for (name, entry), value in zip(source.entries.items(), source.values, strict=True):
             place = _place(name)
-            of_holder = None if value is None or place is None else _of_holder(value, entry, source.holder)
+            of_holder = None if value is None or place is None else _holder_blocks(value, entry, source.holder)
             if place is None or of_holder is None:
                 self._report.unreadable += place is None or value is not None
                 continue
@@ -227,7 +227,7 @@ def _place(name: bytes) -> Place | None:
 
 
 def _is_in_batch(state: StreamRecord, holders: Sequence[tuple[int, SavedHolder]]) -> bool:
-    """Return whether a part of a batch is applied whose seq is not written yet."""
+    """Return whether Redis has a part of a batch, but not yet its seq."""
     for _, saved in holders:
         last = state.watermark if state.watermark is not None else saved.event_id
         if last is not None and saved.seq > last:
@@ -235,7 +235,7 @@ def _is_in_batch(state: StreamRecord, holders: Sequence[tuple[int, SavedHolder]]
     return False
 
 
-def _of_holder(value: bytes, entry: bytes, holder: int) -> tuple[int, bytes, bytes] | None:
+def _holder_blocks(value: bytes, entry: bytes, holder: int) -> tuple[int, bytes, bytes] | None:
     """Return namespace, slots and engine hashes of a holder's blocks in a row; None if the row lacks the holder."""
     end = value.find(b" ")
     start = value.find(b" %d:" % holder, end)

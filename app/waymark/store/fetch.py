@@ -1,7 +1,7 @@
 """Reads values of the index from Redis: one MGET per shard, over a read connection.
 
-After an error (a moved slot, a loading Redis, a broken connection) the same commands are sent once
-more through redis-py, which handles each such error.
+After an error (a moved slot, a loading Redis, a broken connection) the same commands are sent once more through
+redis-py, which handles each such error.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class _ValuesReader:
         for reply, command in zip(replies, self._commands, strict=True):
             if command.indexes:
                 _values(reply, len(command.indexes))
-        return _together(self._commands, replies, with_version=self._with_version)
+        return _merged(self._commands, replies, with_version=self._with_version)
 
 
 class Fetcher:
@@ -198,13 +198,13 @@ class Fetcher:
         except StoreUnavailable:
             async with asyncio.timeout_at(deadline):
                 replies = await self._client.several([command.words for command in commands])
-        return _together(commands, replies, with_version=with_version)
+        return _merged(commands, replies, with_version=with_version)
 
     async def _ask(self, commands: Sequence[_ReadCommand], deadline: float) -> list[Any]:
         """Return the replies to commands for any servers. Raise StoreUnavailable if a reply is an error."""
         by_server: dict[object, list[int]] = {}
         for i, command in enumerate(commands):
-            by_server.setdefault(self._client.place(command.prefix), []).append(i)
+            by_server.setdefault(self._client.server_of(command.prefix), []).append(i)
         calls = [self._ask_server([commands[i] for i in indexes], deadline) for indexes in by_server.values()]
         # Every reply is awaited, even after an error.
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -226,7 +226,7 @@ class Fetcher:
 def _of_group(group_id: int, _pattern: str) -> tuple[bytes, bytes]:
     """Return the prefix of the keys of a group's rows, and the packed HGET of the version of its holder table.
 
-    ``_pattern`` is that of all keys, which differs with their prefix.
+    ``_pattern`` is ``keys.ALL``. It is a parameter so that the cache has an entry for each prefix of the keys.
     """
     words = "HGET", keys.holders(group_id), "version"
     return keys.block_prefix(group_id, 0), hiredis.pack_command(cast("Any", words))
@@ -257,7 +257,7 @@ def _commands(entry: GroupEntry, asked: WantedValues, *, with_version: bool) -> 
     return commands
 
 
-def _together(commands: Sequence[_ReadCommand], replies: list[Any], *, with_version: bool) -> Fetched:
+def _merged(commands: Sequence[_ReadCommand], replies: list[Any], *, with_version: bool) -> Fetched:
     """Return the values of all replies, in the order in which ``asked`` names them."""
     values: list[bytes | None] = [None] * sum(len(command.indexes) for command in commands)
     for command, reply in zip(commands, replies, strict=True):

@@ -1,10 +1,10 @@
-"""Engine hashes: the block that each names, as a group's engines have reported it, and the hashes of a holder's blocks.
+"""Engine hashes: for each hash the block that a group's engines have reported for it, and for each block its hash.
 
 Entries from a hash to its block exist only in groups with a pool, because the events of a pool name blocks by the
 hashes of the engines, and in groups that a client asks about by these hashes. They are in ten Redis hashes. When the
 newest is full, the oldest is deleted.
 
-From a block to its hash, the entries of the holder are read.
+For the opposite direction, from a block to its hash, ``HeldHashes`` reads the entries of a holder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CALL_ENTRIES: Final = 512
 FIND_HASHES: Final = 256
 #: Each of the ten Redis hashes expires a week after its last write, for example if the group has no pool any more.
 _KEEP_MS: Final = 7 * 86_400_000
-#: For how long engines keep their hashes after a client has asked about their group.
+#: For how long the hashes of a group are kept after a client has asked about the group.
 ASKED_SECONDS: Final = 86_400
 _ASKED_MAX: Final = 10_000
 _BLOCK: Final = re.compile(rb"([0-9a-f]{16})([0-9a-v])([0-9a-f]{16})([0-9a-f]{16})?")

@@ -1,7 +1,7 @@
 """The configuration and memory of Redis: the facts that an operator must know before a command fails.
 
-INFO has these facts, so no command is needed that a managed Redis refuses. INFO is sent at most every two seconds and
-with a short timeout, because a Redis that hangs must not make ``/metrics`` hang. The embedded Redis has no INFO and
+INFO has these facts, so commands that a managed Redis may refuse are not needed. INFO is sent at most every two seconds
+and with a short timeout, because a Redis that hangs must not make ``/metrics`` hang. The embedded Redis has no INFO and
 therefore no warnings.
 """
 
@@ -55,7 +55,7 @@ class Primary:
 
     memory_bytes: int
     memory_max_bytes: int
-    """0 is no limit."""
+    """The limit; 0 means no limit."""
     evicted_keys: int
 
 

@@ -49,7 +49,7 @@ class Imported:
     publishers: int = 0
     blocks: int = 0
     changed: int = 0
-    """The streams that had changed while they were exported."""
+    """The number of streams that had changed while they were exported."""
 
 
 async def import_index(

@@ -45,18 +45,18 @@ class Incarnation:
         self._caches.append(cache)
         return cache
 
-    def saw(self, place: int | str, nonce: bytes) -> None:
-        """Note a nonce that Redis has returned. All caches are cleared if ``place`` had another nonce before.
+    def saw(self, owner: int | str, nonce: bytes) -> None:
+        """Note a nonce that Redis has returned. All caches are cleared if ``owner`` had another nonce before.
 
-        ``place`` is the id of a group, for the nonce of its holder table, or the key ``wm:birth``.
+        ``owner`` is the id of a group, for the nonce of its holder table, or the key ``wm:birth``.
         """
-        last_nonce = self._nonces.get(place)
+        last_nonce = self._nonces.get(owner)
         if last_nonce is None:
             if len(self._nonces) >= _NONCES_MAX:
                 self.forget()
         elif last_nonce != nonce:
             self.forget()
-        self._nonces[place] = nonce
+        self._nonces[owner] = nonce
 
     async def read(self, scripts: Scripts) -> str:
         """Return the nonce of the whole Redis; another nonce later means that Redis came back empty."""

@@ -27,7 +27,7 @@ _PART_COST = 8
 
 
 HoldLease = Callable[[], Awaitable[None]]
-"""Called repeatedly while a call waits to be sent. It raises an error if the lease is lost."""
+"""A function that is called repeatedly while a call waits to be sent. It raises an error if the lease is lost."""
 
 
 class Index:
@@ -69,9 +69,10 @@ class Index:
 
         With ``hold`` the calls wait until the pacer admits them; without it they are sent at once.
 
-        Changes that were applied before, wholly or in part, are skipped. Returns APPLIED. Returns FENCED if another
-        worker has the stream; the caller then drops its state. Returns LOST if a shard has lost writes that it had
-        acknowledged; the caller then ends the life. Raises StoreUnavailable.
+        Changes that were applied before, wholly or in part, are skipped. Return APPLIED; or STALE if the watermark is
+        already that of ``commit``, or a later one. Return FENCED if another worker has the stream; the caller then
+        drops its state. Return LOST if a shard has lost writes that it had acknowledged; the caller then ends the life.
+        Raise StoreUnavailable if Redis is unavailable.
         """
         events: list[Arg] = [word for pair in event_ids.items() for word in pair] if event_ids else []
         if grant.shards == 1:
@@ -85,7 +86,7 @@ class Index:
         return await self._commit(grant, commit, events)
 
     async def _commit(self, grant: Grant, commit: Commit | None, events: list[Arg]) -> Verdict:
-        """Move the watermark, which is on shard 0, behind what the other shards have applied."""
+        """Move the watermark, which is on shard 0. The other shards have applied their parts before."""
         moved = sorted(grant.moved_shards)
         shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]
         outcome = await self._scripts.commit_batch(
@@ -197,7 +198,7 @@ class Index:
         if hold is None:
             return await call()
         blocks = prepared.blocks + _PART_COST * len(prepared.words)
-        async with self._pacer.admit(self._client.place(prefix), blocks, hold):
+        async with self._pacer.admit(self._client.server_of(prefix), blocks, hold):
             return await call()
 
     async def has_lost(self, grants: Sequence[Grant], shards: Iterable[int]) -> list[set[int]]:

@@ -34,9 +34,9 @@ from waymark.store.steps import StartTask
 
 log = logging.getLogger(__name__)
 
-#: How many first blocks of a prompt have their hashes kept. Other prompts probably begin with these blocks, too.
+#: The number of blocks, from the first on, whose hashes are kept. Other prompts probably begin with these blocks, too.
 BLOCKS_MAX = 64
-#: The kept targets of a decision, best first.
+#: The most targets kept for a decision: the best ones.
 TARGETS_MAX = 16
 #: The approximate maximum number of entries in the stream of a group, of 1.5 KB each.
 LENGTH = 100_000
@@ -123,7 +123,7 @@ class KeptDecision(NamedTuple):
     is_multimodal: bool = False
     pool: int = 0
     active_bound: int | None = None
-    """The requests that a target could have by ``sticky``."""
+    """The most requests that ``sticky`` allowed a target."""
     profile: str | None = None
     asked: AskedTimes = NO_TIMES
     """The times that the client asked for."""
@@ -167,7 +167,9 @@ class KeptDecision(NamedTuple):
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Parse an entry. Raise ``Malformed``. A field that an earlier release did not write has its default."""
+        """Parse an entry. Raise ``Malformed`` if it cannot be read. A field that an earlier release did not write has
+        its default.
+        """
         document = Document(raw)
         prefix_key = document.optional_text("prefix_key")
         try:
@@ -175,7 +177,7 @@ class KeptDecision(NamedTuple):
             key = None if prefix_key is None else bytes.fromhex(prefix_key)
             pool = int(document.optional_text("pool") or "0", 16)
         except (ValueError, binascii.Error):
-            raise Malformed("blocks, prefix_key or pool is not in its form") from None
+            raise Malformed("blocks, prefix_key or pool has a wrong form") from None
         if len(blocks) % KEY_BYTES:
             raise Malformed("blocks is not a list of hashes")
         return cls(
@@ -398,7 +400,7 @@ def _target(words: Any) -> KeptTarget:
         and all(isinstance(number, int | float) and 0 <= number < 2**63 for number in numbers)
         and target.weight > 0
     ):
-        raise Malformed("a target has a field that is not in its form")
+        raise Malformed("a target has a field with a wrong form")
     return target._replace(gauges=_gauges(target.gauges), answer_times=_answer_times(target.answer_times))
 
 
@@ -416,7 +418,7 @@ def _gauges(words: Any) -> Gauges | None:
             int(adapters_max),
         )
     except (TypeError, ValueError):
-        raise Malformed("the gauges of a target are not in their form") from None
+        raise Malformed("the gauges of a target have a wrong form") from None
 
 
 def _answer_times(words: Any) -> tuple[float, ...] | None:
@@ -425,7 +427,7 @@ def _answer_times(words: Any) -> tuple[float, ...] | None:
     try:
         return tuple(map(float, words))
     except (TypeError, ValueError):
-        raise Malformed("the answer times of a target are not in their form") from None
+        raise Malformed("the answer times of a target have a wrong form") from None
 
 
 def _shadow(words: Any) -> ShadowChoice:

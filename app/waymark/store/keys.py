@@ -232,7 +232,7 @@ def history(group_id: int, publisher: int) -> str:
 def spec(group_id: int, block_key: int, *, of_prefill: bool = False) -> str:
     """Return the key of a speculative entry: the target that will soon have the prompt up to this block.
 
-    ``of_prefill``: the target that prefilled it for another one, which will have it, too.
+    With ``of_prefill`` the entry is for the target of the prefill stage, which will have the prompt, too.
     """
     return f"{spec_prefix(group_id).decode()}{block_key ^ (_PREFILL if of_prefill else 0):016x}"
 
@@ -260,7 +260,7 @@ def placement(group_id: int, block: str) -> str:
 
 
 def placements(group_id: int) -> str:
-    """Return the key of the blocks of a group with a key ``placement``."""
+    """Return the key of the list of all blocks of a group with a ``placement`` key."""
     return f"{_root}{_tag(group_id)}:placements"
 
 

@@ -4,7 +4,8 @@ The lease decides which worker may start. Each lease has a token. The fence, on 
 highest. A worker has a grant once it has raised the fence on all shards. Only then does it read the state of the
 stream, because from then on no other worker can change that state unnoticed.
 
-Places for snapshots are leases, too, so that all workers together ask few engines at once, and no engine often.
+Places for snapshots are leases, too. They bound how many engines all workers together ask at once, and how often they
+ask the same engine.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Renewal:
     is_fenced: bool = False
     """Whether another worker has the stream, or the publisher is gone."""
     lost_shards: set[int] = field(default_factory=set)
-    """The shards which lost writes that they had acknowledged under the grant."""
+    """The shards that lost writes which they had acknowledged under the grant."""
     error: StoreUnavailable | None = None
     """Why this lease could not be renewed, if the reason is the publisher's record."""
 

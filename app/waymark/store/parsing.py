@@ -39,10 +39,8 @@ _NAME_MAX = 200
 
 
 def pairs_of(reply: list[bytes] | dict[bytes, bytes] | None) -> Mapping[bytes, bytes] | None:
-    """Return the pairs of an HGETALL in a pipeline of raw commands, which the client returns as a list or a dict."""
-    if reply is None or isinstance(reply, dict):
-        return reply
-    return dict(zip(reply[::2], reply[1::2], strict=True))
+    """Return the fields of an HGETALL in a pipeline of raw commands; None if the key has another type."""
+    return None if reply is None else dict(pairs(reply))
 
 
 class Malformed(ValueError):
@@ -150,14 +148,14 @@ def pairs(reply: Any) -> list[tuple[bytes, bytes]]:
 
 
 def integer_of(raw: bytes | str, label: str, bits: int = 53) -> int:
-    """Parse an integer in plain decimal digits, of at most so many bits. Raises ``Malformed``."""
+    """Parse an integer in plain decimal digits, of at most ``bits`` bits. Raise ``Malformed`` for any other value."""
     if not (raw.isascii() and raw.isdigit() and len(raw) <= _DIGITS_MAX) or int(raw) >> bits:
         raise Malformed(f"{label} is no integer of 0..2^{bits}-1")
     return int(raw)
 
 
 def number_of(raw: bytes | str, label: str) -> float:
-    """Parse a finite number. Raises ``Malformed``."""
+    """Parse a finite number. Raise ``Malformed`` for any other value."""
     try:
         number = float(raw)
     except ValueError:
@@ -273,7 +271,9 @@ class Document:
 
 
 def names_of(raw: bytes, counts: tuple[int, ...], label: str) -> list[Any]:
-    """Parse a JSON list, as names of hash fields are, with one of the lengths in ``counts``. Raises ``Malformed``."""
+    """Parse the name of a hash field, a JSON list with one of the lengths in ``counts``. Raise ``Malformed`` for any
+    other value.
+    """
     try:
         names = orjson.loads(raw)
     except orjson.JSONDecodeError:

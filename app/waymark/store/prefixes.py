@@ -81,9 +81,7 @@ class Prefixes:
         return sum(reply or 0 for reply in replies)
 
     async def read(self, group_id: int, key: str, *, until: float) -> dict[int, int]:
-        """Return the tokens of a prefix by holder, of live entries. Raises TimeoutError at
-        ``until``.
-        """
+        """Return the tokens of a prefix by holder, of live entries. Raise TimeoutError at ``until``."""
         name = keys.opaque_prefix(group_id, key)
         async with asyncio.timeout_at(until):
             fields, milliseconds = await self._client.several([("HGETALL", name), ("PTTL", name)], is_lenient=True)

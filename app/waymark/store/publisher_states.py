@@ -1,4 +1,4 @@
-"""The states of publishers, read from their records for people and for the share of each worker."""
+"""The states of publishers, read from their records: to show them to people, and to share the streams among workers."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class QuickRead(Fetch):
         if self._changes == reads.incarnation.changes and self._clearings == reads.hot.clearings:
             self._fetched = fetched
             if fetched.version == plan.table.version and reads.is_current(plan):
-                values = _among(fetched.values, self._hot) if self._hot else fetched.values
+                values = _with_hot(fetched.values, self._hot) if self._hot else fetched.values
                 runs, pieces, is_at_end = row_runs(self._keys, values)
                 if is_at_end or pieces == len(values):
                     self.runs = tuple(runs)
@@ -167,7 +167,7 @@ class QuickRead(Fetch):
         return Start(self.until, self.asked, self._fetched)
 
 
-def _among(values: list[bytes | None], hot: Mapping[int, bytes]) -> list[bytes | None]:
+def _with_hot(values: list[bytes | None], hot: Mapping[int, bytes]) -> list[bytes | None]:
     """Return all rows of a portion: those that were read, and between them the hot ones, by their index."""
     cold = iter(values)
     return [hot[index] if index in hot else next(cold) for index in range(len(values) + len(hot))]
@@ -187,7 +187,7 @@ class QuickReads:
         silent: Callable[[float], StoreUnavailable],
     ) -> None:
         self.silent = silent
-        """Returns the error of a query that Redis has not answered within so many seconds."""
+        """Returns the error of a query that Redis has not answered within a number of seconds."""
         self.fetcher = fetcher
         self._groups = groups
         self._tables = tables
@@ -235,7 +235,7 @@ class QuickReads:
 
 
 class QuickAnswer(Generic[R, T]):
-    """The receiver of a quick read, which answers by it, or in the general way if the read is not enough."""
+    """The receiver of a quick read. It answers with the read, or in the general way if the read is not enough."""
 
     __slots__ = ("_answer", "_general", "_receiver")
 

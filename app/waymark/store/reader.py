@@ -177,9 +177,7 @@ class Reader:
 
     def table_at_hand(self, group: GroupName) -> HolderTable | None:
         """Return the group's cached table, which the last query used."""
-        entry = self._groups.get(group)
-        table = None if entry is None else self._tables.get(entry.group_id)
-        return table if table is not None and table.group == group else None
+        return self.at_hand(group)[1]
 
     def has_targets(self, group: GroupName) -> bool:
         """Return whether the last query found registrations of the group."""

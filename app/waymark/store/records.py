@@ -29,19 +29,19 @@ from waymark.store.scripts import Arg, Outcome, Scripts
 
 T = TypeVar("T")
 
-#: The names of counters begin with this.
+#: The beginning of the names of counters.
 COUNTER = "count:"
-#: The names of the counters of blocks that a stream has, by medium, begin with this.
+#: The beginning of the names of counters of a stream's blocks; the medium follows.
 BLOCKS = "blocks."
 
 #: The counter of a publisher's blocks in this life that the index does not know.
 MISSING = "missing"
 
-#: The names of fields with the ids of live holders, and with the last event_ids of holders, begin with these.
+#: The beginnings of the names of fields with the ids of live holders, and with the last event_ids of holders.
 HOLDER, EVENT = "holder:", "event:"
-#: The names of fields with the ids of holders that no reader sees yet begin with this.
+#: The beginning of the names of fields with the ids of holders that no reader sees yet.
 STAGED = "staged:"
-#: The names of fields with the number of acknowledged calls of a shard begin with this.
+#: The beginning of the names of fields with the number of acknowledged calls of a shard.
 SHARD = "shard:"
 _HOLDER_ID = re.compile(r"[0-9]{1,16}")
 
@@ -89,7 +89,7 @@ class StreamFields:
         return self._parsed(name, number_of, raw, name) if raw else None
 
     def integers(self, beginning: str, name_of: Callable[[str], T], bits: int = 53) -> dict[T, int]:
-        """Return the integers of all fields whose names begin with ``beginning``, of at most so many bits.
+        """Return the integers of all fields whose names begin with ``beginning``, of at most ``bits`` bits.
 
         ``name_of`` converts the rest of each name into a key, and raises ValueError for a wrong name.
         """

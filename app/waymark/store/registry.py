@@ -129,7 +129,7 @@ class Registry:
 
         Raise Conflict, with the field, if discovery or the publishers file sets the weight and would undo the change.
         """
-        old_weight = None  # as before the first attempt, whose change a later one may see
+        old_weight = None  # of before the first attempt, because a later attempt may read the weight that it has set
         for _ in range(ATTEMPTS):
             claim = await self._directory.claim(name)
             if claim is None or claim.is_leaving:

@@ -146,7 +146,7 @@ CHANGES_MAX = 512
 
 
 class LoadChanges(NamedTuple):
-    """Loads by publisher and healths, as ``Reservations.values`` has them; an empty value no longer exists."""
+    """The changed fields of ``Reservations.values``. An empty value means that the field no longer exists."""
 
     last: int
     """The number of the last change."""
@@ -248,7 +248,7 @@ class ReservationTerms(NamedTuple):
     """The result of ``words_of`` for the offers and the promises, if it is already known."""
 
     def promise(self, index: int) -> str:
-        """Return what was promised of an offer."""
+        """Return the text of an offer's promise."""
         return self.promises[index] if self.promises else ""
 
 
@@ -403,14 +403,14 @@ class Reservations:
         self,
         group_id: int,
         terms: PlainTerms,
-        of: tuple[int, str],
+        prompt: tuple[int, str],
         pack: Callable[..., bytes],
         offered: tuple[Any, ...],
         words_of: Callable[[], tuple[Sequence[int], Sequence[str]]],
     ) -> PackedReserve:
         """Return a call of ``reserve`` without further keys; see ``PackedReserve``."""
         plain = self._plain_calls(group_id, terms)
-        return PackedReserve(plain, os.urandom(8).hex(), of, pack, offered, words_of)
+        return PackedReserve(plain, os.urandom(8).hex(), prompt, pack, offered, words_of)
 
     def _plain_calls(self, group_id: int, terms: PlainTerms) -> PlainReserve:
         key = group_id, keys.ALL, *terms
@@ -484,9 +484,9 @@ class Reservations:
         """End reservations, or a part of each. Return how many existed, and how many did not.
 
         ``ttft_ms`` is the time to the first token. It counts for the first target that computed a prompt. ``tpot_ms``
-        is the time of each further token. It counts for the first target of all, which answered. ``usage`` is compared
-        with the promise, if exactly one reservation has one. ``saw`` gets the remaining load of each target, and
-        ``booked`` the drift that the usage has shown.
+        is the time of each further token. It counts for the target of the first reservation, which answered. ``usage``
+        is compared with the promise, if exactly one reservation has one. ``saw`` gets the remaining load of each
+        target, and ``booked`` the drift that the usage has shown.
         """
         minute = int(time.time() // 60)
         # A request of several sequences has several reservations of one target, but counts as one outcome.

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.store import keys
-from waymark.store.parsing import lenient_text
+from waymark.store.parsing import lenient_text, pairs
 from waymark.store.redis.client import RedisClient
 from waymark.store.redis.failures import kind_of
 from waymark.store.scripts import Scripts, Verdict
@@ -103,7 +103,7 @@ class StoredAnswers:
         return outcome.numbers[0]
 
     async def room(self) -> AnswersSize:
-        """Return the size of the cache, by this machine's clock."""
+        """Return the size of the cache. This machine's clock decides which answers have expired."""
         bytes_, due, entries = await self._client.several(
             [
                 ("HGET", keys.ANSWERS, "bytes"),
@@ -285,9 +285,4 @@ class ReplicaCounts:
         raw_counts, estimate = await self._client.several(
             [("HGETALL", keys.COUNTS), ("PFCOUNT", keys.SEEN)], is_lenient=True
         )
-        pairs = (
-            raw_counts.items()
-            if isinstance(raw_counts, dict)
-            else zip((raw_counts or [])[::2], (raw_counts or [])[1::2], strict=True)
-        )
-        return {lenient_text(name): int(value) for name, value in pairs if value.isdigit()}, estimate or 0
+        return {lenient_text(name): int(value) for name, value in pairs(raw_counts) if value.isdigit()}, estimate or 0

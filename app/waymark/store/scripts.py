@@ -31,7 +31,7 @@ class Verdict(StrEnum):
     - ``APPLIED``: the script wrote everything.
     - ``BRANCH``: a block needs a branch row, because it has no slot in its place. The script wrote all before it.
     - ``ROW``: the branch row of a part does not exist, and the row has room. The script wrote all before the part.
-    - ``APART``: a part would be far behind the holder's last block in a shared branch row. The script wrote all before
+    - ``APART``: in a shared branch row, a part would be far from the holder's last block. The script wrote all before
       it.
     - Other verdicts: the script did not write. But ``reserve`` ends overdue reservations first, and ``keep_answer`` and
       ``keep_response`` may remove old entries.
@@ -127,29 +127,29 @@ _RESERVE = [parameter.name for parameter in SCRIPTS["reserve"].args]
 class PackedReserve(ScriptCall):
     """A directly packed call of ``reserve``. Its separate words are built only if it cannot be sent in this way."""
 
-    __slots__ = ("_of", "_packed", "_plain", "_words_of", "nonce")
+    __slots__ = ("_packed", "_plain", "_prompt", "_words_of", "nonce")
 
     def __init__(
         self,
         plain: PlainReserve,
         nonce: str,
-        of: tuple[int, str],
+        prompt: tuple[int, str],
         pack: Callable[..., bytes],
         offered: tuple[Any, ...],
         words_of: Callable[[], tuple[Sequence[int], Sequence[str]]],
     ) -> None:
-        """``of`` has the context, and whether the prompt is cold. ``pack`` appends the packed ``offered`` to the packed
-        first words, whose number it gets; ``words_of`` returns the candidates and their terms.
+        """``prompt`` has the context, and whether the prompt is cold. ``pack`` appends the packed ``offered`` to the
+        packed first words, whose number it gets; ``words_of`` returns the candidates and their terms.
         """
         super().__init__(plain.call.scripts, "reserve", plain.call.keys, ())
-        self._plain, self.nonce, self._of, self._words_of = plain, nonce, of, words_of
-        self._packed = pack(plain.head(nonce, *of), plain.words, *offered)
+        self._plain, self.nonce, self._prompt, self._words_of = plain, nonce, prompt, words_of
+        self._packed = pack(plain.head(nonce, *prompt), plain.words, *offered)
 
     def _pack(self) -> bytes:
         return self._packed
 
     def _run(self) -> None:
-        self.args = self._plain.again(self.nonce, *self._of, *self._words_of()).args
+        self.args = self._plain.again(self.nonce, *self._prompt, *self._words_of()).args
         super()._run()
 
 

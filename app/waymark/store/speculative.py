@@ -122,7 +122,7 @@ BLOCKS_PER_CALL = 128
 _HOLDERS_MAX = 1024
 #: The most blocks, and the most holders of such blocks, that one call reads. Redis needs less than 2 ms for them.
 _MATCHED_PER_CALL, _FIELDS_PER_CALL = 512, 4096
-#: Stands in for a block: this number's key has the dropped holders, each with the time at which its earlier placements
+#: A number instead of a block. Its key has the dropped holders, each with the time at which its earlier placements
 #: expire.
 _DROPPED = 2**64 - 1
 

@@ -18,7 +18,7 @@ from waymark.store.redis.read_connection import ReplyReceiver
 T = TypeVar("T")
 
 StepsReceiver = ReplyReceiver
-"""Gets the result of some steps, or their error."""
+"""An object that gets the result of some steps, or their error."""
 
 
 class Step(Protocol):

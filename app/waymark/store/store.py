@@ -154,8 +154,8 @@ class Store:
         hash_seed: int = DEFAULT_SEED,
         apply_blocks_max: int = 0,
     ) -> Store:
-        """Return a store on ``url``. Queries read from ``read_url``, and gateways keep answers in ``answers_url``, if
-        there is one. It connects on the first command.
+        """Return a store on ``url``, which connects on the first command. Queries read from ``read_url``, and gateways
+        keep answers in ``answers_url``; without these URLs they use ``url``.
         """
         read_client = answers_client = None
         if read_url is not None:
@@ -187,9 +187,9 @@ class Store:
         """The connection to the primary."""
         return self._client
 
-    def place(self, group_id: int) -> object:
+    def server_of(self, group_id: int) -> object:
         """Return an object that identifies the server of a group's first shard, as far as it is known."""
-        return self._client.place(keys.block_prefix(group_id, 0))
+        return self._client.server_of(keys.block_prefix(group_id, 0))
 
     async def read_incarnation(self) -> str:
         """Return the nonce of this incarnation of Redis, and clear caches of another one."""
@@ -279,8 +279,8 @@ class Store:
         return []
 
 
-#: Two fields of ``wm:groups``: the format of the index, written with the first group; and one that every index with a
-#: group has, in every release.
+#: Two fields of ``wm:groups``: the format of the index, which is written with the first group, and a field that has
+#: been in every index with a group since the first release.
 _FORMAT_FIELDS = ("format", "last_group")
 
 

@@ -125,11 +125,11 @@ class Sweeper:
         return ended.verdict is Verdict.GONE
 
     async def _is_dead(self, entry: GroupEntry, shard: int, holder: int) -> bool:
-        """Return whether the holder is still to be swept. On shard 0, which has `dead`, the scripts check this.
+        """Return whether the holder is still to be swept. On shard 0, which has ``dead``, the scripts check this.
 
         On the others it is checked before the script. In between, a failover of shard 0 may lose the end of the holder.
-        If this call then begins the sweep, the mark that it leaves makes the next batch of the holder begin a new life.
-        Rows are only swept behind such a mark.
+        If this call then begins the sweep, its mark makes the next batch of the holder begin a new life. Rows are only
+        swept behind such a mark.
         """
         return not shard or bool(await self._client.sismember(keys.dead(entry.group_id), holder))
 

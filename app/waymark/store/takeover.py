@@ -30,7 +30,7 @@ _StoredBlock = tuple[Place, int, int, int, int]
 """Place, namespace, key, depth, engine hash."""
 
 BlockCounts = dict[tuple[int, int], tuple[int, int]]
-"""The seq and position up to which a shard has counted a holder, by holder and shard."""
+"""The seq and position up to which a shard has applied the parts of a holder, by holder and shard."""
 
 
 SWEPT_SEQ = 2**53 - 1

@@ -47,7 +47,7 @@ _HASHES_AT_ONCE = 512
 LEASE_SECONDS = 30.0
 #: The least pause after a walk. It is also at least as long as the walk took.
 PAUSE_SECONDS = 60.0
-#: A result outlasts the pause and the next walk, if that takes no longer than this one and ten minutes.
+#: A result outlasts the pause and the next walk, if that takes at most ten minutes longer than this one.
 _KEEP_SECONDS = 600.0
 #: For how long a group is valued after its worth was requested.
 ASKED_SECONDS = 3600
@@ -57,8 +57,8 @@ PREFIX_BLOCKS_MAX = 8192
 #: The newest decisions of the last hour show which blocks are used. Their first blocks take 30 MB at most.
 _USED_SECONDS, _DECISIONS_MAX, _SLICE_DECISIONS = 3600.0, 2000, 100
 
-#: After so many bytes of rows, the event loop runs other tasks. A row with hundreds of holders is as large, and takes a
-#: millisecond.
+#: After this many bytes of rows, the event loop runs other tasks. A single row with hundreds of holders has as many
+#: bytes, and takes a millisecond.
 _BYTES_A_TURN = 16_384
 _DIGITS = "0123456789abcdef"
 
@@ -246,8 +246,8 @@ def _decoded(value: bytes) -> Valuation | None:
         if fields["format"] != FORMAT:
             return None
         prefixes = [
-            PrefixUse(tokens, size, uses, tuple(int(text[start : start + 16], 16) for start in range(0, len(text), 16)))
-            for tokens, size, uses, text in fields["prefixes"]
+            PrefixUse(before, size, uses, tuple(int(text[start : start + 16], 16) for start in range(0, len(text), 16)))
+            for before, size, uses, text in fields["prefixes"]
         ]
         worths = {name: CacheWorth(*map(int, sums)) for name, sums in fields["worths"].items()}
         return Valuation(

@@ -26,7 +26,7 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.store.redis.client import RedisClient
 from waymark.store.redis.credentials import Credentials
-from waymark.store.redis.read_connection import QUESTIONS_MAX, ReadConnection, Replies
+from waymark.store.redis.read_connection import REQUESTS_MAX, ReadConnection, Replies
 
 LOOPS = pytest.mark.parametrize(
     "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
@@ -362,8 +362,8 @@ async def test_questions_under_way_are_bounded() -> None:
         server.said = lambda word: b""
         assert client.reads is not None
         await client.reads.opened(None)
-        waiting = [asyncio.ensure_future(ask(client, b"never")) for _ in range(QUESTIONS_MAX)]
-        await wait_until(lambda: server.asked == QUESTIONS_MAX, "all are under way")
+        waiting = [asyncio.ensure_future(ask(client, b"never")) for _ in range(REQUESTS_MAX)]
+        await wait_until(lambda: server.asked == REQUESTS_MAX, "all are under way")
         with pytest.raises(StoreUnavailable, match="commands are under way"):
             await ask(client, b"one too many")
         for each in waiting:

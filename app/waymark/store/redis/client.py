@@ -40,7 +40,7 @@ EMBEDDED = "memory://"
 #: connection, which matters because redis-py does not serve waiting callers in order.
 CONNECTIONS = 80
 _ONE_REPLY = Replies(1)
-_PLACES_MAX = 1000
+_PIPELINES_MAX = 1000
 #: The keys in one step of a SCAN.
 _SCAN_COUNT = 1000
 
@@ -174,7 +174,7 @@ class RedisClient:
             return cast("Reply", reply)
 
     async def _run_repeatable(self, script: Script, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
-        """Run a script over a read connection, which costs a third of redis-py's way.
+        """Run a script over a read connection, which takes a third of the time that redis-py takes.
 
         Raise _NoConnection if Redis is embedded, TimeoutError, and RedisError.
         """
@@ -207,12 +207,12 @@ class RedisClient:
         callers'.
         """
         key = command[3 if command[0] in ("EVALSHA", "EVAL") else 1]
-        place = self.place(key if isinstance(key, bytes) else key.encode())
-        pipeline = self._pipelines.get(place)
+        server = self.server_of(key if isinstance(key, bytes) else key.encode())
+        pipeline = self._pipelines.get(server)
         if pipeline is None:
-            if len(self._pipelines) >= _PLACES_MAX:
+            if len(self._pipelines) >= _PIPELINES_MAX:
                 self._pipelines.clear()  # they may be those of former nodes of a Cluster; calls under way continue
-            pipeline = self._pipelines[place] = SharedPipeline(self._replies)
+            pipeline = self._pipelines[server] = SharedPipeline(self._replies)
         return await pipeline.ask(command)
 
     async def each(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
@@ -330,9 +330,9 @@ class RedisClient:
             return None
         return self.reads.scripts.connection
 
-    def place(self, key: bytes) -> object:
+    def server_of(self, key: bytes) -> object:
         """Return an object that identifies the server of ``key``, as far as it is known."""
-        return self._redis.place(key) if isinstance(self._redis, Cluster) else None
+        return self._redis.server_of(key) if isinstance(self._redis, Cluster) else None
 
     async def publish(self, channel: str, message: str) -> None:
         with self._translated():
@@ -375,7 +375,7 @@ LUA_DIR = next(folder for folder in (_PACKAGE / "lua", _PACKAGE.parents[1] / "lu
 
 
 class Parameter(NamedTuple):
-    """A name of a signature. ``lua/README.md`` explains the sign behind it."""
+    """A name in a signature, and the sign after it, which ``lua/README.md`` explains."""
 
     name: str
     sign: str

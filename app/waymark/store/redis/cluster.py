@@ -80,7 +80,7 @@ class SharedPipeline:
                 for i, (_, answer) in enumerate(batch):
                     if answer.done():
                         continue
-                    if i >= len(replies):  # the loop ends
+                    if i >= len(replies):  # this task was cancelled, because the event loop closes
                         answer.cancel()
                     elif isinstance(replies[i], BaseException):
                         answer.set_exception(replies[i])
@@ -290,7 +290,7 @@ class Cluster:
         endpoint = self._map.pick(key_slot(key))
         reads = self._reads.get(endpoint)
         if reads is None:
-            self._node(endpoint)  # also create its client, with which this is closed
+            self._node(endpoint)  # creates its client, because the read pool is closed together with the client
             reads = self._reads[endpoint] = self._read(endpoint)
         try:
             return await (reads.scripts if is_script else reads).ask(packed, reader, deadline)
@@ -315,7 +315,7 @@ class Cluster:
         reads = self._reads.get(self._map.pick(slot))
         return None if reads is None else reads.connection
 
-    def place(self, key: bytes) -> object:
+    def server_of(self, key: bytes) -> object:
         """Return the node of ``key``, or the slot of ``key`` if no map was read yet."""
         slot = key_slot(key)
         return self._map.pick(slot) if self._map.has(slot) else slot
@@ -466,14 +466,12 @@ async def _pipelined(node: Redis, commands: Iterable[Sequence[Any]]) -> list[Any
 # Reads many keys of a slot on the way to another node of a Cluster.
 #
 # During the move each key is on one of the two nodes, and Redis refuses commands with several keys with TRYAGAIN. A
-# move
-# takes minutes if a group has a million blocks. Redis never refuses a GET: the old node has the key, or answers ASK,
-# and
-# then the new node has it. Therefore this module reads single keys.
+# move takes minutes if a group has a million blocks. Redis never refuses a GET: the old node has the key, or answers
+# ASK, and then the new node has it. Therefore ``read_singly`` reads single keys.
 
 
 Pipeline = Callable[[HostPort, Sequence[Sequence[Any]]], Awaitable[list[Any]]]
-"""The replies of a node to commands in one pipeline, errors among them."""
+"""A function that returns the replies of a node to the commands of one pipeline; a reply may be an error."""
 
 
 async def read_singly(pipeline: Pipeline, owner: HostPort, keys: Sequence[Any]) -> list[bytes | None]:

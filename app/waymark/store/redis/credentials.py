@@ -72,7 +72,7 @@ class Credentials:
 
     def redis_cli(self, address: Address) -> RedisCliCall:
         """Return the beginning of each ``redis-cli`` command for Redis. The defaults of redis-cli are left out."""
-        words, notes = ["redis-cli", *_place(address)], []
+        words, notes = ["redis-cli", *_cli_options(address)], []
         if address.is_tls and self.tls_ca_file is not None:
             words += ["--cacert", str(self.tls_ca_file)]
         if username := self.username or address.username:
@@ -176,7 +176,7 @@ def _credentials(username: str | None, password: str | None, path: Path | None, 
     return {"username": username, "password": password}
 
 
-def _place(address: Address) -> list[str]:
+def _cli_options(address: Address) -> list[str]:
     options = ["-s", address.path] if address.kind == "socket" else []
     if address.kind in ("server", "cluster"):
         host, port = address.endpoints[0]

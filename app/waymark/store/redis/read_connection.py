@@ -1,8 +1,8 @@
-"""Connections to Redis that send packed commands, called questions, and read their replies. Several questions may be
-unanswered at once.
+"""Connections to Redis for requests, which are packed commands with their replies. Several requests may be unanswered
+at once.
 
-There is one connection to each server. Redis answers the questions of a connection in their order, so they wait in one
-queue. The library's parser reads the replies. A question whose caller has been cancelled stays in the queue until its
+There is one connection to each server. Redis answers the requests of a connection in their order, so they wait in one
+queue. The library's parser reads the replies. A request whose caller has been cancelled stays in the queue until its
 replies have arrived.
 """
 
@@ -30,14 +30,14 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
-#: The most unanswered questions on one connection. The server handles fewer requests at once.
-QUESTIONS_MAX = 1024
+#: The most unanswered requests on one connection. The server handles fewer requests at once.
+REQUESTS_MAX = 1024
 
 _NOT_YET = object()
 
 
 class ReplyReader(Protocol[T_co]):
-    """Reads the replies to one question."""
+    """Reads the replies to one request."""
 
     @property
     def count(self) -> int:
@@ -88,7 +88,7 @@ class _PendingRead(Generic[T]):
     def end(self, answer: Any, error: Exception | None) -> None:
         if self._is_ended or self.answer.done():
             return
-        self._is_ended = True  # a late question stays in the queue, and may be ended again with its connection
+        self._is_ended = True  # a late request stays in the queue, and may be ended again with its connection
         if error is None:
             self.answer.set_result(answer)
         else:
@@ -106,19 +106,19 @@ class ReadConnection(asyncio.Protocol):
         self._lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._questions: deque[_PendingRead[Any]] = deque()
+        self._requests: deque[_PendingRead[Any]] = deque()
         self._parser = hiredis.Reader(
             protocolError=InvalidResponse, replyError=BaseParser.parse_error, notEnoughData=_NOT_YET
         )
         self._unsent: list[bytes] = []
         self._heard = 0.0
-        # There is one timer for all questions, because a timer for each would cost as much as the rest of ``ask``.
+        # There is one timer for all requests, because a timer for each would cost as much as the rest of ``ask``.
         self._timer: asyncio.TimerHandle | None = None
         self._due = math.inf
         self._is_retired = False
 
     def ask(self, packed: bytes, reader: ReplyReader[T], deadline: float | None) -> asyncio.Future[T]:
-        """Send a question, and return the result that ``reader`` makes from the replies.
+        """Send a request, and return the result that ``reader`` makes from the replies.
 
         Raise TimeoutError at ``deadline``, by the loop's clock, and RedisError if a reply is one or the connection is
         lost.
@@ -128,22 +128,22 @@ class ReadConnection(asyncio.Protocol):
         return answer
 
     def send(self, packed: bytes, reader: ReplyReader[T], answer: ReplyReceiver[T], deadline: float | None) -> None:
-        """Send a question as ``ask`` does, with ``answer`` instead of a future. It may get an error before this
-        returns.
+        """Send a request as ``ask`` does, with ``answer`` instead of a future. ``answer`` may get an error before this
+        method returns.
         """
         now = self._loop.time()
         if self._transport is None:
             answer.set_exception(RedisConnectionError("the connection was lost"))
         elif deadline is not None and deadline <= now:
             answer.set_exception(TimeoutError())
-        elif len(self._questions) >= QUESTIONS_MAX:
-            answer.set_exception(RedisConnectionError(f"{QUESTIONS_MAX} commands are under way"))
+        elif len(self._requests) >= REQUESTS_MAX:
+            answer.set_exception(RedisConnectionError(f"{REQUESTS_MAX} commands are under way"))
         else:
-            if not self._questions:
+            if not self._requests:
                 self._heard = now
-            question = _PendingRead(reader, answer, math.inf if deadline is None else deadline)
-            self._questions.append(question)
-            due = min(question.until, self._heard + self._silent_seconds)
+            request = _PendingRead(reader, answer, math.inf if deadline is None else deadline)
+            self._requests.append(request)
+            due = min(request.until, self._heard + self._silent_seconds)
             if due < self._due:
                 self._check_by(due)
             self._unsent.append(packed)
@@ -152,15 +152,15 @@ class ReadConnection(asyncio.Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether no question can be sent any more."""
+        """Whether no request can be sent any more."""
         return self._transport is None
 
     def silent_at(self) -> float:
-        """Return the time of the loop's clock by which Redis has to answer a question sent now."""
+        """Return the time of the loop's clock by which Redis has to answer a request sent now."""
         return self._loop.time() + self._silent_seconds
 
     def _write(self) -> None:
-        """Send the questions of one turn of the loop together, because a write costs more than a short question."""
+        """Send the requests of one turn of the loop together, because a write costs more than a short request."""
         unsent, self._unsent = self._unsent, []
         if self._transport is None:
             return
@@ -170,13 +170,13 @@ class ReadConnection(asyncio.Protocol):
             self.lose(RedisConnectionError(str(exc)))
 
     def retire(self) -> None:
-        """Close the connection when all questions are answered. No new question may follow."""
+        """Close the connection when all requests are answered. No new request may follow."""
         self._is_retired = True
-        if not self._questions:
+        if not self._requests:
             self.lose(RedisConnectionError("the connection was closed"))
 
     def lose(self, error: Exception) -> None:
-        """Close at once; every unanswered question fails with ``error``."""
+        """Close at once; every unanswered request fails with ``error``."""
         transport, self._transport = self._transport, None
         if transport is None:
             return
@@ -185,8 +185,8 @@ class ReadConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._due = None, math.inf
-        while self._questions:
-            self._questions.popleft().end(None, type(error)(*error.args))
+        while self._requests:
+            self._requests.popleft().end(None, type(error)(*error.args))
 
     # ---- asyncio.Protocol ------------------------------------------------------------------------------
 
@@ -200,24 +200,24 @@ class ReadConnection(asyncio.Protocol):
         self._heard = self._loop.time()
         try:
             self._parse(data)
-        except RedisError as exc:  # the data are not RESP, or are a reply to no question
+        except RedisError as exc:  # the data are not RESP, or are a reply to no request
             self.lose(exc)
             return
-        if self._is_retired and not self._questions:
+        if self._is_retired and not self._requests:
             self.retire()
 
     def _parse(self, data: bytes) -> None:
         self._parser.feed(data)
-        while self._questions:
-            question = self._questions[0]
+        while self._requests:
+            request = self._requests[0]
             reply = self._parser.gets()
             if reply is _NOT_YET:
                 return
-            question.replies.append(reply)
-            if len(question.replies) == question.reader.count:
-                self._questions.popleft()
-                answer, error = _parsed(question.reader, question.replies)
-                question.end(answer, error)
+            request.replies.append(reply)
+            if len(request.replies) == request.reader.count:
+                self._requests.popleft()
+                answer, error = _parsed(request.reader, request.replies)
+                request.end(answer, error)
                 if isinstance(error, InvalidResponse):
                     raise InvalidResponse(*error.args)
         if self._parser.has_data():
@@ -232,28 +232,28 @@ class ReadConnection(asyncio.Protocol):
         self._timer, self._due = self._loop.call_at(due, self._check_deadlines), due
 
     def _check_deadlines(self) -> None:
-        """Fail the late questions; lose the connection if a reply has been due for too long."""
+        """Fail the late requests; lose the connection if a reply has been due for too long."""
         self._timer, self._due = None, math.inf
         now = self._loop.time()
         if self._fail_late(now):
             self.lose(RedisConnectionError("Redis has not answered an earlier command"))
-        elif self._questions and now >= self._heard + self._silent_seconds:
+        elif self._requests and now >= self._heard + self._silent_seconds:
             self.lose(RedisConnectionError(f"Redis did not reply within {self._silent_seconds:g} s"))
-        elif self._questions:
-            untils = [question.until for question in self._questions if not question.done()]
+        elif self._requests:
+            untils = [request.until for request in self._requests if not request.done()]
             self._check_by(min([self._heard + self._silent_seconds, *untils]))
 
     def _fail_late(self, now: float) -> bool:
-        """Fail the late questions. Return whether the oldest open question was late."""
-        waiting = [question for question in self._questions if not question.done()]
-        for question in waiting:
-            if question.until <= now:
-                question.end(None, TimeoutError())  # the receiver may ask another question at once
+        """Fail the late requests. Return whether the oldest open request was late."""
+        waiting = [request for request in self._requests if not request.done()]
+        for request in waiting:
+            if request.until <= now:
+                request.end(None, TimeoutError())  # the receiver may ask another request at once
         return bool(waiting) and waiting[0].until <= now
 
 
 def _parsed(reader: ReplyReader[T], replies: list[Any]) -> tuple[T | None, RedisError | None]:
-    """Return the answer, or an error without its traceback, which would keep the question alive in a cycle."""
+    """Return the answer, or an error without its traceback, which would keep the request alive in a cycle."""
     for reply in replies:
         if isinstance(reply, RedisError):
             return None, reply
@@ -295,7 +295,7 @@ class Dialer:
             async with asyncio.timeout(self.timeout_seconds):
                 connection = await self._connect(endpoint, on_lost)
                 await self._greet(connection)
-            if connection.is_lost:  # it was lost just now, and nobody had it, so nobody was told
+            if connection.is_lost:  # it was lost just now, before any caller could notice
                 raise RedisConnectionError("the connection was lost")
         except TimeoutError as exc:
             self._give_up(connection)
@@ -367,7 +367,7 @@ class ReadPool:
         return self._scripts
 
     def ask(self, packed: bytes, reader: ReplyReader[T], deadline: float | None) -> Awaitable[T]:
-        """Send a question as ``ReadConnection.ask`` does, after opening a connection if necessary."""
+        """Send a request as ``ReadConnection.ask`` does, after opening a connection if necessary."""
         if self.connection is not None:
             return self.connection.ask(packed, reader, deadline)
         return self._ask_opened(packed, reader, deadline)
@@ -401,7 +401,7 @@ class ReadPool:
         return connection
 
     def retire(self) -> None:
-        """Close the connection, and that for scripts, when all questions are answered."""
+        """Close the connection, and that for scripts, when all requests are answered."""
         if self.connection is not None:
             self.connection.retire()
             self.connection = None

@@ -62,8 +62,8 @@ def packed_call(sha: str, keys: Sequence[Any], args: Sequence[Any]) -> bytes:
     """Return a call of a script, packed."""
     words: list[Any] = ["EVALSHA", sha, len(keys)]
     packed, count = list[bytes](), 3 + len(keys) + len(args)
-    for of in (keys, args):
-        for piece in of.pieces if type(of) is MixedWords else (of,):
+    for further in (keys, args):
+        for piece in further.pieces if type(further) is MixedWords else (further,):
             if type(piece) is PackedWords:
                 packed += _bulks(words), piece.packed
                 words = []
