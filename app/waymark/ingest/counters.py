@@ -54,7 +54,7 @@ REPAIRABLE = frozenset({JOINED_LATE, BATCHES_LOST, OVER_CEILING, BUFFER_FULL, CO
 
 #: A flag of a life that began before a replay was answered. The seq of its first live frame follows.
 OPENED_AT = "opened_at:"
-#: A flag of a life with a gap for which no replay was answered. The seq of the first frame behind the gap follows.
+#: A flag of a life with a gap for which no replay was answered. The seq of the first frame after the gap follows.
 GAP_AT = "gap_at:"
 #: A flag of the same life, with the seq of the first missing frame. A replay from there on fills the gap.
 GAP_FROM = "gap_from:"
@@ -93,7 +93,7 @@ class Opening:
         self.opened_at = seq_in(flags, OPENED_AT)
         """The seq of the first live frame, if the life began with it; else None."""
         self.gap_at = seq_in(flags, GAP_AT)
-        """The first seq behind the first gap; None if there is no gap."""
+        """The first seq after the first gap; None if there is no gap."""
         self.gap_from = None if self.gap_at is None else seq_in(flags, GAP_FROM)
         """The first missing seq of that gap, if all batches from there on fill it."""
 
@@ -102,7 +102,9 @@ class Opening:
         return self.opened_at is not None or self.gap_at is not None
 
     def has_beginning(self, seq: int) -> bool:
-        """Return whether a replay that begins at ``seq`` has batches before the first live frame, or the whole life."""
+        """Return whether a replay that begins at ``seq`` has the missing beginning: batches before the first live
+        frame, or, if only a gap is open, the whole life.
+        """
         return seq <= self._first_seq if self.opened_at is None else seq < self.opened_at
 
     def has_gap(self, seq: int) -> bool:

@@ -124,7 +124,7 @@ class FrameRoom:
     def __init__(self, bytes_max: int) -> None:
         self.bytes = 0
         self.buffers = 0
-        """Buffers that hold frames."""
+        """The number of buffers with frames."""
         self._bytes_max = bytes_max
 
     def has(self, size: int, held: int) -> bool:
@@ -149,7 +149,7 @@ class FrameBuffer:
     def __init__(self, bytes_max: int, frames_max: int, room: FrameRoom) -> None:
         self.bytes = 0
         self.dropped = 0
-        """Frames for which there was no room."""
+        """The number of frames for which there was no room."""
         self._bytes_max = bytes_max
         self._frames_max = frames_max
         self._room = room

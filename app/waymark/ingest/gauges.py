@@ -45,7 +45,7 @@ ServedPair = tuple[ServedStream, Resolver]
 
 
 class WorkerGauges:
-    """``streams`` returns the streams that this worker applies now."""
+    """The gauges of one worker. ``streams`` returns the streams that the worker applies now."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class WorkerGauges:
         metrics.replays_running.set_function(lambda: places.running)
         metrics.replays_waiting.set_function(lambda: places.waiting)
         for status in statuses:
-            metrics.streams.labels(status=status).set_function(partial(self._with, status))
+            metrics.streams.labels(status=status).set_function(partial(self._count, status))
 
     def saw(self, workers: Sequence[str], registrations: Sequence[Registration]) -> None:
         """Set the gauges for the results of a poll, which are the same for every worker."""
@@ -88,5 +88,5 @@ class WorkerGauges:
     def _sum(self, number: Callable[[ServedStream, Resolver], int]) -> int:
         return sum(number(stream, resolver) for stream, resolver in self._streams())
 
-    def _with(self, status: str) -> int:
+    def _count(self, status: str) -> int:
         return sum(stream.status == status for stream, _ in self._streams())

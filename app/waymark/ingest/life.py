@@ -259,8 +259,8 @@ class Life:
     async def close_opening(self, seq: int) -> None:
         """Note that a replay begins at ``seq``, and does not fill the gap.
 
-        If it begins before the first live frame, begin the life again there. If it begins with the first batch of the
-        life, do so for a gap, too, because then all counts of copies are right.
+        If it begins before the first live frame, begin the life again there. If only a gap is open, do so for a replay
+        of the whole life, because afterwards all counts of copies are right.
         """
         if self.is_open and self.opening.has_beginning(seq):
             await self._end("a replay has what was missing")

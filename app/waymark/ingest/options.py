@@ -23,8 +23,8 @@ stopped.
 """
 
 REPLAY_IDLE_SECONDS = 2.0
-"""How long to wait for the next message of a replay. An engine sends its replies one right after the other, so one that
-pauses for so long has stopped or is overloaded, and the rest is requested again.
+"""How long to wait for the next message of a replay. An engine sends its replies one right after the other, so after a
+longer pause it has stopped or is overloaded, and the rest is requested again.
 """
 
 REPLAY_SECONDS = 600.0

@@ -60,7 +60,7 @@ class FrameOrder:
                 return FramePosition.RESTART
             is_other_rank = dp_rank is not None and rank is not None and dp_rank != rank
             return FramePosition.MIXED if is_other_rank or frame.topic != topic else FramePosition.RESTART
-        return self.place(frame.seq, digest, ts)
+        return self.position_of(frame.seq, digest, ts)
 
     def passed(self, frame: Frame) -> None:
         """Note a live frame that a replay has applied already."""
@@ -71,7 +71,7 @@ class FrameOrder:
         assert self.last_live is not None
         self.last_live += count
 
-    def place(self, seq: int, digest: str, ts: float | None) -> FramePosition:
+    def position_of(self, seq: int, digest: str, ts: float | None) -> FramePosition:
         """Judge a batch by its seq, digest and ts, without the seqs of earlier live frames."""
         if self.watermark is None:
             return FramePosition.BEGINNING

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 QUEUE_EVENTS, QUEUE_BYTES = 10_000, 16 * 2**20
 EVENT_BYTES_MAX = 2**16
-"""The fields of an event are few and short."""
+"""The most bytes of an event, whose fields are few and short."""
 PAUSE_SECONDS = 1.0
 PAUSE_SECONDS_MAX = 60.0
 ANSWER_SECONDS = 10.0
@@ -384,7 +384,7 @@ class PrefixStream:
             self._metrics.index_evictions.labels(reason="max_entries").inc(len(oldest))
             await self._tick()
 
-    # ---- now and then ------------------------------------------------------------------------------
+    # ---- several times a second --------------------------------------------------------------------
 
     async def _tick(self) -> None:
         now, source = time.monotonic(), self._source

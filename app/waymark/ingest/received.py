@@ -80,7 +80,7 @@ class ReceivedFrames:
         self._taken.appendleft(frame)
 
     def behind(self, frame: Frame) -> Iterator[Frame] | None:
-        """Return the taken frames behind one that was read, without removing them, until one is out of order or of
+        """Return the taken frames after one that was read, without removing them, until one is out of order or of
         another topic.
 
         None if there are none.
@@ -115,7 +115,7 @@ class ReceivedFrames:
         The list is empty if the frames may come from another process than the reply. ``last_live`` is the seq of the
         last live frame on this connection.
         """
-        # Received frames are read first: the loop may have seen the reply earlier.
+        # Frames already here are read now, because the event loop may have read a later reply before them.
         self._subscriber.read()
         await asyncio.sleep(0)
         return list(self._below(reply)) if self._is_of_process_of(reply, last_live) else []

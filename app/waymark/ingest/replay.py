@@ -31,7 +31,8 @@ from waymark.ingest.unfinished import LONGEST_PARTS
 
 _PORTION_BYTES = 8 * 2**20
 _TRIES = 3
-#: After so many copies for a gap with missing blocks, as behind a damaged row, the replay continues without one.
+#: How often a replay tries to copy the known blocks for a gap. If blocks are missing each time, for example because a
+#: row is damaged, the replay continues without a copy.
 _COPIES = 2
 
 
@@ -70,7 +71,7 @@ class Replay:
         self.outcome: ReplayOutcome | None = None
         """How the replay ended; None while more replies may come."""
         self.malformed = 0
-        """Replies that could not be parsed."""
+        """The number of replies that could not be parsed."""
         self._idle_seconds = idle_seconds
         self._portion_bytes = portion_bytes
         self._deadline = float("inf") if deadline is None else deadline

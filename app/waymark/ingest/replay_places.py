@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from enum import StrEnum
 
-#: One place in so many is reserved for other servers of a Cluster.
+#: One place in this number is reserved for other servers of a Cluster.
 _LEFT = 4
 
 
@@ -80,8 +80,8 @@ class ReplayPlace:
 
 
 class ReplayPlaces:
-    """``size`` places. After waiting for ``patience_seconds``, a stream may get the place of a replay of at least that
-    age.
+    """The ``size`` places of a worker. After waiting for ``patience_seconds``, a stream may get the place of a replay
+    as old as that.
     """
 
     def __init__(self, size: int, *, patience_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -146,7 +146,7 @@ class ReplayPlaces:
             return YieldReason.SLOW
         if place.seconds < self.patience_seconds:
             return None
-        # Each stream after too long a wait takes one place: from slow replays first, then from the oldest.
+        # Each stream takes one place after too long a wait: that of a slow replay first, then of the oldest.
         takers_before = sum(
             holder.server == place.server
             and holder.seconds >= self.patience_seconds
@@ -157,7 +157,7 @@ class ReplayPlaces:
         return YieldReason.FAIRNESS if takers_before < takers else None
 
     def _takers(self, held: ReplayPlace, full: set[object], enough: int) -> int:
-        """Return how many streams may take, after too long a wait, a held place, counted up to ``enough``.
+        """Return how many streams have waited for so long that they may take a held place, counted up to ``enough``.
 
         Streams of servers in ``full`` may take none, and a slow one only the place of a slow one.
         """
@@ -201,7 +201,7 @@ class ReplayPlaces:
 
 
 class ReplayPace:
-    """Whether the replies of a replay come fast enough, measured in windows of the time spent waiting for them.
+    """Measures whether the replies of a replay come fast enough, in windows of the time spent waiting for them.
 
     The time that this process takes to apply replies does not count, so a busy worker makes no publisher seem slow.
     """

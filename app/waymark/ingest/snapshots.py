@@ -249,7 +249,8 @@ class Snapshots:
 
 
 def _numbered(snapshot: Snapshot) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the chunks with rising numbers, up to the seq of the snapshot, which are below those of later batches.
+    """Yield the chunks, numbered from 0 to the seq of the snapshot, so that batches after the snapshot have higher
+    numbers.
 
     If there are more chunks than numbers, the last number gets all remaining chunks.
     """

@@ -156,13 +156,13 @@ class StatusReporter:
         facts: Facts = {"status": self.status, "last_error": self._problem or reasons}
         has_news = self._facts != facts or life.has_written_status
         counts = {name: n for name, n in life.counters.items() if self._counts.get(name) != n}
-        told: Facts = facts.copy() if has_news else {}
-        of_blocks = (life.counters.get(name, 0) for name in ("blocks_stored", "blocks_removed"))
-        recent = self._recent.note(time.time(), *of_blocks)
+        changes: Facts = facts.copy() if has_news else {}
+        totals = (life.counters.get(name, 0) for name in ("blocks_stored", "blocks_removed"))
+        recent = self._recent.note(time.time(), *totals)
         if recent is not None:
-            told["recent"] = recent
-        if told or counts:
-            await life.applier.write(told, counts)
+            changes["recent"] = recent
+        if changes or counts:
+            await life.applier.write(changes, counts)
             self._facts = facts
             life.has_written_status = False
             self._counts |= counts

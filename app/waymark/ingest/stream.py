@@ -38,7 +38,8 @@ from waymark.store.activity import ActivityKind
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
-#: A stream ticks at that pace for so long after its last news, and then at the slower pace of a silent stream.
+#: For ``_BUSY_SECONDS`` after its last news, a stream ticks every ``_TICK_SECONDS``; a silent stream waits for up to
+#: ``_SILENT_SECONDS``.
 _BUSY_SECONDS, _SILENT_SECONDS = 2.5, 5.0
 _SETTLE_TRIES = 2
 
@@ -302,7 +303,7 @@ class Stream:
                     return FramePosition.APPLIED
             if life.is_of_another_process(incoming.batch):
                 return FramePosition.STALE  # the replay came from a later process than the frame
-            judgement = self._place(incoming)
+            judgement = self._position_of(incoming)
             if judgement is not FramePosition.RESTART:
                 break
         if judgement is FramePosition.RESTART or self._over == self._received.connection:
@@ -310,7 +311,7 @@ class Stream:
             return FramePosition.STALE
         if judgement is FramePosition.GAP:
             last_seq = await life.lose(incoming.seq)
-            judgement = self._place(incoming)
+            judgement = self._position_of(incoming)
             if judgement is FramePosition.IN_ORDER and self._registration.can_replay and self._answered is None:
                 await life.open_gap(incoming.seq, last_seq)
         if judgement is FramePosition.BEGINNING and incoming.seq > life.first_seq:
@@ -325,8 +326,8 @@ class Stream:
                 life.reasons.add(REPLAY_WAITING)
         return judgement
 
-    def _place(self, incoming: Incoming) -> FramePosition:
-        position = self._life.order.place(incoming.seq, incoming.digest, incoming.batch.ts)
+    def _position_of(self, incoming: Incoming) -> FramePosition:
+        position = self._life.order.position_of(incoming.seq, incoming.digest, incoming.batch.ts)
         return self._life.judge(position, incoming.batch)
 
     @property

@@ -82,7 +82,7 @@ class Subscriber:
         self.state_version = 0
         """A number that changes whenever ``connection`` or ``is_connected`` changes."""
         self.malformed = 0
-        """Frames that could not be parsed."""
+        """The number of frames that could not be parsed."""
         self.is_refused = False
         """Whether the last connection was closed because of a message above ``message_bytes_max``, an endless message,
         or bytes other than ZMTP.

@@ -23,10 +23,11 @@ ATTEMPT_SECONDS = 0.01
 a millisecond. If there are thousands of such publishers, each is tried less often.
 """
 _CHECK_SECONDS, _CHECK_BYTES = 1.0, 16 * 2**20
-"""All connections are checked after so many seconds, or once the process has grown by so many bytes."""
+"""All connections are checked after ``_CHECK_SECONDS``, or once the process has grown by ``_CHECK_BYTES``."""
 _GIVE_BACK_BYTES, _GIVE_BACK_SECONDS_MAX = 64 * 2**20, 32.0
-"""If the process is so many bytes larger than its smallest size, it gives free memory back, because a burst leaves a
-lot. It tries after a second, and after each attempt that freed nothing the pause doubles, up to so many seconds.
+"""If the process is larger than its smallest size by ``_GIVE_BACK_BYTES``, it gives free memory back, because a burst
+leaves a lot. It tries after a second; after each attempt that freed nothing the pause doubles, up to
+``_GIVE_BACK_SECONDS_MAX``.
 """
 _FREED_SECONDS = 0.25
 """The parts of a closed connection are mostly free by then. Only after this time is another one blamed for the growth

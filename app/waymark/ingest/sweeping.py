@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 #: A sweep behind its pace catches up with at most this many seconds.
 _BEHIND_SECONDS = 1.0
-#: The pause after a step is at least as long as the shortest of the last so many steps. The shortest one shows how long
-#: Redis takes; in the others, this process may have waited for a core.
+#: The pause after a step is at least as long as the shortest of the last ``_STEPS`` steps. The shortest one shows how
+#: long Redis takes; in the others, this process may have waited for a core.
 _STEPS = 4
 
 
@@ -218,7 +218,7 @@ class Overdue:
         self._reservations = store.reservations
         self._metrics = metrics
         self._groups: list[int] = store.incarnation.cache([])
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._calls = asyncio.Semaphore(_AT_ONCE)
 
     def see(self, groups: Iterable[int]) -> None:
         """Replace the groups that this worker looks after."""
@@ -248,7 +248,7 @@ class Overdue:
 
     async def _end(self, group_id: int) -> int:
         """Make one call for a group. Return how many reservations it ended; 0 if it fails."""
-        async with self._places:
+        async with self._calls:
             try:
                 ended = await self._reservations.end_overdue(group_id)
             except StoreUnavailable as exc:

@@ -35,7 +35,8 @@ LOOK_SECONDS = 0.05
 _HEARTBEAT_BYTES = 16
 """The bytes per second that a connection may receive besides messages."""
 _PIECE_BYTES = 2**20
-#: Numbers of ``mallopt``; from how many bytes on glibc maps a block, and how many it may keep at the end of its heap.
+#: Parameters of ``mallopt``, and their values: the size from which on glibc maps a block by itself, and the most bytes
+#: that it keeps at the end of its heap.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MAPPED_BYTES, _KEPT_BYTES = 2**20, 16 * 2**20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import resource
-from contextlib import suppress
 from typing import NamedTuple
 
 import zmq
@@ -57,7 +55,9 @@ class WorkerCapacity(NamedTuple):
 
 
 def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> WorkerCapacity:
-    """Return the room in a share ``part`` of free descriptors. Raises the soft limit of open files if that helps."""
+    """Return the capacity if this worker may use the share ``part`` of all free descriptors. Raise the soft limit of
+    open files if that helps.
+    """
     wanted = _files(streams_max, replays_max)
     already = _open_files()
     limit = _raised(already + int(wanted / part))
@@ -111,19 +111,6 @@ _SOCKETS_PER_STREAM = 4
 #: Room for closed sockets that libzmq has not released yet while new ones are opened.
 _CLOSING_SOCKETS = 64
 
-#: From glibc's malloc.h.
-_M_MMAP_THRESHOLD = -3
-
-
-def _give_back_large_blocks() -> None:
-    """Let malloc give back the memory of every large frame as soon as it is free.
-
-    Otherwise glibc raises this bound to the largest frame so far, and its heap keeps the memory of a burst. Other C
-    libraries have no such function.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
-
 
 class Worker:
     def __init__(self, store: Store, metrics: Metrics, options: WorkerOptions, asker: Asker | None = None) -> None:
@@ -140,9 +127,9 @@ class Worker:
 
     async def run(self) -> None:
         """Run until cancelled; then leases are released at once."""
-        _give_back_large_blocks()
         context: ZmqContext = zmq.Context(io_threads=2)
-        # A subscriber needs one socket, and two for the ends of its monitor. A replay needs one more.
+        # A subscriber needs three sockets: its own, and the two ends of its monitor. A replay needs three, too, but
+        # only few run at once.
         context.set(zmq.MAX_SOCKETS, _SOCKETS_PER_STREAM * self._options.streams_max + _CLOSING_SOCKETS)
         self._runner.context = context
         try:
