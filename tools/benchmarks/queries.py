@@ -2,7 +2,8 @@
 
 Both are fed by the same sockets with the same frames, so both hold the same blocks: prompts of a trace on eight
 engines in turn, and prompts that share nothing. Every round asks each of them the same bodies, one after the other; a
-body is asked once, except where the row says "once more" or many connections ask at once.
+body is asked once, except where the row says "once more" or many connections ask at once. The ``floor`` gets the same
+bodies, too: what a query costs beyond it is work.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import TypeAlias
 
 from tools.benchmarks import prompts
 from tools.benchmarks.feed import publishers, wait_for
+from tools.benchmarks.floor import NAME as FLOOR
+from tools.benchmarks.floor import floor
 from tools.benchmarks.load import run, write_bodies
 from tools.benchmarks.options import Options
 from tools.benchmarks.processes import RedisServer, Server, dynamo, redis_server, waymark
@@ -74,6 +77,8 @@ SENTENCES = {
     "c64": "/query, 64 connections: p99",
     "c256": "/query, 256 connections: p99",
 }
+#: The questions whose least cost is shown.
+_FLOORS = ("trace", "new", "hash", "short", "p50", "c8", "c64 each")
 #: Questions by how many connections they come over, whose tail is looked at.
 CROWDS = {"c64": 64, "c256": 256}
 #: In a round each connection of a crowd asks so many times.
@@ -144,6 +149,7 @@ def measure(options: Options) -> list[Row]:
             last[engines[i % ENGINES].number] = prompt
         wait_for([first, *peers], last)
         del worker
+        contenders[FLOOR] = stack.enter_context(floor(folder, redis))
 
         asked = [Question("warm", warm)]
         for name, server in contenders.items():
@@ -153,10 +159,11 @@ def measure(options: Options) -> list[Row]:
             part = slice(number * size, (number + 1) * size)
             for question in (*_questions(trace[part], more[part], new[part], nobody[part]), *_crowds(new)):
                 for name, server in contenders.items():
-                    if not (question.name == "local" and name == PEER):
+                    if not (question.name == "local" and name in (PEER, FLOOR)):
                         _ask(question, name, server, redis, folder, figures)
         for name, server in contenders.items():
-            _check(server, name, trace[-1])
+            if name != FLOOR:
+                _check(server, name, trace[-1])
     return _rows(figures, list(options.paths))
 
 
@@ -242,6 +249,12 @@ def _rows(figures: Figures, paths: Sequence[str]) -> list[Row]:
             if shares := figures.overtaken.get((name, path)):
                 what = f"/query, {connections} connections: answers overtaken ({path})"
                 rows.append(Row("P4", what, median(shares), "%"))
+    for name in _FLOORS:
+        if name in timed:
+            rows.append(_row(name, f"{SENTENCES[name]} (floor)", FLOOR, timed[name], {}))
+        else:
+            what = f"{SENTENCES[name]} of a server that only waits, and Redis (floor)"
+            rows.append(_row(name, what, FLOOR, figures.together_ms(), {}))
     redis_ms = median(figures.redis_ms[("trace", paths[0])])
     rows.append(Row("P1", "/query, trace-shaped prompts: CPU of Redis alone", redis_ms, "ms"))
     return rows

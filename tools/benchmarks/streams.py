@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeAlias
 
-from tools.benchmarks import feed, prompts, visible
+from tools.benchmarks import feed, index, prompts, visible
 from tools.benchmarks.feed import Publisher, publishers
 from tools.benchmarks.options import Options
 from tools.benchmarks.processes import RedisServer, Server, dynamo, redis_server, wait_until, waymark
@@ -28,6 +28,8 @@ WORKER_REMOVED = "worker's CPU per block, removed, 64 at a time, from the socket
 WORKER_REMOVED_MANY = "worker's CPU per block, removed, 512 at a time, from the socket on"
 DECODE = "decode, 1 a store, 16 sequences a step"
 WORKER_DECODED = f"worker's CPU per block, {DECODE}, from the socket on"
+STORED = "new, 64 a store"
+REDIS_STORED = f"Redis' CPU per block, {STORED}, from the socket on"
 REDIS_DECODED = f"Redis' CPU per block, {DECODE}, from the socket on"
 NEW_RELEASE = ", with publisher_id and locality"
 """Of backlogs in which each batch has them. The peer gets the same ones without."""
@@ -84,11 +86,12 @@ def started(options: Options, environ: Mapping[str, str] | None = None, *, has_p
 
 
 def measure(options: Options) -> list[Row]:
-    """The worker's part of P5."""
+    """The rows of P5 that begin at a worker's socket."""
     rounds, blocks = (2, 3_200) if options.is_quick else (7, 32_768)
     worker_us: dict[str, list[float]] = {}
     redis_us: dict[str, list[float]] = {}
     peer_us: dict[str, list[float]] = {}
+    plain_us: list[float] = []
     trips: dict[str, float] = {}
     with started(options) as bench, publishers(2) as (ours, theirs):
         ours.register(bench.replica)
@@ -103,6 +106,8 @@ def measure(options: Options) -> list[Row]:
                     worker_us.setdefault(name, []).append(worker / total * 1e6)
                     redis_us.setdefault(name, []).append(redis / total * 1e6)
                     trips[name] = calls / len(backlog)
+                    if name == STORED:
+                        plain_us.append(index.plain_commands(bench.redis, index.keys(number, blocks)))
                     if peer is not None:
                         peer_us.setdefault(name, []).append(peer / total * 1e6)
     rows = []
@@ -114,8 +119,9 @@ def measure(options: Options) -> list[Row]:
             rows.append(against("P5", what, "us", ours_us, peer_us[name], PEER, BARS.get(what)))
             both = [sum(each) for each in zip(ours_us, redis_us[name], strict=True)]
             rows.append(against("P5", what + ", and Redis'", "us", both, peer_us[name], PEER))
+    rows.append(against("P5", REDIS_STORED, "us", redis_us[STORED], plain_us, index.PLAIN, 0.3))
     rows.append(Row("P5", REDIS_DECODED, median(redis_us[DECODE]), "us"))
-    rows.append(Row("P5", "round trips per batch of 64 blocks, of a backlog", trips["new, 64 a store"], "calls"))
+    rows.append(Row("P5", "round trips per batch of 64 blocks, of a backlog", trips[STORED], "calls"))
     rows.append(Row("P5", "round trips per batch of 2 blocks, of a backlog", trips["new, 2 a store"], "calls"))
     return rows
 

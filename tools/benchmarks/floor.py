@@ -1,0 +1,99 @@
+"""The least that a query costs a server in Python: a head is parsed, Redis is asked for the rows, a fixed answer is sent.
+
+    python -m tools.benchmarks.floor PORT REDIS_SOCKET ROW...
+
+It uses what a replica uses, uvloop, httptools and hiredis, and does nothing else: it neither reads a body nor looks at
+a row. So what a replica takes beyond it is the work of a query, and what it takes itself, nobody can save who waits for
+Redis in an event loop of Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import hiredis
+import httptools
+import uvloop
+
+from tests.ports import unused_port
+from tools.benchmarks.processes import RedisServer, Server, running, wait_until
+
+NAME = "floor"
+#: Rows of 32 blocks: those of a prompt of 512.
+_ROWS = 16
+_BODY = b'{"default":{"1":{"longest_matched":8192,"GPU":8192,"DP":{"0":8192},"CPU":0,"DISK":0}}}'
+_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
+
+
+@contextmanager
+def floor(folder: Path, redis: RedisServer) -> Iterator[Server]:
+    """The server, once it is up. It asks for rows that are in the index now."""
+    rows = list(islice(cast("Any", redis.client.scan_iter(match="wm:{1}:????????????????", count=1000)), _ROWS))
+    if len(rows) < _ROWS:
+        raise SystemExit(f"the index has {len(rows)} rows; the floor asks for {_ROWS}")
+    port = unused_port()
+    command = (sys.executable, "-m", "tools.benchmarks.floor", str(port), redis.path, *(row.decode() for row in rows))
+    with running(folder, NAME, *command) as process:
+        server = Server(NAME, process.pid, port)
+        wait_until(server.is_up, "the floor is up")
+        yield server
+
+
+class _Redis(asyncio.Protocol):
+    """The connection to Redis, and the clients that wait for its replies, in their order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Client] = deque()
+        self._reader = hiredis.Reader(notEnoughData=...)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def ask(self, client: _Client, packed: bytes) -> None:
+        self._waiting.append(client)
+        self._transport.write(packed)
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        while self._reader.gets() is not ...:
+            self._waiting.popleft().answer()
+
+
+class _Client(asyncio.Protocol):
+    def __init__(self, redis: _Redis, packed: bytes) -> None:
+        self._redis = redis
+        self._packed = packed
+        self._parser = httptools.HttpRequestParser(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        self._redis.ask(self, self._packed)
+
+    def answer(self) -> None:
+        self._transport.write(_ANSWER)
+
+
+async def _serve(port: int, path: str, rows: Sequence[str]) -> None:
+    loop = asyncio.get_running_loop()
+    _, redis = await loop.create_unix_connection(_Redis, path)
+    packed = hiredis.pack_command(("MGET", *rows))
+    server = await loop.create_server(lambda: _Client(redis, packed), "127.0.0.1", port)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    gc.disable()
+    uvloop.run(_serve(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
