@@ -128,6 +128,21 @@ import waymark.__main__
     assert done.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize(("chosen", "looks"), [(None, False), ("", True)], ids=["by-default", "if-asked"])
+def test_pydantic_looks_for_no_plugins_of_its_own(chosen: str | None, looks: bool) -> None:
+    code = """
+import importlib.metadata, waymark.__main__
+looked = []
+importlib.metadata.distributions = lambda **_: looked.append(True) or []
+import waymark.base.settings
+raise SystemExit(bool(looked))
+"""
+    environ = {name: value for name, value in os.environ.items() if name != "PYDANTIC_DISABLE_PLUGINS"}
+    chosen_for = {} if chosen is None else {"PYDANTIC_DISABLE_PLUGINS": chosen}
+    done = subprocess.run([sys.executable, "-c", code], env=environ | chosen_for, cwd=ROOT / "app", timeout=patient(60))
+    assert bool(done.returncode) == looks
+
+
 def test_a_trial_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
     port, log = unused_port(), tmp_path / "log"
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
