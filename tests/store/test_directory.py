@@ -10,9 +10,8 @@ from redis.asyncio import Redis
 
 from tests.store.factories import claim_of, registration
 from waymark.domain.targets import Target
-from waymark.store import keys
+from waymark.store import directory, keys
 from waymark.store.claims import Claim
-from waymark.store import directory
 from waymark.store.directory import _WHOLE_POLLS, EngineAddresses
 from waymark.store.store import Store
 
