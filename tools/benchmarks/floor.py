@@ -1,4 +1,4 @@
-"""The least that a query costs a server in Python: a head is parsed, Redis is asked for the rows, a fixed answer is sent.
+"""The least that a query costs a server in Python: a head is parsed, Redis is asked for rows, a fixed answer is sent.
 
     python -m tools.benchmarks.floor PORT REDIS_SOCKET ROW...
 
