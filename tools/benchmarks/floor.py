@@ -89,7 +89,7 @@ class _Client(asyncio.Protocol):
 async def _serve(port: int, path: str, rows: Sequence[str]) -> None:
     loop = asyncio.get_running_loop()
     _, redis = await loop.create_unix_connection(_Redis, path)
-    packed = hiredis.pack_command(("MGET", *rows))
+    packed = hiredis.pack_command(cast("Any", ("MGET", *rows)))
     server = await loop.create_server(lambda: _Client(redis, packed), "127.0.0.1", port)
     await server.serve_forever()
 
