@@ -39,7 +39,7 @@ ELSEWHERE = {
     "decide.asked_pools:AskedPools": "what masters of pools have answered; pools, by a table that never changes",
     "api.events:_Publishers": "the publishers of one request",
     "api.http.fields:RequestBody": "names of fields",
-    "api.probes:Probes._lasting": "a warning about the settings",
+    "api.probes:Probes._constant_warnings": "a warning about the settings",
     "api.contract:_schemas_of": "documentation",
     "api.decisions:_usual_text": "texts, which follow from their arguments alone",
     "api.http.answers:Answer": "one answer",

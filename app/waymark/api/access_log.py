@@ -1,4 +1,4 @@
-"""Writes one line for every HTTP request, if the operator wants that.
+"""Writes one log line for every HTTP request, if the operator wants that.
 
 A line contains the route and sizes, never the path or contents: no query string, no body, and of the headers only the
 request's id.
@@ -30,14 +30,14 @@ class _Application(Protocol):
 
 
 class AccessLog:
-    """Wraps the whole application, so that every answer has an id, even a 500."""
+    """Wraps the whole application, so that every request has a line, and every answer an id, even a 500."""
 
     def __init__(self, app: _Application) -> None:
         self._app = app
         self.straight: StraightTable = {
-            path: _LoggedQuestion(question)
-            for path, question in app.straight.items()
-            if isinstance(question, StraightOperation)
+            path: _LoggedOperation(operation)
+            for path, operation in app.straight.items()
+            if isinstance(operation, StraightOperation)
         }
         # The access log has its own setting, so it is written whatever the log level is.
         log.setLevel(logging.INFO)
@@ -66,16 +66,16 @@ class AccessLog:
             _write_line(request_id, route, scope["method"], status, started, length)
 
 
-class _LoggedQuestion:
-    """A straight question that writes a line for each request."""
+class _LoggedOperation:
+    """A straight operation that writes a line for each request."""
 
-    def __init__(self, question: StraightOperation) -> None:
-        self._question = question
+    def __init__(self, operation: StraightOperation) -> None:
+        self._operation = operation
 
     def open(self, headers: RawHeaders) -> StraightRequest | None:
         request_id = request_id_of(headers)
-        request = self._question.open(headers, request_id)
-        return None if request is None else _LoggedRequest(request, request_id, self._question.path)
+        request = self._operation.open(headers, request_id)
+        return None if request is None else _LoggedRequest(request, request_id, self._operation.path)
 
 
 class _LoggedRequest:

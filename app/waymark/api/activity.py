@@ -35,8 +35,8 @@ _FIRST = 100
 _READ_MAX = 500
 _WAITING_MAX = 1_000
 _POLL_SECONDS = 1.0
-#: A comment is sent so often, so that proxies do not end a silent connection; that of ``deploy/nginx.conf`` does so
-#: after 10 seconds.
+#: After this time without an event a comment is sent, because proxies end a silent connection; that of
+#: ``deploy/nginx.conf`` does so after 10 seconds.
 SILENT_SECONDS = 5.0
 _ALIVE: Final = b": alive\n\n"
 #: How long a browser waits before it reconnects.
@@ -141,7 +141,7 @@ class ActivityFeed:
         self._metrics.activity_clients.set(len(self._clients))
 
     async def _read(self) -> None:
-        """Read while there are clients."""
+        """Read new entries for all clients, as long as there are any. End their connections when the process stops."""
         while self._clients and not self._stopping.is_set():
             last = min((client.last for client in self._clients), key=_order)
             try:
@@ -172,6 +172,6 @@ def _event(entry: ActivityEntry) -> bytes:
 
 
 def _kind(entry: ActivityEntry) -> bytes:
-    """Return the kind of an entry, which another release may have written."""
+    """Return the kind of an entry, or ``other`` if it is not a plain name, as another release may have written."""
     kind = entry.content["kind"]
     return kind.encode() if isinstance(kind, str) and kind.isidentifier() and kind.isascii() else b"other"

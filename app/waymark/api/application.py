@@ -141,11 +141,11 @@ class _ApiParts:
         self.dynamo_loads = DynamoLoadHandlers(store, selector, inputs)
 
     def rows(self) -> list[_PathRow]:
-        """Return the operations of a replica in the order of the contract, in which routes are tried, too."""
-        subjects = self.question_rows, self.publisher_rows, self.view_rows, self.process_rows, self.dynamo_rows
+        """Return the operations of a replica, in the order of the contract and of routing."""
+        subjects = self.prompt_rows, self.publisher_rows, self.view_rows, self.process_rows, self.dynamo_rows
         return [row for rows in subjects for row in rows()]
 
-    def question_rows(self) -> list[_PathRow]:
+    def prompt_rows(self) -> list[_PathRow]:
         """Return the operations about prompts."""
 
         def explained(steps: Callable[[Body], Steps[Answer | Paused] | Paused], quick: Quick | None = None) -> Handler:
@@ -269,11 +269,10 @@ def create_app(
     stopping: asyncio.Event | None = None,
     gateway: GatewayParts | None = None,
 ) -> Shortcut | AccessLog:
-    """Return the ASGI application on an open store, with its straight questions.
+    """Return the ASGI application on an open store, with its straight operations.
 
-    The caller closes the store, the tokenizers and the asker.
-
-    ``stopping`` ends endless answers. ``gateway`` is set if the process is a gateway, too.
+    The caller closes the store, the tokenizers and the asker. When ``stopping`` is set, endless answers end.
+    ``gateway`` is given if the process is a gateway, too.
     """
     parts = _ApiParts(store, options, selection, metrics, tokenizers, asker, stopping, gateway)
     rows = parts.rows() + (_admin_rows(store, options) if gateway is None else gateway.rows(store, options))

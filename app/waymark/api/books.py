@@ -67,7 +67,9 @@ class BooksView:
 
 
 def since_seconds(text: str) -> int:
-    """Return the seconds of a span such as ``90s``, ``30m`` or ``2h``, at most a day. Raise InvalidValue."""
+    """Return the seconds of a span such as ``90s``, ``30m`` or ``2h``. Raise ``InvalidValue`` for any other text, or
+    above the ``HOURS_KEPT``.
+    """
     match = _SINCE.fullmatch(text)
     seconds = 0 if match is None else int(match[1]) * _SECONDS[match[2]]
     if not 0 < seconds <= 3600 * HOURS_KEPT:

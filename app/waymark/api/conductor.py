@@ -65,10 +65,10 @@ _NONE_KNOWN: dict[tuple[tuple[bytes, int], ...], MatchRows] = {}
 
 
 class UnmatchedRows:
-    """The rows of the instances of a view without a match, which are most rows of a large group's answers."""
+    """The rows that the instances of a view have without a match. In a large group, most rows of an answer are such."""
 
     def __init__(self, view: View | None) -> None:
-        """``view`` is None if there are none."""
+        """``view`` is None if there are no instances."""
         self.names: Sequence[str] = () if view is None else view.instances
         rows = () if view is None else (unmatched_row(view, i) for i in range(len(view.instances)))
         self.rows = [in_tokens(row, 1) for row in rows]
@@ -119,7 +119,7 @@ class MatchRows:
         return {name: matched.get(i) or unmatched.rows[i] for i, name in enumerate(unmatched.names)}
 
     def instances(self, walk: Walk | None) -> InTokens:
-        """Return the counts in the newer form of the API, from the walk of ``rows``. They are computed only once."""
+        """Return the counts in the form ``instances``. ``walk`` must be that of these rows; they are computed once."""
         if self._instances is None:
             self._instances = {} if walk is None else instances_in_tokens(dynamo_rows(walk), walk.view.block_size)
         return self._instances
@@ -149,7 +149,7 @@ class AnswerCache:
         return counted
 
     def unmatched(self, view: View) -> UnmatchedRows:
-        """Return the rows of the instances of a view that have no match."""
+        """Return the rows of the instances of a view without a match."""
         rows = self._unmatched.get(view)
         if rows is None:
             rows = UnmatchedRows(view)
@@ -200,7 +200,7 @@ def match_rows(walk: Walk, unmatched: UnmatchedRows, *, is_over: bool = False) -
     return MatchRows(walk, matched, unmatched, is_over=is_over)
 
 
-NOTHING = MatchRows(None, {}, UnmatchedRows(None))
+NO_ROWS = MatchRows(None, {}, UnmatchedRows(None))
 
 GeneralWay: TypeAlias = Callable[[Body, Start], Steps[Answer] | Paused]
 """Returns the remaining steps of a query that a quick read has begun."""
@@ -270,7 +270,8 @@ class Conductor:
             if plan is None:
                 return False
         pieces = self._quick.portions.pieces(plan.entry.group_id)
-        count, size = PIECE_BLOCKS * pieces + 1, plan.view.block_size  # one more: does the chain continue?
+        # One more key than the pieces have shows whether the prompt continues after them.
+        count, size = PIECE_BLOCKS * pieces + 1, plan.view.block_size
         if asked.is_by_tokens:
             blocks = len(numbers) // (_TOKEN_BYTES * size)
             tokens = numbers[: _TOKEN_BYTES * size * count]
@@ -329,7 +330,7 @@ class Conductor:
         if walk is not None and in_pools:
             walk = walk_with_pool(walk, in_pools)
         if walk is None:
-            counted = NOTHING
+            counted = NO_ROWS
         elif in_pools:
             counted = match_rows(walk, UnmatchedRows(walk.view))
         else:
@@ -342,7 +343,7 @@ class Conductor:
                 return Answer(self._shaped({}, {}, body_format), headers=(yield Waiting(self._unknown(group))))
         headers = PARTIAL if reading is not None and reading.is_partial else {}
         if reading is None or not reading.walk.view.size:
-            headers = {**headers, **(yield from self._note(group, block_size))}
+            headers = {**headers, **(yield from self._note_headers(group, block_size))}
         if body_format is Format.JSON and self._shape != "instances":
             if instance_id is not None:
                 row = counted.rows.get(instance_id) or in_tokens(ConductorRow(), block_size)
@@ -363,7 +364,7 @@ class Conductor:
             return published
         return published | {"instances": instances}
 
-    def _note(self, group: GroupName, block_size: int) -> Steps[dict[str, str]]:
+    def _note_headers(self, group: GroupName, block_size: int) -> Steps[dict[str, str]]:
         """Return the headers that explain an answer without a match. They list only some sizes, because headers are
         short.
         """
@@ -451,23 +452,24 @@ class AddressTables:
     """Tables by address, each computed once from a group's current table."""
 
     def __init__(self) -> None:
-        self._made: dict[GroupName, tuple[HolderTable, HolderTable]] = {}
+        self._tables: dict[GroupName, tuple[HolderTable, HolderTable]] = {}
+        """Each current table, with its table by address."""
 
     def walk(self, table: HolderTable, walk: Walk) -> Walk:
         """Return a walk over the same values with addresses instead of instances. Engines without an address have no
         row.
         """
-        cached = self._made.get(table.group)
+        cached = self._tables.get(table.group)
         if cached is None or cached[0] is not table:
-            if len(self._made) >= _GROUPS_MAX:
-                self._made.clear()
-            cached = self._made[table.group] = table, _by_address(table)
+            if len(self._tables) >= _GROUPS_MAX:
+                self._tables.clear()
+            cached = self._tables[table.group] = table, _by_address(table)
         again = Walk(cached[1].view(walk.view.block_size))
         again.feed(walk.values)
         return again
 
     def clear(self) -> None:
-        self._made.clear()
+        self._tables.clear()
 
 
 def _by_address(table: HolderTable) -> HolderTable:

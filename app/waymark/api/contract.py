@@ -129,9 +129,9 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[BodyType, dict[str, 
     for operation in operations:
         models |= dict.fromkeys(model for model in (operation.doc.request, operation.doc.answer) if model is not None)
     for model in list(models):
-        if _is(model, RootModel):  # its parts have their own spellings
+        if _is_subclass(model, RootModel):  # its parts have their own spellings
             models |= dict.fromkeys(
-                part for part in get_args(model.model_fields["root"].annotation) if _is(part, RequestBody)
+                part for part in get_args(model.model_fields["root"].annotation) if _is_subclass(part, RequestBody)
             )
     return _schemas_of(tuple(models))
 
@@ -141,7 +141,7 @@ def _schemas_of(models: tuple[BodyType, ...]) -> tuple[dict[BodyType, dict[str, 
     """Return the schemas of the models, which must not be changed. A process with several applications, such as the
     tests, generates them once.
     """
-    # pydantic reads the fields of dataclasses, so shapes become such, without other methods: bases first.
+    # pydantic reads the fields of dataclasses, so shapes become dataclasses, without generated methods, bases first.
     for shape in sorted(_shapes(AnswerShape), key=lambda shape: len(shape.__mro__)):
         dataclass(init=False, repr=False, eq=False)(shape)
     by_model, definitions = TypeAdapter.json_schemas(
@@ -150,28 +150,28 @@ def _schemas_of(models: tuple[BodyType, ...]) -> tuple[dict[BodyType, dict[str, 
     contents = {model: by_model[str(model), "validation"] for model in models}
     schemas = definitions["$defs"]
     for shape in AnswerShape.__subclasses__():
-        for heir in shape.__subclasses__():
-            if heir.__name__ in schemas:
-                _inherit_descriptions(schemas[heir.__name__], heir)
+        for derived in shape.__subclasses__():
+            if derived.__name__ in schemas:
+                _inherit_descriptions(schemas[derived.__name__], derived)
     for schema in schemas.values():
         _join_lines(schema)
     for model in models:
-        if _is(model, RequestBody):
+        if _is_subclass(model, RequestBody):
             _add_spellings(schemas[model.__name__], model)
             _allow_null(schemas[model.__name__])
     return contents, schemas
 
 
 def _shapes(base: type[AnswerShape]) -> Iterator[type[AnswerShape]]:
-    """Return all classes below ``base``."""
+    """Yield all direct and indirect subclasses of ``base``."""
     for shape in base.__subclasses__():
         yield shape
         yield from _shapes(shape)
 
 
-def _inherit_descriptions(schema: dict[str, Any], heir: type[AnswerShape]) -> None:
+def _inherit_descriptions(schema: dict[str, Any], derived: type[AnswerShape]) -> None:
     """Add the sentences of inherited fields, since pydantic reads only the source of the class itself."""
-    for base in heir.__bases__:
+    for base in derived.__bases__:
         for name, field in TypeAdapter(base).json_schema()["properties"].items():
             if "description" in field:
                 schema["properties"][name].setdefault("description", field["description"])
@@ -184,7 +184,7 @@ def _join_lines(schema: dict[str, Any]) -> None:
             described["description"] = " ".join(described["description"].split())
 
 
-def _is(part: Any, base: type[M]) -> TypeGuard[type[M]]:
+def _is_subclass(part: Any, base: type[M]) -> TypeGuard[type[M]]:
     return isinstance(part, type) and issubclass(part, base)
 
 
@@ -254,8 +254,8 @@ def _add_example(described: dict[str, Any], path: str, example: dict[str, Any]) 
             parameter["example"] = values[parameter["name"]]
 
 
-def _parameter(name: str, place: str) -> dict[str, Any]:
-    return {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
+def _parameter(name: str, location: str) -> dict[str, Any]:
+    return {"name": name, "in": location, "required": location == "path", "schema": {"type": "string"}}
 
 
 def _plain_content(doc: Doc, formats: Sequence[Format]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class DecisionBody(NamedTuple):
 def read_decision(
     model: type[T], default_policy: PolicyChoice, default_profile: ProfileName | None, fields: dict[str, Any]
 ) -> DecisionBody:
+    """Validate the fields of a body. Raise ``InvalidBody`` for the first that is wrong."""
     request = model.of(fields)
     policy = default_policy
     if request.policy is not None:
@@ -128,7 +129,7 @@ def _given(candidates: list[dict[str, Any]]) -> dict[tuple[str, int], GivenValue
 
 
 def check_known(values: Mapping[tuple[str, int], GivenValues], present: Set[tuple[str, int]]) -> None:
-    """Raise ``InvalidBody`` unless every candidate that was named is a target."""
+    """Raise ``InvalidBody`` unless every candidate of the request is a target."""
     for index, (instance_id, dp_rank) in enumerate(values):
         if (instance_id, dp_rank) not in present:
             raise InvalidBody(
@@ -140,6 +141,7 @@ def check_known(values: Mapping[tuple[str, int], GivenValues], present: Set[tupl
 
 
 def as_served(body: DecisionBody, served: ServedModel) -> DecisionBody:
+    """Return the body with the group and adapter of the model that its alias or adapter name means."""
     adapter = body.adapter if served.adapter is None else served.adapter
     name = body.question.group.model_name
     if body.adapter not in (None, adapter):

@@ -147,7 +147,7 @@ class Decisions:
 
     def _selected(self, decision_body: DecisionBody, question: Question) -> Steps[Answer]:
         try:
-            # The queue of requests must learn that Redis is unavailable; it continues with ``select_without_redis``.
+            # If Redis is unavailable, the error must reach the admission queue; then ``select_without_redis`` decides.
             selected = yield from self._selector.selecting(question, self._gate, passed_on=Cause.NO_REDIS)
             return select_answer(selected, select_request(decision_body))
         except UnknownModel as exc:
@@ -214,7 +214,7 @@ class Decisions:
         own = {entry.group_id for group, entry in groups.items() if caller.has(group.tenant_id)}
         return [reservation for reservation in reservations if reservation.group_id in own]
 
-    # ---- from bodies -------------------------------------------------------------------------------
+    # ---- from body to question ---------------------------------------------------------------------
 
     def _resolved(self, decision_body: DecisionBody) -> Steps[DecisionBody]:
         """Return the body with the model and the adapter that its ``model`` means."""
@@ -246,7 +246,7 @@ class Decisions:
                 return await finished(decide(question._replace(prompt=keys_of_all(keys_of))))
 
             return Paused(partial(self._tokens, text), resumed)
-        if text is not None or request.prefix_hash is not None:
+        if text is not None or request.prefix_hash is not None:  # the prefix key is enough
             return (yield from decide(question))
         given_keys = self._given.keys_of(type(request), body, decision_body.namespace, decision_body.items)
         return (yield from decide(question._replace(prompt=keys_of_all(given_keys))))
@@ -269,7 +269,7 @@ class Decisions:
         return None
 
     def _unread(self, request: ScoreRequest | SelectRequest, question: Question) -> Question:
-        """Return the question about a text without tokens. Only such a question has a prefix key."""
+        """Return the question about a text without tokens, with a prefix key if the text is a ``prompt``."""
         prompts = () if request.prompt is None else (request.prompt,)
         tokens = min(estimate_tokens(request.messages, request.system, prompts)[0], self._max_tokens)
         key = question.prefix_key
@@ -295,7 +295,7 @@ def _check_usage(request: ReleaseRequest) -> None:
         raise InvalidBody(complaint, reason="out_of_range", field="cached_tokens")
 
 
-# The targets in answers of ``/score`` and ``/select``.
+# ---- the targets in answers ------------------------------------------------------------------------
 
 
 def best_by_address(scored: list[Scored]) -> list[Scored]:
@@ -308,6 +308,7 @@ def best_by_address(scored: list[Scored]) -> list[Scored]:
 
 
 def score_row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, explain: bool) -> ScoreRow:
+    """Return the row of a target. With ``is_cost`` the value is a cost, and otherwise a score."""
     candidate = scored.candidate
     matched = candidate.device + candidate.host + candidate.disk + candidate.shared
     row = quick(

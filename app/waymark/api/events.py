@@ -26,7 +26,7 @@ from waymark.apply.applier import Applier, Incoming
 from waymark.apply.options import ApplyOptions
 from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
-from waymark.base.errors import Conflict, Contended, InvalidValue, NotFound
+from waymark.base.errors import Conflict, Contended, InvalidValue, NotFound, WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
 from waymark.contract.publishers import EventsAnswer
@@ -119,7 +119,7 @@ class Events:
         self._kept = store.incarnation.cache(resuming.KeptMemories(store, resuming.BYTES_MAX, metrics))
 
     async def events(self, body: Body) -> Answer:
-        """Apply one event or a list, up to the first gap. If one does not fit, the whole request is rejected."""
+        """Apply one event or a list, up to the first gap. If one event is invalid, the whole request is refused."""
         documents = body.documents or []
         for field, width in (("token_ids", 4), ("seq_hashes", 8)):
             check_count(sum(_length(document, field, width) for document in documents), field, self._max_tokens)
@@ -234,7 +234,7 @@ class Events:
                 await self._flush(applier, fold, progress)
         await self._flush(applier, fold, progress)
         if resolver.waiting.blocks:
-            # The waiting room ends with the request, so events that have not found their parent are lost.
+            # No store waits beyond its request, so stores that have not found their parent are lost.
             applier.counters["waiting_lost"] += resolver.waiting.blocks
             applier.counters["waiting"] = 0
             await applier.write({}, applier.counters)
@@ -250,8 +250,8 @@ class Events:
 
 
 def _length(document: object, field: str, width: int) -> int:
-    """Return how many integers of ``width`` bytes a field holds. Anything other than a list or bytes is refused in
-    decoding.
+    """Return how many integers of ``width`` bytes a field holds. For a value other than a list or bytes, which the
+    decoder will refuse, return 0.
     """
     value = document.get(field) if isinstance(document, dict) else None
     if isinstance(value, bytes):
@@ -293,8 +293,7 @@ class _Publishers:
         ranks = self._by_rank.get((envelope.backend_id, envelope.tenant_id), {})
         claim = ranks.get(envelope.dp_rank or 0) or next(iter(ranks.values()), None)
         if claim is None:
-            _not_found(self._claims, envelope)
-        assert claim is not None
+            raise _not_found(self._claims, envelope)
         registration = claim.registration
         if envelope.model_name not in (None, registration.model_name):
             raise InvalidValue(
@@ -311,27 +310,28 @@ class _Publishers:
         return claim
 
 
-def _not_found(claims: Sequence[Claim], envelope: Envelope) -> None:
+def _not_found(claims: Sequence[Claim], envelope: Envelope) -> WaymarkError:
+    """Return the error for an event without a publisher."""
     name = PublisherName(envelope.backend_id, envelope.tenant_id, envelope.dp_rank or 0)
     if not any(claim.registration.name[:2] == name[:2] for claim in claims) and any(
         claim.registration.instance_id == envelope.backend_id for claim in claims
     ):
-        raise InvalidValue(
+        return InvalidValue(
             f"tenant_id is {shown(envelope.tenant_id)}, which {shown(envelope.backend_id)} is not registered for; "
             "send the tenant it is registered with",
             field="tenant_id",
         )
     registered = next((claim.registration for claim in claims if claim.registration.name == name), None)
     if registered is not None and not registered.kind.traits.tells_events:
-        raise Conflict(
+        return Conflict(
             f"publisher {shown(str(name))} is registered as type {registered.kind}, which sends no events; register "
             f"it as type {OVER_HTTP} to send them here",
             field="backend_id",
         )
     if registered is not None:
-        raise Conflict(
+        return Conflict(
             f"publisher {shown(str(name))} has an endpoint, and its events are read from there; "
             f"register it without one, as type {OVER_HTTP}, to send them here",
             field="backend_id",
         )
-    raise NotFound(f"no publisher {shown(str(name))}; register it first, as type {OVER_HTTP} without an endpoint")
+    return NotFound(f"no publisher {shown(str(name))}; register it first, as type {OVER_HTTP} without an endpoint")

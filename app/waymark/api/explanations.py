@@ -1,6 +1,6 @@
-"""Why a query finds no more: ``/inspect/prompt``, and ``explain`` in queries and decisions.
+"""Explains why a query does not find more blocks: ``/inspect/prompt``, and ``explain`` in queries and decisions.
 
-An explanation reads far more than a query does, so only a few run at once, with a deadline and bounds. It only concerns
+An explanation reads far more than a query does, so only a few run at once, with a deadline and bounds. It concerns only
 the requested tenant, and does not reveal whether others exist.
 """
 
@@ -90,13 +90,13 @@ class Explanations:
                 answer_fields = orjson.loads(content) if isinstance(content, bytes) else plain(content)
                 return Answer(answer_fields | {"explanation": plain(explanation)}, answer.status, answer.headers)
 
-            return Paused(partial(self._beside, body), resume)
+            return Paused(partial(self._explanation_or_error, body), resume)
 
         return Straight(steps, handler.quick)
 
-    async def _beside(self, body: Body) -> Explanation | NoExplanation:
-        """Return an explanation, or its error, because it must not fail the answer. For a wrong body the answer itself
-        is the error.
+    async def _explanation_or_error(self, body: Body) -> Explanation | NoExplanation:
+        """Return an explanation, or why there is none, because a missing explanation must not fail the answer. If the
+        body is invalid, the answer will be the error.
         """
         if body.fields.get("prefix_hash") is not None:
             return NoExplanation(reasons=["prefix_hash names no blocks, so there is nothing to look up"])
@@ -111,7 +111,7 @@ class Explanations:
         """Explain a prompt. Raise ``StoreUnavailable`` after its deadline, and ``InvalidValue`` if the prompt does not
         fit.
         """
-        prompt = await self._asked(request, body)
+        prompt = await self._prompt(request, body)
         return await self._queue.take(
             lambda: self._looked_up(request, prompt), name="explanation", remedy="with a shorter prompt"
         )
@@ -143,8 +143,8 @@ class Explanations:
             check_blocks(prompt.items, prompt.count, block_size)
         return await explain(self._inspector, prompt, group, block_size, groups, claims)
 
-    async def _asked(self, request: InspectRequest, body: Body) -> InspectedPrompt:
-        """Return the prompt of a body, in which every element is checked."""
+    async def _prompt(self, request: InspectRequest, body: Body) -> InspectedPrompt:
+        """Return the prompt of a body, after a check of every element."""
         text = text_of(request.group, request)
         tokens, seq_hashes, items = None, None, request.items
         if text is not None:

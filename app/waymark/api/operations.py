@@ -41,7 +41,7 @@ Api: TypeAlias = Literal["conductor", "dynamo"]
 _NO_BODY = Body({})
 _LONG_LISTS = ("token_ids", "tokens", "seq_hashes", "block_hashes")
 
-#: The method is text from the client, but a label may have only a few values.
+#: The methods that metrics and logs name; any other method, which the client invents, is ``other`` there.
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 

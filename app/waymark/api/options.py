@@ -29,7 +29,7 @@ class AccessOptions:
     allowed_endpoints: tuple[str, ...] = ()
     """The endpoints that may be registered; empty: all."""
     warning: str | None = None
-    """The warning of a port open to everybody."""
+    """The warning that the port is open to everybody; None if it is not."""
 
 
 @record(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ApiOptions:
     body_bytes_max: int = 16 * 2**20
     shape: ConductorShape = "auto"
     inspect_seconds: float = 5.0
-    """How long an inspection may take."""
+    """The deadline of an inspection."""
     min_initial_workers: int = 0
     """The instances that must be registered before decisions begin."""
     injects_cache_control: bool = False

@@ -14,7 +14,6 @@ from waymark.api import (
     registration_schemas,
 )
 from waymark.api import decision_schemas as decision_bodies
-from waymark.api import query_schemas as text_bodies
 from waymark.api.dynamo import schemas as dynamo_bodies
 from waymark.api.dynamo.select import USAGE
 from waymark.api.http.access import Doc
@@ -244,7 +243,7 @@ RELEASE = Doc(
 )
 TOKENIZE = Doc(
     "Returns the token ids of a text or of messages.",
-    text_bodies.TokenizeRequest,
+    query_schemas.TokenizeRequest,
     queries.TokenizeAnswer,
     errors=(503,),
     needs_redis=False,
@@ -252,7 +251,7 @@ TOKENIZE = Doc(
 )
 DETOKENIZE = Doc(
     "Returns the text of token ids.",
-    text_bodies.DetokenizeRequest,
+    query_schemas.DetokenizeRequest,
     queries.DetokenizeAnswer,
     errors=(503,),
     needs_redis=False,

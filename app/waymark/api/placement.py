@@ -72,7 +72,8 @@ class PlacementView:
 
     async def warm(self, body: Body) -> Answer:
         tokens = _tokens(body.path.get("tokens"))
-        group, instance_id = _named(await self._groups(body), body.path.get("instance") or "")
+        instance_id = body.path.get("instance") or ""
+        group = _group_of(await self._groups(body), instance_id)
         valuation = (await self._valuations([group])).get(group.entry.group_id)
         reason = _NO_WALK if valuation is None else None if valuation.decisions else _NO_DECISIONS
         table = await self._store.reader.table(group.name)
@@ -108,7 +109,7 @@ class PlacementView:
         ]
 
     async def _valuations(self, groups: Sequence[_ValuedGroup]) -> dict[int, Valuation]:
-        """Return the last result of each group, and request new ones."""
+        """Return the last valuation of each group that has one, and request new ones."""
         valuations, group_ids = self._store.valuations, [group.entry.group_id for group in groups]
         not_asked = set(group_ids) - await valuations.asked.read()
         if not_asked:
@@ -189,7 +190,7 @@ def _age(valuation: Valuation) -> float:
 
 
 def _tokens(text: str | None) -> int:
-    """Parse the number of tokens to pull. Raises InvalidValue."""
+    """Parse the number of tokens to pull. Raise ``InvalidValue`` if it is not such a number."""
     if not text:
         return _TOKENS
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 0 < int(text) <= _TOKENS_MAX):
@@ -197,9 +198,9 @@ def _tokens(text: str | None) -> int:
     return int(text)
 
 
-def _named(groups: Sequence[_ValuedGroup], instance_id: str) -> tuple[_ValuedGroup, str]:
-    """Return the only group with an engine of this name. Raise NotFound if there is none, InvalidValue if there are
-    several.
+def _group_of(groups: Sequence[_ValuedGroup], instance_id: str) -> _ValuedGroup:
+    """Return the only group with an engine of this name. Raise ``NotFound`` if there is no such group, and
+    ``InvalidValue`` if there are several.
     """
     if not instance_id:
         raise InvalidValue("instance is missing; send the instance_id of the engine to be warmed", field="instance")
@@ -211,7 +212,7 @@ def _named(groups: Sequence[_ValuedGroup], instance_id: str) -> tuple[_ValuedGro
         names = {name for group in groups for name in group.engines}
         way_out = nearest(instance_id, names) if names else "no engine is registered"
         raise NotFound(f"no engine {shown(instance_id)} is registered; {way_out}", field="instance")
-    return named[0], instance_id
+    return named[0]
 
 
 class _Warming:
@@ -262,7 +263,9 @@ class _Warming:
     async def _pull(
         self, prefix: PrefixUse, chain: Sequence[int], first: int, depths: Mapping[Rank, int]
     ) -> WarmPrefix | None:
-        """Return which engines have the blocks from ``first`` on, or None if no other engine has any."""
+        """Return the part of a prefix from block ``first`` on, and the best engine to pull it from; None if no other
+        engine has any of it.
+        """
         sources = {name: claims[0].registration.target for name, claims in self._group.engines.items()}
         ranks = [rank for rank, blocks in depths.items() if blocks > first and rank[0] != self._instance_id]
         if not ranks:

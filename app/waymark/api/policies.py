@@ -7,9 +7,9 @@ decision is estimated by itself: the tokens that its target should have reused, 
 line fitted to kept decisions with a known time. Such an estimate favours the policy that decided, because it has
 produced the caches and loads.
 
-An order of two policies is claimed only if chance does not explain it: the time is cut into ten parts, and the 95 %
-interval of the mean of their simulated differences must exclude 0. The choice between equal targets, with its
-consequences, is chance, too.
+One policy is called better than another only if chance does not explain the difference: the decisions are divided into
+ten parts by time, and the 95 % interval of the mean of the parts' simulated differences must exclude 0. The choice
+between equal targets, with its consequences, is chance, too.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from waymark.store.store import Store
 
 #: The number of decisions after which other work of the process may run.
 _AT_ONCE = 50
-#: The number of parts of the time whose differences are compared, the least decisions in a part, and Student's t for a
-#: 95 % interval from so many parts.
+#: The number of parts, the smallest number of decisions in a part, and Student's t for a 95 % interval from this number
+#: of parts.
 _PARTS, _PART_MIN, _STUDENT = 10, 5, 2.262
 _PROFILES: dict[str | None, ProfileName] = {"single": "single", "disagg": "disagg"}
 _ROLES = frozenset(role.value for role in Role)
@@ -354,7 +354,7 @@ def _candidate(target: KeptTarget) -> Candidate:
 
 PARAMETERS = ("model", "tenant", "since")
 _DEFAULT = "24h"
-#: The most decisions in one answer, the newest ones. Replaying so many takes a second or two of CPU.
+#: The most decisions in one answer, the newest ones. Replaying them takes a second or two of CPU time.
 DECISIONS_MAX = 10_000
 FILE_MAX = 16_384
 
@@ -420,8 +420,8 @@ class PoliciesView:
         decisions: list[KeptDecision] = []
         unreadable = groups = 0
         for group, entry in (await self._store.directory.groups()).items():
-            is_meant = model in (None, group.model_name) and tenant_id in (None, group.tenant_id)
-            if is_meant and has(group.tenant_id):
+            is_requested = model in (None, group.model_name) and tenant_id in (None, group.tenant_id)
+            if is_requested and has(group.tenant_id):
                 reading = await self._store.kept_decisions.read(
                     entry.group_id, since_ms=since_ms, decisions_max=DECISIONS_MAX
                 )

@@ -1,4 +1,4 @@
-"""Liveness, readiness, metrics, and the page: the paths for others than clients of the index.
+"""Liveness, readiness, metrics, and the page: the paths for operators and their tools.
 
 A process is alive while its event loop runs, and ready while Redis answers and has the scripts. Neither probe contacts
 an engine. They do not wait long for a Redis that hangs, because their caller has a time limit, usually a second.
@@ -56,7 +56,7 @@ class Probes:
         """Create the handlers. ``gate`` is that of a process that decides, ``tokenizer`` that of one that accepts text.
         ``warning`` is always shown.
         """
-        self._lasting = [] if warning is None else [warning]
+        self._constant_warnings = [] if warning is None else [warning]
         self._store = store
         self._tokenizer = tokenizer
         self._gate = gate
@@ -81,10 +81,10 @@ class Probes:
         waiting = None if self._gate is None else await self._gate.waiting()
         if waiting is not None:
             return Answer({"error": f"not ready: {waiting}", "reason": "starting"}, 503, {"Retry-After": "1"})
-        of_tokenizer = self._tokenizer.warnings() if self._tokenizer else ()
-        of_workers = self._gate.watch.warnings() if self._gate is not None and self._gate.watch is not None else ()
-        of_answers = () if no_answers is None else (no_answers,)
-        warnings = [*self._lasting, *of_answers, *(await self._health()).warnings.values(), *of_tokenizer, *of_workers]
+        warnings = self._constant_warnings + ([] if no_answers is None else [no_answers])
+        warnings += (await self._health()).warnings.values()
+        warnings += self._tokenizer.warnings() if self._tokenizer else ()
+        warnings += self._gate.watch.warnings() if self._gate is not None and self._gate.watch is not None else ()
         return Answer(ReadyAnswer(status="ready", answers_redis=self._store.answers_url, warnings=warnings))
 
     async def metrics(self, _: Body) -> Answer:
@@ -93,7 +93,7 @@ class Probes:
         return Answer(text, media_type=media_type.encode())
 
     async def _health(self) -> RedisHealth:
-        """Return the health of Redis, and set its metrics. Of the embedded Redis it is only known that it is up."""
+        """Return the health of Redis, and set its metrics. An embedded Redis reports only that it is up."""
         health, metrics = await self._store.health.poll(), self._metrics
         metrics.redis_up.set(health.is_up)
         if health.primaries:

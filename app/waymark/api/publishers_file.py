@@ -1,13 +1,15 @@
 """Reads the publishers that an operator lists in ``WAYMARK_PUBLISHERS_FILE``, at the start and when the file changes.
 
-The file is JSON or YAML, in one of three shapes: a list of bodies of ``POST /register``, also those with ``url``:
+The file is JSON or YAML, in one of three shapes:
 
-    - {type: vLLM, modelname: llama, instance_id: pod-1, block_size: 16, endpoint: "tcp://10.0.0.7:5557"}
+- A list of bodies of ``POST /register``, also those with ``url``:
+  ``- {type: vLLM, modelname: llama, instance_id: pod-1, block_size: 16, endpoint: "tcp://10.0.0.7:5557"}``
+- The configuration of Mooncake's Conductor. Its ``kvevent_instance`` has the same objects by name. An object without an
+  instance_id gets its name as such, and ``ip`` and ``port`` may replace an endpoint.
+- The list of llm-d's file discovery, ``endpoints``. Each has a name, an address, a port and labels.
 
-or the configuration of Mooncake's Conductor, whose ``kvevent_instance`` has the same objects by name; the name is the
-instance_id of an object without one, and ``ip`` and ``port`` may replace an endpoint; or the list of llm-d's file
-discovery, ``endpoints``, with a name, an address, a port and labels each. An entry is validated as a body of
-``/register`` is. One error names every mistake: the file, the entry, the field, its value, and the way out.
+An entry is validated like a body of ``/register``. One error names every mistake: the file, the entry, the field, its
+value, and the way out.
 """
 
 from __future__ import annotations
@@ -129,9 +131,7 @@ def _entries(content: Any) -> list[tuple[str, Any]]:
     if isinstance(content, list):
         return [(f"entry {number}", entry) for number, entry in enumerate(content, 1)]
     if isinstance(content, dict) and isinstance(content.get("endpoints"), list):
-        return [
-            (f"endpoint {number}", _of_endpoint(endpoint)) for number, endpoint in enumerate(content["endpoints"], 1)
-        ]
+        return [(f"endpoint {number}", _converted(endpoint)) for number, endpoint in enumerate(content["endpoints"], 1)]
     instances = content.get("kvevent_instance") if isinstance(content, dict) else None
     if not isinstance(instances, dict):
         raise _UnreadableFile(f"it has no publishers; {_SHAPES}")
@@ -141,7 +141,7 @@ def _entries(content: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def _of_endpoint(entry: Any) -> Any:
+def _converted(entry: Any) -> Any:
     """Convert an entry of llm-d's list of endpoints, ``{name, namespace, address, port, labels}``, to one with a
     URL.
     """
@@ -171,7 +171,7 @@ def _parsed(path: Path) -> Any:
     is_json = path.suffix == ".json"
     try:
         text = raw.decode("utf-8-sig")
-        content = json.loads(text, object_pairs_hook=_once) if is_json else yaml.load(text, Loader=_Loader)
+        content = json.loads(text, object_pairs_hook=_with_unique_names) if is_json else yaml.load(text, _Loader)
     except (ValueError, RecursionError, yaml.YAMLError) as exc:
         raise _UnreadableFile(f"the file is not {'JSON' if is_json else 'YAML'}: {' '.join(str(exc).split())}") from exc
     try:
@@ -181,9 +181,9 @@ def _parsed(path: Path) -> Any:
         raise _UnreadableFile(f"it holds what JSON has not ({exc}); put names and other strings in quotes") from exc
 
 
-def _once(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return an object whose names must all differ, because the parsers would silently keep the last of two equal
-    ones.
+def _with_unique_names(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return an object. Raise ``_UnreadableFile`` if a name is repeated: the parsers would silently keep the last of
+    two values.
     """
     fields: dict[Any, Any] = {}
     for name, value in pairs:
@@ -200,7 +200,7 @@ class _Loader(yaml.SafeLoader):
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     own = (name for name, _ in node.value if name.tag != "tag:yaml.org,2002:merge")
     try:
-        _once((loader.construct_object(name, deep=True), None) for name in own)
+        _with_unique_names((loader.construct_object(name, deep=True), None) for name in own)
     except TypeError:  # a list or an object as a name
         raise _UnreadableFile(f"line {node.start_mark.line + 1}: a name is no text; {_SHAPES}") from None
     fields: dict[Any, Any] = loader.construct_mapping(node, deep=True)

@@ -71,7 +71,7 @@ class TextFields(RequestBody):
         return None if keep is None else Truncation(keep, self.truncation_side)
 
 
-class OfModel(RequestBody):
+class ModelRequest(RequestBody):
     """The model whose tokenizer is used."""
 
     model: NonEmptyName = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
@@ -82,11 +82,11 @@ class OfModel(RequestBody):
         return GroupName(self.tenant_id or DEFAULT_TENANT, self.model)
 
 
-class TokenizeRequest(OfModel, TextFields):
+class TokenizeRequest(ModelRequest, TextFields):
     """A text or messages, as vLLM accepts them."""
 
 
-class DetokenizeRequest(OfModel):
+class DetokenizeRequest(ModelRequest):
     """The token ids to turn into text."""
 
     tokens: TokenIds = Field(
@@ -95,7 +95,7 @@ class DetokenizeRequest(OfModel):
     )
 
 
-class Named(OfModel):
+class Named(ModelRequest):
     """The model, tenant, adapter and salts of the blocks that a request concerns."""
 
     lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
@@ -112,7 +112,7 @@ class Named(OfModel):
 
     @property
     def adapter(self) -> Adapter:
-        """The adapter's name or its id. Raises ``InvalidBody`` if both are set."""
+        """The adapter's name or its id. ``InvalidBody`` is raised if both are set."""
         if self.lora_name is None:
             return self.lora_id
         if self.lora_id is not None:

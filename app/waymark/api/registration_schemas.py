@@ -124,7 +124,7 @@ MediumEndpoints = Annotated[dict[str, Endpoint], AfterValidator(_sockets)]
 EngineUrlField = Annotated[str, BeforeValidator(_engine_url)]
 OptionalEngineUrlField = Annotated[str | None, BeforeValidator(_engine_url)]
 OptionalUrl = Annotated[str | None, BeforeValidator(_url)]
-ARole = Annotated[Role, BeforeValidator(_role), WithJsonSchema({"enum": [*Role], "type": "string"})]
+RoleField = Annotated[Role, BeforeValidator(_role), WithJsonSchema({"enum": [*Role], "type": "string"})]
 Labels = Annotated[dict[str, str], AfterValidator(_labels)]
 Weight = Annotated[float, Field(ge=0, le=WEIGHT_MAX, allow_inf_nan=False)]
 QueryKeys = Annotated[list[str], AfterValidator(_query_keys)]
@@ -188,7 +188,7 @@ class _PublisherFields(RequestBody):
         description=f"{FORMS}. The master has a block if it has all keys of one text; the default is SGLang's keys",
     )
     address: OptionalEngineUrlField = Field(default=None, description=MUST_BE["address"])
-    role: ARole = Field(default=Role.BOTH, description=MUST_BE["role"])
+    role: RoleField = Field(default=Role.BOTH, description=MUST_BE["role"])
     weight: Weight = Field(
         default=1.0, description=f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"
     )

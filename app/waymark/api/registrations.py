@@ -1,4 +1,6 @@
-"""Registers, weights and unregisters publishers: ``/register``, ``/weight`` and ``/unregister``."""
+"""Registers and unregisters publishers, sets their weights and requests their repair: ``/register``, ``/unregister``,
+``/weight`` and ``/repair``.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def _warnings(registrations: Sequence[Registration], *, is_by_url: bool = False)
 
 
 class Registrations:
-    """Handlers of ``/register``, ``/weight`` and ``/unregister``."""
+    """Handlers of the four paths."""
 
     def __init__(self, store: Store, allowed: AllowedEndpoints, asker: Asker) -> None:
         self._store = store
@@ -86,7 +88,8 @@ class Registrations:
     async def _register_sockets(self, sockets: list[Registration]) -> None:
         """Register all sockets of a rank, and unregister its former sockets.
 
-        If the same sockets are registered again with other media, the first one stays the first one.
+        If the same sockets are registered again with other media, the first socket stays the first one: the others
+        remain further sockets.
         """
         first = sockets[0]
         registered = await self._store.directory.registrations()

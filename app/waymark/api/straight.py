@@ -44,7 +44,7 @@ class Straight:
 
 
 class StraightOperation(Operation):
-    """An operation whose handler is ``Straight``. It is a ``StraightQuestion`` of the server."""
+    """An operation whose handler is ``Straight``. To the server it is a ``StraightQuestion``."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -130,7 +130,7 @@ class _Request:
 
     # ---- the receiver ----------------------------------------------------------------------------------
 
-    # A request whose client has disconnected is also counted, and gives its place back.
+    # Steps are not stopped if the client disconnects: the request is then counted, too, and gives its place back.
     done = staticmethod(never)
 
     def set_result(self, answer: Answer | Paused) -> None:
@@ -138,9 +138,7 @@ class _Request:
             self._leave(is_unavailable=None)
             self._answering.pass_on()
             return
-        if self._has_place:
-            self._has_place = False
-            self._operation.admission.leave(is_unavailable=False)
+        self._leave(is_unavailable=False)
         self._reply(answer, self._format)
 
     def set_exception(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Reads the prompt of a body, whatever its kind, and tokenizes texts; ``/tokenize`` and ``/detokenize``.
+"""Reads the prompt of a body, whatever its kind; tokenizes texts, also for ``/tokenize`` and ``/detokenize``.
 
 A body has exactly one prompt, whose block keys can be computed for any block size.
 """

@@ -31,7 +31,7 @@ from waymark.store.reservations import NO_LOAD, Load
 from waymark.store.store import Store
 from waymark.store.workers import WORKER_SECONDS
 
-#: The statuses with which a target would get requests.
+#: The statuses of targets that get requests, unless their last requests have failed.
 _UNDER_WAY = frozenset(
     {
         StreamStatus.NO_EVENTS,
@@ -70,7 +70,7 @@ class Views:
         # The name of an unreadable record may belong to any tenant.
         records = self._store.parser.unreadable if body.caller.tenants is None else ()
         loads, left_out = await self._loads(states)
-        # Its problems may name pods and files of any tenant.
+        # The problems of the discovery may name pods and files of any tenant.
         discovery = await self._store.discovery.state() if body.caller.tenants is None else None
         return Answer(
             WorkersAnswer(

@@ -67,32 +67,32 @@ class DynamoInputs:
         if body.numbers is not None or request.token_ids is not None:
             tokens = tokens_in(body, "token_ids", self._max_tokens)
             ns = namespace(request.lora_name, [] if request.cache_salt is None else [request.cache_salt])
-            return partial(_of_tokens, tokens, ns, self._seed)
+            return partial(_prompt_of_tokens, tokens, ns, self._seed)
         if request.block_hashes is None:
             raise InvalidValue("block_hashes is required without token_ids", field="block_hashes")
         if request.sequence_hashes is None:
             raise InvalidValue("sequence_hashes is required without token_ids", field="sequence_hashes")
         local_hashes = hashes_in(body, "block_hashes", self._max_tokens)
         packed = LocalHashKeys(local_hashes, self._seed)(len(local_hashes))
-        return partial(_of_keys, packed, request.isl_tokens)
+        return partial(_prompt_of_keys, packed, request.isl_tokens)
 
 
-def remembered(prompt_of: PromptOf, cache: dict[int, HashedPrompt]) -> PromptOf:
-    """Return ``prompt_of`` with a cache, in which each hashed prompt is kept by block size."""
+def recorded(prompt_of: PromptOf, prompts: dict[int, HashedPrompt]) -> PromptOf:
+    """Return ``prompt_of`` so that it also writes each hashed prompt to ``prompts``, by its block size."""
 
-    def of(block_size: int) -> HashedPrompt:
-        cache[block_size] = prompt_of(block_size)
-        return cache[block_size]
+    def hashed(block_size: int) -> HashedPrompt:
+        prompts[block_size] = prompt_of(block_size)
+        return prompts[block_size]
 
-    return of
+    return hashed
 
 
-def _of_tokens(tokens: bytes, ns: int, seed: int, block_size: int) -> HashedPrompt:
+def _prompt_of_tokens(tokens: bytes, ns: int, seed: int, block_size: int) -> HashedPrompt:
     keys = block_keys(None, tokens, block_size, namespace=ns, seed=seed)
     return HashedPrompt(len(tokens) // 4, keys, ids=PromptIds(tokens, ns))
 
 
-def _of_keys(keys: bytes, tokens: int | None, block_size: int) -> HashedPrompt:
+def _prompt_of_keys(keys: bytes, tokens: int | None, block_size: int) -> HashedPrompt:
     return HashedPrompt(len(keys) // KEY_BYTES * block_size if tokens is None else tokens, keys)
 
 
@@ -100,7 +100,7 @@ def none_schedulable(group: GroupName) -> NoTarget:
     return NoTarget(f"no schedulable workers for model={group.model_name} routing_group={group.tenant_id}")
 
 
-NONE_THERE = DynamoRank()
+NO_BLOCKS = DynamoRank()
 
 
 class WorkerLoad(NamedTuple):
@@ -142,7 +142,7 @@ class DynamoLoadHandlers:
         rows = {} if walk is None else dynamo_rows(walk)
         workers = []
         for load in loads:
-            row = rows.get(str(load.worker_id), {}).get(load.dp_rank, NONE_THERE)
+            row = rows.get(str(load.worker_id), {}).get(load.dp_rank, NO_BLOCKS)
             workers.append(
                 DynamoOverlap(
                     worker_id=load.worker_id,
@@ -193,7 +193,7 @@ class DynamoLoadHandlers:
         rows = []
         for group in groups:
             _, block_size = await finished(self._inputs.workers(group))
-            question = Question(group, partial(_nothing, 0), self._inputs.policy(None), block_size)
+            question = Question(group, _empty_prompt, self._inputs.policy(None), block_size)
             ranked = await self._selector.score(question)
             if ranked is None:
                 continue
@@ -209,30 +209,30 @@ class DynamoLoadHandlers:
         return Answer(rows)
 
     async def _all(self, body: Body) -> tuple[Sequence[WorkerLoad], Walk | None, HashedPrompt, int]:
-        """Return every worker for a prompt."""
+        """Return the loads of all workers, the walk of the prompt, the prompt, and the block size of the group."""
         request = DynamoPromptRequest.of(body.fields)
         group = request.group
-        cache: dict[int, HashedPrompt] = {}
+        prompts: dict[int, HashedPrompt] = {}
         _, block_size = await finished(self._inputs.workers(group))
         question = Question(
             group,
-            remembered(self._inputs.prompt(request, body), cache),
+            recorded(self._inputs.prompt(request, body), prompts),
             self._inputs.policy(None),
             block_size,
             cache_salt=request.cache_salt,
         )
         ranked = await self._selector.score(question)
         if ranked is None:
-            return [], None, cache[block_size], block_size
-        return _loads(ranked), ranked.walk, cache[block_size], block_size
+            return [], None, prompts[block_size], block_size
+        return _loads(ranked), ranked.walk, prompts[block_size], block_size
 
 
-def _nothing(tokens: int, _: int) -> HashedPrompt:
-    return HashedPrompt(tokens, b"")
+def _empty_prompt(_: int) -> HashedPrompt:
+    return HashedPrompt(0, b"")
 
 
 def _loads(ranked: RankedTargets) -> list[WorkerLoad]:
-    """Return the loads of the workers among the candidates in the order of ids, because equal scores have no order."""
+    """Return the loads of the workers among the candidates, in the order of their ids: equal scores have no order."""
     candidates = (scored.candidate for scored in ranked.scored)
     return sorted(
         WorkerLoad(int(each.instance_id), each.dp_rank, each.device, each.wait, each.context, each.active)

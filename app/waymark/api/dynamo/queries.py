@@ -83,7 +83,7 @@ class Dynamo:
         self._quick = store.reader.quick
         self._plans: dict[GroupName, QuickPlan] = store.incarnation.cache({})
         self._known = store.incarnation.cache(
-            KnownRuns(_KnownAnswer.by, lambda known: len(known.content), _ANSWERS_BYTES_MAX)
+            KnownRuns(_KnownAnswer.of, lambda known: len(known.content), _ANSWERS_BYTES_MAX)
         )
 
     async def register(self, body: Body) -> Answer:
@@ -190,8 +190,8 @@ class Dynamo:
         local_hashes = hashes_in(body, "block_hashes", self._max_tokens)
 
         def prompt(block_size: int) -> PromptKeys:
-            # Only blocks of the base model are found, because a client's local hashes have adapter and salt in their
-            # seed.
+            # Only blocks of the base model without a salt are found: the local hashes of other blocks have adapter and
+            # salt in their seed.
             keys = LocalHashKeys(local_hashes, self._seed)
             return PromptKeys(keys, len(local_hashes), len(local_hashes) * block_size)
 
@@ -256,7 +256,7 @@ class Dynamo:
         return True
 
     def _quick_answer(self, blocks: int, read: QuickRead) -> Answer | None:
-        """Return the answer by a quick read, and count it; None if the read does not decide it."""
+        """Return the answer of a quick read, and count it; None if the read is not enough for an answer."""
         known = self._known.of(read)
         if known is None:
             return None
@@ -289,7 +289,7 @@ class _KnownAnswer(NamedTuple):
     blocks: int
 
     @classmethod
-    def by(cls, walk: Walk) -> _KnownAnswer:
+    def of(cls, walk: Walk) -> _KnownAnswer:
         return cls(encode(in_tokens(matched_dynamo_rows(walk), walk.view.block_size), Format.JSON), walk.blocks)
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from uuid import uuid4
 
-from waymark.api.dynamo.loads import NONE_THERE, DynamoInputs, none_schedulable, remembered
+from waymark.api.dynamo.loads import NO_BLOCKS, DynamoInputs, none_schedulable, recorded
 from waymark.api.dynamo.schemas import (
     DynamoReservationRequest,
     DynamoSelectRequest,
@@ -41,7 +41,8 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: The only sign of life of the released selector's clients is output blocks. There, too, a load stays for 300 s.
+#: How long a reservation stays without an output block, the only sign of life that clients of the released selector
+#: send. That selector, too, keeps a load for 300 s.
 _RESERVATION_MS = 300_000
 #: How long a selection may wait until it is reserved, and how long making a reservation may take.
 _PENDING_MS = 60_000
@@ -169,8 +170,8 @@ class DynamoSelect:
     ) -> Steps[tuple[DynamoSelectAnswer, str, HashedPrompt]]:
         """Return the answer of a selection, the text of its actual or possible reservation, and its prompt."""
         group = request.group
-        cache: dict[int, HashedPrompt] = {}
-        prompt_of = remembered(self._inputs.prompt(request, body), cache)
+        prompts: dict[int, HashedPrompt] = {}
+        prompt_of = recorded(self._inputs.prompt(request, body), prompts)
         only, block_size = yield from self._allowed(request)
         parameters = SelectParameters(
             only=only, profile="single", is_reserved=is_reserved, milliseconds=_RESERVATION_MS
@@ -184,7 +185,7 @@ class DynamoSelect:
             )
         except NoTarget:
             raise none_schedulable(group) from None
-        candidate, prompt = selected.target.candidate, cache[block_size]
+        candidate, prompt = selected.target.candidate, prompts[block_size]
         new = max(0, prompt.tokens - candidate.device)
         text = ",".join(map(str, selected.reservations))
         if not is_reserved:
@@ -267,7 +268,7 @@ class DynamoSelect:
 def _overlap(walk: Walk | None, instance_id: str, block_size: int) -> DynamoInstance:
     """Return the worker's share of a prompt, in tokens, over all of its ranks."""
     ranks = {} if walk is None else dynamo_rows(walk).get(instance_id, {})
-    rows = [ranks[rank] for rank in sorted(ranks)] or [NONE_THERE]
+    rows = [ranks[rank] for rank in sorted(ranks)] or [NO_BLOCKS]
     disk = max(row.disk for row in rows) * block_size
     return DynamoInstance(
         longest_matched=disk,

@@ -50,11 +50,11 @@ _PRIORITY: Sequence[ListenerStatus] = get_args(ListenerStatus)
 class DynamoViews:
     """Handlers of ``/dynamo/workers``, ``/dump``, ``/health``, ``/metrics`` and the three paths of peers."""
 
-    def __init__(self, store: Store, metrics: Metrics, own: Callable[[Body], Awaitable[Answer]]) -> None:
-        """``own`` answers ``/metrics``."""
+    def __init__(self, store: Store, metrics: Metrics, answer_metrics: Callable[[Body], Awaitable[Answer]]) -> None:
+        """Create the handlers. ``answer_metrics`` is the handler of ``/metrics``."""
         self._store = store
         self._metrics = metrics
-        self._own = own
+        self._answer_metrics = answer_metrics
 
     async def workers(self, body: Body) -> Answer:
         return Answer(await self._workers(body.caller.has))
@@ -74,7 +74,7 @@ class DynamoViews:
 
         The three gauges are about Redis, and are missing while it is unavailable.
         """
-        answer = await self._own(body)
+        answer = await self._answer_metrics(body)
         from waymark.base import exposition  # the Prometheus library takes long to import
 
         described = {row.name: row for row in rows(Metrics)}

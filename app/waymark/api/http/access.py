@@ -94,7 +94,8 @@ class Gate:
 
 
 def check_site(headers: RawHeaders) -> None:
-    """Raise ``Forbidden`` for a request from a page of another site. Any page can make its reader's browser send one.
+    """Raise ``Forbidden`` for a request from a page of another site: any page can make the browser of its reader send
+    requests here.
 
     Browsers report the origin of a request in headers that a page cannot set: ``Sec-Fetch-Site`` if the connection is
     encrypted or to the same machine, and ``Origin`` with every POST. A proxy may have changed ``Host``; then it gives
@@ -107,25 +108,25 @@ def check_site(headers: RawHeaders) -> None:
             if value in (b"same-origin", b"none"):
                 return
             if value == b"cross-site":
-                raise _from_elsewhere(origin)
+                raise _forbidden_site(origin)
         elif name == b"origin":
             origin = value
         elif name in (b"host", b"x-forwarded-host"):
             hosts.append(value)
     if origin is not None:
-        scheme, _, place = origin.lower().partition(b"://")
-        if not place or all(_with_port(host.strip().lower(), scheme) != _with_port(place, scheme) for host in hosts):
-            raise _from_elsewhere(origin)
+        scheme, _, site = origin.lower().partition(b"://")
+        if not site or all(_with_port(host.strip().lower(), scheme) != _with_port(site, scheme) for host in hosts):
+            raise _forbidden_site(origin)
 
 
 def _with_port(host: bytes, scheme: bytes) -> bytes:
-    """Return a host with its port, even if it is the default one."""
+    """Return a host with its port, which is the default port of the scheme if the host has none."""
     if host.rpartition(b":")[2].isdigit() and not host.endswith(b"]"):
         return host
     return host + (b":443" if scheme == b"https" else b":80")
 
 
-def _from_elsewhere(origin: bytes | None) -> Forbidden:
+def _forbidden_site(origin: bytes | None) -> Forbidden:
     site = "another site" if origin is None else shown(origin.decode("latin-1"))
     return Forbidden(
         f"this request changes something, and was sent by a page of {site}; a proxy that changes Host must send the "

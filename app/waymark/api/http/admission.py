@@ -20,7 +20,7 @@ AT_ONCE = 16
 Redis.
 """
 
-#: Healthy queries never take so long. A request that waits longer is waiting for a Redis that hangs.
+#: The longest wait. Healthy queries never take so long, so a request that waits longer is waiting for a hanging Redis.
 WAIT_SECONDS = 10.0
 
 

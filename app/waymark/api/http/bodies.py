@@ -30,8 +30,6 @@ from waymark.domain.hashing import pack_tokens
 
 T = TypeVar("T")
 
-#: Bytes of a body before it has been read, as (name, value) pairs of the ASGI scope.
-
 
 class Format(Enum):
     """The format of a body, and of its answer."""
@@ -65,7 +63,7 @@ CACHE_BYTES_MAX = 2**20
 _TEXT_BYTES_MAX = 4096
 #: The approximate size of an entry besides its bytes: its fields, and their parsed form.
 _ENTRY_BYTES = 3000
-#: The approximate size of each value in an entry: a list in a list is three characters, but so many bytes in memory.
+#: The approximate size of each value in an entry: a list in a list takes three characters, but this many bytes.
 _VALUE_BYTES = 80
 
 
@@ -109,7 +107,7 @@ class RequestCache:
             self.bytes += size
 
 
-_NOWHERE: Mapping[str, str] = MappingProxyType({})
+_NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
 
 
 class Body(NamedTuple):
@@ -125,8 +123,8 @@ class Body(NamedTuple):
     text: ParsedFields | None = None
     """The rest of the body, if a long list was read without the parser."""
     format: Format = Format.JSON
-    path: Mapping[str, str] = _NOWHERE
-    """The parameters of the path and of the query string, by name."""
+    path: Mapping[str, str] = _NO_PARAMETERS
+    """The parameters of the path and of the query string, and the headers that the operation reads, by name."""
     caller: Caller = EVERYONE
     """The sender of the request."""
 
@@ -165,11 +163,11 @@ class LongList:
 
 
 class Disconnected(Exception):
-    """The client went away while its body was read, so an answer is pointless."""
+    """The client disconnected while its body was read, so an answer is pointless."""
 
 
 def format_of(headers: RawHeaders, *, must_be_named: bool = False) -> Format:
-    """Return the format that Content-Type names; without the header JSON, unless it must be named.
+    """Return the format that Content-Type names. Without this header it is JSON, unless it must be named.
 
     A page of another site can send any bytes without a Content-Type, but with one of these only if this server allows
     it.
@@ -380,7 +378,7 @@ def cut(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | No
     if end - start > 2 * count_max + 2 and body.count(b",", start, end) > count_max:
         return None
     text = body[start:end]
-    # The parser would turn ``true``, ``false`` and -0 into valid ids, and parse objects in vain.
+    # With ``true``, ``false`` or -0 the list would pack to valid ids, and objects would be parsed in vain.
     if b"e" in text or b"-" in text or b"{" in text:
         return None
     try:

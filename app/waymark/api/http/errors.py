@@ -59,7 +59,7 @@ class ErrorBody(BaseModel):
 
 
 class InvalidBody(InvalidValue):
-    """The body can be read but its fields do not fit: 400 in the root API, 422 in Dynamo's."""
+    """The body can be read, but its fields are invalid: 400 in the root API, 422 in Dynamo's."""
 
 
 class Unauthorized(WaymarkError):
@@ -119,7 +119,7 @@ def _slug(pydantic_type: str, value: Any) -> str:
 
 
 def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
-    """Return the HTTP status of an error. ``unfit_status`` is that of the API for fields that do not fit."""
+    """Return the HTTP status of an error. ``unfit_status`` is that of the API for invalid fields."""
     match error:
         case InvalidValue(reason=reason) if reason in _STATUS_OF_REASON:
             return _STATUS_OF_REASON[reason]

@@ -1,7 +1,7 @@
 """Turns a client's prompt, token ids or hashes, into the keys of its blocks, and checks every element.
 
-Lists are checked by packing them, which costs a few nanoseconds per element. Only if that fails, the elements are
-checked one by one, to name the index. Keys are computed lazily, as far as the walk needs them.
+Lists are checked by packing them, which costs a few nanoseconds per element. The elements are checked one by one only
+if packing fails, so that the error names the index. Keys are computed lazily, as far as the walk needs them.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class TokenKeys:
         self._parent: int | None = None
 
     def __call__(self, n: int) -> bytes:
-        """Return the next ``n`` keys, or fewer if there are not so many complete blocks."""
+        """Return the next ``n`` keys, or fewer if there are fewer complete blocks."""
         end = self._at + 4 * self._block_size * n
         piece = self._tokens[self._at : end]
         if self._items:
