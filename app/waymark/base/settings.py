@@ -351,11 +351,11 @@ class Settings(BaseModel):
     query_deadline_ms: int = Field(1000, ge=1, le=60_000)
     """How long a query may take before it answers with what it has found."""
     frame_bytes_max: int = Field(16 * _MIB, ge=65_536, le=256 * _MIB)
-    """The largest frame, in bytes. Of 16 MiB, a batch has 65,536 events at most, and an event 262,144 hashes."""
+    """The largest frame, in bytes. With 16 MiB a batch has at most 65,536 events, and an event 262,144 hashes."""
     stream_blocks_max: int = Field(4_000_000, ge=1, le=100_000_000)
     """The most blocks of one stream that a worker indexes; more are ignored. A pool has a quarter as many hashes."""
     stream_buffer_bytes: int = Field(64 * _MIB, ge=1024, le=64 * 1024 * _MIB)
-    """How many bytes of waiting frames a stream keeps, in 64 MiB at most 20,000; a worker keeps four times as many."""
+    """The most bytes of waiting frames of a stream, with 64 MiB at most 20,000 frames; a worker keeps four times it."""
     sweep_blocks_per_second: int = Field(30_000, ge=1, le=10_000_000)
     """How many blocks of dead holders an ingest worker sweeps per second, and how many it reads for /placement."""
 
