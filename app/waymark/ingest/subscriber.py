@@ -208,7 +208,7 @@ class Subscriber:
         self._link = link
         self._subscribers.enter(link, read=self.read, refuse=self._refuse)
         messages, monitor = link.descriptors
-        self._loop.add_reader(messages, self._read_messages)
+        self._loop.add_reader(messages, self._read_messages, link)
         self._loop.add_reader(monitor, self.read)
         self.read()
 
@@ -259,19 +259,14 @@ class Subscriber:
         link = self._link
         if link is not None and not self._is_read_due:
             self._read_monitor(link)
-            self._read_messages()
+            self._read_messages(link)
 
-    def _read_messages(self) -> None:
+    def _read_messages(self, link: LiveConnection) -> None:
         """Read received frames. This is the callback of the socket.
 
-        The monitor, which costs as much as a frame, is read only until it has reported the handshake.
+        It does not read the monitor, which costs as much as a frame and has a callback of its own.
         """
-        link = self._link
-        if link is None or self._is_read_due:
-            return
-        if not link.is_up:
-            self._read_monitor(link)
-        if self._read_frames(link):
+        if not self._is_read_due and self._read_frames(link):
             self._is_read_due = True
             LoopTurns.of_loop().call(self._read_on)
 
@@ -318,8 +313,8 @@ class Subscriber:
     def _read_frames(self, link: LiveConnection) -> bool:
         """Fill the buffer from the socket. Return True if there may be more to read."""
         if not link.is_up:
-            # A frame may arrive before the monitor has reported the handshake; it is read after that. Reading EVENTS
-            # resets the descriptor, which would otherwise keep the event loop busy until then.
+            # A frame may arrive before the monitor has reported the handshake; the monitor's callback reads it then.
+            # Reading EVENTS resets the descriptor, which would otherwise keep the event loop busy until then.
             link.socket.get(zmq.EVENTS)
             return False
         received = self._clock()
