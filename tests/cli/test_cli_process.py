@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import httpx
 import pytest
@@ -169,27 +170,41 @@ def test_a_trial_is_reached_from_this_machine_alone(tmp_path: Path) -> None:
     assert [line for line in lines if " INFO " in line and "error" in line.split(" INFO ")[1].split(":")[0]] == []
 
 
-@pytest.mark.parametrize(
+def written_to(output: IO[bytes], words: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    without = ("WAYMARK_", "PYTHONUNBUFFERED")
+    return subprocess.run(
+        [sys.executable, "-m", "waymark", *words],
+        cwd=ROOT / "app",
+        env={name: value for name, value in os.environ.items() if not name.startswith(without)},
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=patient(60),
+    )
+
+
+WORDS = pytest.mark.parametrize(
     "words",
     [("--help",), ("inspect", "namespace", "--lora", "sql"), ("simulate", "--prompts", "1", "--base-port", "0")],
 )
+
+
+@WORDS
 def test_an_output_without_a_reader_is_no_traceback(words: tuple[str, ...]) -> None:
-    without = ("WAYMARK_", "PYTHONUNBUFFERED")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(without)}
     reading, writing = os.pipe()
     os.close(reading)  # as `| head` does, only sooner
     with os.fdopen(writing, "wb") as output:
-        done = subprocess.run(
-            [sys.executable, "-m", "waymark", *words],
-            cwd=ROOT / "app",
-            env=environment,
-            stdout=output,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=patient(60),
-        )
+        done = written_to(output, words)
     assert done.stderr == ""
     assert done.returncode == cli.EXIT_OK
+
+
+@WORDS
+def test_an_output_without_room_is_a_sentence(words: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("wb") as output:
+        done = written_to(output, words)
+    assert done.stderr == "waymark: the output cannot be written: No space left on device\n"
+    assert done.returncode == cli.EXIT_FAILED
 
 
 async def test_an_index_goes_to_a_file_and_into_another_redis(redis_url: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ other module is a command, or several.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -69,12 +70,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _run(words)
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:
-        # `| head`: the rest of the buffer cannot be written, and the interpreter would complain at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `| head`
+        _discard_output()
+    except OSError as exc:
+        if exc.errno != errno.ENOSPC:
+            raise
+        print(f"waymark: {exc.filename or 'the output'} cannot be written: {exc.strerror}", file=sys.stderr)
+        _discard_output()
+        return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     return code
+
+
+def _discard_output() -> None:
+    """Discard the rest of the buffer, which cannot be written. The interpreter would complain at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complete_streams() -> None:
