@@ -235,4 +235,4 @@ def _lose_groups(hand: Hand, monkeypatch: pytest.MonkeyPatch, *prefixes: str) ->
         return await run(name, keys, args)
 
     monkeypatch.setattr(hand.client, "run", reached)
-    monkeypatch.setattr(hand.client, "place", lambda key: key.partition(b"}")[0])
+    monkeypatch.setattr(hand.client, "server_of", lambda key: key.partition(b"}")[0])

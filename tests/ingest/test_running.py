@@ -140,7 +140,7 @@ async def test_a_server_that_does_not_answer_holds_up_no_start_on_another() -> N
             await answers.wait()
         return False
 
-    store: Any = SimpleNamespace(claim_writer=SimpleNamespace(begin=begin), place=lambda group_id: group_id)
+    store: Any = SimpleNamespace(claim_writer=SimpleNamespace(begin=begin), server_of=lambda group_id: group_id)
     unused: Any = None
     runner = StreamRunner(store, Metrics(), WorkerOptions("w", StreamOptions()), unused, unused)
     claims: list[Any] = [SimpleNamespace(group_id=group_id, registration=registration()) for group_id in [1] * 99 + [2]]
@@ -169,7 +169,7 @@ async def test_a_group_that_is_away_keeps_no_stream_of_another_from_starting(
         return await execute(*command)
 
     monkeypatch.setattr(hand.client._redis, "execute_command", reached)
-    monkeypatch.setattr(hand.client, "place", lambda key: key.partition(b"}")[0])
+    monkeypatch.setattr(hand.client, "server_of", lambda key: key.partition(b"}")[0])
     (claim,) = await bench.store.directory.claims()
     leaving = replace(claim, is_leaving=True)
     assert await bench.store.claim_writer.replace(pod.name, claim.raw, leaving) is not None

@@ -355,7 +355,7 @@ class Settings(BaseModel):
     stream_blocks_max: int = Field(4_000_000, ge=1, le=100_000_000)
     """The most blocks of one stream that a worker indexes; more are ignored. A pool has a quarter as many hashes."""
     stream_buffer_bytes: int = Field(64 * _MIB, ge=1024, le=64 * 1024 * _MIB)
-    """The most bytes of waiting frames of a stream, with 64 MiB at most 20,000 frames; a worker keeps four times it."""
+    """The most bytes of waiting frames of a stream; 64 MiB allow 20,000 frames. A worker keeps four times as many."""
     sweep_blocks_per_second: int = Field(30_000, ge=1, le=10_000_000)
     """How many blocks of dead holders an ingest worker sweeps per second, and how many it reads for /placement."""
 
