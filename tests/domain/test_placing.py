@@ -157,6 +157,7 @@ def test_a_seq_hash_beside_that_engine_hash_is_not_taken_for_it(hashes: list[int
     to.memory.copies(GPU).restore(CHAIN[0], int(copies), [int(each, 16) for each in told])
     held = [each for each in (7, CHAIN[0], SAME_HASH) if to.memory.held(GPU, each)]
     assert held == sorted(hashes)
+    assert [to.memory.take(GPU, [each]) for each in hashes] == [None, None], "neither is the only hash of its block"
     (part,) = remove(to, hashes[1], mode="set")
     assert part.hashes == hashes[:1]
 

@@ -179,6 +179,7 @@ class HolderCopies:
             if spot is None or spot.key == key:
                 hashes.append(engine_hash)
         if hashes:
+            self._known.set_copies(key, 0, False)  # of the hash in the entry, which may be one of several
             self._known.lead(hashes[0])
         if hashes and first not in hashes:  # the entry was read as the seq_hash
             self._known.pop(first)
