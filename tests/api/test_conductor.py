@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any
@@ -440,6 +442,40 @@ def test_without_room_nothing_is_remembered() -> None:
     for _ in range(3):
         assert rows.of(walk(of, [value(1)])).rows == counted(walk(of, [value(1)]))
     assert (value_of(metrics, "hits_total"), value_of(metrics, "bytes")) == (0, 0)
+
+
+def test_a_view_without_room_takes_none_from_others() -> None:
+    rows, of, large = AnswerCache(20_000, Metrics()), of_holders(2), of_holders(100)
+    kept = rows.of(walk(of, [value(1)]))
+    for _ in range(2):
+        assert rows.of(walk(large, [value(1)])).rows == counted(walk(large, [value(1)]))
+    assert rows.of(walk(of, [value(1)])) is kept
+
+
+def test_an_answer_without_room_takes_none_from_others() -> None:
+    of = of_holders(20)
+    rows = AnswerCache(24_000, Metrics())
+    kept, large = rows.of(walk(of, [value(1)])), [value(*range(1, 21))]
+    for _ in range(2):
+        assert rows.of(walk(of, large)).rows == counted(walk(of, large))
+    assert rows.of(walk(of, [value(1)])) is kept
+
+
+def test_all_that_is_kept_of_a_large_group_is_counted() -> None:
+    """Also the rows that its answers share, and the second form of an answer."""
+    of, rows = of_holders(500), AnswerCache(1 << 20, Metrics())
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(1, 200):
+            found = walk(of, [value(number)] * 2)
+            assert len(rows.instances(found, rows.of(found))) == 500
+        del found
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert kept < 2 * (1 << 20)
 
 
 @pytest.mark.parametrize("bytes_max", [20_000, 100_000])

@@ -198,6 +198,16 @@ async def test_what_follows_from_runs_may_be_larger_than_the_cache(store: Store,
     assert (known.of(read), known.bytes) == (BLOCKS, 0)
 
 
+async def test_a_result_without_room_takes_none_from_others(store: Store, plan: QuickPlan) -> None:
+    known = KnownRuns(lambda walk: walk.blocks, lambda blocks: 5000 if blocks < BLOCKS else 0, 4000)
+    read = await result(store.reader, plan, CHAIN[:BLOCKS])
+    assert known.of(read) == BLOCKS
+    kept = known.bytes
+    read.runs = ((b"1", 1),)
+    known.of(read)
+    assert known.bytes == kept > 0
+
+
 async def test_only_a_group_that_a_query_has_found_has_a_plan(store: Store, plan: QuickPlan) -> None:
     quick = store.reader.quick
     assert quick.plan(GroupName("nobody", "m"), 16) is None

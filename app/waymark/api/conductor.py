@@ -36,17 +36,15 @@ from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable, View, block_size_of
-from waymark.store.quick import QuickAnswer, QuickPlan, QuickRead, Start
+from waymark.store.quick import FoundRuns, QuickAnswer, QuickPlan, QuickRead, Start
 from waymark.store.reader import KeysOf, QueryReader
 from waymark.store.steps import Steps, StepsReceiver, Waiting, finished
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
 
-# The rows of an answer, in tokens, and a cache of them.
-#
-# Answers are cached by their walks, because many prompts have the same beginning, or no match at all. An entry belongs
-# to a view of a holder table. A view never changes, because another table has another view, so an entry is never
-# outdated. When there is no room, all entries are dropped at once, including those of old views.
+# The rows of an answer, in tokens, and a cache of them by walks: many prompts have the same beginning, or no match at
+# all. An entry belongs to a view of a holder table. A view never changes, because another table has another view, so an
+# entry is never outdated. When there is no room, all entries are dropped at once, including those of old views.
 
 InTokens = dict[str, dict[str, Any]]
 """An answer's rows, by instance."""
@@ -58,10 +56,8 @@ microseconds.
 
 #: A walk with more runs than this seldom occurs twice.
 _RUNS_MAX = 16
-#: The approximate sizes of a row, of a run, of a holder of a view, and of an instance without a match besides its text.
-_ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES, _UNMATCHED_BYTES = 1200, 100, 300, 100
-
-_NONE_KNOWN: dict[tuple[tuple[bytes, int], ...], MatchRows] = {}
+#: The approximate sizes of a row, of a run, of a holder of a view, and of a row without a match besides its text.
+_ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES, _UNMATCHED_BYTES = 1200, 100, 300, 450
 
 
 class UnmatchedRows:
@@ -74,7 +70,7 @@ class UnmatchedRows:
         self.rows = [in_tokens(row, 1) for row in rows]
         self.texts = [_text(name, row) for name, row in zip(self.names, self.rows, strict=True)]
         """The JSON of each instance, with its name."""
-        self.bytes = sum(map(len, self.texts)) + (_ROW_BYTES + _UNMATCHED_BYTES) * len(self.texts)
+        self.bytes = sum(map(len, self.texts)) + _UNMATCHED_BYTES * len(self.texts)
 
 
 def _text(name: str, row: dict[str, Any]) -> bytes:
@@ -84,7 +80,7 @@ def _text(name: str, row: dict[str, Any]) -> bytes:
 class MatchRows:
     """The rows of a walk. They must not be changed."""
 
-    __slots__ = ("_instances", "_matched", "_unmatched", "blocks", "is_over", "is_plain", "json")
+    __slots__ = ("_matched", "_unmatched", "blocks", "instances", "is_over", "is_plain", "json")
 
     def __init__(
         self, walk: Walk | None, matched: dict[int, dict[str, Any]], unmatched: UnmatchedRows, *, is_over: bool = False
@@ -100,7 +96,8 @@ class MatchRows:
         """Whether no instance continues after these rows."""
         self.is_plain = walk is None or walk.newest_seen <= walk.view.newest
         """Whether the table has all their holders."""
-        self._instances: InTokens | None = None
+        self.instances: InTokens | None = None
+        """The counts in the form ``instances``, if ``AnswerCache.instances`` has kept them."""
 
     @property
     def is_empty(self) -> bool:
@@ -118,11 +115,14 @@ class MatchRows:
         unmatched, matched = self._unmatched, self._matched
         return {name: matched.get(i) or unmatched.rows[i] for i, name in enumerate(unmatched.names)}
 
-    def instances(self, walk: Walk | None) -> InTokens:
-        """Return the counts in the form ``instances``. ``walk`` must be that of these rows; they are computed once."""
-        if self._instances is None:
-            self._instances = {} if walk is None else instances_in_tokens(dynamo_rows(walk), walk.view.block_size)
-        return self._instances
+
+class _RowsOfView(NamedTuple):
+    """What is kept of a view."""
+
+    unmatched: UnmatchedRows
+    size: int
+    """In bytes, without the answers."""
+    answers: dict[FoundRuns, MatchRows]
 
 
 class AnswerCache:
@@ -130,8 +130,7 @@ class AnswerCache:
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:
         self._bytes_max = bytes_max
-        self._known: dict[View, dict[tuple[tuple[bytes, int], ...], MatchRows]] = {}
-        self._unmatched: dict[View, UnmatchedRows] = {}
+        self._known: dict[View, _RowsOfView] = {}
         self._hits = metrics.answer_cache_hits
         self.bytes = 0
         metrics.answer_cache_bytes.set_function(lambda: self.bytes)
@@ -139,59 +138,73 @@ class AnswerCache:
     def of(self, walk: Walk) -> MatchRows:
         """Return the rows of a walk."""
         view, values = walk.view, tuple(walk.values)
-        counted = self._known.get(view, _NONE_KNOWN).get(values)
+        rows = self._rows_of(view)
+        counted = rows.answers.get(values)
         if counted is not None:
             self._hits.inc()
             return counted
-        counted = match_rows(walk, self.unmatched(view))
-        if len(values) <= _RUNS_MAX:
-            self._keep(view, values, counted)
+        counted = match_rows(walk, rows.unmatched)
+        self._keep(view, values, counted)
         return counted
 
-    def unmatched(self, view: View) -> UnmatchedRows:
-        """Return the rows of the instances of a view without a match."""
-        rows = self._unmatched.get(view)
-        if rows is None:
-            rows = UnmatchedRows(view)
-            if self.bytes + rows.bytes > self._bytes_max:
-                self.clear()
-            if rows.bytes <= self._bytes_max:
-                self._unmatched[view] = rows
-                self.bytes += rows.bytes
-        return rows
-
-    def of_runs(self, view: View, runs: tuple[tuple[bytes, int], ...], *, is_whole: bool) -> MatchRows | None:
+    def of_runs(self, view: View, runs: FoundRuns, *, is_whole: bool) -> MatchRows | None:
         """Return the rows of a walk along ``runs``, or None if it might continue after them, or if they are not plain.
 
         ``is_whole``: no holder has a block after the runs.
         """
-        counted = self._known.get(view, _NONE_KNOWN).get(runs)
+        rows = self._rows_of(view)
+        counted = rows.answers.get(runs)
         if counted is None:
             walk = Walk(view)
             is_over = not walk.feed(runs)
             if not (is_over or is_whole):
                 return None
-            counted = match_rows(walk, self.unmatched(view), is_over=is_over)
-            if len(runs) <= _RUNS_MAX:
-                self._keep(view, runs, counted)
+            counted = match_rows(walk, rows.unmatched, is_over=is_over)
+            self._keep(view, runs, counted)
         elif counted.is_plain and (is_whole or counted.is_over):
             self._hits.value += 1
         return counted if counted.is_plain and (is_whole or counted.is_over) else None
 
+    def instances(self, walk: Walk, counted: MatchRows) -> InTokens:
+        """Return the counts in the form ``instances``. ``walk`` must be that of the rows ``counted``."""
+        instances = counted.instances
+        if instances is None:
+            instances = instances_in_tokens(dynamo_rows(walk), walk.view.block_size)
+            rows, size = self._known.get(walk.view), _ROW_BYTES * len(instances)
+            is_kept = rows is not None and rows.answers.get(tuple(walk.values)) is counted
+            if is_kept and self.bytes + size <= self._bytes_max:
+                counted.instances = instances
+                self.bytes += size
+        return instances
+
     def clear(self) -> None:
         self._known.clear()
-        self._unmatched.clear()
         self.bytes = 0
 
-    def _keep(self, view: View, values: tuple[tuple[bytes, int], ...], counted: MatchRows) -> None:
+    def _rows_of(self, view: View) -> _RowsOfView:
+        """Return what is kept of a view. A view that needs more than all bytes is not kept."""
+        rows = self._known.get(view)
+        if rows is None:
+            unmatched = UnmatchedRows(view)
+            rows = _RowsOfView(unmatched, unmatched.bytes + _ROW_BYTES + _HOLDER_BYTES * view.size, {})
+            if rows.size <= self._bytes_max:
+                if self.bytes + rows.size > self._bytes_max:
+                    self.clear()
+                self._known[view] = rows
+                self.bytes += rows.size
+        return rows
+
+    def _keep(self, view: View, values: FoundRuns, counted: MatchRows) -> None:
+        """Keep rows if their view is kept, since they refer to its rows without a match."""
+        rows = self._known.get(view)
+        if rows is None or len(values) > _RUNS_MAX:
+            return
         size = counted.bytes + sum(_RUN_BYTES + len(value) for value, _ in values)
-        of_view = 0 if view in self._known else _ROW_BYTES + _HOLDER_BYTES * view.size
-        if self.bytes + of_view + size > self._bytes_max:
+        if self.bytes + size <= self._bytes_max:
+            rows.answers[values] = counted
+            self.bytes += size
+        elif rows.size + size <= self._bytes_max:
             self.clear()
-            of_view = _ROW_BYTES + _HOLDER_BYTES * view.size
-        if of_view + size <= self._bytes_max:
-            self._known.setdefault(view, {})[values] = counted
-            self.bytes += of_view + size
 
 
 def match_rows(walk: Walk, unmatched: UnmatchedRows, *, is_over: bool = False) -> MatchRows:
@@ -350,7 +363,7 @@ class Conductor:
                 return Answer({group.tenant_id: {instance_id: row}}, headers=headers)
             content = b"{%b:%b}" % (asked.tenant, counted.json)
             return Answer(content, headers=headers, media_type=_JSON)
-        rows, instances = counted.rows, counted.instances(walk)
+        rows, instances = counted.rows, {} if walk is None else self._rows.instances(walk, counted)
         if instance_id is not None:
             rows = {instance_id: rows.get(instance_id) or in_tokens(ConductorRow(), block_size)}
             instances = {instance_id: instances[instance_id]} if instance_id in instances else {}

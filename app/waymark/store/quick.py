@@ -314,9 +314,9 @@ class KnownRuns(Generic[T]):
         if len(runs) <= _RUNS_MAX:
             size = _ENTRY_BYTES + self._size(known.made) + sum([_RUN_BYTES + len(value) for value, _ in runs])
             of_view = _ENTRY_BYTES + _HOLDER_BYTES * view.size
-            if self.bytes + of_view + size > self._bytes_max:
-                self.clear()
             if of_view + size <= self._bytes_max:
+                if self.bytes + of_view + size > self._bytes_max:
+                    self.clear()
                 self.bytes += size if view in self._known else of_view + size
                 self._known.setdefault(view, {})[runs] = known
         return known
