@@ -90,6 +90,14 @@ def test_a_text_of_many_values_takes_what_they_take(implementation: str) -> None
     assert of.cache.bytes > sum(map(sys.getsizeof, found.fields["x"])) + sys.getsizeof(found.fields["x"])
 
 
+def test_a_text_without_room_takes_none_from_others(implementation: str) -> None:
+    of = lists(RequestCache(10_000, Metrics()))
+    found = read(body([1]), of)
+    for size in (4096, 10_000):
+        read(body([1], cache_salt="x" * size), of)
+    assert read(body([1]), of).text is found.text is not None
+
+
 @pytest.mark.parametrize("bytes_max", [0, 10_000])
 def test_it_never_takes_more_than_it_may(implementation: str, bytes_max: int) -> None:
     metrics = Metrics()

@@ -99,12 +99,13 @@ class RequestCache:
         """Keep a text under a new key, which also names operation and list, because each parses a text differently."""
         values = sum(map(key.count, (b",", b"[", b"{")))
         size = len(key) + _ENTRY_BYTES + _VALUE_BYTES * values
+        if size > self._bytes_max or len(key) > _TEXT_BYTES_MAX:
+            return
         if self.bytes + size > self._bytes_max:
             self._known.clear()
             self.bytes = 0
-        if size <= self._bytes_max and len(key) <= _TEXT_BYTES_MAX:
-            self._known[key] = text
-            self.bytes += size
+        self._known[key] = text
+        self.bytes += size
 
 
 _NO_PARAMETERS: Mapping[str, str] = MappingProxyType({})
