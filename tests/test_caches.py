@@ -245,7 +245,7 @@ def test_hot_rows_and_answers_are_emptied_by_it() -> None:
         Metrics(),
         PromptTokenizer(Tokenizers({}, None, Metrics()), 1),
         AskedPools(Asker(), Metrics()),
-        ServedNames(store.directory, store.reader, store.begin, 1.0),
+        ServedNames(store.directory, store.polled_claims, store.reader, store.begin, 1.0),
     )
     emptied = store.incarnation._caches
     assert any(each is store.parser for each in emptied)

@@ -17,8 +17,10 @@ from waymark.decide import served
 from waymark.decide.served import ServedModel, ServedNames
 from waymark.domain.names import GroupName, Registration
 from waymark.domain.targets import Target
-from waymark.store.directory import Directory
+from waymark.store.claims import Claim
+from waymark.store.directory import Directory, PolledClaims
 from waymark.store.reader import Reader
+from waymark.store.store import Store
 
 
 class Redis:
@@ -48,7 +50,9 @@ class Redis:
 
 
 def names_of(redis: Redis) -> ServedNames:
-    return ServedNames(cast(Directory, redis), cast(Reader, redis), asyncio.ensure_future, 1.0)
+    return ServedNames(
+        cast(Directory, redis), cast(PolledClaims, redis), cast(Reader, redis), asyncio.ensure_future, 1.0
+    )
 
 
 def pod(
@@ -296,3 +300,25 @@ async def test_a_name_up_to_the_length_of_an_error_has_a_nearest_one(length: int
     names = names_of(Redis(pod("pod-1", known)))
     await names.of(group("unknown"))
     assert names.nearest(group(known)) == (known if length <= SHOWN_MAX else None)
+
+
+async def test_names_are_read_again_only_when_a_registration_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "_FRESH_SECONDS", 0.0)
+    store = Store.open("memory://")
+    reads, read = 0, store.directory.claims
+
+    async def counted() -> list[Claim]:
+        nonlocal reads
+        reads += 1
+        return await read()
+
+    monkeypatch.setattr(store.directory, "claims", counted)
+    names = ServedNames(store.directory, store.polled_claims, store.reader, store.begin, 30.0)
+    await Store(store.client).registry.register(pod("pod-1", aliases=("alias",)))
+    for _ in range(5):
+        assert await names.of(group("unknown")) is None
+    assert (await names.of(group("alias")), reads) == (ServedModel(group("base")), 1)
+    await Store(store.client).registry.register(pod("pod-2", aliases=("alias", "other")))
+    assert await names.of(group("other")) == ServedModel(group("base"))
+    assert reads == 2
+    await store.close()

@@ -120,7 +120,9 @@ class _ApiParts:
         start = StartupGate(store.directory, options.min_initial_workers) if gateway is None else gateway.start
         pools, allowed = AskedPools(asker, metrics), AllowedEndpoints(access.allowed_endpoints)
         seconds, names_others = prompts.deadline_seconds, not access.protects_reads
-        served = store.incarnation.cache(ServedNames(store.directory, store.reader, store.begin, seconds))
+        served = store.incarnation.cache(
+            ServedNames(store.directory, store.polled_claims, store.reader, store.begin, seconds)
+        )
         selector, queue = Selector(store, selection, metrics, pools=pools), InspectionQueue(options.inspect_seconds)
         self.tokenizer = tokenizer
         self.contract, self.page = Contract(has_ui=options.has_page), Page(is_shown=options.has_page)

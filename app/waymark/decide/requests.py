@@ -98,9 +98,9 @@ class RequestSelector:
         gate: StartupGate,
     ) -> None:
         self.selector = selector
-        self._directory = store.directory
+        self._polled_claims = store.polled_claims
         self._served = store.incarnation.cache(
-            ServedNames(store.directory, store.reader, store.begin, options.deadline_seconds)
+            ServedNames(store.directory, store.polled_claims, store.reader, store.begin, options.deadline_seconds)
         )
         self._prompts = RequestPrompts(tokenizers, options)
         self._gate = gate
@@ -220,7 +220,7 @@ class RequestSelector:
 
     async def select_any(self, parameters: SelectParameters, *, tenant_id: str = DEFAULT_TENANT) -> RoutedRequest:
         """Take a target of any model, for a request without a model. Raise the errors of ``select``."""
-        registrations = await self._directory.registrations()
+        registrations = await self._polled_claims.registrations()
         for group in dict.fromkeys(
             registration.group for registration in registrations if registration.tenant_id == tenant_id
         ):

@@ -18,7 +18,7 @@ from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.shown import SHOWN_MAX, shown
 from waymark.domain.names import Adapter, GroupName, Registration
-from waymark.store.directory import Directory
+from waymark.store.directory import Directory, PolledClaims
 from waymark.store.reader import Reader
 from waymark.store.steps import StartTask
 
@@ -41,8 +41,16 @@ class ServedModel(NamedTuple):
 class ServedNames:
     """The meaning of names by which no model is registered."""
 
-    def __init__(self, directory: Directory, reader: Reader, begin: StartTask, deadline_seconds: float) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        polled_claims: PolledClaims,
+        reader: Reader,
+        begin: StartTask,
+        deadline_seconds: float,
+    ) -> None:
         self._directory = directory
+        self._polled_claims = polled_claims
         self._reader = reader
         self._begin = begin
         self._deadline_seconds = deadline_seconds
@@ -123,7 +131,7 @@ class ServedNames:
     async def _read(self) -> None:
         now, writes = asyncio.get_running_loop().time(), self._directory.writes
         try:
-            registrations = await self._directory.registrations()
+            registrations = await self._polled_claims.registrations()
         except StoreUnavailable as exc:
             # Known names stay; a decision notices by itself that Redis is unavailable.
             log.debug("served names not read", extra=fields(error=exc.sentence))

@@ -162,6 +162,10 @@ class PolledClaims:
         self._left -= 1
         return self._claims
 
+    async def registrations(self) -> list[Registration]:
+        """Return every registration, in order, as ``Directory`` does."""
+        return [claim.registration for claim in await self.poll() if not claim.is_leaving]
+
 
 #: Fields of ``wm:groups`` without a group.
 _COUNTERS = frozenset({b"last_group", b"last_publisher", b"hash_seed", b"format"})
@@ -205,10 +209,8 @@ class EngineAddresses:
         writes = self._directory.writes
         if monotonic() >= self._until or writes != self._writes:
             addresses: dict[GroupName, list[str]] = {}
-            for claim in await self._polled_claims.poll():
-                registration = claim.registration
-                is_engine = registration.scope == "instance" and not claim.is_leaving
-                if registration.target.address is not None and is_engine:
+            for registration in await self._polled_claims.registrations():
+                if registration.target.address is not None and registration.scope == "instance":
                     addresses.setdefault(registration.group, []).append(registration.target.address)
             self._known.clear()
             self._known.update(addresses)
