@@ -387,6 +387,7 @@ def test_the_table_of_a_holder_that_has_ended_is_freed_in_slices(implementation:
     assert len(list(memory.release())) == 0
 
 
+@pytest.mark.skipif(not native.is_built, reason="built without the C part")
 def test_a_block_takes_some_thirty_five_bytes_in_c() -> None:
     native.select(True)
     chance = random.Random(1)

@@ -40,24 +40,18 @@ class InspectionQueue:
 
     async def take(self, work: Callable[[], Awaitable[T]], *, name: str, remedy: str) -> T:
         """Return the result of ``work``. After its deadline raise ``StoreUnavailable`` with ``name`` and ``remedy``."""
-        if not self._admission.try_enter():
-            await self._admission.wait()
-        is_unavailable: bool | None = None
-        try:
+
+        async def timed() -> T:
             async with asyncio.timeout(self._seconds):
-                result = await work()
-            is_unavailable = False
-            return result
-        except StoreUnavailable as exc:
-            is_unavailable = exc.concerns_all
-            raise
+                return await work()
+
+        try:
+            return await self._admission.run(timed)
         except TimeoutError:
             raise StoreUnavailable(
                 f"the {name} was not done within {self._seconds:g} s; try again, {remedy}, or raise "
                 "WAYMARK_REDIS_TIMEOUT_SECONDS"
             ) from None
-        finally:
-            self._admission.leave(is_unavailable=is_unavailable)
 
 
 PARAMETERS = ("tenant_id", "model", "status")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal, TypeAlias
@@ -179,10 +179,10 @@ class Operation:
             if self._admission is None:
                 return await resumed(self._handle(raw, body_format, path, caller)), body_format
             try:
-                answer = await self._admitted(self._admission, self._handle, raw, body_format, path, caller)
+                answer = await self._admission.run(self._handle, raw, body_format, path, caller)
                 if isinstance(answer, Paused):
                     result = await answer.work()
-                    answer = await self._admitted(self._admission, answer.resume, result)
+                    answer = await self._admission.run(answer.resume, result)
                 assert isinstance(answer, Answer)  # a request pauses only once
                 return answer, body_format
             except StoreUnavailable:
@@ -191,22 +191,6 @@ class Operation:
                 return await resumed(self._handle(raw, body_format, path, caller, self._without_redis)), body_format
         except WaymarkError as exc:
             return self.refusal(exc), body_format
-
-    async def _admitted(
-        self, admission: AdmissionQueue, work: Callable[..., Awaitable[Answer | Paused]], *arguments: Any
-    ) -> Answer | Paused:
-        if not admission.try_enter():
-            await admission.wait()
-        is_unavailable: bool | None = None
-        try:
-            answer = await work(*arguments)
-            is_unavailable = None if isinstance(answer, Paused) else False
-            return answer
-        except StoreUnavailable as exc:
-            is_unavailable = exc.concerns_all
-            raise
-        finally:
-            admission.leave(is_unavailable=is_unavailable)
 
     def _handle(
         self,

@@ -396,17 +396,6 @@ class Metrics:
             sums[label] = sums.get(label, 0.0) + number
         return sums
 
-    @staticmethod
-    def markdown_table() -> str:
-        """Return a table with a line for each metric: its help, and how the numbers of several processes are added
-        up.
-        """
-        lines = ["| Metric | Labels | Over processes | What it is |", "|---|---|---|---|"]
-        for row in rows(Metrics):
-            labels = ", ".join(f"`{label}`" for label in row.labels)
-            lines.append(f"| `{row.full_name}` | {labels} | {row.over} | {row.help} |")
-        return "\n".join(lines)
-
     @cached_property
     def registry(self) -> CollectorRegistry:
         """The registry of the Prometheus library."""

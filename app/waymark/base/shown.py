@@ -32,6 +32,11 @@ def shown(value: object) -> str:
     return repr(value) if isinstance(value, float) else kind(value)
 
 
+def is_beyond_64_bits(value: object) -> bool:
+    """Return whether a parsed number was an integer beyond 64 bits: the JSON parser turns such numbers into floats."""
+    return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
+
+
 def printable(text: str) -> str:
     """Return a text with a replacement for each character that a terminal obeys."""
     if text.isprintable():

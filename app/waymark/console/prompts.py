@@ -68,7 +68,7 @@ def _read(path: str, flag: str) -> str:
 
 
 def _input(flag: str, stdin: TextIO | None = None) -> str:
-    """Read standard input. Raise ``InvalidValue`` if it is no text."""
+    """Read standard input. Raise ``InvalidValue`` if it is not a text."""
     try:
         return (stdin or sys.stdin).read()
     except (OSError, UnicodeDecodeError) as exc:
@@ -133,15 +133,15 @@ def read_file(path: Path, *, option: str) -> str:
         raise InvalidValue(f"{option}: {path} cannot be read ({exc}); give a text file of token ids") from None
 
 
-def read_prompt(text: str | None, messages: str | None, *, stdin: TextIO | None = None) -> dict[str, Any]:
+def read_prompt(text: str | None, messages: str | None) -> dict[str, Any]:
     """Return the fields of a prompt: a text, or the messages of a chat request as JSON, a list or an object with
     ``messages``; ``-`` reads them from standard input.
     """
     if messages is None:
         content = text or ""
-        return {"prompt": _input("--text", stdin) if content == _FROM_INPUT else content}
+        return {"prompt": _input("--text") if content == _FROM_INPUT else content}
     try:
-        value = json.loads(_input("--messages", stdin) if messages == _FROM_INPUT else messages)
+        value = json.loads(_input("--messages") if messages == _FROM_INPUT else messages)
     except (ValueError, RecursionError) as error:
         raise InvalidValue(f"--messages is not JSON: {error}; give a list of messages", field="--messages") from None
     chat = value if isinstance(value, dict) else {"messages": value}

@@ -147,12 +147,9 @@ def parse(value: bytes, slots_max: int = ROW_SLOTS) -> Row:
     return Row(slots, bool(mark), holders)
 
 
-def slots_of(block_keys: Iterable[int], depth: int, piece_blocks: int = PIECE_BLOCKS) -> bytes:
+def slots_of(block_keys: Iterable[int], depth: int) -> bytes:
     """Return the slots of consecutive blocks, the first block at ``depth``."""
-    return b"".join(
-        b"%016x%c" % (key, DEPTHS[depth_in_piece % piece_blocks])
-        for depth_in_piece, key in enumerate(block_keys, depth % piece_blocks)
-    )
+    return b"".join(b"%016x%c" % (key, DEPTHS[at % PIECE_BLOCKS]) for at, key in enumerate(block_keys, depth))
 
 
 def keys_of(slots: bytes) -> list[int]:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from waymark.base.errors import InvalidValue
+from waymark.base.shown import is_beyond_64_bits, shown
 from waymark.base.shown import kind as kind_of
-from waymark.base.shown import shown
 from waymark.domain.events import Cleared, Envelope, Event, Removed, RemovedIdentity, Stored, StoredIdentity
 from waymark.domain.media import normal_medium
 from waymark.domain.names import DEFAULT_TENANT, U32_MAX, U64_MASK
@@ -82,7 +82,7 @@ def _invalid_value(bad: Rejected, document: Mapping[str, object]) -> InvalidValu
     wanted = _WANTED[field]
     if index is not None and isinstance(value, list):
         value, wanted = value[index], _WANTED_INSIDE[field]
-    if (field in _INTEGERS or index is not None) and _is_beyond_64_bits(value):
+    if (field in _INTEGERS or index is not None) and is_beyond_64_bits(value):
         reason = "out_of_range"
     if field in _DECIMALS and isinstance(value, str) and _TOO_LONG_DECIMAL.fullmatch(value):
         reason = "out_of_range"
@@ -92,11 +92,6 @@ def _invalid_value(bad: Rejected, document: Mapping[str, object]) -> InvalidValu
         text = kind_of(value) if field in _SECRET and index is None else shown(value)
     sentence = f"{wire.at(field, index)} is {text}; it must be {wanted}"
     return InvalidValue(sentence, reason=reason, field=field, index=index)
-
-
-def _is_beyond_64_bits(value: object) -> bool:
-    """Return whether the value was an integer beyond 64 bits, which the JSON parser turns into a float."""
-    return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
 
 
 def decoder(*, seed: int, ceilings: Ceilings | None) -> Decoder:

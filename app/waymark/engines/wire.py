@@ -109,14 +109,14 @@ def tokens(value: Any, field: str = "token_ids") -> bytes:
     raise Rejected("bad_tokens", sentence, field=field, reason=reason, index=index)
 
 
-def tokens_of_pairs(value: list[Any], field: str = "token_ids") -> bytes:
+def tokens_of_pairs(value: list[Any]) -> bytes:
     """Return the first token of each pair (bigram). The second token of the last pair belongs to no block of the
     event.
     """
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        raise Rejected("bad_tokens", f"{field} holds pairs and something else", field=field)
-    tokens([second for _, second in value], field)
-    return tokens([first for first, _ in value], field)
+        raise Rejected("bad_tokens", "token_ids holds pairs and something else", field="token_ids")
+    tokens([second for _, second in value])
+    return tokens([first for first, _ in value])
 
 
 def medium(value: Any) -> str:

@@ -199,11 +199,6 @@ class HttpConnection(asyncio.Protocol):
         cycle.held = 0
 
     @property
-    def owes_answers(self) -> bool:
-        """Whether a complete request has not been answered."""
-        return any(cycle.is_whole for cycle in self._cycles)
-
-    @property
     def is_holding(self) -> bool:
         """Whether it holds bytes of an incomplete body."""
         return self._reading is not None and self._reading.held > 0

@@ -75,8 +75,8 @@ Shape = Callable[[str, int, str, str], bytes | None]
 """The body of a rejection for a path, by its status, sentence and reason; None: the usual one."""
 
 
-def _bad_request(sentence: str, status: str = "400 Bad Request", reason: str = "invalid_value") -> Rejection:
-    return Rejection("not_http", status, reason, sentence)
+def _bad_request(sentence: str, status: str = "400 Bad Request") -> Rejection:
+    return Rejection("not_http", status, "invalid_value", sentence)
 
 
 NOT_HTTP = _bad_request("the request is not valid HTTP; send HTTP/1.1")

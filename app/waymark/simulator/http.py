@@ -183,10 +183,7 @@ _BODY_BYTES_MAX = 64 * 2**20
 
 
 class EngineHttp:
-    """``async with EngineHttp(engine, ...) as http``; ``http.url`` is the bound address.
-
-    ``has_sources=False`` is an engine of an older release, which does not list its sockets.
-    """
+    """``async with EngineHttp(engine, ...) as http``; ``http.url`` is the bound address."""
 
     def __init__(
         self,
@@ -198,7 +195,6 @@ class EngineHttp:
         block_size: int,
         gpu_blocks: int,
         adapters: Sequence[str] = (),
-        has_sources: bool = True,
         answer_tokens: int = 16,
         pace: EngineSpeed = EngineSpeed(),  # noqa: B008
         faults: AnswerFaults | None = None,
@@ -216,11 +212,11 @@ class EngineHttp:
         """Its counts, and the faults of its answers."""
         openai = OpenAi(self.generator, EngineModels(model_name, self._adapters, answer_tokens))
         application = web.Application(client_max_size=_BODY_BYTES_MAX, middlewares=[_refusing])
-        application.add_routes(self._routes(openai, Messages(self.generator, openai), has_sources=has_sources))
+        application.add_routes(self._routes(openai, Messages(self.generator, openai)))
         # A client that goes ends its request, as on a real engine.
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
 
-    def _routes(self, openai: OpenAi, messages: Messages, *, has_sources: bool) -> Iterator[web.RouteDef]:
+    def _routes(self, openai: OpenAi, messages: Messages) -> Iterator[web.RouteDef]:
         yield web.post("/v1/chat/completions", openai.chat)
         yield web.post("/v1/completions", openai.completions)
         yield web.post("/v1/embeddings", openai.embeddings)
@@ -234,8 +230,7 @@ class EngineHttp:
             yield web.get("/server_info", self._server_info)
         else:
             yield web.get("/version", self._version)
-            if has_sources:
-                yield web.get("/kv_event_sources", self._sources)
+            yield web.get("/kv_event_sources", self._sources)
 
     async def __aenter__(self) -> Self:
         await self._runner.setup()

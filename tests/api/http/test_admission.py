@@ -13,17 +13,10 @@ from waymark.store.redis.client import CONNECTIONS
 
 
 async def inside(queue: AdmissionQueue, outcome: asyncio.Future[None]) -> None:
-    if not queue.try_enter():
-        await queue.wait()
-    is_unavailable: bool | None = None
-    try:
+    async def work() -> None:
         await outcome
-        is_unavailable = False
-    except StoreUnavailable as exc:
-        is_unavailable = exc.concerns_all
-        raise
-    finally:
-        queue.leave(is_unavailable=is_unavailable)
+
+    await queue.run(work)
 
 
 async def begun(queue: AdmissionQueue, count: int) -> tuple[list[asyncio.Future[None]], list[asyncio.Task[None]]]:

@@ -12,8 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
+from waymark.api.http.answers import Paused
 from waymark.base.errors import StoreUnavailable
+
+T = TypeVar("T")
 
 AT_ONCE = 16
 """The requests of one queue processed at once. More would not be answered earlier, and each uses a connection to
@@ -27,7 +32,7 @@ WAIT_SECONDS = 10.0
 class AdmissionQueue:
     """Admits at most ``at_once`` requests; each ``leave`` admits the next one.
 
-    ``wait`` raises ``StoreUnavailable`` after ``wait_seconds``.
+    ``run`` and ``wait`` raise ``StoreUnavailable`` after ``wait_seconds`` without admission.
     """
 
     def __init__(self, at_once: int, wait_seconds: float = WAIT_SECONDS) -> None:
@@ -36,6 +41,21 @@ class AdmissionQueue:
         self._wait_seconds = wait_seconds
         self._is_unavailable = False
         """Whether Redis did not answer the request that left last."""
+
+    async def run(self, work: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        """Return the result of ``work``, which begins when it is admitted."""
+        if not self.try_enter():
+            await self.wait()
+        is_unavailable: bool | None = None
+        try:
+            result = await work(*arguments)
+            is_unavailable = None if isinstance(result, Paused) else False
+            return result
+        except StoreUnavailable as exc:
+            is_unavailable = exc.concerns_all
+            raise
+        finally:
+            self.leave(is_unavailable=is_unavailable)
 
     def try_enter(self) -> bool:
         """Return whether the request is admitted at once. If not, the caller must ``wait``."""

@@ -22,7 +22,7 @@ from waymark.base.errors import (
     StoreUnavailable,
     WaymarkError,
 )
-from waymark.base.shown import SHOWN_MAX, kind, shown, shown_url
+from waymark.base.shown import SHOWN_MAX, is_beyond_64_bits, kind, shown, shown_url
 
 #: Fields whose values are secrets of a tenant; an error names the field without its value.
 _SECRET = frozenset({"additionalsalt", "additional_salt", "cache_salt"})
@@ -80,11 +80,6 @@ class Forbidden(WaymarkError):
 def short(name: str) -> str:
     """Return a name for a sentence that clients match on: unchanged, unless it is so long that it is quoted and cut."""
     return name if len(name) <= SHOWN_MAX else shown(name)
-
-
-def is_beyond_64_bits(value: object) -> bool:
-    """Return whether a parsed number was an integer beyond 64 bits: the JSON parser turns such numbers into floats."""
-    return isinstance(value, float) and value.is_integer() and (value >= 2**64 or value <= -(2**63))
 
 
 def unfit(error: ValidationError, model: type[BaseModel], spelled: Mapping[str, str]) -> InvalidBody:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from waymark.api.http.bodies import Body
-from waymark.api.http.errors import InvalidBody, is_beyond_64_bits
+from waymark.api.http.errors import InvalidBody
 from waymark.base.errors import InvalidValue
-from waymark.base.shown import kind, shown
+from waymark.base.shown import is_beyond_64_bits, kind, shown
 from waymark.domain.hashing import block_keys, local_keys, pack_tokens
 from waymark.domain.keys import KEY_BYTES, pack
 from waymark.domain.multimodal import PromptItems, block_keys_with
