@@ -23,8 +23,9 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide.selector import Selector
-from waymark.domain.hashing import extend, pack_tokens, token_bytes
+from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.multimodal import PromptItem, seq_hashes_with
+from waymark.domain.tokens import pack_tokens
 from waymark.runtime import parts
 from waymark.store.store import Store
 from waymark.tokenization import tokenizers as face

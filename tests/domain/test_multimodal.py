@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from waymark.base.errors import InvalidValue
 from waymark.client import block_hashes
 from waymark.domain import keys
-from waymark.domain.hashing import block_keys, extend, pack_tokens
+from waymark.domain.hashing import block_keys, extend
 from waymark.domain.multimodal import (
     BLOCKS_MAX,
     ITEMS_MAX,
@@ -26,6 +26,7 @@ from waymark.domain.multimodal import (
     items_of,
     seq_hashes_with,
 )
+from waymark.domain.tokens import pack_tokens
 
 SESSION = json.loads((Path(__file__).parents[1] / "fixtures" / "wire" / "vllm_0.33_session.json").read_text())
 

@@ -33,7 +33,8 @@ from tools.benchmarks.options import Options
 from tools.benchmarks.processes import Server, redis_server, waymark
 from tools.benchmarks.prompts import MODEL
 from tools.benchmarks.report import Row
-from waymark.domain.hashing import block_keys, namespace, pack_tokens
+from waymark.domain.hashing import block_keys, namespace
+from waymark.domain.tokens import pack_tokens
 from waymark.tokenization.segments import SegmentMemo
 
 TOKENS = 6115

@@ -15,9 +15,10 @@ from waymark.chat.requests import Form, InferenceRequest, PackedTokens
 from waymark.decide.options import PromptOptions
 from waymark.decide.question import HashedPrompt, PromptOf
 from waymark.decide.served import ServedModel
-from waymark.domain.hashing import block_keys, namespace, pack_tokens
+from waymark.domain.hashing import block_keys, namespace
 from waymark.domain.multimodal import PromptItems, block_keys_with, check_blocks
 from waymark.domain.pool_keys import PromptIds
+from waymark.domain.tokens import pack_tokens
 from waymark.tokenization.prompt import ChatPrompt, SourcedTokens, TextPrompt
 from waymark.tokenization.prompt import Prompt as TextOrChat
 from waymark.tokenization.tokenizers import Tokenizers

@@ -32,6 +32,7 @@ __all__ = [
     "status",
     "table",
     "targets",
+    "tokens",
     "waiting",
     "worth",
 ]

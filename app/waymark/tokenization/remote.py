@@ -17,8 +17,8 @@ from waymark.base.bounded_json import bounded_loads
 from waymark.base.errors import InvalidValue, TokenizerUnavailable, Unanswered
 from waymark.chat.openai import as_message
 from waymark.chat.requests import has_media
-from waymark.domain.hashing import pack_tokens
 from waymark.domain.multimodal import items_of
+from waymark.domain.tokens import pack_tokens
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, is_cut
 
 #: A longer answer is not read. An id and its comma take at most this many bytes, each stands for a byte of the text or

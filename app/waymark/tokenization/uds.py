@@ -15,8 +15,8 @@ from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.protobuf import message_classes
 from waymark.chat.openai import as_message
 from waymark.chat.requests import kind_of
-from waymark.domain.hashing import pack_tokens
 from waymark.domain.multimodal import PromptItems, items_of
+from waymark.domain.tokens import pack_tokens
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TokenizedPrompt, is_cut
 
 PACKAGE = "tokenization"
