@@ -54,12 +54,13 @@ async def impatient(live: Live, waits: Mapping[tuple[str, str], int] = OFTEN) ->
 
 
 async def answers(page: Page, path: str, body: Any, *, status: int = 200, media: str = "application/json") -> None:
-    """Have the path answered like this from now on."""
+    """Have the path answered like this from now on: of several routes, the last one answers. If the one before were
+    taken away first, the page could ask the real service in between.
+    """
 
     async def given(route: Route) -> None:
         await route.fulfill(status=status, content_type=media, body=body if isinstance(body, str) else json.dumps(body))
 
-    await page.unroute(path)
     await page.route(path, given)
 
 
