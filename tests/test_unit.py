@@ -94,9 +94,26 @@ def test_what_runs_once_more() -> None:
 )
 def test_each_process_begins_with_its_part_of_the_long_tests(processes: int, expected: str) -> None:
     tests = [item(mark="long" if name in "CFI" else "", path=name) for name in "ABCDEFGHI"]
-    ordered = unit.long_first(tests, processes)
-    assert "".join(test.path.name for test in ordered) == expected.replace(" ", "")
-    assert sorted(test.path.name for test in ordered) == list("ABCDEFGHI"), "none is lost"
+    assert in_order(tests, processes) == expected.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"),
+    [(1, "L VWXYZ ABCDE"), (2, "L VW AB CDE XYZ"), (3, "L V AB C WX YZ DE"), (5, "LV AW XB CY ZDE")],
+)
+def test_half_of_the_processes_wait_while_the_others_compute(processes: int, expected: str) -> None:
+    tests = [item(path=name) for name in "ABCDE"]
+    tests += [item(path=f"tests/{name}/V") for name in ("discovery", "e2e", "epp", "store/redis", "ui")]
+    for test, name in zip(tests[5:], "VWXYZ", strict=True):
+        test.path = Path(name)
+    tests.append(item(mark="long", path="L"))
+    assert in_order(tests, processes) == expected.replace(" ", "")
+
+
+def in_order(tests: list[Any], processes: int) -> str:
+    ordered = unit.in_order(tests, processes)
+    assert sorted(test.path.name for test in ordered) == sorted(test.path.name for test in tests), "none is lost"
+    return "".join(test.path.name for test in ordered)
 
 
 @pytest.mark.parametrize("event", ["socket.bind", "socket.connect", "subprocess.Popen"])

@@ -13,8 +13,8 @@ import gc
 import os
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ OUTSIDE_DIRECTORIES = {
     "serving",
     "store",
 }
+#: Those whose tests wait at least two thirds of their time.
+WAITING_DIRECTORIES = {"discovery", "e2e", "epp", "gateway", "ingest", "redis", "ui"}
 #: Fixtures that start a server or open a socket.
 OUTSIDE_FIXTURES = {"free_port", "redis_socket", "redis_url", "silent_port"}
 #: The mark of a file in which every test is outside or slow.
@@ -48,6 +50,8 @@ _is_random = "WAYMARK_TEST_RANDOM" in os.environ
 #: Test processes for each processor: many tests wait for other processes. With three a run took longer, because each of
 #: them collects all tests and the processors are in use already. And at most so many, for the memory's sake.
 _PER_PROCESSOR, _PROCESSES_MAX = 2, 8
+#: New objects after which garbage is looked for. With the default of 700 a twentieth of the CPU went there.
+_GARBAGE = 20_000
 _FORBIDDEN = {"socket.bind": "binds a socket", "socket.connect": "connects", "subprocess.Popen": "starts a process"}
 _is_in_test = False
 _is_unit = False
@@ -114,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     gone = set(left_out)
     remaining = [item for item in items if item not in gone]
-    items[:] = long_first(remaining, getattr(config, "workerinput", {}).get("workercount", 1))
+    items[:] = in_order(remaining, getattr(config, "workerinput", {}).get("workercount", 1))
     if not is_unit and config.pluginmanager.hasplugin("rerunfailures"):
         # A machine that stops for seconds breaks what no deadline covers. The closing lines name each test that was
         # run again, and one that fails twice has failed.
@@ -133,19 +137,34 @@ def emulated_twins(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for item in items if is_twin(item)]
 
 
-def long_first(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
+def in_order(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
     """Let each process begin with its part of the tests that are marked ``long``: one that begins last is waited for.
+    Then every second process runs its waiting tests before its others, and the rest run them after: while all
+    processes wait, the processors are idle.
 
     xdist gives each process as many tests as the others, in their order, and later to an idle one of another's last.
     """
     long = [item for item in items if item.get_closest_marker("long")]
-    others = iter([item for item in items if not item.get_closest_marker("long")])
+    others = [item for item in items if not item.get_closest_marker("long")]
+    waiting = deque(item for item in others if is_waiting(item))
+    computing = deque(item for item in others if not is_waiting(item))
     ordered: list[pytest.Item] = []
     for process in range(processes):
         begins = long[process::processes]
-        share = (len(items) - len(ordered)) // (processes - process)
-        ordered += [*begins, *islice(others, max(0, share - len(begins)))]
-    return [*ordered, *others]
+        share = (len(items) - len(ordered)) // (processes - process) - len(begins)
+        waits = _taken(waiting, min(share, len(waiting) // (processes - process)))
+        computes = _taken(computing, share - len(waits))
+        ordered += [*begins, *(computes + waits if process % 2 else waits + computes)]
+    return [*ordered, *computing, *waiting]
+
+
+def _taken(items: deque[pytest.Item], count: int) -> list[pytest.Item]:
+    return [items.popleft() for _ in range(min(max(0, count), len(items)))]
+
+
+def is_waiting(item: pytest.Item) -> bool:
+    """Whether the test waits for other processes most of its time."""
+    return not WAITING_DIRECTORIES.isdisjoint(item.nodeid.partition("::")[0].split("/"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -156,6 +175,7 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(_GARBAGE, 10, 10)
         gc.enable()
 
 
