@@ -14,8 +14,10 @@ class Model:
     def __init__(self) -> None:
         self.spots: dict[int, Spot] = {}
         self.firsts: dict[int, int] = {}
-        self.copies: dict[int, tuple[int, bool]] = {}
+        self.copies: dict[int, int] = {}
         """Of an engine hash, if it is the first of its block."""
+        self.left: set[int] = set()
+        """The hashes whose blocks have a left copy."""
 
     def step(self, step: str, one: int, other: int, place: Place, count: int) -> object:
         """One of ``STEPS``, with an engine hash, a key, a place and a number of blocks."""
@@ -39,19 +41,17 @@ class Model:
                     [other, other ^ 1]
                 )
             case "copies" if other in self.firsts:
-                self.copies[self.firsts[other]] = count, bool(one & 1)
-                return self.copies_of(other), self.left()
+                self.copies[self.firsts[other]] = count
+                (self.left.add if one & 1 else self.left.discard)(self.firsts[other])
+                return self.copies_of(other), self.left
             case "name" | "lead" | "move" | "copies":
                 return "unknown"
         return None
 
     def copies_of(self, key: int) -> tuple[int, bool] | None:
         """The copies of the block with a key, and whether a removal left one."""
-        return self.copies[self.firsts[key]] if key in self.firsts else None
-
-    def left(self) -> set[int]:
-        """The hashes whose blocks have a left copy."""
-        return {engine_hash for engine_hash, (_, is_left) in self.copies.items() if is_left}
+        first = self.firsts.get(key)
+        return None if first is None else (self.copies[first], first in self.left)
 
     def state(self, one: int, other: int) -> tuple[int, Spot | None, int | None]:
         """How many there are, the block of an engine hash, and the first engine hash of a key."""
@@ -68,12 +68,13 @@ class Model:
     def _put(self, engine_hash: int, spot: Spot, copies: int = 1) -> None:
         self._pop(engine_hash)
         self.spots[engine_hash] = spot
-        self.copies[engine_hash] = copies, False
+        self.copies[engine_hash] = copies
         self.firsts.setdefault(spot.key, engine_hash)
 
     def _pop(self, engine_hash: int) -> Spot | None:
         spot = self.spots.pop(engine_hash, None)
         self.copies.pop(engine_hash, None)
+        self.left.discard(engine_hash)
         if spot is not None and self.firsts.get(spot.key) == engine_hash:
             del self.firsts[spot.key]
         return spot

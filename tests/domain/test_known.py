@@ -279,7 +279,7 @@ def history(chance: random.Random, steps: int, hashes: int) -> None:
         ]
         firsts = [number for number in numbers if number in model.firsts]
         assert [table.copies(number) for number in firsts] == [model.copies_of(number) for number in firsts]
-        assert set(table.left()) == model.left()
+        assert set(table.left()) == model.left
         assert len(places) == model.places
 
 

@@ -65,10 +65,12 @@ from waymark.domain.rows import SLOT_CHARS
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How fast the machine reads memory, or how many may ask at once, nothing here asks: to make a chain of 32 MiB
-    takes a second each time, and the questions of 256 connections take twenty.
+    """How fast the machine is, or how many may ask at once, nothing here asks: to make a chain of 32 MiB takes a second
+    each time, and the questions of 256 connections take twenty.
     """
     monkeypatch.setattr(benchmarks, "_CHAINS", (1 << 8, 1 << 12))
+    for name in ("_STEPS", "_LOOPS"):
+        monkeypatch.setattr(benchmarks, name, 10_000)
     for module in (queries, compare):
         monkeypatch.setattr(module, "CROWDS", {"c64": 4, "c256": 8})
 

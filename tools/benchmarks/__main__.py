@@ -198,12 +198,13 @@ def _about(options: Options) -> dict[str, Any]:
 #: Entries of a chain within a core's first cache, and of one of 32 MiB; a multiplier 4n + 1 visits each entry once.
 _CHAINS = (1 << 10, 1 << 22)
 _STEPS = 200_000
+_LOOPS = 1_000_000
 
 
 def _loop_ms() -> float:
     """CPU time of always the same work: how steady the machine is, whose cores may be others' too."""
     began = time.process_time()
-    for _ in range(1_000_000):
+    for _ in range(_LOOPS):
         pass
     return (time.process_time() - began) * 1e3
 

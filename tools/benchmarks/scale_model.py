@@ -136,11 +136,14 @@ def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> l
     squares = [sum(map(mul, column, column)) for column in columns]
     figures, missing = [0.0] * len(columns), list(values)
     for _ in range(_SWEEPS):
+        before = list(figures)
         for number, (column, square) in enumerate(zip(columns, squares, strict=True)):
             if square:
                 step = max(-figures[number], sum(map(mul, column, missing)) / square)
                 figures[number] += step
                 missing = [value - part * step for value, part in zip(missing, column, strict=True)]
+        if figures == before:
+            break
     return figures
 
 
