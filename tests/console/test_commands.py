@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -736,7 +735,7 @@ def test_policies_say_which_orders_mean_nothing() -> None:
         is_apart_from_chosen=True,
         alike=["dynamo", "longest"],
     )
-    far = replace(near, policy="sticky", is_apart_from_chosen=False, alike=[])
+    far = ComparedPolicy(**vars(near) | {"policy": "sticky", "is_apart_from_chosen": False, "alike": []})
     _, grid = decisions.parts_of_policies(PoliciesAnswer(chosen=chosen, policies=[near, far], unreadable=0))
     assert isinstance(grid, Grid)
     lines = [[cell.plain for cell in line] for line in grid.rows]
