@@ -226,6 +226,7 @@ async def test_what_targets_have_and_lack_is_counted(
     assert sum(share.seen) == 3, "nobody was picked"
 
 
+@pytest.mark.outside
 async def test_each_part_of_a_decision_is_timed(memory_store: Store, make_client: MakeClient, tmp_path: Path) -> None:
     small.directory(tmp_path / "models" / "m")
     metrics = Metrics()

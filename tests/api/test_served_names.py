@@ -123,6 +123,7 @@ async def test_a_name_of_two_models_or_two_adapters_is_refused(
         assert [row["active_requests"] for row in (await scores(client, model=model)).values()] == [0]
 
 
+@pytest.mark.outside
 async def test_text_for_an_adapter_is_made_tokens_of_by_its_model(
     store: Store, make_client: MakeClient, tmp_path: Any
 ) -> None:
