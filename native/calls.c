@@ -3,9 +3,8 @@
 #include "parts.h"
 
 enum {
-    HEADER = 15,      /* bytes of a packed part before its namespace */
-    CALL_PARTS = 128, /* of a call, at most; a part needs two rows at most */
-    BUCKETS = 1024,   /* more than twice the rows of a call */
+    HEADER = 15,    /* bytes of a packed part before its namespace */
+    BUCKETS = 1024, /* more than twice the rows of a call */
 };
 
 /* The end of the parts from `start` on that go together: one, and more within the bounds. */

@@ -3,6 +3,7 @@
 #include "events.h"
 
 #include "objects.h"
+#include "reserve.h"
 
 /* The attributes of Stored, StoredReference and Removed, in the order in which they are built here. */
 enum { STORED_ATTRIBUTES = 14, REFERENCE_ATTRIBUTES = 7, REMOVED_ATTRIBUTES = 6 };
@@ -311,6 +312,39 @@ static PyObject *events_hashes(PyObject *self, PyObject *const *args, Py_ssize_t
     return found;
 }
 
+/* Append an event without its blocks. 0 with an exception. */
+static int add_pattern(Events *events, const PlainEvent *event)
+{
+    if (!reserve((void **)&events->events, &events->capacity, events->count, 1, sizeof *events->events))
+        return 0;
+    PlainEvent *pattern = &events->events[events->count++];
+    *pattern = *event;
+    pattern->hashes_count = pattern->tokens_count = 0;
+    pattern->has_parent = 0;
+    Py_XINCREF(pattern->medium);
+    Py_XINCREF(pattern->adapter);
+    return 1;
+}
+
+/* patterns(before: Events) -> Events: the first store and the first removal, each without its blocks; of a kind that is
+ * not here, the first of those before */
+static PyObject *events_patterns(PyObject *self, PyObject *before)
+{
+    const Events *events = (Events *)self, *others = as_events(before);
+    Events *patterns = others == NULL ? NULL : new_events((PyObject *)events->stored, (PyObject *)events->reference,
+                                                          (PyObject *)events->removed, events->cleared);
+    for (uint8_t kind = STORE; patterns != NULL && kind <= REMOVAL; kind++) {
+        const PlainEvent *first = first_of(events, kind), *pattern = first == NULL ? first_of(others, kind) : first;
+        if (pattern == NULL)
+            continue;
+        if (!add_pattern(patterns, pattern))
+            Py_CLEAR(patterns);
+        else if (kind == STORE)
+            patterns->block_size = pattern->block_size;
+    }
+    return (PyObject *)patterns;
+}
+
 /* Lets go what the events and the type itself refer to. */
 static void events_dealloc(PyObject *self)
 {
@@ -333,6 +367,8 @@ static PyMethodDef events_methods[] = {
     METHOD("go_on", events_go_on, METH_FASTCALL,
            "go_on($self, payloads, ts, rank, publisher, events_max, hashes_max, medium, stored_fields, removed_fields, "
            "/)\n--\n\nThose of the next batches, as far as these say nothing else besides their blocks."),
+    METHOD("patterns", events_patterns, METH_O,
+           "patterns($self, before, /)\n--\n\nThe first of each kind, also of those before, without their blocks."),
     METHOD("hashes", events_hashes, METH_FASTCALL, "hashes($self, start, end, /)\n--\n\nThose of some stores."),
     {NULL, NULL, 0, NULL},
 };

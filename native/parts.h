@@ -9,8 +9,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* By how much positions go up from one block to the next, and how many blocks a part has at most. */
-enum { STEP = 2, PART_BLOCKS = 64 };
+/* By how much positions go up from one block to the next, and how many blocks a part, and parts a call, has at most. A
+ * part needs two rows at most. */
+enum { STEP = 2, PART_BLOCKS = 64, CALL_PARTS = 128 };
 
 /* The last position that a part may have: a call says it in 32 bits. */
 #define POSITION_MAX UINT32_MAX

@@ -93,6 +93,16 @@ def tables(loops: native.NativeFunctions) -> Tables:
     return Tables(loops)
 
 
+def frames_call(tables: Tables, events: Any, payloads: Any, *, seq: Any = 1, **changes: Any) -> tuple[Any, ...]:
+    """A call of ``run_frames``: the method and its arguments."""
+    reading = 0, None, 99, 10**6, str, 10, 3
+    running: tuple[Any, ...] = 7, 7, 0, {}, 32, tables.waves
+    values = {"reading": reading, "parts": tables.loops.Parts(Part, Place, 1), "running": running} | changes
+    may = MAY_STORE | MAY_REMOVE | MAY_REPEAT | COUNTS
+    first: tuple[Any, ...] = events, payloads, 1.5, values["reading"], values["parts"], seq, values["running"]
+    return tables.known.run_frames, *first, (tables.gone,), may, b"wm:"
+
+
 def read(
     loops: native.NativeFunctions, events: Sequence[Any], medium: Callable[[str | None], Any] = lambda _: "GPU"
 ) -> Any:
@@ -452,6 +462,95 @@ def test_a_part_that_grows_leaves_those_that_were_cut_as_they_are(tables: Tables
     assert words(cut, 1)[0].endswith(b"1")
 
 
+# ---- frames ----------------------------------------------------------------------------------------
+
+
+def packed_frame(*events: Any, ts: Any = 1.5, rank: Any = 0) -> bytes:
+    payload: bytes = msgpack.packb([ts, list(events), rank])
+    return payload
+
+
+STORE, REMOVE = EVENTS[0], EVENTS[1]
+
+
+def test_frames_are_read_and_run_up_to_the_first_that_says_something_else(
+    loops: native.NativeFunctions, tables: Tables
+) -> None:
+    events = read(loops, EVENTS)
+    frames = packed_frame(STORE), packed_frame(REMOVE), packed_frame(STORE | {"lora_name": "b"}), packed_frame(STORE)
+    run_frames, *arguments = frames_call(tables, events, frames, seq=5)
+    (following, *counts), ran, packed = run_frames(*arguments)
+    assert [list(each) for each in following] == [list(read(loops, [STORE])), list(read(loops, [REMOVE]))]
+    assert counts == [1.5, 1, 3, 1, 2]
+    assert (ran[0], ran[6], packed[0], packed[4]) == (1, 2, 5, [5, 6])
+    assert tables.known.blocks() == 1
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        packed_frame(STORE | {"medium": "CPU"}),
+        packed_frame(STORE, rank=1),
+        packed_frame(STORE, ts=1.0),
+        packed_frame(STORE, ts=None),
+        packed_frame(["AllBlocksCleared"]),
+        packed_frame(),
+        b"",
+        b"\x93",
+    ],
+)
+def test_a_frame_that_says_something_else_changes_nothing(
+    loops: native.NativeFunctions, tables: Tables, frame: bytes
+) -> None:
+    run_frames, *arguments = frames_call(tables, read(loops, EVENTS), (frame, packed_frame(STORE)))
+    assert run_frames(*arguments) is None
+    assert tables.state == (0, 0, 0, 0, 0)
+
+
+def test_frames_that_are_not_done_or_have_too_many_parts_have_no_words(
+    loops: native.NativeFunctions, tables: Tables
+) -> None:
+    events = read(loops, EVENTS)
+    unknown = packed_frame(STORE, REMOVE, ["BlockRemoved", [9], "GPU"], STORE)
+    run_frames, *arguments = frames_call(tables, events, (unknown,))
+    _, ran, packed = run_frames(*arguments)
+    assert (ran[0], ran[1], packed) == (2, 6, None)
+    for count in (128, 129):
+        tables = Tables(loops)
+        stores = [STORE | {"block_hashes": [each], "token_ids": [each, 1]} for each in range(count)]
+        run_frames, *arguments = frames_call(tables, events, (packed_frame(*stores[:64]), packed_frame(*stores[64:])))
+        _, ran, packed = run_frames(*arguments)
+        assert (ran[3], packed is None) == (count, count > 128)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"reading": (0,) * 6}, TypeError),
+        ({"reading": [0] * 7}, TypeError),
+        ({"running": (0,) * 7}, TypeError),
+        ({"running": (7, 7, 0, {}, 33, None)}, TypeError),
+        ({"parts": 7}, TypeError),
+        ({"seq": -1}, OverflowError),
+        ({"events": 7}, TypeError),
+        ({"payloads": [b""]}, TypeError),
+        ({"payloads": (7,)}, TypeError),
+    ],
+)
+def test_what_is_no_argument_of_run_frames_is_refused(
+    loops: native.NativeFunctions, tables: Tables, changes: dict[str, Any], error: type[Exception]
+) -> None:
+    values = {"events": read(loops, EVENTS), "payloads": (packed_frame(STORE),)} | changes
+    run_frames, *arguments = frames_call(tables, **values)
+    with pytest.raises(error):
+        run_frames(*arguments)
+    with pytest.raises(TypeError, match="takes 10 arguments"):
+        run_frames(*arguments, 1)
+    with pytest.raises(TypeError, match="there must be Events"):
+        read(loops, EVENTS).patterns(7)
+    assert tables.state == (0, 0, 0, 0, 0)
+
+
 # ---- memory ----------------------------------------------------------------------------------------
 
 ALLOCATIONS = 40
@@ -533,6 +632,10 @@ def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Nat
             (list, events),
             (events.hashes, 0, 3),
             (events.go_on, (payload, payload), 1.5, 0, None, 99, 99, str, 10, 3),
+            (events.patterns, read(loops, EVENTS[1:])),
+            (read(loops, EVENTS[1:]).patterns, events),
+            frames_call(tables, events, (payload, payload)),
+            frames_call(tables, events, (payload,), seq=3),
             (parts.__getitem__, slice(None)),
             (parts.cut, 0, len(parts)),
             (loops.Places, Place, Spot),

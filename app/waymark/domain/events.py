@@ -220,8 +220,8 @@ class PlainEvents(Sequence[Event]):
 
     __slots__ = ("_every", "blocks", "following", "loop", "removal", "removals", "removed", "store", "stores")
 
-    def __init__(self, loop: Any) -> None:
-        """``loop``: ``Events`` of the C module."""
+    def __init__(self, loop: Any, facts: tuple[Any, ...] | None = None) -> None:
+        """``loop``: ``Events`` of the C module, and ``facts`` what their ``facts`` returns."""
         self.loop: Final = loop
         self.following: Sequence[Any] = ()
         """The ``Events`` of each further batch that this one stands for, in order."""
@@ -235,7 +235,7 @@ class PlainEvents(Sequence[Event]):
         self.removed: int
         self.removal: Removed | None
         """The pattern of the removals."""
-        self.stores, self.blocks, self.store, self.removals, self.removed, self.removal = loop.facts()
+        self.stores, self.blocks, self.store, self.removals, self.removed, self.removal = facts or loop.facts()
 
     def with_following(
         self, following: Sequence[Any], stores: int, blocks: int, removals: int, removed: int
@@ -247,6 +247,12 @@ class PlainEvents(Sequence[Event]):
         events.following = (*self.following, *following)
         events.stores, events.blocks = self.stores + stores, self.blocks + blocks
         events.removals, events.removed = self.removals + removals, self.removed + removed
+        return events
+
+    def alike(self, loops: Sequence[Any], stores: int, blocks: int, removals: int, removed: int) -> PlainEvents:
+        """Return the events of other batches that differ from these in their blocks only, counted together."""
+        events = PlainEvents(loops[0], (stores, blocks, self.store, removals, removed, self.removal))
+        events.following = loops[1:]
         return events
 
     def behind(self, number: int) -> PlainEvents:
@@ -343,6 +349,16 @@ class Batch:
             return None
         assert type(self.events) is PlainEvents
         return replace(self, events=self.events.behind(number))
+
+    def pattern(self, before: Batch | None = None) -> Batch:
+        """Return a batch of plain events with one event of each kind, without blocks. It also has the kinds of
+        ``before``, another pattern, if both are of one rank and process.
+        """
+        assert type(self.events) is PlainEvents
+        is_same = before is not None and (before.dp_rank, before.publisher_id) == (self.dp_rank, self.publisher_id)
+        others = before.events if before is not None and is_same else self.events
+        assert type(others) is PlainEvents
+        return replace(self, events=PlainEvents(self.events.loop.patterns(others.loop)))
 
     @property
     def clears_device(self) -> bool:

@@ -302,9 +302,18 @@ class HeldBlocks:
         if result is None:
             return None
         ran = EventRun(*result)
-        blocks.copies.note_run(ran)
-        self.blocks += ran.stored - ran.removed
+        self.note_run(holder, ran)
         return ran
+
+    def note_run(self, holder: int, ran: EventRun) -> None:
+        """Note what a run of events has changed and shown."""
+        self._held[holder].copies.note_run(ran)
+        self.blocks += ran.stored - ran.removed
+
+    def tables(self, holder: int) -> tuple[KnownBlocks, tuple[KnownBlocks, ...]]:
+        """Return the table of a holder's blocks, and those of the gone hashes of its rank, until the next ``trim``."""
+        blocks = self._held[holder]
+        return blocks.known, self._gone[blocks.dp_rank].sets
 
     def remove(
         self, holder: int, engine_hash: int, *, counts: bool, copies_left: int | None = None

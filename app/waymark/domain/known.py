@@ -216,3 +216,30 @@ class KnownBlocks(Protocol):
         with the batches in ``following``, each a seq and its events, up to the first batch whose events differ from the
         others in more than their blocks. Return the fields of an ``EventRun``, or None as ``extend`` does.
         """
+
+    def run_frames(
+        self,
+        events: Any,
+        payloads: tuple[bytes, ...],
+        ts: float | None,
+        reading: tuple[Any, ...],
+        parts: Any,
+        seq: int,
+        running: tuple[Any, ...],
+        former: tuple[KnownBlocks, ...],
+        may: int,
+        prefix: bytes,
+        /,
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...] | None] | None:
+        """Read the frames in ``payloads`` that say what ``events`` do besides their blocks, ``run`` them, and pack
+        their parts.
+
+        ``ts`` is that of the frame before, ``seq`` that of the first frame, and ``parts`` are empty. ``reading`` has
+        the arguments of ``Events.go_on`` from the rank on; ``running`` has the holder, the seed, the namespace, the
+        full places, the blocks of a piece, and the waves. ``prefix`` is that of the keys of rows.
+
+        Return the results of ``go_on``, of ``run``, which counts the first frame among those that have begun, and of
+        ``pack``. The last is None if the run stopped before the end,
+        if copies have to be judged, or if one call has no room for all parts. Return None, without a change, if the
+        first frame says something else, or as ``extend`` does.
+        """

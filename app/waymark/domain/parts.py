@@ -113,7 +113,7 @@ class Part:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # creating a frozen one takes three times as long
 class Commit:
     """The new watermark of a stream, and the fields to write with it."""
 
@@ -240,7 +240,7 @@ def new_part_list(seq: int) -> PartList:
     if native.selected is None:
         return PartList(seq)
     packed_parts: PackedParts = native.selected.Parts(Part, Place, seq)
-    return _PackedPartList(seq, packed_parts)
+    return PackedPartList(seq, packed_parts)
 
 
 class PartList:
@@ -346,7 +346,7 @@ class PartList:
         last.packed_hashes += hashes
 
 
-class _PackedPartList(PartList):
+class PackedPartList(PartList):
     def __init__(self, seq: int, packed_parts: PackedParts) -> None:
         super().__init__(seq)
         self._packed = packed_parts

@@ -123,6 +123,10 @@ class PlainPlacer:
             waves=self._waves,
         )
 
+    def running(self, holder: int, seed: int, namespace: int) -> tuple[Any, ...]:
+        """Return the arguments that all frames share in ``KnownBlocks.run_frames``."""
+        return holder, seed, namespace, self._memory.full.places, self._piece_blocks, self._waves
+
 
 # The parts beyond the watermark that Redis has when a worker takes over a stream.
 #

@@ -100,7 +100,7 @@ class PlainRuns:
         Return the index of that frame. ``progress`` is how far the batch is resolved; ``seq`` is that of its first
         frame.
         """
-        plain = None if self._has_rules(plan) else self.begin(plan, index, batch)
+        plain = None if self.has_rules(plan) else self.begin(plan, index, batch)
         if plain is None:
             return 0
         loops = [plain.events.loop, *plain.events.following]
@@ -146,7 +146,7 @@ class PlainRuns:
             state.unsalted += ran.stores * plain.is_unsalted
         return ran
 
-    def _has_rules(self, plan: Plan) -> bool:
+    def has_rules(self, plan: Plan) -> bool:
         """Return whether some rule must see each batch by itself. A clear does not count, because it concerns only
         earlier batches.
         """

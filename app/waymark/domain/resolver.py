@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from waymark.domain.alike_frames import AlikeFrames, BegunFrames
 from waymark.domain.events import (
     REMOVALS,
     STORES,
@@ -69,6 +70,7 @@ class Resolver(StreamBlocks):
         self._planner = Planner(registration, publisher, registered_ranks, self.generations, self.facts)
         self._rules = Rules(self, self._planner.spaces, seed)
         self._plain = PlainRuns(self, self._planner, self._rules.tokens, seed)
+        self._seed = seed
         self._early = 0
         """How many of the next batch's ``EARLY_MAX`` positions are in use."""
         self._slice = Slice()
@@ -128,8 +130,8 @@ class Resolver(StreamBlocks):
 
     # ---- a batch -----------------------------------------------------------------------------------
 
-    def resolve(self, plan: Plan, fold: Fold) -> Slices[Parts]:
-        """Return the parts of the batches of a fold, in order."""
+    def resolve(self, plan: Plan, fold: Fold, begun: BegunFrames | None = None) -> Slices[Parts]:
+        """Return the parts of the batches of a fold, in order. The first batch may have ``begun``."""
         parts: Parts = []
         for index, (first_seq, batch) in enumerate(fold):
             seq = first_seq
@@ -137,7 +139,9 @@ class Resolver(StreamBlocks):
             while rest is not None:
                 progress = BatchProgress(self.placer.begin_batch(seq), 1 + (EARLY_MAX if self.is_shared else 0))
                 count, frames = 0, rest.frames
-                if frames > 1:
+                if begun is not None:
+                    (progress, count), begun = begun, None
+                elif frames > 1:
                     count = yield from self._plain.run_frames(progress, plan, index, seq, rest, self._slice)
                 if count < frames:
                     yield from self._resolve_batch(progress, plan, index, rest if frames == 1 else rest.frame(count))
@@ -145,6 +149,13 @@ class Resolver(StreamBlocks):
                 parts = joined(parts, progress.parts.parts)
                 seq, rest = seq + count, None if count == frames else rest.behind(count)
         return parts
+
+    def alike(self, batch: Batch, reading: tuple[Any, ...]) -> AlikeFrames | None:
+        """Return the short way of further frames that say what ``batch`` does besides their blocks; None if there is
+        none. ``batch`` is the ``pattern`` of batches that were resolved last. ``reading`` has the arguments of
+        ``KnownBlocks.run_frames`` that come from the decoder.
+        """
+        return AlikeFrames.like(self, self._plain, batch, reading, self._seed) if self.takes_frames else None
 
     def _resolve_batch(self, progress: BatchProgress, plan: Plan, index: int, batch: Batch) -> Slices[None]:
         """Resolve a batch of one frame from event ``progress.at`` on; ``index`` is the batch's index in the fold."""

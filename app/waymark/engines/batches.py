@@ -179,8 +179,7 @@ class Decoder:
         return plain.read(payload, self.ceilings.batch_events, self._list_fields)
 
     def _may_be_plain(self, payload: bytes) -> bool:
-        is_short = len(payload) <= min(WINDOW_BYTES, self.ceilings.frame_bytes)
-        return is_short and self.ceilings.event_hashes >= PART_HASHES
+        return len(payload) <= self.plain_bytes_max and self.ceilings.event_hashes >= PART_HASHES
 
     def go_on(self, batch: Batch, payloads: Iterable[bytes], hashes_max: int) -> Batch:
         """Return a batch, extended by the next frames that differ from it in their blocks only, if its events are
@@ -192,6 +191,19 @@ class Decoder:
             return batch
         short = tuple(takewhile(self._may_be_plain, payloads))
         return plain.go_on(batch, short, self.ceilings.batch_events, hashes_max, self._list_fields) if short else batch
+
+    def reading_of(self, batch: Batch, hashes_max: int) -> tuple[Any, ...] | None:
+        """Return the arguments with which ``KnownBlocks.run_frames`` reads frames like ``batch``, up to
+        ``hashes_max`` hashes; None if it cannot.
+        """
+        if self._list_fields is None or type(batch.events) is not PlainEvents or not self._may_be_plain(b""):
+            return None
+        return plain.reading_of(batch, self.ceilings.batch_events, hashes_max, self._list_fields)
+
+    @property
+    def plain_bytes_max(self) -> int:
+        """The bytes of the longest payload whose plain events are read at once."""
+        return min(WINDOW_BYTES, self.ceilings.frame_bytes)
 
     def short(self, payload: bytes, read: PlainBatch | None) -> Batch:
         """Return the batch in a payload of at most ``SHORT_BYTES``, decoded at once because all its parts are short.

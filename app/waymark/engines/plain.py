@@ -63,6 +63,11 @@ def go_on(
     assert type(events) is PlainEvents
     hashes_left = max(0, hashes_max - events.hashes)
     following, ts, *counts = events.loop.go_on(
-        payloads, batch.ts, batch.dp_rank, batch.publisher_id, events_max, hashes_left, normal_medium, *list_fields
+        payloads, batch.ts, *reading_of(batch, events_max, hashes_left, list_fields)
     )
     return replace(batch, ts=ts, events=events.with_following(following, *counts)) if following else batch
+
+
+def reading_of(batch: Batch, events_max: int, hashes_max: int, list_fields: ListFields) -> tuple[Any, ...]:
+    """Return the arguments of ``Events.go_on`` from the rank on; see ``go_on``."""
+    return batch.dp_rank, batch.publisher_id, events_max, hashes_max, normal_medium, *list_fields

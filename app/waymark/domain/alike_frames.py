@@ -1,0 +1,168 @@
+"""Frames that say what earlier ones said besides their blocks: read, resolved and packed in one step.
+
+Such a frame needs no plan: its holder is there, and its facts are known. The step is ``KnownBlocks.run_frames``. If it
+stops before the end of the frames, the resolver goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, Self
+
+from waymark.base import native
+from waymark.domain.events import Batch, PlainEvents
+from waymark.domain.known import MAY_REMOVE, MAY_REPEAT, MAY_STORE, EventRun
+from waymark.domain.parts import PackedPartList, PackedParts, Part
+from waymark.domain.plain_runs import PlainRun, PlainRuns
+from waymark.domain.plan import Plan
+from waymark.domain.rows import Place
+from waymark.domain.rules import BatchProgress
+from waymark.domain.stream_blocks import StreamBlocks
+
+ALIKE_HASHES_MAX: Final = 2048
+"""The most hashes of frames that are resolved at once, in a millisecond or two."""
+
+
+class BegunFrames(NamedTuple):
+    """How far a batch of one or several frames is resolved already."""
+
+    progress: BatchProgress
+    """That of the frame under way."""
+    number: int
+    """The number of this frame, from 0."""
+
+
+class AlikeRun:
+    """Frames that were read, and resolved up to the first event that needs its own rule."""
+
+    __slots__ = ("_like", "_read", "parts", "ran", "seq", "words")
+
+    def __init__(
+        self,
+        like: Batch,
+        seq: int,
+        read: tuple[Any, ...],
+        ran: EventRun,
+        parts: PackedParts,
+        words: tuple[Any, ...] | None,
+    ) -> None:
+        self._like = like
+        """The batch that they are like, of which nothing was rejected or ignored."""
+        self.seq = seq
+        """That of the first frame."""
+        self._read = read
+        self.ran = ran
+        self.parts = parts
+        self.words = words
+        """All parts as ``PackedParts.pack`` returns them; None if the ordinary way has to go on."""
+
+    @property
+    def frames(self) -> int:
+        return len(self._read[0])
+
+    @property
+    def last_seq(self) -> int:
+        """That of the last frame."""
+        return self.seq + len(self._read[0]) - 1
+
+    @property
+    def ts(self) -> float:
+        """The ts of the last frame."""
+        ts: float = self._read[1]
+        return ts
+
+    @property
+    def batch(self) -> Batch:
+        """The batch that stands for all frames."""
+        loops, ts, *counts = self._read
+        like = self._like
+        events = like.events
+        assert type(events) is PlainEvents
+        return Batch(
+            ts, events.alike(loops, *counts), like.dp_rank, like.publisher_id, like.rejected, like.ignored, like.samples
+        )
+
+    @property
+    def begun(self) -> BegunFrames:
+        """How far the batch is resolved."""
+        number = self.ran.begun - 1  # the first frame has begun, too
+        parts = PackedPartList(self.seq + number, self.parts)
+        return BegunFrames(BatchProgress(parts, self.ran.position, at=self.ran.at), number)
+
+
+class AlikeFrames:
+    """The short way of the frames of one stream that say the same besides their blocks.
+
+    It ends with any other event of the stream; ``may_go_on`` says whether a run of its own has ended it.
+    """
+
+    def __init__(self, state: StreamBlocks, batch: Batch, plain: PlainRun, reading: tuple[Any, ...], seed: int) -> None:
+        self._state, self._batch, self._plain = state, batch, plain
+        self._reading = reading
+        self._ts = batch.ts
+        self.holder = plain.holder
+        self._running = state.placer.plain.running(plain.holder, seed, plain.namespace)
+        known, self._former = state.memory.tables(plain.holder)
+        self._run = known.run_frames
+        assert native.selected is not None
+        self._new_parts: Callable[..., PackedParts] = native.selected.Parts
+        self._may = self._bits()
+
+    @classmethod
+    def like(
+        cls, state: StreamBlocks, runs: PlainRuns, batch: Batch, reading: tuple[Any, ...], seed: int
+    ) -> Self | None:
+        """Return the short way of frames like ``batch``; see ``Resolver.alike``."""
+        plan = Plan()
+        is_counted = batch.rejected or batch.ignored
+        if is_counted or runs.has_rules(plan) or state.placer.is_behind or not _has_room(state):
+            return None
+        plain = runs.begin(plan, 0, batch)
+        if plain is None:
+            return None
+        wanted = MAY_STORE * (plain.events.store is not None) | MAY_REMOVE * (plain.events.removal is not None)
+        return cls(state, batch, plain, reading, seed) if plain.may == wanted else None
+
+    def take(self, seq: int, payloads: tuple[bytes, ...], prefix: bytes) -> AlikeRun | None:
+        """Read and resolve frames from seq ``seq`` on, up to the first that says something else. ``prefix`` is that of
+        the keys of rows.
+
+        Return None if the first one says something else; nothing has changed then.
+        """
+        parts = self._new_parts(Part, Place, seq)
+        result = self._run(
+            self._plain.events.loop,
+            payloads,
+            self._ts,
+            self._reading,
+            parts,
+            seq,
+            self._running,
+            self._former,
+            self._may,
+            prefix,
+        )
+        if result is None:
+            return None
+        read, numbers, words = result
+        ran = EventRun(*numbers)
+        self._ts = read[1]
+        self._state.memory.note_run(self.holder, ran)
+        if self._plain.is_unsalted:
+            self._state.unsalted += ran.stores
+        return AlikeRun(self._batch, seq, read, ran, parts, words)
+
+    def may_go_on(self) -> bool:
+        """Return whether further frames may be taken, after those that Redis has acknowledged."""
+        self._may = self._bits()
+        return _has_room(self._state)
+
+    def _bits(self) -> int:
+        copies = self._state.memory.copies(self.holder)
+        return self._plain.may | MAY_REPEAT | copies.bits(self._plain.mode)
+
+
+def _has_room(state: StreamBlocks) -> bool:
+    """Return whether a stream may store as many blocks as are resolved at once, and has no hashes to forget."""
+    memory = state.memory
+    return not memory.is_over and memory.blocks + ALIKE_HASHES_MAX <= state.blocks_max

@@ -1,0 +1,223 @@
+"""Frames that go straight, from payloads to the words of a call: they come to what the ordinary way comes to.
+
+Random histories of payloads go through three streams: one whose frames go straight where they may, one that plans and
+resolves each frame, and one in Python. All three have to agree on each part and on what is remembered. The words of a
+call are those that Python packs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pytest
+
+from tests.domain.test_runs import HASHES, REMOVAL, Engine, Stream, packed_batch, store
+from tests.factories import BLOCK_SIZE, registration
+from tests.unit import seeds
+from waymark.base import native
+from waymark.domain.alike_frames import ALIKE_HASHES_MAX, AlikeFrames, AlikeRun
+from waymark.domain.engines import EngineKind
+from waymark.domain.events import Batch
+from waymark.domain.parts import Part
+from waymark.domain.resolver import Plan
+from waymark.domain.slices import finish
+from waymark.store.calls import ApplyCall, pack
+from waymark.store.redis.words import PackedWords
+
+pytestmark = [
+    pytest.mark.usefixtures("implementation_kept"),
+    pytest.mark.skipif(not native.is_built, reason="built without the C part"),
+]
+
+PREFIX: Final = b"wm:{1}:"
+
+
+class StraightStream(Stream):
+    """A stream whose frames go straight where they may, as ingest has it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(is_native=True, is_whole=True, **options)
+        self.frames: AlikeFrames | None = None
+        self.pattern: Batch | None = None
+        self.straight = self.unlike = self.unfinished = 0
+        """How many frames went straight to their end, said something else, or were finished by the ordinary way."""
+        self.words: list[Any] = []
+        """Of the calls of the last payloads, with the numbers of their parts."""
+
+    def fold(self, payloads: Sequence[bytes]) -> None:
+        native.select(True)
+        parts: list[Part] = []
+        self.words.clear()
+        at = 0
+        while at < len(payloads):
+            run = self._run(payloads[at:])
+            if run is None:
+                self._one(payloads[at])
+                at += 1
+            else:
+                self._apply(run)
+                at += run.frames
+            parts += self.index.parts
+        self.index.parts = parts
+
+    def forget(self) -> None:
+        """Something else happens to the stream."""
+        self.frames = self.pattern = None
+
+    def _run(self, payloads: Sequence[bytes]) -> AlikeRun | None:
+        if self.frames is None:
+            return None
+        run = self.frames.take(self.index._seq + 1, tuple(payloads), PREFIX)
+        self.unlike += run is None
+        return run
+
+    def _one(self, payload: bytes) -> None:
+        """The ordinary way."""
+        (batch,) = self._batches([payload])
+        self.index.fold(batch)
+        reading = self._decode.reading_of(batch, ALIKE_HASHES_MAX)
+        if reading is None:
+            self.frames = None
+        else:
+            self.pattern = batch.pattern(self.pattern)
+            self.frames = self.index.resolver.alike(self.pattern, reading)
+
+    def _apply(self, run: AlikeRun) -> None:
+        index, resolver = self.index, self.index.resolver
+        if run.words is None:
+            self.unfinished += 1
+            index.parts = list(finish(resolver.resolve(Plan(), [(run.seq, run.batch)], run.begun)))
+            self.frames = None
+        else:
+            index.parts = list(run.parts)
+            self.straight += run.frames
+            self.words.append((len(run.parts), run.words))
+            assert self.frames is not None
+            self.frames = self.frames if self.frames.may_go_on() else None
+        index._seq = run.last_seq
+        for part in index.parts:
+            index._apply(part)
+
+
+class OrdinaryEngine:
+    """Payloads of an engine most of whose frames say the same; now and then one does not."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.held: list[list[int]] = []
+        """Chains, root first."""
+        self.tokens: dict[int, list[int]] = {}
+        self.gone: list[int] = []
+        self.has_origin = chance.random() < 0.5
+
+    def payloads(self, count: int) -> list[bytes]:
+        return [packed_batch(*self._events()) for _ in range(count)]
+
+    def _events(self) -> list[Any]:
+        chance = self.chance
+        events = [self._event() for _ in range(chance.choice([1, 1, 2, 5]))]
+        if chance.random() < 0.08:
+            unusual = [["AllBlocksCleared"], store([HASHES - 1], HASHES - 2), REMOVAL | {"block_hashes": [HASHES - 3]}]
+            events.insert(chance.randrange(len(events) + 1), chance.choice([*unusual, REMOVAL | {"medium": "CPU"}]))
+            self.held.clear()
+            self.gone.clear()
+        return events
+
+    def _event(self) -> Any:
+        chance = self.chance
+        if self.held and chance.random() < 0.35:
+            chain = chance.choice(self.held)
+            first = chance.randrange(len(chain))
+            removed = chain[first:][::-1]
+            del chain[first:]
+            self.held = [each for each in self.held if each]
+            self.gone += removed
+            return REMOVAL | {"block_hashes": removed} | self._copies_left(removed)
+        if self.held and chance.random() < 0.1:  # once more, so that there is a copy
+            chain = chance.choice(self.held)
+            return self._store(chain[: chance.randint(1, len(chain))], None)
+        used = {each for chain in self.held for each in chain}
+        free = [each for each in range(1, HASHES - 10) if each not in used]
+        chain = chance.choice([[], *self.held])
+        parent = chain[-1] if chain else None
+        new = chance.sample(free, min(len(free), chance.choice([1, 1, 2, 4])))
+        if not new:
+            return REMOVAL | {"block_hashes": self.held.pop()}
+        if not chain:
+            self.held.append(chain)
+        chain += new
+        for each in new:
+            self.tokens[each] = [chance.randrange(3) for _ in range(BLOCK_SIZE)]
+        return self._store(new, parent)
+
+    def _copies_left(self, hashes: Sequence[int]) -> dict[str, Any]:
+        return {"remaining_copy_counts": [0] * len(hashes)} if self.chance.random() < 0.02 else {}
+
+    def _store(self, hashes: list[int], parent: int | None) -> Any:
+        token_ids = [token for each in hashes for token in self.tokens[each]]
+        return store(hashes, parent, token_ids=token_ids, **({"origin": "NEW"} if self.has_origin else {}))
+
+
+def unpacked(words: tuple[Any, ...], parts: int) -> ApplyCall:
+    """The words of the C module, one by one."""
+    blocks, holders, count, rows, seqs, part_words = words
+    return ApplyCall(blocks, holders, list(PackedWords(count, rows)), seqs, list(PackedWords(parts, part_words)))
+
+
+def history(chance: random.Random, kind: EngineKind, engine: Engine | OrdinaryEngine, steps: int) -> StraightStream:
+    """A random history in all three ways."""
+    of: dict[str, Any] = {"of": registration(kind), "waiting_blocks": 20}
+    straight, ordinary, pure = (
+        StraightStream(**of),
+        Stream(is_native=True, is_whole=True, **of),
+        Stream(is_native=False, is_whole=False, **of),
+    )
+    for _ in range(steps):
+        payloads = engine.payloads(chance.choice([1, 1, 3, 9]))
+        straight.fold(payloads)
+        parts: list[list[Part]] = []
+        for stream in (ordinary, pure):
+            parts.append([])
+            for payload in payloads:
+                stream.fold([payload])
+                parts[-1] += stream.index.parts
+        assert straight.index.parts == parts[0] == parts[1]
+        assert straight.state == ordinary.state == pure.state
+        rest = parts[0]
+        for count, words in straight.words:
+            start = next(i for i, part in enumerate(rest) if part.seq == words[4][0]) if count else 0
+            assert unpacked(words, count) == pack(rest[start : start + count], PREFIX)
+            rest = rest[start + count :]
+        if parts[0] and chance.random() < 0.1:
+            place = chance.choice(parts[0]).place
+            for stream in (straight, ordinary, pure):
+                stream.index.resolver.memory.full.add(place)
+        if chance.random() < 0.03:
+            straight.forget()
+            for stream in (straight, ordinary, pure):
+                native.select(stream.is_native)
+                stream.index.take_over()
+    return straight
+
+
+@pytest.mark.parametrize("engine", [Engine, OrdinaryEngine])
+@pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
+@pytest.mark.parametrize("seed", seeds(20))
+def test_random_histories_come_to_the_same_in_both_ways(
+    seed: int, kind: EngineKind, engine: type[Engine | OrdinaryEngine]
+) -> None:
+    chance = random.Random(f"straight {seed}")
+    history(chance, kind, engine(chance), 40)
+
+
+def test_random_histories_have_frames_of_each_outcome() -> None:
+    streams = []
+    for seed in range(6):
+        chance = random.Random(f"outcomes {seed}")
+        streams.append(history(chance, EngineKind.VLLM, OrdinaryEngine(chance), 30))
+    outcomes = [sum(getattr(stream, name) for stream in streams) for name in ("straight", "unlike", "unfinished")]
+    assert outcomes[0] > 40, outcomes
+    assert outcomes[1] > 15, outcomes
+    assert outcomes[2] > 30, outcomes
