@@ -88,7 +88,7 @@ def test_a_value_of_a_stranger_is_shown_by_one_function() -> None:
     assert conversion.search('raise InvalidValue(f"the field is {value!r}")')
     assert {name for name, text in sources().items() if conversion.search(text)} == {
         "base/shown.py",
-        *("store/index.py", "store/reservations.py"),  # numbers, as Redis has them
+        *("store/calls.py", "store/reservations.py"),  # numbers, as Redis has them
         *("simulator/cache.py", "tokenization/tokenizers.py"),  # what is hashed
         *("discovery/reconciler.py", "ingest/polling.py", "ingest/running.py"),  # defects, in a log or an activity
         *("base/record.py", "domain/events.py"),  # a __repr__

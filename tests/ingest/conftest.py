@@ -44,6 +44,7 @@ from waymark.store import keys
 from waymark.store.holder_tables import decode_table
 from waymark.store.publisher_states import PublisherState
 from waymark.store.redis.client import RedisClient
+from waymark.store.redis.read_connection import ReadConnection
 from waymark.store.store import Store
 
 GROUP = GroupName("default", "m")
@@ -252,6 +253,9 @@ class Mortal(RedisClient):
         self._check()
         return await super().run(name, keys, args)
 
+    def script_connection(self, name: str) -> ReadConnection | None:
+        return None if self.is_dead else super().script_connection(name)
+
     async def several(self, commands: Any, *, is_lenient: bool = False) -> list[Any]:
         self._check()
         return await super().several(commands, is_lenient=is_lenient)
@@ -372,8 +376,8 @@ class Bench:
         """A worker at work."""
         # fakeredis lives in one client; a real Redis is reached by a client of each worker's own.
         url = self._url
-        redis = self.redis if url.startswith("memory:") else RedisClient.open(url, timeout_seconds=patient(1.0))._redis
-        client, metrics = Mortal(redis, url), Metrics()
+        opened = self._client if url.startswith("memory:") else RedisClient.open(url, timeout_seconds=patient(1.0))
+        client, metrics = Mortal(opened._redis, url, reads=opened.reads), Metrics()
         of_worker = {name: changes.pop(name) for name in OF_WORKER if name in changes}
         worker = Worker(
             Store(client, metrics=metrics),
@@ -381,8 +385,8 @@ class Bench:
             WorkerOptions(worker_id, replace(options, **changes), **of_worker),
         )
         hand = Hand(worker_id, worker, metrics, asyncio.create_task(worker.run()), client)
-        if redis is not self.redis:
-            self._stack.push_async_callback(redis.aclose)
+        if opened is not self._client:
+            self._stack.push_async_callback(opened.close)
         self._stack.push_async_callback(hand.stop)
         return hand
 

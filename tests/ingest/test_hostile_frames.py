@@ -13,6 +13,7 @@ import pytest
 from tests.ingest.conftest import WITHOUT_PROBES, Bench, Pod
 from tests.patience import patient
 from waymark.apply.slices import SliceRunner
+from waymark.domain.alike_frames import AlikeFrames
 from waymark.ingest.batch_decoder import BatchDecoder
 from waymark.ingest.frames import FrameBuffer, PayloadFacts
 
@@ -57,6 +58,7 @@ class Lag:
         self.turns = self.most = self.measured = 0
         self._arrived: dict[int, tuple[bytes, int]] = {}
         put, decode, pause = FrameBuffer.put, BatchDecoder.decode, SliceRunner.pause
+        take = AlikeFrames.take
 
         def putting(buffer: FrameBuffer, frame: Any) -> None:
             is_too_long = isinstance(frame.payload, PayloadFacts)
@@ -64,10 +66,18 @@ class Lag:
                 self._arrived[id(frame.payload)] = frame.payload, self.turns
             put(buffer, frame)
 
-        async def beginning(decoder: BatchDecoder, seq: int, payload: bytes, topic: bytes, **options: Any) -> Any:
+        def began(payload: bytes) -> None:
             if (arrived := self._arrived.pop(id(payload), None)) is not None:
                 self.most = max(self.most, self.turns - arrived[1])
                 self.measured += 1
+
+        def going(frames: AlikeFrames, seq: int, payloads: tuple[bytes, ...], prefix: bytes) -> Any:
+            for payload in payloads:
+                began(payload)
+            return take(frames, seq, payloads, prefix)
+
+        async def beginning(decoder: BatchDecoder, seq: int, payload: bytes, topic: bytes, **options: Any) -> Any:
+            began(payload)
             return await decode(decoder, seq, payload, topic, **options)
 
         async def counting(runner: SliceRunner) -> None:
@@ -76,6 +86,7 @@ class Lag:
 
         monkeypatch.setattr(FrameBuffer, "put", putting)
         monkeypatch.setattr(BatchDecoder, "decode", beginning)
+        monkeypatch.setattr(AlikeFrames, "take", going)
         monkeypatch.setattr(SliceRunner, "pause", counting)
         # A turn after every slice: turns count work, whatever the machine's clock says.
         monkeypatch.setattr("waymark.apply.slices.SLICE_SECONDS", 0.0)

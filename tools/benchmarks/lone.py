@@ -32,24 +32,24 @@ from tools.benchmarks import prompts
 from tools.benchmarks.feed import Publisher, publishers, stored
 from tools.benchmarks.processes import Server, prefer, redis_server, wait_until, waymark
 from tools.benchmarks.report import aligned
-from waymark.apply.applier import Applier
 from waymark.apply.counts import Counts
 from waymark.cli import main as waymark_main
-from waymark.ingest.batch_decoder import BatchDecoder
+from waymark.domain.alike_frames import AlikeFrames
 from waymark.ingest.life import Life
+from waymark.ingest.straight import StraightWay
 from waymark.ingest.subscriber import Subscriber
-from waymark.store.index import Index
+from waymark.store.alike_calls import AlikeCalls
 from waymark.store.redis.read_connection import ReadConnection
 
 #: The moments of a frame in their order: the call that begins each, and what has been done since the moment before.
 MOMENTS: Final[tuple[tuple[type, str, str], ...]] = (
     (Subscriber, "_read_messages", "libzmq and the network: until the worker is woken"),
-    (BatchDecoder, "decode", "its message is received, its stream is woken"),
-    (Applier, "apply", "it is decoded, and in order"),
-    (Index, "apply", "its blocks are resolved"),
+    (StraightWay, "take", "its message is received"),
+    (AlikeFrames, "take", "it is in order"),
+    (AlikeCalls, "send", "it is read, and its blocks are resolved"),
     (ReadConnection, "_write", "its call is packed"),
     (ReadConnection, "data_received", "the call is written, Redis runs it, and the reply is here"),
-    (Counts, "applied", "the reply has come to the task of the stream"),
+    (Counts, "applied", "the reply has come to the stream"),
     (Life, "count_passed", "it is counted, and the watermark moved"),
 )
 _BLOCKS, _GAP_SECONDS, _WARM = 4, 0.015, 10

@@ -23,19 +23,23 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, NamedTuple
 
+from waymark.apply.bounding import Bounding
 from waymark.apply.counts import Counts
 from waymark.apply.pool_hashes import PoolHashes
 from waymark.apply.redis_calls import Fenced, RedisCalls
 from waymark.apply.slices import SliceRunner
+from waymark.apply.straight import StraightFrames
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.domain.events import Batch
+from waymark.domain.alike_frames import BegunFrames
+from waymark.domain.events import STORES, Batch, PlainEvents
+from waymark.domain.known import Spot
 from waymark.domain.moves import Moves
 from waymark.domain.names import Holder, HolderName, Unit
-from waymark.domain.parts import Commit, Part, blocks_of, has_singles, packed
-from waymark.domain.resolver import Resolver
+from waymark.domain.parts import Commit, Part, Parts, blocks_of, has_singles, packed
+from waymark.domain.resolver import Plan, Resolver
 from waymark.store.activity import ActivityKind, about
 from waymark.store.calls import CALL_BLOCKS
 from waymark.store.entries import GroupEntries
@@ -62,6 +66,12 @@ class Incoming(NamedTuple):
     @property
     def last_seq(self) -> int:
         return self.seq + self.batch.frames - 1
+
+    @property
+    def plain_hashes(self) -> int:
+        """The number of hashes if the events are plain. Other events do not count towards a fold."""
+        events = self.batch.events
+        return events.hashes if type(events) is PlainEvents else 0
 
 
 class Applier:
@@ -117,6 +127,15 @@ class Applier:
         """An object that identifies the server of its group, as far as it is known."""
         return self._store.server_of(self.grant.group_id)
 
+    async def spots_of(self, batch: Batch) -> dict[int, Spot]:
+        """Return the blocks that hashes of the batch stand for, as this life or its group's engines reported them."""
+        resolver = self.resolver
+        hashes = {
+            engine_hash for event in batch.events if isinstance(event, STORES) for engine_hash in event.engine_hashes
+        }
+        spots = resolver.spots_of(resolver.registration.dp_rank, hashes)
+        return spots | await self.pool_hashes.spots_of(hashes - spots.keys())
+
     def happened(self, kind: ActivityKind, detail: str = "") -> None:
         """Add an entry about the publisher to the activity list."""
         self._store.activity.note(kind, **about(self.grant.claim.registration), detail=detail)
@@ -145,18 +164,41 @@ class Applier:
         if resolver.is_shared:
             await self.pool_hashes.find(batches)
         parts = await self.slices.run(resolver.resolve(plan, [(incoming.seq, incoming.batch) for incoming in fold]))
+        await self._apply_parts(batches, parts, commit, plan.gaps)
+
+    async def _apply_parts(self, batches: Sequence[Batch], parts: Parts, commit: Commit | None, gaps: int = 0) -> None:
+        """Apply the parts of batches, and count them."""
         if has_singles(parts):
             await self._keep_singles()
         await self.pool_hashes.keep(parts)
-        moves = Moves(resolver.memory)
-        event_ids = resolver.take_event_ids()
+        moves = Moves(self.resolver.memory)
+        event_ids = self.resolver.take_event_ids()
         *portions, last = portions_of(parts, self.grant.shards)
         began = time.perf_counter()
         # Until the new watermark is written, a worker that takes over applies every portion again.
         for portion in portions:
             await self._apply(portion, moves, None, {})
         await self._apply(last, moves, commit, event_ids)
-        self._counts.applied(batches, parts, plan.gaps, time.perf_counter() - began)
+        self._counts.applied(batches, parts, gaps, time.perf_counter() - began)
+
+    async def finish(self, incoming: Incoming, commit: Commit, begun: BegunFrames) -> None:
+        """Resolve what has ``begun`` to its end, and apply it as ``apply`` does.
+
+        This is for frames that went straight, so their plan is empty, and Redis may have all of their parts.
+        """
+        work = self.resolver.resolve(Plan(), [(incoming.seq, incoming.batch)], begun)
+        await self._apply_parts([incoming.batch], await self.slices.run(work), commit)
+
+    def alike(self, batch: Batch, reading: tuple[Any, ...]) -> StraightFrames | None:
+        """Return the straight way of further frames like ``batch``, the pattern of batches that were applied last; None
+        if there is none.
+
+        It ends with anything else that happens to the stream.
+        """
+        is_alone = self.grant.shards == 1 and not (self._is_staged or self.pool_hashes.is_wanted)
+        frames = self.resolver.alike(batch, reading) if is_alone else None
+        calls = None if frames is None else self._store.index.alike_calls(self.grant, frames.holder)
+        return None if frames is None or calls is None else StraightFrames(frames, calls, self._counts)
 
     async def _apply_early(self, parts: Sequence[Part]) -> None:
         """Apply parts that come before the events of the next batch."""
@@ -406,70 +448,3 @@ def portions_of(parts: Sequence[Part], shards: int) -> list[Sequence[Part]]:
         portion.append(part)
         blocks += part.count
     return [*portions, portion]
-
-
-# Ends the old generations of one stream, and counts blocks if the number of blocks in the group is bounded.
-
-
-#: Seconds between two writes of the block counts: few enough that a bound is enforced within a second.
-_NOTE_SECONDS: Final = 0.4
-
-
-class Bounding:
-    def __init__(
-        self,
-        resolver: Resolver,
-        metrics: Metrics,
-        end: Callable[[HolderName], Awaitable[None]],
-        note: Callable[[Mapping[int, int], int], Awaitable[GroupEntries]],
-    ) -> None:
-        """``end`` ends a holder. ``note`` writes how many blocks each holder has, and how many the group may have."""
-        self._resolver = resolver
-        self._end = end
-        self._tell = note
-        self._metrics = metrics
-        self._noted = 0.0
-
-    def begin_fold(self) -> None:
-        """Begin a fold. All generations of this fold use the time at which it began."""
-        self._resolver.generations.now = int(1000 * time.time())
-
-    async def check(self, *, at_once: bool = False) -> None:
-        """End the generations too old or beyond the bound on blocks. Raises Fenced.
-
-        With a bound on blocks, write the block counts and read the cut of the group (see ``store.entries``) every
-        0.4 s, or now if ``at_once``.
-        """
-        generations = self._resolver.generations
-        if not generations.are_bounded:
-            return
-        self.begin_fold()
-        await self._end_over()
-        now = time.monotonic()
-        if generations.bounds.max_entries and (at_once or now - self._noted >= _NOTE_SECONDS):
-            self._noted = now
-            old_cut = generations.cut
-            await self._note()
-            if generations.cut != old_cut:
-                await self._end_over()
-                await self._note()
-
-    async def _end_over(self) -> None:
-        resolver = self._resolver
-        for name, reason in resolver.over():
-            if name not in resolver.holders:
-                continue  # an earlier call in this loop has ended this holder, too
-            blocks = self._blocks_of(name)
-            await self._end(name)
-            if reason is not None and blocks:
-                self._metrics.index_evictions.labels(reason=reason).inc(blocks)
-
-    def _blocks_of(self, unit: HolderName) -> int:
-        resolver = self._resolver
-        return sum(resolver.memory.blocks_of(holder) for name, holder in resolver.holders.items() if name.is_of(unit))
-
-    async def _note(self) -> None:
-        resolver = self._resolver
-        blocks = {holder: resolver.memory.blocks_of(holder) for holder in resolver.holders.values()}
-        group = await self._tell(blocks, resolver.generations.bounds.max_entries)
-        resolver.generations.publishers, resolver.generations.cut = max(1, group.publishers), group.cut

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from itertools import islice
+from typing import Any
 
 from waymark.apply.applier import Incoming
 from waymark.apply.slices import SliceRunner
@@ -54,6 +55,15 @@ class BatchDecoder:
     def payload_bytes_max(self) -> int:
         """The bytes of the longest payload to read."""
         return self._decode.ceilings.frame_bytes
+
+    @property
+    def plain_bytes_max(self) -> int:
+        """The bytes of the longest payload whose plain events are read at once."""
+        return self._decode.plain_bytes_max
+
+    def reading_of(self, batch: Batch, hashes_max: int) -> tuple[Any, ...] | None:
+        """Return how frames like ``batch`` are read in one step; see ``Decoder.reading_of``."""
+        return self._decode.reading_of(batch, hashes_max)
 
     async def decode(
         self, seq: int, payload: bytes | PayloadFacts, topic: bytes, *, is_known: bool = False

@@ -15,8 +15,8 @@ from typing import Literal
 from waymark.apply.applier import Applier, Incoming
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.domain.events import STORES, Batch, PlainEvents
-from waymark.domain.known import Spot
+from waymark.domain.alike_frames import BegunFrames
+from waymark.domain.events import Batch
 from waymark.domain.life_facts import COPIES_LEARNED, publisher_of
 from waymark.domain.parts import Commit
 from waymark.domain.resolver import UNTRUSTED
@@ -156,7 +156,7 @@ class Life:
             self._note_process(incoming.batch.publisher_id)
         self._fold.append(incoming)
         self._fold_bytes += incoming.size
-        self._fold_hashes += _hashes_of(incoming)
+        self._fold_hashes += incoming.plain_hashes
         self.order.advance(incoming.last_seq, incoming.digest, incoming.batch.ts)
 
     async def take(self, incoming: Incoming, following: Iterable[Frame | ReplayedBatch] | None) -> int:
@@ -165,7 +165,7 @@ class Life:
         ``following`` are the next frames, as far as they are in order; None if there are none. Return how many were
         taken with the batch. The fold is applied before it needs a second call to Redis, and when its frames are large.
         """
-        if self._fold and self._fold_hashes + _hashes_of(incoming) > CALL_BLOCKS:
+        if self._fold and self._fold_hashes + incoming.plain_hashes > CALL_BLOCKS:
             await self.flush()
         if following is not None and self.applier.resolver.takes_frames:
             room, size = CALL_BLOCKS - self._fold_hashes, _FOLD_BYTES - self._fold_bytes
@@ -175,24 +175,36 @@ class Life:
             await self.flush()
         return incoming.batch.frames - 1
 
-    async def flush(self) -> None:
-        """Apply the open fold."""
+    async def flush(self, begun: BegunFrames | None = None) -> None:
+        """Apply the open fold. Its only batch may have ``begun``, because its frames went straight."""
         if not self._fold:
             return
-        fold, order = self._fold, self.order
-        assert order.watermark is not None
+        fold = self._fold
         for incoming in fold:
             if incoming.batch.lost is not None:
                 await self.give_up(incoming)
-        commit = Commit(order.watermark, fold[-1].batch.ts, order.newest_ts, order.digest)
-        await self.applier.apply(fold, commit)
-        self.acknowledged = commit.watermark
-        self._fold, self._fold_bytes, self._fold_hashes = [], 0, 0
-        self.count_passed()
-        self.is_proven = self._unproven is None
+        if begun is None:
+            await self.applier.apply(fold, self.commit)
+        else:
+            await self.applier.finish(fold[0], self.commit, begun)
+        self.note_applied()
         if self.applier.resolver.doubts:
             await self._doubt_copies()
         await self.found()
+
+    @property
+    def commit(self) -> Commit:
+        """The watermark behind the open fold."""
+        order = self.order
+        assert order.watermark is not None
+        return Commit(order.watermark, self._fold[-1].batch.ts, order.newest_ts, order.digest)
+
+    def note_applied(self) -> None:
+        """Note that Redis has acknowledged the open fold."""
+        self.acknowledged = self.order.watermark
+        self._fold, self._fold_bytes, self._fold_hashes = [], 0, 0
+        self.count_passed()
+        self.is_proven = self._unproven is None
 
     async def found(self) -> None:
         """Note that the publisher is reachable, as frames in order or a replay have shown."""
@@ -352,15 +364,6 @@ class Life:
         await self.found()
         await former.forget()
 
-    async def spots_of(self, batch: Batch) -> dict[int, Spot]:
-        """Return the blocks that hashes of the batch stand for, as this life or its group's engines reported them."""
-        resolver = self.applier.resolver
-        hashes = {
-            engine_hash for event in batch.events if isinstance(event, STORES) for engine_hash in event.engine_hashes
-        }
-        spots = resolver.spots_of(self._dp_rank, hashes)
-        return spots | await self.applier.pool_hashes.spots_of(hashes - spots.keys())
-
     def note_snapshot(self, outcome: str, why: str = "") -> None:
         """Count a snapshot; ``why`` says why it could not be used."""
         self.counters[f"snapshots.{outcome}"] += 1
@@ -491,9 +494,3 @@ class Life:
     def count_replay(self, outcome: str) -> None:
         self.counters[f"replays.{outcome}"] += 1
         self._metrics.replays.labels(outcome=outcome).inc()
-
-
-def _hashes_of(incoming: Incoming) -> int:
-    """Return the number of hashes if the events are plain. Other events do not count towards a fold."""
-    events = incoming.batch.events
-    return events.hashes if type(events) is PlainEvents else 0

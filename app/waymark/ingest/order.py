@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from waymark.domain.parts import Commit
 from waymark.ingest.frames import Frame
 
 
@@ -40,6 +41,12 @@ class FrameOrder:
         """The seq of the last live frame on this connection, whether or not it was applied."""
         self._last_topic = b""
         self._last_rank: int | None = None
+
+    @property
+    def next_seq(self) -> int:
+        """The seq of the next batch; there is a watermark."""
+        assert self.watermark is not None
+        return self.watermark + 1
 
     def connected(self) -> None:
         """Note a new connection: its seqs are not compared with those of the old one."""
@@ -96,6 +103,11 @@ class FrameOrder:
         self.watermark, self.digest = seq, digest
         if ts is not None and (self.newest_ts is None or ts > self.newest_ts):
             self.newest_ts = ts
+
+    def commit_at(self, seq: int, digest: str, ts: float) -> Commit:
+        """Return the watermark for the batch ``seq``, which comes next."""
+        newest = self.newest_ts
+        return Commit(seq, ts, ts if newest is None or ts > newest else newest, digest)
 
     def begin_behind(self, seq: int, ts: float | None) -> None:
         """Begin a new life after the batch ``seq``, whose bytes are not known."""

@@ -188,7 +188,7 @@ class Snapshots:
                 else:
                     incoming, count = await self._records(seq, payloads)
                     records += count
-                    staged.resolver.before = await life.spots_of(incoming.batch)
+                    staged.resolver.before = await life.applier.spots_of(incoming.batch)
                 await staged.apply([incoming], None)
                 ts = incoming.batch.ts if ts is None else max(ts, incoming.batch.ts or ts)
                 _check(staged)

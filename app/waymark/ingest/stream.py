@@ -31,6 +31,7 @@ from waymark.ingest.replaying import Replaying
 from waymark.ingest.snapshots import PAUSE_SECONDS_MAX, Snapshots, SnapshotSource
 from waymark.ingest.sockets import ZmqContext
 from waymark.ingest.status_reporter import StatusReporter
+from waymark.ingest.straight import StraightWay
 from waymark.ingest.subscriber import Subscriber
 from waymark.ingest.subscribers import Subscribers
 from waymark.store.activity import ActivityKind
@@ -79,6 +80,8 @@ class Stream:
         self._over = 0
         """The number of a connection whose life has ended: its remaining frames are dropped."""
         self._received = ReceivedFrames(self._subscriber)
+        self._straight = StraightWay(life, self._subscriber, self._received, metrics)
+        self._subscriber.on_frames = self._straight.take
         self._rank_streams = RankStreams(life, on_gap=options.on_gap)
         self._replaying = Replaying(
             life,
@@ -119,8 +122,13 @@ class Stream:
         try:
             async with self._subscriber:
                 while True:
-                    if await self._subscriber.wait(self._wait_seconds()):
+                    seconds = self._wait_seconds()
+                    self._straight.open(wakes=seconds > _TICK_SECONDS)
+                    if await self._subscriber.wait(seconds):
                         self._news = time.monotonic()
+                    await self._straight.close()
+                    heard = self._straight.heard
+                    self._news, self._heard = max(self._news, heard), max(self._heard, heard)
                     if self._replaying.is_due or self._is_beginning_due:
                         await self._run_replay()
                     if self._received.take(self._options.fold_batches):
@@ -143,6 +151,7 @@ class Stream:
             await self._reporter.report_last()
             raise
         finally:
+            self._straight.leave()
             self._replaying.drop()
 
     def wake(self) -> None:
@@ -214,6 +223,7 @@ class Stream:
             self._down_since = now
         is_away = self._down_since is not None and now - self._down_since > options.publisher_timeout
         if is_away and options.publisher_timeout and not life.is_lost and self._was_there:
+            self._straight.drop()
             await life.lost()
         await self._note_health(now)
         await self._reporter.report(now)
@@ -240,6 +250,7 @@ class Stream:
         self._heard = time.monotonic()
         life, received = self._life, self._received
         life.applier.slices.begin()
+        self._straight.pause()
         while (frame := received.next()) is not None:
             if frame.connection != received.connection:
                 await life.flush()
@@ -277,9 +288,11 @@ class Stream:
                 continue
             if judgement is FramePosition.MIXED:
                 self._reporter.fail()
+                self._straight.drop()
             elif judgement is FramePosition.STALE:
                 life.count("stale_batches")
             else:
+                self._straight.note(incoming)
                 count = await life.take(incoming, received.behind(frame))
                 received.skip(count)
                 life.order.went_on(count)
@@ -338,6 +351,7 @@ class Stream:
     async def _take_snapshot(self, snapshots: Snapshots) -> None:
         """Ask for a snapshot. Live frames wait meanwhile, and are applied after it."""
         life, life_begun = self._life, self._life.begun
+        self._straight.drop()
         await snapshots.run()
         self._heard = time.monotonic()
         if life.begun != life_begun:
@@ -367,6 +381,7 @@ class Stream:
     async def _repair(self) -> None:
         """Request all batches of this life again. If the publisher has the first one, the life begins again with it."""
         life, self._repaired = self._life, self._life.begun
+        self._straight.drop()
         assert life.order.watermark is not None
         # An engine that drops blocks without an event shows the same drift after each replay.
         self._repair_at = time.monotonic() + self._repair_pause
@@ -385,6 +400,7 @@ class Stream:
 
     async def _connected(self, connection: int) -> None:
         self._received.connected(connection)
+        self._straight.drop()
         self._pauses.reset()
         self._life.is_proven = False
         self._life.order.connected()
@@ -398,6 +414,7 @@ class Stream:
         ``needed_by`` is the seq of a live frame that waits for it.
         """
         endpoint, life = self._registration.replay_endpoint, self._life
+        self._straight.drop()
         dropped, self._dropped_asked = self._subscriber.dropped - self._dropped_asked, self._subscriber.dropped
         if self._reporter.is_mixed:
             self._replaying.drop()

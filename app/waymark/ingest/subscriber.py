@@ -109,6 +109,8 @@ class Subscriber:
         self._pause = RECONNECT_SECONDS
         self._waiter: asyncio.Future[None] | None = None
         self._seen_version = 0
+        self.on_frames: Callable[[], bool] | None = None
+        """Called when frames were buffered, with one reader. It returns whether the reader may go on waiting."""
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -326,8 +328,10 @@ class Subscriber:
         size = 0
         try:
             for number in range(FRAMES_PER_READ):
-                if number == 1 and not link.messages.are_there:
-                    return False  # for a lone frame, asking is cheaper than libzmq's error
+                if number == 1:
+                    self._offer()  # a lone frame need not wait until it is known to be one
+                    if not link.messages.are_there:
+                        return False  # for a lone frame, asking is cheaper than libzmq's error
                 parts = receive()
                 if parts is None:
                     buffer.dropped += 1
@@ -344,6 +348,10 @@ class Subscriber:
         except zmq.Again:
             return False
         finally:
-            if buffer:
+            if not self._offer():
                 self.wake()
         return True
+
+    def _offer(self) -> bool:
+        """Offer the buffered frames to the reader. Return whether it may go on waiting."""
+        return not self._buffer or (self.on_frames is not None and self.on_frames())

@@ -5,6 +5,7 @@ Other packages import the modules in ``__all__``; the rest is reached by the att
 
 __all__ = [
     "activity",
+    "alike_calls",
     "books",
     "calls",
     "chain",

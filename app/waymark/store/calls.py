@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from waymark.domain.moves import Moves
-from waymark.domain.parts import PackedParts, Part, blocks_of, packed
+from waymark.domain.parts import Commit, PackedParts, Part, blocks_of, packed
 from waymark.domain.rows import Place
 from waymark.store.redis.words import PackedWords
 
 #: The limits of one call. A call at either limit takes Redis about 2 ms, and every reader waits that long.
 CALL_PARTS = 128
 CALL_BLOCKS = 3584
+#: The fixed cost of a part for the pacer, in blocks.
+PART_COST = 8
 #: The header of a packed part: kind, holder, batch, position of its last block, row, branch row, number of blocks,
 #: flags.
 _HEADER = struct.Struct(">cHHIHHBB")
@@ -131,3 +133,16 @@ def _packed(part: Part, holder: int, batch: int, rows: Mapping[Place, int]) -> b
     header = _HEADER.pack(part.kind.encode(), holder, batch, part.last, row, branch, part.count, flags)
     namespace = b"%016x" % part.namespace if part.namespace else b""
     return b"".join((header, namespace, parent, part.slots, hashes, b";".join(part.copies)))
+
+
+def commit_words(commit: Commit | None) -> dict[str, Any]:
+    """Return the watermark, its ts, the newest ts and its digest; empty strings without a commit."""
+    if commit is None:
+        return {"watermark": "", "ts": "", "newest_ts": "", "digest": ""}
+    ts, newest = commit.ts, commit.newest_ts
+    return {
+        "watermark": commit.watermark,
+        "ts": "" if ts is None else repr(ts),
+        "newest_ts": "" if newest is None else repr(newest),
+        "digest": commit.digest,
+    }

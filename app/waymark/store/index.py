@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from waymark.domain.moves import Moves
 from waymark.domain.parts import Commit, Part, shares_of
 from waymark.domain.rows import ROW_SLOTS
 from waymark.store import keys
-from waymark.store.calls import ApplyCall, ApplyCalls
+from waymark.store.alike_calls import AlikeCalls
+from waymark.store.calls import PART_COST, ApplyCall, ApplyCalls, commit_words
 from waymark.store.leases import Grant
 from waymark.store.pacing import Pacer
 from waymark.store.redis.client import RedisClient
@@ -22,8 +24,6 @@ from waymark.store.scripts import Arg, Outcome, Scripts, Verdict
 
 #: The most bytes of rows that a call reads. Redis takes about 2 ms for them, and every reader waits that long.
 CALL_BYTES = 65_536
-#: The fixed cost of a part, in blocks.
-_PART_COST = 8
 
 
 HoldLease = Callable[[], Awaitable[None]]
@@ -85,13 +85,33 @@ class Index:
             return Verdict.APPLIED
         return await self._commit(grant, commit, events)
 
+    def alike_calls(self, grant: Grant, holder: int) -> AlikeCalls:
+        """Return the calls for frames of a holder that are alike, on the only shard of its group."""
+        values = self._words_of(grant, 0, [holder], grant.record)
+        prefix = keys.block_prefix(grant.group_id, 0)
+        return AlikeCalls(self._client, self._scripts, self._pacer, grant, prefix, {**values, "events": ()})
+
+    def _words_of(self, grant: Grant, shard: int, holders: Sequence[int], record: str | None) -> dict[str, Any]:
+        """Return the words of a call that do not depend on its parts, by the names of the signature."""
+        return {
+            "fence": keys.fence(grant.group_id, shard),
+            "engine": [keys.engine(grant.group_id, shard, holder) for holder in holders],
+            "branches": keys.branches(grant.group_id, shard),
+            "record": record,
+            "publisher": grant.publisher,
+            "token": grant.token,
+            "slots_max": self._row_slots,
+            "bytes_max": self._call_bytes,
+            "holders": holders,
+        }
+
     async def _commit(self, grant: Grant, commit: Commit | None, events: list[Arg]) -> Verdict:
         """Move the watermark, which is on shard 0. The other shards have applied their parts before."""
         moved = sorted(grant.moved_shards)
         shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]
         outcome = await self._scripts.commit_batch(
             **grant.fenced_call,
-            **_watermark(commit),
+            **commit_words(commit),
             shards=shards,
             event=events,
         )
@@ -179,25 +199,17 @@ class Index:
         prefix = keys.block_prefix(grant.group_id, shard)
         call = partial(
             self._scripts.apply_rows,
-            fence=keys.fence(grant.group_id, shard),
-            engine=[keys.engine(grant.group_id, shard, holder) for holder in prepared.holders],
+            **self._words_of(grant, shard, prepared.holders, record),
             row=prepared.rows,
-            branches=keys.branches(grant.group_id, shard),
-            record=record,
-            publisher=grant.publisher,
-            token=grant.token,
-            **_watermark(commit),
+            **commit_words(commit),
             calls=grant.calls.get(shard, 0),
-            slots_max=self._row_slots,
-            bytes_max=self._call_bytes,
-            holders=prepared.holders,
             events=events,
             seqs=prepared.seqs,
             part=prepared.words,
         )
         if hold is None:
             return await call()
-        blocks = prepared.blocks + _PART_COST * len(prepared.words)
+        blocks = prepared.blocks + PART_COST * len(prepared.words)
         async with self._pacer.admit(self._client.server_of(prefix), blocks, hold):
             return await call()
 
@@ -222,16 +234,3 @@ class Index:
 def _calls_of(raw: bytes | None) -> int:
     """Return the number of calls in a fence; 0 if it is missing or cannot be read."""
     return int(raw) if raw is not None and raw.isdigit() and len(raw) <= 16 else 0
-
-
-def _watermark(commit: Commit | None) -> dict[str, Arg]:
-    """Return the watermark, its ts, the newest ts and its digest; empty strings without a commit."""
-    if commit is None:
-        return {"watermark": "", "ts": "", "newest_ts": "", "digest": ""}
-    ts, newest = commit.ts, commit.newest_ts
-    return {
-        "watermark": commit.watermark,
-        "ts": "" if ts is None else repr(ts),
-        "newest_ts": "" if newest is None else repr(newest),
-        "digest": commit.digest,
-    }

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeAlias
 
 #: The blocks that all ingest workers together may be writing to one Redis server at once. All workers need the same
 #: number, because each computes its share of it. With twice as many, the p99 of queries during a cold start grew from
@@ -34,6 +35,14 @@ _QUICKEST_SECONDS = 30.0
 _PAUSE_SECONDS_MAX = 0.25
 #: Servers of a Cluster come and go. Beyond this number, idle ones are forgotten.
 _SERVERS_MAX = 256
+
+
+EndCall: TypeAlias = Callable[[bool], None]
+"""Ends an admitted call; its argument is whether the call was answered."""
+
+
+def _pass(_: bool) -> None:
+    """End a call without a bound."""
 
 
 class Pacer:
@@ -60,13 +69,29 @@ class Pacer:
         """
         if not self._blocks_max:
             return nullcontext()
+        return _Admission(self._queue(server), blocks + _CALL_COST, self._clock, while_waiting)
+
+    def admit_at_once(self, server: object, blocks: int) -> EndCall | None:
+        """Admit a call with ``blocks`` blocks if it need not wait; otherwise return None.
+
+        The result is to be called when the call has ended, with whether it was answered.
+        """
+        if not self._blocks_max:
+            return _pass
+        queue, cost = self._queue(server), blocks + _CALL_COST
+        if not queue.enter_at_once(cost):
+            return None
+        began = self._clock()
+        return lambda is_answered: queue.leave(cost, self._clock() - began, is_answered=is_answered)
+
+    def _queue(self, server: object) -> _ServerQueue:
         queue = self._queues.get(server)
         if queue is None:
             if len(self._queues) >= _SERVERS_MAX:
                 self._queues = {server: queue for server, queue in self._queues.items() if not queue.is_idle}
             queue = self._queues[server] = _ServerQueue(self._clock)
         queue.share = self._blocks_max / max(1, self.workers)
-        return _Admission(queue, blocks + _CALL_COST, self._clock, while_waiting)
+        return queue
 
 
 class _Admission(AbstractAsyncContextManager[None]):
@@ -127,9 +152,15 @@ class _ServerQueue:
     def is_idle(self) -> bool:
         return not self._under_way and not self.waiting
 
+    def enter_at_once(self, cost: int) -> bool:
+        """Admit a call if no other waits and there is room. Return whether it is admitted."""
+        if self.waiting or not self._has_room(cost):
+            return False
+        self._under_way += cost
+        return True
+
     async def enter(self, cost: int, while_waiting: Callable[[], Awaitable[None]] | None) -> None:
-        if not self.waiting and self._has_room(cost):
-            self._under_way += cost
+        if self.enter_at_once(cost):
             return
         loop = asyncio.get_running_loop()
         call = _WaitingCall(cost, loop.create_future())

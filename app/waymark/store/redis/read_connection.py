@@ -127,9 +127,17 @@ class ReadConnection(asyncio.Protocol):
         self.send(packed, reader, answer, deadline)
         return answer
 
-    def send(self, packed: bytes, reader: ReplyReader[T], answer: ReplyReceiver[T], deadline: float | None) -> None:
+    def send(
+        self,
+        packed: bytes,
+        reader: ReplyReader[T],
+        answer: ReplyReceiver[T],
+        deadline: float | None,
+        *,
+        is_urgent: bool = False,
+    ) -> None:
         """Send a request as ``ask`` does, with ``answer`` instead of a future. ``answer`` may get an error before this
-        method returns.
+        method returns. With ``is_urgent`` the request does not wait for others of the same turn of the loop.
         """
         now = self._loop.time()
         if self._transport is None:
@@ -147,7 +155,9 @@ class ReadConnection(asyncio.Protocol):
             if due < self._due:
                 self._check_by(due)
             self._unsent.append(packed)
-            if len(self._unsent) == 1:
+            if is_urgent:
+                self._write()
+            elif len(self._unsent) == 1:
                 self._loop.call_soon(self._write)
 
     @property
@@ -162,7 +172,7 @@ class ReadConnection(asyncio.Protocol):
     def _write(self) -> None:
         """Send the requests of one turn of the loop together, because a write costs more than a short request."""
         unsent, self._unsent = self._unsent, []
-        if self._transport is None:
+        if self._transport is None or not unsent:
             return
         try:
             self._transport.write(b"".join(unsent))

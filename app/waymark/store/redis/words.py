@@ -65,17 +65,17 @@ def packed_call(sha: str, keys: Sequence[Any], args: Sequence[Any]) -> bytes:
     for further in (keys, args):
         for piece in further.pieces if type(further) is MixedWords else (further,):
             if type(piece) is PackedWords:
-                packed += _bulks(words), piece.packed
+                packed += bulks(words), piece.packed
                 words = []
             else:
                 words += piece
     if not packed:
         command: bytes = hiredis.pack_command(tuple(words))
         return command
-    return b"".join((b"*%d\r\n" % count, *packed, _bulks(words)))
+    return b"".join((b"*%d\r\n" % count, *packed, bulks(words)))
 
 
-def _bulks(words: list[Any]) -> bytes:
+def bulks(words: list[Any]) -> bytes:
     """Return words as bulk strings."""
     command: bytes = hiredis.pack_command(tuple(words))
     return command[command.index(b"\n") + 1 :]

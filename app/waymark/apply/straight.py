@@ -1,0 +1,42 @@
+"""Applies frames that are alike without waiting for Redis: their parts are sent at once, and a callback counts them.
+
+If anything is unusual, the applier's ``finish`` goes on with the same parts, as after a lost reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from waymark.apply.counts import Counts
+from waymark.domain.alike_frames import AlikeFrames, AlikeRun
+from waymark.domain.events import Batch
+from waymark.domain.parts import Commit
+from waymark.store.alike_calls import AlikeCalls, SentCall
+
+
+class StraightFrames:
+    """The straight way of the frames of one stream that say the same besides their blocks."""
+
+    def __init__(self, frames: AlikeFrames, calls: AlikeCalls, counts: Counts) -> None:
+        self._frames, self._calls, self._counts = frames, calls, counts
+
+    @property
+    def may_send(self) -> bool:
+        """Whether a call could be sent now."""
+        return self._calls.may_send
+
+    def take(self, seq: int, payloads: tuple[bytes, ...]) -> AlikeRun | None:
+        """Resolve the first of these frames that are alike; see ``AlikeFrames.take``."""
+        return self._frames.take(seq, payloads, self._calls.prefix)
+
+    def send(self, run: AlikeRun, commit: Commit, on_end: Callable[[bool], None]) -> SentCall | None:
+        """Send the parts of frames, and call ``on_end`` with whether Redis has applied all of them.
+
+        Return None, without sending them, if these frames have to go the ordinary way.
+        """
+        return None if run.words is None else self._calls.send(run.words, len(run.parts), commit, on_end)
+
+    def applied(self, batch: Batch, run: AlikeRun, seconds: float) -> bool:
+        """Count frames that Redis has acknowledged, after so many seconds. Return whether further ones may follow."""
+        self._counts.applied([batch], run.parts, 0, seconds)
+        return self._frames.may_go_on()

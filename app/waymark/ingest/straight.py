@@ -1,0 +1,206 @@
+"""The straight way of frames: while the task of a stream waits, a callback applies the frames that are alike.
+
+A frame goes straight if it is the next one in order, and differs from the last applied one in its blocks only. It is
+read, resolved and sent in one step, and the callback of the reply counts it and moves the watermark. The task is woken
+by every other frame, and goes on where a frame that went straight could not be applied as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final
+
+from waymark.apply.applier import Applier, Incoming
+from waymark.apply.straight import StraightFrames
+from waymark.base.metrics import Metrics
+from waymark.domain.alike_frames import ALIKE_HASHES_MAX, AlikeRun
+from waymark.domain.events import Batch
+from waymark.ingest.frames import PayloadFacts, digest
+from waymark.ingest.life import Life
+from waymark.ingest.received import ReceivedFrames
+from waymark.ingest.subscriber import Subscriber
+from waymark.store.alike_calls import SentCall
+
+_FRAMES_MAX: Final = 8
+"""More waiting frames are a backlog, which costs less in the ordinary way."""
+_BYTES_MAX: Final = 65_536
+"""The most bytes of frames that are read at once."""
+
+
+class StraightWay:
+    """The straight way of one stream. It is open only while the task of the stream waits for frames."""
+
+    def __init__(self, life: Life, subscriber: Subscriber, received: ReceivedFrames, metrics: Metrics) -> None:
+        self.heard = 0.0
+        """When a frame last went straight."""
+        self._life, self._subscriber, self._received, self._metrics = life, subscriber, received, metrics
+        registration = life.applier.grant.claim.registration
+        self._is_plain = registration.sequence == "publisher" and registration.topic is None
+        self._bytes_max = min(_BYTES_MAX, life.decoder.plain_bytes_max)
+        self._last: Incoming | None = None
+        """The last batch that was applied in the ordinary way, until it is known whether others can follow it."""
+        self._pattern: tuple[Applier, int, Batch] | None = None
+        """The applier and the life of these batches, and their pattern."""
+        self._frames: StraightFrames | None = None
+        self._ranks: frozenset[int] = frozenset()
+        """The registered ranks for which ``_frames`` is right."""
+        self._is_open = False
+        self._wakes = False
+        """Whether the task waits longer than between two of its looks at the stream, so that each reply wakes it."""
+        self._run: AlikeRun | None = None
+        """The frames that are not applied yet."""
+        self._batch: Batch
+        """Their batch."""
+        self._call: SentCall | None = None
+        """The call for them, until it ends."""
+        self._ended: asyncio.Future[None] | None = None
+        """Done when the call ends, while the task waits for that."""
+        self._error: Exception | None = None
+
+    def drop(self) -> None:
+        """Note another event of the stream. No frame goes straight before the next ordinary one is applied."""
+        self._last = self._frames = self._pattern = None
+
+    def pause(self) -> None:
+        """Note that frames go the ordinary way."""
+        self._last = self._frames = None
+
+    def note(self, incoming: Incoming) -> None:
+        """Note the last batch of a fold."""
+        self._last = incoming
+
+    def open(self, *, wakes: bool) -> None:
+        """Let frames go straight until ``close``, if the stream is in a steady state. The task is about to wait;
+        ``wakes`` says whether a reply wakes it.
+        """
+        life, applier = self._life, self._life.applier
+        self._wakes = wakes
+        if self._subscriber.buffered_frames:
+            return
+        if self._last is not None:
+            last, self._last = self._last, None
+            reading = life.decoder.reading_of(last.batch, ALIKE_HASHES_MAX) if self._is_plain else None
+            if reading is not None and life.is_proven and not (life.is_open or life.is_lost):
+                pattern = self._pattern_with(last.batch)
+                self._frames, self._ranks = applier.alike(pattern, reading), applier.resolver.registered_ranks
+        if self._frames is not None:
+            is_same = applier.resolver.registered_ranks == self._ranks and not applier.pool_hashes.is_wanted
+            self._is_open = is_same and self._frames.may_send
+
+    def _pattern_with(self, batch: Batch) -> Batch:
+        """Return the pattern of the last batch and of those before it in its life."""
+        applier, begun, before = self._pattern or (None, 0, None)
+        is_same = applier is self._life.applier and begun == self._life.begun
+        pattern = batch.pattern(before if is_same else None)
+        self._pattern = self._life.applier, self._life.begun, pattern
+        return pattern
+
+    async def close(self) -> None:
+        """End the straight way for now, and finish what went straight and is not applied. Raise what it raised."""
+        self._is_open = False
+        if self._call is not None:
+            self._ended = asyncio.get_running_loop().create_future()
+            await self._ended
+        if self._error is not None:
+            raise self._error
+        if self._run is not None:
+            run, self._run = self._run, None
+            self.drop()
+            self._life.applier.slices.begin()
+            await self._life.flush(run.begun)
+
+    def leave(self) -> None:
+        """Ignore the reply of the call under way, because the stream has ended."""
+        self._is_open = False
+        if self._call is not None:
+            self._call.drop()
+
+    # ---- callbacks ---------------------------------------------------------------------------------
+
+    def take(self) -> bool:
+        """Take the buffered frames, if they may go straight. Return whether the task may go on waiting."""
+        if not self._is_open or self._run is not None:
+            return self._call is not None  # its reply comes first
+        try:
+            payloads = self._payloads()
+            return bool(payloads) and self._go(tuple(payloads))
+        except Exception as error:  # the task raises it, because the tables may be half changed
+            self._error, self._is_open = error, False
+            return False
+
+    def _payloads(self) -> Sequence[bytes]:
+        """Return the payloads of the buffered frames if these are few: of those that continue the order."""
+        order, payloads = self._life.order, list[bytes]()
+        frames = [*islice(self._subscriber.waiting, _FRAMES_MAX + 1)]
+        first, seq = frames[0], order.next_seq
+        if len(frames) > _FRAMES_MAX or (order.last_live is not None and first.seq <= order.last_live):
+            return ()
+        room = self._bytes_max
+        for frame in frames:
+            payload = frame.payload
+            room -= len(payload)
+            is_next = frame.seq == seq and frame.connection == self._received.connection
+            if not is_next or frame.topic != first.topic or room < 0 or isinstance(payload, PayloadFacts):
+                break
+            payloads.append(payload)
+            seq += 1
+        return payloads
+
+    def _go(self, payloads: tuple[bytes, ...]) -> bool:
+        straight, order = self._frames, self._life.order
+        assert straight is not None
+        run = straight.take(order.next_seq, payloads)
+        if run is None:
+            self._is_open = False
+            return False
+        digested = digest(payloads[run.frames - 1])
+        # The call is sent first, because readers wait for it.
+        call = straight.send(run, order.commit_at(run.last_seq, digested, run.ts), self._end)
+        self._run = run
+        self._note(run, digested)
+        if call is None or call.done():
+            return False
+        self._call = call
+        return True
+
+    def _note(self, run: AlikeRun, digested: str) -> None:
+        """Note frames that were taken as the ordinary way does before it applies them."""
+        frames = self._subscriber.take(run.frames)
+        self.heard = time.monotonic()
+        size = sum([len(frame.payload) for frame in frames])
+        self._metrics.frames.inc(len(frames))
+        self._metrics.frame_bytes.inc(size)
+        self._batch = run.batch
+        self._life.order.passed(frames[-1])
+        self._life.append(Incoming(run.seq, digested, self._batch, size))
+
+    def _end(self, is_applied: bool) -> None:
+        """End a call; see ``StraightFrames.send``."""
+        call, self._call = self._call, None
+        if call is None:
+            return  # it could not be sent
+        try:
+            if is_applied:
+                self._applied(call)
+        except Exception as error:  # the task raises it; a connection to Redis calls this
+            self._error, self._is_open = error, False
+        if self._ended is not None:
+            if not self._ended.done():
+                self._ended.set_result(None)
+            self._ended = None
+        elif self._run is not None or self._wakes or (self._subscriber.buffered_frames and not self.take()):
+            self._subscriber.wake()
+
+    def _applied(self, call: SentCall) -> None:
+        """Move the watermark, and count."""
+        run, straight = self._run, self._frames
+        assert run is not None
+        assert straight is not None
+        may_go_on = straight.applied(self._batch, run, call.seconds)
+        self._life.note_applied()
+        self._run = None
+        if not may_go_on:
+            self._frames, self._is_open = None, False
