@@ -68,7 +68,7 @@ class BooksView:
 
 def since_seconds(text: str) -> int:
     """Return the seconds of a span such as ``90s``, ``30m`` or ``2h``. Raise ``InvalidValue`` for any other text, or
-    above the ``HOURS_KEPT``.
+    for more than ``HOURS_KEPT``.
     """
     match = _SINCE.fullmatch(text)
     seconds = 0 if match is None else int(match[1]) * _SECONDS[match[2]]

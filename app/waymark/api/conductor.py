@@ -117,11 +117,11 @@ class MatchRows:
 
 
 class _RowsOfView(NamedTuple):
-    """What is kept of a view."""
+    """The rows that the cache keeps for a view."""
 
     unmatched: UnmatchedRows
     size: int
-    """In bytes, without the answers."""
+    """The size in bytes, without the answers."""
     answers: dict[FoundRuns, MatchRows]
 
 
@@ -182,7 +182,7 @@ class AnswerCache:
         self.bytes = 0
 
     def _rows_of(self, view: View) -> _RowsOfView:
-        """Return what is kept of a view. A view that needs more than all bytes is not kept."""
+        """Return the rows of a view. They are not kept if they need more bytes than the whole cache has."""
         rows = self._known.get(view)
         if rows is None:
             unmatched = UnmatchedRows(view)

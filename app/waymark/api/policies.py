@@ -84,7 +84,7 @@ class PolicySums:
     decisions: int = 0
     """The decisions in which the policy prefers a target."""
     differs: int = 0
-    """The decisions in which the policy prefers another target than the one that was chosen."""
+    """The decisions in which the policy prefers a target other than the chosen one."""
     none: int = 0
     """The decisions in which the policy preferred no target, failed, or was not asked."""
     expected: int = 0

@@ -70,7 +70,7 @@ class Views:
         # The name of an unreadable record may belong to any tenant.
         records = self._store.parser.unreadable if body.caller.tenants is None else ()
         loads, left_out = await self._loads(states)
-        # The problems of the discovery may name pods and files of any tenant.
+        # The problems of discovery may name pods and files of any tenant.
         discovery = await self._store.discovery.state() if body.caller.tenants is None else None
         return Answer(
             WorkersAnswer(

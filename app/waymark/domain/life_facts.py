@@ -57,7 +57,7 @@ WINDOW = "window:"
 _PUBLISHER = re.compile(PUBLISHER + "((?:[0-9a-f]{2}){1,64})")
 _RELEASE = re.compile(r"v?([0-9]{1,4})\.([0-9]{1,4})", re.ASCII)
 WINDOWS_MAX = 64
-"""Further groups are ignored."""
+"""The most groups with windows; others are ignored."""
 _OF_GROUPS = (StoredWindow, Removed)
 """The events of a group with a window. A removal does not name its kind of attention."""
 

@@ -20,7 +20,7 @@ from waymark.domain.slices import SLICE_WORK, Slices
 SHARD = "shard:"
 """The prefix of the flags that name the object shards in the keys of this life."""
 SHARDS_MAX = 1024
-"""Further ones are ignored."""
+"""The most object shards of a block; further ones are ignored."""
 FIND_MAX = 512
 """The number of waiting hashes looked up at once."""
 EARLY_MAX = 1_000_000

@@ -1,10 +1,10 @@
 """Reads SGLang's events, which are vLLM's with a few differences.
 
-Hashes are signed. A parent of 0 means that the parent is unknown. Only in a list without a salt it means the root, if
-the publisher has no block 0: llm-d's simulator writes such lists for every engine. A list has at most seven fields of a
-store and two of a removal; further elements differ from those of vLLM. The salt is named in every store, in the map's
-``cache_salt``, or (0.5.18 and 0.5.19) in a map instead of the adapter's name. Tokens may be pairs; media are those of
-HiCache.
+Hashes are signed. A parent of 0 means that the parent is unknown. Only in a list without a salt does it mean the root,
+if the publisher has no block 0: llm-d's simulator writes such lists for every engine. A list has at most seven fields
+of a store and two of a removal; further elements differ from those of vLLM. The salt is named in every store, in the
+map's ``cache_salt``, or (0.5.18 and 0.5.19) in a map instead of the adapter's name. Tokens may be pairs; media are
+those of HiCache.
 """
 
 from __future__ import annotations

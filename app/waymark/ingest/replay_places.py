@@ -80,8 +80,8 @@ class ReplayPlace:
 
 
 class ReplayPlaces:
-    """The ``size`` places of a worker. After waiting for ``patience_seconds``, a stream may get the place of a replay
-    as old as that.
+    """The ``size`` places of a worker. After waiting for ``patience_seconds``, a stream may take the place of a replay
+    of at least this age.
     """
 
     def __init__(self, size: int, *, patience_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:

@@ -59,7 +59,7 @@ _ANSWERS_BYTES_MAX = 4 * 2**20
 
 
 class Dynamo:
-    """Handlers of ``/dynamo/register``, ``/unregister``, ``/query`` and ``/query_by_hash``."""
+    """Handlers of ``/dynamo/register``, ``/unregister``, and the three paths of queries."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class DynamoViews:
         return [_worker(states) for states in ranks.values()]
 
     async def metrics(self, body: Body) -> Answer:
-        """Return the metrics of ``/metrics``, followed by those of the released indexer under its names.
+        """Return the content of ``/metrics``, followed by those of the released indexer under its names.
 
         The three gauges are about Redis, and are missing while it is unavailable.
         """

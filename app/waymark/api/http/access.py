@@ -22,7 +22,8 @@ from waymark.domain.names import DEFAULT_TENANT
 
 Access: TypeAlias = Literal["open", "read", "admin", "write"]
 """Who may call a path. ``open``: every client. ``read``: a token is needed only if reads are protected. ``admin`` reads
-and ``write`` changes something: both need a token if any token is set, and that of ``write`` must be allowed to write.
+and ``write`` changes something: both need a token if any token is set, and the token for ``write`` must be allowed
+to write.
 """
 
 Reach: TypeAlias = Literal["all", "body", "filtered", "none"]
