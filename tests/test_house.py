@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
 from pydantic import BaseModel
 
 from tools import house
@@ -235,6 +236,7 @@ ENGLISH = {
 }
 
 
+@pytest.mark.slow
 def test_the_english_of_the_code_gets_no_worse() -> None:
     figures = house.english(house.read_modules(ROOT))
     measured = {row: float(figures[row]) for row in ENGLISH}

@@ -16,6 +16,7 @@ from tests.patience import patient
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.outside
 @pytest.mark.long
 def test_style_and_types() -> None:
     # What the make that runs the tests hands on to a make of its own does not concern this one.

@@ -39,6 +39,7 @@ def named(tree: ast.AST) -> Iterator[str]:
 MODULES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).parts[0] != PLAYER]
 
 
+@pytest.mark.slow
 def test_no_module_but_the_tables_names_a_kind_or_a_medium() -> None:
     others = {path.relative_to(ROOT).as_posix(): path for path in MODULES}
     found = {

@@ -120,7 +120,7 @@ def in_order(tests: list[Any], processes: int) -> str:
 def test_what_a_unit_test_may_not_do(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
     with pytest.raises(RuntimeError, match=r"mark it with @pytest\.mark\.outside"):
         unit._refuse(event, ())
-    monkeypatch.setattr(unit, "_is_in_test", False)
+    monkeypatch.setattr(unit, "_is_inside", False)
     unit._refuse(event, ())
 
 

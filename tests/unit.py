@@ -1,7 +1,8 @@
 """``pytest --unit``: the tests that need nothing but Python, for the inner loop (``make check``).
 
 A test is left out when it needs a real Redis, when it is marked ``outside`` (it opens a socket or starts a process) or
-``slow`` (it takes a second, or as much in all its cases). A socket or a process in one of the others is an error.
+``slow`` (it takes a second, or as much in all its cases). A socket or a process in one of the others is an error, in
+the whole suite, too.
 
 A test above the store has the fixture ``store``, which is emulated in the inner loop and real in the whole suite: what
 differs between the two is below. The tests of the store and of its scripts have the fixture ``redis`` and run on both.
@@ -53,7 +54,8 @@ _PER_PROCESSOR, _PROCESSES_MAX = 2, 8
 #: New objects after which garbage is looked for. With the default of 700 a twentieth of the CPU went there.
 _GARBAGE = 20_000
 _FORBIDDEN = {"socket.bind": "binds a socket", "socket.connect": "connects", "subprocess.Popen": "starts a process"}
-_is_in_test = False
+#: A test that is not ``outside`` runs.
+_is_inside = False
 _is_unit = False
 
 
@@ -66,8 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     global _is_unit
     is_unit = _is_unit = config.getoption("--unit")
-    if is_unit:
-        sys.addaudithook(_refuse)
+    sys.addaudithook(_refuse)
     # A busy machine makes an example slow, and that is no fault of the code. The same tests have the same examples, so
     # that a run that fails fails again; WAYMARK_TEST_RANDOM=1 looks for others.
     whole = RANDOM_EXAMPLES if _is_random else WHOLE_EXAMPLES
@@ -192,15 +193,15 @@ def is_outside(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Marks the time in which a socket or a process is the test's own, and not pytest's or a plugin's."""
-    global _is_in_test
-    _is_in_test = True
+    """Mark the time in which a socket or a process is the test's own, and not pytest's or a plugin's."""
+    global _is_inside
+    _is_inside = not is_outside(item)
     try:
         return (yield)
     finally:
-        _is_in_test = False
+        _is_inside = False
 
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in _FORBIDDEN and _is_in_test:
+    if _is_inside and event in _FORBIDDEN:
         raise RuntimeError(f"a unit test {_FORBIDDEN[event]}; mark it with @pytest.mark.outside")

@@ -115,6 +115,7 @@ async def test_a_policy_that_cannot_be_tried_is_refused(
 # ---- what is kept of a prompt --------------------------------------------------------------------
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.outside
 async def test_of_a_prompt_hashes_are_kept_and_never_tokens_or_text(

@@ -183,6 +183,7 @@ def test_an_engine_that_is_not_active(service: Answers, status: str, verdict: st
     assert unwell(service) == (verdict, 'engine "b" rank 0', f"{status}: it is refused")
 
 
+@pytest.mark.outside
 def test_lines_do_not_contradict_each_other_and_the_last_one_counts_them(service: Answers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         opens, closed = f"tcp://127.0.0.1:{server.getsockname()[1]}", f"tcp://127.0.0.1:{unused_port()}"
@@ -216,6 +217,7 @@ def test_a_host_that_cannot_be_is_a_port_that_cannot_be_opened(service: Answers)
     assert finding.sentence.startswith("tcp://a..b:5557 cannot be opened from this machine: ")
 
 
+@pytest.mark.outside
 def test_a_port_that_cannot_be_opened(service: Answers) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         opens, closed = f"tcp://127.0.0.1:{server.getsockname()[1]}", f"tcp://127.0.0.1:{unused_port()}"

@@ -693,6 +693,7 @@ async def test_what_a_door_has_to_know_of_a_request(
     assert (prepared.question.prefix_key is not None) == isinstance(body["prompt"], str)
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("counts", [True, False])
 async def test_sticky_needs_no_tokens_unless_its_caller_does(
     memory: Store, make_selector: MakeSelector, counts: bool, tmp_path: Path

@@ -104,6 +104,7 @@ async def test_a_decision_without_targets_or_of_another_policy_is_decided_again_
 # ---- the simulated fleet --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_compare_ranks_policies_as_a_simulation_of_each_does() -> None:
     """What the run of one policy says of others that decided nothing is what their own runs show, whoever decides."""
     made_up = conversations(3, open_at_once=24, system_tokens=1024, turn_tokens=(64, 400))
@@ -131,6 +132,7 @@ async def test_compare_ranks_policies_as_a_simulation_of_each_does() -> None:
         assert again["policies"] == found["policies"], "a policy over the records is what it was as a shadow"
 
 
+@pytest.mark.slow
 async def test_every_order_that_compare_claims_is_that_of_the_runs() -> None:
     """Some of these policies are too near to each other for the decisions of a short time."""
     made_up = conversations(3, open_at_once=24, system_tokens=1024, turn_tokens=(64, 400))

@@ -129,6 +129,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_each_byte_of_hostile_text_costs_the_same(name: str) -> None:
     def seconds(text: bytes) -> float:

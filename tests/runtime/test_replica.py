@@ -114,6 +114,7 @@ def test_no_first_call_of_a_replica_with_many_targets_goes_through_the_heap(free
     assert ordinary == ["/register"], "queries and decisions go the straight way"
 
 
+@pytest.mark.outside
 @pytest.mark.parametrize("turns", range(3))
 def test_a_connection_that_comes_as_the_server_ends_does_not_hold_it_up(
     turns: int, monkeypatch: pytest.MonkeyPatch

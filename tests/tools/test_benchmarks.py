@@ -120,6 +120,7 @@ def test_short_tails_of_one_engine_take_less_than_a_row_each(
     assert all(each["second_trips_kept"] < 0.05 < each["second_trips"] for each in cases[:6])
 
 
+@pytest.mark.outside
 def test_the_benchmarks_need_no_package_of_the_tests() -> None:
     """`make bench` and `waymark bench` run where neither pytest nor gRPC is installed."""
     away = "import sys; sys.modules.update(pytest=None, grpc=None); import tools.benchmarks.__main__"
@@ -531,6 +532,7 @@ def test_a_fleet_gets_as_many_processes_as_keep_each_below_its_share() -> None:
     assert "workers that only read registrations" not in dict(limits(replace(MODEL, registered=Cost())))
 
 
+@pytest.mark.slow
 def test_what_comes_alone_is_told_from_what_waits() -> None:
     """The steps are made from known costs; each process is busy in another part of the time in each."""
     known = {

@@ -119,6 +119,7 @@ def test_the_picture_has_each_room_on_its_floor_and_no_arrow_that_a_longer_way_s
     assert picture.index('"level 3"') < picture.index('["a"]') < picture.index('"level 2"') < picture.index('["b"]')
 
 
+@pytest.mark.slow
 def test_the_design_shows_the_rooms_as_they_are() -> None:
     page = (house.ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     assert f"```mermaid\n{house.picture(house.ROOT)}\n```" in page, "run: make house HOUSE=--picture"
