@@ -300,13 +300,17 @@ def _own(keys: bytes) -> list[bytes]:
 
 
 def _row(own: list[bytes], value: bytes) -> tuple[int, bool, list[int | None], dict[int, int]] | None:
-    """Which own block is first, whether it is marked, the slot of each own block, the bitmap of each holder."""
+    """Which own block is first, or how many there are; whether it is marked; the slot of each own block; the bitmap of
+    each holder.
+    """
     found = ROW.fullmatch(value)
     if found is None:
         return None
     slots = [found[1][at : at + 17] for at in range(0, len(found[1]), 17)]
     pairs = [(int(holder), int(bitmap, 16)) for holder, bitmap in (word.split(b":") for word in found[3].split())]
-    if slots[0] not in own or len(dict(pairs)) < len(pairs) or any(bitmap >> len(slots) for _, bitmap in pairs):
+    # The first slot of a shared branch row is that of the head, but for two digits.
+    is_read = slots[0] in own or slots[0][2:] == own[0][2:]
+    if not is_read or len(dict(pairs)) < len(pairs) or any(bitmap >> len(slots) for _, bitmap in pairs):
         return None
     places: list[int | None] = []
     following = 0
@@ -315,7 +319,7 @@ def _row(own: list[bytes], value: bytes) -> tuple[int, bool, list[int | None], d
         place = following if here else slots.index(slot) if slot in slots else None
         following = following if place is None else place + 1
         places.append(place)
-    return own.index(slots[0]), bool(found[2]), places, dict(pairs)
+    return own.index(slots[0]) if slots[0] in own else len(own), bool(found[2]), places, dict(pairs)
 
 
 def _has(place: int | None, bitmap: int) -> bool:
@@ -346,7 +350,7 @@ def row_runs(keys: bytes, rows: list[Any]) -> object:
 
 def piece_runs(keys: bytes, values: list[Any]) -> object:
     own = _own(keys)
-    if not 1 <= len(own) <= 32 or len(values) > 64:
+    if not 1 <= len(own) <= 32 or len(values) > 128:
         raise ValueError
     holders: list[set[int]] = [set() for _ in own]
     missing = unreadable = 0
@@ -387,6 +391,8 @@ PIECES: list[Arguments] = [
     (KEYS[:512], [ROW_VALUES[0], None]),
     *((KEYS[:length], [value, value]) for length in (8, 16, 100, 256) for value in ROW_VALUES),
     (KEYS[:40], [ROW_VALUES[2], ROW_VALUES[5], None]),
+    (b"\xac" + KEYS[1:40], [None, _FIRST[:17] + _FIRST[34:68] + b" 17:6", b"ad" + _FIRST[2:17] + b" 17:1"]),
+    (KEYS[:40], [None] * 70 + [ROW_VALUES[5]]),
     (b"", []),
     (KEYS[:8], [5]),
 ]
