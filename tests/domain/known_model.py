@@ -43,7 +43,7 @@ class Model:
             case "copies" if other in self.firsts:
                 self.copies[self.firsts[other]] = count
                 (self.left.add if one & 1 else self.left.discard)(self.firsts[other])
-                return self.copies_of(other), self.left
+                return self.copies_of(other), set(self.left)
             case "name" | "lead" | "move" | "copies":
                 return "unknown"
         return None
