@@ -54,7 +54,7 @@ class AlikeCalls:
         return self._client.script_connection("apply_rows") is not None
 
     def send(self, words: tuple[Any, ...], parts: int, commit: Commit, on_end: OnEnd) -> SentCall | None:
-        """Send a call with so many ``parts``, whose ``words`` are as ``PackedParts.pack`` returns them.
+        """Send a call with ``parts`` parts, whose ``words`` are as ``PackedParts.pack`` returns them.
 
         Return None, without sending it, if the call has to wait.
         """

@@ -141,7 +141,7 @@ class ClaimWriter:
         return [claim for claim in results if claim is not None]
 
     async def _as_registered(self, registrations: Sequence[Registration]) -> tuple[list[Claim], list[Registration]]:
-        """Return the claims of those registered in just this way, and the registrations without a claim."""
+        """Return the claims of publishers registered in just this way, and the registrations without a claim."""
         if not registrations:
             return [], []
         fields = [keys.publisher_field(wanted.name) for wanted in registrations]

@@ -387,7 +387,7 @@ def _target_words(target: KeptTarget) -> list[Any]:
 
 
 def _target(words: Any) -> KeptTarget:
-    """Return a target. Raise ``Malformed``. Fields at the end that this release does not know are left out."""
+    """Return a target, without later fields that this release does not know. Raise ``Malformed`` for other words."""
     fields_here = words[: len(KeptTarget._fields)] if isinstance(words, list) else []
     if len(fields_here) < 2:
         raise Malformed("a target has no publisher and instance")

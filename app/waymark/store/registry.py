@@ -129,7 +129,7 @@ class Registry:
 
         Raise Conflict, with the field, if discovery or the publishers file sets the weight and would undo the change.
         """
-        old_weight = None  # of before the first attempt, because a later attempt may read the weight that it has set
+        old_weight = None  # the weight before the first attempt: a later attempt may read the weight that it has set
         for _ in range(ATTEMPTS):
             claim = await self._directory.claim(name)
             if claim is None or claim.is_leaving:
