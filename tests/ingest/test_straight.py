@@ -209,6 +209,29 @@ async def test_frames_that_wait_go_straight_together_or_the_ordinary_way(bench: 
     await pods[0].counted(batches=2 + 3 + 8 + 40 + 3)
 
 
+async def test_a_stream_whose_frames_differ_seldom_looks_for_a_straight_way(
+    bench: Bench, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    alike = Applier.alike
+
+    def note(applier: Applier, *arguments: Any) -> Any:
+        found.append(str(applier.grant.claim.registration.name))
+        return alike(applier, *arguments)
+
+    monkeypatch.setattr(Applier, "alike", note)
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await steady(bench)
+    found.clear()
+    for each in range(100, 140):
+        await publish(pod, stored(each, lora_name="ab"[each % 2]))
+    assert 3 < len(found) < 10
+    assert not ways.straight
+    for each in range(200, 220):
+        await publish(pod, stored(each))
+    assert ways.straight, "at the latest after 16 frames"
+
+
 @pytest.mark.parametrize("is_reused", [False, True])
 async def test_a_gap_between_frames_that_go_straight_is_filled(bench: Bench, ways: Ways, is_reused: bool) -> None:
     _, *pods = await both(bench)
@@ -314,12 +337,11 @@ async def test_a_fenced_frame_ends_the_stream(bench: Bench, ways: Ways) -> None:
     """Another worker has raised the fence; this one stops, and takes the lease again because there is no other."""
     worker = await bench.worker(options=WITHOUT_PROBES)
     pod = await steady(bench)
-    before = await bench.record(pod.name)
     fence, publisher = keys.fence(1, 0), (await pod.state()).id
     await bench.redis.hset(fence, str(publisher), "9.other")
     pod.publisher.publish([stored(10, parent=2)], ts=pod.clock())
     await wait_until(lambda: worker.metric("leases_lost_total") > 0, "the stream has ended", PATIENCE_SECONDS)
-    assert (await bench.record(pod.name))["watermark"] == before["watermark"]
+    assert (ways.straight, ways.finished) == ([], [str(pod.name)]), "the fenced call was the only one"
     await pod.at_watermark(pod.last_seq)
     assert len((await bench.held(pod.name))[0, "GPU"]) == 3
 

@@ -41,6 +41,7 @@ from waymark.domain.names import Holder, HolderName, Unit
 from waymark.domain.parts import Commit, Part, Parts, blocks_of, has_singles, packed
 from waymark.domain.resolver import Plan, Resolver
 from waymark.store.activity import ActivityKind, about
+from waymark.store.alike_calls import AlikeCalls
 from waymark.store.calls import CALL_BLOCKS
 from waymark.store.entries import GroupEntries
 from waymark.store.hashes import ReportedBlock
@@ -116,6 +117,8 @@ class Applier:
         self._counts = Counts(resolver, counters, metrics)
         self._staged: list[NewHolder] = []
         self._has_singles = False
+        self._alike_calls: AlikeCalls | None = None
+        """The last ones, because it takes longer to create them than to send a call."""
 
     def close(self) -> None:
         """Let go of the parts that refer to this object, so that the blocks do not wait for the garbage collector."""
@@ -197,8 +200,11 @@ class Applier:
         """
         is_alone = self.grant.shards == 1 and not (self._is_staged or self.pool_hashes.is_wanted)
         frames = self.resolver.alike(batch, reading) if is_alone else None
-        calls = None if frames is None else self._store.index.alike_calls(self.grant, frames.holder)
-        return None if frames is None or calls is None else StraightFrames(frames, calls, self._counts)
+        if frames is None:
+            return None
+        if self._alike_calls is None or self._alike_calls.holder != frames.holder:
+            self._alike_calls = self._store.index.alike_calls(self.grant, frames.holder)
+        return StraightFrames(frames, self._alike_calls, self._counts)
 
     async def _apply_early(self, parts: Sequence[Part]) -> None:
         """Apply parts that come before the events of the next batch."""

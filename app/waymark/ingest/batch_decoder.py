@@ -24,7 +24,7 @@ from waymark.ingest.frames import DIGEST_SLICE_BYTES, Frame, PayloadFacts, Repla
 log = logging.getLogger(__name__)
 
 #: A larger seq is rejected: numbers in Redis' scripts are doubles, and no publisher sends so many batches.
-_SEQ_MAX = 2**53 - 1
+SEQ_MAX = 2**53 - 1
 _KINDS_LOGGED_MAX = 100
 _FRAMES_AT_FIRST = 4
 _NO_BATCH = Batch(None, ())
@@ -73,7 +73,7 @@ class BatchDecoder:
         An undecodable payload, or one under the topic of another publisher, gives an empty batch, so that
         its seq still counts. ``is_known``: the batch was applied before, so only its digest is computed.
         """
-        if seq > _SEQ_MAX:
+        if seq > SEQ_MAX:
             self._count("frames_malformed")
             return None
         size = payload.size if isinstance(payload, PayloadFacts) else len(payload)
@@ -163,7 +163,7 @@ def _fitting(frames: Iterable[Frame | ReplayedBatch], bytes_max: int) -> list[by
     payloads: list[bytes] = []
     for frame in frames:
         payload = frame.payload
-        if isinstance(payload, PayloadFacts) or len(payload) > bytes_max or frame.seq > _SEQ_MAX:
+        if isinstance(payload, PayloadFacts) or len(payload) > bytes_max or frame.seq > SEQ_MAX:
             break
         bytes_max -= len(payload)
         payloads.append(payload)

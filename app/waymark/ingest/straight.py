@@ -18,6 +18,7 @@ from waymark.apply.straight import StraightFrames
 from waymark.base.metrics import Metrics
 from waymark.domain.alike_frames import ALIKE_HASHES_MAX, AlikeRun
 from waymark.domain.events import Batch
+from waymark.ingest.batch_decoder import SEQ_MAX
 from waymark.ingest.frames import PayloadFacts, digest
 from waymark.ingest.life import Life
 from waymark.ingest.received import ReceivedFrames
@@ -26,6 +27,8 @@ from waymark.store.alike_calls import SentCall
 
 _FRAMES_MAX: Final = 8
 """More waiting frames are a backlog, which costs less in the ordinary way."""
+_PAUSE_MAX: Final = 16
+"""While each frame says something else, a straight way is looked for after so many ordinary batches at least."""
 _BYTES_MAX: Final = 65_536
 """The most bytes of frames that are read at once."""
 
@@ -40,13 +43,18 @@ class StraightWay:
         registration = life.applier.grant.claim.registration
         self._is_plain = registration.sequence == "publisher" and registration.topic is None
         self._bytes_max = min(_BYTES_MAX, life.decoder.plain_bytes_max)
-        self._last: Incoming | None = None
+        self._last: Batch | None = None
         """The last batch that was applied in the ordinary way, until it is known whether others can follow it."""
+        subscriber.on_frames = self.take
         self._pattern: tuple[Applier, int, Batch] | None = None
         """The applier and the life of these batches, and their pattern."""
         self._frames: StraightFrames | None = None
         self._ranks: frozenset[int] = frozenset()
         """The registered ranks for which ``_frames`` is right."""
+        self._rest, self._pause = 0, 1
+        """After how many ordinary batches to look for a straight way again, and the same for the next frame that says
+        something else.
+        """
         self._is_open = False
         self._wakes = False
         """Whether the task waits longer than between two of its looks at the stream, so that each reply wakes it."""
@@ -68,9 +76,9 @@ class StraightWay:
         """Note that frames go the ordinary way."""
         self._last = self._frames = None
 
-    def note(self, incoming: Incoming) -> None:
+    def note(self, batch: Batch) -> None:
         """Note the last batch of a fold."""
-        self._last = incoming
+        self._last = batch
 
     def open(self, *, wakes: bool) -> None:
         """Let frames go straight until ``close``, if the stream is in a steady state. The task is about to wait;
@@ -80,15 +88,20 @@ class StraightWay:
         self._wakes = wakes
         if self._subscriber.buffered_frames:
             return
-        if self._last is not None:
-            last, self._last = self._last, None
-            reading = life.decoder.reading_of(last.batch, ALIKE_HASHES_MAX) if self._is_plain else None
+        last, self._last = self._last, None
+        if last is not None and self._is_due():
+            reading = life.decoder.reading_of(last, ALIKE_HASHES_MAX) if self._is_plain else None
             if reading is not None and life.is_proven and not (life.is_open or life.is_lost):
-                pattern = self._pattern_with(last.batch)
+                pattern = self._pattern_with(last)
                 self._frames, self._ranks = applier.alike(pattern, reading), applier.resolver.registered_ranks
         if self._frames is not None:
             is_same = applier.resolver.registered_ranks == self._ranks and not applier.pool_hashes.is_wanted
             self._is_open = is_same and self._frames.may_send
+
+    def _is_due(self) -> bool:
+        """Return whether to look for a straight way now. Looking is wasted while each frame says something else."""
+        self._rest = max(0, self._rest - 1)
+        return not self._rest
 
     def _pattern_with(self, batch: Batch) -> Batch:
         """Return the pattern of the last batch and of those before it in its life."""
@@ -108,13 +121,15 @@ class StraightWay:
             raise self._error
         if self._run is not None:
             run, self._run = self._run, None
-            self.drop()
+            self.pause()
             self._life.applier.slices.begin()
             await self._life.flush(run.begun)
+            self.note(self._batch)
 
     def leave(self) -> None:
-        """Ignore the reply of the call under way, because the stream has ended."""
-        self._is_open = False
+        """Ignore the reply of the call under way, because the stream has ended. Let go of the blocks."""
+        self._is_open, self._subscriber.on_frames = False, None
+        self.drop()
         if self._call is not None:
             self._call.drop()
 
@@ -142,7 +157,7 @@ class StraightWay:
         for frame in frames:
             payload = frame.payload
             room -= len(payload)
-            is_next = frame.seq == seq and frame.connection == self._received.connection
+            is_next = frame.seq == seq <= SEQ_MAX and frame.connection == self._received.connection
             if not is_next or frame.topic != first.topic or room < 0 or isinstance(payload, PayloadFacts):
                 break
             payloads.append(payload)
@@ -155,7 +170,9 @@ class StraightWay:
         run = straight.take(order.next_seq, payloads)
         if run is None:
             self._is_open = False
+            self._rest, self._pause = self._pause, min(2 * self._pause, _PAUSE_MAX)
             return False
+        self._rest, self._pause = 0, 1
         digested = digest(payloads[run.frames - 1])
         # The call is sent first, because readers wait for it.
         call = straight.send(run, order.commit_at(run.last_seq, digested, run.ts), self._end)

@@ -81,7 +81,6 @@ class Stream:
         """The number of a connection whose life has ended: its remaining frames are dropped."""
         self._received = ReceivedFrames(self._subscriber)
         self._straight = StraightWay(life, self._subscriber, self._received, metrics)
-        self._subscriber.on_frames = self._straight.take
         self._rank_streams = RankStreams(life, on_gap=options.on_gap)
         self._replaying = Replaying(
             life,
@@ -292,7 +291,7 @@ class Stream:
             elif judgement is FramePosition.STALE:
                 life.count("stale_batches")
             else:
-                self._straight.note(incoming)
+                self._straight.note(incoming.batch)
                 count = await life.take(incoming, received.behind(frame))
                 received.skip(count)
                 life.order.went_on(count)

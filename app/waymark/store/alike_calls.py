@@ -45,6 +45,7 @@ class AlikeCalls:
         the names of the signature.
         """
         self.prefix = prefix
+        (self.holder,) = values["holders"]
         self._client, self._scripts, self._pacer, self._grant = client, scripts, pacer, grant
         self._keys, self._args, self._template = _template(SCRIPTS["apply_rows"], values)
 
