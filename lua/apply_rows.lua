@@ -65,7 +65,7 @@
 
 local LONG = 4096 -- in a longer row a new holder is appended, and only the entry shows whether the row has the holder
 local GAP = 8 -- a holder is not appended to a shared branch row that has this many slots beyond the holder's last hash
-local SWEPT = '9007199254740991' -- the seq of `applied` after end_holder
+local SWEPT = '9007199254740991 0' -- `applied` after end_holder; no block has position 0
 local DEAD = 2048 -- with more bytes of holders, no slot without a holder is searched for
 -- A local is cheaper than a global.
 local KEYS, ARGV, byte, sub, find, match, format =
@@ -177,7 +177,7 @@ for h = 1, holders do
   for i = 2, #asked[h] do fields[h][asked[h][i]] = found[i] end
   local seq, position = match(found[1] or '-1 0', '^(-?%d+) (%d+)$')
   -- A holder that is swept is dead, or shard 0 has lost its end in a failover: it would store nothing here any more.
-  if not seq or seq == SWEPT then return {'lost', 0} end
+  if not seq or found[1] == SWEPT then return {'lost', 0} end
   marks[h] = {seq = tonumber(seq), position = tonumber(position)}
   if not found[1] then -- the shard may not have seen a holder id as high as this one
     local id = tonumber(ARGV[10 + h])

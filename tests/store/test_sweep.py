@@ -7,11 +7,27 @@ from typing import cast
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import Dying, Meeting, Stream, claim_of, hgetall, registration, snapshot, stored, stream_of
+from tests.store.factories import (
+    Dying,
+    Meeting,
+    Stream,
+    apart,
+    blocks_of,
+    claim_of,
+    hgetall,
+    registration,
+    snapshot,
+    stored,
+    stream_of,
+)
 from tests.store.flow import asked
+from waymark.apply.options import ApplyOptions
+from waymark.apply.resuming import resumed
 from waymark.base.errors import StoreUnavailable
+from waymark.base.metrics import Metrics
 from waymark.store import keys, sweep
 from waymark.store.redis.client import RedisClient
+from waymark.store.scripts import Verdict
 from waymark.store.store import Store
 from waymark.store.sweep import UnclaimedPublisher
 
@@ -179,6 +195,20 @@ async def test_a_holder_that_is_alive_is_not_swept(store: Store, redis: Redis, n
     before = await snapshot(redis)
     assert [blocks async for blocks in store.sweeper.steps(neighbour.entry, 2)] == []
     assert await snapshot(redis) == before
+
+
+@SHARDS
+async def test_the_last_batch_of_all_is_not_taken_for_a_sweep(
+    store: Store, redis: Redis, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its seq is that in the mark of a swept holder."""
+    monkeypatch.setattr("waymark.store.calls.CALL_PARTS", 1)
+    (gpu,) = await stream.begin("0 GPU")
+    assert await stream.apply(*apart(gpu, BLOCKS[:30], seq=2**53 - 1)) is Verdict.APPLIED
+    assert len(await blocks_of(redis)) == 30
+    again = await stream.again()
+    _, state = await resumed(again.grant, store, Metrics(), ApplyOptions())
+    assert [*state.holders.values()] == [gpu]
 
 
 async def taken_over(store: Store, redis: Redis) -> Stream:

@@ -28,7 +28,7 @@ from waymark.store.hashes import KEPT
 from waymark.store.leases import Grant
 from waymark.store.records import MISSING, StreamRecord
 from waymark.store.store import Store
-from waymark.store.takeover import SWEPT_SEQ
+from waymark.store.takeover import SWEPT
 
 BYTES_MAX = 64 * 2**20
 """The blocks of a dropped publisher are read from Redis, so the bound costs time, and never an answer."""
@@ -135,7 +135,7 @@ async def resumed(
         ranks = {holder: name.dp_rank for name, holder in state.holders.items()}
         marks = await store.takeover.fill(grant, ranks, resolver.memory)
         has_skipped = resolver.skip(marks, state.watermark)
-        is_swept = any(seq == SWEPT_SEQ for seq, _ in marks.values())
+        is_swept = SWEPT in marks.values()
     counters = Counter(state.counters)
     resolver.missing = counters[MISSING]
     # Only the previous process had the blocks that waited for their parents, so they are lost now.

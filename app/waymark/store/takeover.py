@@ -33,8 +33,8 @@ BlockCounts = dict[tuple[int, int], tuple[int, int]]
 """The seq and position up to which a shard has applied the parts of a holder, by holder and shard."""
 
 
-SWEPT_SEQ = 2**53 - 1
-"""The seq in the mark of a holder that a shard has swept (``lua/end_holder.lua``). No batch has this seq."""
+SWEPT = 2**53 - 1, 0
+"""The mark of a holder that a shard has swept (``lua/end_holder.lua``). No block of a batch has position 0."""
 
 
 class Takeover:
