@@ -54,7 +54,41 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
     gone_on = [list(map(list, following[0])), *following[1:]]
     shares = [{shard: (len(each), each.blocks) for shard, each in wave.items()} for wave in parts.shares(shards)]
     packed = parts.pack(0, few, PREFIX)
+    use_frames(parts_type, read, payload, namespace, piece_blocks, waves)
     return counted, position, held, parts.blocks, parts.stored, parts.singles, packed, shares, gone_on
+
+
+def use_frames(
+    parts_type: Callable[..., Any], read: Any, payload: bytes, namespace: int, piece_blocks: int, waves: Any
+) -> None:
+    """Take two more batches of the same bytes in one step, and by one call for each; both come to the same."""
+    loops = native.selected
+    assert loops is not None
+    ts, events, rank, publisher_id, _ = read
+    reading = rank, publisher_id, EVENTS_MAX, 10**6, medium_of, 10, 3
+    outcomes: list[Any] = []
+    for is_one_step in (True, False):
+        places, parts = loops.Places(Place, Spot), parts_type(Part, Place, SEQ)
+        known, *gone = (loops.KnownBlocks(places, has_keys) for has_keys in (True, False, False))
+        running: tuple[Any, ...] = HOLDER, SEED, namespace, {}, piece_blocks
+        waves.begin()
+        if is_one_step:
+            frames = (payload, payload)
+            patterns = events.patterns(events)
+            taken = known.run_frames(
+                patterns, frames, ts, reading, parts, SEQ, (*running, waves), tuple(gone), _MAY, PREFIX
+            )
+            ran, packed = (None, None) if taken is None else taken[1:]
+        else:
+            following = events.go_on((payload, payload), ts, *reading)[0]
+            numbered, ran, packed = list(enumerate(following, SEQ)), None, None
+            if following:
+                rest = (*running, tuple(gone), _MAY, numbered, waves)
+                ran = known.run(events, len(events), FIRST, 10**6, parts, *rest)
+                is_whole = (ran[0], ran[6]) == (len(events), 2)
+                packed = parts.pack(0, len(parts), PREFIX) if is_whole and len(parts) <= CALL_PARTS else None
+        outcomes.append((ran, packed, known.blocks(), len(gone[0]), list(parts)))
+    assert outcomes[0] == outcomes[1]
 
 
 _Block: TypeAlias = tuple[int, int, int]
