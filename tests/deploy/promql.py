@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
 from promql_parser import AggregateExpr, BinaryExpr, Call, Expr, MatrixSelector, VectorSelector, parse, walk
 
@@ -26,6 +27,7 @@ _GRAFANA = {"$__rate_interval": "5m", "$__range": "1h"}
 _COUNTED_ELSEWHERE = {"waymark_redis_evicted_keys"}
 
 
+@cache
 def exported() -> dict[str, frozenset[str]]:
     """Every sample's name to its labels, those of the target included."""
     labels = {"up": TARGET} | ENGINES

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tarfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import helm_python
 import kubernetes_validate
 import pytest
 import yaml
+from kubernetes_validate import utils as validation
 
 from tests.deploy.chart import (
     CHART,
@@ -55,6 +57,15 @@ def test_helm_finds_nothing_to_say_about_it(name: str) -> None:
     assert {message["error"] for message in report["messages"]} <= {"icon is recommended"}
 
 
+@pytest.fixture(scope="module")
+def _schemas_are_read_once() -> Iterator[None]:
+    """The validator reads all definitions of a version, which have megabytes, for each document."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "schema_contents", cache(validation.schema_contents))
+        yield
+
+
+@pytest.mark.usefixtures("_schemas_are_read_once")
 @pytest.mark.parametrize("kubernetes", KUBERNETES)
 @pytest.mark.parametrize("name", ALL)
 def test_kubernetes_takes_what_it_renders(name: str, kubernetes: str) -> None:
