@@ -40,6 +40,12 @@ def sources() -> dict[str, str]:
     return {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
 
 
+@cache
+def parsed() -> dict[str, house.Module]:
+    """The modules by their names; to read their syntax trees takes a second."""
+    return house.read_modules(ROOT)
+
+
 def test_streams_and_requests_write_by_one_pipeline() -> None:
     users = {name.partition("/")[0] for name, text in sources().items() if "from waymark.apply.applier import" in text}
     assert users - {"apply"} == {"api", "ingest"}
@@ -164,9 +170,9 @@ SHARED_NAMES = {
 }
 
 
-def types_of(source: str) -> Iterator[str]:
+def types_of(tree: ast.Module) -> Iterator[str]:
     """The classes and type aliases of a module, without the underscore of private ones."""
-    for node in ast.walk(tree := ast.parse(source)):
+    for node in house.statements_of(tree):
         if isinstance(node, ast.ClassDef):
             yield node.name.lstrip("_")
     for node in tree.body:
@@ -175,8 +181,8 @@ def types_of(source: str) -> Iterator[str]:
                 ast.Assign(targets=[ast.Name(id=name)], value=value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
             ):
-                is_variable = ast.unparse(value).startswith("TypeVar(")
-                if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", name) and not is_variable:
+                is_type = re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", name)
+                if is_type and not ast.unparse(value).startswith("TypeVar("):
                     yield name.lstrip("_")
             case _:
                 pass
@@ -184,8 +190,9 @@ def types_of(source: str) -> Iterator[str]:
 
 def test_a_name_of_a_class_has_one_meaning() -> None:
     modules: dict[str, list[str]] = {}
-    for path, source in sources().items():
-        for name in types_of(source):
+    for module in parsed().values():
+        path = module.name.replace(".", "/") + ("/__init__.py" if module.is_package else ".py")
+        for name in types_of(module.tree):
             modules.setdefault(name, []).append(path)
     assert len(modules) > 400
     assert {name: found for name, found in modules.items() if len(found) > 1 and name not in SHARED_NAMES} == {}
@@ -196,7 +203,7 @@ def test_classes_and_aliases_are_named_types() -> None:
     source = (
         "class A:\n    class _In: ...\nRead = Callable[[], None]\nSize: TypeAlias = int\nMAX = 1\nT_co = TypeVar('T')"
     )
-    assert sorted(types_of(source)) == ["A", "In", "Read", "Size"]
+    assert sorted(types_of(ast.parse(source))) == ["A", "In", "Read", "Size"]
 
 
 def test_names_of_the_standard_library_are_its_own() -> None:
@@ -238,7 +245,7 @@ ENGLISH = {
 
 @pytest.mark.slow
 def test_the_english_of_the_code_gets_no_worse() -> None:
-    figures = house.english(house.read_modules(ROOT))
+    figures = house.english(parsed())
     measured = {row: float(figures[row]) for row in ENGLISH}
     wrong = {
         row: measured[row]
