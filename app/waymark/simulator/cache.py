@@ -389,21 +389,28 @@ class PrefixCache:
         extras: Sequence[ExtraKeys | None] | None,
     ) -> list[Block]:
         """Return the complete blocks of a prompt, named."""
-        count = len(tokens) // self.block_size
+        size = self.block_size
+        count = len(tokens) // size
         extra = [extras[i] if extras and i < len(extras) else None for i in range(count)]
         blocks: list[Block] = []
         parent: Block | None = None
-        seed = blake2b(f"{self._seed}/{self._life}".encode()).digest()
+        life = blake2b(digest_size=8, key=blake2b(f"{self._seed}/{self._life}".encode()).digest())
+        packed = pack(f"<{count * size}I", *tokens[: count * size])
+        plain = repr((lora_name, None, None)).encode()
         for i in range(count):
-            piece = tuple(tokens[i * self.block_size : (i + 1) * self.block_size])
+            digest = life.copy()
+            if parent is None or extra[i] is not None:
+                keys = repr((lora_name, cache_salt if parent is None else None, extra[i])).encode()
+            else:
+                keys = plain
             parent_bytes = b"" if parent is None else parent.key.to_bytes(8, "little")
-            keys = repr((lora_name, cache_salt if parent is None else None, extra[i])).encode()
-            digest = blake2b(parent_bytes + pack(f"<{len(piece)}I", *piece) + keys, digest_size=8, key=seed).digest()
-            key = int.from_bytes(digest, "little")
+            digest.update(parent_bytes + packed[4 * i * size : 4 * (i + 1) * size] + keys)
+            key = int.from_bytes(digest.digest(), "little")
             block = next(
                 (b for medium_blocks in self._media.values() if (b := medium_blocks.get(key)) is not None), None
             )
             if block is None:
+                piece = tuple(tokens[i * size : (i + 1) * size])
                 name = _rolling_hash(parent, piece, extra[i]) if self._standard_hashes else key
                 block = Block(key, name, parent, piece, lora_name, cache_salt, extra[i])
             blocks.append(block)
