@@ -1,10 +1,11 @@
--- apply_rows(fence, engine*, row*, branches, record?; publisher, token, watermark, ts, newest_ts, digest, calls, slots_max, bytes_max, holders#, events#2, seqs#, part*) -> {verdict, parts, offset, calls}
+-- apply_rows(fence, engine*, row*, branches, record?; publisher, token, watermark, ts, newest_ts, digest, calls, first, slots_max, bytes_max, holders#, events#2, seqs#, part*) -> {verdict, parts, offset, calls}
 --
 -- Apply folded batches of one stream to the rows of one shard, exactly once and in order. `app/waymark/domain/rows.py`
 -- says what a row is.
 --
 -- KEYS  fence      hash    `<publisher>`: the highest lease token seen here; `holder`: the highest holder id;
---                          `calls:<publisher>`: how many calls of its stream were made here
+--                          `calls:<publisher>`: how many calls of its stream were made here; `first:<publisher>`:
+--                          how many shard 0 had acknowledged before the last of them; not on shard 0 itself
 --       engine*    hash    one for each holder in the call. Its fields: an entry for each row that has the holder;
 --                          `*<key>`, the copies of a block; `applied`, see below
 --       row*       string  rows, branch rows and singles, in the order in which the parts need them; then the rows that
@@ -17,6 +18,7 @@
 --       watermark  the seq to move the watermark to when all parts are done; '' if another call does that
 --       ts, newest_ts, digest   the values of that batch, written with the watermark
 --       calls      the number of calls that this shard has acknowledged; a shard that has fewer has lost writes
+--       first      the number of calls that shard 0 has acknowledged, for a call to another shard; else ''
 --       slots_max  how many slots a row has at most
 --       bytes_max  how many bytes of rows a call may read; it stops before the part that needs more
 --       holders    how many holders are in the call; then the id of each
@@ -74,8 +76,8 @@ local KEYS, ARGV, byte, sub, find, match, format =
 -- ---- check -------------------------------------------------------------------------------------------
 
 local fence, publisher, token, commit = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
-local slots_max, bytes_max, holders = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
-local first_event = 12 + holders
+local slots_max, bytes_max, holders = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
+local first_event = 13 + holders
 local first_seq = first_event + 2 * tonumber(ARGV[first_event - 1]) + 1
 local first_part = first_seq + tonumber(ARGV[first_seq - 1])
 
@@ -180,7 +182,7 @@ for h = 1, holders do
   if not seq or found[1] == SWEPT then return {'lost', 0} end
   marks[h] = {seq = tonumber(seq), position = tonumber(position)}
   if not found[1] then -- the shard may not have seen a holder id as high as this one
-    local id = tonumber(ARGV[10 + h])
+    local id = tonumber(ARGV[11 + h])
     if id > (highest or tonumber(seen[2] or 0) or 0) then highest = id end
   end
 end
@@ -289,7 +291,7 @@ local function new_note(part)
   if #value > LONG then
     if entry then return nil end
   else
-    local from, to = find(value, ' ' .. ARGV[10 + h] .. ':', space, true)
+    local from, to = find(value, ' ' .. ARGV[11 + h] .. ':', space, true)
     if not from ~= not entry then return nil end
     if from then
       local hex = match(value, '^%x*', to + 1)
@@ -310,7 +312,7 @@ local function finish(i)
   local noted, value = notes[i], values[i] or ''
   notes[i] = nil
   if not noted.is_changed then return end
-  local bits = text_of(ARGV[10 + noted.holder], noted.low, noted.high)
+  local bits = text_of(ARGV[11 + noted.holder], noted.low, noted.high)
   set_field(noted.holder, noted.field, bits ~= '' and noted.entry .. noted.hashes)
   if #value > LONG and not written[i] then
     appended[i] = (appended[i] or '') .. bits
@@ -615,7 +617,7 @@ local function prepare()
   store = function(part)
     local verdict = refused(part)
     if verdict then return verdict, 0 end
-    local row, id, entry = open(part.place), ARGV[10 + part.holder], fields[part.holder][part.field]
+    local row, id, entry = open(part.place), ARGV[11 + part.holder], fields[part.holder][part.field]
     local found = slots_of(row, part, true)
     local n = #found
     if n > 0 then
@@ -636,7 +638,7 @@ local function prepare()
   end
 
   remove = function(part)
-    local row, id, entry = open(part.place), ARGV[10 + part.holder], fields[part.holder][part.field]
+    local row, id, entry = open(part.place), ARGV[11 + part.holder], fields[part.holder][part.field]
     local first, last, low, high = bits_of(row, id, entry)
     if not first then return set_field(part.holder, part.field, false) end
     for _, slot in ipairs(slots_of(row, part, false)) do
@@ -705,6 +707,7 @@ if not is_news then return {'applied', done, 0, calls} end -- later calls have d
 calls = calls + 1
 local counted = {'calls:' .. publisher, format('%.0f', calls)}
 if highest then counted[3], counted[4] = 'holder', format('%.0f', highest) end
+if ARGV[8] ~= '' then counted[#counted + 1], counted[#counted + 2] = 'first:' .. publisher, ARGV[8] end
 redis.call('HSET', fence, unpack(counted))
 
 -- Calls a command that takes many names; a long list is split over several calls.

@@ -1,16 +1,17 @@
--- raise_fence(fence; publisher, token) -> {verdict, counter, holder, calls}
+-- raise_fence(fence; publisher, token) -> {verdict, counter, holder, calls, first}
 --
 -- Reject every older token of a publisher on one shard, before the new lease holder reads anything there.
 --
--- KEYS  fence      hash  the fence of the shard; `calls:<publisher>`: how many calls of its stream were made here
+-- KEYS  fence      hash  the fence of the shard; `calls:<publisher>`: how many calls of its stream were made here;
+--                          `first:<publisher>`: see apply_rows
 -- ARGV  publisher  its integer id
 --       token      `<counter>.<random>`. It is accepted if its counter is larger than the counter of the fence's token,
 --                  or if it is the same token again
 --
 -- If the highest holder id in the fence cannot be read, it may have been any id. An id above all of them replaces it.
 --
--- {'applied', counter, holder, calls}  the fence has this token; `holder` is the highest holder id seen here
--- {'fenced', counter, holder, calls}   the fence has another token, with this counter; nothing written
+-- {'applied', counter, holder, calls, first}  the fence has this token; `holder` is the highest holder id seen here
+-- {'fenced', counter, holder, calls, first}   the fence has another token, with this counter; nothing written
 
 -- A count as a script has written it; nil for any other text.
 local function integer(text) return text and #text < 17 and text:match('^%d+$') and tonumber(text) or nil end
@@ -27,15 +28,15 @@ local function counter_of(token)
   return digits and #digits < 16 and tonumber(digits) or 0
 end
 
-local seen = redis.call('HMGET', KEYS[1], ARGV[1], 'holder', 'calls:' .. ARGV[1])
-local calls = tonumber(seen[3] or 0) or 0
+local seen = redis.call('HMGET', KEYS[1], ARGV[1], 'holder', 'calls:' .. ARGV[1], 'first:' .. ARGV[1])
+local calls, first = tonumber(seen[3] or 0) or 0, tonumber(seen[4] or 0) or 0
 local holder = integer(seen[2] or '0')
 if not holder then
   holder = first_id()
   redis.call('HSET', KEYS[1], 'holder', string.format('%.0f', holder))
 end
 if seen[1] and seen[1] ~= ARGV[2] and counter_of(seen[1]) >= counter_of(ARGV[2]) then
-  return {'fenced', counter_of(seen[1]), holder, calls}
+  return {'fenced', counter_of(seen[1]), holder, calls, first}
 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
-return {'applied', counter_of(ARGV[2]), holder, calls}
+return {'applied', counter_of(ARGV[2]), holder, calls, first}

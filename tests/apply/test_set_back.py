@@ -289,6 +289,34 @@ async def test_several_calls_that_one_of_two_shards_loses_are_made_again(redis: 
         assert (found, fenced > 0) == (right, True), f"shard 0 lost calls {to + 1} to {to + 5} of {client.calls}"
 
 
+CHAINS = range(1, 13)
+PARENTS_GO: Sequence[Sequence[Event]] = (
+    [stored(chain, 64) for chain in CHAINS],
+    [stored(20 + chain, 3, after=1000 * chain + 63) for chain in CHAINS],
+    [Removed(tuple(1000 * chain + 63 for chain in CHAINS), "GPU")],
+)
+"""Blocks behind the last one of a row, which is removed later. Some are on another shard than that one."""
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+@pytest.mark.parametrize("folds_kept", [1, 2])
+async def test_shard_0_loses_blocks_whose_parents_another_shard_has_removed(redis: Redis, folds_kept: int) -> None:
+    """By the record that came back, their batches are to be applied again, and nobody knows where their blocks go."""
+    await redis.flushall()
+    client = SetBack(redis)
+    store = Store(client, shards=SHARDS)
+    worker = Worker(client, store, await stream_of(store, redis))
+    applier, watermark = await worker.take_up()
+    worker.folds = PARENTS_GO[:folds_kept]
+    await worker._to_the_end(applier, watermark)
+    await client.keep()
+    worker.folds = PARENTS_GO
+    await worker.run()  # which sets the shard back when all is applied
+    assert worker.fenced == 1
+    kept = await kept_of(redis, worker.stream)
+    assert kept.blocks.total() == len(CHAINS) * (63 + 3)
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
 async def test_holders_that_come_back_after_their_sweep_end_again(redis: Redis) -> None:

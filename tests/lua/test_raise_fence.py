@@ -25,8 +25,8 @@ A, B = "a" * 16, "b" * 16
 async def test_a_token_meets_a_fence_at_ten(
     redis: Redis, scripts: Scripts, token: str, verdict: Verdict, counter: int, stands: str
 ) -> None:
-    assert await scripts.raise_fence(fence=FENCE, publisher=1, token=f"10.{A}") == (Verdict.APPLIED, (10, 0, 0))
-    assert await scripts.raise_fence(fence=FENCE, publisher=1, token=token) == (verdict, (counter, 0, 0))
+    assert await scripts.raise_fence(fence=FENCE, publisher=1, token=f"10.{A}") == (Verdict.APPLIED, (10, 0, 0, 0))
+    assert await scripts.raise_fence(fence=FENCE, publisher=1, token=token) == (verdict, (counter, 0, 0, 0))
     assert await hgetall(redis, FENCE) == {b"1": stands.encode()}
 
 

@@ -99,7 +99,7 @@ FOUND_BY = {
     "a noted block comes into a shared branch row of other digits": 120,
 }
 
-LONG = "local LONG = 4096", "local LONG = 17 * tonumber(ARGV[8]) + 2"
+LONG = "local LONG = 4096", "local LONG = 17 * tonumber(ARGV[9]) + 2"
 """A row is long as soon as it has more than its slots."""
 
 

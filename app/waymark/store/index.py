@@ -100,6 +100,7 @@ class Index:
             "record": record,
             "publisher": grant.publisher,
             "token": grant.token,
+            "first": grant.first_calls if shard else "",
             "slots_max": self._row_slots,
             "bytes_max": self._call_bytes,
             "holders": holders,

@@ -78,6 +78,8 @@ class TakenLease:
     token: str
     above: int
     calls: dict[int, int]
+    first_told: int
+    """The highest number of calls of shard 0 that another shard was told of."""
 
 
 class FencedCall(TypedDict):
@@ -106,6 +108,10 @@ class Grant:
     renewal: Renewal = field(default_factory=Renewal, compare=False, repr=False)
     is_forgotten: bool = False
     """Whether a shard had no token of the publisher: then the publisher is new, or the shard has come back empty."""
+    first_told: int = 0
+    """The highest number of calls of shard 0 that another shard was told of. If shard 0 has counted fewer, it has lost
+    writes.
+    """
 
     def acknowledged(self, shard: int, calls: int) -> None:
         """Note that a shard has answered a call. Answers to calls that ran at the same time come in any order."""
@@ -119,9 +125,11 @@ class Grant:
 
     def has_lost(self, shard_calls: Mapping[int, int]) -> bool:
         """Return whether a shard lost writes: when its fence was raised, it had counted fewer calls than the record
-        says.
+        says, or shard 0 fewer than another shard was told.
         """
-        return self.is_forgotten or any(self.calls.get(shard, 0) < calls for shard, calls in shard_calls.items())
+        has_lost_first = self.first_calls < self.first_told
+        has_lost_other = any(self.calls.get(shard, 0) < calls for shard, calls in shard_calls.items())
+        return self.is_forgotten or has_lost_first or has_lost_other
 
     @property
     def has_news(self) -> bool:
@@ -185,7 +193,9 @@ class Leases:
         lease = await self.take_for(claim, worker, seconds, force=force)
         if lease is None:
             return None
-        return Grant(claim, lease.token, lease.above, lease.calls, is_forgotten=is_forgotten)
+        return Grant(
+            claim, lease.token, lease.above, lease.calls, is_forgotten=is_forgotten, first_told=lease.first_told
+        )
 
     async def take_for(
         self, ids: PublisherIds, worker: str, seconds: float, *, force: bool = False
@@ -210,9 +220,9 @@ class Leases:
             if not outcome.is_applied:
                 return None
             own = f"{outcome.numbers[0]}.{random}"
-            counter, holder, calls = await self._raise_fences(ids, own)
+            counter, holder, calls, first_told = await self._raise_fences(ids, own)
             if counter is None:
-                return TakenLease(own, holder, calls)
+                return TakenLease(own, holder, calls, first_told)
             # A failover has restored an old record, and a shard has a higher token. Take one that is higher still.
             counter_above = counter
 
@@ -231,8 +241,10 @@ class Leases:
         )
         return None in tokens
 
-    async def _raise_fences(self, ids: PublisherIds, token: str) -> tuple[int | None, int, dict[int, int]]:
-        """Return the counter of a higher token or None, the highest holder id of all shards, and the calls by shard."""
+    async def _raise_fences(self, ids: PublisherIds, token: str) -> tuple[int | None, int, dict[int, int], int]:
+        """Return the counter of a higher token or None, the highest holder id of all shards, the calls by shard, and
+        the highest number of calls of shard 0 that another shard was told of.
+        """
         outcomes = await asyncio.gather(
             *(
                 self._scripts.raise_fence(fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token=token)
@@ -245,11 +257,12 @@ class Leases:
             (max(refused) if refused else None),
             holder,
             {i: outcome.numbers[2] for i, outcome in enumerate(outcomes)},
+            max(outcome.numbers[3] for outcome in outcomes),
         )
 
     async def highest_holder(self, grant: Grant) -> int | None:
         """Return the highest holder id on any shard at this moment, or None if another worker has the stream."""
-        counter, holder, _ = await self._raise_fences(grant.claim, grant.token)
+        counter, holder, _, _ = await self._raise_fences(grant.claim, grant.token)
         return holder if counter is None else None
 
     async def renew(self, grant: Grant, seconds: float) -> bool:

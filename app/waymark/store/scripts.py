@@ -228,6 +228,7 @@ class Scripts:
         newest_ts: Arg,
         digest: Arg,
         calls: int,
+        first: Arg,
         slots_max: int,
         bytes_max: int,
         holders: Sequence[Arg],
