@@ -138,7 +138,7 @@ async def test_an_error_does_not_tell_the_password(free_port: int) -> None:
 )
 async def test_calls_that_may_repeat_share_a_connection_and_outlive_it(redis_url: str, name: str) -> None:
     client = RedisClient.open(redis_url)
-    words = ["1", "no such token", *[""] * 5, "64", "65536", "0", "0", "0"]
+    words = ["1", "no such token", *[""] * 6, "64", "65536", "0", "0", "0"]
 
     async def fenced() -> bool:
         reply = await client.run(name, ["wm:{1}:fence", "wm:{1}:branches"], words)

@@ -145,7 +145,7 @@ async def test_scripts_are_on_every_primary_and_come_back_where_they_were_forgot
 
 async def test_scripts_that_may_repeat_share_one_connection_to_each_primary(cluster: Cluster, store: Store) -> None:
     await store._client.load_scripts()
-    words = ["1", "no such token", *[""] * 5, "64", "65536", "0", "0", "0"]
+    words = ["1", "no such token", *[""] * 6, "64", "65536", "0", "0", "0"]
     tags = [f"{{1.{shard}}}" for shard in range(SHARDS)]
 
     async def fenced(tag: str) -> bool:
