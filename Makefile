@@ -18,7 +18,7 @@ demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simul
 install: ## put the command waymark on the PATH of this user, in an environment of its own; needs uv or pipx
 	@sh scripts/install.sh
 
-check: lint ## the inner loop: style, types, and the tests that need nothing but Python; a minute
+check: lint ## the inner loop: style, types, and the tests that need nothing but Python; two minutes
 	@$(BIN)/python -m pytest --unit --quiet --numprocesses 2 --dist loadfile
 
 test: ## check everything: style, types, and the tests on a real Redis
