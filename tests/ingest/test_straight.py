@@ -234,6 +234,34 @@ async def test_a_stream_whose_frames_differ_seldom_looks_for_a_straight_way(
     assert ways.straight, "at the latest after 16 frames"
 
 
+async def test_a_rank_that_is_registered_meanwhile_is_looked_at_before_the_next_frame(
+    bench: Bench, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[StraightWay] = []
+    open_ = StraightWay.open
+
+    def noted(way: StraightWay, *, wakes: bool) -> None:
+        open_(way, wakes=wakes)
+        opened.append(way)
+
+    monkeypatch.setattr(StraightWay, "open", noted)
+    await bench.worker(options=WITHOUT_PROBES)
+    pod = await steady(bench)
+    await publish(pod, stored(10, parent=2))
+    assert len(ways.straight) == 1
+    way = opened[-1]
+    await bench.pod("pod-1", fields={"dp_rank": 1})
+    await wait_until(
+        lambda: way._life.applier.resolver.registered_ranks == {0, 1}, "the other rank is known", PATIENCE_SECONDS
+    )
+    before = opened.count(way)
+    await wait_until(lambda: opened.count(way) > before + 1, "the stream has waited again", PATIENCE_SECONDS)
+    await publish(pod, stored(11, parent=2))
+    assert len(ways.straight) == 1
+    await publish(pod, stored(12, parent=2))
+    assert len(ways.straight) == 2
+
+
 @pytest.mark.parametrize("is_reused", [False, True])
 async def test_a_gap_between_frames_that_go_straight_is_filled(bench: Bench, ways: Ways, is_reused: bool) -> None:
     _, *pods = await both(bench)
