@@ -38,7 +38,7 @@ async def make_selector(metrics: Metrics, monkeypatch: pytest.MonkeyPatch) -> As
             tokenizers = parts.tokenizers(given, metrics)
             stack.push_async_callback(tokenizers.close)
             selector = Selector(store, parts.selection_options(given), metrics)
-            gate = StartupGate(store.directory, given.min_initial_workers)
+            gate = StartupGate(store.polled_claims, given.min_initial_workers)
             return RequestSelector(store, parts.prompt_options(given), metrics, selector, tokenizers, gate)
 
         yield make

@@ -330,7 +330,7 @@ async def _answering(scenario: Scenario, draw: int, *, is_straight: bool) -> Asy
         await stack.enter_async_context(http)
         tokenizers = parts.tokenizers(settings, metrics)
         stack.push_async_callback(tokenizers.close)
-        gate = StartupGate(store.directory, settings.min_initial_workers)
+        gate = StartupGate(store.polled_claims, settings.min_initial_workers)
         requests = RequestSelector(store, parts.prompt_options(settings), metrics, selector, tokenizers, gate)
         found = _Answering(scenario, store, http, requests, app.straight if is_straight else {})
         await found.fill()

@@ -399,11 +399,11 @@ async def test_without_redis_a_prompt_is_as_long_as_its_estimate_and_has_no_matc
 async def test_a_closed_gate_says_what_it_waits_for(store: Store, metrics: Metrics) -> None:
     selector = await informed(store, metrics)
     with pytest.raises(Starting) as refused:
-        await selector.select_open(asked(), StartupGate(store.directory, 3))
+        await selector.select_open(asked(), StartupGate(store.polled_claims, 3))
     assert refused.value.sentence == (
         "waiting for workers: 2 of 3; register more engines, or lower WAYMARK_MIN_INITIAL_WORKERS"
     )
-    assert taken(await selector.select_open(asked(), StartupGate(store.directory, 2)))
+    assert taken(await selector.select_open(asked(), StartupGate(store.polled_claims, 2)))
     assert times(metrics)["walk"] == 2, "who waits reads nothing"
 
 

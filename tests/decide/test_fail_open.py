@@ -13,7 +13,7 @@ import pytest
 
 from tests.decide.conftest import MakeSelector
 from tests.patience import patient_settings
-from tests.store.factories import registration
+from tests.store.factories import Readings, registration
 from waymark.api.application import create_app
 from waymark.base.errors import (
     InvalidValue,
@@ -38,7 +38,7 @@ from waymark.domain.names import GroupName
 from waymark.epp.answers import rejection_of
 from waymark.gateway.shapes import rejected_by
 from waymark.runtime import parts
-from waymark.store.directory import Directory
+from waymark.store.directory import PolledClaims
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
 from waymark.store.store import Store
 from waymark.store.workers import Heartbeats
@@ -267,14 +267,26 @@ async def test_the_gate_counts_the_instances_of_every_tenant_and_no_pools() -> N
     for tenant, name, scope in (("a", "pod", "instance"), ("b", "pod", "instance"), ("a", "pool", "shared")):
         kind = EngineKind.STANDARD if scope == "shared" else EngineKind.VLLM
         await store.registry.register(registration(name, tenant_id=tenant, scope=scope, kind=kind))
-    assert await StartupGate(store.directory, 3).waiting() == "waiting for workers: 2 of 3"
-    assert await StartupGate(store.directory, 2).waiting() is None
+    assert await StartupGate(store.polled_claims, 3).waiting() == "waiting for workers: 2 of 3"
+    assert await StartupGate(store.polled_claims, 2).waiting() is None
+    await store.close()
+
+
+async def test_a_closed_gate_reads_the_claims_again_when_one_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open("memory://")
+    gate, readings = StartupGate(store.polled_claims, 3), Readings(store, monkeypatch)
+    monkeypatch.setattr(fail_open, "_COUNT_SECONDS", 0.0)
+    for number in range(2):
+        await store.registry.register(registration(f"pod-{number}"))
+        for _ in range(50):
+            assert await gate.waiting() == f"waiting for workers: {number + 1} of 3"
+    assert readings() == 2
     await store.close()
 
 
 async def test_a_gate_that_was_never_open_is_closed_without_redis(make_selector: MakeSelector) -> None:
     store = Store.open("memory://")
-    gate = StartupGate(store.directory, 1)
+    gate = StartupGate(store.polled_claims, 1)
     requests = make_selector(store)
     question = (await requests.prepare(read_request("/v1/completions", {"model": "m", "prompt": [1]}))).question
     with pytest.raises(Starting):
@@ -298,7 +310,7 @@ class Registered:
 
 
 def gate_of(registered: Registered, minimum: int) -> StartupGate:
-    return StartupGate(cast(Directory, registered), minimum)
+    return StartupGate(cast(PolledClaims, registered), minimum)
 
 
 async def test_a_gate_without_a_minimum_is_open_and_asks_nobody() -> None:

@@ -81,7 +81,8 @@ async def test_a_redis_that_is_away_is_not_a_missing_worker(store: Store) -> Non
 async def deciding(store: Store) -> AsyncIterator[tuple[RequestSelector, IngestWatch]]:
     settings, metrics = Settings(**patient_settings()), Metrics()
     tokenizers, watch = parts.tokenizers(settings, metrics), IngestWatch(store.heartbeats)
-    selector, gate = Selector(store, parts.selection_options(settings), metrics), StartupGate(store.directory, 0, watch)
+    selector = Selector(store, parts.selection_options(settings), metrics)
+    gate = StartupGate(store.polled_claims, 0, watch)
     yield (
         RequestSelector(store, parts.prompt_options(settings), metrics, selector, tokenizers, gate),
         watch,

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 from tests.api.conftest import hold_blocks
 from tests.decide.conftest import MakeSelector
 from tests.patience import patient_settings
-from tests.store.factories import registration
+from tests.store.factories import Readings, registration
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
@@ -374,6 +374,17 @@ async def test_the_groups_are_read_again_after_a_while(
     assert (await prompts.match_engine_hashes(ENGINE_HASHES, 60.0))[1] == 10
 
 
+async def test_the_groups_cost_two_short_replies_while_no_registration_changes(
+    store: Store, prompts: ReportedPrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await sglang(store, "pod-1", 1, 4)
+    readings = Readings(store, monkeypatch)
+    monkeypatch.setattr(reported, "_GROUPS_SECONDS", 0.0)
+    for _ in range(100):
+        assert len(await prompts._asked_groups()) == 1
+    assert readings() == 1
+
+
 async def test_the_longest_match_of_several_models_counts(store: Store, prompts: ReportedPrompts) -> None:
     await sglang(store, "pod-1", 1, 3)
     await sglang(store, "pod-2", 1, 6, model_name="n")
@@ -390,7 +401,7 @@ async def test_a_redis_that_is_away_is_no_empty_answer(
     await silent(store, "pod-1", 1)
     monkeypatch.setattr(store.placements, "match", away)
     monkeypatch.setattr(store.placements, "place", away)
-    monkeypatch.setattr(store.directory, "registrations", away)
+    monkeypatch.setattr(store.polled_claims, "poll", away)
     for call in (
         prompts.match(TEXT, LOCAL),
         prompts.place(TEXT, address(1), None, LOCAL),

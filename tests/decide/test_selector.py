@@ -411,10 +411,10 @@ async def test_a_gate_that_was_never_open_is_closed_without_redis(
     store: Store, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     selector = await informed_selector(store, metrics)
-    monkeypatch.setattr(store.directory, "registrations", away)
+    monkeypatch.setattr(store.polled_claims, "poll", away)
     with pytest.raises(Starting, match="waiting for 3 workers, and Redis is unavailable"):
-        await selector.select_open(asked(), StartupGate(store.directory, 3))
-    gate = StartupGate(store.directory, 0)
+        await selector.select_open(asked(), StartupGate(store.polled_claims, 3))
+    gate = StartupGate(store.polled_claims, 0)
     monkeypatch.setattr(selector, "_select", away)
     assert (await selector.select_open(asked(), gate)).is_degraded
 

@@ -130,7 +130,7 @@ async def start(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             asker = parts.asker(settings)
             stack.push_async_callback(asker.close)
             options = parts.api_options(settings, is_gateway=True)
-            gate = StartupGate(store.directory, settings.min_initial_workers)
+            gate = StartupGate(store.polled_claims, settings.min_initial_workers)
             admin_parts = GatewayParts(gate, cache)
             admin = create_gateway_admin(store, options, metrics, admin_parts)
             responses = runtime_gateway.stored_responses(settings, metrics, store, archive)

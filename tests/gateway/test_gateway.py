@@ -23,6 +23,7 @@ from tests.conftest import wait_until
 from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Start, chat, events, registration
 from tests.patience import patient
+from tests.store.factories import Readings
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import SettingsError
 from waymark.chat.requests import session_token
@@ -280,6 +281,19 @@ async def test_paths_that_are_none(start: Start) -> None:
     assert (await running.client.get("/ready")).json()["status"] == "ready"
     # Nothing of a gateway registers anything.
     assert (await running.client.post("/register", json={})).status_code == 404
+
+
+async def test_the_models_are_read_again_when_a_registration_has_changed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = await start(1)
+    readings = Readings(running.store, monkeypatch)
+    for number in range(2):
+        await running.store.registry.register(registration(running.engines[0].url, 2 + number, f"demo-{number}"))
+        for _ in range(20):
+            found = (await running.client.get("/v1/models")).json()["data"]
+            assert f"demo-{number}" in {model["id"] for model in found}
+    assert readings() == 2
 
 
 async def test_models_are_those_of_the_engines(start: Start) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
+import pytest
 from redis.asyncio import Redis
 
 from waymark.base.errors import StoreUnavailable
@@ -72,6 +73,24 @@ def client_of(redis: Redis) -> RedisClient:
     path = redis.connection_pool.connection_kwargs.get("path")
     reads = None if path is None else ReadPool(Dialer(parse(f"unix://{path}"), Credentials(), 5.0, None))
     return RedisClient(redis, "redis://test", reads=reads)
+
+
+class Readings:
+    """How often a store has read all claims since the last look."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._count = 0
+        read = store.directory.claims
+
+        async def counted() -> list[Claim]:
+            self._count += 1
+            return await read()
+
+        monkeypatch.setattr(store.directory, "claims", counted)
+
+    def __call__(self) -> int:
+        count, self._count = self._count, 0
+        return count
 
 
 def registration(instance_id: str = "pod-1", **fields: Any) -> Registration:

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import claim_of, registration
+from tests.store.factories import Readings, claim_of, registration
 from waymark.domain.targets import Target
 from waymark.store import directory, keys
 from waymark.store.claims import Claim
-from waymark.store.directory import _WHOLE_POLLS, EngineAddresses
+from waymark.store.directory import EngineAddresses, FromClaims
 from waymark.store.store import Store
 
 POD = registration()
 
 
-class Readings:
-    """How often a store has read all claims since the last look."""
-
-    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._count = 0
-        read = store.directory.claims
-
-        async def counted() -> list[Claim]:
-            self._count += 1
-            return await read()
-
-        monkeypatch.setattr(store.directory, "claims", counted)
-
-    def __call__(self) -> int:
-        count, self._count = self._count, 0
-        return count
+@pytest.fixture(autouse=True)
+def _long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All claims are read without a reason only where a test says so."""
+    monkeypatch.setattr(directory, "_WHOLE_SECONDS", 86_400.0)
 
 
 @pytest.fixture
@@ -48,9 +36,11 @@ async def readings(store: Store, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 async def test_a_poll_without_a_change_reads_no_claim(store: Store, readings: Readings) -> None:
-    for _ in range(_WHOLE_POLLS // 2 - 1):
+    first = await store.polled_claims.registrations()
+    for _ in range(100):  # a process may poll with each request
         assert [claim.registration for claim in await store.polled_claims.poll()] == [POD]
     assert readings() == 0
+    assert await store.polled_claims.registrations() is first
 
 
 async def test_every_change_is_seen_by_the_next_poll(store: Store, readings: Readings) -> None:
@@ -89,14 +79,40 @@ async def test_a_claim_that_was_deleted_by_hand_is_missed_at_once(
     assert await store.polled_claims.poll() == []
 
 
-async def test_a_claim_that_was_changed_by_hand_is_seen_by_some_poll(
-    store: Store, readings: Readings, redis: Redis
+async def test_a_claim_that_was_changed_by_hand_is_seen_after_a_while(
+    store: Store, readings: Readings, redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = replace(await claim_of(Store(store.client), POD), shards=2)
     await redis.hset(keys.PUBLISHERS, keys.publisher_field(POD.name), changed.encode())
-    shards = [(await store.polled_claims.poll())[0].shards for _ in range(_WHOLE_POLLS)]
-    assert sorted(set(shards)) == [1, 2]
-    assert readings() in (1, 2)
+    assert [claim.shards for claim in await store.polled_claims.poll()] == [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "monotonic", lambda: float("inf"))
+        assert [claim.shards for claim in await store.polled_claims.poll()] == [2]
+    assert readings() == 1
+
+
+async def test_a_value_is_computed_again_when_a_claim_has_changed(
+    store: Store, readings: Readings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[list[str]] = []
+
+    def names(claims: Sequence[Claim]) -> list[str]:
+        computed.append([claim.registration.instance_id for claim in claims])
+        return computed[-1]
+
+    value = FromClaims(store.polled_claims, names)
+    assert computed == [[]]
+    for _ in range(2):
+        assert await value() == ["pod-1"]
+    with monkeypatch.context() as patch:  # all claims are read, and none has changed
+        patch.setattr(directory, "monotonic", lambda: float("inf"))
+        assert await value() == ["pod-1"]
+    other = Store(store.client)
+    await other.registry.register(registration("pod-2"))
+    claim = await claim_of(other, POD)
+    assert await other.claim_writer.replace(POD.name, claim.raw, replace(claim, is_leaving=True)) is not None
+    assert await value() == ["pod-2"]
+    assert len(computed) == 3
 
 
 async def test_a_redis_that_came_back_empty_is_read_by_each_poll(
@@ -142,7 +158,7 @@ async def test_addresses_of_engines_are_read_when_a_registration_has_changed(
 ) -> None:
     monkeypatch.setattr(directory, "_ADDRESSES_SECONDS", 0.0)
     addresses = EngineAddresses(store.directory, store.polled_claims, store.incarnation)
-    for _ in range(_WHOLE_POLLS // 2 - 1):
+    for _ in range(100):
         assert not await addresses(POD.group)
     assert readings() == 0
     other = Store(store.client)

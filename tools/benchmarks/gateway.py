@@ -229,7 +229,7 @@ async def selection(redis_url: str, requests: int) -> None:
     store = Store.open(redis_url, metrics=metrics)
     tokenizers = parts.tokenizers(settings, metrics)
     selector = Selector(store, parts.selection_options(settings), metrics)
-    gate = StartupGate(store.directory, 0)
+    gate = StartupGate(store.polled_claims, 0)
     decider = RequestSelector(store, parts.prompt_options(settings), metrics, selector, tokenizers, gate)
     under_way = RequestsUnderWay(selector, store.begin)
 

@@ -117,7 +117,7 @@ class _ApiParts:
     ) -> None:
         asker, prompts, access = asker or Asker(), options.prompts, options.access
         tokenizer = PromptTokenizer(tokenizers or _tokenizers(store, metrics, asker), prompts.tokens_max)
-        start = StartupGate(store.directory, options.min_initial_workers) if gateway is None else gateway.start
+        start = StartupGate(store.polled_claims, options.min_initial_workers) if gateway is None else gateway.start
         pools, allowed = AskedPools(asker, metrics), AllowedEndpoints(access.allowed_endpoints)
         seconds, names_others = prompts.deadline_seconds, not access.protects_reads
         served = store.incarnation.cache(

@@ -35,7 +35,7 @@ from waymark.base.errors import (
 )
 from waymark.base.logs import fields
 from waymark.domain.names import GroupName
-from waymark.store.directory import Directory
+from waymark.store.directory import PolledClaims
 from waymark.store.reservations import Load, Reservation, ReservationPart
 from waymark.store.workers import WORKER_SECONDS, Heartbeats
 
@@ -175,10 +175,10 @@ class IngestWatch:
 class StartupGate:
     """Closed until ``minimum`` different instances are registered; then open for as long as the process runs."""
 
-    def __init__(self, directory: Directory, minimum: int, watch: IngestWatch | None = None) -> None:
+    def __init__(self, polled_claims: PolledClaims, minimum: int, watch: IngestWatch | None = None) -> None:
         """``watch`` is for a process whose decisions depend on whether the index is kept up to date."""
         self.watch = watch
-        self._directory = directory
+        self._polled_claims = polled_claims
         self._minimum = minimum
         self.is_open = minimum == 0
         """Whether it has been seen open."""
@@ -195,7 +195,7 @@ class StartupGate:
         if self.is_open:
             return None
         if monotonic() >= self._count_until:
-            registrations = await self._directory.registrations()
+            registrations = await self._polled_claims.registrations()
             self._count = len(
                 {
                     (registration.tenant_id, registration.instance_id)

@@ -26,7 +26,8 @@ from waymark.domain.hashing import DEFAULT_SEED, extend_local, namespace, text_h
 from waymark.domain.match import target_rows
 from waymark.domain.names import GroupName
 from waymark.store.chain import PackedKeys
-from waymark.store.directory import GroupEntry
+from waymark.store.claims import Claim
+from waymark.store.directory import FromClaims, GroupEntry
 from waymark.store.hashes import FIND_HASHES
 from waymark.store.reader import Reading
 from waymark.store.store import Store
@@ -86,7 +87,8 @@ class ReportedPrompts:
         self._deadline_seconds = options.deadline_seconds
         self.has_same_hashes = options.hash_seed == DEFAULT_SEED
         """Whether this index hashes as smg does."""
-        self._asked: tuple[AskedGroup, ...] = ()
+        self._asked_now = FromClaims(store.polled_claims, self._asked_of)
+        self._asked: Sequence[AskedGroup] = ()
         self._asked_until = self._told_until = float("-inf")
         self._told: frozenset[int] = frozenset()
 
@@ -128,24 +130,24 @@ class ReportedPrompts:
         """Return the groups whose engines have such a router; their streams learn that they are asked about."""
         now = asyncio.get_running_loop().time()
         if now >= self._asked_until:
-            groups = await self._store.directory.groups()
-            self._asked = tuple(
-                {
-                    AskedGroup(registration.group, groups[registration.group].group_id, registration.block_size)
-                    for registration in await self._store.directory.registrations()
-                    if registration.tenant_id == self._tenant_id
-                    and registration.scope == "instance"
-                    and registration.kind.traits.is_asked_by_hash
-                    and registration.target.address is not None
-                    and registration.group in groups
-                }
-            )
+            self._asked = await self._asked_now()
             ids = {group.group_id for group in self._asked}
             if now >= self._told_until or not ids <= self._told:
                 await self._store.hashes.asked.add(ids)
                 self._told, self._told_until = frozenset(ids), now + _ASK_SECONDS
             self._asked_until = now + _GROUPS_SECONDS
         return self._asked
+
+    def _asked_of(self, claims: Sequence[Claim]) -> Sequence[AskedGroup]:
+        asked = {
+            AskedGroup(registration.group, claim.group_id, registration.block_size)
+            for claim in claims
+            if (registration := claim.registration).tenant_id == self._tenant_id
+            and registration.scope == "instance"
+            and registration.kind.traits.is_asked_by_hash
+            and registration.target.address is not None
+        }
+        return tuple(asked)
 
     async def _by_engine_hashes(
         self, group: AskedGroup, engine_hashes: Sequence[int], deadline: float
@@ -206,7 +208,7 @@ class ReportedPrompts:
         unavailable.
         """
         addresses: dict[tuple[Keyspace, str], bool] = {}
-        for registration in await self._store.directory.registrations():
+        for registration in await self._store.polled_claims.registrations():
             if (
                 registration.tenant_id == self._tenant_id
                 and registration.scope == "instance"

@@ -6,11 +6,10 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import field
 from functools import partial
 from time import perf_counter
-from types import MappingProxyType
 
 import orjson
 
@@ -46,7 +45,8 @@ from waymark.gateway.shapes import (
     with_model,
 )
 from waymark.gateway.upstream import Upstream
-from waymark.store.directory import Directory
+from waymark.store.claims import Claim
+from waymark.store.directory import FromClaims
 from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Gateway:
         self._waiting = waiting
         self._limits = KeyLimits(options.key_requests, options.key_tokens)
         self._selector = requests
-        self._directory = store.directory
+        self._served = FromClaims(store.polled_claims, _served_names)
         self._upstream = upstream
         self._under_way = RequestsUnderWay(selector, store.begin)
         self._proxy = Proxy(self._selector, self._under_way, self._upstream, metrics)
@@ -163,7 +163,7 @@ class Gateway:
     async def warn(self) -> None:
         """Log each alias of a model that no engine serves."""
         try:
-            served = {name for name, _ in await served_models(self._directory, DEFAULT_TENANT)}
+            served = (await self._served()).get(DEFAULT_TENANT, {})
         except StoreUnavailable as error:
             log.debug("aliases are not checked", extra=fields(error=error.sentence))
             return
@@ -308,7 +308,7 @@ class Gateway:
 
     async def _models(self, client: GatewayCaller, name: str, answer: _AnswerSender) -> None:
         try:
-            models = await served_models(self._directory, client.tenant_id, self._aliases)
+            models = _with_aliases((await self._served()).get(client.tenant_id, {}), self._aliases)
         except StoreUnavailable as error:
             raise RequestRejected(503, error.sentence, "unavailable", retry_after_seconds=1) from None
         cards = [
@@ -392,26 +392,21 @@ async def _disconnected(receive: AsgiReceive) -> None:
 # The names that a client may send as a model.
 
 
-async def served_models(
-    directory: Directory, tenant_id: str, aliases: Mapping[str, str] = MappingProxyType({})
-) -> list[tuple[str, str | None]]:
-    """Return models, aliases and adapters, each with the model that an adapter belongs to. Raise StoreUnavailable.
-
-    ``aliases`` are those of the gateway; one whose model is not served does not count.
-    """
-    names: dict[str, str | None] = {}
-    for registration in await directory.registrations():
-        if (
-            registration.tenant_id == tenant_id
-            and registration.scope == "instance"
-            and registration.target.address is not None
-        ):
+def _served_names(claims: Sequence[Claim]) -> dict[str, dict[str, str | None]]:
+    """Return the models, aliases and adapters of each tenant, each with the model that an adapter belongs to."""
+    served: dict[str, dict[str, str | None]] = {}
+    for registration in (claim.registration for claim in claims):
+        if registration.scope == "instance" and registration.target.address is not None:
+            names = served.setdefault(registration.tenant_id, {})
             names[registration.model_name] = None
             for alias in registration.target.aliases:
                 names.setdefault(alias, None)
             for adapter in registration.target.adapters:
                 names.setdefault(adapter, registration.model_name)
-    for alias, name in aliases.items():
-        if name in names:
-            names[alias] = names[name]
-    return sorted(names.items())
+    return served
+
+
+def _with_aliases(names: dict[str, str | None], aliases: Mapping[str, str]) -> list[tuple[str, str | None]]:
+    """Add the gateway's own aliases. One whose model is not served does not count."""
+    further = {alias: names[name] for alias, name in aliases.items() if name in names}
+    return sorted((names | further).items())

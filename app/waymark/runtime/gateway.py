@@ -52,7 +52,7 @@ class GatewayRole:
         self._archive = mongo_archive(settings, metrics, store)
         cache = response_cache(settings, metrics, store)
         self._watch = IngestWatch(store.heartbeats)
-        gate = StartupGate(store.directory, settings.min_initial_workers, self._watch)
+        gate = StartupGate(store.polled_claims, settings.min_initial_workers, self._watch)
         admin = GatewayParts(gate, cache)
         options, selection = parts.api_options(settings, is_gateway=True), parts.selection_options(settings)
         admin_app: AsgiApplication

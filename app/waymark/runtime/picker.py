@@ -79,7 +79,7 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
         await report_redis(store)
         selector = Selector(store, options, metrics, pools=AskedPools(asker, metrics))
         watch = IngestWatch(store.heartbeats)
-        gate = StartupGate(store.directory, settings.min_initial_workers, watch)
+        gate = StartupGate(store.polled_claims, settings.min_initial_workers, watch)
         under_way = RequestsUnderWay(selector, store.begin)
         requests = RequestSelector(store, prompt_options, metrics, selector, tokenizers, gate)
         prompts = ReportedPrompts(store, requests, prompt_options, metrics, settings.epp_tenant)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from waymark.base.errors import Conflict
 from waymark.base.record import record
@@ -24,10 +24,12 @@ from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import Malformed, RecordParser, integer_of, names_of
 from waymark.store.redis.client import RedisClient
 
+T = TypeVar("T")
+
 #: The claims decoded in one turn of the event loop; ten thousand take a third of a second.
 _SLICE_CLAIMS = 256
-#: A worker reads all claims at least once in this number of polls, even without a change.
-_WHOLE_POLLS = 40
+#: A process that polls reads all claims again after half to all of this time, even without a change.
+_WHOLE_SECONDS = 60.0
 #: How long ``EngineAddresses`` uses the registrations that it has read.
 _ADDRESSES_SECONDS = 1.0
 
@@ -137,8 +139,8 @@ class PolledClaims:
     replies, however many claims there are.
 
     Each write of a claim replaces the nonce in ``wm:version:{wm:publishers}``. The number of claims shows a claim that
-    was deleted by hand. Some polls read all claims without a reason, in case one was changed by hand or by an earlier
-    release.
+    was deleted by hand. Once a minute all claims are read without a reason, in case one was changed by hand or by an
+    earlier release.
     """
 
     def __init__(self, client: RedisClient, directory: Directory) -> None:
@@ -147,24 +149,48 @@ class PolledClaims:
         self._state: list[bytes | int | None] = [None, 0]
         """The version and the number of claims before the last reading."""
         self._claims: list[Claim] = []
-        self._left = 0
-        """The polls until the next reading."""
+        self._until = float("-inf")
+        """When they are read again."""
+        self._registrations: Sequence[Registration] = ()
 
     async def poll(self) -> list[Claim]:
-        """Return every claim that can be read, including those of leaving publishers, in order of registration."""
+        """Return every claim that can be read, including those of leaving publishers, in order of registration. The
+        list stays the same one until a claim has changed.
+        """
         state = await self._client.several((("GET", keys.PUBLISHERS_VERSION), ("HLEN", keys.PUBLISHERS)))
         # A Redis that came back empty has no version, and neither has one that only an earlier release has written to.
-        if state != self._state or state[0] is None or not self._left:
+        if state != self._state or state[0] is None or monotonic() >= self._until:
             claims = await self._directory.claims()
-            self._claims, self._state = claims, state
+            if claims != self._claims:
+                self._claims = claims
+                self._registrations = [claim.registration for claim in claims if not claim.is_leaving]
+            self._state = state
             # Workers see a change at the same time, and should not all read the claims again at the same time.
-            self._left = random.randint(_WHOLE_POLLS // 2, _WHOLE_POLLS)
-        self._left -= 1
+            self._until = monotonic() + random.uniform(_WHOLE_SECONDS / 2, _WHOLE_SECONDS)
         return self._claims
 
-    async def registrations(self) -> list[Registration]:
-        """Return every registration, in order, as ``Directory`` does."""
-        return [claim.registration for claim in await self.poll() if not claim.is_leaving]
+    async def registrations(self) -> Sequence[Registration]:
+        """Return every registration, in order, as ``Directory`` does. The list stays the same one as in ``poll``."""
+        await self.poll()
+        return self._registrations
+
+
+class FromClaims(Generic[T]):
+    """A value that is computed from the claims that are not leaving, and again when one has changed."""
+
+    def __init__(self, polled_claims: PolledClaims, compute: Callable[[Sequence[Claim]], T]) -> None:
+        self._polled_claims = polled_claims
+        self._compute = compute
+        self._claims: Sequence[Claim] = ()
+        self._value = compute(())
+
+    async def __call__(self) -> T:
+        """Return the value. Raise StoreUnavailable if Redis is unavailable."""
+        claims = await self._polled_claims.poll()
+        if claims is not self._claims:
+            self._value = self._compute([claim for claim in claims if not claim.is_leaving])
+            self._claims = claims
+        return self._value
 
 
 #: Fields of ``wm:groups`` without a group.
