@@ -15,7 +15,7 @@ from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import PolicyChoice
 from waymark.decide.simulated_fleet import SimulatedRequest
 from waymark.domain.answer_times import AskedTimes, TimeSums
-from waymark.domain.keys import pack
+from waymark.domain.packing import pack
 from waymark.domain.targets import Gauges
 from waymark.store.kept_decisions import KeptDecision, KeptTarget, ShadowChoice
 

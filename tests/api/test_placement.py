@@ -12,7 +12,7 @@ from tests.api.conftest import Hold
 from tests.api.test_decisions import post
 from tests.conftest import wait_until
 from waymark.domain.hashing import extend, token_bytes
-from waymark.domain.keys import pack
+from waymark.domain.packing import pack
 from waymark.store import keys
 from waymark.store.kept_decisions import KeptDecision
 from waymark.store.store import Store

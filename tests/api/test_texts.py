@@ -25,7 +25,7 @@ from waymark.base.settings import Settings
 from waymark.decide.selector import Selector
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.multimodal import PromptItem, seq_hashes_with
-from waymark.domain.tokens import pack_tokens
+from waymark.domain.packing import pack_tokens
 from waymark.runtime import parts
 from waymark.store.store import Store
 from waymark.tokenization import tokenizers as face

@@ -16,8 +16,8 @@ from waymark.apply.pool_hashes import PoolHashes
 from waymark.apply.slices import SliceRunner
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Removed, StoredReference
-from waymark.domain.keys import pack
 from waymark.domain.known import Spot
+from waymark.domain.packing import pack
 from waymark.domain.parts import Part
 from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place

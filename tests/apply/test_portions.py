@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from waymark.apply.applier import portions_of
-from waymark.domain.keys import pack
+from waymark.domain.packing import pack
 from waymark.domain.parts import Part
 from waymark.domain.rows import Place, slots_of
 from waymark.store.calls import CALL_BLOCKS

@@ -31,9 +31,9 @@ from waymark.decide.shadows import Shadows
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.books import Usage
 from waymark.domain.hashing import extend, token_bytes
-from waymark.domain.keys import pack
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
+from waymark.domain.packing import pack
 from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Target

@@ -31,8 +31,8 @@ from waymark.decide.question import GivenValues, HashedPrompt, PolicyChoice, Que
 from waymark.decide.snapshot import GroupSnapshot, ReadingKind, SnapshotKeeper
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import block_keys, token_bytes
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.pool_keys import AskedPrompt, PromptIds
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Gauges, Target

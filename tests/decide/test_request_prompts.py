@@ -25,7 +25,7 @@ from waymark.decide.request_prompts import (
 from waymark.decide.served import ServedModel
 from waymark.domain.hashing import DEFAULT_SEED, block_keys, namespace
 from waymark.domain.names import GroupName
-from waymark.domain.tokens import pack_tokens
+from waymark.domain.packing import pack_tokens
 from waymark.tokenization.prompt import ChatPrompt, SourcedTokens, TextPrompt
 from waymark.tokenization.tokenizers import Tokenizers
 

@@ -31,9 +31,9 @@ from waymark.decide.requests import RequestSelector
 from waymark.decide.reserve import PrefillProgress, TargetReserver, WatchedReservation, headers_of
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
 from waymark.domain.books import Promise
-from waymark.domain.keys import key_at, pack
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName, Holder
+from waymark.domain.packing import key_at, pack
 from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Role, Target

@@ -29,8 +29,8 @@ from waymark.decide.question import PolicyChoice, SelectedTarget
 from waymark.decide.shadows import Shadows, preferred, reused, work
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.books import NO_USAGE, Usage
-from waymark.domain.keys import pack
 from waymark.domain.match import TargetRow
+from waymark.domain.packing import pack
 from waymark.domain.status import Decision
 from waymark.domain.targets import Gauges, Target
 from waymark.store.directory import GroupEntry

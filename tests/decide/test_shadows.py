@@ -37,8 +37,8 @@ from waymark.decide.question import HashedPrompt, PolicyChoice, Question, Select
 from waymark.decide.selector import Selector
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.books import NO_USAGE, Usage
-from waymark.domain.keys import pack
 from waymark.domain.names import GroupName
+from waymark.domain.packing import pack
 from waymark.runtime import parts
 from waymark.simulator.workload import conversations
 from waymark.store.directory import GroupEntry

@@ -16,7 +16,7 @@ from tests.unit import examples
 from waymark.decide import simulated_fleet as module
 from waymark.decide.simulated_fleet import SimulatedFleet, _Cache, _PrefillQueue, _prompt
 from waymark.domain.answer_times import TimeSums
-from waymark.domain.keys import pack
+from waymark.domain.packing import pack
 from waymark.store.kept_decisions import BLOCKS_MAX, TARGETS_MAX, KeptDecision, KeptTarget
 
 SIZE = 10

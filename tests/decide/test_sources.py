@@ -17,9 +17,9 @@ from waymark.decide.question import CopySource
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.decide.sources import Peers
 from waymark.domain.answer_times import NO_SUMS, AnswerTimes, TimeSums
-from waymark.domain.keys import pack
 from waymark.domain.match import TargetRow, Walk
 from waymark.domain.names import GroupName, Holder
+from waymark.domain.packing import pack
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import PLAIN, Target
 from waymark.store.directory import GroupEntry

@@ -24,8 +24,8 @@ from waymark.decide.selector import Selector
 from waymark.decide.usual import AtHand, UsualDecision, UsualTarget, is_usual
 from waymark.domain.answer_times import AskedTimes
 from waymark.domain.engines import EngineKind
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.status import Decision
 from waymark.domain.targets import Role, Target
 from waymark.store.reader import Reader

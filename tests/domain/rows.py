@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from waymark.domain.keys import pack
+from waymark.domain.packing import pack
 from waymark.domain.rows import HolderEntry, Row
 
 

@@ -13,8 +13,8 @@ from xxhash import xxh3_64_intdigest
 from tests.conftest import IMPLEMENTATIONS
 from waymark.base import native
 from waymark.domain.hashing import block_keys, extend, extend_local, hash_keys, local_keys, token_bytes
-from waymark.domain.keys import pack, unpack
 from waymark.domain.names import U64_MASK
+from waymark.domain.packing import pack, unpack
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from waymark.base.errors import InvalidValue
 from waymark.client import block_hashes
-from waymark.domain import keys
+from waymark.domain import packing
 from waymark.domain.hashing import block_keys, extend
 from waymark.domain.multimodal import (
     BLOCKS_MAX,
@@ -26,7 +26,7 @@ from waymark.domain.multimodal import (
     items_of,
     seq_hashes_with,
 )
-from waymark.domain.tokens import pack_tokens
+from waymark.domain.packing import pack_tokens
 
 SESSION = json.loads((Path(__file__).parents[1] / "fixtures" / "wire" / "vllm_0.33_session.json").read_text())
 
@@ -85,7 +85,7 @@ def test_keys_in_pieces_are_those_of_the_whole(
         joined += block_keys_with(items, parent, piece, block_size, first=at, namespace=namespace)
         at = min(len(blocks), at + count)
         parent = whole[at - 1] if at else None
-    assert joined == keys.pack(whole, namespace)
+    assert joined == packing.pack(whole, namespace)
     untouched = next((at for at, each in enumerate(found) if each), len(blocks))
     plain = extend(None, tokens, block_size)
     assert whole[:untouched] == plain[:untouched]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.conftest import IMPLEMENTATIONS
 from tests.unit import examples
 from waymark.base import native
-from waymark.domain.keys import pack
+from waymark.domain.packing import pack
 from waymark.domain.row_runs import Runs, last_piece, own_slots, piece_runs, pieces_of, row_runs
 from waymark.domain.rows import parse
 

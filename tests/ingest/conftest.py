@@ -31,9 +31,9 @@ from waymark.base.instruments import rows
 from waymark.base.metrics import Metrics
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
-from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName, PublisherName, Registration
+from waymark.domain.packing import pack
 from waymark.ingest.options import StreamOptions, WorkerOptions
 from waymark.ingest.replay import Replay
 from waymark.ingest.sockets import ZmqContext

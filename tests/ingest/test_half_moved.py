@@ -17,9 +17,9 @@ from tests.store.factories import registration
 from tests.topologies import Cluster, farm, migrate, moving, start_cluster
 from waymark.base.metrics import Metrics
 from waymark.domain.hashing import extend, token_bytes
-from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName
+from waymark.domain.packing import pack
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.worker import Worker
 from waymark.simulator.engine import SimulatedEngine, build_engine

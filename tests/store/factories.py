@@ -14,10 +14,10 @@ from redis.asyncio import Redis
 from waymark.base.errors import StoreUnavailable
 from waymark.domain.engines import EngineKind
 from waymark.domain.held import HeldBlocks
-from waymark.domain.keys import pack
 from waymark.domain.known import Spot
 from waymark.domain.moves import Moves
 from waymark.domain.names import GroupName, Holder, HolderName, Registration
+from waymark.domain.packing import pack
 from waymark.domain.parts import Commit, Mode, Part
 from waymark.domain.placing import Placer
 from waymark.domain.rows import PIECE_BLOCKS, Place

@@ -17,9 +17,9 @@ from tests.store.factories import (
     resolved_of,
     stored,
 )
-from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import HolderName, PublisherName
+from waymark.domain.packing import pack
 from waymark.domain.prefixes import Change as Heat
 from waymark.domain.prefixes import PrefixChange, prefix_key
 from waymark.store.directory import GroupEntry

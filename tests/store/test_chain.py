@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.domain.rows import format_row
 from tests.domain.test_row_runs import runs
-from waymark.domain.keys import KEY_BYTES, pack, unpack
+from waymark.domain.packing import KEY_BYTES, pack, unpack
 from waymark.domain.row_runs import Runs
 from waymark.domain.rows import PIECE_BLOCKS, Row, slots_of
 from waymark.store.chain import Chain, KeySource, ValueName, WantedValues

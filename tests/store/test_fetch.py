@@ -13,8 +13,8 @@ from tests.conftest import wait_until
 from tests.listening import listening, port_of
 from tests.store.factories import GROUP, Stream, registration, stored, stream_of
 from waymark.base.errors import StoreUnavailable
-from waymark.domain.keys import KEY_BYTES, pack
 from waymark.domain.match import conductor_rows
+from waymark.domain.packing import KEY_BYTES, pack
 from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
 

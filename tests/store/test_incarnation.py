@@ -9,9 +9,9 @@ from redis.asyncio import Redis
 
 from tests.store.factories import Stream, hgetall, registration, stored, stream_of
 from waymark.base.metrics import Metrics
-from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName
+from waymark.domain.packing import pack
 from waymark.store import keys
 from waymark.store.fetch import Fetched
 from waymark.store.hot import HotRows

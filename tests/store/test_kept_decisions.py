@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from waymark.base.metrics import Metrics
 from waymark.domain.answer_times import AskedTimes
-from waymark.domain.keys import pack
+from waymark.domain.packing import pack
 from waymark.domain.targets import Gauges
 from waymark.store import kept_decisions, keys
 from waymark.store.kept_decisions import KeptDecision, KeptTarget, ShadowChoice

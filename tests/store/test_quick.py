@@ -10,9 +10,9 @@ import pytest
 
 from tests.store.factories import GROUP, Stream, stored
 from tests.store.test_reader import CHAIN, read
-from waymark.domain.keys import pack
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
+from waymark.domain.packing import pack
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.store.chain import PackedKeys
 from waymark.store.hot import HotRows

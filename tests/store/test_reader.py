@@ -23,9 +23,9 @@ from tests.store.factories import (
 from tests.store.test_chain import value
 from waymark.base.errors import StoreUnavailable
 from waymark.domain.hashing import namespace
-from waymark.domain.keys import pack
 from waymark.domain.match import ConductorRow, conductor_rows
 from waymark.domain.names import GroupName
+from waymark.domain.packing import pack
 from waymark.store import keys
 from waymark.store.reader import Reader, Reading
 from waymark.store.redis.client import RedisClient

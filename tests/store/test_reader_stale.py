@@ -20,9 +20,9 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import registration, stored, stream_of
-from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName
+from waymark.domain.packing import pack
 from waymark.store.hot import HotRows
 from waymark.store.reader import Reader
 from waymark.store.redis.client import RedisClient

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from tests.conftest import wait_until
 from tests.store.factories import Dying, Stream, apart, registration, stored, stream_of
 from waymark.base.errors import StoreUnavailable
-from waymark.domain.keys import pack
+from waymark.domain.packing import pack
 from waymark.domain.rows import Row
 from waymark.domain.worth import CacheWorth, PrefixUse, Tally
 from waymark.store import keys, worth

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tests.patience import patient, wait_for, wait_until, within
 from tests.tokenization import small
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
-from waymark.domain.tokens import pack_tokens
+from waymark.domain.packing import pack_tokens
 from waymark.tokenization import encoders, encoding
 from waymark.tokenization.encoders import TokenizerProcess
 from waymark.tokenization.processes import ChildProcess

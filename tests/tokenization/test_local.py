@@ -23,7 +23,7 @@ from tests.unit import examples
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import Truncation
-from waymark.domain.tokens import pack_tokens, unpack_tokens
+from waymark.domain.packing import pack_tokens, unpack_tokens
 from waymark.tokenization import local as local_module
 from waymark.tokenization import templates
 from waymark.tokenization.local import TEXT_BYTES_MAX, TOKENIZER_BYTES_MAX, LocalTokenizer

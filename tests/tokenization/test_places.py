@@ -19,7 +19,7 @@ from tests.tokenization.bounds import be_patient
 from tests.tokenization.test_encoders import children
 from waymark.base.errors import TokenizerUnavailable
 from waymark.base.metrics import Metrics
-from waymark.domain.tokens import pack_tokens
+from waymark.domain.packing import pack_tokens
 from waymark.tokenization import encoding
 from waymark.tokenization import places as places_module
 from waymark.tokenization.encoders import TokenizerProcess

@@ -22,9 +22,8 @@ from waymark.base.metrics import Metrics
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Stored
 from waymark.domain.hashing import block_keys, namespace
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.names import GroupName
-from waymark.domain.tokens import unpack_tokens
+from waymark.domain.packing import KEY_BYTES, unpack_tokens
 from waymark.engines import decoder
 from waymark.tokenization.local import LocalTokenizer
 from waymark.tokenization.prompt import ChatPrompt, Prompt

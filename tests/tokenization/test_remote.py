@@ -17,7 +17,7 @@ from waymark.base.metrics import Metrics
 from waymark.chat.requests import Truncation
 from waymark.domain.multimodal import PromptItem
 from waymark.domain.names import GroupName
-from waymark.domain.tokens import unpack_tokens
+from waymark.domain.packing import unpack_tokens
 from waymark.tokenization import remote as remote_module
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt
 from waymark.tokenization.remote import RemoteTokenizer

@@ -27,9 +27,9 @@ from tools.benchmarks.index import Owner, owner
 from tools.benchmarks.processes import RedisServer, redis_server
 from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, PIECE_BLOCKS
 from tools.benchmarks.report import aligned
-from waymark.domain.keys import KEY_BYTES, pack
 from waymark.domain.moves import Moves
 from waymark.domain.names import GroupName
+from waymark.domain.packing import KEY_BYTES, pack
 from waymark.domain.parts import Commit
 from waymark.domain.placing import Placer
 from waymark.domain.rows import parse

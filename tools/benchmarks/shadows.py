@@ -27,9 +27,9 @@ from waymark.decide.policies.presets import PRESETS
 from waymark.decide.question import HashedPrompt, PolicyChoice, Question, SelectedTarget
 from waymark.decide.shadows import ShadowedDecision, Shadows
 from waymark.decide.snapshot import GroupSnapshot
-from waymark.domain.keys import pack
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
+from waymark.domain.packing import pack
 from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Target

@@ -34,7 +34,7 @@ from tools.benchmarks.processes import Server, redis_server, waymark
 from tools.benchmarks.prompts import MODEL
 from tools.benchmarks.report import Row
 from waymark.domain.hashing import block_keys, namespace
-from waymark.domain.tokens import pack_tokens
+from waymark.domain.packing import pack_tokens
 from waymark.tokenization.segments import SegmentMemo
 
 TOKENS = 6115

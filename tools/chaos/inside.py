@@ -10,8 +10,8 @@ from tests.model import Place, Space, Tokens
 from tools.chaos.backend import Backend
 from tools.chaos.publishers import MODEL_NAME
 from waymark.domain.hashing import extend, namespace, token_bytes
-from waymark.domain.keys import pack
 from waymark.domain.names import GroupName, Holder
+from waymark.domain.packing import pack
 from waymark.domain.rows import PIECE_BLOCKS, parse
 from waymark.domain.table import HolderTable
 from waymark.inspection.inspector import InspectedGroup, Inspector

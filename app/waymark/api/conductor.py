@@ -21,7 +21,6 @@ from waymark.decide.asked_pools import AskedPools
 from waymark.decide.options import PromptOptions
 from waymark.decide.served import ServedNames
 from waymark.domain.hashing import block_keys, hash_keys, namespace
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import (
     ConductorRow,
     Walk,
@@ -34,6 +33,7 @@ from waymark.domain.match import (
 )
 from waymark.domain.multimodal import PromptItems
 from waymark.domain.names import GroupName
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable, View, block_size_of
 from waymark.store.quick import FoundRuns, QuickAnswer, QuickPlan, QuickRead, Start

@@ -22,8 +22,8 @@ from waymark.decide.question import HashedPrompt, PromptOf
 from waymark.domain.hashing import block_keys, hash_keys
 from waymark.domain.multimodal import PromptItems, check_blocks
 from waymark.domain.names import GroupName
+from waymark.domain.packing import unpack_tokens
 from waymark.domain.pool_keys import PromptIds
-from waymark.domain.tokens import unpack_tokens
 from waymark.store.reader import KeysOf, PromptKeys
 from waymark.tokenization.prompt import ChatPrompt, Prompt, SourcedTokens, TextPrompt
 from waymark.tokenization.tokenizers import Tokenizers

@@ -20,8 +20,8 @@ from waymark.decide.policies.profile import HistoryTerms, Speculation
 from waymark.decide.policies.ring import POINTS
 from waymark.decide.question import HashedPrompt, Question
 from waymark.decide.snapshot import GroupSnapshot, ReadingKind, SnapshotKeeper
-from waymark.domain.keys import KEY_BYTES, key_at, unpack
 from waymark.domain.match import Walk, pool_bitmap, target_rows
+from waymark.domain.packing import KEY_BYTES, key_at, unpack
 from waymark.domain.pool_keys import AskedPrompt
 from waymark.domain.prefixes import prefix_key
 from waymark.domain.table import HolderTable, only_block_size

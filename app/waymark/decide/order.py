@@ -46,8 +46,8 @@ from waymark.decide.policies.ring import POINTS, LazyRing, Ring
 from waymark.decide.policies.without_tokens import by_prefix_key, home_of
 from waymark.decide.question import PolicyChoice, Question
 from waymark.decide.snapshot import GroupSnapshot
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import TargetRow
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.status import Decision
 from waymark.store.reservations import CANDIDATES_MAX, Load, Offer
 

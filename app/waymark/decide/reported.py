@@ -21,7 +21,7 @@ from waymark.decide.fleet import Fleet, FleetMember
 from waymark.decide.options import PromptOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.served import ServedModel
-from waymark.domain import keys
+from waymark.domain import packing
 from waymark.domain.hashing import DEFAULT_SEED, extend_local, namespace, text_hash
 from waymark.domain.match import target_rows
 from waymark.domain.names import GroupName
@@ -168,7 +168,7 @@ class ReportedPrompts:
         reading = await self._store.reader.read(
             group.group,
             group.block_size,
-            PackedKeys(keys.pack(block_keys)),
+            PackedKeys(packing.pack(block_keys)),
             deadline_seconds=max(0.001, deadline - loop.time()),
         )
         return self._holders(group.group, reading), count
@@ -230,7 +230,7 @@ class ReportedPrompts:
         return self._store.reader.entry_at_hand(group) or await self._store.directory.group(group)
 
     async def _indexed(self, served: ServedModel, keyspace: Keyspace, hashes: Sequence[int]) -> dict[str, HolderMatch]:
-        packed = keys.pack(hashes, namespace(served.adapter, []))
+        packed = packing.pack(hashes, namespace(served.adapter, []))
         reading = await self._store.reader.read(
             served.group, keyspace.block_size, PackedKeys(packed), deadline_seconds=self._deadline_seconds
         )

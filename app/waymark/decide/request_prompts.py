@@ -17,8 +17,8 @@ from waymark.decide.question import HashedPrompt, PromptOf
 from waymark.decide.served import ServedModel
 from waymark.domain.hashing import block_keys, namespace
 from waymark.domain.multimodal import PromptItems, block_keys_with, check_blocks
+from waymark.domain.packing import pack_tokens
 from waymark.domain.pool_keys import PromptIds
-from waymark.domain.tokens import pack_tokens
 from waymark.tokenization.prompt import ChatPrompt, SourcedTokens, TextPrompt
 from waymark.tokenization.prompt import Prompt as TextOrChat
 from waymark.tokenization.tokenizers import Tokenizers

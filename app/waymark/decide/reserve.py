@@ -33,9 +33,9 @@ from waymark.decide.question import CopySource, Question, SelectedTarget
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
 from waymark.decide.sources import Peers
 from waymark.domain.hashing import text_hash
-from waymark.domain.keys import KEY_BYTES, key_at, unpack
 from waymark.domain.match import TargetRow
 from waymark.domain.names import GroupName
+from waymark.domain.packing import KEY_BYTES, key_at, unpack
 from waymark.domain.row_runs import last_piece
 from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable

@@ -33,7 +33,7 @@ from waymark.decide.policies.profile import max_score
 from waymark.decide.question import PolicyChoice, Question, SelectedTarget
 from waymark.decide.snapshot import GroupSnapshot, ReadingKind, SnapshotKeeper
 from waymark.domain.books import Usage
-from waymark.domain.keys import KEY_BYTES
+from waymark.domain.packing import KEY_BYTES
 from waymark.store.kept_decisions import (
     BLOCKS_MAX,
     TARGETS_MAX,

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from waymark.domain.answer_times import NO_SUMS, TimeSums
-from waymark.domain.keys import unpack
+from waymark.domain.packing import unpack
 from waymark.store.kept_decisions import BLOCKS_MAX, TARGETS_MAX, KeptDecision, KeptTarget
 
 #: The tokens that a fitted fleet finds may differ by this share from those that were expected.

@@ -14,8 +14,8 @@ from waymark.decide.matches import PromptMatches
 from waymark.decide.options import SelectionOptions
 from waymark.decide.question import CopySource
 from waymark.decide.snapshot import GroupSnapshot
-from waymark.domain.keys import KEY_BYTES, unpack
 from waymark.domain.media import order_of
+from waymark.domain.packing import KEY_BYTES, unpack
 from waymark.store.hashes import HeldHashes
 from waymark.store.reservations import Pulls
 

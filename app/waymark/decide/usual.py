@@ -45,9 +45,9 @@ from waymark.decide.question import (
 from waymark.decide.reserve import TargetReserver
 from waymark.decide.shadows import ShadowedDecision, Shadows
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import TargetRow, Walk, target_rows
 from waymark.domain.names import GroupName
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable

@@ -13,7 +13,6 @@ __all__ = [
     "generations",
     "hashing",
     "held",
-    "keys",
     "known",
     "life_facts",
     "match",
@@ -21,6 +20,7 @@ __all__ = [
     "moves",
     "multimodal",
     "names",
+    "packing",
     "parts",
     "plan",
     "pool_keys",
@@ -33,7 +33,6 @@ __all__ = [
     "status",
     "table",
     "targets",
-    "tokens",
     "waiting",
     "worth",
 ]

@@ -20,7 +20,7 @@ import msgpack
 from xxhash import xxh3_64_intdigest
 
 from waymark.base import native
-from waymark.domain import keys
+from waymark.domain import packing
 from waymark.domain.names import Adapter
 
 DEFAULT_SEED = 1337
@@ -53,7 +53,7 @@ def extend(
     the digest of its leftover extra keys (``extra_digest``) or None.
     """
     if extras is None and native.selected is not None:
-        return list(keys.unpack(native.selected.hash_blocks(tokens, block_size, seed, parent, 0)))
+        return list(packing.unpack(native.selected.hash_blocks(tokens, block_size, seed, parent, 0)))
     width = 4 * block_size
     count = len(tokens) // width
     # Cut in one call, because a slice for each block costs as much as hashing it. ``struct.unpack`` would cache a
@@ -70,7 +70,7 @@ def extend_local(parent: int | None, local_hashes: Sequence[int], *, seed: int =
     if not local_hashes:
         return []
     if native.selected is not None and sys.byteorder == "little":
-        return list(keys.unpack(native.selected.chain(array("Q", local_hashes), seed, parent)))
+        return list(packing.unpack(native.selected.chain(array("Q", local_hashes), seed, parent)))
     digest, pair = xxh3_64_intdigest, _PAIR  # looked up once, not twice a block
     rest = iter(local_hashes)
     previous = next(rest)
@@ -87,21 +87,21 @@ def block_keys(
     """
     if native.selected is not None:
         return native.selected.hash_blocks(tokens, block_size, seed, parent, namespace)
-    return keys.pack(extend(parent, tokens, block_size, seed=seed), namespace)
+    return packing.pack(extend(parent, tokens, block_size, seed=seed), namespace)
 
 
 def hash_keys(seq_hashes: bytes, *, namespace: int) -> bytes:
     """Return packed block keys (see ``keys``) from seq_hashes as little-endian u64."""
     if native.selected is not None:
         return native.selected.hash_keys(seq_hashes, namespace)
-    return keys.pack(struct.unpack(f"<{len(seq_hashes) // 8}Q", seq_hashes), namespace)
+    return packing.pack(struct.unpack(f"<{len(seq_hashes) // 8}Q", seq_hashes), namespace)
 
 
 def local_keys(parent: int | None, local_hashes: array[int], *, seed: int = DEFAULT_SEED) -> bytes:
     """Return packed block keys of the base model for the blocks of ``extend_local``; ``local_hashes`` are u64."""
     if native.selected is not None and sys.byteorder == "little":
         return native.selected.chain(local_hashes, seed, parent)
-    return keys.pack(extend_local(parent, local_hashes, seed=seed))
+    return packing.pack(extend_local(parent, local_hashes, seed=seed))
 
 
 def extra_digest(leftovers: Sequence[Any], *, seed: int = DEFAULT_SEED) -> int:

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from waymark.base.errors import InvalidValue
-from waymark.domain import keys
+from waymark.domain import packing
 from waymark.domain.hashing import DEFAULT_SEED, extend, extra_digest
 
 #: The most items of one prompt.
@@ -141,4 +141,4 @@ def block_keys_with(
 ) -> bytes:
     """Return block keys as ``hashing.block_keys`` does, for a prompt with items."""
     seq_hashes = seq_hashes_with(items, parent, tokens, block_size, first=first, seed=seed)
-    return keys.pack(seq_hashes, namespace)
+    return packing.pack(seq_hashes, namespace)

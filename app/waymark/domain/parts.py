@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
 from waymark.base import native
-from waymark.domain.keys import KEY_BYTES, pack, unpack
+from waymark.domain.packing import KEY_BYTES, pack, unpack
 from waymark.domain.rows import DEPTHS, SLOT_CHARS, Place, keys_of
 
 PartKind = Literal["+", "-", "*"]

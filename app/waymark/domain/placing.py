@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from waymark.domain.held import HeldBlocks, RemovedCopy
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.known import EventRun, Spot
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.parts import STEP, Mode, PartKind, PartList, Waves, new_part_list, new_waves, packed
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys_of
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from waymark.base import native
-from waymark.domain.keys import KEY_BYTES
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, ROW_SLOTS, SHARED_DIGITS, SLOT_CHARS
 
 Runs: TypeAlias = list[tuple[bytes, int]]

@@ -23,8 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from waymark.base.record import record
-from waymark.domain import keys
-from waymark.domain.keys import KEY_BYTES
+from waymark.domain import packing
+from waymark.domain.packing import KEY_BYTES
 
 PIECE_BLOCKS = 32
 ROW_SLOTS = 64
@@ -188,4 +188,4 @@ def parse_entry(value: bytes) -> HolderEntry:
         namespace = int(digits[:16], 16)
     if len(value) % 8 or len(value) > 8 * ROW_SLOTS:
         raise ValueError(f"it is no list of at most {ROW_SLOTS} engine hashes of 8 bytes")
-    return HolderEntry(namespace, keys.unpack(value))
+    return HolderEntry(namespace, packing.unpack(value))

@@ -14,11 +14,11 @@ from itertools import groupby, takewhile
 
 from waymark.base.record import record
 from waymark.domain.hashing import block_keys, namespace
-from waymark.domain.keys import pack, unpack
 from waymark.domain.match import Walk, conductor_rows
 from waymark.domain.media import order_of
 from waymark.domain.multimodal import PromptItems, block_keys_with
 from waymark.domain.names import Adapter, Holder
+from waymark.domain.packing import pack, unpack
 from waymark.domain.table import HolderTable
 from waymark.inspection.inspector import InspectedGroup, Inspector
 

@@ -8,8 +8,8 @@ from typing import Any
 from waymark.base.errors import NotFound
 from waymark.base.record import record
 from waymark.base.shown import shown
-from waymark.domain.keys import pack
 from waymark.domain.names import GroupName
+from waymark.domain.packing import pack
 from waymark.domain.row_runs import pieces_of
 from waymark.domain.rows import HolderEntry, Place, parse_entry
 from waymark.domain.table import HolderTable

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from waymark.domain.keys import KEY_BYTES
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.row_runs import Runs, piece_runs, row_runs
 from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, shared_places
 from waymark.store.directory import GroupEntry

@@ -18,7 +18,7 @@ from redis.exceptions import InvalidResponse, RedisError
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
-from waymark.domain.keys import KEY_BYTES, unpack
+from waymark.domain.packing import KEY_BYTES, unpack
 from waymark.store import keys
 from waymark.store.chain import ValueName, WantedValues
 from waymark.store.directory import GroupEntry

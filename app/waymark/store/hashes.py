@@ -14,8 +14,8 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Final, NamedTuple
 
-from waymark.domain.keys import pack
 from waymark.domain.known import Spot
+from waymark.domain.packing import pack
 from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, HolderEntry, Place, parse_entry
 from waymark.store import keys
 from waymark.store.directory import GroupEntry

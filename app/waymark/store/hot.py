@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from waymark.base.metrics import Metrics
-from waymark.domain.keys import KEY_BYTES
+from waymark.domain.packing import KEY_BYTES
 
 #: A row with at least this many holders is hot. A row with fewer is read from Redis each time.
 _HOLDERS_MIN = 8

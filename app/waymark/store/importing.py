@@ -20,9 +20,9 @@ from typing import Final
 from waymark.base.errors import Conflict, InvalidValue, StoreUnavailable
 from waymark.base.shown import shown
 from waymark.domain.held import HeldBlocks
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.life_facts import UNTRUSTED
 from waymark.domain.moves import Moves
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.parts import STEP, UNCHANGED, Commit, PartList, Parts, blocks_of, has_singles, joined, new_part_list
 from waymark.domain.rows import SLOT_CHARS, Place, keys_of
 from waymark.domain.status import StreamStatus

@@ -24,7 +24,7 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.answer_times import NO_TIMES, AskedTimes
-from waymark.domain.keys import KEY_BYTES
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.targets import Gauges
 from waymark.store import keys
 from waymark.store.parsing import FORMAT, Document, Malformed, pairs

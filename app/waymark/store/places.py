@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-from waymark.domain.keys import unpack
+from waymark.domain.packing import unpack
 from waymark.domain.rows import Place, Row, parse, shared_places
 from waymark.store import keys
 from waymark.store.directory import GroupEntry

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from waymark.base.errors import StoreUnavailable
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.row_runs import row_runs
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable, View

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import orjson
 
-from waymark.domain.keys import unpack
+from waymark.domain.packing import unpack
 from waymark.domain.rows import ROW_SLOTS
 from waymark.domain.status import RecordKind
 from waymark.domain.worth import CacheWorth, PrefixUse, Prompts, Tally

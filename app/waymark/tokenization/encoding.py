@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
-from waymark.domain.tokens import pack_tokens, unpack_tokens
+from waymark.domain.packing import pack_tokens, unpack_tokens
 from waymark.tokenization.rendering import ANSWER, REQUEST, TEXT, TOO_LARGE, UNFIT, first_line
 
 #: Added tokens of a model, and their characters. Models have some thousand. With more, texts are not split at them.

@@ -26,7 +26,7 @@ from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import has_media
-from waymark.domain.tokens import pack_tokens
+from waymark.domain.packing import pack_tokens
 from waymark.tokenization.encoders import TokenizerProcess
 from waymark.tokenization.places import EncoderPlaces
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt

@@ -18,7 +18,7 @@ from waymark.base.errors import InvalidValue, TokenizerUnavailable, Unanswered
 from waymark.chat.openai import as_message
 from waymark.chat.requests import has_media
 from waymark.domain.multimodal import items_of
-from waymark.domain.tokens import pack_tokens
+from waymark.domain.packing import pack_tokens
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, is_cut
 
 #: A longer answer is not read. An id and its comma take at most this many bytes, each stands for a byte of the text or

@@ -16,7 +16,7 @@ from waymark.base.protobuf import message_classes
 from waymark.chat.openai import as_message
 from waymark.chat.requests import kind_of
 from waymark.domain.multimodal import PromptItems, items_of
-from waymark.domain.tokens import pack_tokens
+from waymark.domain.packing import pack_tokens
 from waymark.tokenization.prompt import ChatPrompt, Prompt, TokenizedPrompt, is_cut
 
 PACKAGE = "tokenization"

@@ -13,9 +13,9 @@ from tests.store.factories import registration, stored
 from tests.store.flow import applied, asked, begun, granted
 from tests.topologies import Cluster, farm, migrate, moving, start_cluster
 from waymark.base.errors import StoreUnavailable
-from waymark.domain.keys import pack
 from waymark.domain.match import conductor_rows
 from waymark.domain.names import GroupName
+from waymark.domain.packing import pack
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.store import keys
 from waymark.store.leases import Grant

@@ -26,9 +26,9 @@ from waymark.decide.options import PromptOptions
 from waymark.decide.question import HashedPrompt, PolicyChoice, PromptOf, Question, RankedTargets
 from waymark.decide.selector import Selector
 from waymark.domain.hashing import block_keys, namespace
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import DynamoRank, Walk, dynamo_rows
 from waymark.domain.names import GroupName
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.pool_keys import PromptIds
 from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store

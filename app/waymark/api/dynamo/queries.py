@@ -41,9 +41,9 @@ from waymark.decide.asked_pools import AskedPools
 from waymark.decide.options import PromptOptions
 from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import block_keys, local_keys, namespace
-from waymark.domain.keys import KEY_BYTES
 from waymark.domain.match import DynamoRank, Walk, matched_dynamo_rows, walk_with_pool
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, U64_MASK, GroupName, Registration, is_endpoint
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.pool_keys import PromptIds
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable

@@ -32,9 +32,9 @@ from waymark.decide.fail_open import Cause, StartupGate
 from waymark.decide.question import HashedPrompt, Question, SelectParameters
 from waymark.decide.selector import Selector
 from waymark.domain.books import Usage
-from waymark.domain.keys import unpack
 from waymark.domain.match import Walk, dynamo_rows
 from waymark.domain.names import GroupName
+from waymark.domain.packing import unpack
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store

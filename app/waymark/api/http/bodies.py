@@ -26,7 +26,7 @@ from waymark.base.metrics import Metrics
 from waymark.base.record import record
 from waymark.base.shape import present
 from waymark.base.shown import kind, shown
-from waymark.domain.tokens import pack_tokens
+from waymark.domain.packing import pack_tokens
 
 T = TypeVar("T")
 

@@ -16,10 +16,9 @@ from waymark.api.http.errors import InvalidBody
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import is_beyond_64_bits, kind, shown
 from waymark.domain.hashing import block_keys, local_keys
-from waymark.domain.keys import KEY_BYTES, pack
 from waymark.domain.multimodal import PromptItems, block_keys_with
 from waymark.domain.names import U32_MAX, U64_MASK
-from waymark.domain.tokens import pack_tokens
+from waymark.domain.packing import KEY_BYTES, pack, pack_tokens
 
 _I64_MIN = -(2**63)
 

@@ -1,6 +1,7 @@
-"""Block keys: ``seq_hash XOR namespace``, packed.
+"""Packed numbers: token ids as little-endian u32, and block keys, ``seq_hash XOR namespace``, as big-endian u64.
 
 Between hashing and Redis, a key is eight big-endian bytes, so its hex digits are the same as in the name of the key.
+This module imports almost nothing, because the process of each tokenizer imports it when it starts.
 """
 
 from __future__ import annotations
@@ -35,3 +36,22 @@ def key_at(packed: bytes, depth: int) -> int:
     """Return the key of the block that ends a prefix of ``depth`` blocks."""
     (key,) = unpack(packed[(depth - 1) * KEY_BYTES : depth * KEY_BYTES])
     return key
+
+
+def pack_tokens(tokens: list[int]) -> bytes:
+    """Pack a list like ``hashing.token_bytes``, but faster. Raise ``TypeError`` or ``OverflowError`` if an entry is
+    not a token id. Booleans pass.
+    """
+    numbers = array("I")
+    numbers.fromlist(tokens)  # takes two thirds of the time of ``array("I", tokens)``
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def unpack_tokens(tokens: bytes) -> list[int]:
+    """Return the token ids of little-endian u32."""
+    numbers = array("I", tokens)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()
