@@ -27,7 +27,7 @@ from tests.live import start
 from tests.patience import patient, within
 from tests.ports import unused_port
 from tests.tokenization import small
-from waymark.api.decision_schemas import ScoreRequest, SelectRequest
+from waymark.api.decision_bodies import ScoreRequest, SelectRequest
 from waymark.api.events import StandardEvent
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.registration_schemas import RegisterByUrlRequest, RegisterRequest

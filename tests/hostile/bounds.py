@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from waymark.api.activity import CLIENTS_MAX
-from waymark.api.decision_schemas import NAMES_MAX, RELEASES_MAX
+from waymark.api.decision_bodies import NAMES_MAX, RELEASES_MAX
 from waymark.api.events import EVENT_HASHES_MAX
 from waymark.api.http.bodies import CONTAINERS_MAX
 from waymark.api.policies import DECISIONS_MAX, FILE_MAX

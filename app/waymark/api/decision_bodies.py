@@ -1,28 +1,216 @@
-"""The validated bodies of ``/score`` and ``/select``."""
+"""The request bodies of ``/score``, ``/select`` and ``/release``, and the questions in them."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 from collections.abc import Mapping, Set
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from waymark.api.decision_schemas import NAMES_MAX, DecisionRequest, GivenCandidate, ScoreRequest, SelectRequest
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema
+from pydantic_core import CoreSchema, PydanticCustomError
+
 from waymark.api.http.errors import InvalidBody
+from waymark.api.http.fields import RANK, BlockSize, NonEmptyName, OptionalName, RankNumber, RequestBody
+from waymark.api.query_schemas import OPTIONAL_BLOCK_SIZE, Named, PromptFields
 from waymark.api.texts import ModelPrompt, text_of
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
-from waymark.decide.policies.presets import preset
+from waymark.decide.policies.presets import PRESETS, preset
 from waymark.decide.question import GivenValues, PolicyChoice, ProfileName, Question, SelectParameters
 from waymark.decide.request_prompts import no_prompt
 from waymark.decide.served import ServedModel
 from waymark.decide.usual import is_usual
 from waymark.domain.answer_times import AskedTimes
+from waymark.domain.books import USAGE_MAX
 from waymark.domain.hashing import namespace, text_hash
 from waymark.domain.multimodal import PromptItems
-from waymark.domain.names import Adapter
+from waymark.domain.names import NAME, OPTIONAL_NAME, Adapter
 from waymark.domain.targets import Gauges
+
+#: The most candidates, and the most instances in ``only`` or ``exclude``, in one request.
+NAMES_MAX = 4096
+RELEASES_MAX = 1000
+_COUNT_MAX = 100
+_TOKENS_MAX = 2**53 - 1
+
+
+def _hex(value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            if 8 <= len(bytes.fromhex(value)) <= 64 and value.isalnum():
+                return value
+        except ValueError:
+            pass
+        raise PydanticCustomError("invalid_value", "no such digits")
+    return value
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > NAMES_MAX:
+        raise PydanticCustomError("out_of_range", "too many")
+    return value
+
+
+def _all_named(value: list[str]) -> list[str]:
+    if not all(value):
+        raise PydanticCustomError("invalid_value", "an empty name")
+    return value
+
+
+Hex = Annotated[str, BeforeValidator(_hex), WithJsonSchema({"type": "string", "pattern": "^([0-9A-Fa-f]{2}){8,64}$"})]
+Names = Annotated[list[str], BeforeValidator(_few), AfterValidator(_all_named)]
+TokenCount = Annotated[int, Field(ge=0, le=_TOKENS_MAX)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(gt=0, le=3_600_000, allow_inf_nan=False)]
+TargetKey = Literal["instance", "address"]
+
+_AMOUNT = "an integer of 0..2^53-1"
+_SHARE = "a number of 0 to 1"
+_TIME = "a number of milliseconds above 0, at most 3600000, or null"
+_NAMES = f"a list of at most {NAMES_MAX} texts, instances or addresses"
+
+
+class GivenCandidate(RequestBody):
+    """A target with the values that the caller knows. For an absent field Waymark uses the stored value."""
+
+    instance_id: NonEmptyName = Field(description=NAME)
+    dp_rank: RankNumber = Field(default=0, description=RANK)
+    requests: TokenCount | None = Field(default=None, description=f"{_AMOUNT}: running requests of this target")
+    tokens: TokenCount | None = Field(
+        default=None, description=f"{_AMOUNT}: prompt tokens that the engine still has to compute"
+    )
+    waiting: TokenCount | None = Field(default=None, description=f"{_AMOUNT}: requests in the engine's queue")
+    running: TokenCount | None = Field(default=None, description=f"{_AMOUNT}: requests that the engine is processing")
+    kv_usage: Fraction | None = Field(default=None, description=f"{_SHARE}: the used share of the engine's KV cache")
+    health: Fraction | None = Field(default=None, description=f"{_SHARE}: the share of requests that succeeded")
+
+
+class _CandidatesSchema:
+    """The schema of ``Candidates`` in the published contract."""
+
+    @staticmethod
+    def __get_pydantic_json_schema__(_: CoreSchema, __: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"type": "array", "items": GivenCandidate.model_json_schema()}
+
+
+# Each one is validated separately, so that an error names its position.
+Candidates = Annotated[list[dict[str, Any]], _CandidatesSchema]
+
+
+class DecisionRequest(Named, PromptFields):
+    """A prompt, and the policy that ranks its targets."""
+
+    prefix_hash: Hex | None = Field(
+        default=None,
+        description="a text of 16 to 128 hex digits; for policy sticky, and for sources of opaque prefixes",
+    )
+    block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
+    policy: str | None = Field(
+        default=None,
+        description=f"one of {', '.join(PRESETS)}; the default is set by WAYMARK_POLICY",
+    )
+    overrides: dict[str, Any] = Field(default={}, description="an object: constants of the policy by name")
+    explain: bool = Field(
+        default=False, description="true or false: whether the answer contains the parts of each score"
+    )
+    by: TargetKey = Field(default="instance", description="instance or address: how the answer names targets")
+    session_token: OptionalName = Field(
+        default=None,
+        description=f"{OPTIONAL_NAME}: an instance_id in base64, as in the header x-session-token; that instance "
+        "is ranked first",
+    )
+    slo_ttft_ms: Milliseconds | None = Field(
+        default=None,
+        description=f"{_TIME}: the time to the first token that the request asks for, for predicted-latency-scorer",
+    )
+    slo_tpot_ms: Milliseconds | None = Field(
+        default=None, description=f"{_TIME}: the time of each further token that it asks for"
+    )
+
+
+class ScoreRequest(DecisionRequest):
+    """A prompt for which all targets are scored; nothing is reserved."""
+
+    candidates: Candidates | None = Field(
+        default=None,
+        description=f"a list of at most {NAMES_MAX} objects with instance_id, dp_rank, and perhaps requests, tokens, "
+        "waiting, running, kv_usage, health; the default is all targets",
+    )
+
+
+class SelectRequest(DecisionRequest):
+    """A prompt that needs a target. The reservation lasts until it is released, or until it expires."""
+
+    only: Names | None = Field(default=None, description=f"{_NAMES}; the default is all")
+    exclude: Names = Field(default=[], description=_NAMES)
+    profile: Literal["single", "disagg"] | None = Field(
+        default=None,
+        description="single (one engine) or disagg (prefill and decode on two engines); "
+        "the default is set by WAYMARK_PROFILE",
+    )
+    count: Annotated[int, Field(ge=1, le=_COUNT_MAX)] = Field(
+        default=1,
+        description=f"an integer of 1..{_COUNT_MAX}: how many targets the answer names, including the chosen one",
+    )
+    reserve: bool = Field(
+        default=True, description="true or false: whether the request is added to the load of the target"
+    )
+    expect: bool | None = Field(
+        default=None,
+        description="true or false: whether the target counts as having the prompt from now on; the default is set by "
+        "WAYMARK_SPECULATIVE",
+    )
+    timeout_seconds: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = Field(
+        default=120.0, description="a number of 1 to 3600: after how many seconds an unreleased reservation expires"
+    )
+    request_id: OptionalName = Field(
+        default=None,
+        description=f"{OPTIONAL_NAME}: the id of the request; a second call with this id returns the same target and "
+        "reservation",
+    )
+
+
+Tokens = Annotated[int, Field(ge=0, le=USAGE_MAX)]
+
+
+class ReleaseRequest(RequestBody):
+    """The reservations to end or to renew, or those whose prefill is done."""
+
+    reservation: str | None = Field(default=None, description="a text, as /select returned it")
+    reservations: list[str] | None = Field(default=None, description=f"a list of at most {RELEASES_MAX} such texts")
+    part: Literal["prefill", "all", "renew"] = Field(
+        default="all",
+        description="prefill (the engine sent the first token), all (the request ended) or renew (the request "
+        "continues)",
+    )
+    outcome: Literal["ok", "failed"] = Field(default="ok", description="ok or failed: the result of the request")
+    timeout_seconds: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = Field(
+        default=120.0, description="a number of 1 to 3600: the seconds until a renewed reservation expires"
+    )
+    ttft_ms: Annotated[float, Field(ge=0, le=3_600_000, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="a number of 0 to 3600000, or null: milliseconds from the request to its first token; it counts "
+        "once, with part prefill or all, for predicted-latency-scorer",
+    )
+    tpot_ms: Milliseconds | None = Field(
+        default=None,
+        description=f"{_TIME}: the time of each token after the first one; with part all, outcome ok and one "
+        "reservation, for predicted-latency-scorer",
+    )
+    cached_tokens: Tokens | None = Field(
+        default=None,
+        description="an integer, or null: the prompt tokens that the engine did not compute, as its usage says; for "
+        "the books, with part all, outcome ok and one reservation",
+    )
+    prompt_tokens: Tokens | None = Field(
+        default=None, description="an integer, or null: the tokens of the prompt, as the usage of the engine says"
+    )
+    completion_tokens: Tokens | None = Field(
+        default=None, description="an integer, or null: the tokens of the answer, as the usage of the engine says"
+    )
+
 
 T = TypeVar("T", ScoreRequest, SelectRequest)
 

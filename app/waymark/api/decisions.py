@@ -9,13 +9,16 @@ from time import perf_counter
 import orjson
 
 from waymark.api.decision_bodies import (
+    RELEASES_MAX,
     DecisionBody,
+    ReleaseRequest,
+    ScoreRequest,
+    SelectRequest,
     as_served,
     check_known,
     read_decision,
     select_request,
 )
-from waymark.api.decision_schemas import RELEASES_MAX, ReleaseRequest, ScoreRequest, SelectRequest
 from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body, Format
 from waymark.api.http.errors import InvalidBody

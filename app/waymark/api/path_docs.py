@@ -6,6 +6,7 @@ from waymark.api import (
     activity,
     admin,
     books,
+    decision_bodies,
     events,
     inspections,
     placement,
@@ -13,7 +14,6 @@ from waymark.api import (
     query_schemas,
     registration_schemas,
 )
-from waymark.api import decision_schemas as decision_bodies
 from waymark.api.dynamo import schemas as dynamo_bodies
 from waymark.api.dynamo.select import USAGE
 from waymark.api.http.access import Doc
