@@ -36,11 +36,23 @@ The package does not need the server's dependencies.
 
 from __future__ import annotations
 
-from waymark.client.answers import Applied, Match, Matches, Registered, Score, Selection, Service, Workers
+from waymark.client.answers import (
+    Applied,
+    ClientError,
+    Match,
+    Matches,
+    ModelNotFound,
+    Refused,
+    Registered,
+    Score,
+    Selection,
+    Service,
+    Unavailable,
+    Workers,
+)
 from waymark.client.asynchronous import AsyncClient
 from waymark.client.blocking import Client
 from waymark.client.calls import block_hashes, seq_hashes
-from waymark.client.errors import ClientError, ModelNotFound, Refused, Unavailable
 from waymark.contract.publishers import Publisher
 from waymark.domain.status import StreamStatus
 

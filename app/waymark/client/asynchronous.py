@@ -13,8 +13,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from waymark.client import calls
-from waymark.client.answers import Matches, Selection
-from waymark.client.errors import Refused, Unavailable
+from waymark.client.answers import Matches, Refused, Selection, Unavailable
 from waymark.client.keywords import QueryKeywords, SelectKeywords
 from waymark.client.tries import Pause, Tries, TryResult, UrlOrder, tries, with_token
 

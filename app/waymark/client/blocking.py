@@ -14,9 +14,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack
 import httpx
 
 from waymark.client import calls
-from waymark.client.answers import Matches, Selection
+from waymark.client.answers import Matches, Refused, Selection, Unavailable
 from waymark.client.bounded import BoundedClient
-from waymark.client.errors import Refused, Unavailable
 from waymark.client.keywords import QueryKeywords, SelectKeywords
 from waymark.client.tries import Pause, TryResult, UrlOrder, tries, with_token
 

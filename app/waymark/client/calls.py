@@ -22,10 +22,13 @@ from waymark.base.shown import shown
 from waymark.client.answers import (
     Applied,
     Matches,
+    ModelNotFound,
+    Refused,
     Registered,
     Score,
     Selection,
     Service,
+    Unavailable,
     Workers,
     read_applied,
     read_matches,
@@ -36,7 +39,6 @@ from waymark.client.answers import (
     read_warnings,
     read_workers,
 )
-from waymark.client.errors import ModelNotFound, Refused, Unavailable
 from waymark.client.keywords import (
     EngineKeywords,
     EventKeywords,

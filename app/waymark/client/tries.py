@@ -17,9 +17,8 @@ from uuid import uuid4
 import httpx
 
 from waymark.base.shown import shown, shown_url
-from waymark.client.answers import content_of
+from waymark.client.answers import ModelNotFound, Refused, Unavailable, content_of
 from waymark.client.calls import ClientCall
-from waymark.client.errors import ModelNotFound, Refused, Unavailable
 
 #: The errors of a parser whose answer has another shape.
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
