@@ -26,7 +26,7 @@ from waymark.api.http.errors import ErrorBody
 from waymark.api.http.fields import RequestBody
 from waymark.api.operations import Operation
 from waymark.base.shape import AnswerShape
-from waymark.contract.queries import InstanceRow
+from waymark.contract.prompts import InstanceRow
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -29,7 +29,7 @@ from waymark.base.metrics import Metrics
 from waymark.base.shape import quick
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
-from waymark.contract.decisions import GaugesRow, ReleaseAnswer, ScoreAnswer, ScoreRow, SelectAnswer, SourceAnswer
+from waymark.contract.prompts import GaugesRow, ReleaseAnswer, ScoreAnswer, ScoreRow, SelectAnswer, SourceAnswer
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, StartupGate, cause_of
 from waymark.decide.options import PromptOptions
 from waymark.decide.policies.policy import Scored

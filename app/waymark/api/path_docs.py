@@ -18,7 +18,7 @@ from waymark.api.dynamo import schemas as dynamo_bodies
 from waymark.api.dynamo.select import USAGE
 from waymark.api.http.access import Doc
 from waymark.contract import admin as admin_answers
-from waymark.contract import decisions, dynamo, publishers, queries, results
+from waymark.contract import dynamo, prompts, publishers, results
 from waymark.contract import inspections as inspection_answers
 
 _TEXT, _HTML = "text/plain", "text/html"
@@ -114,14 +114,14 @@ GLOBAL_VIEW = Doc(
 QUERY = Doc(
     "Returns how much of a prompt each instance has; the prompt is given as tokens, text or messages.",
     query_schemas.QueryRequest,
-    queries.QueryAnswer,
+    prompts.QueryAnswer,
     headers=_OF_QUERY,
     reach="body",
 )
 QUERY_BY_HASH = Doc(
     "Returns how much of a prompt each instance has; the prompt is given as the rolling hashes of its blocks.",
     query_schemas.QueryByHashRequest,
-    queries.QueryAnswer,
+    prompts.QueryAnswer,
     headers=_OF_QUERY,
     reach="body",
 )
@@ -222,14 +222,14 @@ EVENTS = Doc(
 SCORE = Doc(
     "Returns the score of each target for a prompt, under one policy.",
     decision_bodies.ScoreRequest,
-    decisions.ScoreAnswer,
+    prompts.ScoreAnswer,
     headers=_PARTIAL,
     reach="body",
 )
 SELECT = Doc(
     "Picks the target for a prompt, and by default makes a reservation.",
     decision_bodies.SelectRequest,
-    decisions.SelectAnswer,
+    prompts.SelectAnswer,
     errors=(404, 429),
     queue="decide",
     reach="body",
@@ -237,14 +237,14 @@ SELECT = Doc(
 RELEASE = Doc(
     "Ends reservations, renews them, or reports that their prefill is done.",
     decision_bodies.ReleaseRequest,
-    decisions.ReleaseAnswer,
+    prompts.ReleaseAnswer,
     queue="decide",
     reach="filtered",
 )
 TOKENIZE = Doc(
     "Returns the token ids of a text or of messages.",
     query_schemas.TokenizeRequest,
-    queries.TokenizeAnswer,
+    prompts.TokenizeAnswer,
     errors=(503,),
     needs_redis=False,
     reach="none",
@@ -252,7 +252,7 @@ TOKENIZE = Doc(
 DETOKENIZE = Doc(
     "Returns the text of token ids.",
     query_schemas.DetokenizeRequest,
-    queries.DetokenizeAnswer,
+    prompts.DetokenizeAnswer,
     errors=(503,),
     needs_redis=False,
     reach="none",

@@ -16,7 +16,7 @@ from waymark.api.http.errors import InvalidBody
 from waymark.api.http.fields import RequestBody
 from waymark.api.http.prompts import SeqHashKeys, TokenKeys, check_count, hashes_in, tokens_in
 from waymark.api.query_schemas import DetokenizeRequest, PromptFields, TextFields, TokenizeRequest
-from waymark.contract.queries import DetokenizeAnswer, TokenizeAnswer
+from waymark.contract.prompts import DetokenizeAnswer, TokenizeAnswer
 from waymark.decide.options import PromptOptions
 from waymark.decide.question import HashedPrompt, PromptOf
 from waymark.domain.hashing import block_keys, hash_keys

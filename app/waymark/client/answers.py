@@ -19,7 +19,7 @@ import msgpack
 
 from waymark.base.record import record
 from waymark.base.shape import parse
-from waymark.contract.decisions import ScoreAnswer
+from waymark.contract.prompts import ScoreAnswer
 from waymark.contract.publishers import (
     EventsAnswer,
     Publisher,

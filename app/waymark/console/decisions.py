@@ -21,7 +21,7 @@ from waymark.console.prompts import fields_of, prompt_of
 from waymark.console.publishers import UNUSABLE, drain_of, is_target
 from waymark.console.screen import Grid, ScreenPart, joined, text
 from waymark.console.service import RemoteService
-from waymark.contract.decisions import ScoreAnswer, SelectAnswer
+from waymark.contract.prompts import ScoreAnswer, SelectAnswer
 from waymark.contract.results import BookOfMinute, BookOfTarget, BookRow, BooksAnswer, PoliciesAnswer
 
 # ---- waymark select --------------------------------------------------------------------------------
