@@ -9,11 +9,11 @@ import subprocess
 import sys
 
 import pytest
+import uvloop
 
 from tests.conftest import wait_until
 from tests.patience import patient, within
 from waymark.base.metrics import Metrics
-from waymark.cli import loop
 from waymark.runtime import replica
 from waymark.serving.limits import ServerBounds
 from waymark.serving.listening import listen
@@ -140,4 +140,4 @@ def test_a_connection_that_comes_as_the_server_ends_does_not_hold_it_up(
             async with within(10):
                 await serving
 
-    loop.run(serve_and_end())
+    uvloop.run(serve_and_end())

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from waymark.cli.parser import EXIT_OK
+from waymark.cli.parser import EXIT_OK, settings_with
 from waymark.cli.remote import print_answer
 from waymark.console.arguments import DEFAULT_URL, add_inspect, add_status
 
@@ -65,7 +65,6 @@ def _service(arguments: argparse.Namespace) -> Iterator[RemoteService]:
     url = arguments.url or (None if arguments.redis_url else os.environ.get("WAYMARK_URL") or None)
     if url is None and is_redis_named:
         from waymark.base import logs
-        from waymark.cli.loop import settings_with
         from waymark.console.service import LocalService
         from waymark.runtime.commands import inspecting
 

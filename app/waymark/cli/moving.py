@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from waymark.cli.parser import EXIT_OK, EXIT_USAGE
+from waymark.cli.parser import EXIT_OK, EXIT_USAGE, settings_with
 
 if TYPE_CHECKING:
     from waymark.base.settings import Settings
@@ -52,11 +52,12 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    import uvloop
+
     from waymark.base import logs
     from waymark.base.errors import InvalidValue, SettingsError
-    from waymark.cli import loop
 
-    settings = loop.settings_with({"redis_url": arguments.redis_url})
+    settings = settings_with({"redis_url": arguments.redis_url})
     logs.configure("error", "text")
     if arguments.command == "reset" and not arguments.yes:
         print(
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidValue(f"{arguments.file} is a directory; give the name of a file")
     work: Callable[[argparse.Namespace, Settings], Coroutine[Any, Any, str]]
     work = {"export": _export, "import": _import, "reset": _reset}[arguments.command]
-    print(loop.run(work(arguments, settings)))
+    print(uvloop.run(work(arguments, settings)))
     return EXIT_OK
 
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from waymark import __version__
+
+if TYPE_CHECKING:
+    from waymark.base.settings import Settings
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -213,3 +217,11 @@ def parser_of(command: str) -> Parser:
         if name == command:
             candidate.load().add_flags(of_command, name)
     return parser
+
+
+def settings_with(flags: Mapping[str, str | None]) -> Settings:
+    """Read the settings from the environment; a flag wins. Raise SettingsError for a mistake."""
+    from waymark.base.settings import PREFIX, Settings
+
+    overrides = {PREFIX + name.upper(): value for name, value in flags.items() if value is not None}
+    return Settings.from_env(dict(os.environ) | overrides)

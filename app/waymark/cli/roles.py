@@ -7,7 +7,7 @@ import gc
 import sys
 
 from waymark import __version__
-from waymark.cli.parser import EXIT_OK, EXIT_USAGE
+from waymark.cli.parser import EXIT_OK, EXIT_USAGE, settings_with
 
 #: A role -> whether it has the HTTP API, whether it has an ingest worker.
 _ROLES = {"serve": (True, True), "query": (True, False), "ingest": (False, True), "gateway": (False, False)}
@@ -79,15 +79,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    import uvloop
+
     from waymark.base import logs
-    from waymark.cli import loop
     from waymark.runtime import replica
 
     has_api, has_worker = _ROLES[arguments.command]
     has_gateway = arguments.command == _GATEWAY
     flags = {name: getattr(arguments, name, None) for name in ("redis_url", "host", "port")}
     flags["gateway_engines"] = ",".join(getattr(arguments, "engine", None) or ()) or None
-    settings = loop.settings_with(flags)
+    settings = settings_with(flags)
     logs.configure(settings.log_level, settings.log_format)
     if settings.redis_url == "memory://":
         # A gateway for a trial brings the worker that it needs.
@@ -110,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     try:
-        loop.run(
+        uvloop.run(
             replica.run(settings, has_api=has_api, has_worker=has_worker, sockets=sockets, has_gateway=has_gateway)
         )
     finally:
@@ -120,11 +121,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_picker(arguments: argparse.Namespace) -> int:
+    import uvloop
+
     from waymark.base import logs
-    from waymark.cli import loop
     from waymark.runtime import picker
 
-    settings = loop.settings_with(
+    settings = settings_with(
         {
             "redis_url": arguments.redis_url,
             "host": arguments.host,
@@ -141,7 +143,7 @@ def _run_picker(arguments: argparse.Namespace) -> int:
         return EXIT_USAGE
     sockets = picker.open_port(settings)
     try:
-        loop.run(picker.run(settings, sockets=sockets))
+        uvloop.run(picker.run(settings, sockets=sockets))
     finally:
         for socket in sockets:
             socket.close()

@@ -79,7 +79,8 @@ def _path() -> str:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from waymark.cli import loop
+    import uvloop
+
     from waymark.cli.demonstration import DemoFailed, PromptMatch, run_demo
     from waymark.console.progress import Progress, parts
     from waymark.console.screen import Screen
@@ -96,7 +97,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     stays = sys.stdout.isatty() and not (arguments.once or arguments.json or arguments.url)
     try:
         with Progress("waymark demo") as progress:
-            lines = loop.run(run_demo(arguments.url, arguments.api_token, progress.step, stay if stays else None))
+            lines = uvloop.run(run_demo(arguments.url, arguments.api_token, progress.step, stay if stays else None))
     except KeyboardInterrupt:
         if not is_shown:
             raise
@@ -136,8 +137,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
     import asyncio
     import signal
 
+    import uvloop
+
     from waymark.base import logs
-    from waymark.cli import loop
     from waymark.cli.registering import register_of
     from waymark.console.progress import Progress
     from waymark.simulator.options import options_of
@@ -164,6 +166,6 @@ def _simulate(arguments: argparse.Namespace) -> int:
         return shown(summary)
 
     with Progress("waymark simulate") as progress:
-        last = loop.run(until_stopped(progress))
+        last = uvloop.run(until_stopped(progress))
     print(last)
     return EXIT_OK
