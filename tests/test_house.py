@@ -85,7 +85,7 @@ def test_a_status_of_a_stream_is_a_member_of_its_enum() -> None:
     assert written.search('if each["status"] in ("lost", "failed"):')
     # The words of Dynamo's API, which are fewer.
     assert {name for name, text in sources().items() if written.search(text)} == {
-        *("domain/status.py", "api/dynamo/views.py", "contract/dynamo.py"),
+        *("domain/status.py", "api/dynamo/workers.py", "contract/dynamo.py"),
     }
 
 

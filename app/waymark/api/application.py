@@ -25,8 +25,7 @@ from waymark.api.decisions import Decisions
 from waymark.api.dynamo.loads import DynamoInputs, DynamoLoadHandlers
 from waymark.api.dynamo.queries import Dynamo
 from waymark.api.dynamo.select import DynamoSelect
-from waymark.api.dynamo.views import DynamoViews
-from waymark.api.dynamo.workers import DynamoWorkerHandlers
+from waymark.api.dynamo.workers import DynamoViews, DynamoWorkerHandlers
 from waymark.api.events import Events
 from waymark.api.explanations import Explanations
 from waymark.api.http.access import Access, Doc, Gate, Queue
