@@ -23,8 +23,7 @@ from waymark.contract.publishers import (
 )
 from waymark.decide.group_loads import GroupLoads
 from waymark.domain.names import Registration
-from waymark.domain.recent import SECONDS
-from waymark.domain.status import StreamStatus
+from waymark.domain.status import SLOT_SECONDS, StreamStatus
 from waymark.inspection.status import Complaints
 from waymark.store.publisher_states import PublisherState
 from waymark.store.reservations import NO_LOAD, Load
@@ -204,5 +203,5 @@ def _publisher(state: PublisherState, load: Load, complaint: str, *, is_left_out
         worker=state.worker,
         counters=counters,
         complaint=_FAILING if is_failing else complaint or None,
-        recent=RecentlyChanged(seconds=SECONDS, stored=stored, removed=removed) if stored else None,
+        recent=RecentlyChanged(seconds=SLOT_SECONDS, stored=stored, removed=removed) if stored else None,
     )

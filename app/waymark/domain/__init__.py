@@ -25,7 +25,6 @@ __all__ = [
     "plan",
     "pool_keys",
     "prefixes",
-    "recent",
     "resolver",
     "row_runs",
     "rows",

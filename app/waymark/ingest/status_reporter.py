@@ -13,8 +13,7 @@ import time
 
 from waymark.apply.redis_calls import Fenced
 from waymark.base.logs import fields
-from waymark.domain.recent import RecentBlocks
-from waymark.domain.status import StreamStatus
+from waymark.domain.status import RecentBlocks, StreamStatus
 from waymark.ingest.counters import EVENTS_MISSING, REASONS
 from waymark.ingest.life import Life
 from waymark.ingest.replaying import Replaying

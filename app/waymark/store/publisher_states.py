@@ -10,8 +10,7 @@ from waymark.base.record import record
 from waymark.domain.books import Drift
 from waymark.domain.life_facts import CopiesRule, copies_rule
 from waymark.domain.names import HolderName, Registration
-from waymark.domain.recent import read as read_recent
-from waymark.domain.status import StreamStatus
+from waymark.domain.status import StreamStatus, read_recent
 from waymark.store import keys
 from waymark.store.claims import Claim
 from waymark.store.parsing import RecordParser, pairs_of
