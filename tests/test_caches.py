@@ -53,6 +53,7 @@ ELSEWHERE = {
     "store.steps:_tasks": "tasks under way",
     "store.redis.words:PackedWords": "the words of one command",
     "ingest.unfinished:_memory_file": "an open file of the system",
+    "api.conductor:UnmatchedRows": "of AnswerCache, which keeps them no longer than their view",
     "api.conductor:AnswerCache": "made by the incarnation, and bound to views of tables",
     "api.conductor:AddressTables": "made by the incarnation, and bound to tables",
     "api.http.bodies:RequestCache": "what texts of requests say, by their bytes",

@@ -18,13 +18,14 @@ from tests.api.conftest import Hold, MakeClient
 from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table, value, walk
 from tests.masters import started_master
 from tests.patience import patient
+from waymark.api import conductor
 from waymark.api.conductor import AnswerCache, UnmatchedRows, match_rows
 from waymark.base.metrics import Metrics
 from waymark.decide import asked_pools
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.domain.match import ConductorRow, Walk, conductor_rows, in_tokens
 from waymark.domain.pool_keys import AskedPrompt, PromptIds, key_forms
-from waymark.domain.table import HolderTable
+from waymark.domain.table import HolderTable, View
 from waymark.store.reader import Reading
 from waymark.store.steps import Steps
 from waymark.store.store import Store
@@ -399,10 +400,10 @@ def test_what_is_remembered_is_counted_and_right() -> None:
     metrics, of = Metrics(), of_holders(2)
     rows = AnswerCache(1 << 20, metrics)
     for found in ([value(1, 2), value(1)], [value(1, 2)], [value(2)], [None]):
-        first = rows.of(walk(of, found))
+        first = rows.of_walk(walk(of, found))
         assert first.rows == counted(walk(of, found))
         assert first.json == orjson.dumps(first.rows)
-        assert rows.of(walk(of, found)) is first
+        assert rows.of_walk(walk(of, found)) is first
     assert value_of(metrics, "hits_total") == 4
     assert value_of(metrics, "bytes") == rows.bytes > 0
 
@@ -432,33 +433,54 @@ def test_rows_without_a_match_stand_between_those_with_one(seed: int) -> None:
 
 def test_another_table_is_counted_anew() -> None:
     rows = AnswerCache(1 << 20, Metrics())
-    assert rows.of(walk(of_holders(2), [value(1, 2)])).rows.keys() == {"pod-1", "pod-2"}
-    assert rows.of(walk(of_holders(1, first=2), [value(1, 2)])).rows.keys() == {"pod-2"}
+    assert rows.of_walk(walk(of_holders(2), [value(1, 2)])).rows.keys() == {"pod-1", "pod-2"}
+    assert rows.of_walk(walk(of_holders(1, first=2), [value(1, 2)])).rows.keys() == {"pod-2"}
 
 
 def test_without_room_nothing_is_remembered() -> None:
     metrics, of = Metrics(), of_holders(2)
     rows = AnswerCache(0, metrics)
     for _ in range(3):
-        assert rows.of(walk(of, [value(1)])).rows == counted(walk(of, [value(1)]))
+        assert rows.of_walk(walk(of, [value(1)])).rows == counted(walk(of, [value(1)]))
     assert (value_of(metrics, "hits_total"), value_of(metrics, "bytes")) == (0, 0)
 
 
-def test_a_view_without_room_takes_none_from_others() -> None:
-    rows, of, large = AnswerCache(20_000, Metrics()), of_holders(2), of_holders(100)
-    kept = rows.of(walk(of, [value(1)]))
-    for _ in range(2):
-        assert rows.of(walk(large, [value(1)])).rows == counted(walk(large, [value(1)]))
-    assert rows.of(walk(of, [value(1)])) is kept
+def test_answers_of_a_view_that_is_larger_than_the_cache_are_kept() -> None:
+    rows, of = AnswerCache(24_000, Metrics()), of_holders(100)
+    kept = rows.of_walk(walk(of, [value(1)]))
+    assert rows.of_walk(walk(of, [value(1)])) is kept
+    assert 0 < rows.bytes <= 24_000
+
+
+def test_the_rows_that_answers_share_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    class Counted(UnmatchedRows):
+        def __init__(self, view: View | None) -> None:
+            made.append(view)
+            super().__init__(view)
+
+    monkeypatch.setattr(conductor, "UnmatchedRows", Counted)
+    rows, of = AnswerCache(20_000, Metrics()), of_holders(100)
+    for number in range(1, 101):
+        rows.of_walk(walk(of, [value(number)]))
+        assert rows.bytes <= 20_000
+    assert len(made) == 1
+    rows.of_walk(walk(of_holders(2), [value(1)]))
+    assert len(made) == 2
+    rows.clear()
+    del made[:], of
+    gc.collect()
+    assert len(rows._unmatched) == 0, "they end with their view"
 
 
 def test_an_answer_without_room_takes_none_from_others() -> None:
     of = of_holders(20)
     rows = AnswerCache(24_000, Metrics())
-    kept, large = rows.of(walk(of, [value(1)])), [value(*range(1, 21))]
+    kept, large = rows.of_walk(walk(of, [value(1)])), [value(*range(1, 21))]
     for _ in range(2):
-        assert rows.of(walk(of, large)).rows == counted(walk(of, large))
-    assert rows.of(walk(of, [value(1)])) is kept
+        assert rows.of_walk(walk(of, large)).rows == counted(walk(of, large))
+    assert rows.of_walk(walk(of, [value(1)])) is kept
 
 
 def test_all_that_is_kept_of_a_large_group_is_counted() -> None:
@@ -469,7 +491,7 @@ def test_all_that_is_kept_of_a_large_group_is_counted() -> None:
         before = tracemalloc.get_traced_memory()[0]
         for number in range(1, 60):
             found = walk(of, [value(number)] * 2)
-            assert len(rows.instances(found, rows.of(found))) == 500
+            assert len(rows.instances(found, rows.of_walk(found))) == 500
         del found
         gc.collect()
         kept = tracemalloc.get_traced_memory()[0] - before
@@ -486,6 +508,6 @@ def test_it_never_takes_more_than_it_may_and_stays_right(bytes_max: int) -> None
     for _ in range(2000):
         of = random.choice(tables)
         found = [value(*random.choice([(1,), (1, 2), (2, 3)]))] * random.randrange(4) + [value(1)] * random.randrange(4)
-        assert rows.of(walk(of, found)).rows == counted(walk(of, found))
+        assert rows.of_walk(walk(of, found)).rows == counted(walk(of, found))
         assert rows.bytes <= bytes_max
     assert (value_of(metrics, "hits_total") or 0) > 10

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import orjson
 
@@ -36,15 +37,13 @@ from waymark.domain.names import GroupName
 from waymark.domain.packing import KEY_BYTES
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable, View, block_size_of
-from waymark.store.quick import FoundRuns, QuickAnswer, QuickPlan, QuickRead, Start
+from waymark.store.quick import KnownPlans, KnownRuns, QuickAnswer, QuickRead, Start
 from waymark.store.reader import KeysOf, QueryReader
 from waymark.store.steps import Steps, StepsReceiver, Waiting, finished
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
 
-# The rows of an answer, in tokens, and a cache of them by walks: many prompts have the same beginning, or no match at
-# all. An entry belongs to a view of a holder table. A view never changes, because another table has another view, so an
-# entry is never outdated. When there is no room, all entries are dropped at once, including those of old views.
+# The rows of an answer, in tokens, and a cache of them by walks.
 
 InTokens = dict[str, dict[str, Any]]
 """An answer's rows, by instance."""
@@ -54,10 +53,8 @@ BYTES_MAX = 8 * 2**20
 microseconds.
 """
 
-#: A walk with more runs than this seldom occurs twice.
-_RUNS_MAX = 16
-#: The approximate sizes of a row, of a run, of a holder of a view, and of a row without a match besides its text.
-_ROW_BYTES, _RUN_BYTES, _HOLDER_BYTES, _UNMATCHED_BYTES = 1200, 100, 300, 450
+#: The approximate size of a row.
+_ROW_BYTES = 1200
 
 
 class UnmatchedRows:
@@ -66,36 +63,35 @@ class UnmatchedRows:
     def __init__(self, view: View | None) -> None:
         """``view`` is None if there are no instances."""
         self.names: Sequence[str] = () if view is None else view.instances
-        rows = () if view is None else (unmatched_row(view, i) for i in range(len(view.instances)))
-        self.rows = [in_tokens(row, 1) for row in rows]
-        self.texts = [_text(name, row) for name, row in zip(self.names, self.rows, strict=True)]
+        self.rows: list[dict[str, Any]] = []
+        """They must not be changed: instances with the same ranks have the same one."""
+        self.texts: list[bytes] = []
         """The JSON of each instance, with its name."""
-        self.bytes = sum(map(len, self.texts)) + _UNMATCHED_BYTES * len(self.texts)
-
-
-def _text(name: str, row: dict[str, Any]) -> bytes:
-    return orjson.dumps({name: row})[1:-1]
+        if view is None:
+            return
+        by_ranks: dict[tuple[int, ...], tuple[dict[str, Any], bytes]] = {}
+        for number, ranks in enumerate(view.registered_ranks):
+            known = by_ranks.get(ranks)
+            if known is None:
+                row = in_tokens(unmatched_row(view, number), 1)
+                known = by_ranks[ranks] = row, orjson.dumps(row)
+            self.rows.append(known[0])
+            self.texts.append(b"%b:%b" % (orjson.dumps(self.names[number]), known[1]))
 
 
 class MatchRows:
     """The rows of a walk. They must not be changed."""
 
-    __slots__ = ("_matched", "_unmatched", "blocks", "instances", "is_over", "is_plain", "json")
+    __slots__ = ("_matched", "_unmatched", "blocks", "instances", "json")
 
-    def __init__(
-        self, walk: Walk | None, matched: dict[int, dict[str, Any]], unmatched: UnmatchedRows, *, is_over: bool = False
-    ) -> None:
+    def __init__(self, walk: Walk | None, matched: dict[int, dict[str, Any]], unmatched: UnmatchedRows) -> None:
         """``matched`` has the rows of the instances with a match, by their indexes."""
         self._matched, self._unmatched = matched, unmatched
         texts = unmatched.texts[:]
         for number, row in matched.items():
-            texts[number] = _text(unmatched.names[number], row)
+            texts[number] = orjson.dumps({unmatched.names[number]: row})[1:-1]
         self.json = b"{%b}" % b",".join(texts)
         self.blocks = 0 if walk is None else walk.blocks
-        self.is_over = is_over
-        """Whether no instance continues after these rows."""
-        self.is_plain = walk is None or walk.newest_seen <= walk.view.newest
-        """Whether the table has all their holders."""
         self.instances: InTokens | None = None
         """The counts in the form ``instances``, if ``AnswerCache.instances`` has kept them."""
 
@@ -116,101 +112,36 @@ class MatchRows:
         return {name: matched.get(i) or unmatched.rows[i] for i, name in enumerate(unmatched.names)}
 
 
-class _RowsOfView(NamedTuple):
-    """The rows that the cache keeps for a view."""
-
-    unmatched: UnmatchedRows
-    size: int
-    """The size in bytes, without the answers."""
-    answers: dict[FoundRuns, MatchRows]
-
-
-class AnswerCache:
-    """A cache of at most ``bytes_max`` bytes; with 0 it stays empty."""
+class AnswerCache(KnownRuns[MatchRows]):
+    """A cache of at most ``bytes_max`` bytes, besides the rows that the answers of a view share."""
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:
-        self._bytes_max = bytes_max
-        self._known: dict[View, _RowsOfView] = {}
-        self._hits = metrics.answer_cache_hits
-        self.bytes = 0
+        super().__init__(self.match_rows, lambda rows: rows.bytes, bytes_max, metrics.answer_cache_hits)
+        # As long as their view, and so as its table: a large group's take longer to make than any answer.
+        self._unmatched: WeakKeyDictionary[View, UnmatchedRows] = WeakKeyDictionary()
         metrics.answer_cache_bytes.set_function(lambda: self.bytes)
 
-    def of(self, walk: Walk) -> MatchRows:
-        """Return the rows of a walk."""
-        view, values = walk.view, tuple(walk.values)
-        rows = self._rows_of(view)
-        counted = rows.answers.get(values)
-        if counted is not None:
-            self._hits.inc()
-            return counted
-        counted = match_rows(walk, rows.unmatched)
-        self._keep(view, values, counted)
-        return counted
-
-    def of_runs(self, view: View, runs: FoundRuns, *, is_whole: bool) -> MatchRows | None:
-        """Return the rows of a walk along ``runs``, or None if it might continue after them, or if they are not plain.
-
-        ``is_whole``: no holder has a block after the runs.
-        """
-        rows = self._rows_of(view)
-        counted = rows.answers.get(runs)
-        if counted is None:
-            walk = Walk(view)
-            is_over = not walk.feed(runs)
-            if not (is_over or is_whole):
-                return None
-            counted = match_rows(walk, rows.unmatched, is_over=is_over)
-            self._keep(view, runs, counted)
-        elif counted.is_plain and (is_whole or counted.is_over):
-            self._hits.value += 1
-        return counted if counted.is_plain and (is_whole or counted.is_over) else None
-
-    def instances(self, walk: Walk, counted: MatchRows) -> InTokens:
-        """Return the counts in the form ``instances``. ``walk`` must be that of the rows ``counted``."""
-        instances = counted.instances
+    def instances(self, walk: Walk, rows: MatchRows) -> InTokens:
+        """Return the counts in the form ``instances``. ``walk`` must be that of the rows."""
+        instances = rows.instances
         if instances is None:
             instances = instances_in_tokens(dynamo_rows(walk), walk.view.block_size)
-            rows, size = self._known.get(walk.view), _ROW_BYTES * len(instances)
-            is_kept = rows is not None and rows.answers.get(tuple(walk.values)) is counted
-            if is_kept and self.bytes + size <= self._bytes_max:
-                counted.instances = instances
-                self.bytes += size
+            if self.count(walk, rows, _ROW_BYTES * len(instances)):
+                rows.instances = instances
         return instances
 
-    def clear(self) -> None:
-        self._known.clear()
-        self.bytes = 0
-
-    def _rows_of(self, view: View) -> _RowsOfView:
-        """Return the rows of a view. They are not kept if they need more bytes than the whole cache has."""
-        rows = self._known.get(view)
-        if rows is None:
-            unmatched = UnmatchedRows(view)
-            rows = _RowsOfView(unmatched, unmatched.bytes + _ROW_BYTES + _HOLDER_BYTES * view.size, {})
-            if rows.size <= self._bytes_max:
-                if self.bytes + rows.size > self._bytes_max:
-                    self.clear()
-                self._known[view] = rows
-                self.bytes += rows.size
-        return rows
-
-    def _keep(self, view: View, values: FoundRuns, counted: MatchRows) -> None:
-        """Keep rows if their view is kept, since they refer to its rows without a match."""
-        rows = self._known.get(view)
-        if rows is None or len(values) > _RUNS_MAX:
-            return
-        size = counted.bytes + sum(_RUN_BYTES + len(value) for value, _ in values)
-        if self.bytes + size <= self._bytes_max:
-            rows.answers[values] = counted
-            self.bytes += size
-        elif rows.size + size <= self._bytes_max:
-            self.clear()
+    def match_rows(self, walk: Walk) -> MatchRows:
+        """Compute the rows of a walk, without keeping them."""
+        unmatched = self._unmatched.get(walk.view)
+        if unmatched is None:
+            unmatched = self._unmatched[walk.view] = UnmatchedRows(walk.view)
+        return match_rows(walk, unmatched)
 
 
-def match_rows(walk: Walk, unmatched: UnmatchedRows, *, is_over: bool = False) -> MatchRows:
+def match_rows(walk: Walk, unmatched: UnmatchedRows) -> MatchRows:
     """Compute the rows of a walk. ``unmatched`` has those of its view."""
     matched = {number: in_tokens(row, walk.view.block_size) for number, row in matched_rows(walk).items()}
-    return MatchRows(walk, matched, unmatched, is_over=is_over)
+    return MatchRows(walk, matched, unmatched)
 
 
 NO_ROWS = MatchRows(None, {}, UnmatchedRows(None))
@@ -220,8 +151,6 @@ GeneralWay: TypeAlias = Callable[[Body, Start], Steps[Answer] | Paused]
 
 _JSON = Format.JSON.value
 _TOKEN_BYTES = 4
-#: The most plans to keep, one for each group and block size.
-_PLANS_MAX = 1024
 _UNKNOWN = "no engine is registered for this model and tenant"
 _NAMED = "POST /inspect/prompt names the models that are"
 _SIZES_MAX = 8
@@ -251,7 +180,7 @@ class Conductor:
         self._addresses = store.incarnation.cache(AddressTables())
         self._rows = store.incarnation.cache(AnswerCache(BYTES_MAX, metrics))
         self._quick = store.reader.quick
-        self._plans: dict[tuple[GroupName, int | None], QuickPlan] = store.incarnation.cache({})
+        self._plans = KnownPlans(self._quick, lambda plan: not pools.of(plan.table))
 
     def query(self, body: Body, start: Start | None = None) -> Steps[Answer] | Paused:
         asked = body.asked(_by_prompt)
@@ -277,11 +206,9 @@ class Conductor:
         numbers = body.numbers
         if asked is None or numbers is None or not asked.is_plain or self._shape == "instances":
             return False
-        plan = self._plans.get((asked.group, asked.block_size))
-        if plan is None or not self._quick.is_current(plan):
-            plan = self._new_plan(asked.group, asked.block_size)
-            if plan is None:
-                return False
+        plan = self._plans.of(asked.group, asked.block_size)
+        if plan is None:
+            return False
         pieces = self._quick.portions.pieces(plan.entry.group_id)
         # One more key than the pieces have shows whether the prompt continues after them.
         count, size = PIECE_BLOCKS * pieces + 1, plan.view.block_size
@@ -303,24 +230,11 @@ class Conductor:
         read.begin(answer)
         return True
 
-    def _new_plan(self, group: GroupName, block_size: int | None) -> QuickPlan | None:
-        """Cache and return a plan for a group whose answers need only the index."""
-        plan = self._quick.plan(group, block_size)
-        if plan is None or self._pools.of(plan.table):
-            return None
-        if len(self._plans) >= _PLANS_MAX:
-            self._plans.clear()
-        self._plans[group, block_size] = plan
-        return plan
-
     def _quick_answer(self, asked: _QueryFields, blocks: int, read: QuickRead) -> Answer | None:
         """Return the answer of a quick read, and count it; None if the read is not enough for an answer."""
-        if read.runs is None:
-            return None
-        counted = self._rows.of_runs(read.plan.view, read.runs, is_whole=read.is_over)
+        counted = self._rows.of(read)
         if counted is None:
             return None
-        read.note_length()
         self._lookup.counts.found(asked.group.model_name, blocks, counted.blocks, read.blocks, 1)
         return Answer(b"{%b:%b}" % (asked.tenant, counted.json), media_type=_JSON)
 
@@ -345,9 +259,9 @@ class Conductor:
         if walk is None:
             counted = NO_ROWS
         elif in_pools:
-            counted = match_rows(walk, UnmatchedRows(walk.view))
+            counted = self._rows.match_rows(walk)
         else:
-            counted = self._rows.of(walk)
+            counted = self._rows.of_walk(walk)
         # A group without instances may belong to a former tenant, because groups outlive their registrations.
         if counted.is_empty:
             seconds = self._deadline_seconds

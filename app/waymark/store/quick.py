@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from waymark.base.errors import StoreUnavailable
+from waymark.base.instruments import Counter
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
 from waymark.domain.packing import KEY_BYTES
@@ -234,6 +235,30 @@ class QuickReads:
         return QuickRead(self, plan, keys, pieces, WantedValues(heads, []), hot, is_whole, seconds)
 
 
+#: The most plans to keep, one for each group and block size.
+_PLANS_MAX = 1024
+
+
+class KnownPlans:
+    """Caches the plans of groups whose answers need only the index, as far as ``is_plain`` says."""
+
+    def __init__(self, quick: QuickReads, is_plain: Callable[[QuickPlan], bool]) -> None:
+        self._quick = quick
+        self._is_plain = is_plain
+        self._plans: dict[tuple[GroupName, int | None], QuickPlan] = quick.incarnation.cache({})
+
+    def of(self, group: GroupName, block_size: int | None = None) -> QuickPlan | None:
+        plan = self._plans.get((group, block_size))
+        if plan is None or not self._quick.is_current(plan):
+            plan = self._quick.plan(group, block_size)
+            if plan is None or not self._is_plain(plan):
+                return None
+            if len(self._plans) >= _PLANS_MAX:
+                self._plans.clear()
+            self._plans[group, block_size] = plan
+        return plan
+
+
 class QuickAnswer(Generic[R, T]):
     """The receiver of a quick read. It answers with the read, or in the general way if the read is not enough."""
 
@@ -280,10 +305,13 @@ class KnownRuns(Generic[T]):
     room, all entries are dropped, including those of old views.
     """
 
-    def __init__(self, make: Callable[[Walk], T], size: Callable[[T], int], bytes_max: int) -> None:
+    def __init__(
+        self, make: Callable[[Walk], T], size: Callable[[T], int], bytes_max: int, hits: Counter | None = None
+    ) -> None:
         self._make = make
         self._size = size
         self._bytes_max = bytes_max
+        self._hits = hits or Counter()
         self._known: dict[View, dict[FoundRuns, _Known[T]]] = {}
         self.bytes = 0
 
@@ -298,22 +326,49 @@ class KnownRuns(Generic[T]):
         view, runs = read.plan.view, read.runs
         if runs is None:
             return None
-        of_view = self._known.get(view)
-        known = None if of_view is None else of_view.get(runs)
+        known = self._find(view, runs)
         if known is None:
-            known = self._new(view, runs)
+            walk = Walk(view)
+            is_over = not walk.feed(runs)
+            if not (is_over or read.is_over):
+                return None
+            known = self._keep(walk, runs, is_over=is_over)
+        elif known.is_plain and (known.is_over or read.is_over):
+            self._hits.value += 1
         if not (known.is_plain and (known.is_over or read.is_over)):
             return None
         read.note_length()
         return known.made
 
-    def _new(self, view: View, runs: FoundRuns) -> _Known[T]:
-        walk = Walk(view)
-        is_over = not walk.feed(runs)
+    def of_walk(self, walk: Walk) -> T:
+        """Return the result for a whole walk."""
+        runs = tuple(walk.values)
+        known = self._find(walk.view, runs)
+        if known is None:
+            known = self._keep(walk, runs, is_over=False)
+        else:
+            self._hits.value += 1
+        return known.made
+
+    def count(self, walk: Walk, made: T, size: int) -> bool:
+        """Count ``size`` further bytes of a result. Return False if it is not kept, or if there is no room for them."""
+        known = self._find(walk.view, tuple(walk.values))
+        has_room = known is not None and known.made is made and self.bytes + size <= self._bytes_max
+        self.bytes += size if has_room else 0
+        return has_room
+
+    def _find(self, view: View, runs: FoundRuns) -> _Known[T] | None:
+        of_view = self._known.get(view)
+        return None if of_view is None else of_view.get(runs)
+
+    def _keep(self, walk: Walk, runs: FoundRuns, *, is_over: bool) -> _Known[T]:
+        view = walk.view
         known = _Known(self._make(walk), walk.newest_seen <= view.newest, is_over)
         if len(runs) <= _RUNS_MAX:
             size = _ENTRY_BYTES + self._size(known.made) + sum([_RUN_BYTES + len(value) for value, _ in runs])
-            of_view = _ENTRY_BYTES + _HOLDER_BYTES * view.size
+            # The view of a large group may be larger than the cache. Its table keeps it anyway, so it does not keep
+            # results from being kept.
+            of_view = min(_ENTRY_BYTES + _HOLDER_BYTES * view.size, self._bytes_max // 2)
             if of_view + size <= self._bytes_max:
                 if self.bytes + of_view + size > self._bytes_max:
                     self.clear()

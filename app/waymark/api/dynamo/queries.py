@@ -47,13 +47,11 @@ from waymark.domain.packing import KEY_BYTES
 from waymark.domain.pool_keys import PromptIds
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable
-from waymark.store.quick import KnownRuns, QuickAnswer, QuickPlan, QuickRead, Start
+from waymark.store.quick import KnownPlans, KnownRuns, QuickAnswer, QuickPlan, QuickRead, Start
 from waymark.store.reader import KeysOf, PromptKeys, QueryReader, Reading
 from waymark.store.steps import Steps, StepsReceiver, finished
 from waymark.store.store import Store
 
-#: The most plans to keep, one for each group.
-_PLANS_MAX = 1024
 #: The size of the cache of answers.
 _ANSWERS_BYTES_MAX = 4 * 2**20
 
@@ -81,7 +79,7 @@ class Dynamo:
         self._lookup = QueryReader(store.reader, metrics, deadline_seconds=self._deadline_seconds)
         self._allowed = allowed
         self._quick = store.reader.quick
-        self._plans: dict[GroupName, QuickPlan] = store.incarnation.cache({})
+        self._plans = KnownPlans(self._quick, self._is_plain)
         self._known = store.incarnation.cache(
             KnownRuns(_KnownAnswer.of, lambda known: len(known.content), _ANSWERS_BYTES_MAX)
         )
@@ -222,19 +220,11 @@ class Dynamo:
         asked: _Asked | None = None if body.text is None else body.text.asked
         if asked is None or body.numbers is None:
             return None, None, b""
-        plan = self._plans.get(asked.group)
-        if plan is None or not self._quick.is_current(plan):
-            plan = self._quick.plan(asked.group, None)
-            if (
-                plan is None
-                or self._pools.of(plan.table)
-                or _block_size(asked.group, plan.table) != plan.view.block_size
-            ):
-                return asked, None, b""
-            if len(self._plans) >= _PLANS_MAX:
-                self._plans.clear()
-            self._plans[asked.group] = plan
-        return asked, plan, body.numbers
+        return asked, self._plans.of(asked.group), body.numbers
+
+    def _is_plain(self, plan: QuickPlan) -> bool:
+        table = plan.table
+        return not self._pools.of(table) and _block_size(table.group, table) == plan.view.block_size
 
     def _begin(
         self,
