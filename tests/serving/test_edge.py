@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from tests.serving.wire import LAST, Answer, answer, ask, connections, echo, post, request, served
+from tests.patience import within
+from tests.serving.wire import LAST, SECONDS, Answer, answer, answers, ask, connections, echo, post, request, served
 from waymark.base.metrics import Metrics
 from waymark.serving.connection import protocol
 
@@ -85,6 +88,25 @@ async def test_a_fault_is_answered_and_said_in_the_log_once(path: str, caplog: p
     faults = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(faults) == 1
     assert "of the application" not in first.body.decode()
+
+
+async def test_a_request_that_arrives_just_behind_a_fault_does_not_take_its_answer_away() -> None:
+    with socket.socket() as client:
+
+        async def fails(_: Scope, receive: Receive, send: Send) -> None:
+            client.sendall(LAST)  # the server has not read it when it closes
+            raise ArithmeticError
+
+        async with served(fails) as port:
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+            client.sendall(post(b"{}"))
+            content = b""
+            async with within(SECONDS):
+                while piece := await asyncio.get_running_loop().sock_recv(client, 65536):
+                    content += piece
+            client.close()
+    assert [(each.status, each.reason, each.closes) for each in answers(content)] == [(500, "internal", True)]
 
 
 async def test_an_answer_that_fails_halfway_is_cut_and_not_answered_twice() -> None:

@@ -169,13 +169,12 @@ class HttpConnection(asyncio.Protocol):
         cycle.task = self.loop.create_task(cycle.run(self._app))
         self._server.tasks.add(cycle.task)
 
-    def answered(self, cycle: RequestCycle) -> None:
-        """Note that the whole answer of the first request has been written."""
+    def answered(self, cycle: RequestCycle, *, is_fault: bool = False) -> None:
         self._server.total_requests += 1
         self._cycles.popleft()
         if not cycle.keep_alive:
             self._drop_requests()
-            self._part()
+            self._part(may_be_sending=is_fault)
             return
         if self._cycles:
             self.start(self._cycles[0])
@@ -239,14 +238,17 @@ class HttpConnection(asyncio.Protocol):
         if not self._cycles:
             self._part()
 
-    def _part(self) -> None:
-        """Send the rejection, if there is one, and close."""
+    def _part(self, *, may_be_sending: bool = False) -> None:
+        """Send the rejection, if there is one, and close. If the client may be sending, its bytes are still taken for a
+        moment: otherwise its system could drop the answer.
+        """
         self._is_done = True
         if self._rejection is not None:
             body = self._rejection.body(self.connections.shape, self._reader.path)
             self.write(self._rejection.answer(self.default_lines, body))
         # A connection that makes room is closed at once, whatever its client is sending.
-        may_be_sending = self._rejection is not CONNECTIONS and (self._reader.is_open or self._rejection is not None)
+        may_be_sending |= self._reader.is_open or self._rejection is not None
+        may_be_sending &= self._rejection is not CONNECTIONS
         if may_be_sending and self._transport.can_write_eof() and not self._transport.is_closing():
             self.resume_reading()
             self._transport.write_eof()

@@ -68,8 +68,10 @@ class Carrier(Protocol):
     def start(self, cycle: RequestCycle) -> None:
         """Have the request answered by the ASGI application."""
 
-    def answered(self, cycle: RequestCycle) -> None:
-        """Note that the whole answer of the first request has been written."""
+    def answered(self, cycle: RequestCycle, *, is_fault: bool = False) -> None:
+        """Note that the whole answer of the first request has been written. After a fault, the client does not know yet
+        that it is the last one of the connection.
+        """
 
     def ended(self, cycle: RequestCycle) -> None:
         """Note that the application has finished the request."""
@@ -264,7 +266,7 @@ class RequestCycle:
         self.keep_alive = False
         body = rejection.body(self._connection.connections.shape, self.scope["path"])
         self._write(rejection.answer(self._connection.default_lines, body, has_body=self.scope["method"] != "HEAD"))
-        self._end()
+        self._end(is_fault=True)
 
     def _break_off(self) -> None:
         """End the connection, which alone shows the client that bytes are missing.
@@ -364,8 +366,8 @@ class RequestCycle:
         self.is_on_wire = True
         self._connection.write(piece)
 
-    def _end(self) -> None:
+    def _end(self, *, is_fault: bool = False) -> None:
         self.is_answered = True
         if self._changed is not None:
             self._changed.set()
-        self._connection.answered(self)
+        self._connection.answered(self, is_fault=is_fault)
