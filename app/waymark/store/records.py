@@ -179,7 +179,7 @@ class Facts(TypedDict, total=False):
     """Flags of this life, separated by blanks. A flag is written before the batch that causes it is applied, so a
     worker that takes over applies that batch under the same flag. An unnecessary flag does no harm."""
     recent: str
-    """The blocks that were stored and removed recently, as ``domain.recent`` writes them."""
+    """The blocks that were stored and removed recently, as ``RecentBlocks`` writes them."""
     main_groups: str
     """The KV-cache group whose blocks are indexed: the group of the first stored event with tokens."""
     last_event_id: str
