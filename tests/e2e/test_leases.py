@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -30,6 +33,7 @@ TAKEOVER_SECONDS = 20.0
 CHAT = tuple(range(100, 124))
 OTHER = CHAT[:8] + tuple(range(300, 312))
 MORE = CHAT[:12] + tuple(range(400, 412))
+MEANWHILE = ("taken over", "taken over in silence", "unregistered", "registered again")
 
 
 class Pair(NamedTuple):
@@ -97,77 +101,108 @@ async def has_looked_twice(pair: Pair, since: float) -> bool:
     return len(looks) > 1
 
 
+@dataclass
+class Absence:
+    """A stream whose worker is away for longer than its lease, and what happens to it meanwhile."""
+
+    pair: Pair
+    engines: Engines
+    meanwhile: str
+    name: str
+    engine: SimulatedEngine
+    claim: Claim
+    token: bytes
+    since: float = 0.0
+    """Only before that may the token have written something."""
+
+    @classmethod
+    async def of(cls, pair: Pair, engines: Engines, meanwhile: str) -> Absence:
+        name, engine = await stream_of_the_first(pair, engines)
+        claim = await claim_of(pair, engines, name)
+        assert claim is not None
+        return cls(pair, engines, meanwhile, name, engine, claim, await token_of(pair, claim))
+
+    async def happens(self) -> None:
+        """While the worker is away."""
+        pair, engines, name, engine = self.pair, self.engines, self.name, self.engine
+        # Frames are the first thing that the worker tries to write, its lease the first where there are none.
+        is_silent = self.meanwhile == "taken over in silence"
+        if not is_silent:
+            await engine.prefill(SimulatedPrompt(OTHER))
+        if self.meanwhile in ("unregistered", "registered again"):
+            gone = await pair.replica.post("/unregister", tenant_id=engines.tenant_id, instance_id=name)
+            assert gone["removed_instances"] == [f"{name}|{engines.tenant_id}|0"]
+            assert await pair.replica.query(CHAT, **engines.group) == {}
+        if self.meanwhile == "registered again":
+            await pair.replica.post("/register", **engines.registrations[name])
+        if self.meanwhile != "unregistered":
+
+            async def is_taken_over() -> bool:
+                return await worker_of(pair, engines, name) == pair.second.name
+
+            await wait_until(is_taken_over, "the other worker has the stream", TAKEOVER_SECONDS)
+        self.since = time.monotonic()
+        if not is_silent:
+            await engine.prefill(SimulatedPrompt(MORE))
+        if self.meanwhile != "unregistered":
+            await engines.agree([pair.replica], CHAT, OTHER, MORE)
+
+    async def is_over(self) -> None:
+        """Since then the worker is back."""
+        pair, engines = self.pair, self.engines
+
+        async def is_back() -> bool:
+            return bool(pair.proxy.with_token(self.token, self.since)) and await has_looked_twice(pair, self.since)
+
+        await wait_until(is_back, "the first worker has tried to go on, and has seen who has what", TAKEOVER_SECONDS)
+        await self.engine.prefill(SimulatedPrompt(CHAT + MORE))
+        verdicts = Counter(call.verdict for call in pair.proxy.with_token(self.token, self.since))
+        assert set(verdicts) <= {b"fenced", b"gone"}, (self.meanwhile, verdicts)
+        if self.meanwhile != "unregistered":
+            await engines.agree([pair.replica], CHAT, OTHER, MORE, CHAT + MORE)
+            return
+
+        async def is_out_of_answers() -> bool:
+            # A worker that had read the claim before it was paused begins it, sees that it is gone, and ends it.
+            return await pair.replica.query(CHAT, **engines.group) == {}
+
+        await wait_until(is_out_of_answers, "answers do not name it", TAKEOVER_SECONDS)
+        assert await claim_of(pair, engines, self.name) is None
+        await self.leaves_nothing()
+
+    async def leaves_nothing(self) -> None:
+        redis, group_id = self.pair.redis, self.claim.group_id
+        base = {f"wm:{{{group_id}}}:{each}".encode() for each in ("holders", "fence")}
+
+        async def is_kept(key: bytes) -> bool:
+            # A hash that a late call of the dead holder finds has an hour to live.
+            if b":engine:" not in key:
+                return True
+            return await redis.hkeys(key) != [b"applied"] or await redis.pttl(key) <= 0
+
+        async def is_swept() -> bool:
+            keys = {key async for key in redis.scan_iter(b"wm:{%d}:*" % group_id)}
+            return not [key for key in keys - base if await is_kept(key)]
+
+        await wait_until(is_swept, "nothing stays of the group but its two tables")
+        fence = await cast("Awaitable[list[bytes]]", redis.hkeys(keys.fence(group_id, 0)))
+        assert set(fence) <= {b"holder"}
+
+
 @pytest.mark.parametrize("fault", ["paused", "cut off"])
-@pytest.mark.parametrize("meanwhile", ["taken over", "taken over in silence", "unregistered", "registered again"])
-async def test_a_worker_that_was_away_past_its_lease_writes_nothing_more(
-    pair: Pair, engines: Engines, fault: str, meanwhile: str
-) -> None:
-    name, engine = await stream_of_the_first(pair, engines)
-    claim = await claim_of(pair, engines, name)
-    assert claim is not None
-    token = await token_of(pair, claim)
-    if fault == "paused":
-        pair.first.pause()
-    else:
-        pair.proxy.hold()
-    # Frames are the first thing that the worker tries to write, its lease the first where there are none.
-    is_silent = meanwhile == "taken over in silence"
-    if not is_silent:
-        await engine.prefill(SimulatedPrompt(OTHER))
-    if meanwhile in ("unregistered", "registered again"):
-        gone = await pair.replica.post("/unregister", tenant_id=engines.tenant_id, instance_id=name)
-        assert gone["removed_instances"] == [f"{name}|{engines.tenant_id}|0"]
-        assert await pair.replica.query(CHAT, **engines.group) == {}
-    if meanwhile == "registered again":
-        await pair.replica.post("/register", **engines.registrations[name])
-    if meanwhile != "unregistered":
-
-        async def is_taken_over() -> bool:
-            return await worker_of(pair, engines, name) == pair.second.name
-
-        await wait_until(is_taken_over, "the other worker has the stream", TAKEOVER_SECONDS)
-    since = time.monotonic()
-    if not is_silent:
-        await engine.prefill(SimulatedPrompt(MORE))
-    if meanwhile != "unregistered":
-        await engines.agree([pair.replica], CHAT, OTHER, MORE)
-
-    pair.first.resume()
-    pair.proxy.heal()
-
-    async def is_back() -> bool:
-        return bool(pair.proxy.with_token(token, since)) and await has_looked_twice(pair, since)
-
-    await wait_until(is_back, "the first worker has tried to go on, and has seen who has what", TAKEOVER_SECONDS)
-    await engine.prefill(SimulatedPrompt(CHAT + MORE))
-    verdicts = Counter(call.verdict for call in pair.proxy.with_token(token, since))
-    assert set(verdicts) <= {b"fenced", b"gone"}, verdicts
-    if meanwhile != "unregistered":
-        await engines.agree([pair.replica], CHAT, OTHER, MORE, CHAT + MORE)
-        return
-
-    async def is_out_of_answers() -> bool:
-        # A worker that had read the claim before it was paused begins it, sees that it is gone, and ends it.
-        return await pair.replica.query(CHAT, **engines.group) == {}
-
-    await wait_until(is_out_of_answers, "answers do not name it", TAKEOVER_SECONDS)
-    assert await claim_of(pair, engines, name) is None
-
-    base = {f"wm:{{{claim.group_id}}}:{each}".encode() for each in ("holders", "fence")}
-
-    async def is_kept(key: bytes) -> bool:
-        # A hash that a late call of the dead holder finds has an hour to live.
-        if b":engine:" not in key:
-            return True
-        return await pair.redis.hkeys(key) != [b"applied"] or await pair.redis.pttl(key) <= 0
-
-    async def is_swept() -> bool:
-        keys = {key async for key in pair.redis.scan_iter(b"wm:{%d}:*" % claim.group_id)}
-        return not [key for key in keys - base if await is_kept(key)]
-
-    await wait_until(is_swept, "nothing stays of the group but its two tables")
-    fence = await cast("Awaitable[list[bytes]]", pair.redis.hkeys(keys.fence(claim.group_id, 0)))
-    assert set(fence) <= {b"holder"}
+async def test_a_worker_that_was_away_past_its_lease_writes_nothing_more(pair: Pair, fault: str) -> None:
+    """What happens meanwhile differs by stream; the worker has one of each, and is away from all of them at once."""
+    async with AsyncExitStack() as stack:
+        streams = {what: Engines(stack, f"{what}, {fault}") for what in MEANWHILE}
+        absences = await asyncio.gather(*(Absence.of(pair, engines, what) for what, engines in streams.items()))
+        if fault == "paused":
+            pair.first.pause()
+        else:
+            pair.proxy.hold()
+        await asyncio.gather(*(absence.happens() for absence in absences))
+        pair.first.resume()
+        pair.proxy.heal()
+        await asyncio.gather(*(absence.is_over() for absence in absences))
 
 
 async def test_streams_are_shared_and_move_when_workers_come_and_go(tmp_path: Path, engines: Engines) -> None:

@@ -11,7 +11,7 @@ from tests.e2e.fleet import fleet_of
 from tests.e2e.load import Load
 from tools.endurance.kills import SETTINGS, Kills, open_engines
 
-STEPS = 14
+STEPS = 8
 
 
 async def test_after_random_kills_every_answer_is_the_models(tmp_path: Path, engines: Engines) -> None:

@@ -111,7 +111,7 @@ async def test_a_stream_is_reserved_until_it_ends(redis_url: str, store: Store, 
         await store.registry.register(registration(url, 0))
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=chat("a", stream=True)))
         await becomes(store, 1)
-        looked_until = asyncio.get_running_loop().time() + 2 * reserved_seconds()
+        looked_until = asyncio.get_running_loop().time() + 1.3 * reserved_seconds()
         while asyncio.get_running_loop().time() < looked_until:
             assert await requests(store) == 1
             await asyncio.sleep(0.1)
