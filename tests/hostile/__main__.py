@@ -26,7 +26,7 @@ def tell(line: str) -> None:
 async def session(door: str, seed: int, seconds: float, only: list[str]) -> Outcome:
     with redis_server() as redis, tempfile.TemporaryDirectory(prefix="wm-") as directory:
         await redis.start()
-        return await run(door, redis.url, Path(directory), seed=seed, seconds=seconds, only=only, tell=tell)
+        return await run([door], redis.url, Path(directory), seed=seed, seconds=seconds, only=only, tell=tell)
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """The process that attacks: what all attackers share, and its ``main``.
 
-    python -m tests.hostile.attacker '{"door": "page", "seed": 1, "seconds": 5, "part": 1, "target": {...}}'
+    python -m tests.hostile.attacker '{"doors": ["page"], "seed": 1, "seconds": 5, "part": 1, "target": {...}}'
 
 An attacker is a stranger: it has only what a door shows to strangers, an address or a directory. Each of its public
 methods is one attack, which is over in a second or two and is repeated with other numbers. It says on its output, one
@@ -136,7 +136,7 @@ async def attack(
         await attacker.open()
         began, number = monotonic(), 0
         names = [name for name in attacker.attacks() if not only or name in only]
-        say(attacks=names)
+        say(door=door, attacks=names)
         for of_round in range(seed, sys.maxsize):
             for name in Random(of_round).sample(names, len(names)):
                 if number >= len(names) and monotonic() - began > seconds:
@@ -163,7 +163,8 @@ async def attack(
 
 def main() -> None:
     told = json.loads(sys.argv[1])
-    asyncio.run(attack(**told))
+    for door in told.pop("doors"):
+        asyncio.run(attack(door, **told))
 
 
 if __name__ == "__main__":

@@ -116,11 +116,14 @@ async def template(redis_url: str, directory: Path) -> AsyncIterator[Opened]:
 
 
 @asynccontextmanager
-async def api_server(redis_url: str, directory: Path) -> AsyncIterator[Opened]:
+async def following(redis_url: str, directory: Path) -> AsyncIterator[Opened]:
+    """A service that does all that a stranger may have a part in: it discovers, scrapes, and asks engines for ids."""
     port, engine_port = unused_port(), unused_port()
     async with service(
         redis_url,
         directory,
+        tokenizers='{"hostile": "engine:"}',
+        gauges_seconds=0.5,
         discovery="kubernetes",
         discovery_url=f"http://127.0.0.1:{port}",
         discovery_namespace="serving",
@@ -229,14 +232,14 @@ async def picker_stream(redis_url: str, directory: Path) -> AsyncIterator[Opened
         yield Opened([live], target, {"health": partial(is_up, client), "pick": is_picked})
 
 
-#: What is attacked, by the name of the attacker's file.
+#: What is attacked, by the name of the attacker's file. Doors with the same opening are of the same processes.
 DOORS: dict[str, Open] = {
-    "engine_client": service,
-    "engine_server": partial(service, tokenizers='{"hostile": "engine:"}', gauges_seconds=0.5),
+    "engine_client": following,
+    "engine_server": following,
     "template": template,
     "gateway_client": gateway,
     "gateway_engine": gateway,
     "picker_stream": picker_stream,
-    "page": service,
-    "api_server": api_server,
+    "page": following,
+    "api_server": following,
 }

@@ -27,9 +27,8 @@ _FAILURE = re.compile(r'^\S+ ERROR .* at="|Traceback \(most', re.MULTILINE)
 
 @dataclass(slots=True)
 class Outcome:
-    """What a session did, and what it found."""
+    """What a session did, and what it found. An attack is named by its door, too."""
 
-    door: str
     attacks: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
@@ -40,7 +39,7 @@ class Outcome:
 
 
 async def run(
-    door: str,
+    doors: Sequence[str],
     redis_url: str,
     directory: Path,
     *,
@@ -50,17 +49,21 @@ async def run(
     only: Sequence[str] = (),
     tell: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Attack a door until so many seconds have passed, and each attack has been made, or a part of it."""
-    outcome = Outcome(door)
-    async with DOORS[door](redis_url, directory) as opened, neighbour() as beside_them:
+    """Attack a door until so many seconds have passed, and each attack has been made, or a part of it.
+
+    Several doors are of the same processes, and are attacked in turn.
+    """
+    outcome = Outcome()
+    (opening,) = {DOORS[door] for door in doors}
+    async with opening(redis_url, directory) as opened, neighbour() as beside_them:
         async with Redis.from_url(redis_url) as redis:
             server = await redis.info("server")
         processes = Processes([live.pid for live in opened.processes], server["process_id"], beside_them)
-        beside = Beside(door, processes, opened.checks, opened.slow, tell, opened.growth_mib)
+        beside = Beside(doors[0], processes, opened.checks, opened.slow, tell, opened.growth_mib)
         await beside.quiet()
         is_over = asyncio.Event()
         told = {
-            "door": door,
+            "doors": list(doors),
             "seed": seed,
             "seconds": seconds,
             "part": part,
@@ -109,14 +112,16 @@ async def _attack(told: dict[str, object], beside: Beside, outcome: Outcome) -> 
         async for line in process.stdout:
             said = json.loads(line)
             if "attacks" in said:
-                outcome.attacks = said["attacks"]
+                beside.door = said["door"]
+                outcome.attacks += [f"{beside.door}/{name}" for name in said["attacks"]]
             elif "begin" in said:
                 beside.attack, beside.seed = said["begin"], said["seed"]
             elif "found" in said:
                 beside.found(said["found"])
             else:
-                outcome.done[said["end"]] += 1
-                outcome.seconds[said["end"]] += said["seconds"]
+                name = f"{beside.door}/{said['end']}"
+                outcome.done[name] += 1
+                outcome.seconds[name] += said["seconds"]
         if await process.wait():
             beside.found(f"the attacker itself has ended with {process.returncode}")
     finally:
