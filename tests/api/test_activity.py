@@ -175,12 +175,13 @@ async def test_the_feed_of_a_token_ends_with_its_rights(redis_url: str, tmp_path
 async def test_the_feed_goes_on_when_redis_is_back(tmp_path: Path) -> None:
     with redis_server() as server:
         await server.start()
-        async with start("serve", server.url, tmp_path / "log") as live:
+        seconds = min(2.0, patient(0.5))
+        async with start("serve", server.url, tmp_path / "log", redis_timeout_seconds=seconds) as live:
             await register(live, "first")
             async with following(live) as feed:
                 assert (await feed.next())[1]["instance_id"] == "first"
                 server.freeze()
-                await asyncio.sleep(patient(1.0))
+                await asyncio.sleep(2 * seconds)
                 server.thaw()
                 await wait_until(lambda: is_ready(live), "Redis is back")
                 await register(live, "second")

@@ -193,7 +193,7 @@ async def test_bodies_together_have_a_ceiling(redis_url: str, tmp_path: Path) ->
 
 
 async def test_what_trickles_is_cut(redis_url: str, tmp_path: Path) -> None:
-    async with served(redis_url, tmp_path, request_seconds=min(5.0, patient(1))) as live:
+    async with served(redis_url, tmp_path, request_seconds=min(2.5, patient(0.7))) as live:
 
         async def trickle(first: bytes, drop: bytes) -> bytes:
             reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
@@ -231,7 +231,7 @@ async def test_what_trickles_is_cut(redis_url: str, tmp_path: Path) -> None:
 
 
 async def test_answers_that_are_not_taken_are_thrown_away(redis_url: str, tmp_path: Path) -> None:
-    async with served(redis_url, tmp_path, request_seconds=min(5.0, patient(1))) as live:
+    async with served(redis_url, tmp_path, request_seconds=min(2.5, patient(0.7))) as live:
         async with live.client() as client:
             for rank in range(100):
                 wide = {"model": "wide", "lora_name": "l" * 4000, "additionalsalt": "s" * 4000, "dp_rank": rank}

@@ -29,7 +29,7 @@ from waymark.decide.under_way import RequestsUnderWay
 RequestsUnderWay.reserved_ms, RequestsUnderWay.renew_seconds = int(sys.argv.pop()), float(sys.argv.pop())
 raise SystemExit(main(sys.argv[1:]))
 """
-RESERVED_SECONDS = 2.0
+RESERVED_SECONDS = 1.0
 
 
 def reserved_seconds() -> float:

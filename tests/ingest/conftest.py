@@ -304,9 +304,10 @@ class Hand:
 class Bench:
     """One Redis; workers and pods by name; everything is closed at the end."""
 
-    def __init__(self, url: str, directory: Path, stack: AsyncExitStack) -> None:
+    def __init__(self, url: str, directory: Path, stack: AsyncExitStack, timeout_seconds: float) -> None:
         self._url = url
-        self._client = RedisClient.open(url, timeout_seconds=patient(1.0))
+        self._timeout_seconds = timeout_seconds
+        self._client = RedisClient.open(url, timeout_seconds=timeout_seconds)
         self.store = Store(self._client)
         assert isinstance(self._client._redis, Redis)
         self.redis: Redis = self._client._redis
@@ -376,7 +377,8 @@ class Bench:
         """A worker at work."""
         # fakeredis lives in one client; a real Redis is reached by a client of each worker's own.
         url = self._url
-        opened = self._client if url.startswith("memory:") else RedisClient.open(url, timeout_seconds=patient(1.0))
+        is_emulated = url.startswith("memory:")
+        opened = self._client if is_emulated else RedisClient.open(url, timeout_seconds=self._timeout_seconds)
         client, metrics = Mortal(opened._redis, url, reads=opened.reads), Metrics()
         of_worker = {name: changes.pop(name) for name in OF_WORKER if name in changes}
         worker = Worker(
@@ -467,11 +469,11 @@ def short_path() -> Iterator[Path]:
         yield Path(directory)
 
 
-async def _bench(url: str, directory: Path) -> AsyncIterator[Bench]:
+async def _bench(url: str, directory: Path, *, timeout_seconds: float = 1.0) -> AsyncIterator[Bench]:
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr("waymark.ingest.status_reporter._REPORT_SECONDS", 0.1)
-        bench = Bench(url, directory, stack)
+        bench = Bench(url, directory, stack, patient(timeout_seconds))
         stack.push_async_callback(bench.store.close)
         yield bench
 
@@ -537,8 +539,8 @@ def server(short_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 async def own_bench(server: Server, short_path: Path) -> AsyncIterator[Bench]:
-    """On a Redis of the test's own."""
-    async for bench in _bench(server.url, short_path):
+    """On a Redis of the test's own, which it freezes: so each call that is not answered is given up soon."""
+    async for bench in _bench(server.url, short_path, timeout_seconds=0.25):
         yield bench
 
 
@@ -558,7 +560,7 @@ def replays_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     class Waiting(Replay):
         def __init__(self, *given: Any, idle_seconds: float, **options: Any) -> None:
             if faults.get("truncate_replay"):
-                idle_seconds = max(idle_seconds, patient(0.5))
+                idle_seconds = max(idle_seconds, patient(0.25))
             elif not faults.get("replay_silent"):
                 idle_seconds = PATIENCE_SECONDS
             super().__init__(*given, idle_seconds=idle_seconds, **options)

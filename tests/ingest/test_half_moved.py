@@ -30,7 +30,7 @@ from waymark.store.store import Store
 BUFFER_BYTES = 16 * 1024
 STEPS = 16
 #: So long at the least, which is several leases.
-HALF_MOVED_SECONDS = 4.0
+HALF_MOVED_SECONDS = 2.5
 PROMPT_BLOCKS = 100
 #: Of one engine: what it has room for, so that it removes nothing.
 PROMPTS_MAX = 150

@@ -88,7 +88,7 @@ async def test_an_answer_that_is_read_late_is_taken(context: ZmqContext, answeri
 
 
 async def test_a_stream_whose_replay_has_no_end_goes_on(bench: Bench) -> None:
-    await bench.worker(options=replace(QUICK, probe_seconds=patient(1.0)), message_bytes_max=PART_MAX)
+    await bench.worker(options=replace(QUICK, probe_seconds=min(1.5, patient(0.5))), message_bytes_max=PART_MAX)
     async with publishing(then=LONGEST, ready=ROUTER) as endpoint:
         pod = await bench.pod(fields={"replay_endpoint": endpoint})
         await pod.work(8)

@@ -96,7 +96,7 @@ async def becomes_silent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 async def test_a_silent_stream_keeps_its_lease_and_is_not_woken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "_BUSY_SECONDS", 0.5)
     monkeypatch.setattr(stream_module, "_SILENT_SECONDS", 3600.0)
-    hand = await bench.worker(options=WITHOUT_PROBES, lease_seconds=patient(1.0))
+    hand = await bench.worker(options=WITHOUT_PROBES, lease_seconds=min(2.0, patient(0.7)))
     pod = await bench.pod()
     await pod.at_work(2)
     waits = await becomes_silent(monkeypatch)

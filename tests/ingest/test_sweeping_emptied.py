@@ -16,7 +16,7 @@ async def test_a_sweep_ends_with_the_redis_it_began_in(
 ) -> None:
     """Who ends had the first ids of the old Redis; who stays has the same blocks, and the first ids of the new one."""
     monkeypatch.setattr(sweep, "STEP_ROWS", 1)
-    await bench.worker(options=WITHOUT_PROBES, sweep_blocks_per_second=4)
+    await bench.worker(options=WITHOUT_PROBES, sweep_blocks_per_second=6)
     leaving, staying = await bench.pod("pod-1", gpu_blocks=200), await bench.pod("pod-2", is_registered=False)
     await leaving.caught_up()
     for start in range(0, 10_000, 1000):

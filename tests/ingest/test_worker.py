@@ -275,7 +275,7 @@ async def test_a_worker_runs_so_many_replays_at_a_time(bench: Bench) -> None:
 
 async def test_a_replay_that_is_longer_than_a_lease_keeps_it(bench: Bench) -> None:
     pod = await bench.pod(gpu_blocks=1000, cpu_blocks=0)
-    asked, lease_seconds = 0, min(4.0, patient(2.0))
+    asked, lease_seconds = 0, min(2.0, patient(1.0))
 
     async def answer(socket: Any, identity: bytes, start: int) -> None:
         nonlocal asked
