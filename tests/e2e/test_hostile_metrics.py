@@ -67,10 +67,12 @@ async def test_a_scrape_holds_up_nobody(redis_url: str, live: Live, engine: Engi
         assert (await client.post("/register", json=body)).status_code == 200
     for text in TEXTS.values():
         engine.answers["/metrics"] = text()
-        before = len(engine.asked)
-        # Whoever scrapes for the third time has read two answers, of which the first may be an earlier one.
-        scraped = wait_until(lambda before=before: len(engine.asked) >= before + 3, "three scrapes")
-        await held_up_nobody(scraped, redis_url, live)
+        wanted = len(engine.asked) + 3
+        await held_up_nobody(wait_until(partial(is_asked, engine, wanted), "three scrapes"), redis_url, live)
+
+
+def is_asked(engine: Engine, times: int) -> bool:
+    return len(engine.asked) >= times
 
 
 async def test_a_registration_by_url_holds_up_nobody(redis_url: str, live: Live, engine: Engine) -> None:
