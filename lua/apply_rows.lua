@@ -148,7 +148,8 @@ while rows_read < last_row and bytes_read <= bytes_max do
   else
     for i, value in ipairs(redis.call('MGET', unpack(KEYS, first_row + rows_read + 1, first_row + to))) do
       values[rows_read + i] = value
-      -- Of a long first row only the beginning counts, as of the others. Otherwise the call would end after its part.
+      -- Only the beginning of a long first row counts, as it does for the others. Otherwise the call would end after
+      -- the part of that row.
       bytes_read = bytes_read + (value and (rows_read == 0 and math.min(#value, LONG) or #value) or 0)
     end
     portion = bytes_read < 1024 * to and 4 * portion or 4
@@ -255,9 +256,9 @@ local function lists(text, key)
   return at ~= nil
 end
 
--- Whether the first block of a part may be appended to a shared branch row, so that readers find it: they look there for
--- the blocks of a chain that has a block which the row of the piece does not list, behind one that it lists. `added` are
--- slots behind those of `value`, whose first slot may look like that of the head.
+-- Whether the first block of a part may be appended to a shared branch row, so that readers find it: they look there
+-- only if the chain has a block that the row of the piece lists, followed by one that the row does not list. `added`
+-- are slots behind those of `value`, whose first slot may look like that of the head.
 local function may_share(part, value, added)
   if not part.above then return false end
   if lists(sub(value, 18), part.above) or lists(added, part.above) then return true end

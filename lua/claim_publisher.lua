@@ -19,7 +19,7 @@
 local MOST = 10000
 
 local present = redis.call('HGET', KEYS[1], ARGV[1]) or ''
--- That the field has gone, many calls may have done; the last version shows whether it was this one.
+-- Many calls may have removed the field; the last version shows whether it was this one.
 if present == ARGV[3] and (present ~= '' or redis.call('GET', KEYS[3]) == ARGV[5]) then return {'applied', 0} end
 if present ~= ARGV[2] then return {'stale', 0} end
 if ARGV[4] == '1' and redis.call('ZSCORE', KEYS[2], ARGV[1]) then return {'gone', 0} end

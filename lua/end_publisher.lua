@@ -49,7 +49,7 @@ redis.call('HDEL', KEYS[5], ARGV[1], 'health:' .. ARGV[1], 'drift:' .. ARGV[1])
 redis.call('ZREM', KEYS[6], ARGV[1])
 local last = redis.call('ZRANGE', KEYS[6], 0, 0, 'REV', 'WITHSCORES')[2]
 if last and redis.call('EXISTS', KEYS[5]) == 1 then
-  -- Whoever has read before reads all loads again, and finds this one gone.
+  -- A replica that has read the loads before reads all of them again, and finds this one gone.
   redis.call('ZADD', KEYS[6], string.format('%.0f', last + 1), 'ended')
 else
   redis.call('DEL', KEYS[6])

@@ -17,8 +17,8 @@
 -- {'fenced', 0}       another worker has the stream, the publisher is gone, writes are lost, or this call is late; nothing
 --                     written
 
--- Notes that a load has changed, for `read_loads`. The first number of all is the time, so that no log that comes after
--- another one gives a number twice.
+-- Notes that a load has changed, for `read_loads`. The very first number is the time, so that a new list of changes
+-- does not repeat numbers of an earlier one.
 local function note(name)
   local last = redis.call('ZRANGE', KEYS[2], 0, 0, 'REV', 'WITHSCORES')[2]
   if not last then

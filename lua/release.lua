@@ -62,8 +62,8 @@ if not due then -- and its time to the first token was counted
 end
 if not due then return {'gone'} end
 
--- Notes that a load has changed, for `read_loads`. The first number of all is the time, so that no log that comes after
--- another one gives a number twice.
+-- Notes that a load has changed, for `read_loads`. The very first number is the time, so that a new list of changes
+-- does not repeat numbers of an earlier one.
 local function note(name)
   local last = redis.call('ZRANGE', KEYS[2], 0, 0, 'REV', 'WITHSCORES')[2]
   if not last then
@@ -187,7 +187,8 @@ if promise ~= '' and (part == 'ok' or ARGV[5] ~= '') then
       if lacks > bound or (is_marked and lacks > bound / 2) then
         local time = redis.call('TIME')
         drift = math.max(1, math.floor(1000 * lacks + 0.5))
-        -- Without another verdict it ends: a target without credit may get no request that could show what it has.
+        -- The drift expires unless it is shown again: a target without credit may get no request that could show what
+        -- it has.
         redis.call('HSET', KEYS[1], drift_field, string.format('%.0f %.0f', drift, time[1] * 1000 + 600000))
         earlier, promised, came, count, more, got = 0, 0, 0, 0, 0, 0
       elseif is_marked then
@@ -199,7 +200,7 @@ if promise ~= '' and (part == 'ok' or ARGV[5] ~= '') then
       earlier, promised, came, count, more, got = count, more, got, 0, 0, 0
     end
     local sums = string.format('%d %d %d %d %d %d', earlier, promised, came, count, more, got)
-    if before and count > 1 then -- another time costs as much as all the rest of the drift
+    if before and count > 1 then -- setting the TTL again would cost as much as the rest of the drift
       redis.call('SET', KEYS[6], sums, 'KEEPTTL')
     else
       redis.call('SET', KEYS[6], sums, 'PX', 86400000)

@@ -99,8 +99,8 @@ end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
--- Notes that a load has changed, for `read_loads`. The first number of all is the time, so that no log that comes after
--- another one gives a number twice.
+-- Notes that a load has changed, for `read_loads`. The very first number is the time, so that a new list of changes
+-- does not repeat numbers of an earlier one.
 local function note(name)
   local last = redis.call('ZRANGE', KEYS[2], '-1', '-1', 'WITHSCORES')[2]
   if not last then
@@ -170,7 +170,7 @@ note(name)
 redis.call('ZADD', KEYS[3], string.format('%d', now + ARGV[2]), reservation)
 if health and not is_out then
   local first, second, over, pause, away = health:match('^(%d+) (%d+) (%d+) (%d+) %S+ (%d+)$')
-  if over ~= '0' then -- its time is over: no second request until this one has shown what it is like now
+  if over ~= '0' then -- its time is over: it gets no second request until this one has shown its state
     over = string.format('%d', now + pause)
     redis.call('HSET', KEYS[1], 'health:' .. name, table.concat({first, second, over, pause, ARGV[3], away}, ' '))
   end

@@ -35,8 +35,8 @@ _FIRST = 100
 _READ_MAX = 500
 _WAITING_MAX = 1_000
 _POLL_SECONDS = 1.0
-#: After this time without an event a comment is sent, because proxies end a silent connection; that of
-#: ``deploy/nginx.conf`` does so after 10 seconds.
+#: After this time without an event a comment is sent, because proxies end a silent connection: the one in
+#: ``deploy/nginx.conf`` after 10 seconds.
 SILENT_SECONDS = 5.0
 _ALIVE: Final = b": alive\n\n"
 #: How long a browser waits before it reconnects.

@@ -49,7 +49,7 @@ InTokens = dict[str, dict[str, Any]]
 """An answer's rows, by instance."""
 
 BYTES_MAX = 8 * 2**20
-"""The size of the cache. It has room for the answers of a few thousand beginnings; any other is computed in
+"""The size of the cache. It has room for the answers to a few thousand beginnings of prompts; computing any other takes
 microseconds.
 """
 
@@ -64,7 +64,7 @@ class UnmatchedRows:
         """``view`` is None if there are no instances."""
         self.names: Sequence[str] = () if view is None else view.instances
         self.rows: list[dict[str, Any]] = []
-        """They must not be changed: instances with the same ranks have the same one."""
+        """The row of each instance. Rows must not be changed, because instances with the same ranks share one."""
         self.texts: list[bytes] = []
         """The JSON of each instance, with its name."""
         if view is None:
@@ -117,7 +117,7 @@ class AnswerCache(KnownRuns[MatchRows]):
 
     def __init__(self, bytes_max: int, metrics: Metrics) -> None:
         super().__init__(self.match_rows, lambda rows: rows.bytes, bytes_max, metrics.answer_cache_hits)
-        # As long as their view, and so as its table: a large group's take longer to make than any answer.
+        # Kept for as long as the view: in a large group these rows take longer to make than any answer.
         self._unmatched: WeakKeyDictionary[View, UnmatchedRows] = WeakKeyDictionary()
         metrics.answer_cache_bytes.set_function(lambda: self.bytes)
 

@@ -68,7 +68,7 @@ class Explanations:
             if explanation.holding is None:
                 return InspectAnswer(**vars(fields), keys=(), rows=())
             block_keys, group = explanation.holding.keys, explanation.holding.group
-            is_reached = not self._inspector.client.is_embedded  # redis-cli can reach it
+            is_reached = not self._inspector.client.is_embedded  # redis-cli can reach the rows
             rows = [group.key_of(Place(key)) for key in block_keys[::PIECE_BLOCKS]] if is_reached else []
             return InspectAnswer(**vars(fields), keys=[f"{key:016x}" for key in block_keys], rows=rows)
 

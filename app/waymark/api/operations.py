@@ -72,8 +72,8 @@ class Operation:
         dependencies: Dependencies,
         without_redis: Handler | None = None,
     ) -> None:
-        """Create an operation. ``without_redis`` answers if Redis turns out to be unavailable in the handler, or in the
-        wait for it.
+        """Create an operation. ``without_redis`` answers if Redis turns out to be unavailable while the request waits
+        for the handler, or in the handler.
         """
         self.method = method
         self.path = path

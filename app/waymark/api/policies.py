@@ -99,7 +99,7 @@ class PolicySums:
     """
     costs_of_chosen: list[float | None] = field(default_factory=list)
     alike: list[str] = field(default_factory=list)
-    """The policies of the other rows from which chance cannot separate it."""
+    """The policies of other rows whose difference from this one may be chance."""
 
     def add(self, decision: KeptDecision, choice: ShadowChoice | None, lines: FirstTokenLines) -> None:
         if choice is None:

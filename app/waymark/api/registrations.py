@@ -88,8 +88,8 @@ class Registrations:
     async def _register_sockets(self, sockets: list[Registration]) -> None:
         """Register all sockets of a rank, and unregister its former sockets.
 
-        If the same sockets are registered again with other media, the first socket stays the first one: the others
-        remain further sockets.
+        If the same sockets are registered again with other media, the first socket stays the first, and the others stay
+        further sockets.
         """
         first = sockets[0]
         registered = await self._store.directory.registrations()

@@ -174,7 +174,7 @@ class _Request:
                 return
         self._operation.count("POST", answer.status, perf_counter() - self._started)
         answering = self._answering
-        del self._answering  # it refers to this request, so both would wait for the garbage collector, with the body
+        del self._answering  # a reference cycle would keep the body until the garbage collector runs
         answering.reply(answer.status, media_type, more_headers(answer) if headers else (), content)
 
     def _fail(self, error: BaseException) -> None:

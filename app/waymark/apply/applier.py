@@ -57,9 +57,9 @@ class Incoming(NamedTuple):
     """A batch on its way into the index, which may stand for several frames."""
 
     seq: int
-    """That of its first frame."""
+    """The seq of its first frame."""
     digest: str
-    """That of its last frame."""
+    """The digest of its last frame."""
     batch: Batch
     size: int = 0
     """The bytes of the payloads."""
@@ -118,7 +118,7 @@ class Applier:
         self._staged: list[NewHolder] = []
         self._has_singles = False
         self._alike_calls: AlikeCalls | None = None
-        """The last ones, because it takes longer to create them than to send a call."""
+        """The calls of the last pattern, which take longer to create than to send."""
 
     def close(self) -> None:
         """Let go of the parts that refer to this object, so that the blocks do not wait for the garbage collector."""
@@ -185,7 +185,7 @@ class Applier:
         self._counts.applied(batches, parts, gaps, time.perf_counter() - began)
 
     async def finish(self, incoming: Incoming, commit: Commit, begun: BegunFrames) -> None:
-        """Resolve what has ``begun`` to its end, and apply it as ``apply`` does.
+        """Resolve the rest of the frames that have ``begun``, and apply them as ``apply`` does.
 
         This is for frames that went straight, so their plan is empty, and Redis may have all of their parts.
         """
@@ -196,7 +196,7 @@ class Applier:
         """Return the straight way of further frames like ``batch``, the pattern of batches that were applied last; None
         if there is none.
 
-        It ends with anything else that happens to the stream.
+        Anything else that happens to the stream ends this way.
         """
         is_alone = self.grant.shards == 1 and not (self._is_staged or self.pool_hashes.is_wanted)
         frames = self.resolver.alike(batch, reading) if is_alone else None
@@ -416,8 +416,8 @@ class Applier:
 def _cut_at_clears(fold: Sequence[Incoming]) -> list[Sequence[Incoming]]:
     """Cut the fold into pieces, each of which begins with the fold or with a batch that clears a device alone.
 
-    Blocks off the device are known by the device's blocks before the clear. A fold leaves those out, so they must be in
-    a fold before it.
+    Events off the device name blocks that were on the device before the clear. A fold leaves out blocks that it clears
+    later, so these blocks must be in an earlier fold.
     """
     starts = [i for i, incoming in enumerate(fold) if i and incoming.batch.clears_device]
     return [fold[start:end] for start, end in pairwise([0, *starts, len(fold)])]

@@ -11,7 +11,7 @@ from waymark.domain.generations import BlockBounds
 
 WAITING_BLOCKS = 10_000
 """Blocks of a stream that may wait for their parent. Engines send parents first: only a lost batch makes blocks wait,
-and what waits longer is found by a replay."""
+and a replay brings the batch for which they wait."""
 REJECTED_EVENTS = 1_000
 """Undecodable events of one batch that the metrics count; all further ones of the batch count as one. This many are
 enough to show the kinds of an engine's faults; more would only take time."""
@@ -19,7 +19,7 @@ enough to show the kinds of an engine's faults; more would only take time."""
 
 @record(frozen=True, slots=True)
 class ApplyOptions:
-    """Each field has the name, unit and default of the setting in ``waymark.base.settings``, if it is one."""
+    """The options. A field that is also a setting in ``waymark.base.settings`` has its name, unit and default."""
 
     hash_seed: int = 1337
     stream_blocks_max: int = 4_000_000

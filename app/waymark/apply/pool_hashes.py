@@ -1,4 +1,4 @@
-"""Keeps engine hashes in Redis if the group has a pool or a client that asks by them: both name blocks by these hashes.
+"""Keeps engine hashes in Redis if the group has a pool or a client that names blocks by these hashes.
 
 The stream of an engine stores, for each of its engine hashes, the block that the hash names. The stream of a pool looks
 hashes up, also while the pool sends no events. If the pool reports an object before an engine has reported its block,
@@ -129,7 +129,7 @@ class PoolHashes:
             return
         flags = self._resolver.flags
         if not self.is_wanted:
-            # Nobody names blocks by them now, so hashes of new blocks are not kept.
+            # No pool or client names blocks by them now, so hashes of new blocks are not kept.
             self._blocks = None
             flags.discard(KEPT)
             await self._keep_facts()

@@ -15,7 +15,7 @@ from waymark.store.alike_calls import AlikeCalls, SentCall
 
 
 class StraightFrames:
-    """The straight way of the frames of one stream that say the same besides their blocks."""
+    """The straight way of the frames of one stream that differ in their blocks only."""
 
     def __init__(self, frames: AlikeFrames, calls: AlikeCalls, counts: Counts) -> None:
         self._frames, self._calls, self._counts = frames, calls, counts
@@ -37,6 +37,6 @@ class StraightFrames:
         return None if run.words is None else self._calls.send(run.words, len(run.parts), commit, on_end)
 
     def applied(self, batch: Batch, run: AlikeRun, seconds: float) -> bool:
-        """Count frames that Redis has acknowledged, after so many seconds. Return whether further ones may follow."""
+        """Count frames that Redis has acknowledged after ``seconds``. Return whether further ones may follow."""
         self._counts.applied([batch], run.parts, 0, seconds)
         return self._frames.may_go_on()

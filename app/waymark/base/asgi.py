@@ -57,7 +57,7 @@ class StraightQuestion(Protocol):
     """A path whose requests may go the straight way."""
 
     def open(self, headers: RawHeaders) -> StraightRequest | None:
-        """Take a request by its head; None if it goes the ordinary way.
+        """Return the request with this head, or None if it takes the ordinary way.
 
         The server holds the body of such a request until it is whole, so its length must be declared and moderate.
         """

@@ -1,9 +1,9 @@
 """Asks engines over HTTP for gauges, tokens and their own description; and asks the API server of Kubernetes.
 
-An engine is not trusted. A call has a bound of time and of bytes, goes to an allowed place only, and follows no
+An engine is not trusted. Each call is bounded in time and in bytes, goes only to an allowed place, and follows no
 redirect. The key of the engines and the trusted certificates are the same for all calls.
 
-aiohttp is imported with the first call: most query replicas ask no engine, and it is an eighth of what they import.
+aiohttp is imported by the first call: it is an eighth of a query replica's imports, and most replicas ask no engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from waymark.base.watched_file import WatchedFile
 if TYPE_CHECKING:
     import aiohttp
 
-#: Connections to all engines together; further calls wait within their time.
+#: The most connections to all engines together. The time of a call includes its wait for a connection.
 _CONNECTIONS_MAX = 256
 _PIECE_BYTES = 2**16
 #: A peer that disappears silently ends an idle stream after about a minute and a half.
@@ -63,7 +63,8 @@ class EngineKey:
         urls: Iterable[str] = (),
         keys: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``urls``: further places that the operator has named. ``keys``: keys of single hosts, which win."""
+        """``urls``: further places that the operator has named. ``keys``: the keys of single hosts, which take
+        precedence."""
         self._headers = {} if key is None else _bearer(key)
         self._hosts = hosts
         self._places = frozenset(map(place_of, urls))
@@ -144,8 +145,8 @@ class Asker:
         method: str = "POST",
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield the answer while it arrives, ``seconds`` in all. The caller bounds the bytes that it reads. Raises as
-        ``ask``.
+        """Yield the answer while it arrives, for at most ``seconds`` in all. The caller bounds the bytes that it reads.
+        Raises as ``ask``.
         """
         import aiohttp
 
@@ -177,7 +178,7 @@ class Asker:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # aiohttp cancels the look-up of a name when its connections are closed, and so who waits for that.
+            # Closing its connections makes aiohttp cancel a name lookup, and with it this call.
             raise Unanswered("its connections were closed") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise _unanswered(error) from None
@@ -186,7 +187,7 @@ class Asker:
     async def follow(self, url: str, headers: Mapping[str, str], *, seconds: float) -> AsyncIterator[StreamBeginning]:
         """GET a URL whose answer has no end, with at most ``seconds`` until it begins. Raises as ``ask``.
 
-        It has a connection of its own, beside the bounded number of the other calls.
+        The call has its own connection, which does not count among those of the other calls.
         """
         import aiohttp
 
@@ -240,7 +241,7 @@ def open_session(
         headers=headers,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds),
         cookie_jar=aiohttp.DummyCookieJar(),
-        # A few bytes could decompress to any number; no request asks for compression.
+        # A few bytes could decompress to any number of bytes, so no request asks for compression.
         auto_decompress=False,
     )
 

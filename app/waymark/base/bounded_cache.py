@@ -1,4 +1,4 @@
-"""Values in memory: the least recently used goes first, and a value never outlives its time."""
+"""A cache in memory. It evicts the least recently used value first, and no value outlives its time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""JSON of a stranger: its depth and its values are bounded, so that parsing it does not delay other requests for long.
+"""Parses untrusted JSON: its depth and its values are bounded, so that parsing does not delay other requests for long.
 
 The parser holds the whole process, and a megabyte of empty lists takes it as long as fifty megabytes of text. So the
-characters that begin or separate values are counted first, in a hundredth of the time. Those in a text count, too: a
-text with as many is longer than any prompt.
+characters that begin or separate values are counted first, in a hundredth of the time. Such characters inside a text
+count, too; no prompt has so many of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _is_too_deep(value: Any) -> bool:
     for _ in range(_WRITTEN_DEPTH_MAX - DEPTH_MAX):
         value = [value]
     try:
-        orjson.dumps(value)  # a fourth of the time in which it was read, and far less than a walk in Python
+        orjson.dumps(value)  # takes a fourth of the time of reading it, and far less than a walk in Python
     except orjson.JSONEncodeError:
         return True
     return False

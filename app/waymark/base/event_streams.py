@@ -1,4 +1,4 @@
-"""Parses event streams (server-sent events), to the letter of the WHATWG text, from pieces of any size.
+"""Parses event streams (server-sent events), exactly as the WHATWG standard says, from pieces of any size.
 
 ``EventStreamParser`` reads them; ``EventSplitter`` and the functions below it find events in streams that are sent on
 unchanged, byte for byte.
@@ -18,7 +18,7 @@ EVENT_BYTES_MAX = 2**20
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BOM = b"\xef\xbb\xbf"
 _DIGITS = re.compile(r"[0-9]+", re.ASCII)
-#: Longer texts of digits are more milliseconds than anybody waits.
+#: A pause with more digits would be too long to wait for.
 _RETRY_DIGITS_MAX = 9
 
 

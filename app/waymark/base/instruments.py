@@ -91,7 +91,7 @@ class Labelled(Generic[Series]):
 
     def labels(self, **values: object) -> Series:
         """Return the series of the values. Raise ``ValueError`` if the names are not exactly the metric's labels."""
-        if tuple(values) == self._names:  # mostly so, and the values are text
+        if tuple(values) == self._names:  # the usual case, in which the values are texts, too
             known_series = self.series.get(tuple(values.values()))  # type: ignore[arg-type]
             if known_series is not None:
                 return known_series
@@ -195,7 +195,7 @@ def gauge(help: str, /, *, over: Aggregation = "sum") -> MetricRow[Gauge]: ...
 @overload
 def gauge(help: str, /, *labels: str, over: Aggregation = "sum") -> MetricRow[Labelled[Gauge]]: ...
 def gauge(help: str, /, *labels: str, over: Aggregation = "sum") -> MetricRow[Any]:
-    """Return a line of the table for a gauge; ``over`` says how those of several processes make one number."""
+    """Return a line of the table for a gauge; ``over`` says how the gauges of several processes are combined."""
     return MetricRow("gauge", help, labels, over)
 
 
@@ -214,7 +214,7 @@ C = TypeVar("C")
 def table(declared: type[C]) -> type[C]:
     """Move the class's rows to its ``rows``, so that only its instances have the attributes (a class decorator).
 
-    An attribute that the class has too is found more slowly on an instance.
+    Looking up an attribute on an instance is slower if the class has the attribute, too.
     """
     declared_rows = [row for row in vars(declared).values() if isinstance(row, MetricRow)]
     for row in declared_rows:

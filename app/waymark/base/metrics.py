@@ -6,8 +6,8 @@ how the numbers of several processes are added up. Labels are bounded: a matched
 reason, never a holder, a hash, a tenant or an endpoint. A label may be a registered model, up to a ceiling. It may be
 an instance only in metrics that another project's dashboards name, up to the same ceiling.
 
-Each ``Metrics`` has its own registry, so several roles in one process, or several tests, are apart. It does no I/O;
-``GET /metrics`` answers with ``render``.
+Each ``Metrics`` has its own registry, so several roles in one process, or several tests, do not share numbers. It does
+no I/O; ``GET /metrics`` answers with ``render``.
 """
 
 from __future__ import annotations

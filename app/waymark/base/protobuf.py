@@ -25,9 +25,9 @@ _SCALARS = {
 def message_classes(file_name: str, package: str, messages: Mapping[str, str]) -> dict[str, Any]:
     """Return the classes of messages by name.
 
-    ``messages`` has for each its fields in the order of their numbers: ``type name``, with ``*`` for a list and ``?``
-    for an optional one; a bare number is the number of the next field. The classes are in a pool of their own, because
-    another package may know the same interface.
+    ``messages`` lists the fields of each message in the order of their numbers: ``type name``, with ``*`` for a list
+    and ``?`` for an optional one; a bare number is the number of the next field. The classes are in a pool of their
+    own, because another package may know the same interface.
     """
     file = descriptor_pb2.FileDescriptorProto(name=file_name, package=package, syntax="proto3")
     for name, text in messages.items():

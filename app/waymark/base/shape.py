@@ -28,7 +28,7 @@ class _FieldReader(NamedTuple):
     is_nullable: bool
 
 
-#: The results of ``_defaults``, which a process with many shapes needs for few.
+#: The results of ``_defaults``, which a process needs for only a few of its many shapes.
 _DEFAULTS: dict[type[AnswerShape], tuple[dict[str, Any], frozenset[str]]] = {}
 #: The results of ``_readers``, which need the types of all fields.
 _READERS: dict[type[AnswerShape], list[_FieldReader]] = {}

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FileVersion: TypeAlias = tuple[int, int, int]
-"""When a file was changed, its size, and its number: another file has others."""
+"""The modification time, the size and the inode number of a file, which together identify its contents."""
 
 _POLL_SECONDS = 1.0
 
@@ -66,7 +66,7 @@ class WatchedFile(Generic[T]):
         try:
             self._entries = self._read(self._path)
         except SettingsError as exc:
-            # The next look reads it again, changed or not: a process may be short of files for a moment.
+            # The file is read again in any case: the process may only be short of file descriptors for a moment.
             if str(exc) != self._problem:
                 self._problem = str(exc)
                 log.error(

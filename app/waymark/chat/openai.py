@@ -41,8 +41,8 @@ def for_template(
 def tools_for_template(tools: Sequence[Any]) -> list[Any]:
     """Return the tools for a template: with null for a function's missing fields, and without fields unknown to vLLM.
 
-    A template may write them as JSON, and so each null and each place is in the prompt. A tool that is not of OpenAI's
-    form is unchanged.
+    A template may write them as JSON, and then each null and the order of the fields appear in the prompt. A tool that
+    is not of OpenAI's form is unchanged.
     """
     return [_tool(tool) for tool in tools]
 
@@ -111,7 +111,7 @@ def _message(message: Any, index: int | None, *, takes_parts: bool, mark: str | 
 
 def role_of(message: Any, index: int | None) -> str:
     """Return the role of a message. Raise ``InvalidValue`` if it is not a message."""
-    if not isinstance(message, dict | Mapping):  # the first is asked much faster
+    if not isinstance(message, dict | Mapping):  # the check for dict is much faster
         raise _unfit(index, "is no object", "send role and content")
     role = message.get("role")
     if not isinstance(role, str) or not role:

@@ -28,7 +28,7 @@ def prefix_key(model: str, messages: Sequence[Any], system: Any = None) -> bytes
     if anchor:
         return _digest(model, b"S", anchor)
     first: str | None = None
-    for message in messages:  # one pass: a stranger's request may have a quarter of a million
+    for message in messages:  # one pass, because a request may have a quarter of a million messages
         role = message.get("role") if isinstance(message, dict) else None
         if role == "system":
             anchor = text_of(message.get("content"))
@@ -67,9 +67,9 @@ def _whole_characters(head: bytes) -> bytes:
     return head if len(head) - start + 1 >= length else head[: start - 1]
 
 
-# Which requests an earlier answer may answer, and the key under which it is kept. Pure.
+# Which requests may be answered from the response cache, and the key of each answer. Pure.
 #
-# A request may if it asks for the most likely tokens: its ``temperature`` is 0 or absent. The key covers everything
+# A request may be if it asks for the most likely tokens: its ``temperature`` is 0 or absent. The key covers everything
 # that could change the answer: path, tenant, and every field not known to be neutral. So a new or unknown field makes
 # another key, and never a wrong answer.
 
@@ -124,5 +124,5 @@ def cache_key(path: str, tenant_id: str, fields: Mapping[str, Any], *more: Any) 
     values = {name: value for name, value in fields.items() if name not in _NEUTRAL}
     if values.get("temperature") is None:
         values.pop("temperature", None)
-    # `json` would take ten times as long, and hold everybody else with millions of token ids.
+    # `json` would take ten times as long, and block other requests if there are millions of token ids.
     return sha256(orjson.dumps([path, tenant_id, values, more], option=orjson.OPT_SORT_KEYS)).digest()

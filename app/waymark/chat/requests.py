@@ -144,8 +144,8 @@ def check_places(fields: Any) -> None:
 def read_request(path: str, fields: Any) -> InferenceRequest:
     """Read a body.
 
-    Raises ``InvalidValue`` on ``model`` if it names none, on a field that names another engine, and for a body that is
-    no object.
+    Raise ``InvalidValue`` on ``model`` if the body names none, on a field that names another engine, and for a body
+    that is not an object.
     """
     if not isinstance(fields, Mapping):
         raise InvalidValue("the body is no JSON object; send one with the field model", reason="invalid_type")

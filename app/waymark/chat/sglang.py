@@ -11,9 +11,9 @@ from typing import Any
 
 from waymark.chat.openai import arguments_of, as_message, fields_of_tool, function_of, listed, parts_of, role_of
 
-#: Parts that it leaves out of a prompt.
+#: Parts that SGLang leaves out of a prompt.
 _LEFT_OUT = ("thinking", "reasoning")
-#: Fields of a message of any role but user's.
+#: Fields of a message of any role but the user's.
 _TEXTS = ("tool_call_id", "name", "phase", "reasoning_content")
 
 

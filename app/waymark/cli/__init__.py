@@ -1,4 +1,5 @@
-"""The ``waymark`` command: arguments and environment to one role. Besides ``console``, the only package that prints.
+"""The ``waymark`` command, which runs one role with its arguments and environment. Besides ``console``, the only
+package that prints.
 
 Settings come from the environment, once; the few flags are for values that a person changes by hand. ``main`` runs a
 command, ``parser`` lists them, reads their words and has the exit codes, ``loop`` the event loop and the settings; each
@@ -50,7 +51,7 @@ __all__ = [
 
 #: A package that only a trial needs.
 _TRIAL_PACKAGES = {"fakeredis", "lupa"}
-#: The codes of errors; of any other it is ``EXIT_USAGE``.
+#: The exit codes of errors; any other error has ``EXIT_USAGE``.
 _CODES: dict[type[WaymarkError], int] = {
     StoreUnavailable: EXIT_NO_REDIS,
     PortUnavailable: EXIT_NO_PORT,
@@ -108,7 +109,7 @@ def _run(words: Sequence[str]) -> int:
         if any("\ud800" <= char <= "\udfff" for char in word):
             print(f"waymark: the argument {shown(word)} is not UTF-8", file=sys.stderr)
             return EXIT_USAGE
-    if command == "bench":  # all its words, options too, are the benchmarks' own
+    if command == "bench":  # the benchmarks parse all of its words themselves
         return int(COMMANDS[command].load().run_words(words[1:]))
     try:
         arguments = parse(words)

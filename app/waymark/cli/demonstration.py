@@ -4,8 +4,8 @@ It starts ``waymark gateway`` as a process of its own on the embedded Redis, or 
 starts two simulated vLLM engines that publish real frames and tokenize texts, lets them work on prompts that share a
 prefix, and asks ``/query``. Every answer is compared with the real contents of the engines' caches; the first wrong
 one ends the demo with a sentence. In a service that runs already, the engines have a tenant of their own, and are
-unregistered at the end. On a terminal a service of its own stays, with more engines and with requests that go on, so
-that there is something to look at: one of the engines is drained, and one has been stopped.
+unregistered at the end. On a terminal a service that the demo has started keeps running, with more engines and more
+requests, so that there is something to look at: one of the engines is drained, and one has been stopped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from waymark.simulator.workload import SimulatedPrompt, tokens_of_text
 TENANT = "demo"
 MODEL = "demo-model"
 BLOCK_SIZE = 16
-#: The beginning of the text, two blocks, for whoever has no token ids at hand.
+#: The beginning of the text, two blocks, for a reader without token ids at hand.
 BEGINNING = (
     "A router asks which engine has the beginning of a prompt. The engine with most of it need not compute that part "
     "again, so the first token comes sooner."
@@ -51,8 +51,8 @@ TEXT = (
     "same engine, and the second of them waits only for the words of the question."
 )
 _GPU_BLOCKS, _CPU_BLOCKS = 24, 64
-#: How long the demo waits for a step, and for one answer of the service. A busy machine needs long for either, and a
-#: demo that stays would end with one late answer.
+#: How long the demo waits for a step, and for one answer of the service. Both may take long on a busy machine, and a
+#: single late answer would end a demo that stays.
 _DEADLINE_SECONDS, _ANSWER_SECONDS = 120.0, 30.0
 #: The port of a demo that stays, if it is free: the commands ask there.
 _USUAL_PORT = 13333
@@ -135,8 +135,8 @@ async def run_demo(
         if url is not None:
             service = await stack.enter_async_context(_running_service(url, api_token))
         else:
-            # A demo that stays has stopped an engine itself, which the log need not tell. On a terminal, lines of the
-            # service would run into the progress.
+            # A demo that stays has stopped one engine itself, so the log need not report this. On a terminal, lines of
+            # the service would run into the progress.
             level = "warning" if stay is None and not sys.stderr.isatty() else "error"
             service = await stack.enter_async_context(_started_service(_wanted_port(stay is not None), level))
         with _sentences():
@@ -170,7 +170,7 @@ async def _stay(stack: AsyncExitStack, service: _DemoService, host: str, engines
     for number in range(len(engines), ENGINES):
         of_engine = stopping if f"engine-{number}" == STOPPED else stack
         engines.append(await _joined(of_engine, service, host, number, gpu_blocks=chance.choice((32, 48, 64))))
-        # Each has worked before it joined, one more than another.
+        # Each further engine computes some prompts at first, a different number in each.
         for _ in range(number - 1):
             await engines[-1].prefill(SimulatedPrompt(_next_turn(chance.choice(_SYSTEMS), chance)))
     await stack.enter_async_context(stopping)
@@ -289,7 +289,7 @@ async def _ask(service: _DemoService, question: DemoPrompt, engines: list[Simula
         last.clear()
         try:
             matches = await service.client.query(MODEL, tokens, BLOCK_SIZE, tenant_id=service.tenant_id)
-        except Unavailable:  # a busy machine; what stays away is named at the deadline
+        except Unavailable:  # the machine may be busy; a missing answer is reported at the deadline
             return False
         last.update({name: (match.longest_matched, match.gpu, match.media[CPU]) for name, match in matches.items()})
         return last == expected
@@ -332,7 +332,7 @@ async def _running_service(url: str, api_token: str | None) -> AsyncIterator[_De
     base = url.rstrip("/")
     if not re.fullmatch(r"https?://[^/@:]+(:\d{1,5})?(/.*)?", base):
         raise DemoFailed(f"url is {shown(url)}; it must be a URL such as http://127.0.0.1:13333")
-    # A URL says that a service runs there: one that does not is an error at once.
+    # A URL means that a service runs there; if none does, this is an error at once.
     with RemoteService(base, api_token) as remote:
         await asyncio.to_thread(remote.answer, "GET", "/health")
     async with AsyncClient(base, api_token=api_token, timeout=_ANSWER_SECONDS) as client:

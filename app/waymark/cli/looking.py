@@ -25,14 +25,14 @@ def run(arguments: argparse.Namespace) -> int:
     from waymark.console.screen import Screen
 
     screen = Screen()
-    if arguments.command == "inspect" and arguments.what == "namespace":  # a computation
+    if arguments.command == "inspect" and arguments.what == "namespace":  # needs no service
         return show(None, arguments, screen)
     with _service(arguments) as service:
         return show(service, arguments, screen)
 
 
 def show(service: RemoteService | None, arguments: argparse.Namespace, screen: Screen) -> int:
-    """Ask the service, and print its answer; without one only a namespace is computed."""
+    """Ask the service, and print its answer; without a service, only a namespace can be computed."""
     if service is None:
         from waymark.console import views
 

@@ -158,7 +158,7 @@ NEVER_MEANT = frozenset({"reset"})
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser, also of each command, that suggests a word in place of a misspelt one."""
+    """A parser of the command line, or of one command, that suggests a word in place of a misspelt one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)

@@ -272,7 +272,7 @@ def _watch(
                 print(f"waymark {arguments.command}: {printable(str(error))}", file=sys.stderr, flush=True)
             await asyncio.sleep(arguments.watch)
 
-    command(service, arguments)  # without a service, or with a refusal, it ends at once
+    command(service, arguments)  # without a service, or after a refusal, the command ends at once
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     asyncio.run(lines() if arguments.json else screen.watch(arguments.watch, draw))
     return EXIT_OK
@@ -361,7 +361,7 @@ def _drained(
         print(f"waymark drain: {printable(str(exc))}", file=sys.stderr)
         return EXIT_FAILED
     except BrokenPipeError:
-        return EXIT_FAILED  # without a reader it ends here, and the engine may have requests
+        return EXIT_FAILED  # the reader is gone, so the drain ends here, perhaps with requests under way
     finally:
         if arguments.json and any(messages_of.values()):  # one document, when the output is complete
             document = {"done": is_done} | _drained_engines(messages_of, reasons, arguments.model)

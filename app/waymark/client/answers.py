@@ -53,7 +53,7 @@ class Matches(Mapping[str, Match]):
 
     instances: Mapping[str, Match]
     is_partial: bool = False
-    """The service's deadline came first; there may be more than this."""
+    """Whether the service's deadline ended the walk, so that the matches may be longer."""
     note: str | None = None
     """Why no instance can have any of the prompt: the model or the block size is not registered. It names the nearest
     model, or the block sizes that there are.

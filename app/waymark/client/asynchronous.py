@@ -149,7 +149,8 @@ class AsyncClient:
                 outcome = None
                 await asyncio.sleep(step.seconds)
                 continue
-            # httpx counts each read anew. A deadline cancels the whole call.
+            # The timeout of httpx bounds each read, so this timeout bounds the whole try. A deadline cancels the whole
+            # call.
             seconds = None if "timeout" in step.request else self._seconds
             try:
                 async with asyncio.timeout(seconds):
@@ -172,7 +173,7 @@ class AsyncSelecting:
     __slots__ = ("_began", "_call", "_client", "_fallback", "_first_token_at", "_usage", "selection")
 
     selection: Selection
-    """The decision; it is there from the beginning of the block, or from ``begin``, on."""
+    """The decision; it is set when the block begins, or when ``begin`` returns."""
 
     def __init__(
         self, client: AsyncClient, call: calls.ClientCall[Selection], fallback: Callable[[], str] | None = None

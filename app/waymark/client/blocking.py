@@ -159,7 +159,7 @@ class Selecting:
     __slots__ = ("_began", "_call", "_client", "_fallback", "_first_token_at", "_usage", "selection")
 
     selection: Selection
-    """The decision; it is there from the beginning of the block, or from ``begin``, on."""
+    """The decision; it is set when the block begins, or when ``begin`` returns."""
 
     def __init__(
         self, client: Client, call: calls.ClientCall[Selection], fallback: Callable[[], str] | None = None

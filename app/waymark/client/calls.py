@@ -158,8 +158,8 @@ def query(
 ) -> ClientCall[Matches]:
     """Return each instance's share of a prompt.
 
-    Each URL is asked once, with ``deadline`` for at most so many seconds over all URLs. If no replica answers, it
-    raises Unavailable, or with ``or_empty`` returns no matches. There are no matches either if nobody has registered
+    Each URL is asked once; ``deadline`` is the most seconds that all of them together may take. If no replica answers,
+    it raises Unavailable, or with ``or_empty`` returns no matches. There are no matches either if nobody has registered
     the model, and ``Matches.note`` names the nearest one; with ``must_know`` this raises ModelNotFound.
 
     The prompt is ``token_ids``, ``messages`` of a chat request, or a text as ``prompt``. ``block_size`` may be left out
@@ -232,8 +232,8 @@ def select_by_hash(
 
 
 def outcome_of(error: BaseException | None) -> Literal["ok", "failed"]:
-    """Return the outcome of a block that ended with this error. To cancel a request, or to be refused by
-    Waymark, is no failure of its target.
+    """Return the outcome of a block that ended with this error. A cancellation, or a refusal by Waymark, is not a
+    failure of the target.
     """
     return "failed" if isinstance(error, Exception) and not isinstance(error, Refused) else "ok"
 

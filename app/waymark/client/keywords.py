@@ -16,7 +16,7 @@ from waymark.domain.names import SeqCounter
 
 
 class GroupKeywords(TypedDict, total=False):
-    """Whose blocks: the tenant, the adapter and the salts."""
+    """The tenant, the adapter and the salts of the blocks."""
 
     tenant_id: str | None
     lora_name: str | None
@@ -150,7 +150,7 @@ class EventKeywords(TypedDict, total=False):
 
 F = TypeVar("F", bound=Mapping[str, Any])
 
-#: What others call a keyword.
+#: Other names for a keyword.
 _OTHER_WORDS = {"text": "prompt"}
 
 

@@ -42,7 +42,7 @@ def is_url(text: object) -> bool:
         return False
     try:
         url = httpx.URL(text)
-        url.raw_host.decode().encode("idna")  # as a socket does it
+        url.raw_host.decode().encode("idna")  # the encoding that a socket uses
     except (httpx.InvalidURL, ValueError):
         return False
     return (url.port or 0) <= _PORT_MAX and not (url.query or url.fragment)
@@ -92,7 +92,7 @@ T = TypeVar("T")
 
 #: Requests of one client under way at once. httpx keeps only 20 connections by itself, and would open the others again.
 _CONNECTIONS = 100
-#: Between two tries, whatever the service says: so a bound on time is a bound on tries too.
+#: The least pause between two tries, whatever the service says, so that a bound on time also bounds the tries.
 _PAUSE_SECONDS_MIN = 0.25
 #: The pause between two tries if the answer names no pause.
 _PAUSE_SECONDS = 1.0

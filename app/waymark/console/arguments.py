@@ -1,4 +1,4 @@
-"""The flags of commands that ask a running Waymark, or look at its Redis, in words."""
+"""The flags, and their help, of commands that ask a running Waymark or look at its Redis."""
 
 from __future__ import annotations
 

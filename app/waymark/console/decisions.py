@@ -239,7 +239,7 @@ def parts_of_books(answer: dict[str, Any]) -> list[ScreenPart]:
         for line in answer["lines"]
     ]
     right = frozenset(columns) - set(names.values())
-    # The last name is what the lines are by.
+    # The lines are grouped by the last name.
     names_spare = [names[field] for field in keys[:-1]]
     spare = (*names_spare[:1], "NO USAGE", "RANDOM", "AVAILABLE", "CHOSEN", "EXPECTED", *names_spare[1:])
     grid = Grid(columns, rows, right, spare)

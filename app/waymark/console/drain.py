@@ -258,7 +258,7 @@ def way_back(engine: str, tenant: str | None) -> str:
 def _under_way(service: RemoteService, name: str, tenant: str) -> str:
     """Return the requests of an engine in words; empty if it has none and gets none.
 
-    A replica may be away for a while, and another command may have given the engine its weight again.
+    A replica may be unavailable for a while, and another command may have given the engine its weight again.
     """
     try:
         ranks = _ranks(service, name, tenant)

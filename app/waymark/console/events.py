@@ -12,7 +12,7 @@ from waymark.base.event_streams import EventStreamParser
 from waymark.console.screen import ScreenPart, joined, text
 from waymark.console.service import RemoteService, may_pass
 
-#: Between the end of a connection and the next one.
+#: The pause before a lost connection is opened again.
 _PAUSE_SECONDS = 1.0
 #: The time of an event is before the year 10,000, in seconds.
 _AT_MAX = 253_402_300_800

@@ -33,7 +33,7 @@ from waymark.contract.inspections import (
 from waymark.domain.media import MEDIA, order_of
 from waymark.domain.names import GroupName
 
-#: Of the media in their order; then of all others.
+#: The colours of the media, in their order, and of all other media.
 _MEDIUM_STYLES = ("green", "yellow", "blue", "cyan")
 _OTHER_MEDIUM_STYLE = "magenta"
 _CELLS_MIN = 16

@@ -13,7 +13,7 @@ from typing import Final, Protocol, Self, TextIO
 
 from waymark.console.screen import Grid, ScreenPart, text
 
-#: Between two counts, on a terminal and elsewhere.
+#: The pause between two updates of a count, on a terminal and elsewhere.
 _TERMINAL_SECONDS: Final = 0.2
 _OTHER_SECONDS: Final = 10.0
 _CLEAR: Final = "\r\x1b[K"

@@ -75,7 +75,7 @@ class Screen:
         return _PLAIN_WIDTH if self.is_plain else self.console.width
 
     def show(self, parts: Sequence[ScreenPart]) -> None:
-        """Write them, one below the other."""
+        """Write the parts, one below the other."""
         if self.is_plain:
             for part in parts:
                 if isinstance(part, ScreenWarning):

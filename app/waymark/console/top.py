@@ -85,7 +85,7 @@ class TopView:
     """How the last order ended."""
     is_over: bool = False
     _chosen: _EngineName | None = None
-    """The engine at the cursor, if a key has led there: the order changes with each look."""
+    """The engine at the cursor, if a key has moved it: the cursor stays at this engine when the order changes."""
     _visible: list[Publisher] = field(default_factory=list)
     _looks: int = 0
     _stored: dict[_EngineName, tuple[float, int]] = field(default_factory=dict)

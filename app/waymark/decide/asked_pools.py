@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 _TOKEN_BYTES = 4
 
-#: Requests about one prompt; its further blocks are not asked for.
+#: The most requests about one prompt; no master is asked for its further blocks.
 _REQUESTS_MAX = 8
 _ANSWER_BYTES_MAX = 4 * 2**20
 SECONDS = 0.05
@@ -52,7 +52,7 @@ _MASTERS_MAX = 64
 #: Groups whose pools are known.
 _TABLES_MAX = 256
 _PATH = "/batch_query_keys?keys="
-#: The path of LMCache's controller, and the most tokens that it is asked for.
+#: The path of LMCache's controller, and the most tokens of one question to it.
 _LOOKUP = "/lookup"
 _TOKENS_MAX = 32_768
 
@@ -87,7 +87,7 @@ def queried_pools(table: HolderTable) -> tuple[QueriedPool, ...]:
 
 @dataclass(slots=True)
 class _Master:
-    """How asking a master has gone."""
+    """The failures of one master."""
 
     failures: int = 0
     """Consecutive failures."""
@@ -134,7 +134,7 @@ class AskedPools:
         asking = None if at_hand is None or not self.of(at_hand) else self._ask_for(at_hand, size_of, keys_of, salt)
         try:
             result = yield from reading
-            if (now := table()) is not at_hand:  # other pools, perhaps
+            if (now := table()) is not at_hand:  # the pools may differ
                 if asking is not None:
                     asking.cancel()
                 asking = self._ask_for(now, size_of, keys_of, salt)
@@ -150,7 +150,7 @@ class AskedPools:
         keys_of: KeysOf,
         salt: str | None,
     ) -> asyncio.Future[int] | None:
-        """Begin to ask; None if there is nobody, or nothing, to ask."""
+        """Begin to ask. Return None if there is no pool to ask, or no block to ask for."""
         pools = () if table is None else self.of(table)
         block_size = size_of(table) if table is not None and pools else None
         ids = None if block_size is None else keys_of(block_size).ids

@@ -1,4 +1,4 @@
-"""What a decision promises of its target, how much a target's promises are worth, and what follows from that.
+"""The promise of a decision about its target, the reliability of such promises, and its consequences.
 
 The books compare four amounts of tokens of each request: what the best target had, what the chosen one had, what was
 expected of it, and what its engine delivered. The first three are known when the request is sent; they are a part of
@@ -167,7 +167,7 @@ class Bookkeeper:
         self._metrics = metrics
 
     def booked(self, reservation: Reservation, usage: Usage, drift: float | None) -> None:
-        """Count a request; ``drift`` is what it has shown of its target, see ``Booked``."""
+        """Count a request; ``drift`` is the drift of its target as the request has shown it; see ``Booked``."""
         if not reservation.promise or usage.cached_tokens is None:
             return
         promise, metrics = Promise.of(reservation.promise), self._metrics
@@ -181,9 +181,10 @@ class Bookkeeper:
             self._store.begin(self._tell(reservation, drift))
 
     async def _tell(self, reservation: Reservation, drift: float) -> None:
-        """Tell people, and the worker of the stream if its engine can send something that repairs it.
+        """Report the drift in the log and the activity, and ask the worker of the stream for a repair if the engine can
+        send one.
 
-        If this replica stops before, the next 50 requests show the drift again.
+        If this replica stops before that, the next 50 requests show the drift again.
         """
         try:
             claims = await self._store.directory.claims()

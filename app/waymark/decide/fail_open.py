@@ -3,7 +3,7 @@
 A decision fails open: it is refused only if no target can take the request. The causes are of three kinds. Something
 else is unavailable: the tokens of the prompt, Redis, or the ingest workers that keep the index. Or engines are missing:
 so few are registered that there would be no choice, the constraints leave none, or those that are left cannot be
-reached or have enough requests. Or nobody knows the model.
+reached or have enough requests. Or the model is unknown.
 
 A score takes no target. So scores are given at any load, and as soon as there is one engine; they need Redis.
 
@@ -152,7 +152,7 @@ class IngestWatch:
             await asyncio.sleep(_NO_BEAT_SECONDS if self.finds_none else _BEAT_SECONDS)
 
     async def look(self) -> None:
-        """Look once, and write it into the log if it is due."""
+        """Look once, and log a missing worker if a line is due."""
         now = monotonic()
         try:
             is_there = bool(await self._heartbeats.report("", keep_seconds=WORKER_SECONDS))
@@ -244,7 +244,7 @@ class OwnReservations:
         self._requests: dict[GroupName, Counter[int]] = {}
 
     def loads(self, group: GroupName) -> Mapping[int, Load]:
-        """Return the requests that this process has sent to each target of a group meanwhile."""
+        """Return the requests under way that this process has sent to each target of a group without Redis."""
         self._end_overdue()
         return {publisher: Load(requests=count) for publisher, count in self._requests.get(group, {}).items()}
 
@@ -300,5 +300,5 @@ class OwnReservations:
 
 
 def _in(milliseconds: int) -> float:
-    """Return the time so many milliseconds from now, by the loop's clock."""
+    """Return the time ``milliseconds`` from now, by the loop's clock."""
     return asyncio.get_running_loop().time() + milliseconds / 1000

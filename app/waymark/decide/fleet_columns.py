@@ -19,7 +19,7 @@ from waymark.domain.targets import Gauges
 T = TypeVar("T")
 
 _WITHOUT_MATCH = Candidate(0, "")
-#: From so many targets on, columns cost less than a candidate of each target.
+#: With at least this many targets, columns cost less than a candidate for each.
 _MANY = 32
 
 

@@ -62,7 +62,8 @@ class GroupLoads(Mapping[int, Load]):
         return self._dropped + len(self._changes)
 
     def changed_since(self, version: int) -> Iterable[int] | None:
-        """Return the publishers whose loads have changed since, or None if that is too long ago to know."""
+        """Return the publishers whose loads have changed since ``version``, or None if those changes are not kept any
+        more."""
         index = version - self._dropped
         return None if index < 0 else self._changes[index:]
 
@@ -322,7 +323,7 @@ class LoadColumns(_LoadFollower):
         return self
 
     def of_gauges(self, gauges: Mapping[int, Gauges], key: Hashable, make: Callable[[], Sequence[T]]) -> Sequence[T]:
-        """Return what ``make`` does, once for each reading of the gauges; ``key`` names it."""
+        """Return the column that ``make`` computes once for each reading of the gauges; ``key`` names it."""
         if gauges is not self._gauges:
             self._gauges, self._of_gauges = gauges, {}
         column = self._of_gauges.get(key)

@@ -33,7 +33,7 @@ from waymark.store.store import Store
 
 #: How often a lookup starts over because its group's table has changed meanwhile.
 _TRIES_MAX = 3
-#: The most tokens that a source of opaque prefixes is believed.
+#: The largest count of tokens that is believed of a source of opaque prefixes.
 _TOKENS_MAX = 2**32
 #: Tokens by whose last block ``sticky`` finds its place, without a prefix key.
 _STICKY_TOKENS = 512
@@ -72,7 +72,7 @@ class MatchReader:
         snapshots: SnapshotKeeper,
         pools: AskedPools | None = None,
     ) -> None:
-        """``pools`` asks pools without events; None: nobody."""
+        """``pools`` asks pools without events; None: no pool is asked."""
         self._pools = pools
         self._store = store
         self._options = options
@@ -125,7 +125,7 @@ class MatchReader:
                 if question.block_size is None and _block_size(fleet) != block_size:
                     return None, table
                 if asking is not None:
-                    asking.cancel()  # the pools may be others
+                    asking.cancel()  # the pools may differ
                 asking = self._ask_pools(question, fleet, prompt, block_size)
             self._snapshots.used(question.group, now)
             if now != entry or (aside is None and reading_aside is None):
@@ -138,11 +138,11 @@ class MatchReader:
             if asking is not None:
                 asking.cancel()
             if reading_aside is not None and not reading_aside.cancel() and not reading_aside.cancelled():
-                reading_aside.exception()  # retrieved: the walk's own error is the one that counts
+                reading_aside.exception()  # marks the exception as retrieved; the error of the walk is raised instead
         snapshot = aside.snapshot if aside.snapshot.fleet is fleet else aside.snapshot._replace(fleet=fleet)
         walk = reading.walk if question.has_index else None
         if walk is not None and walk.view.windows:
-            asked = 0  # nobody knows whether the pool has the windows of a hybrid model
+            asked = 0  # it is unknown whether the pool has the windows of a hybrid model
         seen = PromptState(
             {} if walk is None else target_rows(walk, asked),
             snapshot.loads,
@@ -153,7 +153,7 @@ class MatchReader:
             aside.history,
         )
         if walk is None and seen.is_cold:
-            # As a prompt whose tokens nobody knows: equal beginnings go to one target.
+            # The prompt is treated as one without tokens, so that equal beginnings go to one target.
             prompt = prompt._replace(has_tokens=False)
         if not prompt.has_tokens and question.prefix_key is not None and fleet.has_sources:
             # Sources know the holders of a prompt with this key. It is at least as long as the longest known match.
@@ -168,7 +168,7 @@ class MatchReader:
     def _ask_pools(
         self, question: Question, fleet: Fleet | None, prompt: HashedPrompt, block_size: int
     ) -> asyncio.Future[int] | None:
-        """Return the blocks that pools without events have; None without a pool, or without a question for one."""
+        """Return the blocks that pools without events have; None without a pool, or if there is no block to ask for."""
         if self._pools is None or fleet is None or not fleet.queried or not prompt.ids or not question.has_index:
             return None
         asked = AskedPrompt(prompt.ids, block_size, question.group.model_name, question.cache_salt)
@@ -236,7 +236,7 @@ def needs_of(question: Question, fleet: Fleet) -> Collection[ReadingKind]:
     """Return the readings that a question needs. None is needed that its caller has given for every target."""
     file, given = question.policy.file, None if question.given is None else question.given.values()
     has_gauges = question.policy.needs_gauges
-    # Where targets may be copied from, the times tell what computing a prompt costs instead.
+    # If blocks may be copied, the answer times give the cost of computing the prompt instead.
     has_answer_times = bool(fleet.kv_sources) or (file is not None and file.needs_answer_times)
     if given is None and not has_gauges and not has_answer_times:
         return _LOADS

@@ -110,8 +110,8 @@ def offer_sums(
 
 
 def pack_sums(head: bytes, words: int, sums: list[Any], *of: Any) -> bytes:
-    """Return a call of ``reserve``, packed for Redis: its first ``words`` words, packed in ``head``, and what
-    ``offer_sums`` makes of the other arguments.
+    """Return a packed call of ``reserve``. ``head`` has its first ``words`` words, packed; the publishers and terms
+    follow, which ``offer_sums`` makes from the other arguments.
     """
     offers, _, terms = offer_sums(Offer, sums, *of)
     publishers = [publisher for publisher, *_ in offers]

@@ -32,7 +32,7 @@ class HashedPrompt(NamedTuple):
     has_tokens: bool = True
     """Whether the tokens are known; else ``tokens`` is an estimate, and there are no keys."""
     ids: PromptIds | None = None
-    """The token ids, if they and the namespace name the blocks: no image."""
+    """The token ids, if these and the namespace identify the blocks, because the prompt has no image."""
 
 
 PromptOf = Callable[[int], HashedPrompt]

@@ -148,7 +148,7 @@ def _keyed(ids: bytes, items: PromptItems, space: int, seed: int, block_size: in
     try:
         check_blocks(items, count, block_size)
     except InvalidValue:
-        return HashedPrompt(count, b"")  # decided without a match, as whatever cannot be looked up
+        return HashedPrompt(count, b"")  # the decision is made without a match
     return HashedPrompt(count, block_keys_with(items, None, ids, block_size, first=0, namespace=space, seed=seed))
 
 

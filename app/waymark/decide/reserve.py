@@ -381,7 +381,7 @@ class TargetReserver:
         piece, done_at, by = None, None, "estimate"
         if block_keys and member.tells_events:
             if row is not None and not row.shared and sum(row) == len(block_keys) // KEY_BYTES:
-                done_at, by = now, "index"  # below the device, so that it counts as tokens to be computed
+                done_at, by = now, "index"  # the whole prompt is there, a part of it below the device
             else:
                 piece = last_piece(block_keys)
         elif self._options.prefill_tokens_per_second:

@@ -200,7 +200,8 @@ class Selector:
         self.give_back(selected.reservations)
 
     def give_back(self, reservations: Sequence[Reservation]) -> None:
-        """End reservations that no caller waits for any more, as soon as Redis answers; no engine was asked."""
+        """End reservations that no caller waits for any more, as soon as Redis answers. No engine got their
+        requests."""
         others = self._own.release(reservations, ReservationPart.UNANSWERED, 0)
         if others:
             self._progress.told(others, ReservationPart.UNANSWERED, 0)
@@ -373,7 +374,7 @@ class Selector:
         tpot_ms: float | None = None,
         usage: Usage = NO_USAGE,
     ) -> tuple[int, int]:
-        """End reservations, or a part of them; how many were there, and how many were gone.
+        """End reservations, or a part of them. Return how many existed, and how many did not.
 
         ``ttft_ms`` and ``tpot_ms`` are the times of the answer, and ``usage`` is what the engine says of the request.
         """
@@ -399,7 +400,7 @@ class Selector:
 
 
 def _none_allowed(fleet: Fleet, question: Question) -> str:
-    """Return the sentence about a question whose constraints leave nobody: how many each constraint leaves out."""
+    """Return the sentence about a question whose constraints leave no target: how many each constraint leaves out."""
     parameters = question.parameters
     rows = [row for row in fleet.table.publishers.values() if row.scope == "instance"]
     lost = sum(row.is_lost for row in rows)

@@ -160,9 +160,10 @@ class Shadows:
         self._shadows = options.shadows
         self._share = options.decisions_kept
         self._kept_below = f"{ceil(self._share * 2.0**64):016x}" if self._share < 1 else "g"
-        """Nonces that are less, as texts, are of decisions that are kept; no hex digit is as great as g."""
+        """A decision is kept if its nonce, as a text, is less than this. Every nonce is less than ``g``, which no hex
+        digit reaches."""
         self._metrics = metrics
-        # Of its own, so that the decisions draw the same numbers with and without shadows.
+        # A separate source, so that decisions draw the same numbers with and without shadows.
         self._random = random or Random()
         self._warned_at: dict[str, float] = {}
 

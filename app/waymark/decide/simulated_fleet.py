@@ -23,9 +23,9 @@ from waymark.store.kept_decisions import BLOCKS_MAX, TARGETS_MAX, KeptDecision, 
 #: The tokens that a fitted fleet finds may differ by this share from those that were expected.
 _ERROR_MAX = 0.1
 _FIT_STEPS = 20
-#: The decisions whose targets are compared, at most about so many.
+#: About the most decisions whose targets are compared.
 _COMPARED_MAX = 1000
-#: Paces are tried within this factor of the slope of the times, each so many times the one before.
+#: Paces are tried within this factor of the slope of the times, each ``_PACE_STEP`` times the one before.
 _PACES_WITHIN, _PACE_STEP = 4.0, 1.05
 #: Decisions between two looks at other work of the process.
 _AT_ONCE = 50
@@ -139,8 +139,8 @@ class SimulatedFleet:
     async def _found(self, stride: int) -> int:
         """Return the tokens that all targets of each ``stride``-th decision had.
 
-        A policy that sends equal prompts to one target finds the same with any large cache there; the others show how
-        long they keep what they have got.
+        The target that a policy chooses for equal prompts finds the same with any large cache; the other targets show
+        how long a cache keeps a prompt.
         """
         caches, tokens = {publisher: _Cache() for publisher in self._targets}, 0
         for index, (decision, prompt) in enumerate(zip(self._decisions, self._prompts, strict=True)):

@@ -160,7 +160,7 @@ class SnapshotKeeper:
     def clear(self) -> None:
         """Forget all readings, because Redis came back empty and uses ids for other objects.
 
-        The targets are known still: decisions go by them until Redis knows them again.
+        The targets are still known, and decisions use them until Redis knows them again.
         """
         for readings in self._readings.values():
             readings.stop()
@@ -250,7 +250,7 @@ class SnapshotKeeper:
             last.entry, last.used_at = entry, monotonic()
 
     def last(self, group: GroupName) -> GroupSnapshot | None:
-        """Return the last snapshot, however old; None of a group that no decision has found."""
+        """Return the last snapshot, however old; None for a group that no decision has found."""
         last = self._last.get(group)
         if last is None or last.entry is None:
             return None
@@ -316,7 +316,7 @@ class SnapshotKeeper:
         return readings
 
     async def _read(self, kind: ReadingKind, readings: _Readings, fleet: Fleet) -> None:
-        # Read when it was asked for, not when it came.
+        # The age of a reading counts from its request, not from its reply.
         now = asyncio.get_running_loop().time()
         if kind is ReadingKind.LOADS:
             now = await self._read_loads(readings)
@@ -336,7 +336,8 @@ class SnapshotKeeper:
             return {}
 
     async def _read_loads(self, readings: _Readings) -> float:
-        """Read the loads that have changed, and end overdue reservations if it is time for that; when it was read."""
+        """Read the loads that have changed, and end overdue reservations if it is time for that. Return when the loads
+        were requested."""
         loop, reservations, group_id = asyncio.get_running_loop(), self._store.reservations, readings.group_id
         now = loop.time()
         if now - readings.swept_at >= _OVERDUE_SECONDS:

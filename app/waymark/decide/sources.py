@@ -20,7 +20,8 @@ from waymark.store.hashes import HeldHashes
 from waymark.store.reservations import Pulls
 
 TOKENS_MIN = 1_024
-"""A source needs so many tokens more than the target: fewer are computed before a transfer begins."""
+"""A source must have this many tokens more than the target, because fewer are computed faster than a transfer
+begins."""
 PULLS_MAX = 4
 """Copies from one engine at a time, over all replicas: they share its network with each other and its requests."""
 

@@ -29,7 +29,7 @@ RESERVED_MS = 30_000
 """The time that a reservation lasts if it is not renewed."""
 _RENEW_SECONDS = 10.0
 """The pause between two renewals. A request is at most two pauses old when it is renewed first."""
-#: Beside those that begin with ``x-waymark-``, and those that name engines.
+#: The names of our headers, besides those that begin with ``x-waymark-`` and those that name engines.
 _OWN_HEADERS = frozenset({SESSION, "x-cache", "x-cache-key"})
 #: How long the last byte of an answer waits for Redis at most.
 _GIVE_BACK_SECONDS = 0.1
@@ -150,7 +150,7 @@ class RequestUnderWay:
 
     @property
     def answer_headers(self) -> dict[str, str]:
-        """The headers by which an answer says who gave it, and how that was decided."""
+        """The headers by which an answer names the engine that gave it, and the way in which it was chosen."""
         selected = self.routed.selected
         headers = {
             SESSION: session_token(self.target.instance_id),

@@ -213,7 +213,7 @@ class UsualDecision(LimitedStep):
     _matched: _Matched
     _members: Sequence[FleetMember]
     _sums: list[Any]
-    """As of ``SumOffers``, the best first; in an order by place, the cost of each is its place."""
+    """As in ``SumOffers``, the best first; in an order by place, the cost of each is its place."""
 
     def __init__(self, of: UsualDecisions, at_hand: AtHand, question: Question, prompt: HashedPrompt) -> None:
         super().__init__(of.limit)
@@ -244,7 +244,7 @@ class UsualDecision(LimitedStep):
         if read is None:
             self._read_on(None)
         else:
-            # Not bound, for then it would have itself, and wait for the garbage collector.
+            # The plain function, because a bound method would make a reference cycle.
             self._next: Callable[[UsualDecision, Any], bool] = UsualDecision._take_read
             read.begin(self)
 

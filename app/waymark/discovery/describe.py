@@ -114,7 +114,7 @@ class Describer:
         await self._asker.close()
 
     async def _replies(self, base: str, kind: EngineKind | None) -> Mapping[str, HttpReply | Unanswered]:
-        """Return what the engine answers by path, one after the other over one connection.
+        """Return the engine's answers by path, asked one after the other over one connection.
 
         A path is asked only if it can tell more than the earlier answers.
         """
@@ -149,7 +149,7 @@ class Describer:
         server, sources = _json(replies[_SERVER]), _json(replies[_SOURCES])
         if cards is None:
             refusal = _no_engine(base, replies[_MODELS])
-            # An engine that does not answer now may have adapters, and further names, which it keeps until it does.
+            # An engine that does not answer now keeps the adapters and the further names that it has reported before.
             is_silent = isinstance(refusal, RemoteUnavailable)
             if is_silent or not (isinstance(server, dict) or isinstance(sources, dict | list)):
                 raise refusal
@@ -227,7 +227,7 @@ def _ranks_of_vllm(sources: Any, silent: dict[str, str], reply: HttpReply | Unan
     if len(ranks) > RANKS_MAX:
         silent["endpoint"] = f"it names the sockets of {len(ranks)} ranks, and at most {RANKS_MAX} are read"
         return []
-    # Not by the endpoints: two texts may be one number, and one entry may have no second endpoint.
+    # By the rank alone: ranks may be equal, and endpoints that are None cannot be compared.
     return sorted(ranks, key=lambda value: value[0])
 
 

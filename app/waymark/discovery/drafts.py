@@ -54,7 +54,7 @@ _RULES = {
     "block_size": _FieldRule(BLOCK_SIZE, lambda size: 1 <= size <= BLOCK_SIZE_MAX, "out_of_range"),
 }
 MUST_BE = {name: rule.must_be for name, rule in _RULES.items()}
-"""The sentence of each field that a pod or an engine gives, too."""
+"""The requirement, as a sentence, of each field that a pod or an engine may give, too."""
 
 
 @record(frozen=True, slots=True)

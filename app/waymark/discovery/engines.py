@@ -42,7 +42,7 @@ class EngineRegistrations:
         description = await self._describer.describe(wanted.url, None if kind == WITHOUT_EVENTS else kind)
         _check_given(description, draft)
         sockets = _sockets(description, draft)
-        if not sockets and not description.names_sockets:  # it has no path to name them
+        if not sockets and not description.names_sockets:  # the engine has no path that names its sockets
             sockets = _usual_sockets(description.url, wanted.ports)
         if _is_without_events(description, draft, former, sockets):
             return self._without_events(description, wanted)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 #: A pod may have 5,000 members of objects before the JSON of a full page is above its bound.
 _PAGE_PODS = 50
-#: More items are no page: a server may ignore the limit, but not for so many.
+#: An answer with more items is not accepted as a page, although a server may ignore the limit.
 PAGE_ITEMS_MAX = 40 * _PAGE_PODS
 #: The bound on pods of all pages; a longer list is a failure, not a shorter list.
 PODS_MAX = 20_000
@@ -45,7 +45,8 @@ PAGES_MAX = 2 * PODS_MAX // _PAGE_PODS
 _THIN_PODS, _THIN_SECONDS = _PAGE_PODS // 10, 0.1
 PAGE_BYTES_MAX = 32 * 2**20
 LINE_BYTES_MAX = 4 * 2**20
-#: Values of a page or an event, and lists, objects and members of objects: fifty pods have some ten thousand.
+#: The most values of a page or an event, and the most lists, objects and members of objects; fifty pods have some ten
+#: thousand.
 _VALUES_MAX, _PARTS_MAX = 2**20, 2**17
 #: A resource version, or a token of the next page: it becomes a part of a URL.
 TOKEN_CHARACTERS_MAX = 8192
@@ -56,7 +57,8 @@ _WATCH_SECONDS, _WATCH_SECONDS_MAX = 300, 330.0
 _WATCHES_MAX = 3
 #: Between two attempts. The longest pause is short, because engines that come meanwhile are not known.
 _BACKOFF_SECONDS, _BACKOFF_SECONDS_MAX = 1.0, 4.0
-#: A list that lacks pods without a word of the server, or has items other than pods, is read again after this time.
+#: A list is read again after this time if it lacks pods although the server has reported no error, or has items other
+#: than pods.
 _DOUBT_SECONDS = 2.0
 
 
@@ -123,7 +125,7 @@ class PodWatch:
         """The earliest time of the next list beside the watch."""
         self._list_number = 0
         self._event_names: set[str] | None = None
-        """Pods with an event of the watch while a list is read beside it; None: no list is."""
+        """The pods with an event of the watch since the current list began; None if no list is being read."""
 
     async def keep(self) -> None:
         """List and watch until cancelled."""
@@ -344,7 +346,7 @@ class PodWatch:
             return False
         self._metrics.discovery_requests.labels(outcome="ok").inc()
         self.patch_problem = ""
-        if self.pods.get(pod.name) is pod:  # the watch has not told it yet
+        if self.pods.get(pod.name) is pod:  # the watch has not reported the change yet
             self.pods[pod.name] = replace(pod, deletion_cost=str(cost))
         return True
 

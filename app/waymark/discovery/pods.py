@@ -36,11 +36,11 @@ ANNOTATION = "waymark.dev/"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 #: Labels that name a role; the annotation comes first.
 _ROLE_LABELS = ("llm-d.ai/role", "mif.moreh.io/role")
-#: The annotations that are read, behind ``ANNOTATION``.
+#: The names of the annotations that are read, after the prefix ``ANNOTATION``.
 _ANNOTATIONS = ("type", "model", "block-size", "tenant", "role", "ranks", "api-port", "port", "replay-port")
 #: The API server is not trusted with memory: the labels of a pod that are looked at, and the characters of a text.
 LABELS_READ_MAX, _TEXT_MAX = 1024, 4096
-#: Of a number in an annotation.
+#: The most digits of a number in an annotation.
 _DIGITS_MAX = 10
 
 
@@ -57,7 +57,7 @@ class Pod:
     started: str
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
-    """Those of ``ANNOTATION``, by the rest of their names."""
+    """The annotations with the prefix ``ANNOTATION``, by the rest of their names."""
     deletion_cost: str = ""
     """The text of its annotation; empty without one."""
 
@@ -104,7 +104,7 @@ def pod_of(item: Any) -> Pod | None:
 
 def wanted_of(pod: Pod, ports: PodPorts) -> WantedEngine:
     """Return the engine in a ready pod. Raise InvalidValue with the name of an annotation that does not fit, or if the
-    pod's address is none.
+    pod's address is not an address.
     """
     own = pod.annotations
     draft = Draft(

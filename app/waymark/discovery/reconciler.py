@@ -26,8 +26,9 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: Engines that are asked at the same time, and how long a round begins to ask further ones: also so many times as long
-#: as it looked at all of them before, which takes a busy machine most of the time that it has.
+#: Engines that are asked at the same time, and for how long a round begins to ask further ones: this many seconds, or
+#: this many times as long as its first pass over all engines took, because a busy machine needs most of its time for
+#: that pass.
 _ASKED_MAX = 32
 _ROUND_SECONDS, _ROUND_TIMES = 5.0, 4
 #: Ranks of one write, exceeded by at most one engine.
@@ -104,7 +105,7 @@ class Reconciler:
 
     @property
     def wants_another_reading(self) -> bool:
-        """Most engines are missing, and only another reading of the source can confirm it now."""
+        """Whether most engines are missing, and only another reading of the source can confirm that now."""
         return self._missing is not None and monotonic() - self._missing[0] >= self._confirm_seconds
 
     async def reconcile(self, wanted: Sequence[WantedEngine], *, reading: int, gone: Iterable[Origin] = ()) -> bool:
@@ -241,7 +242,7 @@ class Reconciler:
         return any(claim is not None and not claim.is_leaving for claim in claims)
 
     async def _put(self, registration: Registration, *, is_known: bool) -> bool:
-        """Register one by itself; True if it is new or has changed. ``is_known``: only if it is registered."""
+        """Register one by itself. Return whether it is new or has changed. ``is_known``: only if it is registered."""
         try:
             return await self._store.registry.register(registration, is_known=is_known)
         except Conflict:
@@ -312,8 +313,8 @@ def _some_of(ready: deque[_Ready]) -> list[_Ready]:
 
 
 def _older(wanted: Sequence[WantedEngine]) -> Mapping[WantedKey, Origin]:
-    """Return engines at an address that a newer one has, with the newer one: the API server may list a pod long after
-    its end. An engine without a start is no pod; a file may name one several times.
+    """Return each engine whose address a newer one has, with the origin of the newer one: the API server may list a pod
+    long after its end. An engine without a start is no pod; a file may name one several times.
     """
     newest: dict[str, WantedEngine] = {}
     pods = [(engine.address, engine) for engine in wanted if engine.address is not None and engine.since]

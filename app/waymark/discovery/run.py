@@ -1,4 +1,4 @@
-"""Discovery in an ingest worker: one worker of all has the lease, and keeps registrations as their sources want them.
+"""Discovery in an ingest worker: the one worker with the lease keeps registrations as their sources want them.
 
 The sources: the pods of Kubernetes, the file of publishers, and the engines that clients have registered by their URL.
 """
@@ -34,7 +34,8 @@ LEASE_SECONDS, _RENEW_SECONDS = 10.0, 10.0 / 3
 AGAIN_SECONDS = 300
 """The time between two descriptions of one engine. A new model or socket mostly comes with a new pod or a lost stream,
 which are noticed without this."""
-#: Between two rounds of a source, also while its last list is doubted, and at least between two that changes ask for.
+#: The pause between two rounds of a source, the pause while its last list is doubted, and the least pause between two
+#: rounds that changes ask for.
 _ROUND_SECONDS, _DOUBTED_SECONDS, _PAUSE_SECONDS = 5.0, 1.0, 0.2
 #: How often pods are annotated, the pause after each, and the most in one round.
 _COSTS_SECONDS, _PATCH_PAUSE_SECONDS, _PATCHES_MAX = 15.0, 0.1, 50
@@ -126,7 +127,7 @@ class EngineDiscovery:
         )
 
     async def _work(self) -> None:
-        """Run all sources; one that fails is begun again with the next lease."""
+        """Run all sources; one that fails is restarted with the next lease."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._follow_urls(self._new("url")))
@@ -146,7 +147,7 @@ class EngineDiscovery:
             log.exception("discovery failed, will be restarted")
 
     def _new(self, kind: OriginKind, beginning: str = "") -> Reconciler:
-        """``beginning``: of the sources of all origins that this reconciler may unregister."""
+        """Return a reconciler, which may unregister origins of ``kind`` whose sources begin with ``beginning``."""
         reconciler = Reconciler(
             kind,
             self._store,

@@ -1,4 +1,4 @@
-"""Frames that say what earlier ones said besides their blocks: read, resolved and packed in one step.
+"""Frames that differ from earlier ones in their blocks only: they are read, resolved and packed in one step.
 
 Such a frame needs no plan: its holder is there, and its facts are known. The step is ``KnownBlocks.run_frames``. If it
 stops before the end of the frames, the resolver goes on where it stopped.
@@ -27,7 +27,7 @@ class BegunFrames(NamedTuple):
     """How far a batch of one or several frames is resolved already."""
 
     progress: BatchProgress
-    """That of the frame under way."""
+    """The progress of the frame under way."""
     number: int
     """The number of this frame, from 0."""
 
@@ -49,7 +49,7 @@ class AlikeRun:
         self._like = like
         """The batch that they are like, of which nothing was rejected or ignored."""
         self.seq = seq
-        """That of the first frame."""
+        """The seq of the first frame."""
         self._read = read
         self.ran = ran
         self.parts = parts
@@ -62,7 +62,7 @@ class AlikeRun:
 
     @property
     def last_seq(self) -> int:
-        """That of the last frame."""
+        """The seq of the last frame."""
         return self.seq + len(self._read[0]) - 1
 
     @property
@@ -91,7 +91,7 @@ class AlikeRun:
 
 
 class AlikeFrames:
-    """The short way of the frames of one stream that say the same besides their blocks.
+    """The short way of the frames of one stream that differ in their blocks only.
 
     It ends with any other event of the stream; ``may_go_on`` says whether a run of its own has ended it.
     """

@@ -101,9 +101,9 @@ class AskedTimes(NamedTuple):
     """The times that a client asks for, in ms; None for a time that it does not ask for."""
 
     ttft_ms: float | None = None
-    """Until the first token."""
+    """The time to the first token."""
     tpot_ms: float | None = None
-    """Of each further token."""
+    """The time of each further token."""
 
 
 NO_TIMES = AskedTimes()

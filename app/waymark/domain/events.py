@@ -50,7 +50,7 @@ class Stored:
     engine_hashes: tuple[int, ...]
     """The engine hashes of the blocks; at least one."""
     parent: int | None
-    """Engine hash of the block before the first; None at the root."""
+    """The engine hash of the block before the first; None at the root."""
     tokens: bytes
     """Token ids as little-endian u32, never empty; of pairs, only the first tokens."""
     block_size: int
@@ -65,7 +65,7 @@ class Stored:
     extras: tuple[int | None, ...] | None = None
     """For each hash, the digest of the remaining extra keys (images, embeds); None if no block has any."""
     group: int | None = None
-    """KV-cache group of a hybrid model."""
+    """The KV-cache group of a hybrid model."""
     tells_salts: bool = field(default=True, compare=False)
     """Whether the format of the event has fields for salts and images. If it has, an event without them is about blocks
     without them.
@@ -144,7 +144,7 @@ class StoredWindow:
     """
     block_size: int = 0
     is_dense: bool = False
-    """The event has the tokens of all of its blocks, and no image."""
+    """Whether the event has the tokens of all of its blocks, and no image."""
     part: int = 0
     is_reused: bool | None = None
     envelope: ClassVar[None] = None

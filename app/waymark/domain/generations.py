@@ -18,8 +18,8 @@ from waymark.domain.media import normal_medium
 from waymark.domain.names import HolderName
 
 GENERATIONS: Final = 10
-"""The number of closed generations of a lasting name, if the bound is a time. If the bound is a number of blocks, it is
-the same for a group with a single publisher.
+"""The number of closed generations of a lasting name, if the bound is a time. A group with a single publisher has as
+many if the bound is a number of blocks.
 """
 GENERATIONS_MAX: Final = 20
 """The most generations of one lasting name. Removals may leave few blocks in each, so their number has a bound."""

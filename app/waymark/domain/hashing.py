@@ -127,7 +127,7 @@ def namespace(adapter: Adapter, salts: Sequence[str]) -> int:
 
 
 def derived_hash(engine_hash: int, number: int) -> int:
-    """Return an engine hash for the block ``number`` blocks before the one with ``engine_hash``, if it has none."""
+    """Return an engine hash for a block without one, ``number`` blocks before the block with ``engine_hash``."""
     return xxh3_64_intdigest(_PAIR(engine_hash, number))
 
 

@@ -231,7 +231,7 @@ class KnownBlocks(Protocol):
         prefix: bytes,
         /,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...] | None] | None:
-        """Read the frames in ``payloads`` that say what ``events`` do besides their blocks, ``run`` them, and pack
+        """Read the frames in ``payloads`` that differ from ``events`` in their blocks only, ``run`` them, and pack
         their parts.
 
         ``ts`` is that of the frame before, ``seq`` that of the first frame, and ``parts`` are empty. ``reading`` has

@@ -27,7 +27,7 @@ class Walk:
         self.values: list[tuple[bytes, int]] = []
         """(value, number of blocks) of each run, up to the end of the last instance."""
         self.blocks = 0
-        """Length of the longest walk of any instance, in blocks."""
+        """The length of the longest walk of any instance, in blocks."""
         self.newest_seen = 0
         """The largest holder id in the values read. If it is above ``view.newest``, the table is outdated."""
         self._runs: list[tuple[Presence, int]] = []

@@ -28,7 +28,7 @@ from waymark.domain.packing import KEY_BYTES, pack, unpack
 from waymark.domain.rows import DEPTHS, SLOT_CHARS, Place, keys_of
 
 PartKind = Literal["+", "-", "*"]
-"""Store, remove, only write copies."""
+"""Whether the part stores blocks (``+``), removes them (``-``), or only writes copies (``*``)."""
 
 Mode = Literal["count", "set", "all"]
 """How a holder's copies are counted. With ``all`` the counts are no longer trusted, and a removal takes the block."""
@@ -49,7 +49,7 @@ class Part:
     seq: int
     """The seq of the batch."""
     last: int
-    """Position of the last block in its batch. Every hash of a batch has a position, even an ignored one, so that
+    """The position of the last block in its batch. Every hash of a batch has a position, even an ignored one, so that
     positions mean the same when the batch is resolved again. They ascend from part to part of a holder.
     """
     place: Place
@@ -64,7 +64,7 @@ class Part:
     is_identity: bool = False
     """Engine hashes are the seq_hashes."""
     parent: int | None = None
-    """Key of the block before the first, if it is in the same piece."""
+    """The key of the block before the first, if it is in the same piece."""
     copies: list[bytes] = field(default_factory=list)
     """The new value of the field ``*<key>`` for each block; empty if no value changes."""
     waits: bool = False
@@ -72,7 +72,7 @@ class Part:
 
     @property
     def first(self) -> int:
-        """Position of the first block."""
+        """The position of the first block."""
         return self.last - STEP * (self.count - 1)
 
     @property

@@ -151,7 +151,7 @@ class Resolver(StreamBlocks):
         return parts
 
     def alike(self, batch: Batch, reading: tuple[Any, ...]) -> AlikeFrames | None:
-        """Return the short way of further frames that say what ``batch`` does besides their blocks; None if there is
+        """Return the short way of further frames that differ from ``batch`` in their blocks only; None if there is
         none. ``batch`` is the ``pattern`` of batches that were resolved last. ``reading`` has the arguments of
         ``KnownBlocks.run_frames`` that come from the decoder.
         """

@@ -56,9 +56,10 @@ class Place(NamedTuple):
     """The place of a block: its row, its branch row or its single."""
 
     head: int
-    """Key of the head of the piece; of the block itself for a single."""
+    """The key of the head of the piece; for a single, the key of the block itself."""
     branch: int | None = None
-    """Key of the first block of the branch row, or the number that names a shared one; None if the block is in neither.
+    """The key of the first block of the branch row, or the number that names a shared one; None if the block is in
+    neither.
     """
     is_single: bool = False
 

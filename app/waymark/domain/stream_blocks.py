@@ -183,7 +183,7 @@ class StreamBlocks:
         self._relate(name.lasting)
 
     def _relate(self, lasting: HolderName) -> None:
-        """Tell the placer which holders are generations of one name."""
+        """Let the placer know which holders are generations of one name."""
         holders = self._holders_of[lasting]
         for holder in holders:
             self.placer.others[holder] = tuple(generation for generation in holders if generation != holder)

@@ -49,7 +49,8 @@ class WaitingStores:
         self.dropped = 0
         """The total number of blocks that were dropped for lack of room."""
         self.dropped_there = 0
-        """The number of dropped blocks that had not been removed. The resolver counts them as missing, and resets this.
+        """The number of dropped blocks that had not been removed. The resolver counts them as missing, and resets this
+        number.
         """
         self.removed = 0
         """The number of waiting blocks that were removed while they waited."""

@@ -87,7 +87,7 @@ def _cut(event: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
     hashes, tokens = _hashes(event[hashes_name]), event.get("token_ids")
     count, width = len(hashes), 0
     if isinstance(tokens, list | array | bytes) and len(tokens):
-        unit = 4 if isinstance(tokens, bytes) else 1  # bytes have four per token
+        unit = 4 if isinstance(tokens, bytes) else 1  # packed tokens have four bytes each
         units = len(tokens) // unit
         size = event.get("block_size")
         size = size if type(size) is int and size > 0 else max(1, units // count)

@@ -71,7 +71,7 @@ class GaugesParser:
             self._ranks.setdefault(_rank_of(sample.labels), _RankGauges()).add(sample)
 
     def end(self) -> dict[int | None, Gauges]:
-        """Return the gauges of each rank with any. The key is None if the metrics do not distinguish ranks.
+        """Return the gauges of each rank that reports any. The key is None if the metrics do not distinguish ranks.
 
         Raise ValueError as ``feed`` does.
         """

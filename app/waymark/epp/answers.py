@@ -71,7 +71,7 @@ _KINDS: dict[type[WaymarkError], tuple[int, str, str]] = {
     Saturated: (429, "saturated", "rate_limit_exceeded"),
     InvalidValue: (400, "invalid", "invalid_request_error"),
 }
-#: Of Anthropic's API, by status.
+#: The error types of Anthropic's API, by status.
 _ANTHROPIC = {400: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
 

@@ -7,7 +7,7 @@ The first byte says that the prompt is computed, and the last one waits until th
 
 Envoy sends the request at once, so no honest stream waits for long. A peer that opens streams and sends nothing
 would take all places. At the bound a new stream takes the place of the oldest waiting one of the connection with the
-most such streams, as long as that connection has more than its own.
+most such streams, as long as that connection has more of them than the connection of the new stream.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class ProcessCall:
             held_answer.drop()
 
     async def _answer(self, message: Any, held_answer: HeldAnswer) -> None:
-        """Send one message on; before the last one of an answer, its load is given back."""
+        """Forward one message. The load of the request is released before the last message of an answer."""
         kind = message.WhichOneof("request")
         if kind == "response_body":
             body = message.response_body

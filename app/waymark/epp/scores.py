@@ -98,7 +98,7 @@ class PodScores:
                 score = (candidate.device + _BELOW_DEVICE * lower) / ranked.block_size
                 names = _names(candidate.instance_id, candidate.address)
                 for name in names & wanted if wanted else {candidate.instance_id}:
-                    best[name] = max(score, best.get(name, 0.0))  # ranks of one pod are one pod
+                    best[name] = max(score, best.get(name, 0.0))  # the ranks of a pod count as one
             for name, score in best.items():
                 if score > 0:
                     answer.scores.add(pod=name, score=score)

@@ -63,10 +63,10 @@ log = logging.getLogger(__name__)
 MORE_BYTES_MAX = 4 * 2**20
 #: How long a certificate made here is valid.
 _YEARS = 10
-#: Of the streams of a health port.
+#: The most streams of a health port.
 _HEALTH_STREAMS_MAX = 256
 _LOOK_SECONDS = 1.0
-#: Streams that gRPC takes for each that may be there: those that give up their place need a moment to end.
+#: gRPC accepts this many times the allowed streams, because a stream that gives up its place needs a moment to end.
 _HEADROOM = 4
 _TOO_MANY = "as many requests as WAYMARK_CONNECTIONS_MAX allows are under way; try again in a moment"
 
@@ -168,7 +168,8 @@ class EppServer:
         await self._server.stop(self._options.finish_seconds)
 
     async def _watch(self) -> None:
-        """Become ready as soon as targets can be picked. Stay so: later failures are handled without Redis."""
+        """Become ready as soon as targets can be picked. From then on stay ready, because later failures are handled
+        without Redis."""
         logged = None
         while (waits_for := await self._waits_for()) is not None:
             if waits_for != logged:
@@ -185,7 +186,7 @@ def _new_server(streams_max: int, message_bytes_max: int) -> Any:
             ("grpc.so_reuseport", 0),  # a taken port is an error
             ("grpc.max_receive_message_length", message_bytes_max),
             ("grpc.max_concurrent_streams", streams_max),
-            # Envoy may ping idle connections; it would be closed for that otherwise.
+            # Envoy may ping idle connections; without this its connection would be closed.
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             # A peer that disappears silently is noticed.

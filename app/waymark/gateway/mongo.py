@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BATCH = 100
-#: Responses of one write, few enough for its time also if they are as large as they may be.
+#: The most responses in one write, few enough to finish in time even if each has the largest size.
 _WRITTEN_AT_ONCE = 10
 _POLL_SECONDS = 1.0
 _AGAIN_SECONDS, _AGAIN_SECONDS_MAX = 1.0, 30.0

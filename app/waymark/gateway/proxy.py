@@ -41,7 +41,7 @@ AVOID_SECONDS = 5
 """For how long an engine that refused a connection gets no request. Each try costs a request time, and an engine
 takes longer to start again."""
 
-#: Engines that a request is sent to at most.
+#: The most engines that one request is sent to.
 ATTEMPTS = 3
 #: The most bytes of an engine's error to be put into another shape.
 _ERROR_BYTES_MAX = 2**20
@@ -203,7 +203,7 @@ class Proxy:
                 parameters = SelectParameters(exclude=tried | avoided, milliseconds=milliseconds, needs_address=True)
                 return await self._selector.take(prepared, parameters)
             except (NoTarget, Saturated):
-                pass  # an avoided one may be there again
+                pass  # an avoided engine may be reachable again
         parameters = SelectParameters(exclude=tried, milliseconds=milliseconds, needs_address=True)
         return await self._selector.take(prepared, parameters)
 
@@ -284,7 +284,7 @@ class Proxy:
 
 
 def _no_answer(model: str, failures: Mapping[str, str], *, is_every_one: bool) -> str:
-    """Return which engines did not answer, and why; ``is_every_one``: the model has no engine that might."""
+    """Return which engines did not answer, and why; ``is_every_one``: the model has no other engine to try."""
     names = ", ".join(f"{shown(name)} ({failure})" for name, failure in failures.items())
     if not is_every_one:
         return f"none of the engines that were tried answered: {names}; try again in a moment"

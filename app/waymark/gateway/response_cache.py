@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOOK_SECONDS = 30.0
-#: Before the names of the results among the counts of all gateways, and before those of the kinds of failures.
+#: The prefixes, among the counts of all gateways, of the names of results and of the kinds of failures.
 _COUNT = "response_cache."
 _COUNT_ERROR = "response_cache.error."
 
@@ -97,7 +97,7 @@ class SharedAnswers:
             try:
                 answer = await self._timed("get", self._stored.find(key))
             except StoreUnavailable:
-                pass  # counted, and changed over
+                pass  # counted; from now on answers are in memory
             else:
                 return CacheLookup(None if answer.value is None else KeptAnswer.of(answer.value), answer.nonce)
         return await self._beside.find(key)
@@ -133,7 +133,7 @@ class SharedAnswers:
 
     async def count(self) -> CacheSize:
         if not self.is_away:
-            with suppress(StoreUnavailable):  # counted, and changed over
+            with suppress(StoreUnavailable):  # counted; from now on answers are in memory
                 self._room = await self._timed("get", self._stored.room())
         return self.held
 
@@ -181,7 +181,7 @@ FALLBACK_TTL_SECONDS = 300
 """The bounds of the answers in memory while Redis is unavailable. They are forgotten when it is back, so few are worth
 keeping, and not for long."""
 
-#: Answers of the others carry ids that belong to one request.
+#: The forms whose answers are cached. Answers of the other forms carry ids that belong to one request.
 _FORMS = frozenset({Form.CHAT, Form.COMPLETIONS, Form.MESSAGES})
 #: Directives of Cache-Control by which a client does not use the cache.
 _ASKS_ANEW = frozenset({b"no-cache", b"no-store"})
@@ -209,7 +209,7 @@ class CacheOptions:
     stream_bytes: int
     """The largest streamed answer to keep."""
     redis_ms: int
-    """How long Redis is waited for, before the gateway uses its own memory."""
+    """How long the gateway waits for Redis before it uses its own memory."""
 
 
 class ResponseCache:
@@ -342,7 +342,7 @@ class ResponseCache:
         return hits / (hits + misses) if hits + misses else 0.0
 
     async def clear(self, key: bytes | None = None) -> int:
-        """Forget the answer to one request, or all answers; how many there were. Raises StoreUnavailable."""
+        """Forget the answer to one request, or all answers. Return how many there were. Raises StoreUnavailable."""
         return await self._answers.clear(key)
 
     async def state(self) -> CacheState:

@@ -151,7 +151,7 @@ MONGO_QUEUE_MAX = 1_000_000
 """The approximate number of changes that may wait for MongoDB: 100 for each response that Redis stores by default."""
 
 _PREVIOUS = "previous_response_id"
-#: States in which a response does not change any more, and can be gone on from.
+#: States in which a response does not change any more, so that a request can continue from it.
 _KEPT = frozenset({"completed", "incomplete"})
 _ID_CHARACTERS_MAX = 256
 #: Items of a page: as many as OpenAI's API has, and at most.

@@ -26,7 +26,7 @@ from waymark.chat.requests import Form, InferenceRequest, read_request
 
 PATHS: Final[Mapping[str, Form]] = MappingProxyType({f"/v1{form}": form for form in Form})
 COUNT_TOKENS: Final = "/v1/messages/count_tokens"
-#: Further paths of engines. The body of each names a model, and is not found again, so the load alone decides.
+#: Further paths of engines. Each body names a model. Its text is not looked up in the index, so the load alone decides.
 FURTHER: Final = frozenset(
     {
         *("/v1/rerank", "/v2/rerank", "/v1/score", "/tokenize", "/detokenize", "/pooling", "/classify"),

@@ -57,7 +57,7 @@ class StraightWay:
         """
         self._is_open = False
         self._wakes = False
-        """Whether the task waits longer than between two of its looks at the stream, so that each reply wakes it."""
+        """Whether each reply wakes the task, because it waits for longer than its usual pause."""
         self._run: AlikeRun | None = None
         """The frames that are not applied yet."""
         self._batch: Batch
@@ -112,7 +112,8 @@ class StraightWay:
         return pattern
 
     async def close(self) -> None:
-        """End the straight way for now, and finish what went straight and is not applied. Raise what it raised."""
+        """End the straight way for now, and finish the frames that went straight and are not applied. Raise their
+        error, if there was one."""
         self._is_open = False
         if self._call is not None:
             self._ended = asyncio.get_running_loop().create_future()
@@ -147,7 +148,7 @@ class StraightWay:
             return False
 
     def _payloads(self) -> Sequence[bytes]:
-        """Return the payloads of the buffered frames if these are few: of those that continue the order."""
+        """Return the payloads of the buffered frames that continue the order, or none if there are many frames."""
         order, payloads = self._life.order, list[bytes]()
         frames = [*islice(self._subscriber.waiting, _FRAMES_MAX + 1)]
         first, seq = frames[0], order.next_seq

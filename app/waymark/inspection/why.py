@@ -56,7 +56,7 @@ def unknown_group(wanted: GroupName, groups: Sequence[InspectedGroup]) -> str:
 
 
 def of_instances(holding: PromptHoldings, states: Sequence[PublisherState]) -> dict[str, str]:
-    """Return the reason in its own streams for each instance without a match, if they show one."""
+    """Return, for each instance without a match, the reason that its streams show, if they show one."""
     reasons: dict[str, str] = {}
     if not holding.keys:  # which is the reason, for every instance
         return reasons
@@ -79,7 +79,7 @@ def of_instances(holding: PromptHoldings, states: Sequence[PublisherState]) -> d
 def ends(holding: PromptHoldings) -> dict[str, str]:
     """Return the next block, and its holders, for each instance whose match ends before the prompt does."""
     sentences: dict[str, str] = {}
-    sentence_of: dict[int, str] = {}  # by block: many instances may end at the same
+    sentence_of: dict[int, str] = {}  # by block, because many matches may end at the same one
     counts = _counts(holding)
     for lines in holding.instances:
         block = lines.match
@@ -265,7 +265,7 @@ def last_resort(prompt: InspectedPrompt, states: Sequence[PublisherState]) -> st
 
 
 def _names(names: Sequence[str], count: int | None = None) -> str:
-    """Return the first names, of ``count`` in all, or of so many as there are."""
+    """Return the first of the names, and how many of ``count`` (by default all of them) are left out."""
     count = len(names) if count is None else count
     text = ", ".join(map(shown, names[:_NAMES_MAX]))
     return text if count <= _NAMES_MAX else f"{text} and {count - _NAMES_MAX} more"

@@ -28,9 +28,9 @@ from waymark.runtime import parts
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
-#: The bytes of answers that a response cache keeps, and so many of stored responses, unless a setting names others.
+#: The most bytes of answers in a response cache, and of stored responses, unless a setting names other numbers.
 ANSWERS_BYTES = 256 * 2**20
-#: The largest answer has this part of the bytes of all.
+#: The largest answer may take one part in this many of those bytes.
 _LARGEST_PART = 256
 
 __all__ = ["GatewayRole", "body_of_rejection"]

@@ -68,7 +68,8 @@ def call_context(
 
 async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
     """Run one process, until a signal ends it. Raises SettingsError."""
-    stop = stop_signal()  # first: process 1 of a container gets no signal before, and Redis may be long in answering
+    # First, because process 1 of a container gets no signal before this, and Redis may take long to answer.
+    stop = stop_signal()
     is_native = native.select(settings.native) == "native"
     metrics = Metrics(role="epp", is_native=is_native)
     options, prompt_options = parts.selection_options(settings), parts.prompt_options(settings)

@@ -1,6 +1,6 @@
 """One HTTP connection: it has its requests answered in order, within the bounds of ``Connections``.
 
-``request_reader`` makes the requests of bytes. Before a connection sends the answer of a rejection, it sends the
+``request_reader`` turns bytes into requests. Before a connection sends the answer of a rejection, it sends the
 answers to all complete requests that came before.
 """
 

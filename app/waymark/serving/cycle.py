@@ -122,11 +122,11 @@ class RequestCycle:
         self.scope = scope
         self.keep_alive = keep_alive
         self.is_whole = straight is not None
-        """The request has arrived to its end."""
+        """Whether the whole request has arrived."""
         self.is_disconnected = False
-        """Nobody waits for the answer any more."""
+        """Whether no client waits for the answer any more."""
         self.is_on_wire = False
-        """A part of the answer has been written."""
+        """Whether a part of the answer has been written."""
         self.is_answered = False
         self.held = len(body)
         """Bytes of the body, from their arrival until the application is done."""
@@ -181,7 +181,7 @@ class RequestCycle:
     async def receive(self) -> AsgiMessage:
         if self._expects_continue and not self.is_on_wire:
             self._expects_continue = False
-            if not self._is_due:  # else the client has not waited for it
+            if not self._is_due:  # otherwise the client sent the body without waiting
                 self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while not (self.is_disconnected or self.is_answered):
             if self._is_due:

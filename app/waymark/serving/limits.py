@@ -31,8 +31,8 @@ HEAD_BYTES_MAX = 32 * 1024
 HEAD_FIELDS_MAX = 100
 #: Requests that may be sent ahead on one connection while an earlier one is answered.
 AHEAD_MAX = 16
-#: How long a client may go on sending after the server has said its last word. Closed at once, with bytes of the
-#: client still on their way, the connection would be reset, and the client could lose that word.
+#: How long a client may go on sending after the server's last answer. If the connection were closed at once, while
+#: bytes of the client are still on their way, it would be reset, and the client could lose that answer.
 _LINGER_SECONDS = 2.0
 #: File descriptors for everything but HTTP connections: Redis, engines, logs.
 _OTHER_FILES = 256

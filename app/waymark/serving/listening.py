@@ -37,7 +37,7 @@ def listen(host: str, port: int, *, host_name: str, port_name: str) -> list[sock
             bound.bind(address)
             # A port that another process has bound without listening is noticed only now.
             bound.listen()
-    except (OSError, UnicodeError) as exc:  # no name of a host is like that
+    except (OSError, UnicodeError) as exc:  # not a valid host name
         for bound in opened:
             bound.close()
         number = getattr(exc, "errno", None) or 0

@@ -190,7 +190,7 @@ class SimulatedPublisher:
 
     @property
     def is_silent(self) -> bool:
-        """The engine hangs."""
+        """Whether the engine hangs."""
         return 0 < self.faults.silent_after <= self.counts["batches"]
 
     def _send(self, payload: bytes, topic: bytes | None = None) -> int:

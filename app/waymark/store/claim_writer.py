@@ -256,7 +256,7 @@ class ClaimWriter:
         if claim.successor is not None:
             await self.write_new(claim.successor, claim)
         else:
-            is_withdrawn = True  # also if the reply is lost: then no other call may find the claim, and note this
+            is_withdrawn = True  # also if the reply is lost, because then no other call finds the claim to note it
             try:
                 is_withdrawn = await self._withdraw(claim)
             finally:

@@ -324,7 +324,7 @@ class ReserveCall(NamedTuple):
         return Reserved(verdict, reservation, tokens, requests, overdue)
 
     def lost(self) -> None:
-        """Count the call, and end the reservation that it may have made, because nobody waits for its reply any
+        """Count the call, and end the reservation that it may have made, because no caller waits for its reply any
         more.
         """
         self.step.lost()

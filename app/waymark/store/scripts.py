@@ -110,7 +110,7 @@ class ScriptCall:
         return packed
 
     def lost(self) -> None:
-        """Count the call, because nobody waits for its reply any more. It is not repeated from now on."""
+        """Count the call, because no caller waits for its reply any more. It is not repeated from now on."""
         self.scripts._count(self._name, "none", self._began)
         if self._again is not None:
             self._again.cancel()

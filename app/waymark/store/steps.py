@@ -235,7 +235,7 @@ class StepsRun(Generic[T]):
         self._step: Step | None = None
 
     def cancel(self) -> None:
-        """End the steps at the present one, because nobody waits for their result."""
+        """End the steps at the present one, because no caller waits for their result."""
         step, self._step = self._step, None
         self._steps.close()
         if isinstance(step, Waiting | LimitedStep):

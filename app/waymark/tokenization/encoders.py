@@ -30,19 +30,19 @@ log = logging.getLogger(__name__)
 OPEN_SECONDS_MAX = 10.0
 #: How long an opening may take on a busy machine.
 _OPEN_WALL_SECONDS = 60.0
-#: CPU for one text as long as texts may be by default, which takes some two seconds; a longer one has more.
+#: CPU for a text of the default maximum length, which takes some two seconds; a longer text has more.
 TEXT_SECONDS_MAX = 10.0
 _TEXT_BYTES = 2 * 2**20
 #: How long such a text may take on a busy machine.
 _TEXT_WALL_SECONDS = 120.0
 #: The address space of a process: a tokenizer takes up to 500 MB, and a text some 300 bytes for each of its bytes;
-#: of the texts, two may be as long as texts may be.
+#: two of the texts may have the maximum length.
 MEMORY_BYTES_MAX, _TEXT_MEMORY = 2**30, 1024
 #: The bytes of an answer for each byte that a text may have: an id has four, and some normalizers make a text longer.
 _ANSWER_BYTES = 16
 #: The samples with which a tokenizer is tried are shorter.
 _SAMPLE_BYTES = 2**16
-#: The bytes of the answer of an opening: added tokens in JSON.
+#: The most bytes of the answer to an opening, which has the added tokens in JSON.
 _OPENED_BYTES_MAX = 8 * 2**20
 
 
@@ -52,7 +52,7 @@ def memory_bytes_max(bytes_max: int) -> int:
 
 
 class TokenizerChanged(TokenizerUnavailable):
-    """The file of a tokenizer is another one than at first: the added tokens and all remembered ids are out of date."""
+    """The file of a tokenizer has changed, so the added tokens and all remembered ids are out of date."""
 
 
 class _OpenedFile(NamedTuple):
@@ -85,7 +85,7 @@ class TokenizerProcess:
     def __init__(self, path: Path, file_bytes_max: int, bytes_max: int, places: EncoderPlaces | None = None) -> None:
         """``bytes_max`` are the most bytes of a text."""
         self._path = path
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # opening a pipe would block
             raise self._unusable("there is no such file")
         self._file_bytes_max = file_bytes_max
         self._bytes_max = bytes_max
@@ -189,7 +189,8 @@ class TokenizerProcess:
             if answers is not None and not answers.is_closed and answers.process is process and is_usable:
                 return answers
             if answers is not None and answers.process.is_own():
-                # Before its socket is closed elsewhere: the loop takes the next one of that number for the same.
+                # This comes before another thread closes its socket: the loop would take the next socket with the same
+                # descriptor for this one.
                 answers.close()
             if process is None or answers is not None or not is_usable:
                 process = await loop.run_in_executor(self._places.threads, self._opened_again)

@@ -97,8 +97,8 @@ class Server:
         self._bounds = bounds
         self._lock = threading.Lock()
         self._begun: dict[int, float] = {}
-        """The CPU that a thread had used when it began with a text. Only a thread that lives has a clock, so no thread
-        ends while somebody looks at them."""
+        """The CPU that a thread had used when it began with a text. Only a live thread has a clock, so no thread ends
+        while the clocks are read."""
         self._looking = threading.Lock()
         self._has_garbage = False
 
@@ -153,14 +153,15 @@ class Server:
 
 
 def release_memory() -> None:
-    """Return what is free to the system: of a text of 1 MB, glibc keeps up to 200 MB."""
+    """Return free memory to the system: after a text of 1 MB, glibc keeps up to 200 MB."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries return it by themselves
     if trim is not None:
         trim(0)
 
 
 def opened(stream: BinaryIO, seconds_max: float) -> OpenTokenizer | None:
-    """Open the file that the first request names, which may have so many bytes, and answer its added tokens."""
+    """Open the file that the first request names, of at most the given number of bytes, and answer with its added
+    tokens."""
     size, bytes_max = REQUEST.unpack(stream.read(REQUEST.size))
     tokenizer: OpenTokenizer | None = None
     kind = TEXT
@@ -195,7 +196,7 @@ def main() -> None:
         tokenizer = opened(files, bounds.open_seconds)
         if tokenizer is not None:
             Server(tokenizer, files, bounds).serve()
-            # A thread may be in the middle of a text, and nobody waits for it.
+            # A thread may be in the middle of a text whose result is not needed any more.
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -46,7 +46,7 @@ _TURN_SECONDS = 0.5
 _SAMPLES = 20
 #: Files of a model come from a hub. Of the tokenizers in use, the largest have 33 MB, and a configuration 1 MB.
 TOKENIZER_BYTES_MAX, TEXT_BYTES_MAX = 40 * 2**20, 4 * SOURCE_MAX
-#: Pieces of the samples: texts that a tokenizer may treat otherwise at a border.
+#: Pieces of the samples: texts that a tokenizer may treat differently at a border.
 _PIECES = (
     *("", "a", " a", "a ", "  two  blanks  ", "\n", "\n\nnew line", "line\n", "Hello, world!", "don't", "12345", " 7"),
     *("user\n", "été e\u0301te\u0301", "中文字", "🙂🙃", "\t", "▁", "x" * 40, "ﬁ ①", "İI", "."),
@@ -56,7 +56,7 @@ _PIECES = (
 _WINDOW = 512
 #: Characters of a longest word. Some languages write no blanks.
 _WORD = 32
-#: Texts that change the last ids of a text before them, if anything does. An engine may write such ones for an image.
+#: Texts that change the last ids of a text before them, if anything does. An engine may write such texts for an image.
 _FOLLOWING = (
     "a",
     "A",
@@ -135,7 +135,7 @@ def read_templates(
 def _content(path: Path, bytes_max: int) -> bytes | None:
     """Return the bytes of a file, or None if there is no such file."""
     if not path.is_file():
-        return None  # a pipe would be waited for
+        return None  # opening a pipe would block
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(bytes_max + 1) if size <= bytes_max else b""

@@ -1,4 +1,4 @@
-"""The tokenizers that are open, each in a process of its own: a few of all models.
+"""The tokenizers that are open, each in a process of its own: at most a few at the same time.
 
 A tokenizer takes some 100 to 500 MB, and there may be a thousand models. To open one more, the one that was used least
 recently is closed, never one that is answering. While all are answering, a text waits. Long texts have a room of their
@@ -21,10 +21,11 @@ from waymark.tokenization.processes import ChildProcess
 
 #: Open tokenizers of one process. If each were one of the largest, all would take 8 GB.
 OPEN_MAX = 16
-#: The room for long texts, in texts as long as they may be, and what one tokenizer may have of it: one whose texts
-#: never end does not keep those of the others out. At the default bound on texts all take some 2.5 GB.
+#: The room for long texts, in texts of the maximum length, and the share of one tokenizer, so that a tokenizer whose
+#: texts never end does not keep out the texts of the others. At the default bound on texts all take some 2.5 GB.
 TEXTS_MAX, TEXTS_OF_ONE_MAX = 4, 2
-#: How long a text waits for one of them to become idle. A text has five seconds, and its tokenizer is opened then.
+#: How long a text waits until an open tokenizer is idle. A text has five seconds, which must also suffice to open its
+#: own tokenizer.
 _WAIT_SECONDS = 2.0
 
 
@@ -60,8 +61,8 @@ class LongTexts:
 
     @asynccontextmanager
     async def taken(self, place: EncoderPlace, size: int, longest: int) -> AsyncIterator[None]:
-        """Hold room for so many bytes, of texts that may have up to ``longest``. Raise ``NoPlace`` if there is none
-        for too long.
+        """Hold room for ``size`` bytes; a text has at most ``longest``. Raise ``NoPlace`` if there is no room for too
+        long.
         """
         size = min(size, TEXTS_OF_ONE_MAX * longest)
 
@@ -131,7 +132,7 @@ class EncoderPlaces:
         return process
 
     def end_surplus(self) -> None:
-        """End the processes of those that were closed; to be called before another one is started."""
+        """End the processes of closed tokenizers. Call this before another process is started."""
         with self._ending:
             while self._surplus:
                 process = self._surplus.pop()
@@ -185,7 +186,7 @@ class EncoderPlaces:
         return None if waiting.done() else waiting
 
     def _admit(self) -> None:
-        """Let those begin that wait, as far as there is room."""
+        """Begin waiting texts, as far as there is room."""
         while self._waiting:
             place, waiting = self._waiting[0]
             if not (waiting.cancelled() or place in self._taken or self._has_room()):
@@ -215,7 +216,7 @@ class EncoderPlaces:
 
     @contextmanager
     def _awaited(self, place: EncoderPlace, waiting: Future[None]) -> Iterator[None]:
-        """Give the place back if the waiting ends otherwise."""
+        """Release the place if the wait ends without being used."""
         try:
             yield
         except BaseException as error:

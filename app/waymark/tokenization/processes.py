@@ -31,7 +31,7 @@ class ChildProcess:
             raise TokenizerUnavailable(
                 f"a process of a tokenizer or of a chat template cannot be started: {error}; try again in a moment"
             ) from None
-        # Also for a process that nobody ended.
+        # Ends the process even if no caller does.
         self._finalizer = weakref.finalize(self, _end, self._process, self.socket, self._parent)
 
     def is_own(self) -> bool:
@@ -44,7 +44,7 @@ class ChildProcess:
 
     def ask(self, request: bytes, number: int, *, answer_max: int, seconds: float) -> tuple[bytes, bytes]:
         """Send a request and return the kind of its answer, and the answer. Raises EOFError or OSError if the process
-        ends, TimeoutError.
+        ends, and TimeoutError if it does not answer in time.
         """
         deadline = monotonic() + seconds
         self.socket.settimeout(seconds)
@@ -103,7 +103,7 @@ def _start(program: str, arguments: Sequence[str]) -> tuple[subprocess.Popen[byt
     with theirs:
         try:
             process = subprocess.Popen(
-                # -P: beside the file are modules with the names of others.
+                # -P: modules next to the file have names of other packages' modules.
                 [sys.executable, "-P", str(Path(program)), str(theirs.fileno()), *arguments],
                 env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=subprocess.DEVNULL,

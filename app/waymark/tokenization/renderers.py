@@ -21,7 +21,7 @@ from waymark.tokenization.rendering import ENDED, OUT_OF_CPU, OUT_OF_MEMORY, OUT
 
 #: Processes of one pool, and so renderings at the same time. A process takes about 12 MB.
 PROCESSES_MAX = 8
-#: A rendering has a second of CPU. On a busy machine that may be longer than anybody waits.
+#: A rendering has a second of CPU. On a busy machine that may take longer than a caller waits.
 WALL_SECONDS = 1.5
 _START_SECONDS = 10.0
 #: Kinds of an answer for which no process has to end.

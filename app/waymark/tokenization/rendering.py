@@ -26,7 +26,7 @@ SECONDS_MAX = 1.0
 #: The address space of the process.
 MEMORY_BYTES_MAX = 256 * 2**20
 
-#: The length of a message, and the most bytes that a text may have, which is 0 in front of a template.
+#: The length of a message, and the most bytes of its rendered text; before a template the second number is 0.
 REQUEST = struct.Struct("<II")
 #: The kind of an answer, and its length.
 ANSWER = struct.Struct("<cI")
@@ -163,7 +163,7 @@ def _tojson(
 
 
 def _trim(value: Any, characters: str | None = None) -> str:
-    """Strip characters, or blanks, of which Python has four control characters more than Rust."""
+    """Strip characters, by default blanks. Python counts four control characters as blanks that Rust does not."""
     return str(value).strip(characters)
 
 

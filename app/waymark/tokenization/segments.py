@@ -22,7 +22,7 @@ _ENTRY_BYTES = 350
 #: Characters of one search. A search holds the GIL.
 _WINDOW = 2**16
 #: Characters of an added token, and steps of a search at each character. Those of models have less than half as many. A
-#: text is not split at others, nor into more pieces.
+#: text is not split at longer or slower tokens, nor into more pieces.
 _TOKEN_MAX, _STEPS_MAX, _PIECES_MAX = 128, 512, 2**16
 
 

@@ -76,7 +76,7 @@ class ChatTemplate:
 
         Raise the errors of ``render``.
         """
-        # Nobody who writes messages can know it.
+        # No author of messages can know the mark.
         mark = f"media-{secrets.token_hex(16)}"
         text = self._render(prompt, mark)
         beginning = text[: max(0, text.find(mark))]
@@ -248,7 +248,7 @@ def dates_of(source: str) -> tuple[str, ...] | None:
     """Return the forms in which a template asks for the date, or None if it asks in other ways."""
     calls = list(_CLOCK.finditer(source))
     forms = tuple(dict.fromkeys(call["form"] for call in calls if call["form"] is not None))
-    # They are written at each prompt.
+    # Each prompt needs the dates in all of these forms.
     if len(calls) != source.count("strftime_now") or sum(map(len, forms)) > _FORMS_MAX:
         return None
     return forms

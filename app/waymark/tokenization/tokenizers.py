@@ -1,8 +1,9 @@
 """The entry point: text or messages of a model to token ids, within bounds, or a refusal that names the way out.
 
-A text that many send at once is made into tokens once. At most ``UNDER_WAY_MAX`` are worked on; one more is refused at
-once. A model may take at most three times as many as are free: one with slow files leaves places to all others.
-A request waits ``SECONDS`` at most, and the work that it waited for keeps its place until it ends.
+A text that many clients send at the same time is tokenized once. At most ``UNDER_WAY_MAX`` texts are under way; a
+further one is refused at once. A model may take at most three times as many places as are free, so a model with slow
+files leaves places to all others. A request waits ``SECONDS`` at most, and the work that it waited for keeps its place
+until it ends.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ _SHARE = 3
 """The most places of a model for each free one: 24 of 32 if no other model has any."""
 _REFUSALS_MAX = 1024
 SECONDS = 5.0
-#: How long a directory that was searched is not searched again, nor a source tried again that could not be opened, nor
-#: a prompt that the files of its model refused.
+#: The pause before a directory is searched again, before a source that could not be opened is tried again, and before a
+#: prompt that the files of its model refused is tried again.
 _AGAIN_SECONDS = 5.0
 
 
@@ -137,7 +138,7 @@ class Tokenizers:
             try:
                 tokens = await self._once(model, work, lambda: self._made(GroupName(tenant_id, model), prompt, key))
             except InvalidValue as error:
-                # An engine may be another one by now; files stay as they were opened.
+                # Another engine may answer by now, while files stay as they were opened.
                 if source is not None and source.kind == "local":
                     self._refuse(work, error)
                 raise
@@ -217,7 +218,7 @@ class Tokenizers:
                 f"the text was not tokenized within {self._seconds:g} s; try again in a moment"
             ) from None
         finally:
-            del task  # it has its error, which has this frame, and so the prompt
+            del task  # the task's error refers to this frame, and so to the prompt
 
     def _refuse(self, key: bytes, refusal: InvalidValue) -> None:
         """Remember for a while that the files of a model refuse a prompt: its template may have taken a second.
@@ -235,7 +236,7 @@ class Tokenizers:
         if not self._of_models[model]:
             del self._of_models[model]
         if not task.cancelled():
-            task.exception()  # every caller that waits gets it; without any, it is not needed
+            task.exception()  # marks the exception as retrieved, even if no caller waits for it
 
     async def _made(self, group: GroupName, prompt: Prompt, key: bytes | None) -> SourcedTokens:
         source = await self._source(group)
@@ -264,7 +265,7 @@ class Tokenizers:
         if url is None and self._engines is None:
             raise no_tokenizer(model)
         if url is None or url == ENGINE:
-            # Two tenants may have other engines of the same model's name.
+            # Two tenants may have different engines for a model of the same name.
             if self._engines is None:
                 raise TokenizerUnavailable("the tokenizer engine: cannot be used: this process knows no registrations")
             return EngineTokenizer(
@@ -306,7 +307,7 @@ class Tokenizers:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._openers, self._opened, model, url)
         except NoPlace:
-            raise  # as soon as another text has its answer, there is one
+            raise  # a place becomes free when another text has its answer
         except (InvalidValue, TokenizerUnavailable) as failure:
             # A file that takes long must not keep a processor busy.
             pause = _AGAIN_SECONDS * max(1.0, monotonic() - began)

@@ -40,7 +40,7 @@ _MESSAGES = {
     "PlaceholderRangeList": "PlaceholderRange* ranges",
     "HashesEntry": "string key, StringList value",
     "PlaceholdersEntry": "string key, PlaceholderRangeList value",
-    # A map is on the wire a list of entries.
+    # On the wire, a map is a list of entries.
     "MultiModalFeatures": "HashesEntry* mm_hashes, PlaceholdersEntry* mm_placeholders",
     "RenderChatCompletionResponse": "string request_id, uint32* token_ids, MultiModalFeatures features, bool success, "
     "string error_message",

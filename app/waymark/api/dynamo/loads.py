@@ -232,7 +232,8 @@ def _empty_prompt(_: int) -> HashedPrompt:
 
 
 def _loads(ranked: RankedTargets) -> list[WorkerLoad]:
-    """Return the loads of the workers among the candidates, in the order of their ids: equal scores have no order."""
+    """Return the loads of the workers among the candidates, sorted by id, because equal scores have no order of their
+    own."""
     candidates = (scored.candidate for scored in ranked.scored)
     return sorted(
         WorkerLoad(int(each.instance_id), each.dp_rank, each.device, each.wait, each.context, each.active)

@@ -140,7 +140,7 @@ class ColumnSums:
         """With ``is_clamped`` a number below 0 counts as 0, and one above 1 as 1. A part of None adds nothing."""
         self.columns, self._parts, self._is_clamped = columns, parts, is_clamped
         self.shown: dict[int, Candidate] = {}
-        """The candidates of an answer that are others than those of the sums."""
+        """The candidates, by their places, that an answer shows in place of those of the sums."""
         self.values = [0.0] * len(columns)
         if parts:
             self.values = (native.selected or pure_columns).add_columns(list(parts.values()), is_clamped)
@@ -176,7 +176,7 @@ def _clamped(weight: float, number: float | None) -> float | None:
 
 
 class RankedColumns(Sequence[Scored]):
-    """Candidates in an order. The first are objects at once, the others as soon as somebody looks at them.
+    """Candidates in an order. The first are objects at once, the others when they are first read.
 
     Loads follow later decisions, so an object that is made later may show a later load.
     """

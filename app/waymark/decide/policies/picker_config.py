@@ -74,7 +74,7 @@ class DeclaredPlugin:
 
 def read_picker_config(text: str) -> PickerConfig:
     """Parse the file. ``InvalidValue`` names the first mistake and the way out."""
-    import yaml  # here, since a replica without such a file does without it
+    import yaml  # imported here, because a replica without such a file does not need it
 
     try:
         # libyaml, if PyYAML has it: the loader in Python takes seconds for some thousand brackets within each other.

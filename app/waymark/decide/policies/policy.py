@@ -54,7 +54,7 @@ class Constant:
             return str(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidValue(f"{field} is {shown(value)}; it must be a number", field=field, reason="invalid_type")
-        if not self.least <= value <= min(self.most, sys.float_info.max):  # an integer of a file may be more than that
+        if not self.least <= value <= min(self.most, sys.float_info.max):  # an integer in a file may exceed a float
             raise InvalidValue(
                 f"{field} is {shown(value)}; it must be {self.range_text()}", field=field, reason="out_of_range"
             )
@@ -138,13 +138,13 @@ class RoutingRequest(NamedTuple):
     """The request that a policy ranks targets for."""
 
     tokens: int
-    """Length of the prompt; an estimate if ``has_tokens`` is false."""
+    """The length of the prompt; an estimate if ``has_tokens`` is false."""
     block_size: int
     pool: int = 0
-    """Bitmap of the prompt's blocks that a pool holds: bit i is block i."""
+    """A bitmap of the prompt's blocks that a pool holds: bit i is block i."""
     lora_name: str | None = None
     session: str | None = None
-    """Instance that the session token names."""
+    """The instance that the session token names."""
     prefix_key: bytes | None = None
     """32 bytes by which ``sticky`` finds its place on the ring."""
     is_multimodal: bool = False
@@ -230,7 +230,7 @@ class Scored(NamedTuple):
     def sum_of(cls, candidate: Candidate, parts: Mapping[str, float | None]) -> Scored:
         """Return the sum of the parts; a part of None adds 0."""
         total = 0.0
-        for part in parts.values():  # ``sum`` rounds otherwise in later releases of Python
+        for part in parts.values():  # ``sum`` rounds differently in later releases of Python
             total += part or 0.0
         return cls(candidate, total, parts)
 

@@ -258,7 +258,7 @@ def _hicache_by_load(request: RoutingRequest, values: Values) -> LoadCost:
 
 
 def _lmetric_by_load(request: RoutingRequest, values: Values) -> LoadCost:
-    # (wait + new) * (active + 1) is no sum: which of two targets is better depends on the prompt. But it grows with
+    # (wait + new) * (active + 1) is not a sum: which of two targets is better depends on the prompt. But it grows with
     # both, so a target cannot win if another has a shorter queue and fewer requests.
     tokens = request.tokens
     return LoadCost(_REQUESTS, _QUEUE, lambda requests, wait: (wait + tokens) * (requests + 1))

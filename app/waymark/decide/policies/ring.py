@@ -23,7 +23,7 @@ _POINTS_MAX = 2**16
 
 
 def bounded_points(points: int, targets: int) -> int:
-    """Return the points that each of so many targets has if a request asks for ``points``."""
+    """Return the points of each target, fewer in a large fleet, if a request asks for ``points``."""
     return min(points, max(POINTS, _POINTS_MAX // max(1, targets)))
 
 
