@@ -136,7 +136,9 @@ def redis_url(redis_socket: Path) -> str:
 async def redis(request: pytest.FixtureRequest) -> AsyncIterator[Redis]:
     """A client of an empty Redis, replies as bytes over RESP2; once emulated, once real."""
     if request.param == "real":
-        client = Redis.from_url(request.getfixturevalue("redis_url"), protocol=2, decode_responses=False)
+        client = Redis.from_url(
+            request.getfixturevalue("redis_url"), protocol=2, decode_responses=False, socket_timeout=patient(5)
+        )
     else:
         client = FakeAsyncRedis(server=FakeServer(), protocol=2, decode_responses=False)
     async with client:

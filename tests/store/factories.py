@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import pytest
 from redis.asyncio import Redis
 
+from tests.patience import patient
 from waymark.base.errors import StoreUnavailable
 from waymark.domain.engines import EngineKind
 from waymark.domain.held import HeldBlocks
@@ -71,7 +72,7 @@ async def found_hashes(store: Store, group_id: int, engine_hashes: Sequence[int]
 def client_of(redis: Redis) -> RedisClient:
     """A client of the same Redis, with a read connection where it is real. To be closed by ``client.reads``."""
     path = redis.connection_pool.connection_kwargs.get("path")
-    reads = None if path is None else ReadPool(Dialer(parse(f"unix://{path}"), Credentials(), 5.0, None))
+    reads = None if path is None else ReadPool(Dialer(parse(f"unix://{path}"), Credentials(), patient(5), None))
     return RedisClient(redis, "redis://test", reads=reads)
 
 
