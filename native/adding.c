@@ -34,7 +34,7 @@ static PartBlock *read_blocks(PyObject *slots, PyObject *hashes, size_t *count)
     return blocks;
 }
 
-/* What is said of blocks in the arguments of `add` and `add_block`, besides their place. 0 with an exception. */
+/* Read the arguments of `add` and `add_block` that describe the blocks, except their place. 0 with an exception. */
 static int read_part(PyObject *kind, PyObject *holder, PyObject *is_known, PyObject *is_identity, PyObject *parent,
                      PyObject *copies, PyObject *waits, Part *part)
 {

@@ -1,4 +1,4 @@
-/* The payload of a batch, in vLLM's dialect, to events: what most events of most engines are.
+/* Turns the payload of a batch in vLLM's dialect, which most engines speak, into events.
  *
  * Events that are not plain are left to Python; so are batches of an unusual form.
  */
@@ -30,7 +30,8 @@ static Outcome read_number(Reader *reader, PyObject **found)
     return *found == NULL ? FAILED : READ;
 }
 
-/* The id of the process that sent a batch, where its fourth element is one: 16 bytes. FAILED with an exception. */
+/* The id of the process that sent a batch, if the fourth element of the batch is such an id: 16 bytes. FAILED with an
+ * exception. */
 static Outcome read_publisher(Reader *reader, PyObject **found)
 {
     Value value;
@@ -42,8 +43,8 @@ static Outcome read_publisher(Reader *reader, PyObject **found)
     return *found == NULL ? FAILED : READ;
 }
 
-/* All events, behind those of the batch; in *others how many of them are left to Python. UNUSUAL where the payload ends
- * before they do. */
+/* Append all events to those of the batch, and store in *others how many of them are left to Python. UNUSUAL if the
+ * payload ends before they do. */
 static Outcome read_list(Batch *batch, uint64_t count, Py_ssize_t *others)
 {
     Events *events = batch->events;
@@ -74,13 +75,13 @@ static Outcome read_list(Batch *batch, uint64_t count, Py_ssize_t *others)
     return READ;
 }
 
-/* What a batch says besides its events: references, or NULL. */
+/* The fields of a batch besides its events, as references or NULL. */
 typedef struct {
     PyObject *ts, *rank, *publisher;
     Py_ssize_t others; /* events that are left to Python */
 } Head;
 
-/* Let go what it has. */
+/* Release its references. */
 static void drop_head(Head *head)
 {
     Py_XDECREF(head->ts);
@@ -88,7 +89,7 @@ static void drop_head(Head *head)
     Py_XDECREF(head->publisher);
 }
 
-/* A whole payload, into the events of the batch and *head, which is to be let go whatever the outcome. */
+/* Read a whole payload into the events of the batch and *head. The caller releases *head in any case. */
 static Outcome read_all(Batch *batch, Py_ssize_t events_max, Head *head)
 {
     Value root, list;
@@ -137,14 +138,14 @@ static Batch begin_batch(const Input *payload, Events *events, PyObject *medium_
                    .medium_of = medium_of};
 }
 
-/* Let go what reading has kept. */
+/* Release the references that reading has kept. */
 static void end_batch(Batch *batch)
 {
     Py_XDECREF(batch->medium);
     Py_XDECREF(batch->adapter);
 }
 
-/* Whether so many fields of a store and of a removal may be read. 0 with an exception. */
+/* Whether these numbers of fields of a store and of a removal may be read. 0 with an exception. */
 static int are_fields(long stored_fields, long removed_fields)
 {
     if (stored_fields >= 1 && stored_fields <= STORED_FIELDS && removed_fields >= 1 && removed_fields <= REMOVED_FIELDS)
@@ -158,11 +159,11 @@ static int are_fields(long stored_fields, long removed_fields)
  *     -> tuple[float | int | None, list | Events, float | int | None, bytes | None, int] | None
  *
  * The batch `[ts, events, rank?, publisher?, ...]`: ts, the events, the rank, the id of the publisher's process, and how
- * many events are not plain. Instead of such a one stands where it is in the payload, (start, end). An event that is a
- * list has at most so many fields of a store, or of a removal; what is behind is not read. The events are Events where all are stores with the tokens of their
- * blocks, and removals, and neither differ in more than their blocks. None where the batch itself is not plain, or has
- * more than `events_max` events. `medium` turns the name of a medium, or None, into ours; None for one that is not a
- * name.
+ * many events are not plain. In place of such an event there is its position in the payload, (start, end). Of an event
+ * that is a list, at most this many fields of a store, or of a removal, are read. The events are Events if all are
+ * stores with the tokens of their blocks, or removals, and if the stores differ in their blocks only, and so do the
+ * removals. None if the batch itself is not plain, or has more than `events_max` events. `medium` turns the name of a
+ * medium, or None, into ours; None for one that is not a name.
  */
 PyObject *read_batch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -194,10 +195,10 @@ PyObject *read_batch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 #define SECONDS_MAX 1e11 /* a larger time counts milliseconds */
 
-/* What the batches that go on have in common, and what they come to. */
+/* The common facts of the batches that continue, and the counts of their events. */
 typedef struct {
     const Events *first;
-    PyObject *ts, *rank, *publisher; /* of the batch before, borrowed, and of all */
+    PyObject *ts, *rank, *publisher; /* the ts of the batch before, borrowed, and the ts of all */
     PyObject *medium_of;
     long stored_fields, removed_fields;
     Py_ssize_t events_max;
@@ -222,7 +223,7 @@ static int is_rank(PyObject *found, PyObject *rank)
     return PyLong_Check(found) ? PyObject_RichCompareBool(found, rank, Py_EQ) : 0;
 }
 
-/* Whether a batch says nothing else than the one before besides its blocks, and fits. -1 with an exception. */
+/* Whether a batch differs from the one before in its blocks only, and fits. -1 with an exception. */
 static int goes_on(const Going *going, const Events *events, const Head *head)
 {
     if (head->others > 0 || !are_in_order(going->ts, head->ts) ||
@@ -244,8 +245,8 @@ static void add_up(Going *going, const Events *events)
     }
 }
 
-/* The next batch: 1, and its events are in the list `found` and its time is *ts, a reference. 0 where it does not go on,
- * -1 with an exception. */
+/* The next batch: 1, and its events are in the list `found` and its time is *ts, a reference. 0 if it does not
+ * continue, -1 with an exception. */
 static int read_next(Going *going, PyObject *payload, PyObject *found, PyObject **ts)
 {
     Input input;
@@ -280,9 +281,9 @@ static int read_next(Going *going, PyObject *payload, PyObject *found, PyObject 
  *       hashes_max: int, medium, stored_fields: int, removed_fields: int)
  *     -> tuple[list[Events], float | None, int, int, int, int]
  *
- * The events of the batches in these payloads, up to the first that says something else than this batch besides its
- * blocks, whose ts, rank and publisher are given; with at most so many hashes together. The ts of the last of them, the
- * stores and the blocks of all, the removals and theirs. The other arguments are those of read_batch.
+ * The events of the batches in these payloads, up to the first that differs from this batch in more than its blocks;
+ * ts, rank and publisher are those of this batch. Together they have at most `hashes_max` hashes. The ts of the last of
+ * them, the stores and the blocks of all, the removals and theirs. The other arguments are those of read_batch.
  */
 PyObject *events_go_on(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

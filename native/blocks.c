@@ -85,7 +85,7 @@ static int reserve_slots(KnownBlocks *known, uint64_t hash, uint64_t key)
            (!known->has_keys || reserve_slot(&known->by_key, spread(key), key_spread_of, known));
 }
 
-/* Put in a block whose engine hash is not here; there is room, and its place has it. */
+/* Add a block whose engine hash is not in the table. There is room, and its place already counts the block. */
 static void add_block(KnownBlocks *known, Block block)
 {
     const uint32_t number = new_block(known);
@@ -99,7 +99,8 @@ static void add_block(KnownBlocks *known, Block block)
 
 int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth)
 {
-    /* All that may fail comes first. What goes makes no index smaller than for what comes. */
+    /* Everything that may fail comes first. Removing the former block leaves enough room in the indexes for the new
+       one. */
     if (!reserve_slots(known, hash, key))
         return 0;
     const int64_t former = find_hash(known, hash);
@@ -173,7 +174,7 @@ int lead_block(KnownBlocks *known, uint32_t number)
 int has_repeats(const uint64_t *numbers, size_t count)
 {
     enum { FEW = 128 };
-    uint64_t few[FEW], *seen = few; /* a hash table, at most half full; 0 where there is none */
+    uint64_t few[FEW], *seen = few; /* a hash table, at most half full; 0 if there is none */
     size_t capacity = FEW, zeros = 0;
     while (capacity < 2 * count)
         capacity *= 2;
@@ -221,8 +222,8 @@ int release_blocks(KnownBlocks *known)
     return known->chunks_count > 0;
 }
 
-/* All blocks leave their places. In the order of their numbers, blocks and places come in the order of memory: a million
- * take a tenth of the time that they would take in the order of the index. */
+/* All blocks leave their places. The order of numbers is the order in memory: a million blocks take a tenth of the time
+ * that they would take in the order of the index. */
 static void leave_places(KnownBlocks *known)
 {
     for (uint32_t number = 0; number < known->count; number++)
@@ -240,7 +241,7 @@ void empty_blocks(KnownBlocks *known)
 
 void clear_blocks(KnownBlocks *known)
 {
-    /* If nobody else has the places, they go with it. */
+    /* If no other object has the places, they are freed with the table. */
     if (known->places != NULL && Py_REFCNT((PyObject *)known->places) > 1)
         leave_places(known);
     for (uint32_t i = 0; i < known->chunks_count; i++)

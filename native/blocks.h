@@ -13,11 +13,11 @@ enum { PIECE_BLOCKS = 32, CHUNK_BLOCKS = 256, RELEASED_CHUNKS = 128, COPIES_MAX 
 #define NO_PLACE UINT32_MAX
 
 typedef struct {
-    uint64_t hash; /* the engine hash; of a free one: the number of the next free one, and 1 */
+    uint64_t hash; /* the engine hash; in a free block, 1 more than the number of the next free one */
     uint64_t key;
     uint32_t place; /* NO_PLACE of a free one */
     uint32_t depth : 5;
-    uint32_t is_first : 1;     /* of the hashes of its block */
+    uint32_t is_first : 1;     /* whether it is the first hash of its block */
     uint32_t is_collected : 1; /* for a removal that is being looked at */
     uint32_t is_left : 1;      /* the last event about the block was a removal that left a copy */
     uint32_t copies : 24;      /* of a block with this hash alone; 0: Python has its hashes and copies */
@@ -41,7 +41,7 @@ static inline Block *block_at(const KnownBlocks *known, uint32_t number)
     return &known->chunks[number / CHUNK_BLOCKS][number % CHUNK_BLOCKS];
 }
 
-/* The number of the block with an engine hash; -1 where there is none. */
+/* The number of the block with an engine hash; -1 if there is none. */
 static inline int64_t find_hash(KnownBlocks *known, uint64_t hash)
 {
     Search search = begin_search(&known->by_hash, spread(hash));
@@ -51,7 +51,7 @@ static inline int64_t find_hash(KnownBlocks *known, uint64_t hash)
     return found;
 }
 
-/* The number of the first block with a key; -1 where there is none. */
+/* The number of the first block with a key; -1 if there is none. */
 static inline int64_t find_key(KnownBlocks *known, uint64_t key)
 {
     Search search = begin_search(&known->by_key, spread(key));
@@ -63,12 +63,12 @@ static inline int64_t find_key(KnownBlocks *known, uint64_t key)
 
 typedef int64_t Find(KnownBlocks *known, uint64_t number);
 
-/* Of many numbers the caches fetch all slots of `index`, and then the blocks that a search looks at; one search after
- * the other would wait for each. */
+/* Let the caches fetch, for many numbers, all slots of `index`, and then the blocks that a search looks at. One search
+ * after the other would wait for each. */
 void fetch_blocks(const KnownBlocks *known, Index *index, const uint64_t *numbers, size_t count);
 
-/* Put a block in, whose place is there. A former one with its engine hash goes; one with its key stays the first. 0
- * with an exception; nothing has changed then. */
+/* Add a block whose place exists. A former block with its engine hash is removed; a block with its key stays the first.
+ * 0 with an exception; nothing has changed then. */
 int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth);
 
 /* The same with a block whose engine hash and key are not here. */
@@ -100,7 +100,7 @@ int has_repeats(const uint64_t *numbers, size_t count);
 /* Whether none of these is found, and none is there twice: 1 or 0, -1 with an exception. */
 int are_strange(KnownBlocks *known, const uint64_t *numbers, size_t count, Find *find);
 
-/* Free the last blocks of a table of no further use; whether some are left. */
+/* Free the last blocks of a table that is not used any more. Return whether some are left. */
 int release_blocks(KnownBlocks *known);
 
 /* Take all blocks out; there is room for as many then. */

@@ -139,7 +139,7 @@ static char *end_bulk(char *at)
 
 /* ---- words --------------------------------------------------------------------------------------- */
 
-/* What a packed part has behind its header. */
+/* The fields of a packed part after its header. */
 typedef struct {
     size_t namespace, parent, slots, hashes; /* bytes of each */
     PyObject *copies;                        /* a reference to bytes, or NULL */
@@ -147,7 +147,7 @@ typedef struct {
     Py_ssize_t copied_size;
 } Body;
 
-/* 0 with an exception; there is nothing to let go then. */
+/* 0 with an exception; then there is nothing to release. */
 static int plan_body(const Part *part, Body *body)
 {
     const int is_behind = part->kind == '+' && part->has_parent && part->place_kind == BRANCH_ROW &&

@@ -7,7 +7,7 @@
 
 enum { KEY = 8 }; /* bytes of a hash, and of a block key */
 
-/* A chain of blocks: what the next one goes on from. */
+/* The state of a chain, from which the next block continues. */
 typedef struct {
     Xxh3 state;
     uint64_t parent; /* a seq_hash, without the namespace */

@@ -10,7 +10,7 @@
 /* The numbers of a sequence of `count`; `absent` stands for None, unless that is NULL. 0 with an exception. */
 static int read_numbers(PyObject *sequence, double *numbers, Py_ssize_t count, const double *absent)
 {
-    PyObject *items = PySequence_Tuple(sequence); /* a list could change while objects are called */
+    PyObject *items = PySequence_Tuple(sequence); /* a list could change while methods of its objects run */
     int is_read = items != NULL;
     if (is_read && PyTuple_Size(items) != count) {
         PyErr_Format(PyExc_ValueError, "a column has %zd numbers, and another one %zd", PyTuple_Size(items), count);

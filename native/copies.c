@@ -49,13 +49,14 @@ PyObject *known_left(PyObject *self, PyObject *ignored)
 
 /* ---- events --------------------------------------------------------------------------------------- */
 
-/* What Redis keeps of so many copies: bytes. NULL with an exception. */
+/* The bytes that Redis keeps for this number of copies. NULL with an exception. */
 static PyObject *text_of(uint32_t copies)
 {
     return copies < 2 ? PyBytes_FromString("0") : PyBytes_FromFormat("%u", copies);
 }
 
-/* Add a single block whose copies are so many from now on; `add` is add_blocks, or the like. 0 with an exception. */
+/* Add a single block that has this number of copies from now on; `add` is add_blocks or a similar function. 0 with an
+ * exception. */
 static int add_counted(Run *run, Part *part, int64_t position, const Block *block, uint32_t copies)
 {
     PyObject *text = text_of(copies);
@@ -65,8 +66,8 @@ static int add_counted(Run *run, Part *part, int64_t position, const Block *bloc
     return is_done;
 }
 
-/* Whether the blocks of a store from its first on are here as it has them, alone under their hashes, and one behind the
- * other; in *count how many. Nothing goes on from a single, or in a namespace of its own. */
+/* Whether the first blocks of a store are in the table as the store has them: in the same order, and each with a single
+ * hash. *count gets their number. No chain continues from a single, or in another namespace. */
 static int are_repeated(KnownBlocks *known, Run *run, const Store *store, size_t *count)
 {
     int depth = store->depth;

@@ -5,7 +5,7 @@
 
 #include "bytes.h"
 
-/* The digits from `at` as a number; *at goes behind them. -1 where there are none, or more than 10. */
+/* The digits from `at` as a number; *at goes behind them. -1 if there are none, or more than 10. */
 static inline int64_t read_number(const char **at)
 {
     const char *first = *at;
@@ -19,10 +19,11 @@ static inline int64_t read_number(const char **at)
 }
 
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-/* 0 where all of eight bytes are digits; else the lowest bit that is set is in the first that is none.
+/* 0 if all of eight bytes are digits; otherwise the lowest bit that is set is in the first byte that is not a digit.
  *
  * A digit is 0x30..0x39: its upper half is 3, and stays so with 6 added. A carry only reaches beyond a byte that is no
- * digit itself. */
+ * digit itself.
+ */
 static inline uint64_t not_digits(uint64_t text)
 {
     const uint64_t upper = 0xF0F0F0F0F0F0F0F0, more = 0x0606060606060606;
@@ -37,8 +38,8 @@ static inline uint64_t eight_digits(uint64_t number)
     return ((number & 0xFFFF) * 10000 + (number >> 32 & 0xFFFF)) & 0xFFFFFFFF;
 }
 
-/* As read_number, for up to 7 digits with 8 readable bytes: at once, since a branch for each digit is one that is
- * guessed wrong at the end of each number. */
+/* As read_number, for up to 7 digits with 8 readable bytes: all at once, because with a branch for each digit the
+ * processor would mispredict the end of each number. */
 static inline int64_t read_short_number(const char **at)
 {
     uint64_t text;

@@ -62,7 +62,7 @@ static PyObject *hashes_as_tuple(const uint64_t *hashes, size_t count)
     return found;
 }
 
-/* An object of `type` with these attributes, of which the first `owned` are let go. NULL with an exception. */
+/* An object of `type` with these attributes, of which the first `owned` are released. NULL with an exception. */
 static PyObject *build_owned(PyTypeObject *type, PyObject *const *names, PyObject *const *values, int count, int owned)
 {
     int are_all = 1;
@@ -74,7 +74,7 @@ static PyObject *build_owned(PyTypeObject *type, PyObject *const *names, PyObjec
     return found;
 }
 
-/* Whether an engine had the blocks of a store before, as it says: borrowed. */
+/* Whether an engine had the blocks of a store before, according to its event; a borrowed reference. */
 static PyObject *reused(const PlainEvent *event)
 {
     return event->origin == UNTOLD ? Py_None : event->origin == FROM_REUSE ? Py_True : Py_False;
@@ -99,7 +99,7 @@ static PyObject *make_reference(const Events *events, const PlainEvent *event)
 /* A store with tokens as a Stored. */
 static PyObject *make_stored(const Events *events, const PlainEvent *event)
 {
-    /* In the order of stored_names; what is borrowed stands behind the rest. */
+    /* In the order of stored_names; borrowed references come last. */
     enum { OWNED = 8 };
     PyObject *values[STORED_ATTRIBUTES] = {
         hashes_as_tuple(events->hashes + event->hashes, event->hashes_count),
@@ -149,7 +149,7 @@ static PyObject *make_removed(const Events *events, const PlainEvent *event)
     return build_owned(events->removed, removed_attributes, values, REMOVED_ATTRIBUTES, OWNED);
 }
 
-/* An event as an object; one that is left to Python as where it stands in the payload, (start, end). */
+/* An event as an object; for an event that is left to Python, its position in the payload, (start, end). */
 static PyObject *make_event(const Events *events, const PlainEvent *event)
 {
     if (event->kind == OTHER)
@@ -213,7 +213,7 @@ int stay_together(Events *events)
     return events->count > 0;
 }
 
-/* The first event of a kind; NULL where there is none. */
+/* The first event of a kind; NULL if there is none. */
 static const PlainEvent *first_of(const Events *events, uint8_t kind)
 {
     for (size_t i = 0; i < events->count; i++)
@@ -251,7 +251,7 @@ static PyObject *events_item(PyObject *self, Py_ssize_t at)
 }
 
 /* How many events of a kind there are, and their hashes. The first becomes *pattern, as an object without its blocks, or
- * None where there is none. 0 with an exception. */
+ * None if there is none. 0 with an exception. */
 static int sum_up(const Events *events, uint8_t kind, Py_ssize_t *count, Py_ssize_t *hashes, PyObject **pattern)
 {
     const PlainEvent *first = NULL;
@@ -345,7 +345,7 @@ static PyObject *events_patterns(PyObject *self, PyObject *before)
     return (PyObject *)patterns;
 }
 
-/* Lets go what the events and the type itself refer to. */
+/* Release the references of the events and of the type itself. */
 static void events_dealloc(PyObject *self)
 {
     Events *events = (Events *)self;
@@ -381,7 +381,7 @@ static PyType_Slot events_slots[] = {
 static PyType_Spec events_spec = {"waymark._native.Events", sizeof(Events), 0,
                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, events_slots};
 
-/* Nobody makes one but read_batch, so the module does not name the type. */
+/* Only read_batch makes such objects, so the module does not name the type. */
 int add_events(PyObject *module)
 {
     return add_type(NULL, "Events", &events_spec, &events_type);

@@ -1,7 +1,7 @@
 /* The events of a batch as C has them.
  *
- * Of most batches the events differ in their hashes and tokens alone. Those stay here, as Events, and become objects
- * only where somebody asks for one.
+ * The events of most batches differ in their hashes and tokens only. These stay in C, as Events, and an object is made
+ * only when one is read.
  */
 
 #ifndef WAYMARK_EVENTS_H
@@ -14,14 +14,14 @@
 
 typedef enum { STORE, REMOVAL, CLEARING, OTHER } EventKind;
 
-/* Whether the blocks of a store were new to its engine, or told again. */
+/* Whether the blocks of a store were new to its engine, or announced again. */
 typedef enum { UNTOLD, FROM_NEW, FROM_REUSE } Origin;
 
-/* A plain event; of another one only where it stands in the payload. */
+/* A plain event, or only the position in the payload of any other event. */
 typedef struct {
-    PyObject *medium, *adapter; /* references; NULL where its kind has none */
+    PyObject *medium, *adapter; /* references; NULL if its kind has none */
     uint64_t parent, group;
-    size_t hashes, tokens; /* where its own begin among those of all events */
+    size_t hashes, tokens; /* the positions of its first ones among those of all events */
     uint32_t hashes_count, tokens_count, block_size;
     uint8_t kind, has_parent, has_group, tells_salts;
     uint8_t origin;      /* of a store: an Origin */
@@ -48,7 +48,7 @@ Events *as_events(PyObject *object);
 /* Events without any yet; `stored`, `reference` and `removed` are types, `cleared` an object. */
 Events *new_events(PyObject *stored, PyObject *reference, PyObject *removed, PyObject *cleared);
 
-/* Let go what an event refers to. */
+/* Release the references of an event. */
 static inline void drop_event(PlainEvent *event)
 {
     Py_CLEAR(event->medium);
@@ -58,8 +58,8 @@ static inline void drop_event(PlainEvent *event)
 /* A list of all events, each as an object. */
 PyObject *list_events(const Events *events);
 
-/* Whether the events of two batches that each stay together are alike: all that those of `more` say besides their
- * blocks, those of `events` say, too. -1 with an exception. */
+/* Whether the events of two batches, each of which can be kept together, are alike: those of `more` differ from those
+ * of `events` in their blocks only. -1 with an exception. */
 int are_of_one_kind(const Events *events, const Events *more);
 
 /* Whether all events are stores that are alike, each with the tokens of its blocks, and removals that are alike: the

@@ -1,4 +1,4 @@
-/* What is in the fields of an event: see fields.h. */
+/* Reads the fields of an event: see fields.h. */
 
 #include "fields.h"
 
@@ -181,7 +181,7 @@ Outcome read_group(const Batch *batch, const Event *fields, PlainEvent *event)
 
 Outcome read_medium(Batch *batch, const Event *fields, PlainEvent *event)
 {
-    /* Neighbours have the same one nearly always. */
+    /* Consecutive events nearly always have the same one. */
     Reader inside;
     const Value value = value_at(batch, fields->at[MEDIUM], &inside);
     const uint64_t size = value.kind == TEXT ? value.number : 0;

@@ -1,7 +1,7 @@
 /* Where the fields of an event stand in its payload, and what is in them, in vLLM's dialect.
  *
- * A plain event has nothing in it that needs a rule of app/waymark/engines: no salt, no image, nothing that is to be
- * rejected. All others are UNUSUAL: they are left to Python, which has the words for them.
+ * A plain event needs no rule of app/waymark/engines: it has no salt, no image, and no part that must be rejected. All
+ * others are UNUSUAL: they are left to Python, which has the sentences for rejections.
  */
 
 #ifndef WAYMARK_FIELDS_H
@@ -10,7 +10,7 @@
 #include "events.h"
 #include "msgpack.h"
 
-/* Fields of a store, in the order of a list; what only maps have comes behind. */
+/* Fields of a store, in the order of a list; fields that only maps have come last. */
 typedef enum {
     BLOCK_HASHES,
     PARENT,
@@ -44,7 +44,7 @@ typedef struct {
     Reader reader;
     const unsigned char *begin;
     Events *events;
-    uint64_t stored_fields, removed_fields; /* of a store and of a removal that is a list; what is behind is not read */
+    uint64_t stored_fields, removed_fields; /* the fields to read of a store and of a removal that is a list */
     PyObject *medium_of;     /* a name of the wire, or None, to that of its medium */
     PyObject *medium;        /* of the last event that has one: a reference, or NULL */
     const unsigned char *medium_at; /* its name in the payload */
@@ -55,13 +55,13 @@ typedef struct {
 
 enum { STORED_FIELDS = ATTENTION + 1, REMOVED_FIELDS = 3 }; /* of vLLM's lists */
 
-/* Where the fields of an event are; NULL where it does not have them. */
+/* Where the fields of an event are; NULL if it does not have them. */
 typedef struct {
     const unsigned char *at[FIELDS];
     uint64_t elements; /* of a list; 0 of a map */
 } Event;
 
-/* What reading comes to. FAILED: with an exception. */
+/* The outcome of reading. FAILED: with an exception. */
 typedef enum { FAILED = -1, UNUSUAL = 0, READ = 1 } Outcome;
 
 /* Whether a value is a text, and this one. */
@@ -70,16 +70,16 @@ static inline int is_name(const Value *value, const Name *name)
     return value->kind == TEXT && value->number == name->size && memcmp(value->start, name->text, name->size) == 0;
 }
 
-/* Whether a value that nobody looks at is one that the library can read, too. */
+/* Whether an unused value is one that the library can read, too. */
 int is_simple(const Value *value);
 
-/* Go behind a value that nobody looks at. 0 where it is UNUSUAL. */
+/* Skip an unused value. 0 if it is UNUSUAL. */
 int skip_simple(Reader *reader);
 
-/* Where the fields of an event are, whose head has been read; the reader is behind it then. 0 where it is UNUSUAL. */
+/* Where the fields of an event are, whose head has been read; the reader is behind it then. 0 if it is UNUSUAL. */
 int find_fields(Reader *reader, const Value *head, Event *event);
 
-/* The value at a place that is known to have a whole one; nil where there is no place. */
+/* The value at a place that is known to have a whole one; nil if there is no place. */
 static inline Value value_at(const Batch *batch, const unsigned char *at, Reader *inside)
 {
     Value value = {NIL, 0, NULL};
@@ -89,10 +89,10 @@ static inline Value value_at(const Batch *batch, const unsigned char *at, Reader
     return value;
 }
 
-/* ---- one field, into an event; references that it then has are let go with it, whatever the outcome ---------------- */
+/* ---- one field, into an event; the references of the event are released with it in any case ---------------- */
 
-/* The hashes of an event, behind those of all. UNUSUAL where they are none, too many, or one of them comes twice. The
- * count of all goes up when the event is taken over. */
+/* Append the hashes of an event to those of all events. UNUSUAL if they are none, too many, or one of them comes twice.
+ * The count of all goes up when the event is taken over. */
 Outcome read_hashes(const Batch *batch, const Event *fields, PlainEvent *event);
 
 /* The parent of a store: a hash that is none of its own, or nil. What 0 means depends on the engine. */
@@ -110,16 +110,16 @@ Outcome read_group(const Batch *batch, const Event *fields, PlainEvent *event);
 /* The medium of an event: asks medium_of for each that is not that of the last event. */
 Outcome read_medium(Batch *batch, const Event *fields, PlainEvent *event);
 
-/* The adapter: its name, else its id, else None. *name: the name, nil where it has none. */
+/* The adapter: its name, else its id, else None. *name: the name, nil if it has none. */
 Outcome read_adapter(Batch *batch, const Event *fields, Value *name, PlainEvent *event);
 
 /* Whether the blocks were new, or only told again, if a store says so. */
 Outcome read_origin(const Batch *batch, const Event *fields, PlainEvent *event);
 
-/* How many copies a removal leaves, if it says so: plain where they are none of any block. */
+/* How many copies a removal leaves, if it says so. Only 0 copies of each block are plain. */
 Outcome read_copy_counts(const Batch *batch, const Event *fields, PlainEvent *event);
 
-/* Whether nothing is told of any of `count` blocks but the adapter that its event names. */
+/* Whether the extra keys of `count` blocks name nothing but the adapter of the event. */
 int has_plain_keys(const Batch *batch, const Event *event, size_t count, const Value *adapter);
 
 /* Whether the blocks are of the attention that a prefix needs; the event may say nothing. */

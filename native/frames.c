@@ -5,7 +5,7 @@
 #include "events.h"
 #include "parts.h"
 
-/* Of the tuples that run_frames takes. */
+/* The lengths of the tuples that run_frames takes. */
 enum { READING = 7, RUNNING = 6 };
 
 /* Whether an argument is a tuple of so many objects. 0 with an exception. */
@@ -17,7 +17,7 @@ static int is_tuple_of(PyObject *object, Py_ssize_t count)
     return 0;
 }
 
-/* What go_on makes of the payloads. NULL with an exception. */
+/* The result of go_on for the payloads. NULL with an exception. */
 static PyObject *read_frames(PyObject *events, PyObject *payloads, PyObject *ts, PyObject *reading)
 {
     PyObject *args[2 + READING] = {payloads, ts};
@@ -39,8 +39,8 @@ static PyObject *list_following(PyObject *frames, uint64_t seq)
     return following;
 }
 
-/* What run makes of the frames that were read: they follow `events`, of which it runs none. NULL with an exception; some
- * of them may be done then. */
+/* The result of run for the frames that were read, which follow `events`; no event of `events` itself is run. NULL with
+ * an exception; some frames may be done then. */
 static PyObject *run_read(PyObject *known, PyObject *events, PyObject *frames, PyObject *hashes_max, PyObject *parts,
                           uint64_t seq, PyObject *running, PyObject *gone, PyObject *may)
 {
@@ -59,7 +59,7 @@ static PyObject *run_read(PyObject *known, PyObject *events, PyObject *frames, P
     return ran;
 }
 
-/* Whether a run came to the end of its last frame, and nothing of it is to be judged. */
+/* Whether a run reached the end of its last frame, and no copies must be judged. */
 static int is_whole(PyObject *ran, PyObject *frames)
 {
     const Py_ssize_t count = PyList_Size(frames);
@@ -70,7 +70,7 @@ static int is_whole(PyObject *ran, PyObject *frames)
     return begun == count && (size_t)at == events && restored + miscounted == 0;
 }
 
-/* All parts as pack writes them; None where a call has no room for them. NULL with an exception. */
+/* All parts as pack writes them; None if a call has no room for them. NULL with an exception. */
 static PyObject *pack_all(PyObject *parts, PyObject *prefix)
 {
     const size_t count = ((Parts *)parts)->count;
@@ -90,15 +90,15 @@ static PyObject *pack_all(PyObject *parts, PyObject *prefix)
  *            running: tuple, gone: tuple[KnownBlocks, ...], may: int, prefix: bytes)
  *     -> tuple[tuple, tuple, tuple | None] | None
  *
- * Read the batches in these payloads, up to the first that says something else besides its blocks than `events` do,
- * whose ts is given; store and remove what they say; and write the words of the call that tells Redis. `reading` is what
- * go_on takes behind the ts; `running` is holder, seed, namespace, full, piece_blocks and waves of run; `parts` has none
- * yet, and `seq` is that of the first batch.
+ * Read the batches in these payloads, up to the first that differs from `events` in more than its blocks; `ts` is that
+ * of `events`. Store and remove their blocks, and write the words of the call to Redis. `reading` has the arguments of
+ * go_on after the ts; `running` is holder, seed, namespace, full, piece_blocks and waves of run; `parts` has none yet,
+ * and `seq` is that of the first batch.
  *
- * None where the first batch says something else, and nothing has changed then. Else what go_on, run and pack return:
- * run counts the first batch among those that have begun. None in place of words where the run ended before the last
- * batch did, where copies are to be judged, and where a call has no room for all parts. An exception may come after some
- * blocks have changed.
+ * None if the first batch differs in more; then nothing has changed. Otherwise the results of go_on, run and pack: run
+ * counts the first batch among those that have begun. None in place of words if the run ended before the last batch did,
+ * if copies must be judged, or if a call has no room for all parts. An exception may come after some blocks have
+ * changed.
  */
 PyObject *known_run_frames(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -29,7 +29,7 @@ static inline int is_blank(char c)
     return c == ' ' || c == '\t';
 }
 
-/* Whether a span is `word`, which is in lower case, in any case. */
+/* Whether a span equals `word` except for upper and lower case; `word` is in lower case. */
 static int is_word(Span span, const char *word)
 {
     const size_t length = strlen(word);
@@ -43,7 +43,7 @@ static int is_word(Span span, const char *word)
     return 1;
 }
 
-/* A path of names and slashes from `at`; NULL where it is not one. *path: where it is. */
+/* A path of names and slashes from `at`; NULL if it is not one. *path: where it is. */
 static const char *read_path(const char *at, const char *end, Span *path)
 {
     path->start = at;
@@ -73,7 +73,7 @@ static int is_plain_host(Span value)
     return at == value.end;
 }
 
-/* The number of a Content-Length into `length`; 0 where it is not plain. */
+/* The number of a Content-Length into `length`; 0 if it is not plain. */
 static int read_length(Span value, size_t *length)
 {
     *length = 0;
@@ -100,7 +100,7 @@ static int is_plain_field(Span name, Span value, Facts *facts)
              is_word(name, "proxy-connection"));
 }
 
-/* A field from `at` into `name` and `value`, and the beginning of the next line; NULL where it is not plain. */
+/* A field from `at` into `name` and `value`, and the beginning of the next line; NULL if it is not plain. */
 static const char *read_field(const char *at, const char *end, Span *name, Span *value)
 {
     name->start = at;
@@ -134,7 +134,7 @@ static PyObject *make_pair(Span name, Span value)
     return Py_BuildValue("Ny#", made, value.start, value.end - value.start);
 }
 
-/* Append the fields from `at` to `fields`, and return the beginning of the body. NULL where they are not plain, and
+/* Append the fields from `at` to `fields`, and return the beginning of the body. NULL if they are not plain, and
  * with an exception. */
 static const char *read_fields(const char *at, const char *end, PyObject *fields, Facts *facts)
 {
@@ -154,7 +154,7 @@ static const char *read_fields(const char *at, const char *end, PyObject *fields
     return NULL;
 }
 
-/* As plain_post, into the empty list `fields`; NULL where the request is not plain, and with an exception. */
+/* As plain_post, into the empty list `fields`; NULL if the request is not plain, and with an exception. */
 static PyObject *read_post(const Input *data, PyObject *fields)
 {
     static const char method[] = "POST ", version[] = " HTTP/1.1\r\n";

@@ -49,7 +49,7 @@ int grow_segment(Index *index, Segment *segment, HashOf *hash_of, const void *ow
     return 0;
 }
 
-/* What is behind the thing moves up, to the first that is where it belongs, so that no search ends at a gap. */
+/* The things after this one move up, as far as the first that is where it belongs, so that no search ends at a gap. */
 void delete_slot(Index *index, uint64_t hash, uint32_t number, HashOf *hash_of, const void *owner)
 {
     Segment *segment = segment_of(index, hash);

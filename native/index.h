@@ -1,13 +1,13 @@
-/* An index of numbered things by a hash of theirs, in some six bytes a thing.
+/* An index of numbered things by their hashes, in about six bytes for each thing.
  *
  * Open addressing with linear probing, in segments that grow and shrink one at a time: no insertion takes longer than a
  * millisecond, however many things there are. As a rule a large segment is between 0.57 and 0.8 full; one that
  * things leave keeps its memory, as their blocks do, until it is an eighth full.
  *
  * A slot has the number of its thing and how far the slot is from where the thing belongs. So a search looks at no
- * thing that belongs elsewhere, and a deletion at none: each look is a miss of the caches. Things stand in the order of
- * where they belong: a search for what is not there ends at the first thing that belongs behind, and a deletion moves
- * the things up to the first that is where it belongs.
+ * thing that belongs elsewhere, and a deletion at none: each look is a miss of the caches. Things are in the order of
+ * the slots where they belong. So a search for an absent thing ends at the first thing that belongs to a later slot,
+ * and a deletion moves things up only as far as the first that is where it belongs.
  */
 
 #ifndef WAYMARK_INDEX_H
@@ -31,7 +31,7 @@ enum {
 };
 
 typedef struct {
-    uint32_t *slots; /* distance << NUMBER_BITS | the number of a thing, and 1; 0 where there is none */
+    uint32_t *slots; /* distance << NUMBER_BITS | 1 more than the number of a thing; 0 if there is none */
     uint32_t capacity, used;
 } Segment;
 
@@ -40,7 +40,7 @@ typedef struct {
     size_t bytes;
 } Index;
 
-/* Without this number nobody can choose things whose hashes fall together. */
+/* Without knowing this number, no client can choose things whose hashes collide. */
 extern uint64_t index_secret __attribute__((visibility("hidden")));
 
 /* Choose it, once in each process. 0 with an exception. */

@@ -22,7 +22,7 @@ typedef struct {
 #endif
 } Input;
 
-/* Let go the object that has the bytes. */
+/* Release the object that has the bytes. */
 static inline void release_input(Input *input)
 {
     Py_XDECREF(input->object);
@@ -62,7 +62,7 @@ static inline int open_bytes(PyObject *object, Input *input)
     return copy_exactly(input, 1);
 }
 
-/* What an object with a buffer holds. 0 with an exception. */
+/* The content of an object with a buffer. 0 with an exception. */
 static inline int open_buffer(PyObject *object, Input *input)
 {
     if (PyObject_GetBuffer(object, &input->view, PyBUF_SIMPLE) < 0)
@@ -73,7 +73,7 @@ static inline int open_buffer(PyObject *object, Input *input)
     return copy_exactly(input, 0);
 }
 
-/* Let go what open_bytes or open_buffer has taken; nothing may point into it any more. */
+/* Release what open_bytes or open_buffer has taken. No pointer into it may be used afterwards. */
 static inline void close_input(Input *input)
 {
 #ifdef WAYMARK_EXACT_INPUT

@@ -17,7 +17,7 @@ static PyObject *make_spot(KnownBlocks *known, const Block *block)
     return build_named(known->places->spot_type, Py_BuildValue("NKiK", place, namespace, (int)block->depth, block->key));
 }
 
-/* The same of the block with a number; None where that is -1. */
+/* The same of the block with a number; None if that is -1. */
 static PyObject *spot_or_none(KnownBlocks *known, int64_t number)
 {
     return number < 0 ? Py_NewRef(Py_None) : make_spot(known, block_at(known, (uint32_t)number));
@@ -70,7 +70,7 @@ static int64_t enter_given_place(KnownBlocks *known, PyObject *object, PyObject 
     Place place;
     const int64_t number = read_place_in(object, namespace, &place) ? number_of_place(known->places, &place) : -1;
     if (number >= 0)
-        enter_place(known->places, (uint32_t)number); /* so that it stays whatever goes meanwhile */
+        enter_place(known->places, (uint32_t)number); /* keeps the place while other blocks leave it */
     return number;
 }
 
@@ -139,7 +139,7 @@ static int are_blocks(const size_t counts[3], const uint64_t *depths)
 
 /* store(place: Place, namespace: int, keys: Sequence, depths: Sequence, engine_hashes: Sequence) -> None
  *
- * Nothing changes where an argument does not fit.
+ * Nothing changes if an argument does not fit.
  */
 static PyObject *known_store(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -287,7 +287,7 @@ static PyObject *known_new(PyTypeObject *type, PyObject *args, PyObject *names)
     return (PyObject *)known;
 }
 
-/* Its blocks leave their places, which others may have, too. */
+/* Its blocks leave their places, which other tables may share. */
 static void known_dealloc(PyObject *self)
 {
     KnownBlocks *known = (KnownBlocks *)self;

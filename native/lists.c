@@ -10,7 +10,7 @@
 #define read_plain_tokens(at, close, out) 0
 #endif
 
-/* Members of an object that are looked at before giving up; a query has some ten. */
+/* Members of an object that are looked at before giving up; a query has about ten. */
 #define QUOTES_MAX 256
 
 /* The first character from `at` that is no blank of JSON; `end` where there is none. */
@@ -21,7 +21,7 @@ static inline const char *skip_blanks(const char *at, const char *end)
     return at;
 }
 
-/* The first `name` (in its quotes) from `at`; NULL where there is none. *has_given_up: there may be one. */
+/* The first `name` (in its quotes) from `at`; NULL if there is none. *has_given_up: there may be one. */
 static const char *find_name(const char *at, const char *end, const char *name, size_t length, int *has_given_up)
 {
     for (int quotes = 0; quotes < QUOTES_MAX; quotes++) {
@@ -36,7 +36,7 @@ static const char *find_name(const char *at, const char *end, const char *name, 
     return NULL;
 }
 
-/* The tokens between `at` and the bracket at `close` into `out`; 0 where they are not `count` plain u32. */
+/* The tokens between `at` and the bracket at `close` into `out`; 0 if they are not `count` plain u32. */
 static int read_tokens(const char *at, const char *close, const char *end, Py_ssize_t count, unsigned char *out)
 {
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -54,7 +54,7 @@ static int read_tokens(const char *at, const char *close, const char *end, Py_ss
     return at == close;
 }
 
-/* A number of 64 bits from `at`, in quotes or not; a negative one as its two's complement. 0 where it is not plain. */
+/* A number of 64 bits from `at`, in quotes or not; a negative one as its two's complement. 0 if it is not plain. */
 static int read_hash(const char **at, const char *end, uint64_t *hash)
 {
     const int is_text = **at == '"';
@@ -107,7 +107,7 @@ static Py_ssize_t count_commas(const char *at, const char *end)
     return count;
 }
 
-/* Where the list under `name` opens; NULL where the text is not plain. *close: its closing bracket. */
+/* Where the list under `name` opens; NULL if the text is not plain. *close: its closing bracket. */
 static const char *find_list(const char *body, const char *end, const Input *name, const char **close)
 {
     const size_t length = (size_t)name->size;
@@ -157,7 +157,7 @@ static PyObject *cut_list(const Input *text, const Input *name, Py_ssize_t count
     return Py_BuildValue("nnN", open - body, close + 1 - body, numbers);
 }
 
-/* As cut and cut_hashes, whose arguments these are. */
+/* Does the work of cut and cut_hashes, and takes their arguments. */
 static PyObject *cut_arguments(const char *function, PyObject *const *args, Py_ssize_t nargs, Py_ssize_t width)
 {
     Input body, name;

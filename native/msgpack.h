@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* What is left to read. */
+/* The rest of the payload. */
 typedef struct {
     const unsigned char *at, *end;
 } Reader;
@@ -32,7 +32,7 @@ static inline uint64_t big_endian(const unsigned char *at, int bytes)
     return number;
 }
 
-/* A number of `bytes` from the reader. 0 where it is not whole. */
+/* A number of `bytes` from the reader. 0 if it is not whole. */
 static inline int read_width(Reader *reader, int bytes, uint64_t *number)
 {
     if (reader->end - reader->at < bytes)
@@ -60,7 +60,7 @@ static inline int read_length(Reader *reader, Kind kind, Value *value)
     return value->number <= (uint64_t)(reader->end - reader->at) / (kind == MAP ? 2 : 1);
 }
 
-/* An integer of two's complement. 0 where it is not whole. */
+/* An integer of two's complement. 0 if it is not whole. */
 static inline int read_signed(Reader *reader, int bytes, Value *value)
 {
     if (!read_width(reader, bytes, &value->number))
@@ -72,7 +72,7 @@ static inline int read_signed(Reader *reader, int bytes, Value *value)
     return 1;
 }
 
-/* A float of 4 or 8 bytes, as a double. 0 where it is not whole. */
+/* A float of 4 or 8 bytes, as a double. 0 if it is not whole. */
 static inline int read_float(Reader *reader, int bytes, Value *value)
 {
     if (!read_width(reader, bytes, &value->number))
@@ -88,7 +88,7 @@ static inline int read_float(Reader *reader, int bytes, Value *value)
     return 1;
 }
 
-/* The next value. 0 where it is not whole, or of a type that no event has (extensions). */
+/* The next value. 0 if it is not whole, or of a type that no event has (extensions). */
 static inline int read_value(Reader *reader, Value *value)
 {
     if (reader->at >= reader->end)
@@ -146,7 +146,7 @@ static inline int read_value(Reader *reader, Value *value)
     }
 }
 
-/* Go behind the next value, with all that is in it. 0 where it is not whole and plain. */
+/* Skip the next value, with everything in it. 0 if it is not whole and plain. */
 static inline int skip_value(Reader *reader, int depth)
 {
     Value value;

@@ -1,14 +1,13 @@
 /* The entry points of the C module, as Python calls them: one file for each subject, module.c lists them all.
  *
- * What holds for every function unless its comment says otherwise:
+ * These rules hold for every function unless its comment says otherwise:
  *
- * - It runs with the GIL, and never lets it go. What it calls may run other Python code only where objects of the
- *   caller are compared, called or read as a sequence, and where an object of Python is made, which may collect garbage.
- * - A PyObject that it takes is borrowed; one that it returns is a new reference, or NULL with an exception.
- * - A function that says "0 with an exception" returns 1 else; one that says "-1 with an exception" has other answers.
- *   The functions without these words raise nothing.
- * - Lengths are size_t, or Py_ssize_t where Python has them. A length from outside is bounded by bytes that are there,
- *   or PyMem_New refuses it.
+ * - It runs with the GIL, and never releases it. Other Python code can run only if objects of the caller are compared,
+ * called or read as a sequence, or if a Python object is made, which may collect garbage. - A PyObject that it takes is
+ * borrowed; one that it returns is a new reference, or NULL with an exception. - A function that says "0 with an
+ * exception" returns 1 else; one that says "-1 with an exception" has other answers.   The functions without these
+ * words raise nothing. - Lengths are size_t, or Py_ssize_t where Python has them. A length from outside is bounded by
+ * bytes that are there,   or PyMem_New refuses it.
  */
 
 #ifndef WAYMARK_NATIVE_H
@@ -34,7 +33,7 @@ int add_places(PyObject *module);       /* places.c */
 int add_parts(PyObject *module);        /* parts.c */
 int add_waves(PyObject *module);        /* waves.c */
 
-/* Whether there are `count` arguments; with an exception where there are not. */
+/* Whether there are `count` arguments; with an exception if there are not. */
 static inline int has_arguments(const char *name, Py_ssize_t nargs, Py_ssize_t count)
 {
     if (nargs != count)

@@ -1,4 +1,4 @@
-/* What Redis is told of the best targets of a decision by sums. */
+/* Makes the offers and the call of `reserve` from the best targets of a decision by sums. */
 
 #include "sums.h"
 
@@ -11,7 +11,7 @@
 /* Up to this number a double has every integer. */
 #define EXACT_MAX 9007199254740992.0
 
-/* What all offers of a call have in common, and the lists that they are put into. */
+/* The common values of all offers of a call, and the lists that they are appended to. */
 typedef struct {
     PyObject *type, *offers, *promises, *words;
     long long blocks, size, available, reusable, random;
@@ -74,7 +74,7 @@ static int promise_equally(const OfferTerms *a, const OfferTerms *b)
     return a->expected == b->expected && memcmp(a->amounts, b->amounts, sizeof a->amounts) == 0;
 }
 
-/* Append what is made, and let it go. 0 with an exception. */
+/* Append a new object, and release it. 0 with an exception. */
 static int append(PyObject *list, PyObject *made)
 {
     const int result = made == NULL ? -1 : PyList_Append(list, made);
@@ -96,7 +96,7 @@ static int add_offer(const Offered *of, PyObject *sum, PyObject *weight, Py_ssiz
     PyObject *promise = is_same ? Py_NewRef(last->promise)
                                 : PyUnicode_FromFormat("%lld-%lld-%lld-%lld-%lld-%lld-%lld", of->available, amounts[DEVICE], amounts[HOST],
                                                        amounts[DISK], amounts[SHARED], terms.expected, of->random);
-    terms.promise = promise; /* the list has a reference, and nobody else has the list */
+    terms.promise = promise; /* the list has a reference, and no other object has the list */
     if (!append(of->promises, promise))
         return 0;
     if (!is_same || terms.tokens != last->tokens || terms.handicap != last->handicap || terms.weight != last->weight) {
@@ -131,7 +131,8 @@ static int add_offers(const Offered *of, PyObject *sums, Py_ssize_t count)
     return 1;
 }
 
-/* What follows the first arguments of offer_sums and pack_sums; *count: of how many sums. 0 with an exception. */
+/* Read the arguments after the first ones of offer_sums and pack_sums; *count is the number of sums. 0 with an
+ * exception. */
 static int read_offered(PyObject *const *args, Offered *of, Py_ssize_t *count)
 {
     if (!PyList_Check(args[0])) {

@@ -51,7 +51,7 @@ static int does_join(const Parts *parts, const Part *part, int64_t position, con
     return 1;
 }
 
-/* What a part says of its blocks: a list of its own, which no part of a cut shares. NULL with an exception. */
+/* The copies of a part, as a list that it shares with no other part. NULL with an exception. */
 static PyObject *own_copies(Part *part)
 {
     PyObject *own = part->copies;
@@ -65,8 +65,8 @@ static PyObject *own_copies(Part *part)
     return own;
 }
 
-/* The last part says `text` of its last `count` blocks, and nothing of those before, unless it does already. 0 with an
- * exception. */
+/* Set the copies of the last `count` blocks of the last part to `text`; earlier blocks without copies get none. 0 with
+ * an exception. */
 static int add_copies(Parts *parts, PyObject *text, size_t count)
 {
     Part *last = &parts->parts[parts->count - 1];
@@ -87,7 +87,7 @@ static int add_copies(Parts *parts, PyObject *text, size_t count)
 int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlock *blocks, size_t count,
                  PyObject *copies)
 {
-    if (count > PART_BLOCKS) { /* a call says the number in a byte */
+    if (count > PART_BLOCKS) { /* the number takes one byte in a call */
         PyErr_Format(PyExc_ValueError, "a part has at most %d blocks", PART_BLOCKS);
         return 0;
     }
@@ -282,7 +282,7 @@ static PyObject *parts_new(PyTypeObject *type, PyObject *args, PyObject *names)
     return new_parts(type, part_type, place_type, seq);
 }
 
-/* Lets go the copies of the parts, and the types. */
+/* Release the copies of the parts, and the types. */
 static void parts_dealloc(PyObject *self)
 {
     Parts *parts = (Parts *)self;

@@ -9,11 +9,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* By how much positions go up from one block to the next, and how many blocks a part, and parts a call, has at most. A
- * part needs two rows at most. */
+/* The difference between the positions of consecutive blocks, the most blocks of a part, and the most parts of a call.
+ * A part needs two rows at most. */
 enum { STEP = 2, PART_BLOCKS = 64, CALL_PARTS = 128 };
 
-/* The last position that a part may have: a call says it in 32 bits. */
+/* The last position that a part may have: it takes 32 bits in a call. */
 #define POSITION_MAX UINT32_MAX
 
 typedef struct {
@@ -47,13 +47,14 @@ typedef struct {
 /* The object as Parts, borrowed. NULL with an exception. */
 Parts *as_parts(PyObject *object);
 
-/* Whether `count` positions are at most `most`, the first of which is `position`, and each the one before and `step`. */
+/* Whether `count` positions are at most `most`; the first is `position`, and each other one is `step` more than the one
+ * before. */
 static inline int are_positions(int64_t position, size_t count, size_t step, uint32_t most)
 {
     return position >= 0 && position <= most && (count == 0 || (count - 1) * step <= (uint64_t)(most - position));
 }
 
-/* ValueError for those that are not. Returns 0. */
+/* Set ValueError for positions that are too large, and return 0. */
 static inline int refuse_positions(int64_t position, size_t count, uint32_t most)
 {
     PyErr_Format(PyExc_ValueError, "position is %lld, and %zu blocks from there on go beyond position %lu",
@@ -61,9 +62,9 @@ static inline int refuse_positions(int64_t position, size_t count, uint32_t most
     return 0;
 }
 
-/* Add blocks at consecutive positions, the first at `position`, to the last part or as a new one. What is said of the
- * blocks is in `part`, besides its seq, last, start and count, and in `copies`, of each of them; NULL for nothing. 0
- * with an exception; without memory for the copies the blocks are there, else nothing has changed. */
+/* Add blocks at consecutive positions, the first at `position`, to the last part or as a new one. `part` describes the
+ * blocks, except its seq, last, start and count. `copies` has the copies of each block; NULL for none. 0 with an
+ * exception; without memory for the copies the blocks are there, else nothing has changed. */
 int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlock *blocks, size_t count,
                  PyObject *copies);
 

@@ -8,7 +8,7 @@
 /* A branch row whose number is its head's in all but these leading digits is a shared one. */
 enum { SHARED_DIGITS = 2 };
 
-/* What a place is. FREE: a number of a stream's places that none has. */
+/* The kind of a place. FREE: no place of the stream has this number. */
 typedef enum { FREE, ROW, BRANCH_ROW, SINGLE } PlaceKind;
 
 /* Whether a branch row is a shared one. */
@@ -17,7 +17,7 @@ static inline int is_shared(uint64_t head, uint64_t branch)
     return (head ^ branch) << 4 * SHARED_DIGITS == 0;
 }
 
-/* Read a Place; *branch is 0 where it is not a branch row. 0 with an exception. */
+/* Read a Place; *branch is 0 if it is not a branch row. 0 with an exception. */
 static inline int read_place(PyObject *place, uint64_t *head, uint64_t *branch, uint8_t *kind)
 {
     if (!PyTuple_Check(place) || PyTuple_Size(place) != 3) {

@@ -12,7 +12,7 @@ Places *as_places(PyObject *object)
     return NULL;
 }
 
-/* All that makes a place another one. */
+/* The hash of everything that distinguishes places. */
 static uint64_t hash_of_place(const Place *place)
 {
     return spread(spread(place->head) ^ rotate_left(spread(place->branch), 16) ^ place->namespace ^ place->kind);
@@ -33,7 +33,7 @@ int read_place_in(PyObject *object, PyObject *namespace, Place *place)
     return !PyErr_Occurred();
 }
 
-/* Whether two places are one, whatever their blocks. */
+/* Whether two places are the same, whatever their blocks. */
 static int is_same_place(const Place *one, const Place *other)
 {
     return one->head == other->head && one->branch == other->branch && one->namespace == other->namespace &&

@@ -11,10 +11,10 @@
 #include "place.h"
 
 typedef struct {
-    uint64_t head;   /* of a free one: the number of the next free one, and 1 */
+    uint64_t head;   /* in a free place, 1 more than the number of the next free one */
     uint64_t branch; /* key of the first block of a branch row, else 0 */
     uint64_t namespace;
-    uint32_t blocks; /* that are here */
+    uint32_t blocks; /* the number of places in use */
     uint8_t kind;
 } Place;
 
@@ -23,7 +23,7 @@ typedef struct {
     PyObject_HEAD
     Place *places;
     uint32_t count, capacity, used;
-    uint32_t free; /* the number of the first free one, and 1; 0 for none */
+    uint32_t free; /* 1 more than the number of the first free place; 0 for none */
     Index index;
     PyObject *place_type, *spot_type;
     PyObject *last; /* the Place that was made last, of the number last_number; NULL for none */
@@ -33,7 +33,7 @@ typedef struct {
 /* The object as Places, borrowed. NULL with an exception. */
 Places *as_places(PyObject *object);
 
-/* What a Place of Python names, in a namespace, with no block. 0 with an exception. */
+/* Read a Place of Python into a place without blocks, in a namespace. 0 with an exception. */
 int read_place_in(PyObject *object, PyObject *namespace, Place *place);
 
 /* The number of a place, which is new if need be. A new one has no block: enter it, or it stays forever. -1 with an

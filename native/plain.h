@@ -1,4 +1,4 @@
-/* The short ways of KnownBlocks for plain events: what stores.c, removals.c and runs.c do with whole events. */
+/* The short ways of KnownBlocks for plain events: the functions of stores.c, removals.c and runs.c for whole events. */
 
 #ifndef WAYMARK_PLAIN_H
 #define WAYMARK_PLAIN_H
@@ -26,7 +26,7 @@ PyObject *known_left(PyObject *self, PyObject *ignored);
 
 /* ---- stores.c ------------------------------------------------------------------------------------- */
 
-/* What a plain store goes by. */
+/* The blocks of a plain store, and the place where they continue. */
 typedef struct {
     uint64_t *hashes, *keys; /* `count` of each */
     size_t count;
@@ -35,7 +35,7 @@ typedef struct {
     int depth; /* of the first block */
 } Store;
 
-/* Where a store goes on, into `store` and `chain`: 1 where that is plain, 0 where it is not, -1 with an exception.
+/* Where a store goes on, into `store` and `chain`: 1 if that is plain, 0 if it is not, -1 with an exception.
  * `full`: a dict of the places where nothing goes on. */
 int find_parent(KnownBlocks *known, const uint64_t *parent, PyObject *full, int piece_blocks, Store *store,
                 Chain *chain);
@@ -46,9 +46,9 @@ void hash_store(Store *store, Chain *chain, const char *tokens, size_t width);
 /* Whether the blocks from `start` on are new, and each of them comes once: 1 or 0, -1 with an exception. */
 int are_new_from(KnownBlocks *known, const Store *store, size_t start);
 
-/* Put in the blocks `start` to `end` of a store, which are of one piece, at the place with a number, or if that is -1 in
- * a row of their own: the number of their place, and the blocks in `blocks`, which has room for them. -1 with an
- * exception; some are in then. */
+/* Add the blocks `start` to `end` of a store, all of one piece, at the place with this number, or at a new row if it is
+ * -1. Return the number of their place, and write the blocks into `blocks`, which has room for them. -1 with an
+ * exception; some blocks may be added then. */
 int64_t put_piece(KnownBlocks *known, const Store *store, int64_t place, size_t start, size_t end, int depth,
                   Block *blocks);
 
@@ -74,9 +74,9 @@ int are_beside(KnownBlocks *known, PyObject *gone);
 /* Take engine hashes out of all of a tuple. */
 void discard_beside(PyObject *gone, const uint64_t *hashes, size_t count);
 
-/* The blocks of these hashes into `blocks`, and their numbers into `numbers`, if all are here, each once, and none has
- * further hashes. In *are_last whether the removal of each is that of its last copy, and of no copy that was left. 1, or
- * 0 if it is not so. */
+/* Write the blocks of these hashes into `blocks`, and their numbers into `numbers`, if all are in the table, each once,
+ * and none has further hashes. *are_last gets whether each removal takes the last copy of its block, and no copy that
+ * an earlier removal left. Return 1, or 0 if the blocks do not fit. */
 int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, Block *blocks, uint32_t *numbers, int *are_last);
 
 /* The end of the blocks from `start` on that are at one place, as many as a part may have. */

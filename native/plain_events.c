@@ -62,8 +62,8 @@ static void move_fields_of_removal(Event *event)
     event->at[PARENT] = event->at[TOKEN_IDS] = NULL;
 }
 
-/* Leave out the fields of a list from this one on, which its dialect does not have. 0 where one is UNUSUAL: nobody has
- * seen then whether the library can read it. */
+/* Leave out the fields of a list from this one on, which its dialect does not have. 0 if one is UNUSUAL: then it is
+ * unknown whether the library can read it. */
 static int cut_fields(const Batch *batch, Event *event, uint64_t fields)
 {
     if (event->elements == 0)

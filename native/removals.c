@@ -31,7 +31,7 @@ int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, Block *blo
     while (outcome && collected < count) {
         const int64_t number = find_hash(known, hashes[collected]);
         Block *block = number < 0 ? NULL : block_at(known, (uint32_t)number);
-        /* Nobody has it, or it is there twice, or it has further hashes. */
+        /* The block is missing, or named twice, or has further hashes. */
         outcome = block != NULL && !block->is_collected && block->copies > 0;
         if (!outcome)
             break;
@@ -96,8 +96,8 @@ static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const uint64
  *     -> list[tuple[Place, int, bytes, bytes]] | None
  *
  * Move the blocks of all these engine hashes to the first of `gone`, and take the hashes out of the others. Up to 64
- * blocks of one place that follow each other are told together.
- * None where one of them is not here, comes twice, or has several copies or hashes; nothing has changed then.
+ * consecutive blocks of one place are returned together. None if one of them is not here, comes twice, or has several
+ * copies or hashes; nothing has changed then.
  */
 PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -45,7 +45,7 @@ static int add_run(Runs *runs, const char *text, size_t size, Py_ssize_t count)
     return runs->value != NULL;
 }
 
-/* The ids of those who have block `at`, in runs->text. *size 0: nobody has. 0 with an exception. */
+/* Write the ids of the holders of block `at` into runs->text. *size is 0 if no holder has it. 0 with an exception. */
 static int write_holders(Runs *runs, const Holders *holders, int at, size_t *size)
 {
     size_t room = 0;
@@ -73,7 +73,8 @@ static int write_holders(Runs *runs, const Holders *holders, int at, size_t *siz
     return 1;
 }
 
-/* The runs of the first `count` blocks, up to the first that nobody has; how many blocks they are. -1: an exception. */
+/* Add the runs of the first `count` blocks, up to the first without a holder. Return how many blocks they are. -1: an
+ * exception. */
 static int add_runs(Runs *runs, const Holders *holders, int count)
 {
     uint32_t changes = 0;
@@ -105,7 +106,7 @@ static int begin_runs(Runs *runs)
     return runs->list != NULL;
 }
 
-/* The list of all runs, if they are whole; else the exception that there is stays. What they had is let go. */
+/* The list of all runs, if they are whole; otherwise the exception stays. The references of the runs are released. */
 static PyObject *finish_runs(Runs *runs, int is_whole)
 {
     if (is_whole && !end_run(runs))
@@ -119,7 +120,8 @@ static PyObject *finish_runs(Runs *runs, int is_whole)
 
 /* ---- rows of a chain ----------------------------------------------------------------------------- */
 
-/* What a row says of its piece: nobody has the block after it, or another value may list some of its blocks. */
+/* The result of a row for its piece: the chain goes on, the next block has no holder, or another value may list some of
+ * the blocks. */
 typedef enum { FAILED = -1, GOES_ON, IS_OVER, UNDECIDED } Verdict;
 
 /* The runs of one piece by its row alone. */
@@ -168,8 +170,8 @@ static Verdict add_rows(Runs *runs, const Input *keys, PyObject *rows, Py_ssize_
 
 /* row_runs(keys: bytes, rows: list[bytes | None]) -> tuple[list[tuple[bytes, int]], int, bool]
  *
- * The runs of a chain, as far as the row of each piece decides by itself; for how many pieces; whether nobody has the
- * block after them.
+ * The runs of a chain, as far as the row of each piece decides by itself; for how many pieces; whether the block after
+ * them has no holder.
  */
 PyObject *row_runs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

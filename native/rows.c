@@ -1,4 +1,4 @@
-/* What stands in the value of a row: see rows.h. */
+/* Reads the value of a row: see rows.h. */
 
 #include "rows.h"
 
@@ -85,7 +85,7 @@ static uint32_t own_blocks(const Slots *slots, uint64_t bitmap)
     return blocks;
 }
 
-/* The value of a hex digit; -1 where it is none. */
+/* The value of a hex digit; -1 if it is none. */
 static int hex_digit(char digit)
 {
     if (digit >= '0' && digit <= '9')
@@ -93,7 +93,7 @@ static int hex_digit(char digit)
     return digit >= 'a' && digit <= 'f' ? digit - 'a' + 10 : -1;
 }
 
-/* One ` <holder>:<bitmap>` from *at; *at goes behind it. 0 where it cannot be read. A zero follows the value. */
+/* One ` <holder>:<bitmap>` from *at; *at goes behind it. 0 if it cannot be read. A zero follows the value. */
 static int read_holder(const char **at, const Slots *slots, Holder *holder)
 {
     const char *text = *at + 1, *next = text;

@@ -1,4 +1,4 @@
-/* The value of a row: the blocks that it lists, and who has which of them; app/waymark/domain/rows.py has its form. */
+/* The value of a row: the blocks that it lists, and the holders of each; app/waymark/domain/rows.py has its form. */
 
 #ifndef WAYMARK_ROWS_H
 #define WAYMARK_ROWS_H
@@ -17,7 +17,7 @@ typedef struct {
     uint32_t length, blocks;
 } Holder;
 
-/* An array that grows, with PyMem_Realloc; whoever made it frees `first`. */
+/* An array that grows, with PyMem_Realloc; its creator frees `first`. */
 typedef struct {
     Holder *first;
     size_t count, room;
@@ -34,14 +34,14 @@ typedef struct {
 typedef struct {
     int count, is_marked, first; /* first: which own block is in the first slot; PIECE: that of a shared branch row */
     uint32_t found;              /* own blocks that are in a slot */
-    int shift;                   /* each of them is in the slot of its number less this; -1: that is not so */
+    int shift;                   /* own block i is in slot i - shift for each of them; -1: no such number */
     signed char slot_of[PIECE];  /* -1: in none */
 } Slots;
 
 /* The first blocks of a chain, at most PIECE, as a piece; `keys` has `count`. */
 void open_piece(Piece *piece, const unsigned char *keys, Py_ssize_t count);
 
-/* The slots of a value, and in *rest what follows them. 0 where they cannot be read. */
+/* The slots of a value, and in *rest what follows them. 0 if they cannot be read. */
 int read_slots(const Input *value, const Piece *piece, Slots *slots, const char **rest);
 
 /* The holders of a value, from `at` to its end, behind those of `holders`, ascending; their texts stay in the value. 0

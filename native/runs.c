@@ -1,4 +1,5 @@
-/* Runs of plain events: each goes the short way of a store or of a removal, and its parts go to where Redis gets them. */
+/* Runs of plain events: each goes the short way of a store or of a removal, and its parts are added to the list for
+ * Redis. */
 
 #include "runs.h"
 
@@ -124,7 +125,7 @@ int store_new(KnownBlocks *known, Run *run, const Store *store, const uint64_t *
     return 1;
 }
 
-/* A store of a run, at `position`. 1 where it was plain, 0 where not and nothing has changed, -1 with an
+/* A store of a run, at `position`. 1 if it was plain, 0 if not and nothing has changed, -1 with an
  * exception; some of it may be done then. */
 static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position)
 {
@@ -133,7 +134,7 @@ static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int6
                    .place = -1, .namespace = run->namespace};
     const size_t width = sizeof(uint32_t) * event->block_size;
     for (size_t i = 0; i < store.count; i++)
-        if (store.hashes[i] == UINT64_MAX) /* SAME_HASH: an entry cannot tell it */
+        if (store.hashes[i] == UINT64_MAX) /* SAME_HASH: an entry cannot contain it */
             return 0;
     int is_plain = find_parent(known, event->has_parent ? &event->parent : NULL, run->full, run->piece_blocks, &store, &chain);
     if (is_plain != 1)
@@ -210,7 +211,7 @@ static int run_events(KnownBlocks *known, Run *run, size_t *at, int64_t *positio
 }
 
 /* The next of the batches `following`, a list of (seq, events), if its events are of the kind of `events`: 1, and the run
- * is at its beginning. 0 where there is none or it is of another kind, -1 with an exception. */
+ * is at its beginning. 0 if there is none or it is of another kind, -1 with an exception. */
 static int begin_next(Run *run, const Events *events, PyObject *following, Py_ssize_t next)
 {
     if (next == PyList_Size(following))

@@ -1,4 +1,5 @@
-/* What the files of a run of plain events share: runs.c has the run, copies.c the blocks with several copies. */
+/* The declarations that the files of a run of plain events share: runs.c has the run, copies.c the blocks with several
+ * copies. */
 
 #ifndef WAYMARK_RUNS_H
 #define WAYMARK_RUNS_H
@@ -19,7 +20,7 @@ enum May {
     REMOVED_EACH = 64,
 };
 
-/* What all events of a run share, and memory for one of them. */
+/* The common facts of all events of a run, and memory for one event. */
 typedef struct {
     const Events *events;
     Parts *parts;
@@ -39,7 +40,7 @@ typedef struct {
 
 /* ---- runs.c --------------------------------------------------------------------------------------- */
 
-/* What is said of the blocks at a place, besides the kind. */
+/* Return the fields of a part for the blocks at a place, except its kind. */
 Part part_at(const KnownBlocks *known, uint32_t number, uint64_t holder);
 
 /* Add blocks that follow each other in an event, the first at `position`; `copies` is said of each, NULL for nothing. 0
@@ -61,7 +62,7 @@ int store_new(KnownBlocks *known, Run *run, const Store *store, const uint64_t *
 
 /* ---- copies.c ------------------------------------------------------------------------------------- */
 
-/* A store whose first blocks are here, and whose others are new; in *known_blocks how many are here. 1, 0 where it is
+/* A store whose first blocks are here, and whose others are new; in *known_blocks how many are here. 1, 0 if it is
  * not so and nothing has changed, -1 with an exception; some of it may be done then. */
 int store_again(KnownBlocks *known, Run *run, const PlainEvent *event, Store *store, const uint64_t *above,
                 int64_t position, size_t *known_blocks);

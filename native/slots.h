@@ -35,7 +35,7 @@ static inline void write_slot(char *at, uint64_t key, unsigned depth)
     at[HEX_DIGITS] = depth_digits[depth & (DEPTHS - 1)];
 }
 
-/* The digit of a character, up to 31; -1 where it is none. */
+/* The digit of a character, up to 31; -1 if it is none. */
 static inline int digit_of(char character)
 {
     if (character >= '0' && character <= '9')
@@ -43,7 +43,7 @@ static inline int digit_of(char character)
     return character >= 'a' && character <= 'v' ? character - 'a' + 10 : -1;
 }
 
-/* The key and the depth of a slot. 0 where the text is none. */
+/* The key and the depth of a slot. 0 if the text is none. */
 static inline int read_slot(const char *at, uint64_t *key, unsigned *depth)
 {
     *key = 0;

@@ -65,7 +65,7 @@ int64_t put_piece(KnownBlocks *known, const Store *store, int64_t place, size_t 
     if (place < 0)
         return -1;
     int is_done = 1;
-    enter_place(known->places, (uint32_t)place); /* so that it stays whatever goes meanwhile */
+    enter_place(known->places, (uint32_t)place); /* keeps the place while other blocks leave it */
     for (size_t i = 0; is_done && i < end - start; i++) {
         const size_t at = start + i;
         blocks[i] = (Block){store->hashes[at], store->keys[at], (uint32_t)place, .depth = (uint32_t)depth + (uint32_t)i};
@@ -134,7 +134,7 @@ static PyObject *extend(KnownBlocks *known, Store *store, Chain *chain, const In
  *     -> list[tuple[Place, bytes, bytes, int, int | None]] | None
  *
  * A store of complete blocks that are all new, and go on from a block here at a place that is not full, or begin at the
- * root; their engine hashes are gone no more. None where it is not so; nothing has changed then.
+ * root; their engine hashes leave the sets of gone hashes. None if it is not so; nothing has changed then.
  */
 PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -39,7 +39,7 @@ PyObject *weight_of(PyObject *member)
     return PyObject_GetAttr(PyTuple_GetItem(member, TARGET), weight_name[0]);
 }
 
-/* What the costs of all members have in common. */
+/* The common values in the costs of all members. */
 typedef struct {
     PyObject *rows, *loads, *expected, *draw; /* called with a name, a publisher, a publisher, and nothing */
     double tokens, least, size, credits[ROW_FIELDS], weight_new, weight_active;

@@ -1,4 +1,4 @@
-/* The tuples of a decision by sums, and what reads them. */
+/* The tuples of a decision by sums, and the functions that read them. */
 
 #ifndef WAYMARK_SUMS_H
 #define WAYMARK_SUMS_H
@@ -12,7 +12,7 @@ enum { LOAD_TOKENS, LOAD_REQUESTS, LOAD_FIELDS };
 /* The fields of the tuples that rank_sums makes. */
 enum { COST, DRAW, SUM_PUBLISHER, MEMBER, NEW, ROW, LOAD, SOON, SUM_FIELDS };
 
-/* Whether an object is a tuple of at least `count` fields; with an exception where it is not. */
+/* Whether an object is a tuple of at least `count` fields; with an exception if it is not. */
 int has_fields(PyObject *object, Py_ssize_t count, const char *what);
 
 /* The weight of a member's target, a new reference; NULL with an exception. */

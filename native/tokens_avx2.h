@@ -1,9 +1,8 @@
 /* Token ids out of a JSON text, 64 characters at a time, for an x86-64 with AVX2 (Intel's since 2013, AMD's since 2015).
  *
  * Reading one number after the other has to find the end of each before it can begin with the next. Here the ends of all
- * numbers in 64 characters are found at once, and eight numbers are then read together; none waits for another. What is
- * checked of the characters is checked of all 64 together, by what stands where; two passes over a mask cost less than
- * a branch.
+ * numbers in 64 characters are found at once, and eight numbers are then read together; none waits for another. All 64
+ * characters are checked together, by masks of their positions; two passes over a mask cost less than a branch.
  */
 
 #include <immintrin.h>
@@ -136,7 +135,7 @@ NEEDS_AVX2 static inline void read_ends(Ends *ends, unsigned char **out, int is_
     memmove(ends->at, ends->at + i, (1 + ends->count) * sizeof *ends->at);
 }
 
-/* The numbers between `at` and the bracket at `close` into `out`, one more than there are commas. 0 where they are not
+/* The numbers between `at` and the bracket at `close` into `out`, one more than there are commas. 0 if they are not
  * plain: 1 to 8 digits each, which no u32 exceeds, without leading zeros, and either `,` or `, ` between all of them.
  * There are eight readable bytes before `at`. */
 NEEDS_AVX2 __attribute__((noinline)) /* inside its caller it runs out of registers and takes twice as long */

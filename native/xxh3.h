@@ -51,7 +51,7 @@ static const unsigned char default_secret[SECRET_BYTES] = {
     0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
 };
 
-/* What is prepared once for all inputs of one seed. */
+/* The state that is prepared once for all inputs of one seed. */
 typedef struct {
     uint64_t seed;
     unsigned char secret[SECRET_BYTES]; /* for inputs above MEDIUM_MAX only */
