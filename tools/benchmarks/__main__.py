@@ -2,9 +2,9 @@
 
     python -m tools.benchmarks [--only P1,P5] [--quick] [--trace FILE] [--json FILE] [--no-peer]
 
-Starts all it needs: a Redis of its own, ingest workers, query replicas, publishers, and dynamo.indexer as the peer.
-Absolute times mean little on a shared machine, so what has a bar is mostly a ratio of two things measured in turns in
-the same run, CPU time per unit of work, or bytes. Prints one table; a target that does not hold says so.
+Starts everything that it needs: a Redis of its own, ingest workers, query replicas, publishers, and dynamo.indexer as
+the peer. Absolute times mean little on a shared machine, so most bars are for a ratio of two things measured in turns
+in the same run, CPU time per unit of work, or bytes. Prints one table; a target that does not hold says so.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _picked(options: Options) -> Iterable[Row]:
     return picked.measure(options)
 
 
-#: Names a part answers to, and what measures it; it gets the rows that are there already.
+#: The names of each part, and the function that measures it, which gets the rows measured so far.
 PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], Iterable[Row]]]] = [
     (("P1", "P2", "P3", "P3b", "P4"), lambda options, _: queries.measure(options)),
     (("P5", "P6"), lambda options, _: index.measure(options)),
@@ -97,7 +97,8 @@ PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], Iterable[R
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what was asked for, and print it. 0: it was measured, whatever holds; 1: a part has failed."""
+    """Measure the chosen parts, and print the table. Return 0 if all were measured, whichever bars hold, and 1 if a
+    part has failed."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if "--simulate" in words:  # all other words are the simulation's own
         from tools.benchmarks import simulate  # the only part that needs it
@@ -147,9 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[float], list[float], list[str]]:
-    """The rows of the parts that were asked for, two times of the machine between them, and what parts that failed say.
+    """Return the rows of the chosen parts, two timings of the machine between them, and the errors of parts that
+    failed.
 
-    A part that fails costs no row that it, or another part, has yielded. After one that is stopped no other follows.
+    A part that fails costs no row that it, or another part, has yielded. After a part that is stopped, no other part
+    runs.
     """
     rows: list[Row] = []
     failed: list[str] = []
@@ -169,7 +172,7 @@ def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[fl
                 break
             except (Exception, SystemExit) as error:
                 progress.clear()
-                if not isinstance(error, SystemExit):  # which has a sentence; of anything else one wants to know where
+                if not isinstance(error, SystemExit):  # which has a sentence; any other error needs its traceback
                     traceback.print_exc()
                 failed.append(f"{part}: {str(error) or type(error).__name__}")
                 print(f"failed: {failed[-1]}", file=sys.stderr, flush=True)
@@ -180,7 +183,7 @@ def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[fl
 
 
 def _about(options: Options) -> dict[str, Any]:
-    """What the figures are of."""
+    """Return a description of the run to which the figures belong."""
     with tempfile.TemporaryDirectory(prefix="wm-") as folder, redis_server(Path(folder)) as redis:
         version = redis.version()
     return {
@@ -202,7 +205,8 @@ _LOOPS = 1_000_000
 
 
 def _loop_ms() -> float:
-    """CPU time of always the same work: how steady the machine is, whose cores may be others' too."""
+    """Return the CPU time of constant work, which shows how steady the machine is; other programs may use its cores,
+    too."""
     began = time.process_time()
     for _ in range(_LOOPS):
         pass
@@ -210,13 +214,14 @@ def _loop_ms() -> float:
 
 
 def _miss_ns() -> float:
-    """CPU time of a read of memory that no cache of this core has: a neighbour can make it five times as dear."""
+    """Return the CPU time of a memory read that misses all caches of this core; a neighbour can make it five times as
+    expensive."""
     near, far = (array("Q", ((place * 1_664_525 + 1_013_904_223) % size for place in range(size))) for size in _CHAINS)
     return (_steps_ms(far) - _steps_ms(near)) * 1e6 / _STEPS
 
 
 def _steps_ms(chain: array[int]) -> float:
-    """CPU time of _STEPS steps, each to the place that the last one names."""
+    """Return the CPU time of ``_STEPS`` steps, each to the place that the last one names."""
     place, began = 0, time.process_time()
     for _ in range(_STEPS):
         place = chain[place]
@@ -286,6 +291,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    # What was started is stopped then, too.
+    # The signal also stops the processes that were started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -1,7 +1,7 @@
-"""books: whether the four sums of the books are those of a simulation that knows the truth, and what they cost.
+"""books: compares the four sums of the books with those of a simulation that knows the truth, and measures their cost.
 
-Eight engines have parts of documents. Requests go to three replicas, of which one is killed half way; each asks for
-a target, and says at the end what the engine has reused. The simulation adds up the same numbers by itself.
+Eight engines have parts of documents. Requests go to three replicas, of which one is killed half way; each asks for a
+target, and reports at the end how much the engine has reused. The simulation adds up the same numbers by itself.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from waymark.store.store import Store
 MODEL, SIZE, ENGINES, DOCUMENTS, BLOCKS = "books", 16, 8, 40, 16
 REPLICAS, CLIENTS = 3, 6
 COST_MS = 0.02
-#: The cost of the books is measured in so many turns with and without them.
+#: The number of turns, with and without books, in which their cost is measured.
 _TURNS = 40
 _AMOUNTS = ("available", "chosen", "expected", "delivered", "random")
 
 
 def measure(options: Options) -> Iterator[Row]:
-    """The rows of ``books``."""
+    """Yield the rows of ``books``."""
     requests, calls = (2_000, 400) if options.is_quick else (20_000, 8_000)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
@@ -75,7 +75,7 @@ def _document(number: int) -> list[int]:
 
 
 def _held(engine: int, document: int) -> int:
-    """How many blocks of a document an engine has."""
+    """Return how many blocks of a document an engine has."""
     return {0: BLOCKS, 1: BLOCKS // 2}.get((engine + document) % 4, 0)
 
 
@@ -116,7 +116,7 @@ class _Simulation:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Until all requests have ended."""
+        """Run until all requests have ended."""
         clients = [threading.Thread(target=self._client, args=(number,)) for number in range(CLIENTS)]
         for client in clients:
             client.start()
@@ -155,7 +155,8 @@ class _Simulation:
 
 
 def _drift(replica: Server) -> Iterator[Row]:
-    """After how many requests an engine that reuses nothing is noticed, and then one that reuses all is believed."""
+    """Yield after how many requests an engine that reuses nothing is noticed, and after how many more it is trusted
+    again when it reuses everything."""
     name, prompt = "engine-0", _document(0) + [1]
     for what, delivered, status in (("noticed", 0, "degraded"), ("believed again", SIZE * BLOCKS, "active")):
         count = 0
@@ -173,8 +174,8 @@ def _drift(replica: Server) -> Iterator[Row]:
 class _Client:
     """Asks one replica, and another one if this does not answer.
 
-    A release whose answer is lost is sent again: the reservation has ended by then, or ends by this. A selection whose
-    answer is lost has no request, so that its reservation runs out.
+    A release whose answer is lost is sent again: the reservation has ended already, or the repetition ends it. A
+    selection whose answer is lost has no request, so its reservation expires.
     """
 
     def __init__(self, replicas: Sequence[Server], number: int) -> None:
@@ -186,7 +187,7 @@ class _Client:
         return http.client.HTTPConnection("127.0.0.1", self._replicas[self._at].port, timeout=60)
 
     def post(self, path: str, **fields: Any) -> Any:
-        """The answer. SystemExit if no replica gives one."""
+        """Return the answer. Raise SystemExit if no replica answers."""
         for _ in range(2 * len(self._replicas)):
             try:
                 self._connection.request("POST", path, json.dumps(fields), {"Content-Type": "application/json"})
@@ -203,7 +204,7 @@ class _Client:
 
 
 def _costs(redis: RedisServer, calls: int) -> Iterator[Row]:
-    """What a decision and its end cost more with books than without, in a replica and in Redis."""
+    """Yield the additional cost of the books for a decision and its end, in a replica and in Redis."""
     client_ms, redis_ms, fleet = asyncio.run(_calls(redis, calls))
     client_ms += _promising(fleet, calls)
     yield Row("books", "books of a decision: the replica's CPU", client_ms, "ms", bar=COST_MS)
@@ -211,10 +212,10 @@ def _costs(redis: RedisServer, calls: int) -> Iterator[Row]:
 
 
 async def _calls(redis: RedisServer, calls: int) -> tuple[float, float, Fleet]:
-    """The milliseconds of ``reserve`` and ``release`` with a promise and a usage beyond those without.
+    """Return how many milliseconds ``reserve`` and ``release`` take longer with a promise and a usage.
 
-    In many short turns, of which the middle counts, because whatever else the machine does changes all the time. The
-    third value are the targets.
+    The median of many short turns counts, because the other load of the machine changes all the time. The third value
+    is the targets.
     """
     store = Store.open(redis.url)
     keeper, used = Bookkeeper(store, Metrics()), Usage(640, 1100, 100)
@@ -247,7 +248,7 @@ async def _calls(redis: RedisServer, calls: int) -> tuple[float, float, Fleet]:
 
 
 def _promising(fleet: Fleet, calls: int) -> float:
-    """The milliseconds to find the promises of eight targets, of which three have a part of the prompt."""
+    """Return the milliseconds to find the promises of eight targets, of which three have a part of the prompt."""
     rows = {member.name: TargetRow(8 * (at + 1)) for at, member in enumerate(fleet.members[:3])}
     seen, request = PromptState(rows, {}, {}, {}), RoutingRequest(1100, SIZE)
     publishers = [member.publisher for member in fleet.members[:8]]

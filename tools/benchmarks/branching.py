@@ -1,8 +1,8 @@
-"""Prompts that part inside a row: what that costs in bytes, in Redis' time and in round trips.
+"""Measures prompts that branch inside a row: their cost in bytes, in Redis' time and in round trips.
 
     python -m tools.benchmarks.branching [--trace FILE]... [--prompts 600] [--json FILE]
 
-A shared system prompt that does not end with a row and is followed by tails of its own for each prompt, and
+A shared system prompt that does not end with a row and is followed by another tail in each prompt, and
 conversations with a few blocks put in front, so that they part inside rows. One engine has all prompts, or each of many
 has its share; each prompt is a call of its own, as an engine stores it. Then prompts, at most 1,000 of them, are asked
 for twice: without the rows that a replica keeps for a moment, and with them. Prints one table.
@@ -40,7 +40,7 @@ GROUP = GroupName("default", MODEL)
 #: Not a multiple of a row's 32 blocks.
 SYSTEM_BLOCKS = 1_003
 TAILS = (1, 4, 16, 100)
-#: So many engines have a part each of the prompts with the shortest tails.
+#: The number of engines that share the prompts with the shortest tails.
 CROWD = 40
 CROWD_TAILS = (1, 4)
 #: Blocks in front of a conversation.
@@ -55,14 +55,14 @@ Chain: TypeAlias = list[int]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One line of the table. Shares are of 1."""
+    """One line of the table. Shares are from 0 to 1."""
 
     case: str
     blocks: int
-    """Blocks, each as often as engines have it."""
+    """The number of blocks; a block counts once for each engine that has it."""
     bytes_a_block: float
     bytes_a_tail_block: float
-    """The same of the blocks behind the shared prompt; 0 for conversations."""
+    """The same for the blocks behind the shared prompt; 0 for conversations."""
     marked: float
     """Share of rows that are marked."""
     in_branches: float
@@ -74,14 +74,14 @@ class Found:
     marks_met: float
     """Share of queries that found a marked row without all of their blocks."""
     second_trips: float
-    """Share of queries that cost a round trip more than their rows, with nothing kept."""
+    """The share of queries that needed a further round trip beyond their rows, without kept rows."""
     second_trips_kept: float
-    """The same with the rows that a replica keeps."""
+    """The same, with the rows that a replica keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Prompts, and by how many engines they are stored in turn."""
+    """Prompts, and the number of engines that store them in turn."""
 
     name: str
     chains: list[Chain]
@@ -110,7 +110,7 @@ def cases(count: int, traces: Sequence[Path]) -> Iterator[Case]:
 
 
 def _of_pieces(prompt: prompts.Prompt) -> Chain:
-    """Block keys that follow from the numbers of pieces, each of which stands for its whole prefix."""
+    """Return block keys computed from the numbers of pieces, each of which stands for its whole prefix."""
     return [
         random.Random(number * PIECE_BLOCKS + at).getrandbits(64) for number in prompt for at in range(PIECE_BLOCKS)
     ]
@@ -165,7 +165,7 @@ async def _measure(case: Case, redis: RedisServer) -> Found:
 
 
 async def _store(engine: Engine, chain: Chain) -> None:
-    """Store what the engine has not of a chain, in calls of up to 512 blocks."""
+    """Store the blocks of a chain that the engine does not have, in calls of up to 512 blocks."""
     owned, memory = engine.owner, engine.owner.memory
     (holder,) = owned.holders
     memory.begin(holder, 0)
@@ -182,9 +182,9 @@ async def _store(engine: Engine, chain: Chain) -> None:
 
 
 def _used(redis: RedisServer) -> int:
-    """Bytes of all keys, and of the table that leads to them.
+    """Return the bytes of all keys, and of the table that leads to them.
 
-    What Redis says of itself has Lua, slow calls and connections in it, too, which is as much as hundreds of tails.
+    The memory that Redis reports includes Lua, slow calls and connections, which take as much as hundreds of tails.
     """
     asked = redis.client.pipeline(transaction=False)
     for key in redis.client.scan_iter(count=1000):
@@ -198,7 +198,7 @@ MarkedRows: TypeAlias = dict[int, frozenset[int]]
 
 
 def _placed(redis: RedisServer) -> tuple[int, int, int, MarkedRows]:
-    """Blocks, blocks in branch rows, rows, marked rows."""
+    """Return the numbers of blocks, blocks in branch rows, rows, and marked rows."""
     total = in_branches = rows = 0
     marked: MarkedRows = {}
     for key in redis.client.scan_iter("wm:{1}:*", count=1000):
@@ -217,7 +217,7 @@ def _placed(redis: RedisServer) -> tuple[int, int, int, MarkedRows]:
 
 
 async def _asked(redis: RedisServer, chains: Sequence[Chain], marked: MarkedRows, hot: HotRows) -> tuple[float, float]:
-    """The shares of queries that met a mark, and that cost a round trip beyond their rows."""
+    """Return the share of queries that met a mark, and of those that needed a further round trip."""
     store = Store.open(redis.url, hot=hot, timeout_seconds=TIMEOUT_SECONDS)
     reader, met, more = store.reader, 0, 0
     try:
@@ -249,7 +249,7 @@ def _value(redis: RedisServer, key: bytes) -> bytes:
 
 
 def _meets_mark(chain: Chain, marked: MarkedRows) -> bool:
-    """Whether a row on the way is marked and does not list all blocks of its piece."""
+    """Return whether a row of the query is marked and does not list all blocks of its piece."""
     starts = range(0, len(chain), PIECE_BLOCKS)
     listed = [(start, marked[chain[start]]) for start in starts if chain[start] in marked]
     return any(not keys.issuperset(chain[start : start + PIECE_BLOCKS]) for start, keys in listed)

@@ -1,12 +1,12 @@
-"""How long Redis is busy with one call of the scripts that store and sweep, and whether sweeping keeps its pace.
+"""Measures how long one call of the scripts that store and sweep takes Redis, and whether sweeping keeps its pace.
 
     python -m tools.benchmarks.calls [--rounds 9] [--blocks 100000] [--calls 2000] [--holders 3200]
 
-Nobody else is answered while a script runs, so a call has a bar: 2 ms. Every case fills its calls as far as the
+Redis answers no other client while a script runs, so a call has a bar: 2 ms. Every case fills its calls as far as the
 ceilings allow, several times; Redis' own log of commands says how long each took. On a busy machine that contains the
 time in which Redis had no core, so a call counts with its shortest round. Prints tables: the calls, and a sweep of
-so many blocks at the pace of the default setting. A third one says what a fleet of decoding engines costs whose steps
-are a call each.
+so many blocks at the pace of the default setting. A third one has the cost of a fleet of decoding engines, each of
+whose steps is a call.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Timed:
 
     case: str
     calls: float
-    """In a round."""
+    """The calls of a round."""
     dearest: int
-    """The longest of them, each as it was in its shortest round."""
+    """The longest of these calls, each by its shortest round."""
     middle: int
-    """The median of the rounds' longest."""
+    """The median, over the rounds, of the longest call."""
 
 
 class Engine:
@@ -67,11 +67,11 @@ class Engine:
         return self._owned.holders
 
     async def store(self, chains: Sequence[Sequence[int]], *, above: int | None = None, rank: int = 0) -> None:
-        """Chains that begin at the root, or after a block of this engine."""
+        """Store chains that begin at the root, or after a block of this engine."""
         await self._apply([(above, chain) for chain in chains], rank, is_store=True)
 
     async def go_on(self, tails: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Chains, each after a block of this engine."""
+        """Store chains, each after a block of this engine."""
         await self._apply(tails, 0, is_store=True)
 
     async def remove(self, chains: Sequence[Sequence[int]], rank: int = 0) -> None:
@@ -101,7 +101,7 @@ class Engine:
 
 
 def durations(redis: RedisServer, script: str) -> list[int]:
-    """Microseconds of each call of a script since the last time, and of none afterwards."""
+    """Return the microseconds of each call of a script since the last time, and forget them."""
     sha = SCRIPTS[script].sha.encode()
     found = [
         int(entry["duration"]) for entry in redis.client.slowlog_get(100_000) if sha in bytes(entry["command"])[:60]
@@ -161,7 +161,7 @@ async def calls(redis: RedisServer, rounds: int, holders: int) -> list[Timed]:
 
 
 async def _swept(store: Store, instance: str) -> None:
-    """End a publisher, and sweep what it leaves at once."""
+    """End a publisher, and sweep its blocks at once."""
     claim = next(each for each in await store.directory.claims() if each.registration.instance_id == instance)
     await store.registry.unregister([claim.registration.name])
     (entry,) = (await store.directory.groups()).values()
@@ -174,7 +174,7 @@ async def _swept(store: Store, instance: str) -> None:
 
 
 async def pace(redis: RedisServer, blocks: int, per_second: int) -> list[tuple[str, str]]:
-    """Store, end and sweep so many blocks of prompts of 64."""
+    """Store, end and sweep this number of blocks, in prompts of 64."""
     redis.client.flushall()
     redis.client.config_set("slowlog-log-slower-than", "-1")
     store = Store.open(redis.url)
@@ -213,7 +213,7 @@ async def pace(redis: RedisServer, blocks: int, per_second: int) -> list[tuple[s
 
 
 async def decode(redis: RedisServer, blocks: int, calls: int) -> str:
-    """A line for stores of so many blocks that are a call each, of an engine with 16 sequences."""
+    """Return a line for stores of this number of blocks, each in a call of its own, by an engine with 16 sequences."""
     redis.client.flushall()
     store = Store.open(redis.url)
     try:

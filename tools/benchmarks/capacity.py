@@ -1,10 +1,11 @@
-"""The capacity model: from what a stream, a frame and a query cost to what a fleet needs, and what breaks first.
+"""The capacity model: computes the needs of a fleet, and its first bottleneck, from the costs of a stream, a frame and
+a query.
 
     python -m tools.benchmarks.capacity [MODEL] [--markdown docs/capacity.md]
 
 MODEL is a file that ``python -m tools.benchmarks.scale_model --json MODEL`` has written; without it, that of the
-repository. Prints the constants, and what
-fleets of up to 10,000 engines and 10^10 blocks need by them, as tables in Markdown; or puts them into a page.
+repository. Prints the constants, and the needs of fleets of up to 10,000 engines and 10^10 blocks, as tables in
+Markdown; or puts them into a page.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from dataclasses import asdict, dataclass, fields
 from math import ceil, expm1
 from pathlib import Path
 
-#: What an engine is taken to do: the blocks that its cache holds, the blocks per second that it stores in prefill (64
-#: a store) and in decode (one a store, 16 in a frame), and the queries per second that are asked for its requests. Its
+#: The assumed work of an engine: the blocks that its cache holds, the blocks per second that it stores in prefill (64
+#: a store) and in decode (one a store, 16 in a frame), and the queries per second for its requests. Its
 #: cache is full, so it removes as many blocks as it stores.
 ENGINE_BLOCKS, ENGINE_PREFILL, ENGINE_DECODE, ENGINE_QUERIES = 50_000, 300, 100, 2
 BLOCKS_OF_FRAME = {"stored": 64, "decoded": 16, "removed": 64}
 KINDS = tuple(BLOCKS_OF_FRAME)
 HEARTBEAT = "heartbeat"
 GIB = 2**30
-#: Of a core, or of a setting, that a plan uses.
+#: The share of a core, or of a setting, that a plan uses.
 SHARE_USED = 0.6
-#: After a frame a worker looks often at its stream for so long, and it writes the counters of a stream so often.
+#: For how long after a frame a worker looks often at its stream, and the least pause between two reports of a stream.
 AWAKE_SECONDS, REPORT_SECONDS = 2.5, 1.0
-#: What WAYMARK_SHARDS may be.
+#: The largest value of WAYMARK_SHARDS.
 SHARDS_MAX = 256
 MARKS = ("<!-- model -->", "<!-- /model -->")
 #: The constants that docs/capacity.md has.
@@ -56,18 +57,18 @@ class Processes:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What something takes: CPU in microseconds, and bytes to and from Redis."""
+    """A cost: CPU in microseconds, and bytes to and from Redis."""
 
     worker: float = 0.0
     redis: float = 0.0
-    """Of all nodes."""
+    """The CPU of all nodes."""
     home: float = 0.0
-    """Of it, what the node with the keys of the group itself takes beyond what each other node does."""
+    """The part of it by which the node with the group's own keys exceeds each other node."""
     replica: float = 0.0
     received: float = 0.0
-    """Bytes that Redis is sent."""
+    """The bytes that Redis receives."""
     sent: float = 0.0
-    """Bytes that it answers."""
+    """The bytes that Redis sends."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Cost)))
@@ -79,7 +80,7 @@ class Cost:
         return self + other * -1
 
     def each(self, units: float) -> Cost:
-        """Return what one of so many units takes. What is measured below nothing is noise."""
+        """Return the cost of one of ``count`` units. A negative measurement is noise, and counts as 0."""
         return Cost(*(max(0.0, getattr(self, each.name)) / units for each in fields(Cost)))
 
     def hottest(self, nodes: int) -> float:
@@ -90,7 +91,7 @@ class Cost:
     def of(
         cls, each: Processes, workers: int, nodes: int, replicas: int, received: float = 0.0, sent: float = 0.0
     ) -> Cost:
-        """Return what all processes take if each of a kind takes this CPU."""
+        """Return the CPU of all processes if each process of a kind takes this CPU."""
         redis = each.home + each.other * (nodes - 1)
         return cls(each.worker * workers, redis, each.home - each.other, each.replica * replicas, received, sent)
 
@@ -102,14 +103,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The part of its cost that is left of something if it finds a process busy and has to wait."""
+    """The part of a cost that is left if the work finds its process busy and has to wait."""
 
     worker: float = 1.0
     redis: float = 1.0
     replica: float = 1.0
 
     def at(self, busy: float, cost: Cost) -> Cost:
-        """Return what is left of a cost if a process is busy for this share of the time."""
+        """Return the rest of a cost if the process is busy for this share of the time."""
         worker, redis, replica = (1 - (1 - getattr(self, each.name)) * busy for each in fields(Waiting))
         return Cost(
             cost.worker * worker, cost.redis * redis, cost.home * redis, cost.replica * replica,
@@ -119,20 +120,20 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the streams and clients of a fleet do in a second."""
+    """The work of the streams and clients of a fleet in a second."""
 
     streams: int
     frames: Mapping[str, float]
     """By kind."""
     awake: float
-    """Streams that got a frame within ``AWAKE_SECONDS``, on average."""
+    """The average number of streams that got a frame within ``AWAKE_SECONDS``."""
     reports: float
     queries: float = 0.0
     short_queries: float = 0.0
 
     @classmethod
     def of(cls, engines: int, share: float = 1.0) -> Traffic:
-        """Return the traffic of engines that do a share of the rates above, each at times of its own."""
+        """Return the traffic of engines that do a share of the rates above, at independent times."""
         each = rates(share)
         awake, reports = (engines * -expm1(-length * sum(each.values())) for length in (AWAKE_SECONDS, REPORT_SECONDS))
         frames = {kind: rate * engines for kind, rate in each.items()}
@@ -141,8 +142,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The constants. A second of a worker, of a replica or of a stream costs something even if nothing happens. What
-    comes at any time costs most if the process that gets it sleeps.
+    """The constants. A second of a worker, of a replica or of a stream costs something even if nothing happens. Work
+    that arrives costs most if its process sleeps.
     """
 
     shards: int
@@ -172,7 +173,7 @@ class Model:
     waiting: Waiting
 
     def at(self, busy: float, traffic: Traffic, workers: int = 1, replicas: int = 1) -> Cost:
-        """Return what a second of a fleet costs if each process is busy for this share of the time."""
+        """Return the cost of a second of a fleet if each process is busy for this share of the time."""
         always = self.rest + Cost(replica=self.rest.replica) * (replicas - 1) + self.another * (workers - 1)
         always += self.silent * traffic.streams + self.registered * (traffic.streams * (workers - 1))
         comes = self.awake * traffic.awake + self.report * traffic.reports
@@ -184,7 +185,7 @@ class Model:
     def second(
         self, traffic: Traffic, workers: int = 1, nodes: int = 1, replicas: int = 1, ready: Processes | None = None
     ) -> Cost:
-        """Return what a second of a fleet costs, of which each process is as busy as it then is.
+        """Return the cost of a second of a fleet, with each process as busy as this cost makes it.
 
         ``ready``: how long a process is ready to run or runs, per second of its CPU time; 1 if it has its own core.
         """
@@ -208,7 +209,7 @@ def _used(alone: float, waiting: float, ready: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a fleet needs."""
+    """The needs of a fleet."""
 
     workers: int
     """0: no number is enough."""
@@ -217,7 +218,7 @@ class Needs:
     """0: no number is enough."""
     second: Cost
     frame_bytes: float
-    """Of engines, in a second."""
+    """The bytes from engines in a second."""
     query_bytes: float
 
 
@@ -226,9 +227,9 @@ def needs(model: Model, engines: int, share: float = 1.0) -> Needs:
     traffic = Traffic.of(engines, share)
     alone = model.at(SHARE_USED, traffic)
     replicas = max(1, ceil((alone.replica - model.rest.replica) / (SHARE_USED * 1e6 - model.rest.replica)))
-    # Each worker also reads all registrations, so what is left of it for its own streams is less in a large fleet.
+    # Each worker also reads all registrations, so less of it is left for its own streams in a large fleet.
     reading = model.rest.worker + model.registered.worker * engines
-    own = alone.worker - reading  # of the first worker; the others rest, and read, too
+    own = alone.worker - reading  # the first worker; the others have rests and readings, too
     left = SHARE_USED * 1e6 - reading
     workers = max(1, ceil(own / left)) if left > 0 else 0
     second = model.at(SHARE_USED, traffic, max(1, workers), replicas)
@@ -244,9 +245,9 @@ def needs(model: Model, engines: int, share: float = 1.0) -> Needs:
 
 
 def limits(model: Model) -> list[tuple[str, float]]:
-    """Return what is full as a fleet of one model grows, each with the number of engines, the first to be full first.
+    """Return the bottlenecks of a growing fleet of one model, each with its number of engines, in ascending order.
 
-    What costs so little that it was not measured is never full.
+    A resource whose cost was too small to measure is never full.
     """
     one = model.at(SHARE_USED, Traffic.of(1)) - model.at(SHARE_USED, Traffic.of(0))
     costs = {
@@ -345,7 +346,8 @@ def write_model(path: Path, model: Model, about: str) -> None:
 
 
 def read_model(path: Path) -> tuple[Model, str]:
-    """Return the model of a file, and what it was measured on. SystemExit if the file has none of this form."""
+    """Return the model in a file, and the description of its measurement. Raise SystemExit if the file has no such
+    model."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         given = document["model"]

@@ -2,8 +2,8 @@
 
     python -m tools.benchmarks.clients [--requests 2000] --redis-url redis://127.0.0.1:6379/0
 
-The service is a process of its own, so only the caller's CPU is counted. "Alone" sends a body that is ready and reads
-nothing of the answer: what is between it and a client is the packing of the tokens, the tries, and the reading.
+The service is a process of its own, so only the caller's CPU is counted. "Alone" sends a prepared body and does not
+read the answer: the difference to a client is the packing of the tokens, the tries, and the reading.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Asked = Callable[[int], Awaitable[None]]
 
 
 async def measured(asked: Asked, requests: int) -> float:
-    """Milliseconds of CPU a request, the median of some rounds."""
+    """Return the milliseconds of CPU for a request, as the median of some rounds."""
     await asked(max(1, requests // 10))
     found = []
     for _ in range(ROUNDS):
@@ -41,7 +41,7 @@ async def measured(asked: Asked, requests: int) -> float:
 
 
 async def rows(url: str, tokens: list[int], requests: int) -> list[tuple[str, float]]:
-    """(what, milliseconds a request) for a prompt."""
+    """Return pairs of a name and the milliseconds of a request, for one prompt."""
     sent = calls.query(MODEL, tokens, BLOCK_SIZE).sent({})
     content, headers = sent["content"], sent["headers"]
     hashes = block_hashes(tokens, BLOCK_SIZE)

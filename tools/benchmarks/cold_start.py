@@ -1,17 +1,17 @@
-"""A cold start: many engines report all that they hold at once. What becomes of the queries meanwhile?
+"""Measures queries during a cold start, in which many engines report their whole caches at once.
 
     python -m tools.benchmarks.cold_start [--engines 100] [--blocks 1500000] [--workers 2] [--scale 0.1] [--real-time]
 
 Starts a Redis, ingest workers and a query replica. One engine reports before the others, and a process asks for its
 prompts at a steady rate: first while nothing else happens, then while the other engines report. Prints a table: latency
-and refusals of both, and how long it took until everything was in the index.
+and refusals in both stretches, and how long it took until everything was in the index.
 
 On a machine with few cores most of the latency may be the wait for a core, which says nothing about Waymark. So each
 latency is given a second time, without the time in which the asking process, the replica and Redis were ready to run
 and had no core, as the kernel counts it. ``--real-time``, which needs root, gives all processes of the benchmark
-real-time priority, and these three the higher one. As only one of them works for a query at a time, two cores are then
-enough, whatever else the machine does. Where they use more than 95 % of a core, the kernel holds them up for some
-50 ms of each second; the figures without the wait for cores leave that out.
+real-time priority, and these three the higher one. Because only one of them works for a query at a time, two cores are
+then enough, whatever else the machine does. If they use more than 95 % of a core, the kernel stops them for some 50 ms
+of each second; the figures without the wait for cores leave that out.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from tools.benchmarks.report import Row, table
 
 QUERIES_PER_SECOND = 100
 IDLE_SECONDS = 10.0
-#: Of the prompts that are asked for, in pieces of 32 blocks.
+#: The length of the queried prompts, in pieces of 32 blocks.
 ASKED_PIECES = 4
-#: Of the prompts that the engines report.
+#: The length of the prompts that the engines report.
 REPORTED_PIECES = 16
-#: The most that the 99th percentile during the cold start may be, in that of an idle service.
+#: The bound on the 99th percentile during the cold start, as a multiple of that of an idle service.
 BAR = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What one stretch of steady queries brought."""
+    """The answers to one stretch of steady queries."""
 
     latencies_ms: list[float]
-    """Of those that were answered, from the time each was due, ascending."""
+    """The latencies of answered queries, from the time at which each was due, ascending."""
     on_cores_ms: list[float]
-    """The same, from the time each was sent and without the waits for a core, ascending."""
+    """The same, from the time at which each was sent, and without the waits for a core."""
     refused: int
 
 
@@ -66,7 +66,8 @@ def percentile(ascending: Sequence[float], percent: float) -> float:
 def measure(
     engines: int, blocks: int, workers: int, environ: Mapping[str, str] | None = None, *, is_real_time: bool = False
 ) -> list[Row]:
-    """``blocks`` is of all engines together; ``environ`` is for the ingest workers."""
+    """Measure a cold start. ``blocks`` is the number for all engines together; ``environ`` is for the ingest
+    workers."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
         redis = stack.enter_context(redis_server(folder))
@@ -126,21 +127,22 @@ def _beside(what: str, flood: Sequence[float], idle: Sequence[float]) -> Row:
 
 
 def _backlogs(engines: int, blocks: int) -> list[list[bytes]]:
-    """What each engine reports, ``blocks`` blocks that no other has, in batches."""
+    """Return the batches of each engine: ``blocks`` blocks that no other engine has."""
     count = max(1, blocks // (REPORTED_PIECES * PIECE_BLOCKS))
     new = prompts.fresh(REPORTED_PIECES)
     return [[payload for prompt in islice(new, count) for payload in payloads(prompt)] for _ in range(engines)]
 
 
 def _report(engines: Sequence[Publisher], backlogs: Sequence[Sequence[bytes]]) -> None:
-    """All engines send all they have, in turns."""
+    """Publish the batches of all engines, in turns."""
     for batches in zip(*backlogs, strict=True):
         for engine, payload in zip(engines, batches, strict=True):
             engine.send(payload)
 
 
 def _are_in(redis: RedisServer, engines: Sequence[Publisher]) -> bool:
-    """Publishers have their ids in the order of registration; the one that is asked for is the first."""
+    """Wait until all blocks are in the index. Publishers have their ids in the order of registration; the queried one
+    is the first."""
     pipeline = redis.client.pipeline(transaction=False)
     keys = list(redis.client.scan_iter("wm:*:publisher:*", count=1000))
     for key in keys:
@@ -157,12 +159,12 @@ class _Probed:
     port: int
     bodies: Path
     pids: tuple[int, ...]
-    """The processes that an answer comes from."""
+    """The processes that take part in an answer."""
     is_real_time: bool
 
 
 class _Probe:
-    """Asks at a steady rate, in a process of its own, until it is told to end."""
+    """Asks at a steady rate, in a separate process, until it is stopped."""
 
     def __init__(self, of: _Probed) -> None:
         words = map(str, (of.port, of.bodies, *of.pids))
@@ -184,7 +186,8 @@ def _idle(of: _Probed) -> Answers:
 
 
 def probe(port: int, path: Path, pids: Sequence[int]) -> None:
-    """Until a line comes in: one query after the other, none before its time; the time of each counts from then."""
+    """Query until a line arrives on standard input: one query after the other, none before it is due; its latency
+    counts from then."""
     bodies = list(read_bodies(path))
     chain = (os.getpid(), *pids)
     latencies: list[float] = []

@@ -1,11 +1,11 @@
-"""Two trees of the repository in turns: did a change make the ordinary path slower?
+"""Measures two trees of the repository in turns, to show whether a change made the ordinary path slower.
 
     python -m tools.benchmarks.compare TREE [--rounds 15] [--tree .]
         [--only hash,new,select,c64,c256,1,4,64,512,steps,live]
 
-``TREE`` is a checkout with an environment of its own in ``.venv``, such as one of the commit before. Each tree's Redis,
-worker and replica run at once, and every round asks both the same, first the one and then the other. CPU time is of the
-servers' processes; a row's ratio is the median of the rounds'.
+``TREE`` is a checkout with an environment of its own in ``.venv``, such as one of the commit before. The Redis, worker
+and replica of both trees run at the same time, and every round asks both the same questions, one tree after the other.
+CPU time is of the servers' processes; a row's ratio is the median of the ratios of all rounds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tools.benchmarks.prompts import PIECE_BLOCKS, Prompt
 from tools.benchmarks.report import Row, against, table
 from tools.benchmarks.streams import SEQUENCES, Payload, decode_steps, new_stores
 
-#: What the ratio of CPU, and of latency, may be.
+#: The bounds on the ratio of CPU, and on that of latency.
 BAR = 1.05
 NAME = "the tree before"
 
@@ -38,17 +38,17 @@ QUERIES: dict[str, tuple[str, str, Callable[[Prompt], bytes]]] = {
     "hash": ("/query_by_hash", "/query_by_hash, every prompt new", prompts.by_hash),
     "new": ("/query", "/query, every prompt new", prompts.by_tokens),
 }
-#: ``/query`` over so many connections at once, whose longest waits are looked at.
+#: The numbers of connections that send ``/query`` at the same time; the longest waits are compared.
 CROWDS = {"c64": 64, "c256": 256}
 STORES = {"1": 1, "4": 4, "64": 64, "512": 512}
-#: A decision among so many targets, of which one has the prompt.
+#: The number of targets of a decision; one of them has the prompt.
 TARGETS = 8
 KINDS = (*QUERIES, "select", *CROWDS, *STORES, "steps", "live")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is asked of each tree in a round."""
+    """The number of requests to each tree in a round."""
 
     rounds: int
     queries: int = 60
@@ -61,7 +61,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What runs of one tree, and the engine that it reads."""
+    """The processes of one tree, and the engine that it reads."""
 
     redis: RedisServer
     worker: Server
@@ -69,7 +69,8 @@ class Contender:
     engine: Publisher
 
     def take_in(self, backlog: Sequence[Payload], *, singly: bool) -> tuple[float, float]:
-        """CPU seconds of the worker and of Redis until a backlog is in the index; ``singly``: batch by batch."""
+        """Return the CPU seconds of the worker and of Redis until a backlog is in the index; ``singly``: batch by
+        batch."""
         before = self.worker.cpu(), self.redis.cpu()
         for payload, _ in backlog:
             self.engine.send(payload)
@@ -87,7 +88,7 @@ class Contender:
 
 
 def measure(trees: Sequence[Path], kinds: Sequence[str], sizes: Sizes) -> list[Row]:
-    """``trees`` are the one that is asked about, and the one it is held against."""
+    """Return the rows. ``trees`` are the examined tree and the one to compare it with."""
     needs_prompts = set(kinds) & {*QUERIES, "select", *CROWDS}
     asked = list(islice(prompts.fresh(), sizes.rounds * sizes.queries if needs_prompts else 0))
     warm = list(islice(prompts.fresh(), 40))
@@ -201,7 +202,7 @@ def _ingest(kind: str, sizes: Sizes) -> Ask:
 
 @contextmanager
 def _started(folder: Path, tree: Path, engines: int) -> Iterator[Contender]:
-    """Start what runs of a tree. The first of the engines will have the prompts; the others are alive, and empty."""
+    """Start the processes of a tree. The first engine will have the prompts; the others are alive, and empty."""
     command = (str(tree / ".venv" / "bin" / "waymark"),)
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(folder))
@@ -214,7 +215,7 @@ def _started(folder: Path, tree: Path, engines: int) -> Iterator[Contender]:
 
 
 def _what(kind: str) -> str:
-    """A sentence of what a batch of a kind has; the figures are for a batch."""
+    """Return a sentence about the contents of a batch of this kind; the figures are for a batch."""
     if kind == "steps":
         return f"a batch of {SEQUENCES} stores of 1 block"
     if kind == "live":

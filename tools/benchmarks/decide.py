@@ -35,7 +35,7 @@ LAG_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The same values give the same arrivals."""
+    """The options of a simulation. The same values give the same arrivals."""
 
     policies: tuple[str, ...]
     trace: Path | None = None
@@ -72,7 +72,7 @@ class Options:
 
 
 async def simulate(options: Options) -> list[Figures]:
-    """Every run; the median over the seeds, which are printed one by one, too."""
+    """Run every combination, print each seed, and return the medians over the seeds."""
     found = []
     for one_run in _runs(options):
         found.append(_median([_shown(await one_run(seed)) for seed in range(options.seeds)]))
@@ -85,7 +85,7 @@ def _shown(figures: Figures) -> Figures:
 
 
 def _runs(options: Options) -> Iterator[Callable[[int], Awaitable[Figures]]]:
-    """Each line of the table, by what makes its figures of a seed."""
+    """Yield the lines of the table, each with the function that simulates one seed."""
     if options.round_robin:
         yield partial(_in_turn, options)
     for count in options.gateways:
@@ -155,7 +155,7 @@ def _median(several: Sequence[Figures]) -> Figures:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Simulate, print and write what was found. 2: an argument does not fit."""
+    """Simulate, print and write the results. Return 2 if an argument does not fit."""
     parsed = parser()
     given = vars(parsed.parse_args(arguments))
     json_path = given.pop("json")
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of this simulation."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="waymark bench --simulate",
         description=(__doc__ or "").partition("\n")[0],

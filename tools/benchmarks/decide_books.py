@@ -1,4 +1,4 @@
-"""Decisions on the simulated clock, by the product's own policies: what Redis keeps is kept in a few dictionaries.
+"""Decisions on the simulated clock, by the product's own policies, with a few dictionaries in place of Redis.
 
 A replica ranks all targets by loads of at most 100 ms ago, and the best eight are looked at again with the loads of
 that instant, as ``reserve`` does. With own loads each replica knows only what it has decided itself.
@@ -42,26 +42,26 @@ class Placed(NamedTuple):
 
 
 class Decider(Protocol):
-    """Where a simulation's requests go."""
+    """The interface that chooses the engines of a simulation's requests."""
 
     async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
-        """An engine for each job of one instant; the load of each counts from now on.
+        """Return an engine for each job of one instant; the load of each job counts from now on.
 
         In the order of the answers: a request is sent as soon as its engine is known, and engines serve in that order.
         """
 
     async def hear(self, changes: Sequence[Change]) -> None:
-        """What engines have published, which can be seen from now on."""
+        """Take in the events of engines, which are visible from now on."""
 
     async def begun(self, job: Job) -> None:
-        """The first token of a job has come."""
+        """Note that the first token of a job has come."""
 
     async def ended(self, job: Job) -> None:
-        """A job has its answer."""
+        """Note that a job has its answer."""
 
 
 async def as_answered(decisions: Iterable[Coroutine[Any, Any, Placed]]) -> list[Placed]:
-    """Decisions that are begun in their order and made at once, in the order of their answers."""
+    """Make decisions that are begun in order, at the same time; return them in the order of their answers."""
     answered: list[Placed] = []
 
     async def answer(decision: Coroutine[Any, Any, Placed]) -> None:
@@ -72,7 +72,7 @@ async def as_answered(decisions: Iterable[Coroutine[Any, Any, Placed]]) -> list[
 
 
 class RoundRobin:
-    """Each engine in turn, whatever it has and does."""
+    """Picks each engine in turn, whatever its cache and its load."""
 
     def __init__(self, engines: int) -> None:
         self._numbers = cycle(range(engines))
@@ -96,7 +96,7 @@ class _Load:
 
 @dataclass(slots=True)
 class _Books:
-    """The loads, and what one replica knew of them when it looked last."""
+    """The loads, and the copy of them that one replica has read last."""
 
     loads: list[_Load]
     seen: list[_Load] = field(default_factory=list)
@@ -105,7 +105,7 @@ class _Books:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What decides, beside the policy."""
+    """The rules of a decision besides the policy."""
 
     replicas: int = 1
     has_own_loads: bool = False
@@ -113,12 +113,12 @@ class Rules:
     speculative_seconds: float = 0.0
     """0: none."""
     speculative_credit: float = 1.0
-    """What a token counts that a target will have soon."""
+    """The credit of a token that a target will have soon."""
     gauges_seconds: float = 1.0
 
 
 class Fast:
-    """All in this process."""
+    """Decides in this process."""
 
     def __init__(self, preset: Preset, values: Values, engines: int, rules: Rules, seed: int) -> None:
         self._preset = preset
@@ -133,7 +133,7 @@ class Fast:
             _Books([_Load() for _ in range(engines)] if rules.has_own_loads else shared) for _ in range(rules.replicas)
         ]
         self._jobs: dict[int, tuple[_Load, int]] = {}
-        """By number: whose load it is in, and its prefill tokens there."""
+        """For each job, by number: the target whose load contains it, and its prefill tokens there."""
         self._spec: dict[tuple[int, int], tuple[int, float]] = {}
         self._turn = 0
         self._queues = [(0, 0)] * engines
@@ -232,6 +232,6 @@ class Fast:
 
 
 def _spec_keys(job: Job) -> list[tuple[int, int]]:
-    """(depth in blocks, the piece that it is in) of a prompt's speculative entries."""
+    """Return the depth in blocks, and the piece, of each of a prompt's speculative entries."""
     blocks = len(job.pieces) * _PIECE_BLOCKS
     return [(depth, job.pieces[(depth - 1) // _PIECE_BLOCKS]) for depth in depths(blocks)]

@@ -1,9 +1,9 @@
 """Engines of the simulated decisions: chunked prefill, decode, and a prefix cache, on a clock of their own.
 
 An iteration computes at most 2,048 tokens of prompts, first come first served, and one token of each running request.
-It takes 10 ms, 0.115 ms for each prompt token and 0.05 ms for each running request. What was computed is in the cache
-from the iteration's end on; whoever was used longest ago leaves it. Blocks are pieces of 512 tokens here, named by the
-trace; a name stands for the whole prefix up to it.
+It takes 10 ms, 0.115 ms for each prompt token and 0.05 ms for each running request. Computed pieces are in the cache
+from the end of the iteration on; the least recently used one is evicted. Blocks are pieces of 512 tokens here, named by
+the trace; a name stands for the whole prefix up to its piece.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class Job:
     hits: int = -1
     """Pieces that were in the cache when its prefill began."""
     computed: int = 0
-    """Tokens of the prompt that are there, the cached ones among them."""
+    """The tokens of the prompt computed so far, including the cached ones."""
     first_token_at: float = 0.0
     ended_at: float = 0.0
 
 
 @dataclass(slots=True)
 class Engine:
-    """Advance it to a time before a job is given to it."""
+    """A simulated engine. Call ``advance`` before a job is added."""
 
     number: int
     cache_pieces: int = CACHE_PIECES
     now: float = 0.0
     changes: list[Change] = field(default_factory=list)
-    """Since the reader emptied it."""
+    """The changes since the reader last emptied this list."""
     begun: list[Job] = field(default_factory=list)
     """Jobs with their first token, since the reader emptied it."""
     ended: list[Job] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Engine:
         return not (self._waiting or self._running)
 
     def _decode(self, until: float) -> None:
-        """Iterations without a prompt, many at once: till the next request ends, or ``until``."""
+        """Compute iterations without a prompt, many at once, until the next request ends, or ``until``."""
         seconds = ITERATION_SECONDS + RUNNING_SECONDS * len(self._running)
         to_end = self._running[0][0] - self._iterations
         to_until = max(1, int(-(-(until - self.now) // seconds)))

@@ -1,8 +1,8 @@
 """Decisions by real gateways, on a simulated clock: each job is a stream through one of them to a real socket.
 
 The engine that gets the stream has the job. The first content goes out when the simulated engine has computed the
-prompt, and the end when it has made the answer; so prefill and reservation end by what the gateway sees of a stream.
-A simulated instant is over when Redis has all of that. The time of a gateway itself is not in the figures.
+prompt, and the end when it has made the answer; so the gateway ends prefill and reservation by the stream that it sees.
+A simulated instant is over when Redis has all these changes. The time of a gateway itself is not in the figures.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.benchmarks.prompts import MODEL
 from tools.benchmarks.simulate_service import Waymark, started
 
 _PATH = "/v1/completions"
-#: Streams are open for as long as the simulation takes, and nobody reads the gauges of these engines.
+#: Streams are open for as long as the simulation takes, and no worker reads the gauges of these engines.
 _SETTINGS = SETTINGS | {"WAYMARK_GATEWAY_IDLE_SECONDS": "86400", "WAYMARK_GAUGES_SECONDS": "0"}
 
 
@@ -35,11 +35,11 @@ class _Stream:
     """One job on its way through a gateway."""
 
     engine: asyncio.Future[int]
-    """Which one got it."""
+    """The engine that got the job."""
     is_begun: asyncio.Event = field(default_factory=asyncio.Event)
     is_ended: asyncio.Event = field(default_factory=asyncio.Event)
     was_seen: asyncio.Event = field(default_factory=asyncio.Event)
-    """The client has the first content."""
+    """Whether the client has the first content."""
     reading: asyncio.Task[None] | None = None
 
 
@@ -90,7 +90,7 @@ class Gateways:
     # ---- the two ends of a stream ----------------------------------------------------------------------
 
     async def serve(self, number: int, request: web.Request) -> web.StreamResponse:
-        """An engine's side."""
+        """Serve a stream as an engine."""
         stream = self._streams[int(request.headers["x-request-id"])]
         await request.read()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -110,7 +110,7 @@ class Gateways:
         return Placed(job, stream.engine.result())
 
     async def _read(self, url: str, job: Job, stream: _Stream) -> None:
-        """The client's side."""
+        """Read a stream as a client."""
         prompt = array("I", packed_tokens(job)).tolist()
         body = {"model": MODEL, "prompt": prompt, "max_tokens": job.output_tokens, "stream": True}
         headers = {"x-request-id": str(job.number)}
@@ -121,7 +121,7 @@ class Gateways:
                 stream.was_seen.set()
 
     async def _unless_broken(self, stream: _Stream, waited: Awaitable[object]) -> None:
-        """Wait, and raise what ended the stream before."""
+        """Wait, and raise the error that has ended the stream, if there is one."""
         assert stream.reading is not None
         waiting = asyncio.ensure_future(waited)
         await asyncio.wait({waiting, stream.reading}, return_when=asyncio.FIRST_COMPLETED)
@@ -136,7 +136,7 @@ class Gateways:
 
 @asynccontextmanager
 async def gateways(policy: str, engines: int, count: int) -> AsyncIterator[Gateways]:
-    """So many gateways in front of so many engines, on one empty Redis."""
+    """Start gateways in front of engines, on one empty Redis."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
         session = await stack.enter_async_context(
@@ -158,7 +158,7 @@ async def gateways(policy: str, engines: int, count: int) -> AsyncIterator[Gatew
 
 @asynccontextmanager
 async def _engine(number: int, behind: Sequence[Gateways]) -> AsyncIterator[str]:
-    """The address of an engine, whose requests go to the only one of ``behind``."""
+    """Yield the address of an engine whose requests go to the only element of ``behind``."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         return await behind[0].serve(number, request)

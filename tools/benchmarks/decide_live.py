@@ -1,7 +1,8 @@
 """Decisions by real processes, for engines on a simulated clock: replicas over HTTP, and the peer's own service.
 
-Redis' times run by the wall, so reservations are long, nothing is expected where it is not asked for, and loads are
-read for each decision. Events are published when they could be seen. A decision waits until they have been applied.
+The times of Redis are real, so reservations are long, there are no speculative entries unless a run asks for them, and
+loads are read for each decision. Events are published at the time at which they become visible. A decision waits until
+they have been applied.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 SETTINGS = {"WAYMARK_LOADS_MS": "0"}
 _MSGPACK = {"Content-Type": "application/msgpack"}
 _RESERVED_SECONDS = 3600
-#: How long the peer is given to apply what it was sent; nothing there says that it has.
+#: The time for the peer to apply its events, because it does not report when it has.
 _APPLY_SECONDS = 0.02
 _REQUEST_SECONDS = 60.0
 
@@ -49,7 +50,7 @@ def check_kind(kind: str) -> None:
 
 
 def events_of(changes: Sequence[Change]) -> dict[int, list[WireEvent]]:
-    """What each engine publishes, in its order."""
+    """Return the events of each engine, in order."""
     found: dict[int, list[WireEvent]] = {}
     for change in changes:
         names = prompts.engine_hashes(change.piece)
@@ -62,7 +63,7 @@ def events_of(changes: Sequence[Change]) -> dict[int, list[WireEvent]]:
 
 
 def packed_tokens(job: Job) -> bytes:
-    """The complete pieces of a prompt, and tokens of nobody behind them, as little-endian u32."""
+    """Return the complete pieces of a prompt, followed by tokens of no other prompt, as little-endian u32."""
     tokens = array("I")
     for piece in job.pieces:
         tokens.extend(prompts.piece_tokens(piece))
@@ -82,7 +83,8 @@ class Live:
         expects: bool,
         is_as_decided: bool = False,
     ) -> None:
-        """``is_as_decided``: engines get requests in the order of Redis, however long their answers took."""
+        """With ``is_as_decided`` engines get requests in the order in which Redis decided, however long the answers
+        took."""
         self._service = service
         self._clients = clients
         self._turns = cycle(clients)
@@ -133,7 +135,7 @@ class Live:
 async def ours(
     policy: str, engines: int, replicas: int, is_speculative: bool, *, is_as_decided: bool = False
 ) -> AsyncIterator[Live]:
-    """A Waymark with so many engines and replicas on an empty Redis."""
+    """Start a Waymark with these engines and replicas on an empty Redis."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
         service = await stack.enter_async_context(
@@ -169,7 +171,7 @@ class Peer:
         tokens = array("I", packed_tokens(job)).tolist()
         body = {"model_name": MODEL, "token_ids": tokens, "selection_id": str(job.number)}
         found = await self._call(client, "POST", "/select_and_reserve", json=body)
-        # Whoever decided is told of what follows: without a mesh nobody else knows of it.
+        # The replica that decided gets the later reports: without a mesh, no other replica knows the reservation.
         self._clients[job.number] = client
         return Placed(job, int(found["worker_id"]) - 1)
 
@@ -182,7 +184,7 @@ class Peer:
 
 @asynccontextmanager
 async def theirs(kind: str, engines: int, replicas: int, python: str) -> AsyncIterator[Peer]:
-    """So many processes of the peer's selector; of a mesh where ``kind`` says so."""
+    """Start processes of the peer's selector, as a mesh if ``kind`` says so."""
     is_mesh, constants = kind.endswith("mesh"), KINDS[kind.removesuffix("mesh").rstrip("-") or "defaults"]
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
@@ -219,7 +221,7 @@ async def theirs(kind: str, engines: int, replicas: int, python: str) -> AsyncIt
         async with asyncio.timeout(_REQUEST_SECONDS):
             while any(each.subscribers < replicas for each in publishers):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        await asyncio.sleep(1.0)  # subscriptions of the mesh, which nothing reports
+        await asyncio.sleep(1.0)  # the mesh does not report its subscriptions
         yield Peer(clients, publishers)
 
 

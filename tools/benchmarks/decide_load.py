@@ -1,4 +1,4 @@
-"""What is decided in a simulation: the requests of a trace with their answers' lengths, scaled; and bursts."""
+"""The requests of a simulation: those of a trace with the lengths of their answers, scaled; and bursts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Arrival(NamedTuple):
     input_tokens: int
     output_tokens: int
     pieces: tuple[int, ...]
-    """Names of all pieces begun, the last one perhaps in part."""
+    """The names of all pieces, the last of which may be incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bursts:
-    """Every so often, many requests over one document that nobody has."""
+    """At regular intervals, many requests about one document that no engine has."""
 
     requests: int = 24
     document_tokens: int = 16_384
@@ -41,7 +41,7 @@ class Bursts:
 
 
 def traced(path: Path, first: int, requests: int, scale: float, *, is_spread: bool = True) -> list[Arrival]:
-    """Requests ``first`` to ``first + requests`` of a trace, ``scale`` times as many a second.
+    """Return requests ``first`` to ``first + requests`` of a trace, ``scale`` times as many a second.
 
     Arrivals that were recorded at one time are spread evenly until the next one, unless they are to come together.
     """
@@ -67,7 +67,7 @@ def traced(path: Path, first: int, requests: int, scale: float, *, is_spread: bo
 
 
 def made_up(requests: int, scale: float, seed: int) -> list[Arrival]:
-    """The conversations of ``simulate_trace``, with answers of 1 to 600 tokens."""
+    """Return the conversations of ``simulate_trace``, with answers of 1 to 600 tokens."""
     chosen = random.Random(f"{seed}/answers")
     return [
         Arrival(each.at_seconds / scale, each.input_tokens, chosen.randint(1, 600), each.pieces)
@@ -76,7 +76,7 @@ def made_up(requests: int, scale: float, seed: int) -> list[Arrival]:
 
 
 def bursts(of: Bursts, seconds: float, seed: int) -> list[Arrival]:
-    """Bursts for so long, the first one after one interval."""
+    """Return the bursts of this time, the first one after one interval."""
     chosen, found, name = random.Random(f"{seed}/bursts"), [], _FRESH
     at = of.every_seconds
     while at < seconds:

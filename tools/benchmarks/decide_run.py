@@ -14,14 +14,14 @@ from tools.benchmarks.decide_load import Arrival
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one run; times in seconds."""
+    """The figures of one run; times are in seconds."""
 
     name: str
     requests: int
     mean_first_token: float
     p99_first_token: float
     hit_ratio: float
-    """Tokens that were in the engine's cache, of all tokens of the prompts."""
+    """The share of prompt tokens that were in the engine's cache."""
     mean_end: float
 
     @property
@@ -73,7 +73,8 @@ def _collect(engine: Engine, pending: list[tuple[float, int, Change]], ties: int
 
 
 async def _tell(fleet: Sequence[Engine], pending: list[tuple[float, int, Change]], at: float, decider: Decider) -> None:
-    """All that could be known at a time: blocks, first tokens, ends. An iteration that is not over is not known."""
+    """Report everything that is visible at a time: blocks, first tokens, ends. An iteration is visible when it is
+    over."""
     visible = []
     while pending and pending[0][0] <= at:
         visible.append(heapq.heappop(pending)[2])

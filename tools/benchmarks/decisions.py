@@ -1,8 +1,8 @@
 """P11: what ``/select`` costs beyond ``/query`` of the same length of prompt, with 8, 100 and 1,000 targets.
 
-Eight engines publish what they have; then the worker ends, and more targets are registered, which have nothing. Every
-round asks a replica for as many decisions as queries, of prompts that an engine has and that were asked by nobody
-before. The difference of the CPU is what a decision costs. Each decision is released, after it was measured.
+Eight engines publish their blocks; then the worker ends, and more targets without blocks are registered. Every round
+asks a replica for as many decisions as queries, of prompts that an engine has and no request has named before. The
+difference of the CPU is the cost of a decision. Each decision is released, after it was measured.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ENGINES = 8
 TARGETS = (8, 100, 1_000)
 REPLICA_MS = 0.15
 REDIS_MS = 0.12
-#: With all the speculative entries of a prompt of 512 blocks.
+#: The time of a decision with all speculative entries of a prompt of 512 blocks.
 REDIS_COLD_MS = 0.20
 
 
 class _Cost(NamedTuple):
-    """Of one request."""
+    """The cost of one request."""
 
     replica_ms: float
     redis_ms: float
@@ -67,7 +67,7 @@ class _Bench:
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows of P11."""
+    """Return the rows of P11."""
     rounds, size = (1, 16) if options.is_quick else (5, 50)
     fresh = prompts.fresh()
     held = list(islice(fresh, len(TARGETS) * 2 * rounds * size + 40))
@@ -96,7 +96,7 @@ def _part(of: Iterator[Prompt], size: int) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def _fill(bench: _Bench, held: Sequence[Prompt]) -> None:
-    """Eight engines store the prompts in turn; what the worker costs is not in the figures, for it ends then."""
+    """Store the prompts on eight engines in turn. The worker ends afterwards, so its cost is not in the figures."""
     with waymark(bench.folder, "ingest", bench.redis.url), publishers(ENGINES) as engines:
         for engine in engines:
             engine.register(bench.replica)
@@ -108,7 +108,7 @@ def _fill(bench: _Bench, held: Sequence[Prompt]) -> None:
 
 
 def register_idle_targets(replica: Server, numbers: range) -> None:
-    """Register targets that nobody listens to. A worker would find them unreachable, and decisions leave them out."""
+    """Register targets without a worker, which would find them unreachable, so that decisions would leave them out."""
     for number in numbers:
         replica.post(
             f"{replica.prefix}/register",
@@ -122,7 +122,7 @@ def register_idle_targets(replica: Server, numbers: range) -> None:
 
 @contextmanager
 def index_kept(redis: RedisServer) -> Iterator[None]:
-    """Be the worker of an index that nobody changes: without one, a replica decides without the index."""
+    """Act as the worker of an unchanging index: without a worker, a replica decides without the index."""
     is_over = Event()
 
     def beat() -> None:
@@ -141,12 +141,12 @@ def index_kept(redis: RedisServer) -> Iterator[None]:
 
 
 def forget_reservations(client: Redis) -> None:
-    """End all reservations at once; else the loads would grow, and with them what the next decisions go by."""
+    """End all reservations at once; otherwise the loads would grow, and the next decisions would depend on them."""
     client.delete(*(name for kind in ("reservations", "load", "changes") for name in client.keys(f"wm:*:{kind}")))
 
 
 def _check(bench: _Bench, prompt: Prompt) -> None:
-    """A figure of wrong answers is none."""
+    """Raise SystemExit if an answer is wrong, because its cost would mean nothing."""
     answer = bench.replica.ask("POST", "/select", json.loads(prompts.by_tokens(prompt)))
     if answer["target"]["device_tokens"] != len(prompts.tokens(prompt)) or not answer["reservation"]:
         raise SystemExit(f"/select answers {answer} for a prompt that an engine has whole")

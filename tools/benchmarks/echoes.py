@@ -1,4 +1,5 @@
-"""The CPU of gRPC for Python for a message and its answer, on a stream that stays open, if the server decides nothing.
+"""Measures the CPU of gRPC for Python for a message and its answer, on a stream that stays open, if the server decides
+nothing.
 
     python -m tools.benchmarks.echoes [--messages 3000]
 
@@ -30,7 +31,7 @@ _STREAMS = (1, 8)
 _CHUNK, _PIECE = (
     pb.ProcessingRequest(response_body=pb.HttpBody(body=b"x" * size)).SerializeToString() for size in (100, 64 * 1024)
 )
-#: What is sent: how many streams at once, and the message.
+#: The traffic: the number of streams, and the message.
 _CASES = (*((streams, _CHUNK) for streams in _STREAMS), (4, _PIECE))
 
 

@@ -1,9 +1,9 @@
 """P12 of an engine's own path to token ids: ``PYTHON -m tools.benchmarks.engine_texts FOLDER``.
 
-FOLDER is what ``python -m tools.benchmarks.texts FOLDER`` has written, and PYTHON that of an environment with sglang
-and transformers, without torch. Measured are the calls of transformers that vLLM's renderer makes for a chat, and
-SGLang's own handler of ``/tokenize`` from the bytes of a body on. Neither contains HTTP, and vLLM's own handler cannot
-be run without torch: so each is less than what a request to the engine costs.
+``python -m tools.benchmarks.texts FOLDER`` has written FOLDER, and PYTHON is that of an environment with sglang and
+transformers, without torch. Measured are the calls of transformers that vLLM's renderer makes for a chat, and SGLang's
+own handler of ``/tokenize`` from the bytes of a body on. Neither contains HTTP, and vLLM's own handler cannot be run
+without torch: so each figure is lower than the cost of a request to the engine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _by_transformers(tokenizer: Any, body: bytes) -> int:
 
 
 def _cost(tokenized: Callable[[bytes], int], bodies: list[bytes]) -> float:
-    """CPU in ms a body; the first round warms up."""
+    """Return the CPU of a body in ms; the first round warms up."""
     found = []
     for _ in range(_ROUNDS + 1):
         before = process_time()

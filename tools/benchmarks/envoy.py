@@ -1,11 +1,11 @@
-"""What a request through a real Envoy costs, with an endpoint picker and without: CPU of Envoy and of the picker.
+"""Measures the CPU of Envoy and of the picker for a request through a real Envoy, with and without an endpoint picker.
 
     python -m tools.benchmarks.envoy --requests 500 --redis-url redis://127.0.0.1:6379/0
 
 Each run has the same simulated engines. In the first ones they take turns; in the next ones the inner hop asks a
 picker, without and with the bodies of answers. In the last ones the picker is replaced by a process that decides
 nothing: it sends every message back unchanged, so that its CPU is what gRPC itself takes. An engine sends each chunk by
-itself, 250 a second. CPU is that of the processes, without what they take at rest, so a busy machine changes it little.
+itself, 250 a second. CPU is that of the processes, without their CPU at rest, so a busy machine changes it little.
 The Redis has to be empty.
 """
 
@@ -43,7 +43,7 @@ from waymark.simulator.http import EngineHttp
 from waymark.store.store import Store
 
 CHUNKS = (1, 1_000)
-#: Times an answer of one chunk.
+#: The bound on the cost of the most chunks, as a multiple of the cost of one chunk.
 CHUNKS_BAR = 2.0
 _ENGINES = 3
 _AT_ONCE = 8
@@ -66,7 +66,7 @@ class Cost(NamedTuple):
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
+    """Return the user and system time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -135,7 +135,7 @@ async def _picker(kind: str, directory: Path, url: str, model: str) -> AsyncIter
 
 
 async def run(url: str, directory: Path, requests: int, *, kind: str, chunks: int) -> Cost:
-    """``requests`` chats, after a tenth as many that are not counted. Each run has a model of its own."""
+    """Send ``requests`` chats, after a tenth as many that are not counted. Each run has a model of its own."""
     model = f"llama-{kind.lower()}-{chunks}"
     async with AsyncExitStack() as stack:
         store = Store.open(url)
@@ -190,14 +190,14 @@ async def run(url: str, directory: Path, requests: int, *, kind: str, chunks: in
 
 
 async def _messages(proxy: Envoy) -> int:
-    """Messages that Envoy has sent to its pickers so far."""
+    """Return how many messages Envoy has sent to its pickers so far."""
     async with httpx.AsyncClient(base_url=proxy.admin_url, trust_env=False) as client:
         text = (await client.get("/stats?filter=ext_proc.stream_msgs_sent")).text
     return int(text.rpartition(":")[2] or 0)
 
 
 def rows(found: Mapping[tuple[str, int], Cost]) -> Iterator[Row]:
-    """Yield the rows of P14: what the most chunks cost a picker, over one."""
+    """Yield the rows of P14: the cost of the most chunks for a picker, over that of one chunk."""
     for kind in ("NONE", "FULL_DUPLEX_STREAMED"):
         few, many = (found[kind, chunks].picker for chunks in CHUNKS)
         what = f"picker, response_body_mode {kind}, an answer of {CHUNKS[1]:,} chunks"

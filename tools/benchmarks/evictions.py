@@ -1,9 +1,9 @@
-"""A day of an engine that stores and evicts, without the waiting: what is left in Redis, hour by hour.
+"""Simulates a day of an engine that stores and evicts, without waiting, and shows what is left in Redis hour by hour.
 
     python -m tools.benchmarks.evictions [--hours 24] [--prompts 400] [--capacity 8000] [--seed 0]
 
 An engine with a full cache answers prompts that share a system prompt and go on by themselves, decodes a few blocks of
-each, and evicts what was not used for longest. The system prompt changes every four hours and ends inside a piece, so
+each, and evicts the least recently used blocks. The system prompt changes every four hours and ends inside a piece, so
 that rows are marked. Every eight hours the engine restarts, and its old blocks are swept. In the end the engine ends.
 """
 
@@ -42,11 +42,11 @@ TAILS = (1, 4, 16, 100)
 
 @dataclass(frozen=True)
 class Sample:
-    """What is in Redis after an hour."""
+    """The contents of Redis after an hour."""
 
     hour: int
     stored: int
-    """Blocks, since the beginning."""
+    """The blocks stored since the beginning."""
     held: int
     places: int
     """Rows and branch rows that the engine is in, as the worker knows them."""
@@ -54,7 +54,7 @@ class Sample:
     branch_rows: int
     marked: int
     bytes: int
-    """Of all keys of the index."""
+    """The bytes of all keys of the index."""
 
 
 class Engine:
@@ -70,7 +70,7 @@ class Engine:
         self.system: list[int] = []
 
     async def begin(self) -> None:
-        """A new life; what the one before had is swept."""
+        """Begin a new life; the blocks of the previous one are swept."""
         await self.redis.hset(keys.fence(GROUP, 0), str(PUBLISHER), TOKEN)
         await self.redis.hset(self.grant.record, "token", TOKEN)
         if self.holder:
@@ -82,13 +82,13 @@ class Engine:
         self.memory.begin(self.holder, 0)
         self.placer = Placer(self.memory, 1)
         self.used: OrderedDict[int, None] = OrderedDict()
-        """Engine hashes of what is held, the first to go first."""
+        """The engine hashes of held blocks, the next to be evicted first."""
 
     def new(self, count: int) -> list[int]:
         return [self.dice.getrandbits(64) for _ in range(count)]
 
     async def answer(self) -> None:
-        """One prompt, its decoded blocks, and what has to go for them."""
+        """Store one prompt and its decoded blocks, and evict blocks to make room for them."""
         chain = self.system + self.new(self.dice.choice(TAILS))
         await self.store(chain, self.known(chain))
         for _ in range(DECODED):
@@ -150,7 +150,7 @@ class Engine:
 
 
 async def day(engine: Engine, *, hours: int, prompts: int) -> AsyncIterator[Sample]:
-    """A sample after each hour, and one after the engine has ended."""
+    """Yield a sample after each hour, and one after the engine has ended."""
     await engine.begin()
     for hour in range(1, hours + 1):
         if hour % 4 == 1:

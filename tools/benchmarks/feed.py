@@ -1,4 +1,4 @@
-"""Engines as far as an indexer sees them: sockets that publish stores as vLLM does, to whoever has subscribed."""
+"""Engines as an indexer sees them: sockets that publish stores as vLLM does, to all subscribers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PUBLISHER_ID = bytes(range(16))
 
 
 def stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int], rank: int = 0) -> bytes:
-    """The payload of a batch of one store, in vLLM's form."""
+    """Return the payload of a batch of one store, in vLLM's form."""
     return _batch(_stored(block_hashes, parent, token_ids), rank=rank)
 
 
 def decoded(steps: Sequence[tuple[int, int | None, Sequence[int]]], rank: int = 0) -> bytes:
-    """The payload of one engine step in decode: a store of one block for each sequence that completed one.
+    """Return the payload of one engine step in decode: a store of one block for each sequence that completed a block.
 
     A step is ``(engine hash, its parent's or None, the block's token ids)``.
     """
@@ -52,12 +52,12 @@ def removed(block_hashes: Sequence[int], rank: int = 0) -> bytes:
 
 
 def heartbeat(rank: int = 0) -> bytes:
-    """The payload of a batch without events, by which an engine shows that it is there."""
+    """Return the payload of a batch without events, which shows that the engine is alive."""
     return _batch(rank=rank)
 
 
 def as_new_release(payload: bytes) -> bytes:
-    """The same batch as releases publish it that name the process and where its blocks are."""
+    """Return the same batch in the form of releases that name the process and the location of its blocks."""
     ts, events, rank = msgpack.unpackb(payload)
     told: bytes = msgpack.packb([ts, [event | {"locality": "LOCAL"} for event in events], rank, PUBLISHER_ID])
     return told
@@ -73,7 +73,7 @@ def _batch(*events: Mapping[str, object], rank: int = 0) -> bytes:
 
 
 class Publisher:
-    """One engine's socket. Nothing is lost on the way: there is no bound on what waits to be sent."""
+    """One engine's socket. No batch is lost, because the number of waiting batches has no bound."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], number: int) -> None:
         self.number = number
@@ -83,12 +83,12 @@ class Publisher:
         self._socket = context.socket(zmq.XPUB)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.XPUB_VERBOSE, 1)  # tell of the second subscriber, too
+        self._socket.set(zmq.XPUB_VERBOSE, 1)  # report the second subscriber, too
         self.endpoint = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
         self._subscribers = 0
 
     def has_subscriber(self) -> bool:
-        """Whether anybody has subscribed since the last time this was true."""
+        """Return whether a client has subscribed since the last time this was true."""
         while self._socket.poll(0):
             self._subscribers += self._socket.recv()[:1] == b"\x01"
         if self._subscribers:
@@ -97,7 +97,7 @@ class Publisher:
         return False
 
     def register(self, *servers: Server) -> None:
-        """Register with each, and wait until it has subscribed."""
+        """Register with each server, and wait until it has subscribed."""
         for server in servers:
             server.post(
                 f"{server.prefix}/register",
@@ -114,7 +114,7 @@ class Publisher:
         self.seq += 1
 
     def store(self, prompt: Prompt, store_blocks: int = STORE_BLOCKS) -> int:
-        """Store what it has not yet of a prompt; the blocks that were new."""
+        """Store the missing blocks of a prompt. Return how many were new."""
         new = [number for number in prompt if number not in self.held]
         self.held.update(new)
         for payload in payloads(prompt, len(prompt) - len(new), store_blocks):
@@ -126,7 +126,7 @@ class Publisher:
 
 
 def payloads(prompt: Prompt, held: int = 0, store_blocks: int = STORE_BLOCKS, rank: int = 0) -> Iterator[bytes]:
-    """The stores of a prompt's pieces from ``held`` on."""
+    """Yield the stores of a prompt's pieces from ``held`` on."""
     hashes = list(chain.from_iterable(map(prompts.engine_hashes, prompt)))
     token_ids = prompts.tokens(prompt[held:])
     first = held * PIECE_BLOCKS
@@ -150,14 +150,15 @@ def publishers(count: int, first: int = 1) -> Iterator[list[Publisher]]:
 
 
 def matched(server: Server, prompt: Prompt, instance: int) -> int:
-    """How many tokens of the prompt the server says an instance has."""
+    """Return how many tokens of the prompt an instance has, according to the server."""
     answer = server.post(f"{server.prefix}/query", model_name=MODEL, token_ids=prompts.tokens(prompt))
     row = answer["instances"].get(str(instance), {})
     return int(row.get("longest_matched", 0))
 
 
 def wait_for(servers: Iterable[Server], last: dict[int, Prompt]) -> None:
-    """Until every server has the last prompt that each publisher stored: streams are in order, so then it has all."""
+    """Wait until every server has the last prompt of each publisher. Streams are in order, so it then has all
+    blocks."""
     for server in servers:
         for instance, prompt in last.items():
             wait_until(

@@ -3,7 +3,7 @@
     python -m tools.benchmarks.fleet_sizes [--before TREE] [--targets 10,100,1000,5000] [--rounds 5]
         [--requests 200]
 
-Three engines publish the prompts; then the worker ends, and more targets are registered, which have nothing. A round is
+Three engines publish the prompts; then the worker ends, and more targets without blocks are registered. A round is
 200 requests, four at a time, so that the readings of loads behind the decisions are in the figures. ``TREE`` is a
 checkout with an environment of its own in ``.venv``: each round asks both trees in turns. An old tree that needs a
 second for each request gets fewer of them by ``--requests``.
@@ -34,11 +34,11 @@ from tools.benchmarks.report import Row, against, table
 
 HOLDERS = 3
 TARGETS = (10, 100, 1_000, 5_000)
-#: What the cost of a decision with tokens may be, over that with 10 targets: by a policy that looks at few targets, and
-#: by one that compares all.
+#: The bounds on the cost of a decision with tokens, as multiples of the cost with 10 targets: for a policy that looks
+#: at few targets, and for one that compares all.
 BARS = {1_000: 2.0, 5_000: 3.0}
 BARS_OF_ALL = {1_000: 2.0}
-#: What ``sticky`` may cost over the default policy, with so many targets.
+#: The bound on the cost of ``sticky``, as a multiple of the default policy, with this number of targets.
 STICKY_TARGETS, STICKY_BAR = 100, 1.3
 _CONNECTIONS = 4
 _REQUESTS = 200
@@ -46,7 +46,7 @@ _REQUESTS = 200
 
 
 def _by_key(prompt: Prompt) -> bytes:
-    """A body without tokens."""
+    """Return a body without tokens."""
     return json.dumps({"model_name": MODEL, "prefix_hash": f"{prompt[0]:032x}", "policy": "sticky"}).encode()
 
 
@@ -98,7 +98,7 @@ class _Contender:
         before = replica.cpu() + self.redis.cpu()
         load = run(replica.port, "/select", bodies, _CONNECTIONS)
         cost = (replica.cpu() + self.redis.cpu() - before) / load.requests * 1e3
-        client = self.redis.client  # else the loads would grow, and with them what the next ones decide by
+        client = self.redis.client  # otherwise the loads would grow, and the next decisions would depend on them
         names = [name for kind in ("reservations", "load", "changes") for name in client.keys(f"wm:*:{kind}")]
         if not names:
             raise SystemExit(
@@ -109,12 +109,12 @@ class _Contender:
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows of ``make bench``."""
+    """Return the rows of ``make bench``."""
     return _measured([Path()], TARGETS[:3] if options.is_quick else TARGETS, 1 if options.is_quick else 3)
 
 
 def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int, requests: int = _REQUESTS) -> list[Row]:
-    """The rows; with a second tree beside its figures."""
+    """Return the rows; with a second tree, next to its figures."""
     size = 40
     held = list(islice(prompts.fresh(), size * (rounds + 1)))
     found: dict[tuple[int, str], tuple[list[float], ...]] = defaultdict(lambda: tuple([] for _ in trees))
@@ -139,7 +139,7 @@ def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int, reques
 
 
 def sticky_rows(found: Mapping[tuple[int, str], tuple[list[float], ...]]) -> list[Row]:
-    """The row of ``sticky`` beside the default policy, if both were asked with that many targets."""
+    """Return the row of ``sticky`` next to the default policy, if both were measured with that many targets."""
     sticky, default = (found.get((STICKY_TARGETS, name)) for name in ("512 blocks, sticky", _DEFAULT))
     if sticky is None or default is None:
         return []
@@ -160,7 +160,7 @@ def _row(found: dict[tuple[int, str], tuple[list[float], ...]], least: int, coun
 
 @contextmanager
 def _started(folder: Path, tree: Path, held: Sequence[Prompt]) -> Iterator[_Contender]:
-    """A Redis and a replica of a tree, with prompts that three engines have."""
+    """Start a Redis and a replica of a tree, with prompts that three engines have."""
     command: Sequence[str] = (sys.executable, "-m", "waymark")
     if tree != Path():
         command = (str(tree / ".venv" / "bin" / "waymark"),)

@@ -1,10 +1,10 @@
-"""The least that a query costs a server in Python: a head is parsed, Redis is asked for rows, a fixed answer is sent.
+"""The minimum cost of a query in a Python server: parse a head, ask Redis for rows, send a fixed answer.
 
     python -m tools.benchmarks.floor PORT REDIS_SOCKET ROW...
 
-It uses what a replica uses, uvloop, httptools and hiredis, and does nothing else: it neither reads a body nor looks at
-a row. So what a replica takes beyond it is the work of a query, and what it takes itself, nobody can save who waits for
-Redis in an event loop of Python.
+It uses the same libraries as a replica, uvloop, httptools and hiredis, and does nothing else: it neither reads a body
+nor looks at a row. So the CPU that a replica takes beyond it is the work of a query. No Python server that waits for
+Redis in an event loop can take less than this one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.ports import unused_port
 from tools.benchmarks.processes import RedisServer, Server, running, wait_until
 
 NAME = "floor"
-#: Rows of 32 blocks: those of a prompt of 512.
+#: The rows of a prompt of 512 blocks, 32 blocks in each.
 _ROWS = 16
 _BODY = b'{"default":{"1":{"longest_matched":8192,"GPU":8192,"DP":{"0":8192},"CPU":0,"DISK":0}}}'
 _ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
@@ -35,7 +35,7 @@ _ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length:
 
 @contextmanager
 def floor(folder: Path, redis: RedisServer) -> Iterator[Server]:
-    """The server, once it is up. It asks for rows that are in the index now."""
+    """Start the server. It asks for rows that are in the index now."""
     rows = list(islice(cast("Any", redis.client.scan_iter(match="wm:{1}:????????????????", count=1000)), _ROWS))
     if len(rows) < _ROWS:
         raise SystemExit(f"the index has {len(rows)} rows; the floor asks for {_ROWS}")

@@ -1,12 +1,12 @@
-"""What a frame costs a worker in each step: first in one process and without Redis, then in a real worker.
+"""Measures the cost of each step of a frame in a worker: first in one process and without Redis, then in a real worker.
 
     python -m tools.benchmarks.frames [--no-worker | --only-worker] [--shards 4]
 
 A stream stores and removes 32,768 blocks twice in each round. A figure is the least of eight rounds, in microseconds of
 CPU a frame. The rest of a frame's cost is not in the first table: sockets, the order of frames, the calls of the
-script, and what a worker does while nothing comes. ``--shards`` are those of its index. The second table has all of it,
-of a worker with clocks around its steps (``hops``), which takes in the backlogs of ``streams``; a figure is the median
-of its rounds.
+script, and the work of a worker while no frames arrive. ``--shards`` are those of its index. The second table has all
+of it, of a worker with clocks around its steps (``hops``), which takes in the backlogs of ``streams``; a figure is the
+median of its rounds.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def in_one_process(shards: int) -> None:
 
 
 def in_a_worker(rounds: int) -> None:
-    """Print what each step of a real worker costs a frame, for each backlog."""
+    """Print the cost of each step of a frame in a real worker, for each backlog."""
     found: dict[str, list[Counter[str]]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))

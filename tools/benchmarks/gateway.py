@@ -1,9 +1,9 @@
-"""P13: CPU that one request costs a gateway, beside a bare aiohttp pass-through and nginx, on the same machine.
+"""P13: the CPU of one request in a gateway, next to a bare aiohttp pass-through and nginx, on the same machine.
 
     python -m tools.benchmarks.gateway [--requests 1000] [--rounds 3]
 
-The engine is a bare aiohttp server that answers at once, whole or in so many chunks. CPU is user and system time of the
-processes of the proxy; wall clock is not reported, because engine and client share the machine. In each round the
+The engine is a bare aiohttp server that answers at once, whole or in a number of chunks. CPU is user and system time of
+the processes of the proxy; wall clock is not reported, because engine and client share the machine. In each round the
 proxies are asked in turns, and the gateway's decision is made by itself in a process of its own.
 """
 
@@ -45,7 +45,8 @@ from waymark.store.store import Store
 
 #: Chunks of an answer; 0: it comes whole.
 CHUNKS = (0, 10, 200, 1000)
-#: Times a bare pass-through: what a request may cost beyond its decision, and what one of the most chunks may cost.
+#: The bounds as multiples of a bare pass-through: on the cost of a request beyond its decision, and on the cost of one
+#: with the most chunks.
 BAR, CHUNKS_BAR = 1.3, 1.2
 _PAUSE_CHUNKS = 0.002
 _CLIENTS = 16
@@ -74,7 +75,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 
 async def pass_through(port: int, target: str) -> None:
-    """A proxy that does nothing but pass on, as a process of its own."""
+    """Start a proxy that only forwards, as a separate process."""
     async with aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def proxied(request: web.Request) -> web.StreamResponse:
@@ -104,12 +105,12 @@ async def _serve(handler: object, port: int) -> None:
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows of ``make bench``."""
+    """Return the rows of ``make bench``."""
     return measured(200, 1) if options.is_quick else measured(1000, 3)
 
 
 def measured(requests: int, rounds: int) -> list[Row]:
-    """The rows of P13: CPU in milliseconds."""
+    """Return the rows of P13: CPU in milliseconds."""
     costs: dict[tuple[str, int], list[float]] = defaultdict(list)
     decisions = []
     with ExitStack() as stack:
@@ -142,7 +143,7 @@ def measured(requests: int, rounds: int) -> list[Row]:
 
 
 def rows(costs: Mapping[tuple[str, int], list[float]], decisions: Sequence[float]) -> Iterator[Row]:
-    """Yield the rows of what each proxy took in each round, by chunks of the answer, and the decision by itself."""
+    """Yield the rows for each proxy, by chunks of the answer, and for the decision by itself."""
     yield Row("P13", "gateway's decision alone: body, tokens, target, reservation", median(decisions), "ms")
     for chunks in CHUNKS:
         answer = f"an answer of {chunks:,} chunks" if chunks else "a whole answer"
@@ -162,7 +163,7 @@ def rows(costs: Mapping[tuple[str, int], list[float]], decisions: Sequence[float
 def _started(
     stack: ExitStack, folder: Path, name: str, command: Callable[[int], Sequence[str]], **environ: str
 ) -> tuple[int, int]:
-    """Return the port and the process id, once it answers."""
+    """Return the port and the process id of a proxy, once it answers."""
     port = unused_port()
     process = stack.enter_context(running(folder, f"{name}-{port}", *command(port), **environ))
     wait_until(lambda: asyncio.run(_is_up(port)), f"{name} answers", START_SECONDS, 0.1)
@@ -183,7 +184,7 @@ def _nginx(program: str, folder: Path, port: int, engine: int) -> tuple[str, ...
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process and of the children it has now."""
+    """Return the user and system time of a process and of its present children."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return cpu_seconds(pid) + sum(map(_cpu_seconds, map(int, children)))
 
@@ -223,7 +224,7 @@ async def _is_up(port: int) -> bool:
 
 
 async def selection(redis_url: str, requests: int) -> None:
-    """What a gateway's decisions cost alone: body, tokens, target, and the ends of the reservation."""
+    """Return the cost of a gateway's decisions alone: body, tokens, target, and the end of the reservation."""
     settings = Settings(redis_url=redis_url)
     metrics = Metrics()
     store = Store.open(redis_url, metrics=metrics)

@@ -1,8 +1,8 @@
-"""Where a worker spends the CPU of a frame: a real worker with a clock around each of its steps.
+"""Measures where a worker spends the CPU of a frame, by a clock around each step of a real worker.
 
-``python -m tools.benchmarks.hops FILE ingest`` is ``waymark ingest`` with these clocks; SIGUSR1 makes it write to FILE
-what they show. ``tools.benchmarks.frames`` starts it. A clock counts the CPU time of the event loop's thread, without
-that of the steps inside. What the clocks themselves cost is measured at the start, and taken off.
+``python -m tools.benchmarks.hops FILE ingest`` is ``waymark ingest`` with these clocks; at SIGUSR1 it writes the times
+of the clocks to FILE. ``tools.benchmarks.frames`` starts it. A clock counts the CPU time of the event loop's thread,
+without that of the steps inside. The cost of the clocks themselves is measured at the start, and subtracted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from waymark.store.index import Index
 from waymark.store.redis.read_connection import ReadConnection
 
 LOOP, THREADS, OTHERS = "the event loop", "other threads, which are libzmq's", "polls, leases, sweeps"
-#: A step -> the functions whose time it has, of those that a stream calls for its frames.
+#: A step -> the functions whose time it contains, among those that a stream calls for its frames.
 STEPS: Final[dict[str, tuple[tuple[type, str], ...]]] = {
     "messages out of libzmq": ((MessageReader, "receive"),),
     "their frames": ((Subscriber, "read"), (Subscriber, "_read_messages")),
@@ -56,7 +56,7 @@ _TRIES = 20_000
 
 
 class Clocks:
-    """Times of steps, each without those inside of it."""
+    """The times of steps, each without the steps inside it."""
 
     def __init__(self) -> None:
         self.spent: Counter[str] = Counter()
@@ -77,7 +77,7 @@ class Clocks:
         self._at = now
 
     def calibrate(self) -> None:
-        """Find what a clock adds to its step, and to the one around it."""
+        """Measure the time that a clock adds to its step, and to the step around it."""
 
         def nothing() -> None:
             pass
@@ -144,7 +144,7 @@ class _Timed:
 
 
 def _install(clocks: Clocks, file: Path) -> None:
-    """Put the clocks around the steps, and write what they show at SIGUSR1."""
+    """Put the clocks around the steps, and write their times at SIGUSR1."""
     for step, functions in STEPS.items():
         for owner, name in functions:
             setattr(owner, name, clocks.timed(step, getattr(owner, name)))

@@ -1,4 +1,4 @@
-"""What peers that do not behave cost an endpoint picker, and what a peer that does sees of them.
+"""Measures the cost of misbehaving peers for an endpoint picker, and their effect on a peer that behaves.
 
     python -m tools.benchmarks.hostile --redis-url redis://127.0.0.1:6379/0
 
@@ -32,7 +32,7 @@ _ANY = {"request_serializer": None, "response_deserializer": None}
 
 
 def resident(pid: int) -> float:
-    """MiB of memory that a process has in use."""
+    """Return the MiB of memory that a process uses."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
 
@@ -43,7 +43,7 @@ def channel(port: int) -> Any:
 
 
 async def register_targets(store: Store) -> list[str]:
-    """Three targets of model llama; their addresses."""
+    """Register three targets of the model llama, and return their addresses."""
     addresses = [f"http://10.0.0.{number}:8000" for number in range(3)]
     for number, address in enumerate(addresses):
         target = Target(address=address)
@@ -54,7 +54,7 @@ async def register_targets(store: Store) -> list[str]:
 
 
 async def picks(port: int, count: int) -> tuple[float, int]:
-    """The median of the times of ``count`` decisions, in milliseconds, and how many further ones were refused."""
+    """Return the median time of ``count`` decisions, in milliseconds, and how many further ones were refused."""
     times: list[float] = []
     refused = 0
     async with channel(port) as own:
@@ -71,16 +71,16 @@ async def picks(port: int, count: int) -> tuple[float, int]:
 
 
 async def huge(port: int) -> str:
-    """Send 1 GB as one message; the status by which the stream ends."""
+    """Send 1 GB as one message. Return the status with which the stream ends."""
     async with channel(port) as own:
         call = own.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process", **_ANY)()
-        with suppress(grpc.aio.AioRpcError):  # the status says it
+        with suppress(grpc.aio.AioRpcError):  # the status has the reason
             await call.write(bytes(10**9))
         return str((await call.code()).name)
 
 
 async def endless(port: int, stack: AsyncExitStack) -> list[Any]:
-    """Streams that begin and never end."""
+    """Open streams that begin and never end."""
     calls = []
     for _ in range(_CONNECTIONS):
         own = await stack.enter_async_context(channel(port))

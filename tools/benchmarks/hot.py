@@ -1,6 +1,7 @@
 """P5b: a system prompt that every rank of a large fleet stores, in the index of Waymark and in that of the peer.
 
-Each block of it gets one holder more with every rank. What counts is the CPU of all who index it: worker and Redis.
+Each of its blocks gets one more holder with every rank. The figure is the CPU of all processes that index it: worker
+and Redis.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SYSTEM_BLOCKS = 125
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows of P5b."""
+    """Return the rows of P5b."""
     engines, rounds = (5, 1) if options.is_quick else (100, 2)
     ours_s: list[float] = []
     theirs_s: list[float] = []
@@ -49,7 +50,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _payloads() -> list[list[bytes]]:
-    """For each rank the batches by which it stores a system prompt that no rank has yet."""
+    """Return, for each rank, the batches that store a system prompt that no rank has yet."""
     (prompt,) = islice(prompts.fresh(-(-SYSTEM_BLOCKS // PIECE_BLOCKS)), 1)
     hashes = [h for number in prompt for h in prompts.engine_hashes(number)][:SYSTEM_BLOCKS]
     tokens = prompts.tokens(prompt)
@@ -75,7 +76,7 @@ def _publish(publishers: list[Publisher], payloads: list[list[bytes]]) -> None:
 
 
 def _taken_in(bench: Bench, publishers: list[Publisher], payloads: list[list[bytes]]) -> tuple[float, float]:
-    """CPU seconds of the worker and of Redis."""
+    """Return the CPU seconds of the worker and of Redis."""
     worker, redis = bench.cpu()
     _publish(publishers, payloads)
     for number, publisher in enumerate(publishers, 1):
@@ -85,7 +86,7 @@ def _taken_in(bench: Bench, publishers: list[Publisher], payloads: list[list[byt
 
 
 def _taken_in_by_peer(peer: Server, publishers: list[Publisher], payloads: list[list[bytes]]) -> float:
-    """CPU seconds until it holds the last store of each publisher: a prompt of its own, behind the rest."""
+    """Return the CPU seconds of the peer until it has the last store of each publisher, which is a separate prompt."""
     before = peer.cpu()
     _publish(publishers, payloads)
     ends = dict(zip([p.number for p in publishers], prompts.fresh(1), strict=False))

@@ -1,4 +1,5 @@
-"""What the groups of a hybrid model cost beside a plain one: CPU time of a worker for events, and of a walk.
+"""Measures the cost of the groups of a hybrid model, compared with a plain one: CPU time of a worker for events, and of
+a walk.
 
     python -m tools.benchmarks.hybrid [--rounds 20]
 
@@ -35,7 +36,7 @@ _WALKS = 200
 
 
 def _plain(payloads: Sequence[bytes]) -> list[bytes]:
-    """The batches with the events of full attention alone."""
+    """Return the batches with the events of full attention alone."""
     batches = [msgpack.unpackb(payload) for payload in payloads]
     events = [event for _, told, _ in batches for event in told]
     main = {event["group_idx"] for event in events if event.get("kv_cache_spec_kind") == "full_attention"}
@@ -43,7 +44,7 @@ def _plain(payloads: Sequence[bytes]) -> list[bytes]:
 
 
 def apply(payloads: Sequence[bytes], block_size: int, *, reads_windows: bool) -> int:
-    """Read and resolve batches as a worker does; how many parts there are to write."""
+    """Read and resolve batches as a worker does. Return how many parts there are to write."""
     decode = decoder(EngineKind.VLLM, seed=SEED)
     of = replace(registration(), block_size=block_size)
     resolver = Resolver(of, 1, seed=SEED, blocks_max=10**6, waiting_blocks=1000, reads_windows=reads_windows)
@@ -59,7 +60,7 @@ def apply(payloads: Sequence[bytes], block_size: int, *, reads_windows: bool) ->
 
 
 def walks(windows: Sequence[Window], runs: Sequence[tuple[bytes, int]]) -> Callable[[], int]:
-    """Walks over a prompt, each with the row that comes of it."""
+    """Run walks over a prompt, each including its row."""
     plain = Holder(1, 1, "pod-1", 0, "GPU", _BLOCK_SIZE, "pod-1", "instance")
     groups = [replace(plain, id=number, window=window) for number, window in enumerate(windows, 2)]
     holders = {each.id: each for each in (plain, *groups)}
@@ -77,7 +78,7 @@ def walks(windows: Sequence[Window], runs: Sequence[tuple[bytes, int]]) -> Calla
 
 
 def _cases() -> Iterator[tuple[str, int, dict[str, Callable[[], int]]]]:
-    """Of each case its name, how many units one run is, and what is compared."""
+    """Return, for each case, its name, the units of one run, and the compared functions."""
     for session in msgpack.unpackb(gzip.decompress(_SESSIONS.read_bytes())):
         size, payloads = session["block_size"], [batch for step in session["steps"] for batch in step["batches"]]
         plain = _plain(payloads)

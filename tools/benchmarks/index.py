@@ -1,8 +1,8 @@
-"""P5 and P6: what a block costs Redis, in CPU and in bytes.
+"""P5 and P6: the cost of a block in Redis, in CPU and in bytes.
 
 The blocks are applied by the store itself, one call per store and without a worker, so that Redis does nothing else.
-Its CPU is compared with the plain commands that keep as much, in turns in the same run. A worker puts the stores of a
-backlog into fewer calls: ``streams`` measures these, and has the bar.
+Its CPU is compared with that of plain commands that store as much, in turns in the same run. A worker puts the stores
+of a backlog into fewer calls: ``streams`` measures these, and has the bar.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ PLAIN = "MSET and HSET"
 REDIS_REMOVED = "Redis' CPU per block, removals of 64 that nobody else has"
 LATER_HOLDERS = 4
 FIRST_ID = 28_000_000_000_000
-"""Ids as an empty Redis hands them out in 2026: the length of a value is what a holder costs."""
+"""Ids as an empty Redis assigns them in 2026, because the cost of a holder depends on the length of its id."""
 
 Measured: TypeAlias = Callable[[Options, RedisServer, Store], Awaitable[list[Row]]]
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows of P5 that are Redis', and of P6."""
+    """Return the rows of P5 for Redis, and those of P6."""
     return [*in_redis(options, _bytes), *in_redis(options, _cpu)]
 
 
 def in_redis(options: Options, measured: Measured) -> list[Row]:
-    """What ``measured`` finds with a fresh Redis and a store of it."""
+    """Return the result of ``measured`` with a fresh Redis and its store."""
 
     async def with_store(redis: RedisServer) -> list[Row]:
         store = Store.open(redis.url)
@@ -83,7 +83,7 @@ class Owner:
         is_identity: bool = False,
         store_blocks: int = STORE_BLOCKS,
     ) -> None:
-        """Blocks as stores (or removals), each in a call of its own."""
+        """Apply blocks as stores (or removals), each in a separate call."""
         holder = self.holders[rank]
         for seq, start in enumerate(range(0, len(blocks), store_blocks), first_seq):
             part = list(blocks[start : start + store_blocks])
@@ -135,10 +135,10 @@ async def _bytes(options: Options, redis: RedisServer, store: Store) -> list[Row
     some = keys("bytes", count)
 
     async def added(instance_id: str, kind: EngineKind = EngineKind.VLLM) -> tuple[float, float]:
-        """Bytes per block that one more holder costs: of the block itself, and of its entry."""
+        """Return the bytes per block of one more holder: those of the block itself, and those of its entry."""
         one = await owner(store, instance_id, kind)
         is_identity = kind is EngineKind.STANDARD
-        # What Redis makes room for once, it has room for now.
+        # Redis has now allocated the memory that it needs only once.
         await one.apply(keys("before", STORE_BLOCKS), is_identity=is_identity)
         before = redis.used()
         await one.apply(some, first_seq=1, is_identity=is_identity)
@@ -181,7 +181,7 @@ async def _cpu(options: Options, redis: RedisServer, store: Store) -> list[Row]:
         plain.append(plain_commands(redis, [key ^ 1 for key in part]))
         shared.append(await _spent(redis, size, two.apply(part, first_seq=2 * seq)))
         fewer.append(await _spent(redis, size, two.apply(part, "-", first_seq=2 * seq + size)))
-        # Of some only, so that the index grows from round to round.
+        # Only some of them, so that the index grows from round to round.
         some = part[: size // 4]
         last.append(await _spent(redis, len(some), one.apply(some, "-", first_seq=seq + size // 2)))
         bigger = [key ^ 2 for key in part]
@@ -196,14 +196,14 @@ async def _cpu(options: Options, redis: RedisServer, store: Store) -> list[Row]:
 
 
 async def _spent(redis: RedisServer, blocks: int, applied: Awaitable[None]) -> float:
-    """Redis' CPU per block, in microseconds."""
+    """Return Redis' CPU per block, in microseconds."""
     before = redis.cpu()
     await applied
     return (redis.cpu() - before) / blocks * 1e6
 
 
 def plain_commands(redis: RedisServer, blocks: Sequence[int]) -> float:
-    """Redis' CPU of MSET and HSET of as many keys and entries, in microseconds per block."""
+    """Return Redis' CPU for MSET and HSET of as many keys and entries, in microseconds per block."""
     before = redis.cpu()
     for start in range(0, len(blocks), STORE_BLOCKS):
         values: list[bytes | str] = []

@@ -1,9 +1,11 @@
-"""Instructions of a query or a decision in a replica, counted by callgrind: the same whatever else the machine does.
+"""Counts the instructions of a query or a decision in a replica with callgrind; the other load of the machine does not
+change them.
 
     python -m tools.benchmarks.instructions [--requests 200] [--only hash,new,select] [--pure] [--keep FILE]
 
-Counts what runs in user space, by instruction and not by time: a long copy counts for each byte. It says which of two
-states of the code does more, and ``callgrind_annotate`` of the kept file where; how long it takes, it does not say.
+Counts what runs in user space, by instruction and not by time: a long copy counts for each byte. It shows which of two
+states of the code does more, and ``callgrind_annotate`` of the kept file shows where. It does not show how long the
+code takes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _KINDS = {
     "new": ("/query", prompts.by_tokens),
     "select": ("/select", prompts.by_tokens),
 }
-#: Decisions are between so many targets, of which one has the prompt.
+#: The number of targets of a decision; one of them has the prompt.
 _TARGETS = 8
 
 
@@ -48,7 +50,7 @@ def _replica(folder: Path, redis: RedisServer, *, is_pure: bool) -> Iterator[Ser
         "WAYMARK_LOG_LEVEL": "warning",
         "WAYMARK_NATIVE": str(not is_pure).lower(),
         "WAYMARK_QUERY_DEADLINE_MS": "10000",
-        "WAYMARK_LOADS_MS": "10000",  # readings in the background are no part of a decision
+        "WAYMARK_LOADS_MS": "10000",  # readings in the background are not a part of a decision
     }
     grind = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/callgrind.out")
     with running(folder, f"query-{port}", *grind, sys.executable, "-m", "waymark", "query", **settings) as process:
@@ -62,7 +64,7 @@ def _control(server: Server, *words: str) -> None:
 
 
 def _count(kind: str, asked: Sequence[Prompt], warm: Sequence[Prompt], server: Server, folder: Path) -> int:
-    """Instructions of all that are ``asked``; the counts by function are then in ``folder``."""
+    """Return the instructions of all requests in ``asked``; the counts by function are then in ``folder``."""
     path, body = _KINDS[kind]
     run(server.port, path, write_bodies(folder / "bodies", map(body, warm)))
     _control(server, "-i", "on")

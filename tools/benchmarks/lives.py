@@ -1,11 +1,11 @@
-"""P10: a publisher's blocks are gone at once, and sweeping them is not felt.
+"""P10: a publisher's blocks disappear at once, and sweeping them does not delay readers.
 
 The publisher has 200,000 blocks when it clears its cache, restarts, or is unregistered. From then on a replica is asked
 until it does not count them any more. A reader in a process of its own meanwhile reads 512 blocks of another publisher
-from Redis, again and again. A wait is told as what it lasts where the reader and Redis each have a core: the CPU time
-of both until the reply, Redis' with all its threads, and at most the time by the clock in which the reader did not
-itself stand in the scheduler's queue. This Redis has no disk to sleep for. The wait by the clock, told beside, has in
-it what others, and a hypervisor, had of the cores.
+from Redis, again and again. A wait is given as its length if the reader and Redis each have a core: the CPU time
+of both until the reply, Redis' with all its threads, and at most the time by the clock in which the reader was not in
+the scheduler's queue. This Redis writes to no disk. The wait by the clock, which is given as well, includes the time in
+which other processes and a hypervisor used the cores.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tools.benchmarks.report import Row
 from tools.benchmarks.streams import Bench, started
 
 PIECES = 64
-#: Five times the default, to be done with it.
+#: Five times the default, to finish sooner.
 SWEEP = {"WAYMARK_SWEEP_BLOCKS_PER_SECOND": "100000"}
 _READER_PAUSE_SECONDS = 0.001
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows of P10."""
+    """Return the rows of P10."""
     blocks = 20_000 if options.is_quick else 200_000
     rows = []
     rounds = 1 if options.is_quick else 3
@@ -91,7 +91,7 @@ def _of_waits(what: str, waits: Sequence[_Wait], bar: float | None) -> list[Row]
 
 
 def _filled(bench: Bench, engine: Publisher, blocks: int) -> Prompt:
-    """The engine stores so many new blocks; the last prompt of them."""
+    """Store this number of new blocks. Return their last prompt."""
     some = list(islice(prompts.fresh(PIECES), blocks // (PIECES * PIECE_BLOCKS) + 1))
     for prompt in some:
         engine.store(prompt)
@@ -136,7 +136,7 @@ def _gone_ms(bench: Bench, engine: Publisher, held: Prompt, end: Callable[[Bench
 class _Wait(NamedTuple):
     clock_ms: float
     ms: float
-    """What it lasts where the reader and Redis each have a core."""
+    """The wait if the reader and Redis each have a core."""
 
 
 class _Reader:
@@ -163,7 +163,7 @@ class _Reader:
 
 
 def _used(server: int) -> float:
-    """CPU seconds of this process and of that one."""
+    """Return the CPU seconds of this process and of that one."""
     return time.process_time() + cpu_seconds(server)
 
 

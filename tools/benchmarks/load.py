@@ -2,7 +2,7 @@
 
     python -m tools.benchmarks.load PORT PATH BODIES CONNECTIONS
 
-Every body of the file is posted once, over so many kept connections, each with one request on its way at a time. Prints
+Every body of the file is posted once, over so many kept connections, each with one request under way at a time. Prints
 ``{"seconds", "failed", "overtaken", "latencies_ms": [...]}``. The file is made by ``write_bodies``.
 """
 
@@ -26,13 +26,13 @@ _ANSWER_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What came of one run of the load generator."""
+    """The result of one run of the load generator."""
 
     seconds: float
     requests: int
     latencies_ms: list[float]
     overtaken: int = 0
-    """Answers that came after one to a request that was sent later."""
+    """The number of answers that arrived after the answer to a later request."""
 
     @property
     def p50_ms(self) -> float:
@@ -60,7 +60,7 @@ def start(port: int, path: str, bodies: Path, connections: int) -> subprocess.Po
 
 
 def finish(process: subprocess.Popen[bytes]) -> Load:
-    """The result of a started run; SystemExit where an answer was not 200."""
+    """Return the result of a started run. Raise SystemExit if an answer was not 200."""
     output, _ = process.communicate(timeout=600)
     if process.returncode:
         raise SystemExit("the load generator failed")
@@ -83,7 +83,7 @@ class _Connection:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.began = 0.0
         self.number = 0
-        """Of the request under way, among all in the order in which they were sent."""
+        """The number of the request under way, in the order in which all were sent."""
         self._received = b""
 
     def send(self, request: bytes, number: int) -> None:
@@ -92,7 +92,7 @@ class _Connection:
         self.socket.sendall(request)
 
     def answer(self) -> bytes | None:
-        """The whole answer, once it is there."""
+        """Return the whole answer when it has arrived."""
         piece = self.socket.recv(262_144)
         if not piece:
             raise SystemExit("the server closed a connection")

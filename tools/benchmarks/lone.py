@@ -1,4 +1,4 @@
-"""Where the time goes from the publication of a lone frame until an answer has its blocks, hop by hop.
+"""Measures, hop by hop, the time from the publication of a lone frame until an answer has its blocks.
 
     python -m tools.benchmarks.lone [--frames 300] [--real-time | --calls]
 
@@ -41,7 +41,7 @@ from waymark.ingest.subscriber import Subscriber
 from waymark.store.alike_calls import AlikeCalls
 from waymark.store.redis.read_connection import ReadConnection
 
-#: The moments of a frame in their order: the call that begins each, and what has been done since the moment before.
+#: The moments of a frame in order: the call that begins each, and a name for the work since the previous moment.
 MOMENTS: Final[tuple[tuple[type, str, str], ...]] = (
     (Subscriber, "_read_messages", "libzmq and the network: until the worker is woken"),
     (StraightWay, "take", "its message is received"),
@@ -133,7 +133,8 @@ class _Asked:
         self._connection.close()
 
     def until_it_has(self, tokens: Sequence[int]) -> int:
-        """Return how many nanoseconds the answer took that has the whole prompt. SystemExit if none has it."""
+        """Return how many nanoseconds passed until an answer had the whole prompt. Raise SystemExit if no answer has
+        it."""
         body = json.dumps({"model": prompts.MODEL, "token_ids": tokens})
         took = 0
 
@@ -150,8 +151,8 @@ class _Asked:
 
 
 def _publish(publisher: Publisher, asked: _Asked, frames: int) -> tuple[list[int], list[int]]:
-    """Return when each frame was sent, and how long the question for it took. One more frame follows: once it can be
-    found, the worker has done with those before.
+    """Return when each frame was sent, and how long the question for it took. One more frame follows: when it is in
+    answers, the worker has finished the earlier ones.
     """
     chosen = random.Random(7)
     sent, questions = [], []

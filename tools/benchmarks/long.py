@@ -1,6 +1,6 @@
-"""Blocks that very many have, such as those of a system prompt that all engines know: storing them, asking for them.
+"""Measures storing and querying blocks with very many holders, such as those of a system prompt that all engines have.
 
-Their values are long, a few bytes for each holder, and go to Redis and back whole.
+Their values are long, a few bytes for each holder, and are transferred whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SYSTEM_BLOCKS = SYSTEM_TOKENS // BLOCK_SIZE
 def measure(options: Options) -> list[Row]:
     instances = 10 if options.is_quick else 100
     asked = 40 if options.is_quick else 300
-    # All begin with the same 512 tokens or more; what follows the system prompt differs.
+    # All begin with the same 512 tokens or more; the tokens after the system prompt differ.
     system = next(prompts.fresh(4))
     long = [system + next(prompts.fresh(12)) for _ in range(asked)]
     plain = list(islice(prompts.fresh(16), asked))
@@ -51,7 +51,8 @@ def measure(options: Options) -> list[Row]:
 
 
 async def _filled(redis: RedisServer, instances: int, system: Prompt, held: list[Prompt]) -> list[Row]:
-    """Every rank of every instance gets the system prompt, one has the rest; then 512 blocks get one holder more."""
+    """Fill the index: every rank of every instance has the system prompt, and one has the rest; then 512 blocks get one
+    more holder."""
     store = Store.open(redis.url)
     try:
         shared = prompts.seq_hashes(system)[:SYSTEM_BLOCKS]

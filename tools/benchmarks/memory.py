@@ -3,7 +3,7 @@
     python -m tools.benchmarks.memory [--engines 100] [--blocks 50000] [--turns 2] [--pure]
 
 Engines fill their caches, and then store as many blocks as they remove until each has replaced its whole cache so many
-times. That is what an hour does to an engine that stores 30 blocks a second. A real worker takes all of it from
+times. An engine that stores 30 blocks a second does this in an hour. A real worker takes all of it from
 sockets, and its resident memory is read before, between, and after.
 """
 
@@ -27,12 +27,13 @@ from tools.benchmarks.report import Row, table
 MIB = 2**20
 #: Blocks that a prompt has: its stores follow each other, and its blocks go together.
 PROMPT_BLOCKS = 4 * STORE_BLOCKS
-#: Frames that all publishers together are ahead of the worker: else its buffers are what is measured.
+#: The most frames by which all publishers together are ahead of the worker; otherwise the figures would include its
+#: buffers.
 AHEAD = 2_000
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows of P6b; a tenth of the engines in a quick run."""
+    """Return the rows of P6b; a quick run has a tenth of the engines."""
     return run(10, 5_000, 2) if options.is_quick else run(100, 50_000, 2)
 
 
@@ -65,7 +66,7 @@ def run(engines: int, blocks: int, turns: int, *, is_pure: bool = False) -> list
 
 
 class _Cache:
-    """What one engine has: it stores prompts, and removes the oldest when it is full."""
+    """The cache of one engine: it stores prompts, and removes the oldest when it is full."""
 
     def __init__(self, publisher: Publisher, blocks_max: int) -> None:
         self.publisher = publisher
@@ -75,7 +76,7 @@ class _Cache:
         self._next = 1
 
     def payloads(self, blocks: int) -> Iterator[bytes]:
-        """Batches that store so many blocks, in prompts that share nothing."""
+        """Yield batches that store this number of blocks, in prompts that share nothing."""
         for number in range(blocks // STORE_BLOCKS):
             start, is_first = self._next, number % (PROMPT_BLOCKS // STORE_BLOCKS) == 0
             self._next += STORE_BLOCKS
@@ -83,7 +84,7 @@ class _Cache:
             parent = None if is_first else _hash(self.publisher.number, start - 1)
             tokens = list(range(start * BLOCK_SIZE, (start + STORE_BLOCKS) * BLOCK_SIZE))
             if is_first:
-                tokens[0] = 2**31 + self.publisher.number  # what one engine has, no other has
+                tokens[0] = 2**31 + self.publisher.number  # no two engines share a block
             self._stores.append(hashes)
             self.blocks += STORE_BLOCKS
             yield feed.stored(hashes, parent, tokens)
@@ -97,7 +98,7 @@ def _hash(publisher: int, number: int) -> int:
 
 
 def _publish(redis: RedisServer, held: list[_Cache], blocks: int) -> None:
-    """Have all engines store so many blocks, in turns, until the worker has taken all of it in."""
+    """Let all engines store this number of blocks, in turns, until the worker has applied all of them."""
     running = [(each.publisher, each.payloads(blocks)) for each in held]
     while running:
         going_on = []
@@ -114,7 +115,7 @@ def _publish(redis: RedisServer, held: list[_Cache], blocks: int) -> None:
 
 
 def _wait(redis: RedisServer, held: list[_Cache]) -> None:
-    """Until every stream's watermark is its last batch."""
+    """Wait until every stream's watermark is its last batch."""
     expected = [each.publisher.seq - 1 for each in held]
 
     def is_there() -> bool:
@@ -128,7 +129,7 @@ def _wait(redis: RedisServer, held: list[_Cache]) -> None:
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process in memory, once they have stood still."""
+    """Return the resident bytes of a process, when they no longer change."""
     before = 0
     while True:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")

@@ -1,8 +1,9 @@
-"""The CPU of a decision about messages that nobody tokenizes, with 10 and 500 targets: ``/select``, and a picker.
+"""Measures the CPU of a decision about messages without tokens, with 10 and 500 targets, by ``/select`` and by a
+picker.
 
     python -m tools.benchmarks.messages [--targets 10,500] [--rounds 5]
 
-A round is 600 chats of 2,000 characters, four at a time; the engines refuse whoever asks them for tokens. The figures
+A round is 600 chats of 2,000 characters, four at a time; the engines refuse requests for tokens. The figures
 are the CPU of the replica, or of the picker with its gRPC, and of Redis. A picker gets each request as Envoy sends it,
 on a stream of its own.
 """
@@ -39,9 +40,9 @@ from tools.benchmarks.prompts import BLOCK_SIZE, MODEL
 from tools.benchmarks.report import Row, table
 
 TARGETS = (10, 500)
-#: Milliseconds that a decision with the most targets may cost, through ``/select``.
+#: The most milliseconds of a decision with the most targets, through ``/select``.
 WHOLE_MS = 3.0
-#: Milliseconds that the most targets may cost more than the fewest.
+#: The most milliseconds by which a decision with the most targets may exceed one with the fewest.
 BAR_MS = 3.0
 _CHATS, _AT_ONCE = 600, 4
 REDIS_SECONDS = {"WAYMARK_REDIS_TIMEOUT_SECONDS": "30"}  # CPU is measured; a busy machine only makes it take longer
@@ -53,12 +54,12 @@ def _chat(number: int) -> bytes:
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows of ``make bench``."""
+    """Return the rows of ``make bench``."""
     return measured(TARGETS, 1 if options.is_quick else 3)
 
 
 def measured(targets: Sequence[int], rounds: int) -> list[Row]:
-    """The rows of both doors, with each number of targets."""
+    """Return the rows of both entry points, with each number of targets."""
     found: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory(prefix="wm-") as name:
         folder = Path(name)
@@ -82,7 +83,7 @@ def measured(targets: Sequence[int], rounds: int) -> list[Row]:
 
 
 def rows_of(found: Mapping[tuple[str, int], float], few: int) -> list[Row]:
-    """The rows of the milliseconds by door and number of targets."""
+    """Return the rows of the milliseconds by entry point and number of targets."""
     rows = []
     for (door, count), ms in sorted(found.items()):
         what = f"{door}, {count:,} targets, messages without a tokenizer: CPU with Redis"
@@ -95,7 +96,7 @@ def rows_of(found: Mapping[tuple[str, int], float], few: int) -> list[Row]:
 
 @contextmanager
 def picker(folder: Path, url: str) -> Iterator[tuple[int, int]]:
-    """The port and the process id of a picker, once it listens."""
+    """Return the port and the process id of a picker, once it listens."""
     port = unused_port()
     values = {
         "REDIS_URL": url, "HOST": "127.0.0.1", "LOG_LEVEL": "warning", "EPP_PORT": str(port), "EPP_TLS": "false",
@@ -117,7 +118,7 @@ def picker(folder: Path, url: str) -> Iterator[tuple[int, int]]:
 
 
 def settled(redis: RedisServer) -> None:
-    """Forget the requests of a round: the loads would grow, and with them what the next one decides by."""
+    """Forget the requests of a round: otherwise the loads would grow, and the next round would depend on them."""
     client = redis.client
     client.delete(*(name for kind in ("reservations", "load", "changes") for name in client.keys(f"wm:*:{kind}")))
 
@@ -147,7 +148,7 @@ async def _of_picker(port: int, pid: int, redis: RedisServer, rounds: int) -> fl
 
 
 async def _picked(channel: grpc.aio.Channel, chats: Iterator[int]) -> None:
-    """Send chats one behind the other, each until its target is known, and the answer of the engine."""
+    """Send chats one after the other, each with its decision and the answer of the engine."""
     for number in chats:
         stream = Stream(channel)
         answer = await stream.ask(_chat(number), modes=("FULL_DUPLEX_STREAMED", "NONE"))

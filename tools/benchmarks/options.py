@@ -1,4 +1,4 @@
-"""What a run of the benchmarks goes by."""
+"""The options of a run of the benchmarks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from waymark.base.native import Implementation
 @dataclass(frozen=True, slots=True)
 class Options:
     is_quick: bool = False
-    """A tenth of the work: to see that it runs, not to believe."""
+    """Whether to do a tenth of the work, to see that it runs; its figures mean little."""
     trace: FilePath | None = None
     """A file of requests with ``hash_ids``; without it synthetic conversations."""
     peer_python: str | None = None
     """The Python that has ai-dynamo-runtime; None: rows without the peer."""
     paths: tuple[Implementation, ...] = ("pure",)
-    """Which ways of hashing prompts replicas are measured with: ``native`` too, where it was built."""
+    """The implementations with which replicas are measured: also ``native`` if it was built."""

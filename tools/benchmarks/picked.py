@@ -4,7 +4,7 @@
 
 The requests come as Envoy sends them, each on a stream of its own, four at a time: headers, the body in pieces of
 64 KB, the head of the answer and its body. No engine has anything of the prompts. ``python -m tools.benchmarks.envoy``
-has a real Envoy in front of the picker, also one that keeps the bodies of answers to itself.
+has a real Envoy in front of the picker, also one that does not send it the bodies of answers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _CHUNK = b'data: {"id":"a","object":"text_completion","choices":[{"index":0,"tex
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows of ``make bench``."""
+    """Return the rows of ``make bench``."""
     return measured(1 if options.is_quick else 3)
 
 
 def measured(rounds: int) -> list[Row]:
-    """The rows of P14 that need no Envoy."""
+    """Return the rows of P14 that need no Envoy."""
     with tempfile.TemporaryDirectory(prefix="wm-") as name:
         folder = Path(name)
         with (
@@ -89,7 +89,7 @@ async def _cost(
 
 
 async def _pick(channel: grpc.aio.Channel, numbers: Iterator[int], rest: str, chunks: int) -> None:
-    """Send requests one behind the other, each with its whole answer."""
+    """Send requests one after the other, each with its whole answer."""
     for number in numbers:
         body = f'{{"model":"{MODEL}","stream":true,"prompt":[{number},{rest}}}'.encode()
         stream = Stream(channel)

@@ -1,4 +1,4 @@
-"""placement: what a drained engine costs, and what a warmed one saves, in a simulated fleet.
+"""placement: measures the cost of a drained engine, and the gain of a warmed one, in a simulated fleet.
 
 Eight caches of engines get the same documents as conversations do: few of them often, most of them rarely. A request
 goes to the engine that has most of its prompt, unless that one has too many requests. The caches are valued by the
@@ -31,7 +31,7 @@ AGENTS = 24
 BEFORE, HOUR, KEPT, AFTER = 1200, 800, 10, 200
 #: An engine gets no request while it has more than this many times the mean of the last ones.
 CROWDED, LAST = 1.5, 64
-#: The hit share is that of so many requests of an engine.
+#: The number of requests of an engine over which its hit share is computed.
 WINDOW = 8
 _BLOCKS_KEPT = 64
 
@@ -59,7 +59,7 @@ class Workload:
 
 
 class Fleet:
-    """Caches, the blocks that their events tell, and the engine of each of the last requests."""
+    """Caches, the blocks that their events name, and the engine of each of the last requests."""
 
     def __init__(self, engines: int) -> None:
         self.caches = {number: _cache() for number in range(engines)}
@@ -106,7 +106,7 @@ def _cache() -> PrefixCache:
 
 
 def _leading(told: Set[int], names: Sequence[int]) -> int:
-    """Return how many blocks of a prompt are told."""
+    """Return how many blocks of a prompt the events name."""
     return next((at for at, name in enumerate(names) if name not in told), len(names))
 
 
@@ -184,7 +184,7 @@ def _pulled(fleet: Fleet, prompts: Prompts, blocks_max: int) -> list[Prefix]:
 
 
 def measure(seeds: int) -> Iterator[Row]:
-    """Return the rows of ``books`` about placement: means and medians over the seeds."""
+    """Yield the rows of ``books`` about placement: means and medians over the seeds."""
     found = [figures(seed) for seed in range(seeds)]
     lost = mean(each.cheapest for each in found) / mean(each.mean for each in found)
     warm = median(each.warm for each in found) / median(each.cold for each in found)

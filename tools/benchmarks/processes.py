@@ -1,7 +1,7 @@
-"""Everything a benchmark starts, each in a process of its own, and the CPU time the operating system says it used.
+"""The processes that a benchmark starts, and their CPU time according to the operating system.
 
-CPU time is of all threads of a process, with the resolution of the scheduler's clock. It survives a machine that others
-use, too, which times by the wall do not.
+CPU time is of all threads of a process, with the resolution of the scheduler's clock. It stays meaningful on a machine
+with other work, unlike wall-clock time.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ START_SECONDS = 120.0
 SETTLE_SECONDS = 120.0
 
 
-#: By how much the priority of a process is less if it gives way to others.
+#: The amount by which the priority of a process is lower if it gives way to others.
 _LESS = 19
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a running process, of all its threads, also of those that have ended."""
+    """Return the user and system time of a running process, of all its threads, including those that have ended."""
     clock = ctypes.c_int()
     error = _libc.clock_getcpuclockid(pid, ctypes.byref(clock))
     if error:
@@ -44,13 +44,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 def queue_seconds(pid: int) -> float:
-    """How long the main thread of a process has been ready to run, but had no core."""
+    """Return how long the main thread of a process has been ready to run, but had no core."""
     _, waited, _ = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
     return int(waited) / 1e9
 
 
 def ready_seconds(pid: int) -> float:
-    """How long the main thread of a process has run or been ready to run."""
+    """Return how long the main thread of a process has run or been ready to run."""
     ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
     return (int(ran) + int(waited)) / 1e9
 
@@ -121,7 +121,7 @@ class Refused(SystemExit):
 def wait_until(
     predicate: Callable[[], bool], description: str, seconds: float = SETTLE_SECONDS, pause_seconds: float = 0.02
 ) -> None:
-    """Wait for a predicate. Under load a server may refuse with 503 now and then; that is no answer to it."""
+    """Wait for a predicate. Under load a server may refuse with 503 now and then; the predicate is then asked again."""
     deadline = time.monotonic() + seconds
     while not _is_so(predicate):
         if time.monotonic() >= deadline:
@@ -152,7 +152,7 @@ class Server:
         return cpu_seconds(self.pid)
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
-        """The answer's content; Refused if it is not one of the 200s."""
+        """Return the content of the answer. Raise Refused if its status is not one of the 200s."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
             content = None if body is None else json.dumps(body)
@@ -188,12 +188,13 @@ class RedisServer:
         return cpu_seconds(self.pid)
 
     def used(self) -> int:
-        """Bytes, by Redis' own count, once every other connection was closed: what is kept for those is not data."""
+        """Return the bytes by Redis' own count after every other connection is closed, because connections take memory,
+        too."""
         self.client.client_kill_filter(_type="normal", skipme=True)
         return int(self.client.info("memory")["used_memory"])
 
     def calls(self, command: str) -> int:
-        """How often a command was called so far."""
+        """Return how often a command was called so far."""
         return int(self.client.info("commandstats").get(f"cmdstat_{command}", {}).get("calls", 0))
 
     def version(self) -> str:
@@ -207,7 +208,7 @@ def begin(command: Sequence[str], environ: Mapping[str, str], output: BinaryIO) 
 
 @contextmanager
 def running(folder: Path, name: str, *command: str, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is stopped at the end. What it says goes to a file in ``folder``."""
+    """Start a process that is stopped at the end. Its output goes to a file in ``folder``."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("WAYMARK_")}
     with (folder / f"{name}.log").open("wb") as output:
         process = begin(command, kept | environ, output)
@@ -224,7 +225,8 @@ def running(folder: Path, name: str, *command: str, **environ: str) -> Iterator[
 
 @contextmanager
 def redis_server(folder: Path, *inside: str) -> Iterator[RedisServer]:
-    """A fresh redis-server (or valkey-server) on a unix socket, without persistence; ``inside`` may be valgrind."""
+    """Start a fresh redis-server (or valkey-server) on a unix socket, without persistence; ``inside`` may be
+    valgrind."""
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         raise SystemExit("no redis-server on PATH")
@@ -256,7 +258,7 @@ def waymark(
     is_awaited: bool = True,
     command: Sequence[str] = (sys.executable, "-m", "waymark"),
 ) -> Iterator[Server]:
-    """``waymark query`` or ``waymark ingest``, once it is up; ``is_pure``: without the C extension.
+    """Start ``waymark query`` or ``waymark ingest``, and wait until it is up; ``is_pure``: without the C extension.
 
     ``command`` is another ``waymark`` than this environment's.
     """
@@ -274,7 +276,7 @@ def waymark(
 
 @contextmanager
 def dynamo(folder: Path, python: str, *arguments: str, is_awaited: bool = True) -> Iterator[Server]:
-    """A fresh ``dynamo.indexer``, once it is up."""
+    """Start a fresh ``dynamo.indexer``, and wait until it is up."""
     port = unused_port()
     with running(folder, f"dynamo-{port}", python, "-m", "dynamo.indexer", "--port", str(port), *arguments) as process:
         server = Server("dynamo.indexer", process.pid, port)

@@ -32,7 +32,7 @@ _fresh_numbers = count(10**9)
 
 
 def traced(path: Path, pieces: int = 16) -> Iterator[Prompt]:
-    """The prompts of a trace file that are long enough, cut to so many pieces, in the trace's order."""
+    """Yield the prompts of a trace file that are long enough, cut to this number of pieces, in the trace's order."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             request = json.loads(line)
@@ -43,7 +43,7 @@ def traced(path: Path, pieces: int = 16) -> Iterator[Prompt]:
 
 
 def synthetic(pieces: int = 16, seed: int = 5) -> Iterator[Prompt]:
-    """Conversations without end over four system prompts: about 40 % of the blocks were in a prompt before."""
+    """Yield conversations without end over four system prompts; about 40 % of the blocks were in an earlier prompt."""
     chosen = random.Random(seed)
     systems = [tuple(islice(_fresh_numbers, 3)) for _ in range(4)]
     opened: list[Prompt] = []
@@ -59,7 +59,7 @@ def synthetic(pieces: int = 16, seed: int = 5) -> Iterator[Prompt]:
 
 
 def fresh(pieces: int = 16) -> Iterator[Prompt]:
-    """Prompts that share nothing with any other."""
+    """Yield prompts that share nothing with any other."""
     while True:
         yield tuple(islice(_fresh_numbers, pieces))
 
@@ -74,7 +74,7 @@ def tokens(prompt: Prompt) -> list[int]:
 
 
 def engine_hashes(number: int) -> list[int]:
-    """What an engine calls the blocks of a piece."""
+    """Return the engine hashes of the blocks of a piece."""
     return [(number * PIECE_BLOCKS + i + 1) * 0x9E3779B97F4A7C15 % 2**64 for i in range(PIECE_BLOCKS)]
 
 
@@ -86,22 +86,22 @@ def seq_hashes(prompt: Prompt) -> list[int]:
 
 
 def by_tokens(prompt: Prompt) -> bytes:
-    """A body that ``/query`` of Waymark and of dynamo.indexer both take: 51 KB for 512 blocks."""
+    """Return a body that ``/query`` of Waymark and of dynamo.indexer both accept: 51 KB for 512 blocks."""
     return _body(token_ids=tokens(prompt))
 
 
 def by_few_tokens(prompt: Prompt) -> bytes:
-    """The same with the first 16 blocks only."""
+    """Return the same body with the first 16 blocks only."""
     return _body(token_ids=tokens(prompt)[: 16 * BLOCK_SIZE])
 
 
 def by_hash(prompt: Prompt) -> bytes:
-    """Waymark's ``/query_by_hash``: seq_hashes."""
+    """Return a body of Waymark's ``/query_by_hash``: seq_hashes."""
     return _body(seq_hashes=seq_hashes(prompt))
 
 
 def by_local_hash(prompt: Prompt) -> bytes:
-    """``/query_by_hash`` of dynamo.indexer: hashes of each block alone, signed."""
+    """Return a body of dynamo.indexer's ``/query_by_hash``: the signed hash of each block alone."""
     packed, width = token_bytes(tokens(prompt)), 4 * BLOCK_SIZE
     unsigned = [extend(None, packed[at : at + width], BLOCK_SIZE)[0] for at in range(0, len(packed), width)]
     return _body(block_hashes=[h - 2**64 if h >= 2**63 else h for h in unsigned])

@@ -1,9 +1,9 @@
-"""P1 to P4: what a query of 512 blocks costs a replica, against dynamo.indexer with the same bodies.
+"""P1 to P4: the cost of a query of 512 blocks in a replica, compared with dynamo.indexer and the same bodies.
 
 Both are fed by the same sockets with the same frames, so both hold the same blocks: prompts of a trace on eight
 engines in turn, and prompts that share nothing. Every round asks each of them the same bodies, one after the other; a
-body is asked once, except where the row says "once more" or many connections ask at once. The ``floor`` gets the same
-bodies, too: what a query costs beyond it is work.
+body is sent once, unless the row says "once more" or many connections ask at the same time. The ``floor`` gets the same
+bodies, too: the cost of a query beyond it is work.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PEER = "dynamo.indexer"
 
 Bars: TypeAlias = dict[str, tuple[float | None, float | None]]
 
-#: What the ratio to the peer's may be, where the extension is built, and without it. CPU is that of the replica and of
+#: The bounds on the ratio to the peer, with the extension and without it. CPU is that of the replica and of
 #: Redis together, since both serve the request.
 BARS: Bars = {
     "trace": (0.7, 2.0),
@@ -77,17 +77,17 @@ SENTENCES = {
     "c64": "/query, 64 connections: p99",
     "c256": "/query, 256 connections: p99",
 }
-#: The questions whose least cost is shown.
+#: The questions for which the cost of the floor is shown.
 _FLOORS = ("trace", "new", "hash", "short", "p50", "c8", "c64 each")
-#: Questions by how many connections they come over, whose tail is looked at.
+#: The questions whose slowest answers are compared, by the number of connections.
 CROWDS = {"c64": 64, "c256": 256}
-#: In a round each connection of a crowd asks so many times.
+#: The number of requests of each connection of a crowd in a round.
 _TURNS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One kind of request: which prompts, and where and how each contender is asked."""
+    """One kind of request: its prompts, and the path and the body for each contender."""
 
     name: str
     asked: Sequence[Prompt]
@@ -100,7 +100,7 @@ class Question:
 
 @dataclass
 class Figures:
-    """Per question the figures of each contender, one for each round."""
+    """For each question the figures of each contender, one for each round."""
 
     cpu_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     redis_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -108,10 +108,10 @@ class Figures:
     each_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     p99_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     overtaken: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Of 100 answers, those that came after one to a request that was sent later."""
+    """The share of answers, in percent, that arrived after the answer to a later request."""
 
     def together_ms(self) -> dict[tuple[str, str], list[float]]:
-        """CPU of a contender and of Redis, which has no part in what the peer answers."""
+        """Return the CPU of a contender and of Redis, which the peer does not use."""
         return {
             key: ours if key[1] == PEER else [sum(pair) for pair in zip(ours, self.redis_ms[key], strict=True)]
             for key, ours in self.cpu_ms.items()
@@ -119,7 +119,7 @@ class Figures:
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows of P1 to P4."""
+    """Return the rows of P1 to P4."""
     rounds, size = (1, 16) if options.is_quick else (7, 200)
     shaped = prompts.synthetic() if options.trace is None else prompts.traced(options.trace)
     trace = list(islice(shaped, rounds * size))
@@ -186,7 +186,7 @@ def _questions(
 
 
 def _crowds(known: Sequence[Prompt]) -> list[Question]:
-    """Many connections at once, as often as there are prompts, which all are known."""
+    """Ask over many connections at once, as often as there are prompts; all prompts are known."""
     return [
         Question(name, list(islice(cycle(known), _TURNS * connections)), connections=connections)
         for name, connections in CROWDS.items()
@@ -210,7 +210,7 @@ def _ask(question: Question, name: str, server: Server, redis: RedisServer, fold
 
 
 def _check(server: Server, name: str, prompt: Prompt) -> None:
-    """A figure of wrong answers is none, nor is one of another path than it says."""
+    """Raise SystemExit if an answer is wrong, or if a replica runs another implementation than the row says."""
     if name != PEER and f'native="{str(name == "native").lower()}"' not in str(server.ask("GET", "/metrics")):
         raise SystemExit(f"{server.name} does not hash prompts the {name} way")
     asked = [(f"{server.prefix}/query", prompts.by_tokens), (f"{server.prefix}/query_by_hash", prompts.by_local_hash)]

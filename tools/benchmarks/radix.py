@@ -1,4 +1,4 @@
-"""How long a gateway of smg waits for a match: it goes on without one after 2 ms.
+"""Measures how long a gateway of smg waits for a match; it continues without one after 2 ms.
 
     python -m tools.benchmarks.radix --redis-url redis://127.0.0.1:6379/0
 
@@ -45,7 +45,7 @@ class Gateway:
         await self._updates.read()
 
     async def times(self, hashes: list[int]) -> list[float]:
-        """Milliseconds from each query to its match."""
+        """Return the milliseconds from each query to its match."""
         found = []
         for number in range(_QUERIES):
             query = CLASSES["Query"](query_id=number, keyspace=self._space, content_hashes=hashes)

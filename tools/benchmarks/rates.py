@@ -1,8 +1,8 @@
-"""What one core does in a second: blocks stored, decoded and removed, and queries of 64, 512 and 2,048 blocks.
+"""The work of one core in a second: blocks stored, decoded and removed, and queries of 64, 512 and 2,048 blocks.
 
-Memory and ingest come from the rows of P5 and P6, of this run where it has them: of a busy worker, which applies
-several frames in one call. What a query costs is measured here, of blocks that one engine has whole.
-``tools.benchmarks.scale_model`` measures what a fleet costs whose workers have time to spare.
+Memory and ingest come from the rows of P5 and P6, of this run if it has them. They are for a busy worker, which applies
+several frames in one call. The cost of a query is measured here, for prompts that one engine has whole.
+``tools.benchmarks.scale_model`` measures the cost of a fleet whose workers are not busy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _INGEST = {
 
 
 def measure(options: Options, rows: Sequence[Row]) -> list[Row]:
-    """The rates."""
+    """Return the rates."""
     known = {row.what: row.figure for row in rows}
     for what, measured in ((index.VLLM_BYTES, index.measure), (streams.WORKER_STORED, streams.measure)):
         if what not in known:
@@ -56,7 +56,7 @@ def measure(options: Options, rows: Sequence[Row]) -> list[Row]:
 
 
 def _queries(options: Options) -> tuple[dict[int, float], dict[int, float]]:
-    """CPU of the replica and of Redis per query, in ms, by blocks."""
+    """Return the CPU of the replica and of Redis per query, in ms, by blocks."""
     rounds, blocks = (2, 12_800) if options.is_quick else (5, 40_960)
     replica_ms: dict[int, list[float]] = {size: [] for size in SIZES}
     redis_ms: dict[int, list[float]] = {size: [] for size in SIZES}

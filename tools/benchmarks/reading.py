@@ -1,4 +1,4 @@
-"""What an ingest worker needs to read a batch of 64 blocks, in the forms in which releases of vLLM send it.
+"""Measures the CPU that an ingest worker needs to read a batch of 64 blocks, in the forms that releases of vLLM send.
 
     python -m tools.benchmarks.reading [--rounds 15]
 
@@ -27,7 +27,7 @@ PUBLISHER_ID: Final = bytes(range(16))
 
 
 def event(**more: Any) -> dict[str, Any]:
-    """A store as vLLM 0.33 sends it, and further fields."""
+    """Return a store as vLLM 0.33 sends it, with further fields."""
     return {
         "type": "BlockStored",
         "block_hashes": [i.to_bytes(32, "big") for i in range(1, BLOCKS + 1)],

@@ -1,4 +1,4 @@
-"""P7 and P9: how soon a new replica answers, and what a second one adds."""
+"""P7 and P9: how soon a new replica answers, and how much a second one adds."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from waymark.store.store import Store
 
 PEER = "dynamo.indexer"
 INSTANCE = 7
-#: Pieces of a prompt of which the peer's index is made: 2,048 blocks.
+#: The pieces of each prompt in the peer's index: 2,048 blocks.
 LONG_PIECES = 64
 
 
 async def fill(redis: RedisServer, held: Sequence[Prompt], blocks: int) -> None:
-    """One engine has these prompts, and random blocks up to so many in all."""
+    """Fill the index: one engine has these prompts, and random blocks up to the given total."""
     store = Store.open(redis.url)
     try:
         engine = await index.owner(store, str(INSTANCE))
@@ -49,7 +49,8 @@ async def fill(redis: RedisServer, held: Sequence[Prompt], blocks: int) -> None:
 
 
 def measure_start(options: Options) -> Iterator[Row]:
-    """The rows of P7, the peer's last: on a busy machine its new replica gives the index up, and is never right."""
+    """Yield the rows of P7, the peer's last, because on a busy machine its new replica gives up the index and never
+    answers correctly."""
     blocks = 100_000 if options.is_quick else 1_000_000
     yield from _of_command(3 if options.is_quick else 15)
     with ExitStack() as stack:
@@ -71,7 +72,7 @@ def measure_start(options: Options) -> Iterator[Row]:
 
 
 def _of_command(starts: int) -> Iterator[Row]:
-    """``waymark --version``, which any use of the command in a script pays at least."""
+    """Yield the time of ``waymark --version``, the minimum for any use of the command in a script."""
     command, wall, cpu = (sys.executable, "-m", "waymark", "--version"), [], []
     for _ in range(starts + 1):
         began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -85,7 +86,7 @@ def _of_command(starts: int) -> Iterator[Row]:
 
 
 def _first_answer(folder: Path, redis: RedisServer, prompt: Prompt) -> tuple[float, float]:
-    """Seconds by the clock, and of the replica's CPU."""
+    """Return the seconds by the clock, and those of the replica's CPU."""
     began = time.monotonic()
     with waymark(folder, "query", redis.url, is_awaited=False) as replica:
         _until_right(replica, prompt)
@@ -93,7 +94,7 @@ def _first_answer(folder: Path, redis: RedisServer, prompt: Prompt) -> tuple[flo
 
 
 def _of_peer(folder: Path, python: str, blocks: int) -> float:
-    """Another dynamo.indexer, which takes its index over from one that has as many blocks."""
+    """Measure another dynamo.indexer, which takes over its index from one with as many blocks."""
     with dynamo(folder, python) as first, publishers(1, INSTANCE) as (engine,):
         engine.register(first)
         some = list(islice(prompts.fresh(LONG_PIECES), blocks // (LONG_PIECES * PIECE_TOKENS // prompts.BLOCK_SIZE)))
@@ -129,7 +130,7 @@ def _until_right(server: Server, prompt: Prompt) -> None:
 
 
 def measure_more(options: Options) -> list[Row]:
-    """The rows of P9. Two cores hold two replicas, Redis and the load generators, so the bar is for CPU."""
+    """Return the rows of P9. Two replicas, Redis and the load generators share two cores, so the bar is for CPU."""
     rounds, size = (2, 30) if options.is_quick else (7, 200)
     some = list(islice(prompts.fresh(), size))
     one_ms: list[float] = []
@@ -164,7 +165,7 @@ def measure_more(options: Options) -> list[Row]:
 
 
 def _loaded(replicas: Sequence[Server], redis: RedisServer, file: Path) -> tuple[tuple[float, float], list[Load]]:
-    """CPU per request of the replicas and of Redis, in ms, and what each replica's load came to."""
+    """Return the CPU per request of the replicas and of Redis, in ms, and the result of each replica's load."""
     before, redis_before = sum(replica.cpu() for replica in replicas), redis.cpu()
     loads = [finish(each) for each in [start(replica.port, "/query", file, 4) for replica in replicas]]
     requests = sum(load.requests for load in loads)
@@ -173,7 +174,7 @@ def _loaded(replicas: Sequence[Server], redis: RedisServer, file: Path) -> tuple
 
 
 def _ingest_beside(options: Options) -> list[Row]:
-    """What a block costs the worker and Redis beside one replica, and beside four, in turns."""
+    """Return the cost of a block for the worker and Redis next to one replica, and next to four, in turns."""
     rounds, blocks = (2, 3_200) if options.is_quick else (5, 32_768)
     ratios = []
     with started(options, has_peer=False) as bench, publishers(1) as (engine,):

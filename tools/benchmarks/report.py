@@ -1,4 +1,4 @@
-"""What a benchmark found: rows, one table of them, and the same as JSON."""
+"""The results of a benchmark: rows, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARKS = ("<!-- measured -->", "<!-- /measured -->")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure, and what it is held against."""
+    """One figure, and the figure to compare it with."""
 
     target: str
     """``P1`` to ``P11``, or the name of a part that has no target."""
@@ -27,15 +27,15 @@ class Row:
     ratio: float | None = None
     """``figure`` over ``other``: the median of the rounds' ratios."""
     bar: float | None = None
-    """What the ratio, or where there is none the figure, may be; None: a figure for information."""
+    """The bound on the ratio, or without a ratio on the figure; None: a figure for information."""
     is_least: bool = False
-    """The bar is the least that it must be, not the most."""
+    """Whether the bar is a lower bound, and not an upper one."""
     earlier: tuple[float, ...] = ()
-    """What had to keep the bar in earlier runs of the same table: a bar holds only where it held in every run."""
+    """The values from earlier runs of the same table: a bar holds only if it held in every run."""
 
     @property
     def measured(self) -> float:
-        """What has to keep the bar: the ratio, and the figure where there is none."""
+        """The value that the bar applies to: the ratio, or the figure if there is no ratio."""
         return self.figure if self.ratio is None else self.ratio
 
     @property
@@ -55,13 +55,13 @@ def against(
     name: str,
     bar: float | None = None,
 ) -> Row:
-    """The row of two things measured in turns: the medians, and the median of the rounds' ratios."""
+    """Return the row of two things measured in turns: the medians, and the median of the ratios of all rounds."""
     ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
     return Row(target, what, median(ours), unit, median(theirs), name, ratio, bar)
 
 
 def beside(rows: Sequence[Row], path: Path) -> list[Row]:
-    """The rows, each with what an earlier run that was written as JSON measured for it."""
+    """Return the rows, each with the value from an earlier run that was written as JSON."""
     listed = json.loads(path.read_text(encoding="utf-8"))["rows"]
     before = {(row["target"], row["what"]): row["figure"] if row["ratio"] is None else row["ratio"] for row in listed}
     return [
@@ -71,14 +71,14 @@ def beside(rows: Sequence[Row], path: Path) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for people, one line each."""
+    """Return the rows for people, one line each."""
     head = ("target", "what", "figure", "unit", "against", "", "ratio", "bar", "holds")
     lines = [head, *(_cells(row) for row in rows)]
     return aligned(lines, left={0, 1, 3, 5, 8})
 
 
 def aligned(lines: Sequence[Sequence[str]], *, left: Set[int] = frozenset({0})) -> str:
-    """Lines of cells as columns; those that are not ``left`` end at the right."""
+    """Return lines of cells as columns; columns that are not in ``left`` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
@@ -96,7 +96,7 @@ def write_json(path: Path, rows: Sequence[Row], about: dict[str, Any]) -> None:
 
 
 def write_markdown(path: Path, rows: Sequence[Row], about: dict[str, Any]) -> None:
-    """Put the table in place of what stands between the page's marks, and say below it what it is of."""
+    """Replace the text between the page's marks with the table, followed by the description of the run."""
     page = path.read_text(encoding="utf-8")
     before, start, rest = page.partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])
@@ -131,7 +131,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _ratio(row: Row) -> str:
-    """The ratio of this run, and behind it those of earlier ones."""
+    """Return the ratio of this run, followed by those of earlier ones."""
     if not row.earlier or row.bar is None:
         return _number(row.ratio)
     return ", ".join(map(_number, (row.measured, *row.earlier)))
