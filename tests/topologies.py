@@ -152,7 +152,7 @@ def farm() -> Iterator[Farm]:
 
 def follow(farm: Farm, primary: Server, *options: str) -> Server:
     """A replica that has caught up."""
-    replica = farm.start("--replicaof", f"127.0.0.1 {primary.port}", *options)
+    replica = farm.start("--replicaof", "127.0.0.1", str(primary.port), *options)
     wait_for(lambda: is_in_sync(replica), "the replica has caught up")
     return replica
 

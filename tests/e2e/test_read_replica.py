@@ -27,7 +27,7 @@ def servers(tmp_path: Path) -> Iterator[tuple[str, str, subprocess.Popen[bytes]]
     primary, replica = unused_port(), unused_port()
     with ExitStack() as stack:
         processes = []
-        for port, more in ((primary, []), (replica, ["--replicaof", f"127.0.0.1 {primary}"])):
+        for port, more in ((primary, []), (replica, ["--replicaof", "127.0.0.1", str(primary)])):
             command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)]
             process = subprocess.Popen([*command, "--repl-diskless-sync-delay", "0", *more], stdout=subprocess.DEVNULL)
             stack.callback(process.wait)

@@ -116,6 +116,22 @@ async def test_an_error_of_a_server_is_ours(error: str) -> None:
         await check_all_ways(f"redis://127.0.0.1:{port}", ERRORS[error])
 
 
+@pytest.mark.parametrize(
+    "before", ["", "ERR Error running script (call to f_8568db0c): @user_script:40: @user_script: 40: -"]
+)
+@pytest.mark.parametrize("name", ["name_birth", "end_overdue"], ids=["library", "shared-connection"])
+async def test_a_demoted_primary_is_left_whose_script_cannot_write(name: str, before: str) -> None:
+    """Redis 6.2 names the script before the error of a command in it."""
+    errors = [f"-{before}READONLY You can't write against a read only replica.\r\n".encode()]
+
+    async with fake(lambda _: errors.pop() if errors else b"*2\r\n$7\r\napplied\r\n:0\r\n") as port:
+        client = RedisClient.open(f"redis://127.0.0.1:{port}")
+        try:
+            assert await client.run(name, ["wm:birth"], ["8"]) == [b"applied", 0]
+        finally:
+            await client.close()
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.split()[0])
 async def test_an_error_of_a_node_of_a_cluster_is_ours(error: str) -> None:
     """The map of slots is answered well, and names this one node."""

@@ -32,12 +32,12 @@ from redis.asyncio.sentinel import (
 )
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError, RedisError
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 
 from waymark.base.shown import shown
 from waymark.store.redis.address import Address, HostPort
 from waymark.store.redis.credentials import Credentials
-from waymark.store.redis.read_connection import FindServers
+from waymark.store.redis.read_connection import FindServers, reply_error
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -63,9 +63,12 @@ class Packing(AbstractConnection):
     async def read_response(self, *args: Any, **options: Any) -> Any:
         try:
             return await super().read_response(*args, **options)
-        except ReadOnlyError as exc:
-            await self.disconnect()
-            raise RedisConnectionError(f"READONLY {exc}") from exc
+        except ResponseError as exc:
+            error = reply_error(str(exc)) if type(exc) is ResponseError else exc
+            if isinstance(error, ReadOnlyError):
+                await self.disconnect()
+                raise RedisConnectionError(f"READONLY {error}") from exc
+            raise error from None
 
 
 class _Tcp(Packing, Connection):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import socket
 import ssl
 from collections import deque
@@ -34,6 +35,15 @@ T_contra = TypeVar("T_contra", contravariant=True)
 REQUESTS_MAX = 1024
 
 _NOT_YET = object()
+#: What Redis 6.2 writes before the error of a command in a script.
+_IN_SCRIPT = re.compile(r"(?:ERR )?Error running script \(call to [^)]*\): .*?: -(?=[A-Z]+ )")
+
+
+def reply_error(text: str) -> RedisError:
+    """Return the error for the text of an error reply, the same for a command in a script as for any other."""
+    before = _IN_SCRIPT.match(text)
+    error = BaseParser.parse_error(text if before is None else text[before.end() :])  # type: ignore[no-untyped-call]
+    return cast("RedisError", error)
 
 
 class ReplyReader(Protocol[T_co]):
@@ -107,9 +117,7 @@ class ReadConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._requests: deque[_PendingRead[Any]] = deque()
-        self._parser = hiredis.Reader(
-            protocolError=InvalidResponse, replyError=BaseParser.parse_error, notEnoughData=_NOT_YET
-        )
+        self._parser = hiredis.Reader(protocolError=InvalidResponse, replyError=reply_error, notEnoughData=_NOT_YET)
         self._unsent: list[bytes] = []
         self._heard = 0.0
         # There is one timer for all requests, because a timer for each would cost as much as the rest of ``ask``.
