@@ -4,19 +4,19 @@
                                      [--workers N] [--replicas N] [--blocks 1024] [--model FILE]
                                      [--redis valkey-server] [--single] [--awake]
 
-Every engine does a ``share`` of what an engine of ``docs/capacity.md`` does in a second: it stores, decodes and removes
+Every engine does a ``share`` of the work of an engine of ``docs/capacity.md``: it stores, decodes and removes
 blocks, and gets queries. The first ``--ranked`` engines have eight ranks, each with a stream and a cache of its own,
-and each as busy as an engine. Engines publish over ZMQ from a few processes, with frames that were made ahead; workers,
-replicas and the nodes of the Cluster are processes of their own, as many as the model says if no number is given.
-What each of them costs is its CPU time, so that other processes on the machine hardly matter. The constants of the
-model are measured first, or read from what ``scale_model --json`` has written; each is measured by itself, with few
-engines, so the run shows whether their sum explains a fleet. All processes share the cores of this machine with the
-engines, which no fleet has there. So the run measures how long a process that is ready to run waits for a core, and the
-model gets that: what comes meanwhile is applied together, which costs less. Answers are checked: the engine that is
-asked for has its whole prompt. Meanwhile a probe publishes, and looks by ``/query`` for what it has published. A share
-of 0 shows what silent engines cost. ``--single`` is one Redis and no Cluster. ``--awake`` keeps the cores awake, as
-those of a machine in use are: one that sleeps loses its caches to other guests of the host, and a frame costs up to
-twice as much.
+and each as busy as an engine. Engines publish over ZMQ from a few processes, with frames that were made before the run;
+workers, replicas and the nodes of the Cluster are processes of their own, as many as the model says if no number is
+given. The cost of each is its CPU time, so other processes on the machine hardly matter. The constants of
+the model are measured first, or read from a file that ``scale_model --json`` has written; each is measured by itself,
+with few engines, so the run shows whether their sum explains a fleet. All processes share the cores of this machine
+with the engines, which no fleet has there. So the run measures how long a process that is ready to run waits for a
+core, and the model uses it: frames that arrive meanwhile are applied together, which costs less. Answers are checked:
+the engine of a queried prompt has the whole prompt. Meanwhile a probe publishes, and looks by ``/query`` for the blocks
+that it has published. A share of 0 shows the cost of silent engines. ``--single`` is one Redis and no Cluster.
+``--awake`` keeps the cores awake, as those of a machine in use are: one that sleeps loses its caches to other guests of
+the host, and a frame costs up to twice as much.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from tools.benchmarks.report import aligned
 from tools.benchmarks.scale_engines import streams_of
 from tools.benchmarks.scale_fleet import Askers, Published, redis_program, started_engines, started_system
 
-#: What the model may differ from what is measured, and the p99 from published to visible.
+#: The bound on the difference between the model and the measurement, and the bound on the p99 from published to
+#: visible.
 _BAR, _VISIBLE_MS = 0.2, 50.0
-#: Probes of a second, and the pause between two questions of one, which is its resolution.
+#: The number of probes in a second, and the pause between two questions of a probe, which is its resolution.
 _PROBES, _PROBE_PAUSE_SECONDS = 20, 0.002
 
 
 @dataclass(slots=True)
 class Measured:
-    """What was done in the run, and what a second of it cost."""
+    """The work of the run, and the cost of a second."""
 
     seconds: float
     second: Cost
@@ -53,7 +54,7 @@ class Measured:
     probes_ms: list[float]
     probe_queries: int
     behind: int
-    """Frames that were not applied at the end."""
+    """The number of frames that were not applied at the end."""
     ready: Processes
     """How long a process was running or ready to run, per second of its CPU time."""
     calls: float
@@ -95,7 +96,7 @@ def measure(options: argparse.Namespace, workers: int, replicas: int) -> Measure
 
 
 def modelled(options: argparse.Namespace, model: Model, found: Measured, workers: int, replicas: int) -> Cost:
-    """Return what a second of the run costs by the model, with the frames and queries that there were."""
+    """Return the cost of a second of the run by the model, with the frames and queries of the run."""
     seconds, published = found.seconds, found.published
     frames = {kind: published.frames[kind] / seconds for kind in KINDS}
     frames["stored"] += len(found.probes_ms) / seconds

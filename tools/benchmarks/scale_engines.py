@@ -1,4 +1,4 @@
-"""Many engines in one process, for ``tools.benchmarks.scale``: their sockets, and frames that were made ahead.
+"""Many engines in one process, for ``tools.benchmarks.scale``: their sockets, and frames that were made before the run.
 
     python -m tools.benchmarks.scale_engines FIRST COUNT BLOCKS RANKED
 
@@ -7,9 +7,9 @@ cache of its own. Each line on standard input is a step as JSON, and each step p
 
 - ``{"step": "fill"}`` publishes the BLOCKS that each cache has at the beginning
 - ``{"step": "make", "seconds": 30, "share": 0.1, "kinds": ["stored"], "heartbeats": 1, "every": 1}`` makes the frames
-  of so many seconds: of the given kinds at a share of the rate of the capacity model, and so many empty batches a
-  second, of each stream or of every so manieth
-- ``{"step": "go"}`` publishes them at their times, waits a second, and prints what was published
+of these seconds: of the given kinds at a share of the rate of the capacity model, and ``heartbeats`` empty batches a
+second, of each stream or of every ``every``-th
+- ``{"step": "go"}`` publishes them at their times, waits a second, and prints the numbers of published frames
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tools.benchmarks.prompts import BLOCK_SIZE, PIECE_BLOCKS
 from tools.benchmarks.streams import SEQUENCES
 
 RANKS = 8
-#: The prompt that each stream keeps, so that queries have something to find, and those that come and go.
+#: The prompt that each stream keeps, so that queries find blocks, and the prompts that are stored and removed.
 KEPT_PIECES = PROMPT_PIECES = 16
-#: Numbers of pieces between the first of one stream and that of the next.
+#: The distance between the first piece of one stream and that of the next.
 _STREAM_PIECES = 100_000
-#: After the last frame, until all are applied if the worker keeps up.
+#: The time after the last frame until all are applied, if the worker keeps up.
 _TAIL_SECONDS = 1.0
-#: Blocks that a sequence decodes before another takes its place.
+#: The number of blocks that a sequence decodes before another takes its place.
 _DECODED_BLOCKS = PIECE_BLOCKS
 
 
@@ -61,7 +61,7 @@ class StreamName(NamedTuple):
 
 class Frame(NamedTuple):
     at: float
-    """Seconds after the beginning."""
+    """The time in seconds since the beginning."""
     stream: StreamName
     payload: bytes
     kind: str
@@ -69,7 +69,7 @@ class Frame(NamedTuple):
 
 
 def streams_of(first: int, count: int, ranked: int) -> list[StreamName]:
-    """Return the streams of so many engines; engines up to number ``ranked`` have eight ranks."""
+    """Return the streams of this number of engines; engines up to number ``ranked`` have eight ranks."""
     engines = range(first, first + count)
     return [StreamName(engine, rank) for engine in engines for rank in range(RANKS if engine <= ranked else 1)]
 
@@ -143,7 +143,7 @@ class Cache:
 
 
 def behind_frames(frames: Sequence[Frame], seconds: float, end: float) -> float:
-    """Return for how long streams are at most so many seconds behind a frame of theirs, summed over the streams.
+    """Return the time during which a stream got a frame at most this many seconds ago, summed over the streams.
 
     The frames are in order of their time.
     """
@@ -167,7 +167,8 @@ class Engines:
 
     def fill(self) -> dict[str, Any]:
         for stream, cache in self._caches.items():
-            # A worker reports a connection before its subscription has come here, and without one nothing is sent.
+            # A worker reports a connection before its subscription has arrived here, and without a subscription nothing
+            # is sent.
             wait_until(self._publishers[stream].has_subscriber, f"somebody has subscribed to stream {stream}")
             for payload in cache.fill():
                 self._publishers[stream].send(payload)

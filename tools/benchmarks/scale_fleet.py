@@ -1,4 +1,5 @@
-"""What ``tools.benchmarks.scale`` runs on one machine: a Redis Cluster, workers, replicas, engines, and who asks."""
+"""The processes that ``tools.benchmarks.scale`` runs on one machine: a Redis Cluster, workers, replicas, engines, and
+clients."""
 
 from __future__ import annotations
 
@@ -35,19 +36,19 @@ from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, PIECE_TOKENS
 from tools.benchmarks.scale_engines import KEPT_PIECES, StreamName, kept_prompt
 from waymark.store import keys
 
-#: Engines of one process, as the operating system bounds the files of a process.
+#: The number of engines in one process, because the operating system bounds the files of a process.
 _ENGINES_PER_PROCESS = 125
 _ASKERS = 4
-#: Prompts that are asked for, of streams that are spread over the fleet.
+#: The number of queried prompts, of streams that are spread over the fleet.
 _ASKED = 64
-#: The blocks of a short query.
+#: The number of blocks of a short query.
 SHORT_BLOCKS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What each part has used so far, or in a time: CPU in microseconds, and for how many microseconds the main threads
-    were running or ready to run.
+    """The consumption of each part so far, or in a time: CPU in microseconds, and the microseconds in which the main
+    threads were running or ready to run.
     """
 
     worker: float
@@ -57,9 +58,9 @@ class Spent:
     nodes_ready: tuple[float, ...]
     replica_ready: float
     calls: float
-    """Of scripts."""
+    """The number of calls of scripts."""
     received: float
-    """Bytes that Redis was sent."""
+    """The bytes that Redis received."""
     sent: float
 
     @property
@@ -82,7 +83,7 @@ class Spent:
 
 @contextmanager
 def redis_program(name: str) -> Iterator[None]:
-    """Let ``redis-server`` be this program, such as ``valkey-server``. SystemExit if there is none."""
+    """Use this program, such as ``valkey-server``, as ``redis-server``. Raise SystemExit if it does not exist."""
     program = shutil.which(name)
     if program is None:
         raise SystemExit(f"--redis is {name!r}, which is not on PATH and no file that can be run")
@@ -122,7 +123,7 @@ class System:
         self.replicas: list[Server] = []
 
     def start(self, workers: int, replicas: int) -> None:
-        """Start so many more."""
+        """Start this number of further processes."""
         for role, count, servers in (("ingest", workers, self.workers), ("query", replicas, self.replicas)):
             for _ in range(count):
                 servers.append(self._stack.enter_context(waymark(self._folder, role, self._url, self._environ)))
@@ -148,7 +149,7 @@ class System:
         )
 
     def cost(self, spent: Spent, units: float) -> Cost:
-        """Return what one of so many units took."""
+        """Return the cost of one of these units."""
         elsewhere = spent.redis - spent.nodes[self.home]
         by_shards = elsewhere * self._shards_at_home / (1 - self._shards_at_home) if self._shards_at_home < 1 else 0.0
         home = spent.nodes[self.home] - by_shards
@@ -217,17 +218,17 @@ def started_system(shards: int, *, is_single: bool) -> Iterator[System]:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What the engines have published in a time, by kind of frame."""
+    """The frames that the engines have published in a time, by kind."""
 
     frames: Counter[str]
     blocks: Counter[str]
     bytes: Counter[str]
     sequences: Mapping[StreamName, int]
-    """The number of the next batch of each stream."""
+    """The number of the next batch, by stream."""
     latest: float
-    """How late a frame was at most, in seconds."""
+    """The longest delay of a frame, in seconds."""
     awake: float
-    """Seconds of streams that had got a frame shortly before."""
+    """The time during which streams had got a frame shortly before, in seconds, summed over the streams."""
     reports: float
 
 
@@ -258,7 +259,7 @@ class Engines:
         return self._answers()
 
     def fill(self) -> dict[StreamName, int]:
-        """Return the number of the next batch of each stream."""
+        """Publish the first blocks of all caches. Return the number of the next batch of each stream."""
         return _sequences(self._do("fill"))
 
     def make(
@@ -270,11 +271,11 @@ class Engines:
         heartbeats: float = 0.0,
         every: int = 1,
     ) -> None:
-        """Make the frames of so many seconds, of all streams or of every so manieth."""
+        """Make the frames of this number of seconds, of all streams or of every ``every``-th."""
         self._do("make", seconds=seconds, share=share, kinds=list(kinds), heartbeats=heartbeats, every=every)
 
     def publish(self) -> Published:
-        """Publish what was made, in the time for which it was made, and wait a second more."""
+        """Publish the frames at their times, and wait another second."""
         answers = self._do("go")
         counts = {name: Counter[str]() for name in ("frames", "blocks", "bytes")}
         for answer in answers:
@@ -295,7 +296,7 @@ def _sequences(answers: Sequence[Mapping[str, Any]]) -> dict[StreamName, int]:
 
 @contextmanager
 def started_engines(count: int, blocks: int, ranked: int = 0) -> Iterator[Engines]:
-    """So many engines, of which the first ``ranked`` have eight ranks."""
+    """Start engines, of which the first ``ranked`` have eight ranks."""
     with ExitStack() as stack:
         processes = []
         for first in range(1, count + 1, _ENGINES_PER_PROCESS):
@@ -308,11 +309,12 @@ def started_engines(count: int, blocks: int, ranked: int = 0) -> Iterator[Engine
         yield Engines(processes)
 
 
-# ---- who asks ------------------------------------------------------------------------------------------
+# ---- clients ------------------------------------------------------------------------------------------
 
 
 class Askers:
-    """Threads that ask replicas for the kept prompts of streams at a rate, at any time, and check the answers."""
+    """Threads that query replicas for the kept prompts of streams at a rate and at random times, and check the
+    answers."""
 
     def __init__(self, replicas: Sequence[Server], streams: Sequence[StreamName], *, is_short: bool = False) -> None:
         self._replicas = replicas
@@ -329,7 +331,8 @@ class Askers:
 
     @contextmanager
     def asking(self, per_second: float, seconds: float) -> Iterator[None]:
-        """Ask while the body of the ``with`` runs, and to the end of the time. SystemExit if an answer is wrong."""
+        """Send queries while the body of the ``with`` runs, and to the end of the time. Raise SystemExit if an answer
+        is wrong."""
         threads = [
             threading.Thread(target=self._ask, args=(number, per_second / _ASKERS, seconds), daemon=True)
             for number in range(_ASKERS if per_second else 0)

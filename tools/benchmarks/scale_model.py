@@ -1,18 +1,17 @@
-"""The constants of the capacity model: what a stream, a frame and a query cost each part, each measured by itself.
+"""Measures the constants of the capacity model: the cost of a stream, a frame and a query for each part, separately.
 
     python -m tools.benchmarks.scale_model [--shards 12] [--engines 100] [--seconds 10] [--single]
                                            [--redis valkey-server] [--awake] [--json FILE]
 
-On a Redis Cluster of three, or on one Redis, with one worker and one replica. What costs something even if nothing
-happens is what a step costs that adds one thing: a worker, a quarter of the engines, which are silent, the others, and
-last a second worker.
+On a Redis Cluster of three, or on one Redis, with one worker and one replica. The cost of idle parts is that of a step
+that adds one of them: a worker, a quarter of the engines, which are silent, the others, and last a second worker.
 
-Frames of each kind, and queries, come at any time, at two rates. At 100 a second most of them find their process
+Frames of each kind, and queries, arrive at random times, at two rates. At 100 a second most of them find their process
 asleep. At the higher rate all processes share one core, and would fill it if each frame cost as much as at 100 a
 second, and Redis gives way to the others; so frames wait, and calls to Redis, too. How long a process was running or
 ready to run is measured, and a frame finds it so with the same probability. The constants are those that come closest
-to all steps: what each thing costs alone, and the part of that which is left if it waits, one for all things. Each step
-is printed as it is done.
+to all steps: the cost of each thing alone, and one share, the same for all, that is left of a cost if the thing waits.
+Each step is printed as it is done.
 """
 
 from __future__ import annotations
@@ -50,34 +49,37 @@ from tools.benchmarks.scale_fleet import (
     started_system,
 )
 
-#: Frames and queries of a second.
+#: The number of frames and queries in a second.
 _RATE = 100.0
-#: Which of the streams publish, and frames of a second. Empty ones come in three ways, because some of what they
-#: cost grows with the frames, and some with the streams that get any.
+#: The streams that publish, and the frames in a second. Empty frames come in three ways, because a part of their cost
+#: grows with the frames, and a part with the streams that get any.
 _FRAMES = (
     (HEARTBEAT, 1, _RATE),
     (HEARTBEAT, 8, _RATE),
     (HEARTBEAT, 8, 2.5 * _RATE),
     *((kind, 1, _RATE) for kind in KINDS),
 )
-#: After a worker has started, until all is quiet, and after the last frame of a stream, until it is silent.
+#: The time from the start of a worker until everything is quiet, and from the last frame of a stream until it is
+#: silent.
 _SETTLE_SECONDS, _SILENT_SECONDS = 8.0, 4.0
-#: How long frames of all kinds come first, at a rate that does not matter, so that nothing is done for the first time.
+#: The time in which frames of all kinds arrive before the measurement, so that no step is done for the first time in
+#: it.
 _WARM_SECONDS = 4.0
-#: Of the streams, the first to be registered: what the others take beyond them is theirs, and the worker's is not.
+#: One of this many streams is registered first, with the others afterwards: the difference that the others make is the
+#: cost of streams alone, without that of a worker.
 _PART = 4
-#: Blocks of a cache. All that is removed was there from the beginning.
+#: The number of blocks of a cache. All removed blocks were there from the beginning.
 _BLOCKS = 2048
-#: Names of what comes, beside the kinds of frames.
+#: The names of arrivals other than the kinds of frames.
 _AWAKE, _REPORT, _QUERY, _SHORT_QUERY = "awake", "report", "query", "short query"
 _BYTES = ("received", "sent")
-#: How often a figure is improved after the others.
+#: How many times each figure is improved after the others.
 _SWEEPS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came in a second, how busy the processes were, and what the second cost."""
+    """The arrivals of a second, how busy the processes were, and the cost of the second."""
 
     counts: Mapping[str, float]
     busy: Processes
@@ -86,8 +88,8 @@ class Step:
 
 
 def constants_of(steps: Sequence[Step], nodes: int) -> tuple[Cost, dict[str, Cost], Waiting]:
-    """Return what a second without anything costs, what each named thing costs if the process that gets it sleeps, and
-    what is left of that if it waits.
+    """Return the cost of an idle second, the cost of each named thing if its process sleeps, and the share of it that
+    is left if the thing waits.
     """
     names = list(dict.fromkeys(name for step in steps for name in step.counts))
     worker = _fitted(steps, names, ["worker"], nodes)
@@ -107,12 +109,13 @@ def constants_of(steps: Sequence[Step], nodes: int) -> tuple[Cost, dict[str, Cos
 class _Fit:
     waiting: float
     figures: list[list[float]]
-    """For each process, what a second costs it, and then each thing alone."""
+    """For each process, the cost of a second, followed by that of each thing alone."""
     error: float
 
 
 def _fitted(steps: Sequence[Step], names: Sequence[str], processes: Sequence[str], nodes: int) -> _Fit:
-    """Return the costs of these processes, and the one part of all costs that waiting leaves, which come closest."""
+    """Return the costs of these processes, and the share of all costs that waiting leaves, which come closest to the
+    steps."""
     fits = []
     for waiting in (number / 50 for number in range(51)):
         fit = _Fit(waiting, [], 0.0)
@@ -121,7 +124,7 @@ def _fitted(steps: Sequence[Step], names: Sequence[str], processes: Sequence[str
             for step in steps:
                 second = getattr(step.second.divided(1, nodes, 1), process)
                 left = 1 - (1 - waiting) * getattr(step.busy, process)
-                # A second of a step is 1 in its row, because the noise grows with what a step costs.
+                # The cost of a step is 1 in its row, because the noise grows with it.
                 rows.append([part / second for part in (1.0, *(step.counts.get(name, 0.0) * left for name in names))])
             figures = least_squares(rows, [1.0] * len(rows))
             error = sum((sum(map(mul, row, figures)) - 1) ** 2 for row in rows)
@@ -131,7 +134,7 @@ def _fitted(steps: Sequence[Step], names: Sequence[str], processes: Sequence[str
 
 
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the figures, none below 0, with which the rows come closest to the values."""
+    """Return the non-negative figures with which the rows come closest to the values."""
     columns = list(zip(*rows, strict=True))
     squares = [sum(map(mul, column, column)) for column in columns]
     figures, missing = [0.0] * len(columns), list(values)
@@ -149,17 +152,17 @@ def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> l
 
 @dataclass
 class _Steps:
-    """A system with one worker and one replica, and what its engines publish."""
+    """A system with one worker and one replica, and the frames of its engines."""
 
     system: System
     seconds: float
     quiet: Cost = field(default_factory=Cost)
-    """What a second costs if nothing comes."""
+    """The cost of a second without arrivals."""
     frame_bytes: dict[str, float] = field(default_factory=dict)
     query_bytes: float = 0.0
 
     def rest(self) -> Cost:
-        """Return what a second costs if nothing is published."""
+        """Return the cost of a second in which nothing is published."""
         sleep(_SETTLE_SECONDS)
         before, began = self.system.spent(), monotonic()
         sleep(self.seconds)
@@ -168,14 +171,14 @@ class _Steps:
         return second
 
     def at_both_rates(self, come: Callable[[float], Step], rate: float) -> list[Step]:
-        """Let something come, at this rate and at the higher one."""
+        """Run a step at this rate, and one at the higher rate."""
         alone = come(rate)
         quiet = _cpu(self.quiet)
         with self.system.on_one_core():
             return [alone, come(rate * max(1.0, (1e6 - quiet) / (_cpu(alone.second) - quiet)))]
 
     def published(self, engines: Engines, kind: str, every: int, per_second: float) -> Step:
-        """Publish frames of a kind, of every so manieth stream."""
+        """Publish frames of a kind, of every ``every``-th stream."""
         each = per_second * every / len(engines.endpoints)
         if kind == HEARTBEAT:
             engines.make(self.seconds, heartbeats=each, every=every)
@@ -193,7 +196,7 @@ class _Steps:
         return self._step(counts, spent, seconds)
 
     def asked(self, engines: Engines, is_short: bool, per_second: float) -> Step:
-        """Ask queries of one length."""
+        """Send queries of one length."""
         askers = Askers(self.system.replicas, list(engines.endpoints), is_short=is_short)
         with askers.asking(per_second, 2.0):
             pass
@@ -221,7 +224,7 @@ def _cpu(cost: Cost) -> float:
 def measure(
     shards: int, engines: int = 100, seconds: float = 10.0, *, is_single: bool = False, block_bytes: float = 35.0
 ) -> tuple[Model, str]:
-    """Return the model, and what it was measured on."""
+    """Return the model, and the description of the machine on which it was measured."""
     nodes = 1 if is_single else 3
     with ExitStack() as stack:
         system = stack.enter_context(started_system(shards, is_single=is_single))

@@ -1,10 +1,10 @@
-"""Redis' CPU of a call of `apply_rows`, by what the call stores or removes.
+"""Measures Redis' CPU of a call of `apply_rows`, by the blocks that the call stores or removes.
 
     python -m tools.benchmarks.scripts [--against TREE] [--rounds 9] [--instructions]
 
 With a checkout of another state of the repository, each round runs the scripts of both in turns, each on a Redis of its
-own; the other script has to take the same arguments. Beside the CPU stands how many commands Redis runs for a call.
-With ``--instructions`` Redis runs in valgrind's callgrind, and counts the same whatever else the machine does.
+own; the other script has to take the same arguments. The table also has the number of commands that Redis runs for a
+call. With ``--instructions`` Redis runs in valgrind's callgrind, and the count is the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tools.benchmarks.report import aligned
 from waymark.store.redis.client import SCRIPTS, Script
 from waymark.store.store import Store
 
-#: Calls of a case in a round.
+#: The number of calls of a case in a round.
 CALLS = 100
-#: Of an engine that decodes.
+#: The number of sequences of an engine that decodes.
 SEQUENCES = 16
-#: Of a shared prompt; it does not end with a row.
+#: The number of blocks of a shared prompt; it does not end with a row.
 SYSTEM_BLOCKS = 43
 _NOT_OF_SCRIPTS = {"cmdstat_info", "cmdstat_evalsha", "cmdstat_eval"}
 
@@ -48,14 +48,14 @@ class Contender:
     grind: Path | None = None
     """Where callgrind writes its counts, if Redis runs in it."""
     cost: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By case what a call costs, in each round: microseconds, or thousands of instructions."""
+    """The cost of a call, by case and round: microseconds, or thousands of instructions."""
     commands: dict[str, float] = field(default_factory=dict)
-    """By case how many commands Redis runs for a call."""
+    """How many commands Redis runs for a call, by case."""
     counted: float = 0.0
     """Thousands of instructions so far."""
 
     async def round(self, number: int) -> None:
-        """All cases once; what a case needs, those before it have stored."""
+        """Run all cases once; each needs the blocks that the earlier ones have stored."""
         SCRIPTS["apply_rows"] = self.script
         engine = Engine(await owner(self.store, f"engine-{number}", ranks=2))
 
@@ -115,7 +115,7 @@ class Contender:
         self.commands[name] = (self._commands() - commands) / CALLS
 
     def _spent(self) -> float:
-        """So far, in the unit of ``cost``."""
+        """Return the cost so far, in the unit of ``cost``."""
         if self.grind is None:
             return self.redis.cpu() * 1e6
         subprocess.run(["callgrind_control", "-d", str(self.redis.pid)], capture_output=True, check=True, timeout=120)
@@ -126,13 +126,13 @@ class Contender:
         return self.counted
 
     def _commands(self) -> int:
-        """How many commands scripts have run so far."""
+        """Return how many commands scripts have run so far."""
         found = self.redis.client.info("commandstats")
         return sum(int(stat["calls"]) for name, stat in found.items() if name not in _NOT_OF_SCRIPTS)
 
 
 async def _go_on(engine: Engine, sequences: Sequence[list[int]], blocks: int, steps: int = 1) -> None:
-    """Sequences go on in so many steps, by so many new blocks each, in one batch."""
+    """Extend sequences in this number of steps, each by this number of blocks, in one batch."""
     tails = []
     for _ in range(steps):
         for sequence in sequences:
@@ -160,7 +160,7 @@ async def measure(scripts: Sequence[Script], rounds: int, *, grind: bool) -> lis
 
 
 def table(contenders: Sequence[Contender], unit: str) -> str:
-    """A line for each case. The first round has warmed up."""
+    """Return a line for each case, without the first round, which warms up."""
     ours, *others = contenders
     lines = [("a call of Redis", unit, "commands", *(("before", "commands", "ratio") if others else ()))]
     for case, found in ours.cost.items():

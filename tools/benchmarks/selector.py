@@ -1,7 +1,7 @@
-"""P11 beside the peer: a whole decision, of a replica and Redis, and of ``dynamo.select_service``, 512 blocks.
+"""P11 next to the peer: a whole decision, of a replica and Redis, and of ``dynamo.select_service``, 512 blocks.
 
-Both get the same frames of eight engines and the same prompts, each of which an engine has and nobody asked about
-before. The other targets have nothing. Reservations are ended after they were measured.
+Both get the same frames of eight engines and the same prompts, each of which an engine has and no request has named
+before. The other targets have no blocks. Reservations are ended after the measurement.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.benchmarks.report import Row
 
 ENGINES = 8
 TARGETS = (10, 100, 1_000)
-#: Of the peer's CPU.
+#: The bound, as a share of the peer's CPU.
 BARS = {"tokens": 0.8, "hashes": 1.25}
 _START_SECONDS = 30.0
 
@@ -34,7 +34,7 @@ _ids = count()
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows; none without the peer."""
+    """Return the rows; none without the peer."""
     if options.peer_python is None:
         return []
     rounds, size = (1, 16) if options.is_quick else (5, 50)
@@ -76,7 +76,7 @@ def _row(found: Sequence[tuple[float, float]], targets: int, by: str) -> Row:
 def _round(
     folder: Path, replica: Server, redis: RedisServer, peer: Server, asked: Sequence[Prompt], by: str
 ) -> tuple[float, float]:
-    """The CPU of one decision in ms: of the replica and Redis, and of the peer."""
+    """Return the CPU of one decision in ms: of the replica and Redis, and of the peer."""
     (folder / "ours").unlink(missing_ok=True)
     before = replica.cpu() + redis.cpu()
     run(replica.port, "/select", write_bodies(folder / "ours", map(_OURS[by], asked)))
@@ -141,13 +141,13 @@ def _fill(folder: Path, replica: Server, redis: RedisServer, peer: Server, held:
 
 
 def _picked(peer: Server, prompt: Prompt) -> int:
-    """Whom the peer picks; nothing is reserved."""
+    """Return the pick of the peer, without a reservation."""
     found = peer.ask("POST", "/select", {"model_name": MODEL, "token_ids": prompts.tokens(prompt)})
     return int(found["worker_id"])
 
 
 def _check(replica: Server, peer: Server, prompt: Prompt) -> None:
-    """A figure of wrong answers is none."""
+    """Raise SystemExit if an answer is wrong, because its cost would mean nothing."""
     answer = replica.ask("POST", "/select", json.loads(prompts.by_tokens(prompt)) | {"reserve": False})
     theirs = _picked(peer, prompt)
     if answer["target"]["device_tokens"] != len(prompts.tokens(prompt)):

@@ -1,10 +1,10 @@
-"""Measure the CPU of a decision that two shadows order, too, and that is kept.
+"""Measures the CPU of a decision that two shadows order as well, and whose record is kept.
 
     python -m tools.benchmarks.shadows [--decisions N]
 
-No Redis and no network: the order of the policy, the orders of the shadows, and the record, in one process. The loads
-change between two decisions, as each decision changes them. A figure is the median of seven rounds; each round
-measures all rows, so that a slow second of the machine does not fall on one row alone.
+One process, without Redis and the network, makes the order of the policy, the orders of the shadows, and the record.
+The loads change between two decisions, as each decision changes them. A figure is the median of seven rounds; each
+round measures all rows, so that a slow second of the machine does not fall on one row alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GROUP = GroupName("default", "model")
 
 
 class _Nowhere:
-    """Takes the records, and makes their text as the store does."""
+    """A store that makes the text of records, and drops it."""
 
     def note_decision(self, group_id: int, decision: Any) -> None:
         decision.text()

@@ -1,12 +1,13 @@
-"""Replay a trace on simulated engines, and print the block hit ratio for each way of routing.
+"""Replays a trace on simulated engines, and prints the block hit ratio for each way of routing.
 
     waymark bench --simulate [--trace FILE --requests N] [--json FILE] [--plot FILE]
     waymark bench --simulate --policies least-work,dynamo ...   times to the first token: ``decide``
 
 Engines with prefix caches serve a trace on its own clock, once for each routing: by chance, by prefix stickiness, by
-Waymark's answers, and by the caches themselves, which is the most that the rule can get. Waymark is real: a Redis of
-its own, workers and replicas as processes, frames over ZMQ, queries over HTTP to the replicas in turn. Once more,
-everything but Redis is killed in the middle and started again, beside the model of an indexer that loses all at that.
+Waymark's answers, and by the caches themselves, which is the upper bound for the rule. Waymark is real: a Redis of
+its own, workers and replicas as processes, frames over ZMQ, queries over HTTP to the replicas in turn. In a further
+run, everything but Redis is killed in the middle and started again, next to the model of an indexer that loses its
+whole index then.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from tools.benchmarks.simulate_trace import Request, made_up, traced
 from waymark.base.errors import InvalidValue
 
 KILLED_REPLICAS = 2
-"""How many there are in the run with a kill."""
+"""The number of replicas in the run with a kill."""
 IDLE_REQUESTS = 50
-"""So many of the last requests are asked again of every replica, when nothing is on its way any more."""
+"""How many of the last requests are sent again to every replica, when no frame is under way any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """All that decides a simulation; the same values give the same engines for the same requests."""
+    """Everything that determines a simulation; the same values give the same engines for the same requests."""
 
     trace: Path | None = None
     requests: int = 3000
@@ -58,7 +59,7 @@ class Simulation:
     outage_seconds: float = 60.0
     seed: int = 0
     environ: tuple[tuple[str, str], ...] = ()
-    """Settings of the workers and replicas, beside their defaults."""
+    """The settings of the workers and replicas that differ from the defaults."""
 
     def __post_init__(self) -> None:
         least: dict[str, float] = dict.fromkeys(("engines", "engine_blocks", "prefix_blocks", "workers"), 1)
@@ -75,11 +76,12 @@ class Simulation:
             raise InvalidValue(f"--trace: there is no file {self.trace}; leave it out for made-up conversations")
 
     def read(self) -> list[Request]:
-        """The requests; ``InvalidValue`` where the trace does not fit."""
+        """Return the requests. Raise ``InvalidValue`` if the trace does not fit."""
         return made_up(self.requests, self.seed) if self.trace is None else traced(self.trace, self.requests)
 
     def kill(self, requests: Sequence[Request]) -> Kill:
-        """When; ``InvalidValue`` where these requests have come to their end before all is started again."""
+        """Return the time of the kill. Raise ``InvalidValue`` if these requests end before everything is started
+        again."""
         begin, end = requests[0].at_seconds, requests[-1].at_seconds
         kill = Kill(begin + self.kill_at * (end - begin), self.outage_seconds)
         if kill.at_seconds + kill.outage_seconds >= end:
@@ -91,7 +93,7 @@ class Simulation:
 
 
 async def simulate(options: Simulation, requests: Sequence[Request], kill: Kill) -> list[Course]:
-    """Every run; those that are killed, at that time."""
+    """Return every run; ``kill`` is the time of those that are killed."""
     courses = [
         await plain(options, requests, report.CHANCE, lambda _: Chance(options.engines, options.seed)),
         await plain(options, requests, "stickiness", lambda _: _sticky(options)),
@@ -115,7 +117,7 @@ async def simulate(options: Simulation, requests: Sequence[Request], kill: Kill)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Simulate, print and write what was found. 2: an argument does not fit, and nothing was started."""
+    """Simulate, print and write the results. Return 2 if an argument does not fit and nothing was started."""
     if any(word.partition("=")[0] in ("--policies", "--peer") for word in arguments):
         return decide.main(arguments)
     parser = _parser()
@@ -145,7 +147,7 @@ def main(arguments: Sequence[str]) -> int:
     if json_path is not None:
         report.write_json(json_path, found)
     if plot_path is not None:
-        from tools.benchmarks.simulate_plot import draw  # only who draws needs matplotlib
+        from tools.benchmarks.simulate_plot import draw  # only a plot needs matplotlib
 
         draw(plot_path, found)
     return 0
@@ -167,7 +169,7 @@ def _by_index(options: Simulation, index: Any, engines: Sequence[Engine], kill: 
 
 
 async def plain(options: Simulation, requests: Sequence[Request], name: str, router: Any) -> Course:
-    """Without Waymark; ``router`` makes one for these engines."""
+    """Return a run without Waymark; ``router`` makes a router for these engines."""
     engines = _engines(options)
     return await _played(options, requests, name, engines, router(engines))
 
@@ -225,7 +227,7 @@ def _about(options: Simulation, requests: Sequence[Request]) -> dict[str, Any]:
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults behind each option, and the end of the help as it is."""
+    """Shows the default behind each option, and the end of the help unchanged."""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,8 +1,8 @@
-"""Engines of a simulation: a prefix cache that forgets what was used longest ago, and a queue of tokens to compute.
+"""Engines of a simulation: a prefix cache that evicts the least recently used blocks, and a queue of tokens to compute.
 
 Blocks are named by engine hashes, made once per request for all engines, because a router that reads the caches asks
-each of them for each request. A prompt is used from its last block to its first, and whoever uses a block uses all
-above it; so a parent is always the younger one, and going by age never takes a block before its children.
+each of them for each request. A prompt is used from its last block to its first, and a prompt that uses a block uses
+all its parents; so a parent is always younger, and an eviction by age never takes a block before its children.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tools.benchmarks.simulate_trace import Request
 from waymark.simulator.encode import GPU, BlockRemoved, BlockStored, WireEvent
 
 STORE_BLOCKS = 512
-"""Blocks of one event; an engine tells a long prompt in several, one for each step of its prefill."""
+"""The number of blocks of one event; an engine publishes a long prompt in several, one for each step of its prefill."""
 
 
 class Cache:
@@ -30,14 +30,14 @@ class Cache:
         return len(self._order)
 
     def held(self, names: Sequence[int]) -> int:
-        """How many blocks of a prompt are here, from the first on."""
+        """Return how many blocks of a prompt are cached, from the first on."""
         for i, name in enumerate(names):
             if name not in self._order:
                 return i
         return len(names)
 
     def prefill(self, names: Sequence[int]) -> tuple[int, list[int]]:
-        """Bring a prompt in: how many blocks were here, and the names of those that had to go for the others."""
+        """Put a prompt into the cache. Return how many of its blocks were cached, and the names of the evicted ones."""
         hits = self.held(names)
         for name in reversed(names[: self.size]):
             self._order[name] = None
@@ -47,13 +47,13 @@ class Cache:
 
 
 class Served(NamedTuple):
-    """What became of one request."""
+    """The outcome of one request."""
 
     hits: int
-    """Blocks found in the engine's cache."""
+    """The number of blocks found in the engine's cache."""
     computed_tokens: int
     first_token_seconds: float
-    """What was queued before it, and what of it was not cached, at the engine's rate."""
+    """The time for the queue before it and for its tokens that were not cached, at the engine's rate."""
     events: list[WireEvent]
 
 
@@ -63,14 +63,14 @@ class Engine:
     def __init__(self, cache_blocks: int, tokens_per_second: float) -> None:
         self.cache = Cache(cache_blocks)
         self.queued = 0.0
-        """Tokens that are still to be computed."""
+        """The number of tokens still to be computed."""
         self.given = 0
-        """Tokens that it was given to compute, since the start."""
+        """The number of tokens assigned to it since the start."""
         self._tokens_per_second = tokens_per_second
         self._at_seconds = 0.0
 
     def advance(self, at_seconds: float) -> None:
-        """Compute until then."""
+        """Compute until this time."""
         self.queued = max(0.0, self.queued - (at_seconds - self._at_seconds) * self._tokens_per_second)
         self._at_seconds = at_seconds
 
@@ -83,7 +83,7 @@ class Engine:
         return Served(hits, computed, self.queued / self._tokens_per_second, self._told(request, names, hits, gone))
 
     def _told(self, request: Request, names: Sequence[int], hits: int, gone: Sequence[int]) -> list[WireEvent]:
-        """As vLLM tells it: first what had to go, then what was stored."""
+        """Return the events in vLLM's order: first the evicted blocks, then the stored ones."""
         events: list[WireEvent] = [BlockRemoved(tuple(gone))] if gone else []
         kept = min(len(names), self.cache.size)
         tokens = request.tokens() if hits < kept else []
@@ -96,9 +96,11 @@ class Engine:
 
 
 def pick(engines: Sequence[Engine], keys: Sequence[float], queue_tokens: float) -> int:
-    """The rule of every routing: the least key, among engines whose queue is not much longer than the shortest.
+    """Return the engine with the least key among those whose queue is not much longer than the shortest, which is the
+    rule of every routing.
 
-    Much is ``queue_tokens``. Where keys are equal, the shorter queue, then whoever was given less so far.
+    "Much longer" is ``queue_tokens``. If keys are equal, the shorter queue counts, then the smaller number of tokens so
+    far.
     """
     longest = min(engine.queued for engine in engines) + queue_tokens
     allowed = [i for i, engine in enumerate(engines) if engine.queued <= longest]

@@ -1,7 +1,8 @@
-"""Routing by an index that hears the engines: how late it hears them, and what is done when it is killed.
+"""Routing by an index of the engines' events: how late it gets them, and what follows when it is killed.
 
-What an engine stores can be seen ``lag_seconds`` later on the trace's clock and not before: its frames are held back so
-long, and nothing is asked before all that was sent can be seen. So a run does not depend on how fast the machine is.
+The blocks that an engine stores are visible ``lag_seconds`` later on the trace's clock and not before: its frames are
+held back so long, and no query is sent before all sent frames are visible. So a run does not depend on how fast the
+machine is.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from waymark.simulator.encode import BlockRemoved, BlockStored, WireEvent
 
 class Index(Protocol):
     def tell(self, engine: int, events: list[WireEvent]) -> None:
-        """An engine publishes."""
+        """Take in the events of an engine."""
 
     async def settle(self) -> None:
-        """Return when all that was told can be seen."""
+        """Return when all these events are visible."""
 
     async def matches(self, request: Request, names: Sequence[int]) -> Sequence[int] | None:
-        """Tokens per engine; None: it cannot be asked now."""
+        """Return the matched tokens by engine; None if the index does not answer now."""
 
     async def kill(self) -> None:
         """End it without warning."""
 
     async def restart(self) -> float:
-        """Start it again; after how many seconds it could be asked and had heard what can be heard again."""
+        """Start it again. Return the seconds until it answered and had all events that can be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """When an index is killed, and after how long it is started again, on the trace's clock."""
+    """The time at which an index is killed, and the time until it is started again, on the trace's clock."""
 
     at_seconds: float
     outage_seconds: float
 
 
 class ByIndex:
-    """The longest match that the index answers; ``fallback`` while it cannot be asked.
+    """Routes by the longest match that the index answers, and by ``fallback`` while it does not answer.
 
-    How long a restart takes by the wall is charged to the trace's clock: so long nobody asks it.
+    The real time of a restart is charged to the trace's clock: for so long no query is sent to the index.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ByIndex:
     ) -> None:
         self.answers = 0
         self.exact = 0
-        """Answers that were just what the caches held."""
+        """The number of answers that equalled the contents of the caches."""
         self.fallbacks = 0
         self.restart_seconds: float | None = None
         self._index = index
@@ -86,7 +87,7 @@ class ByIndex:
         self._late.append((at_seconds + self._lag_seconds, engine, events))
 
     async def finish(self) -> None:
-        """Return when everything can be seen."""
+        """Return when everything is visible."""
         self._tell(float("inf"))
         await self._index.settle()
 
@@ -109,11 +110,11 @@ class ByIndex:
 
 
 class Memory:
-    """A model of an indexer that keeps everything in its own memory and gets nothing back after a kill.
+    """A model of an indexer that keeps everything in its own memory and recovers nothing after a kill.
 
-    It is a set of blocks per engine, fed by the same events, and kind to what it stands for: it takes a block whose
-    parent it has never heard of. It has no replay and no peer to copy from, so what an engine stored before the
-    restart it learns only when the engine stores it again. It is no product's figure.
+    It is a set of blocks per engine, fed by the same events, and more tolerant than a real indexer: it accepts a block
+    whose parent is unknown. It has no replay and no peer to copy from, so it learns of blocks from before the restart
+    only when the engine stores them again. It is no product's figure.
     """
 
     def __init__(self, engines: int, restart_seconds: float) -> None:
@@ -129,7 +130,7 @@ class Memory:
                 self._held[engine].difference_update(event.block_hashes)
 
     async def settle(self) -> None:
-        """It hears at once."""
+        """Do nothing, because it takes events in at once."""
 
     async def matches(self, request: Request, names: Sequence[int]) -> Sequence[int] | None:
         if not self._is_up:

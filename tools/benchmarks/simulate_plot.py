@@ -1,4 +1,4 @@
-"""A simulation as a picture: hit ratio over the trace's time, by routing, with the kill marked."""
+"""Draws a simulation: hit ratio over the trace's time, by routing, with the kill marked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from tools.benchmarks import simulate_report as report
 
-#: Per routing: colour, dashes, width, and what stands above the others.
+#: For each routing: colour, dashes, width, and the order in which lines cover each other.
 _STYLES: dict[str, dict[str, Any]] = {
     report.CACHES: {"color": "#8a8a8a", "linestyle": (0, (1, 1.2)), "linewidth": 3.0, "zorder": 2},
     report.KILLED: {"color": "#0b6e4f", "linestyle": "-", "linewidth": 2.0, "zorder": 4},
@@ -21,7 +21,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def draw(path: Path, found: dict[str, Any]) -> None:
-    """Write the picture of ``simulate_report.content``; the ending decides its kind."""
+    """Write the picture of ``simulate_report.content``; the ending of the file name decides its format."""
     begins = found["window_begins"]
     middles = [(a + b) / 120 for a, b in zip(begins, [*begins[1:], found["end"]], strict=True)]
     runs = {run["routing"]: run["windows"] for run in found["runs"]}
@@ -35,7 +35,7 @@ def draw(path: Path, found: dict[str, Any]) -> None:
             shares = [float("nan") if ratio is None else 100 * ratio for ratio in runs[name]]
             axes.plot(middles, shares, label=name, **style)
         axes.set_xlim(begins[0] / 60, found["end"] / 60)
-        axes.set_ylim(0, 1.12 * axes.get_ylim()[1])  # room for a word above the lines
+        axes.set_ylim(0, 1.12 * axes.get_ylim()[1])  # room for a label above the lines
         axes.annotate(
             "killed", ((down + back) / 2, 0.985), xycoords=("data", "axes fraction"), ha="center", va="top", fontsize=8
         )

@@ -1,4 +1,5 @@
-"""What a simulation found: a table of routings, one around the kill, sentences on exactness, and all of it as JSON."""
+"""The results of a simulation: a table of routings, one around the kill, sentences on exactness, and the same as
+JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ KILLED = "Waymark, killed"
 MODEL = "model: no replay, killed"
 
 AROUND_SECONDS = 120.0
-"""How long before the kill, and after the return, counts as near it."""
+"""The time before the kill, and after the return, that counts as near it."""
 
 
 def waymark_name(replicas: int) -> str:
@@ -26,7 +27,7 @@ def waymark_name(replicas: int) -> str:
 
 
 def table(courses: Sequence[Course]) -> str:
-    """One line per run."""
+    """Return a table with one line per run."""
     head = ("routing", "block hit ratio", "tokens computed", "first token", "answers", "exact", "fallbacks")
     lines = [head]
     for course in courses:
@@ -39,7 +40,8 @@ def table(courses: Sequence[Course]) -> str:
 
 
 def kill_table(courses: Sequence[Course], kill: Kill) -> str:
-    """The hit ratios of every run before, during and after the time in which the killed ones could not be asked."""
+    """Return the hit ratios of every run before, during and after the time in which the killed indexes did not
+    answer."""
     named = spans(courses, kill)
     lines = [("routing", *named)]
     for course in courses:
@@ -48,7 +50,7 @@ def kill_table(courses: Sequence[Course], kill: Kill) -> str:
 
 
 def spans(courses: Sequence[Course], kill: Kill) -> dict[str, tuple[float, float]]:
-    """Names of spans of the trace's time, from when to when."""
+    """Return the names of spans of the trace's time, each with its beginning and end."""
     at = kill.at_seconds
     back = back_at(courses, kill)
     near = f"{AROUND_SECONDS:.0f} s"
@@ -62,13 +64,13 @@ def spans(courses: Sequence[Course], kill: Kill) -> dict[str, tuple[float, float
 
 
 def back_at(courses: Sequence[Course], kill: Kill) -> float:
-    """When the killed ones could be asked again, on the trace's clock."""
+    """Return the time at which the killed indexes answered again, on the trace's clock."""
     restart = max((course.restart_seconds or 0.0 for course in courses), default=0.0)
     return kill.at_seconds + kill.outage_seconds + restart
 
 
 def sentences(courses: Sequence[Course]) -> list[str]:
-    """What must hold, with the numbers that say whether it does."""
+    """Return the requirements, each with the numbers that show whether it holds."""
     whole = [course for course in courses if course.name.startswith("Waymark") and course.name != KILLED]
     said = []
     if whole:
@@ -100,7 +102,7 @@ def sentences(courses: Sequence[Course]) -> list[str]:
 
 
 def content(courses: Sequence[Course], kill: Kill, windows: int, about: dict[str, Any]) -> dict[str, Any]:
-    """All of it, for programs: ``about``, ``killed`` (from, to), ``window_begins``, and the runs."""
+    """Return the results for programs: ``about``, ``killed`` (from, to), ``window_begins``, and the runs."""
     first, last = courses[0].steps[0].at_seconds, courses[0].steps[-1].at_seconds
     edges = [first + (last - first) * i / windows for i in range(windows)] + [float("inf")]
     named = spans(courses, kill)

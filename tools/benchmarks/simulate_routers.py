@@ -1,6 +1,7 @@
-"""What routings without an index go by: chance, stickiness, the caches themselves.
+"""Routings without an index: by chance, by stickiness, and by the caches themselves.
 
-Each gives a key per engine, the least is the best; ``simulate_engines.pick`` adds the load, in the same way for all.
+Each returns a key per engine, the least of which is the best; ``simulate_engines.pick`` adds the load, in the same way
+for all.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from waymark.simulator.encode import WireEvent
 
 class Router(Protocol):
     async def keys(self, request: Request, names: Sequence[int]) -> Sequence[float]:
-        """One per engine. ``names`` are the engine hashes of the request's blocks; requests come in their order."""
+        """Return a key for each engine. ``names`` are the engine hashes of the request's blocks; requests come in
+        order."""
 
     def hear(self, at_seconds: float, engine: int, events: list[WireEvent]) -> None:
-        """What an engine publishes."""
+        """Take in the events of an engine."""
 
 
 class Deaf:
-    """Needs no events."""
+    """A router that needs no events."""
 
     def hear(self, at_seconds: float, engine: int, events: list[WireEvent]) -> None:
-        """Nothing is made of it."""
+        """Ignore the events."""
 
 
 class Chance(Deaf):
@@ -41,9 +43,10 @@ class Chance(Deaf):
 
 
 class Stickiness(Deaf):
-    """The same engine for all prompts with the same first blocks, and the same next one where that has too much to do.
+    """Picks the same engine for all prompts with the same first blocks, and the same next one if that engine has too
+    much to do.
 
-    Which one follows from rendezvous hashing of the first ``prefix_blocks`` blocks, so nothing is to be kept.
+    The engine follows from rendezvous hashing of the first ``prefix_blocks`` blocks, so no state is kept.
     """
 
     def __init__(self, engines: int, prefix_blocks: int) -> None:
@@ -60,13 +63,13 @@ class Stickiness(Deaf):
 
 
 class Truth(Deaf):
-    """Reads the engines' caches, as no router can."""
+    """Reads the engines' caches, which no real router can do."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
 
     def matches(self, names: Sequence[int]) -> list[int]:
-        """Tokens per engine."""
+        """Return the cached tokens by engine."""
         return [engine.cache.held(names) * BLOCK_SIZE for engine in self._engines]
 
     async def keys(self, request: Request, names: Sequence[int]) -> Sequence[float]:

@@ -13,7 +13,7 @@ from tools.benchmarks.simulate_trace import Request
 
 
 class Step(NamedTuple):
-    """One request, and where it went."""
+    """One request, and its engine."""
 
     at_seconds: float
     engine: int
@@ -25,23 +25,24 @@ class Step(NamedTuple):
 
 @dataclass
 class Course:
-    """What a run was."""
+    """The course of a run."""
 
     name: str
     steps: list[Step]
     answers: int = 0
-    """Of an index, where the routing asks one."""
+    """The number of answers of an index, if the routing asks one."""
     exact: int = 0
-    """Answers that were just what the caches held."""
+    """The number of answers that equalled the contents of the caches."""
     fallbacks: int = 0
     restart_seconds: float | None = None
-    """How long a restart took, by the wall."""
+    """The real time of the restart."""
     idle_answers: int = 0
-    """Of every replica, after the last request, when nothing was on its way any more."""
+    """The number of answers of all replicas after the last request, when no frame was under way any more."""
     idle_exact: int = 0
 
     def hit_ratio(self, begin: float = float("-inf"), end: float = float("inf")) -> float | None:
-        """Blocks found over blocks asked for, of requests that arrived in [begin, end); None: there were none."""
+        """Return the share of blocks that were found, of requests that arrived in [begin, end); None without such
+        requests."""
         some = [step for step in self.steps if begin <= step.at_seconds < end]
         blocks = sum(step.blocks for step in some)
         return sum(step.hits for step in some) / blocks if blocks else None
@@ -52,14 +53,14 @@ class Course:
 
     @property
     def first_token_seconds(self) -> float:
-        """The mean over all requests, by the model of the engines' queues."""
+        """Return the mean over all requests, by the model of the engines' queues."""
         return sum(step.first_token_seconds for step in self.steps) / len(self.steps)
 
 
 async def play(
     name: str, requests: Sequence[Request], engines: Sequence[Engine], router: Router, queue_tokens: float
 ) -> Course:
-    """Route every request, in their order."""
+    """Route every request, in order."""
     steps = []
     for request in requests:
         now, names = request.at_seconds, request.engine_hashes()

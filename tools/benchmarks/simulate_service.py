@@ -1,6 +1,6 @@
 """The Waymark of a simulation: a real Redis, ingest workers and query replicas as processes, engines' real sockets.
 
-It is an ``Index`` as the model in ``simulate_index`` is one; whoever routes cannot tell them apart.
+It is an ``Index``, like the model in ``simulate_index``, and has the same interface for a router.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from waymark.simulator.publisher import SimulatedPublisher
 from waymark.store import keys
 
 SETTLE_SECONDS = 120.0
-#: A machine that is busy with other things must not change an answer; nothing here is about speed.
+#: A busy machine must not change an answer; speed does not matter here.
 QUERY_SECONDS = 30.0
 _PAUSE_SECONDS = 0.001
 #: The first group of an empty Redis; its publishers are numbered in the order of their registration.
@@ -32,7 +32,7 @@ _GROUP = 1
 
 
 class Waymark:
-    """Opened by ``started``. Engine i is instance ``engine-<i>`` and publisher i + 1."""
+    """A running Waymark, opened by ``started``. Engine i is instance ``engine-<i>`` and publisher i + 1."""
 
     def __init__(
         self,
@@ -65,20 +65,20 @@ class Waymark:
         await _until(self._is_settled, "the index has what engines have published", SETTLE_SECONDS)
 
     async def matches(self, request: Request, names: Sequence[int]) -> Sequence[int] | None:
-        """Of the replica whose turn it is."""
+        """Return the matches of the next replica in turn."""
         return await self._asked(next(self._turns), request)
 
     async def matches_of_all(self, request: Request) -> list[Sequence[int] | None]:
-        """Of every replica."""
+        """Return the matches of every replica."""
         return [await self._asked(client, request) for client in self._clients]
 
     async def kill(self) -> None:
-        """SIGKILL for every worker and replica, and wait until the engines see nobody there."""
+        """Send SIGKILL to every worker and replica, and wait until the engines have no subscriber."""
         self._end()
         await _until(lambda: not any(p.subscribers for p in self._publishers), "engines see nobody", START_SECONDS)
 
     async def restart(self) -> float:
-        """Other processes in their place, which know nothing but where Redis is."""
+        """Start other processes in their place, which know only the address of Redis."""
         began = time.monotonic()
         await self.start()
         await self._until_heard()
@@ -87,7 +87,7 @@ class Waymark:
     # ---- processes -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """All workers and replicas, together; ready when this returns."""
+        """Start all workers and replicas at once, and return when they are ready."""
         for client in self._clients:
             await client.close()
         self._clients.clear()
@@ -107,7 +107,7 @@ class Waymark:
         self._turns = cycle(self._clients)
 
     async def register(self) -> None:
-        """Every engine, in their order; each is heard when this returns."""
+        """Register every engine, in order, and return when each has a subscriber."""
         for engine, publisher in enumerate(self._publishers):
             await self._clients[0].register(
                 f"engine-{engine}",
@@ -120,7 +120,7 @@ class Waymark:
         await self._until_heard()
 
     async def start_gateways(self, count: int) -> list[str]:
-        """The URLs of so many gateways, which know every engine when this returns."""
+        """Start gateways, and return their URLs when they know every engine."""
         servers = [
             self._processes.enter_context(
                 waymark(self._folder, "gateway", self._redis.url, self._environ, is_awaited=False)
@@ -134,7 +134,7 @@ class Waymark:
         return [f"http://127.0.0.1:{server.port}" for server in servers]
 
     async def until_reserved(self, requests: int, begun: int) -> None:
-        """Until so many requests are reserved, and so many of them have had their first token."""
+        """Wait until this number of requests are reserved, and this number of them have had their first token."""
 
         def is_so() -> bool:
             found = self._redis.client.zrange(keys.reservations(_GROUP), 0, -1)
@@ -145,7 +145,7 @@ class Waymark:
 
     @property
     def urls(self) -> list[str]:
-        """Of the replicas."""
+        """Return the URLs of the replicas."""
         return [f"http://127.0.0.1:{server.port}" for server in self._servers if server.name.endswith("query")]
 
     async def close(self) -> None:
@@ -169,7 +169,7 @@ class Waymark:
         return [matches[f"engine-{engine}"].longest_matched for engine in range(len(self._publishers))]
 
     async def _until_heard(self) -> None:
-        """Every engine has its subscriber, and all it ever published is in the index."""
+        """Wait until every engine has its subscriber, and everything that it has published is in the index."""
         self._unsettled.update(range(len(self._publishers)))
         await _until(lambda: all(p.subscribers for p in self._publishers), "every engine is heard", SETTLE_SECONDS)
         await self.settle()
@@ -193,7 +193,7 @@ async def started(
     environ: Mapping[str, str],
     addresses: Sequence[str] = (),
 ) -> AsyncIterator[Waymark]:
-    """A Waymark on an empty Redis of its own, with so many engines registered, perhaps by address, and heard."""
+    """Start a Waymark on an empty Redis of its own, with subscriptions to registered engines, perhaps by address."""
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(redis_server(folder))
         publishers = [
@@ -210,12 +210,12 @@ async def started(
 
 
 def _client(server: Server) -> AsyncClient:
-    # A router that gets no answer goes on without one, so nothing is asked twice.
+    # A router that gets no answer continues without one, so no query is sent twice.
     return AsyncClient(f"http://127.0.0.1:{server.port}", timeout=QUERY_SECONDS, retry_seconds=0.0, trust_env=False)
 
 
 async def _until(predicate: Callable[[], bool | Awaitable[bool]], description: str, seconds: float) -> None:
-    """As ``processes.wait_until``, while the engines' replay sockets go on answering."""
+    """Wait like ``processes.wait_until``, while the engines' replay sockets keep answering."""
     deadline = time.monotonic() + seconds
     while True:
         answer = predicate()

@@ -1,10 +1,10 @@
-"""The requests of a simulation: those of a published trace, or made up with the same shape.
+"""The requests of a simulation: those of a published trace, or made-up ones of the same shape.
 
 A line of a trace is ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}``, with one
-id for each 512 tokens begun, as Mooncake's traces have it (FAST'25, "Mooncake: Trading More Storage for Less
+id for each piece of up to 512 tokens, as Mooncake's traces have it (FAST'25, "Mooncake: Trading More Storage for Less
 Computation"). An id names the whole prefix up to it, so two prompts share exactly the ids of their common prefix; a
-file in which an id follows two different ones is refused, because its hit ratios would be of something else. What an
-engine generates is in no cache here: the trace does not say under which ids it comes back.
+file in which an id follows two different ones is refused, because its hit ratios would have another meaning. Generated
+tokens are in no cache here: the trace does not have their ids in later prompts.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from tools.benchmarks.prompts import BLOCK_SIZE, PIECE_TOKENS
 from waymark.base.errors import InvalidValue
 
 LAST_GAP_SECONDS = 1.0
-"""Over how long requests with the last of all times are spread."""
+"""The time over which the requests with the last timestamp are spread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     at_seconds: float
-    """When it arrives, since the start of the trace."""
+    """The time of its arrival, since the start of the trace."""
     input_tokens: int
     pieces: prompts.Prompt
-    """One number for each 512 tokens begun."""
+    """One number for each piece of up to 512 tokens."""
 
     @property
     def blocks(self) -> int:
-        """How many complete blocks of 16 tokens the prompt has."""
+        """Return how many complete blocks of 16 tokens the prompt has."""
         return self.input_tokens // BLOCK_SIZE
 
     def engine_hashes(self) -> list[int]:
-        """What an engine calls the complete blocks."""
+        """Return the engine hashes of the complete blocks."""
         return [name for number in self.pieces for name in prompts.engine_hashes(number)][: self.blocks]
 
     def tokens(self) -> list[int]:
@@ -46,7 +46,7 @@ class Request:
 
 
 def traced(path: Path, requests: int | None = None) -> list[Request]:
-    """The first so many requests of a trace; ``InvalidValue`` names the line that does not fit."""
+    """Return the first requests of a trace. ``InvalidValue`` names a line that does not fit."""
     parents: dict[int, int | None] = {}
     found: list[Request] = []
     with path.open(encoding="utf-8") as lines:
@@ -71,7 +71,8 @@ def traced(path: Path, requests: int | None = None) -> list[Request]:
 
 
 def made_up(requests: int, seed: int) -> list[Request]:
-    """Conversations over one short system prompt, three requests a second: each turn repeats what was said before."""
+    """Return conversations over one short system prompt, three requests a second; each turn repeats the earlier
+    ones."""
     chosen = random.Random(f"{seed}/requests")
     numbers = count()
     system: prompts.Prompt = (next(numbers),)
@@ -81,7 +82,7 @@ def made_up(requests: int, seed: int) -> list[Request]:
         at_seconds += chosen.expovariate(3.0)
         i = chosen.randrange(len(opened))
         if chosen.random() < 0.4:
-            opened[i] = system  # somebody else begins
+            opened[i] = system  # another conversation begins
         new = chosen.randint(4, 40) if opened[i] is system else chosen.randint(1, 4)
         opened[i] += tuple(islice(numbers, new))
         last = next(numbers)  # a piece that is not full belongs to this request alone
@@ -91,7 +92,8 @@ def made_up(requests: int, seed: int) -> list[Request]:
 
 
 def spread(requests: Iterable[Request]) -> list[Request]:
-    """Requests that were recorded at one time, evenly over the time until the next: recorders round to seconds."""
+    """Spread requests with the same timestamp evenly over the time until the next, because recorders round to
+    seconds."""
     together = [list(group) for _, group in groupby(requests, key=lambda request: request.at_seconds)]
     return list(_spread(together))
 

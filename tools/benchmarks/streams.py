@@ -1,7 +1,7 @@
-"""P5 and P8: what an ingest worker spends on a block, and how soon an event can be seen.
+"""P5 and P8: the CPU of an ingest worker for a block, and the time until an event is visible.
 
-The frames are really published and a real worker takes them in. A backlog is published at once and timed by CPU until
-the last of it is in the index; dynamo.indexer gets the same frames in turns.
+The frames are published, and a real worker takes them in. A backlog is published at once, and the CPU counts until its
+last block is in the index; dynamo.indexer gets the same frames in turns.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ STORED = "new, 64 a store"
 REDIS_STORED = f"Redis' CPU per block, {STORED}, from the socket on"
 REDIS_DECODED = f"Redis' CPU per block, {DECODE}, from the socket on"
 NEW_RELEASE = ", with publisher_id and locality"
-"""Of backlogs in which each batch has them. The peer gets the same ones without."""
+"""The end of the names of backlogs whose batches have these fields. The peer gets the same batches without them."""
 NEW_STORED = f"worker's CPU per block, new, 64 a store{NEW_RELEASE}, from the socket on"
 NEW_REMOVED = f"worker's CPU per block, removed, 64 at a time{NEW_RELEASE}, from the socket on"
-#: Of the worker alone, times the peer.
+#: The bound on the worker alone, as a multiple of the peer.
 BARS = {
     WORKER_STORED: 1.1,
     WORKER_REMOVED: 2.0,
@@ -50,7 +50,7 @@ LOAD_STREAMS = 8
 
 
 class Bench:
-    """A Redis, a worker, a replica, and the peer where there is one; publishers are registered with either."""
+    """A Redis, a worker, a replica, and the peer if there is one; publishers are registered with both."""
 
     def __init__(self, folder: Path, redis: RedisServer, worker: Server, replica: Server, peer: Server | None) -> None:
         self.folder = folder
@@ -60,12 +60,13 @@ class Bench:
         self.peer = peer
 
     def watermark(self, publisher: int) -> int:
-        """Of the stream that was registered so manieth, from 1; -1 before the first batch."""
+        """Return the watermark of a stream, by its number in the order of registration, from 1; -1 before the first
+        batch."""
         found = self.redis.client.hget(f"wm:{{1}}:publisher:{publisher}", "watermark")
         return -1 if found is None else int(found)
 
     def cpu(self) -> tuple[float, float]:
-        """Of the worker and of Redis."""
+        """Return the CPU of the worker and of Redis."""
         return self.worker.cpu(), self.redis.cpu()
 
 
@@ -86,7 +87,7 @@ def started(options: Options, environ: Mapping[str, str] | None = None, *, has_p
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows of P5 that begin at a worker's socket."""
+    """Return the rows of P5 that begin at a worker's socket."""
     rounds, blocks = (2, 3_200) if options.is_quick else (7, 32_768)
     worker_us: dict[str, list[float]] = {}
     redis_us: dict[str, list[float]] = {}
@@ -127,11 +128,11 @@ def measure(options: Options) -> list[Row]:
 
 
 Payload: TypeAlias = tuple[bytes, int]
-"""A batch, and how many blocks it names."""
+"""A batch, and the number of blocks that it names."""
 
 
 def backlogs(blocks: int) -> Iterator[tuple[str, list[Payload]]]:
-    """By name. The last batch stores something, so that one can see that all is there."""
+    """Yield the backlogs by name. The last batch stores a block, which shows that everything is in the index."""
     for size, told in ((64, ""), (64, NEW_RELEASE), (512, "")):
         new = list(islice(prompts.fresh(size // PIECE_BLOCKS), blocks // size))
         yield f"new, {size} a store{told}", _stores(new, size)
@@ -142,14 +143,14 @@ def backlogs(blocks: int) -> Iterator[tuple[str, list[Payload]]]:
 
 
 def as_published(name: str, backlog: list[Payload]) -> list[Payload]:
-    """A backlog as our worker gets it."""
+    """Return a backlog in the form that our worker gets."""
     if not name.endswith(NEW_RELEASE):
         return backlog
     return [(feed.as_new_release(payload), blocks) for payload, blocks in backlog]
 
 
 def decode_steps(blocks: int) -> Iterator[Payload]:
-    """Batches of one block for each of 16 sequences, which is what an engine publishes while it decodes."""
+    """Yield batches of one block for each of 16 sequences, as an engine publishes them while it decodes."""
     length = max(1, blocks // SEQUENCES // PIECE_BLOCKS)
     sequences = list(islice(prompts.fresh(length), SEQUENCES))
     hashes = [[each for number in prompt for each in prompts.engine_hashes(number)] for prompt in sequences]
@@ -164,7 +165,7 @@ def decode_steps(blocks: int) -> Iterator[Payload]:
 
 
 def new_stores(blocks: int, size: int = feed.STORE_BLOCKS) -> list[Payload]:
-    """Stores of blocks that nobody has."""
+    """Return stores of blocks that no engine has."""
     pieces = max(1, size // PIECE_BLOCKS)
     return _stores(list(islice(prompts.fresh(pieces), blocks // (pieces * PIECE_BLOCKS))), size)
 
@@ -182,7 +183,8 @@ def _hashes(prompt: Prompt, size: int) -> Iterator[list[int]]:
 
 
 def taken_in(bench: Bench, publisher: Publisher, backlog: list[Payload]) -> tuple[float, float, int]:
-    """CPU seconds of the worker and of Redis, and calls of scripts, until all of it is in the index."""
+    """Return the CPU seconds of the worker and of Redis, and the calls of scripts, until the whole backlog is in the
+    index."""
     (worker, redis), calls = bench.cpu(), bench.redis.calls("evalsha")
     for payload, _ in backlog:
         publisher.send(payload)
@@ -192,7 +194,8 @@ def taken_in(bench: Bench, publisher: Publisher, backlog: list[Payload]) -> tupl
 
 
 def _taken_in_by_peer(peer: Server, publisher: Publisher, backlog: list[Payload]) -> float:
-    """CPU seconds until it holds the last store: a prompt of its own, published behind the rest."""
+    """Return the CPU seconds of the peer until it has the last store, a separate prompt that is published after the
+    rest."""
     (end,) = islice(prompts.fresh(1), 1)
     before = peer.cpu()
     for payload, _ in backlog:
@@ -206,7 +209,7 @@ def _taken_in_by_peer(peer: Server, publisher: Publisher, backlog: list[Payload]
 
 
 def visibility(options: Options) -> Iterator[Row]:
-    """The rows of P8, as they are measured."""
+    """Yield the rows of P8, as they are measured."""
     probes, loaded = (20, 40) if options.is_quick else (200, 600)
     with started(options) as bench, publishers(LOAD_STREAMS, first=100) as load:
         idle = _probed(bench, "redis", probes)
@@ -246,7 +249,7 @@ def visibility(options: Options) -> Iterator[Row]:
 
 
 def _probed(bench: Bench, how: str, probes: int, load: Sequence[Publisher] = ()) -> list[float]:
-    """The milliseconds of each probe, while ``load`` publishes."""
+    """Return the milliseconds of each probe, while ``load`` publishes."""
     server = bench.peer if how == "peer" else bench.replica
     assert server is not None
     where = bench.redis.path if how == "redis" else f"{server.port}{server.prefix}/query"
@@ -259,7 +262,8 @@ def _probed(bench: Bench, how: str, probes: int, load: Sequence[Publisher] = ())
 
 
 def _publish_steadily(load: Sequence[Publisher], backlog: Sequence[Payload], is_done: Callable[[], bool]) -> int:
-    """Publish at the rate, over all streams in turn, until it is done or there is no more; the blocks that were."""
+    """Publish at the rate, over all streams in turn, until ``is_done`` or the end of the batches. Return the number
+    of blocks."""
     began, sent = time.monotonic(), 0
     for number, (payload, blocks) in enumerate(backlog):
         while (ahead := sent / RATE - (time.monotonic() - began)) > 0:

@@ -1,6 +1,6 @@
-"""P12: a conversation of 6,115 tokens as messages, beside the same prompt as token ids.
+"""P12: a conversation of 6,115 tokens as messages, next to the same prompt as token ids.
 
-Each answer is the same either way, so the difference of the replica's CPU is what its tokens cost. ``whole`` are
+Each answer is the same either way, so the difference of the replica's CPU is the cost of its tokens. ``whole`` are
 conversations that the replica has never seen, ``one new turn`` adds an answer and a question to known ones, and
 ``known`` is a request that came before.
 
@@ -52,14 +52,15 @@ Messages = list[dict[str, str]]
 
 
 def measure(options: Options) -> list[Row]:
-    """The rows of P12."""
+    """Return the rows of P12."""
     rounds, requests = (1, 10) if options.is_quick else (5, 60)
     costs: dict[str, list[float]] = {}
     with _bench() as (replica, talks, folder):
         ask = _Asker(replica, folder)
         for number in range(rounds + 1):
             fresh = [talks.conversation() for _ in range(requests)]
-            # In turns: ids, then the same as text; the tokens of a known conversation cost nothing a second time.
+            # The measurements alternate between ids and the same prompt as text; the tokens of a known conversation
+            # cost nothing a second time.
             found = {"ids": ask(talks.as_ids(fresh)), "whole": ask(map(_as_messages, fresh))}
             found["known"] = ask(map(_as_messages, fresh))
             longer = [talks.longer(messages) for messages in fresh]
@@ -84,7 +85,8 @@ def _rows(costs: dict[str, list[float]]) -> Iterator[Row]:
 
 
 def _hashing() -> Row:
-    """What a new turn pays again for the tokens before it: no memory of their hashes would be cheaper."""
+    """Return the cost of hashing the earlier tokens again in a new turn; a cache of their hashes would not be
+    cheaper."""
     tokens, times = pack_tokens(list(range(TOKENS))), 200
     before = process_time()
     for _ in range(times):
@@ -94,7 +96,7 @@ def _hashing() -> Row:
 
 
 def _memory() -> list[Row]:
-    """What the memo takes at its bound, as the allocator counts it."""
+    """Return the memory of the memo at its bound, as the allocator counts it."""
     bound = 16 * 2**20
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
@@ -115,7 +117,7 @@ class _Asker:
         self._folder = folder
 
     def __call__(self, bodies: Iterator[bytes] | Sequence[bytes], path: str = "/query") -> float:
-        """The replica's CPU per request, in ms."""
+        """Return the replica's CPU per request, in ms."""
         listed = load.write_bodies(self._folder / "bodies", bodies)
         before = self._replica.cpu()
         requests = load.run(self._replica.port, path, listed).requests
@@ -138,7 +140,7 @@ def _bench() -> Iterator[tuple[Server, _Talks, Path]]:
 
 
 def _corpus() -> Iterator[str]:
-    """Text as people write it, and code: the project's pages, and Python's library."""
+    """Yield text that people have written, and code: the project's pages, and Python's library."""
     left = _CORPUS_BYTES
     root = Path(__file__).parents[2]
     for path in [*sorted(root.glob("**/docs/**/*.md")), *sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py"))]:
@@ -150,7 +152,7 @@ def _corpus() -> Iterator[str]:
 
 
 def _trained(path: Path, texts: Sequence[str]) -> Tokenizer:
-    """A tokenizer with a vocabulary as large as those of real models, in the files of a model."""
+    """Train a tokenizer with a vocabulary as large as those of real models, and write the files of a model."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -183,7 +185,7 @@ class _Talks:
         return [self._message(role) for role in (*roles[:-1], "user")]
 
     def longer(self, messages: Messages) -> Messages:
-        """The same conversation, one turn later."""
+        """Return the same conversation, one turn later."""
         return [*messages, self._message("assistant"), self._message("user")]
 
     def as_ids(self, conversations: Sequence[Messages]) -> list[bytes]:

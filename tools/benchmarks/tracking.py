@@ -1,4 +1,4 @@
-"""What it would cost Redis to tell replicas which rows have changed (CLIENT TRACKING), and what it would save.
+"""Measures what CLIENT TRACKING, which informs replicas of changed rows, would cost Redis, and what it would save.
 
     python -m tools.benchmarks.tracking [--prompts 2000]
 
@@ -60,7 +60,7 @@ class Client:
 
 
 def measure(redis: RedisServer, prompts: int) -> dict[str, float]:
-    """Microseconds of Redis' CPU, by what they are for."""
+    """Return the microseconds of Redis' CPU, by purpose."""
     asked = [[b"wm:{1}:%016x" % (ROWS * i + j) for j in range(ROWS)] for i in range(prompts)]
     plain = Client(redis, is_tracking=False)
     plain.ask(("HSET", *VERSION[1:], "0123456789abcdef"))

@@ -1,9 +1,9 @@
-"""A publisher that looks for what it has published: how long until others can see it.
+"""A publisher that looks for the blocks that it has published, and measures the time until they are visible.
 
     python -m tools.benchmarks.visible HOW WHERE PROBES PAUSE GAP
 
-A process of its own. It binds a socket, prints its endpoint, waits for a subscriber, and then publishes one store of
-four new blocks at a time, and asks until the last of them is there: in Redis itself (HOW ``redis``, WHERE its unix
+This is a separate process. It binds a socket, prints its endpoint, waits for a subscriber, and then publishes one store
+of four new blocks at a time, and asks until the last of them is there: in Redis itself (HOW ``redis``, WHERE its unix
 socket), or by a server's ``/query`` (HOW ``query``, WHERE ``<port><path>``). PAUSE is between two questions, GAP on
 average between two stores, in seconds. Prints the milliseconds of each as a list, and how often it asked.
 """
@@ -45,7 +45,7 @@ class Probe:
         self._number = number
         self._endpoint = process.stdout.readline().strip()
         self.asked = 0
-        """How often it has asked; known with the latencies."""
+        """The number of its queries; known with the latencies."""
 
     def register(self, server: Server) -> None:
         server.post(
@@ -61,7 +61,7 @@ class Probe:
         return self._process.poll() is not None
 
     def latencies_ms(self) -> list[float]:
-        """Once it is done. SystemExit with what it said last where it has failed."""
+        """Return the latencies when the process has ended. Raise SystemExit with its last output if it has failed."""
         said = self._errors.read().strip()
         if self._process.wait():
             raise SystemExit(f"the probe has failed: {said.rpartition(chr(10))[2] or 'it says nothing'}")
@@ -119,7 +119,8 @@ def main() -> None:
 
 
 def in_redis(path: str) -> Callable[[list[int]], Callable[[], bool]]:
-    """For the tokens of a new prompt of one piece: whether the row of its first block has a holder of the last."""
+    """Return a function that takes the tokens of a new prompt of one piece, and returns whether the row of its first
+    block has a holder of the last block."""
     client = redis.Redis(unix_socket_path=path)
 
     def look_for(tokens: list[int]) -> Callable[[], bool]:

@@ -1,18 +1,20 @@
-"""What each part of the straight way costs, without the sockets: microseconds, and calls of Python.
+"""Measures the cost of each part of the straight way without the sockets, in microseconds and calls of Python.
 
     python -m tools.benchmarks.way [--only hash,tokens,short,select,select-hash] [--cold] [--calls] [--pure]
 
-Each rung is a server of more parts, in this process, over transports that only remember. A figure is the least of the
-rounds, so it means something on a busy machine, too. ``select`` and ``select-hash`` are decisions of the prompts of
-``tokens`` and ``hash`` among eight targets, of which one has them; they wait for Redis twice.
+Each rung of the table is a server with more parts than the one before, in this process, over transports that only
+record. A figure is the minimum of the rounds, so it is useful on a busy machine, too. ``select`` and ``select-hash``
+are decisions of the prompts of ``tokens`` and ``hash`` among eight targets, of which one has them; they wait for Redis
+twice.
 
-``hot`` repeats one query, so that the caches of the processor have all that it needs. With ``--cold`` two columns stand
-beside it. For ``cold`` the caches are emptied before each turn of a query: a request or a reply that arrives, and what
-follows until the next wait. ``waits`` has another process that sends each of them over a socket and takes what is sent
-back. So a turn is three system calls, and the process sleeps before each; the first rung is mostly the kernel.
+``hot`` repeats one query, so that the caches of the processor have all its data. ``--cold`` adds two columns. For
+``cold`` the caches are emptied before each turn of a query: a request or a reply that arrives, and what follows until
+the next wait. ``waits`` has another process that sends each of them over a socket and takes what is sent back. So a
+turn is three system calls, and the process sleeps before each; the first rung is mostly the kernel.
 
 ``--calls`` prints the calls of the last rung in their order, with the microseconds from the beginning of a hot query.
-What the tracing costs is taken off, the same from each call and each return, so short calls are rated too low.
+The cost of the tracing is subtracted, the same from each call and each return, so the figures of short calls are too
+low.
 """
 
 from __future__ import annotations
@@ -78,19 +80,19 @@ KINDS: dict[str, tuple[str, Callable[[prompts.Prompt], bytes]]] = {
 _USUAL = ("hash", "tokens", "short")
 #: The targets of a decision.
 TARGETS = 8
-#: Queries of a round.
+#: The number of queries of a round.
 QUERIES = 200
-#: Queries of a round that empties the caches before each turn.
+#: The number of queries of a round that empties the caches before each turn.
 COLD_QUERIES = 5
-#: Twice the last cache of a large processor's core complex.
+#: Twice the size of the last cache of a large processor's core complex.
 _CACHES_BYTES = 64 * 2**20
 _MESSAGE_BYTES_MAX = 2**20
-#: Before what the other process is to send from now on.
+#: The prefix of the bytes that the other process is to send from now on.
 _NEW = b"new:"
 
 
 class Remembering(asyncio.Transport):
-    """A transport that sends nothing."""
+    """A transport that records the bytes instead of sending them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class Trip:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What passes between a client, the replica and Redis in one query."""
+    """The messages between a client, the replica and Redis in one query."""
 
     path: str
     request: bytes
@@ -127,7 +129,7 @@ class Exchange:
 
     @property
     def arriving(self) -> list[bytes]:
-        """What arrives at the replica, in order."""
+        """Return the messages that arrive at the replica, in order."""
         return [self.request, *(trip.replies for trip in self.trips)]
 
 
@@ -177,7 +179,7 @@ class Served:
         self._connection.connection_made(self._client)
 
     def turn(self, at: int) -> bytes:
-        """Take what arrives, and return what is sent."""
+        """Take a message that arrives, and return the bytes that are sent."""
         receiver = self._redis[at - 1] if at else self._connection
         receiver.data_received(self.arriving[at])
         if at < len(self._redis):
@@ -202,7 +204,7 @@ class Served:
                 each._transport = transport
 
     async def ask(self) -> None:
-        """Ask in earnest, so that all that a query may remember is known."""
+        """Send the query to the real Redis, so that everything that a query may keep is known."""
         self._connection.data_received(self.arriving[0])
         while not self._client.written:  # noqa: ASYNC110  # a few turns of a loop that has nothing else to do
             await asyncio.sleep(0.001)
@@ -210,7 +212,7 @@ class Served:
         await self.rest()
 
     async def rest(self) -> None:
-        """Let the loop have its turns until nothing is under way, of tasks in the background neither."""
+        """Let the loop run until nothing is under way, not even a task in the background."""
         await asyncio.sleep(0.001)
         while any(each._requests for each in self._redis):  # noqa: ASYNC110  # a few turns, too
             await asyncio.sleep(0.001)
@@ -253,7 +255,7 @@ def send(redis: ReadConnection, trip: Trip, receiver: ReplyReceiver[Any]) -> Non
 
 
 def fixed(exchange: Exchange, redis: Sequence[ReadConnection], settings: Settings) -> StraightOperation:
-    """An operation whose body is read, and whose answer is known."""
+    """Return an operation whose body is read, and whose answer is known."""
     answer = exchange.answer.partition(b"\r\n\r\n")[2]
     metrics = Metrics()
 
@@ -284,7 +286,7 @@ def fixed(exchange: Exchange, redis: Sequence[ReadConnection], settings: Setting
 
 
 def connection(app: Any, table: StraightTable) -> HttpConnection:
-    """A connection of a server of its own."""
+    """Return a connection of a separate server."""
     bounds = ServerBounds(request_seconds=60, connections_max=10, bodies_max_bytes=2**26)
     config = uvicorn.Config(app, log_config=None, lifespan="off", interface="asgi3")
     config.load()
@@ -301,7 +303,7 @@ def post(path: str, content: bytes) -> bytes:
 
 
 def asked_of(redis: RedisServer, packed: bytes, count: int) -> bytes:
-    """So many replies of Redis to packed commands."""
+    """Return this number of replies of Redis to packed commands."""
     with socket.socket(socket.AF_UNIX) as opened:
         opened.connect(redis.path)
         opened.sendall(packed)
@@ -315,7 +317,7 @@ def asked_of(redis: RedisServer, packed: bytes, count: int) -> bytes:
 
 
 async def exchanged(kind: str, prompt: prompts.Prompt, app: Any, redis: RedisServer, store: Store) -> Exchange:
-    """What passes in a query of a prompt whose table and connections are known."""
+    """Return the messages of a query of a prompt whose table and connections are known."""
     path, body = KINDS[kind]
     request = post(path, body(prompt))
     learning = Served(Exchange(path, request, (), b""), app, app.straight, ())
@@ -336,7 +338,7 @@ async def exchanged(kind: str, prompt: prompts.Prompt, app: Any, redis: RedisSer
 
 
 def connections(store: Store) -> list[ReadConnection]:
-    """The open connections to Redis: for reads, and for scripts if there was a decision."""
+    """Return the open connections to Redis: for reads, and for scripts if there was a decision."""
     reads = store.reader._client.reads
     assert reads is not None
     opened = [each.connection for each in (reads, reads.scripts) if each.connection is not None]
@@ -347,7 +349,7 @@ def connections(store: Store) -> list[ReadConnection]:
 def rungs(
     exchange: Exchange, app: Shortcut, redis: Sequence[ReadConnection], settings: Settings
 ) -> Iterator[tuple[str, Bare | Served]]:
-    """The servers, each with what the one before has."""
+    """Yield the servers, each with all parts of the one before."""
     path = exchange.path.encode()
     redis = redis[: len(exchange.trips)]
     yield "httptools and hiredis, nothing else", Bare(exchange)
@@ -380,7 +382,7 @@ def hot(server: Bare | Served) -> float:
 
 
 class Emptied:
-    """Repeats a query whose every turn finds the caches empty."""
+    """Repeats a query, with empty caches at every turn."""
 
     def __init__(self) -> None:
         self._memory = bytearray(b"\1") * _CACHES_BYTES
@@ -457,7 +459,7 @@ class Call(NamedTuple):
 
 
 def traced(server: Bare | Served) -> list[tuple[str, int, int]]:
-    """The calls and returns of a query: the function, 1 or -1, and the clock in ns."""
+    """Return the calls and returns of a query: the function, 1 or -1, and the clock in ns."""
     events: list[tuple[Any, int, int]] = []
     now, note = time.perf_counter_ns, events.append
 
@@ -477,7 +479,7 @@ def traced(server: Bare | Served) -> list[tuple[str, int, int]]:
 
 
 def calls_of(server: Bare | Served, seconds: float) -> list[Call]:
-    """The calls of a query that takes so long without the tracing, each at its median moment."""
+    """Return the calls of a query, each at its median moment, scaled to the time of the query without the tracing."""
     gc.disable()  # what is noted would have it run, each time at the same call
     several = [traced(server) for _ in range(QUERIES)]
     gc.enable()
@@ -501,7 +503,7 @@ def calls_of(server: Bare | Served, seconds: float) -> list[Call]:
 
 
 def listed(calls: Sequence[Call], end: float) -> str:
-    """The calls in their order."""
+    """Return the calls in order."""
     rows = [["", "call", "us", "until the next"]]
     for number, (call, after) in enumerate(zip(calls, [*(each.at for each in calls[1:]), end], strict=True), 1):
         rows.append([str(number), "  " * call.depth + call.name, f"{call.at:.1f}", f"{after - call.at:.1f}"])
@@ -509,7 +511,7 @@ def listed(calls: Sequence[Call], end: float) -> str:
 
 
 async def ladder(kinds: Sequence[str], rounds: int, *, is_cold: bool, has_calls: bool) -> Iterator[str]:
-    """The tables."""
+    """Return the tables."""
     settings, metrics = Settings(), Metrics()
     ways: list[Repeat] = [hot, Emptied(), Waited()] if is_cold else [hot]
     rows = [["query", "with also", "hot", *(["cold", "waits"] if is_cold else []), "more", "calls"]]
@@ -522,7 +524,7 @@ async def ladder(kinds: Sequence[str], rounds: int, *, is_cold: bool, has_calls:
             register_idle_targets(server, range(engine.number + 1, engine.number + TARGETS))
             wait_for([server], {engine.number: prompt})
         store, asker = Store.open(redis.url), parts.asker(settings)
-        # Nobody reads in the background while queries are repeated, so a decision must not find its readings old.
+        # No task reads in the background while queries are repeated, so a decision must not find its readings old.
         selection = replace(parts.selection_options(settings), loads_seconds=3600.0)
         app = create_app(store, parts.api_options(settings), selection, metrics, asker=asker)
         assert isinstance(app, Shortcut)
