@@ -16,7 +16,7 @@ from waymark.domain.packing import pack
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.store.chain import PackedKeys
 from waymark.store.hot import HotRows
-from waymark.store.quick import FirstPortions, KnownRuns, QuickPlan, QuickRead, Start
+from waymark.store.quick import FirstPortions, KnownPlans, KnownRuns, QuickPlan, QuickRead, Start
 from waymark.store.reader import Reader
 from waymark.store.steps import finished
 from waymark.store.store import Store
@@ -213,6 +213,22 @@ async def test_only_a_group_that_a_query_has_found_has_a_plan(store: Store, plan
     assert quick.plan(GroupName("nobody", "m"), 16) is None
     assert quick.plan(GROUP, 8) is None, "no holder has blocks of this size"
     assert quick.plan(GROUP, None) == plan
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+async def test_a_plan_is_made_once_for_a_table(store: Store, plan: QuickPlan, *, is_plain: bool) -> None:
+    made: list[QuickPlan] = []
+
+    def asked(plan: QuickPlan) -> bool:
+        made.append(plan)
+        return is_plain
+
+    plans = KnownPlans(store.reader.quick, asked)
+    for _ in range(2):
+        assert plans.of(GROUP) == plans.of(GROUP, 16) == (plan if is_plain else None)
+    assert made == [plan, plan], "one for each block size"
+    store.incarnation.forget()
+    assert plans.of(GROUP) is None
 
 
 def test_a_large_portion_follows_matches_of_a_whole_small_one() -> None:

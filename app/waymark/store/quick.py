@@ -245,18 +245,19 @@ class KnownPlans:
     def __init__(self, quick: QuickReads, is_plain: Callable[[QuickPlan], bool]) -> None:
         self._quick = quick
         self._is_plain = is_plain
-        self._plans: dict[tuple[GroupName, int | None], QuickPlan] = quick.incarnation.cache({})
+        self._plans: dict[tuple[GroupName, int | None], tuple[QuickPlan, bool]] = quick.incarnation.cache({})
+        """Each with whether it is plain."""
 
     def of(self, group: GroupName, block_size: int | None = None) -> QuickPlan | None:
-        plan = self._plans.get((group, block_size))
-        if plan is None or not self._quick.is_current(plan):
+        known = self._plans.get((group, block_size))
+        if known is None or not self._quick.is_current(known[0]):
             plan = self._quick.plan(group, block_size)
-            if plan is None or not self._is_plain(plan):
+            if plan is None:
                 return None
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            self._plans[group, block_size] = plan
-        return plan
+            known = self._plans[group, block_size] = plan, self._is_plain(plan)
+        return known[0] if known[1] else None
 
 
 class QuickAnswer(Generic[R, T]):
