@@ -34,6 +34,7 @@ from tests.unit import pytest_collection_modifyitems as pytest_collection_modify
 from tests.unit import pytest_configure as pytest_configure
 from tests.unit import pytest_ignore_collect as pytest_ignore_collect
 from tests.unit import pytest_runtest_protocol as pytest_runtest_protocol
+from tests.unit import pytest_sessionstart as pytest_sessionstart
 from tests.unit import pytest_xdist_auto_num_workers as pytest_xdist_auto_num_workers
 from waymark.base import native
 

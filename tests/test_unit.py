@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from xdist.remote import WorkerInteractor
 
 from tests import unit
 from tests.patience import patient
@@ -148,6 +149,20 @@ def test_it_leaves_out_directories_and_marked_tests() -> None:
     assert "tests/cli/test_demonstration.py" not in collected
     assert "test_the_events_are_those_of_python" not in done.stdout
     assert "test_what_is_outside" in done.stdout
+
+
+def test_a_test_process_reports_no_set_up_that_says_nothing() -> None:
+    process, sent = object.__new__(WorkerInteractor), list[Any]()
+    process.log = lambda *_: None
+    process.channel = SimpleNamespace(send=sent.append)
+    plugins = SimpleNamespace(get_plugins=lambda: {process, unit})
+    unit.pytest_sessionstart(cast("pytest.Session", SimpleNamespace(config=SimpleNamespace(pluginmanager=plugins))))
+    silent = {"when": "setup", "outcome": "passed", "sections": []}
+    told = [silent | more for more in ({"when": "call"}, {"outcome": "failed"}, {"sections": [("out", "text")]})]
+    for report in (silent, *told, silent | {"when": "teardown"}):
+        process.sendevent("testreport", data=report)
+    process.sendevent("runtest_protocol_complete", item_index=1)
+    assert [fields.get("data") for _, fields in sent] == [*told, None]
 
 
 @pytest.mark.parametrize(
