@@ -34,7 +34,7 @@ ENGINES, CLIENTS = 4, 12
 #: Decisions after which the share of an engine is known.
 DECISIONS = 100
 #: Seconds between the requests of a client.
-SHORT, LONG = 0.02, 0.2
+SHORT, LONG = 0.04, 0.4
 
 Ask = Callable[[int], Awaitable[str]]
 """One request of a client: the engine that the decision named."""
@@ -134,10 +134,14 @@ class Load:
         await self._until(lambda: len(self.named) >= DECISIONS, "decisions")
         return self.named.count(name) / len(self.named)
 
+    def calms(self) -> None:
+        """Clients ask less often, until the next ``names`` is over: what starts meanwhile needs the processor."""
+        self._pause = LONG
+
     async def names(self, name: str, seconds: float) -> None:
         """An engine is named within this time, in which clients ask less often."""
         self.named.clear()
-        self._pause = LONG
+        self.calms()
         await self._until(lambda: name in self.named, f"{name} is named", seconds)
         self._pause = SHORT
 
@@ -166,6 +170,7 @@ async def killed_and_back(load: Load, found: Engines, *, back_seconds: float) ->
         return await load.share("e0") <= 1 / 20
 
     await wait_until(is_avoided, "hardly a decision names the engine that is away", seconds=4)
+    load.calms()
     await found.start(0)
     await load.names("e0", back_seconds)
     assert await load.share("e0") > before / 2
@@ -388,6 +393,7 @@ async def test_a_killed_engine_draws_hardly_an_attempt_of_a_gateway(server: Redi
                 return share == 0 and await attempts_in_vain() - before <= DECISIONS / 20
 
             await wait_until(is_avoided, "hardly an attempt is made at the engine that is away", seconds=4)
+            load.calms()
             await found.start(0)
             await load.names("e0", 15)
 
