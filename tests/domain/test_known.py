@@ -291,7 +291,7 @@ def test_random_histories_agree(seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_long_random_history_agrees() -> None:
-    history(random.Random(30), 60_000, 20_000)
+    history(random.Random(30), 30_000, 20_000)
 
 
 def test_of_many_blocks_those_that_stay_are_found(known: KnownBlocks) -> None:

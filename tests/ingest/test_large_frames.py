@@ -173,7 +173,7 @@ async def test_an_honest_neighbour_goes_on_beside_a_flood(bench: Bench) -> None:
     pod, neighbour = await bench.pod("pod-1"), await bench.pod("pod-2")
     await pod.caught_up()
     await neighbour.caught_up()
-    junk = msgpack.packb([1.0, [[]] * 60_000, 0])
+    junk = msgpack.packb([1.0, [[]] * 20_000, 0])
     before = worker.metric("frames_total")
 
     async def flood() -> None:

@@ -11,7 +11,7 @@ from waymark.domain import moves, placing
 from waymark.domain.parts import new_waves
 from waymark.store.redis.client import SCRIPTS, Script
 
-HISTORIES = {"real": 100, "emulated": 8}
+HISTORIES = {"real": 60, "emulated": 8}
 """``python -m tests.store.rows_model`` runs more, by seed."""
 
 DEFECTS = {

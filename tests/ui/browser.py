@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from playwright.async_api import Browser, ConsoleMessage, Page, Request, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Page, Request, Route, async_playwright
 
 from tests.patience import patient
+
+#: How long the page waits here, in milliseconds, by script and constant.
+OFTEN = {("main", "EVERY_MS"): 100, ("figures", "EVERY_MS"): 100, ("activity", "AGAIN_MS"): 100}
 
 
 @dataclass
@@ -105,3 +109,24 @@ async def tab(url: str, fragment: str = "", **options: Any) -> AsyncIterator[Tab
         yield made
         assert not made.errors, made.errors
         assert not made.elsewhere, made.elsewhere
+
+
+@asynccontextmanager
+async def impatient(url: str, waits: Mapping[tuple[str, str], int] = OFTEN) -> AsyncIterator[Page]:
+    """An empty tab for the page, whose scripts will wait for less."""
+
+    async def script(route: Route) -> None:
+        text = await (await route.fetch()).text()
+        for (name, constant), milliseconds in waits.items():
+            if route.request.url.endswith(f"/{name}.js"):
+                text, count = re.subn(rf"const {constant} = \d+;", f"const {constant} = {milliseconds};", text)
+                assert count == 1
+        await route.fulfill(content_type="text/javascript", body=text)
+
+    async with visitor() as page:
+        made = Tab(page, url)
+        made.watch()
+        await page.route("**/ui/*.js", script)
+        yield page
+        await page.unroute_all(behavior="ignoreErrors")
+        assert not made.errors, made.errors

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,14 +13,13 @@ from playwright.async_api import Page, Route, expect
 from tests.live import Live
 from tests.live import start as start_live
 from tests.patience import patient
-from tests.ui.browser import Tab, visitor
+from tests.ui.browser import OFTEN, impatient
 from tests.ui.test_work import workers
 
 pytestmark = pytest.mark.outside
 expect.set_options(timeout=1000 * patient(20.0))
 
-#: How long the page waits here, in milliseconds, by script and constant.
-OFTEN = {("main", "EVERY_MS"): 100, ("figures", "EVERY_MS"): 100, ("activity", "AGAIN_MS"): 100}
+#: As ``OFTEN``.
 NOT_FOR_LONG = {("service", "LOOK_MS"): 300, ("activity", "SILENT_MS"): 300}
 
 
@@ -30,27 +27,6 @@ NOT_FOR_LONG = {("service", "LOOK_MS"): 300, ("activity", "SILENT_MS"): 300}
 async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
     async with start_live("serve", "memory://", tmp_path_factory.mktemp("live") / "log") as running:
         yield running
-
-
-@asynccontextmanager
-async def impatient(live: Live, waits: Mapping[tuple[str, str], int] = OFTEN) -> AsyncIterator[Page]:
-    """An empty tab for the page, whose scripts will wait for less."""
-
-    async def script(route: Route) -> None:
-        text = await (await route.fetch()).text()
-        for (name, constant), milliseconds in waits.items():
-            if route.request.url.endswith(f"/{name}.js"):
-                text, count = re.subn(rf"const {constant} = \d+;", f"const {constant} = {milliseconds};", text)
-                assert count == 1
-        await route.fulfill(content_type="text/javascript", body=text)
-
-    async with visitor() as page:
-        made = Tab(page, live.url)
-        made.watch()
-        await page.route("**/ui/*.js", script)
-        yield page
-        await page.unroute_all(behavior="ignoreErrors")
-        assert not made.errors, made.errors
 
 
 async def answers(page: Page, path: str, body: Any, *, status: int = 200, media: str = "application/json") -> None:
@@ -65,7 +41,7 @@ async def answers(page: Page, path: str, body: Any, *, status: int = 200, media:
 
 
 async def test_the_state_says_what_is_wrong_as_long_as_it_is(live: Live) -> None:
-    async with impatient(live) as page:
+    async with impatient(live.url) as page:
         state = page.locator("#state")
         await answers(page, "**/workers", workers())
         await page.goto(f"{live.url}/ui")
@@ -92,7 +68,7 @@ async def test_what_never_answers_is_not_waited_for(live: Live) -> None:
     async def hung(_: Route) -> None:
         pass
 
-    async with impatient(live, OFTEN | NOT_FOR_LONG) as page:
+    async with impatient(live.url, OFTEN | NOT_FOR_LONG) as page:
         for path in ("workers", "activity"):
             await page.route(f"**/{path}", hung)
         await page.goto(f"{live.url}/ui#activity")
@@ -122,7 +98,7 @@ async def test_a_late_answer_takes_nothing_back(live: Live) -> None:
         weight = 0.0
         await route.fulfill(content_type="application/json", body="{}")
 
-    async with impatient(live, {("main", "EVERY_MS"): 500}) as page:
+    async with impatient(live.url, {("main", "EVERY_MS"): 500}) as page:
         await page.route("**/workers", looked)
         await page.route("**/weight", drained)
         await page.goto(f"{live.url}/ui")
@@ -148,7 +124,7 @@ async def test_a_slow_drain_ends_no_question_about_another_engine(live: Live) ->
             await go_on.wait()
         await route.fulfill(content_type="application/json", body="{}")
 
-    async with impatient(live) as page:
+    async with impatient(live.url) as page:
         question = page.locator("#drain")
         await answers(page, "**/workers", workers())
         await page.route("**/weight", drained)
@@ -170,7 +146,7 @@ async def test_a_row_follows_what_its_engine_becomes(live: Live) -> None:
     """A second rank comes, and the first socket of a rank goes, so that its further one is a target."""
     first, *_ = workers()["publishers"]
     further = first | {"instance_id": "b", "endpoint": "tcp://b:2", "is_further": True, "weight": 0.0}
-    async with impatient(live) as page:
+    async with impatient(live.url) as page:
         names = page.locator("#groups .engine .name")
         await answers(page, "**/workers", {"publishers": [first, further], "workers": ["w"]})
         await page.goto(f"{live.url}/ui")
@@ -200,7 +176,7 @@ async def test_an_error_of_an_earlier_prompt_takes_no_offer_away(live: Live) -> 
         error = {"error": f"refused for {reason}", "reason": reason}
         await route.fulfill(status=400, content_type="application/json", body=json.dumps(error))
 
-    async with impatient(live) as page:
+    async with impatient(live.url) as page:
         await page.route("**/inspect/prompt", refused)
         await page.goto(f"{live.url}/ui#prompt")
         await page.fill("#model", "m")
@@ -216,7 +192,7 @@ async def test_an_error_of_an_earlier_prompt_takes_no_offer_away(live: Live) -> 
 
 async def test_an_activity_that_cannot_be_read_is_not_called_empty(live: Live) -> None:
     full = {"error": "32 clients follow /activity of this process", "reason": "unavailable"}
-    async with impatient(live) as page:
+    async with impatient(live.url) as page:
         said = page.locator("#how-far")
         await answers(page, "**/activity", full, status=503)
         await page.goto(f"{live.url}/ui#activity")
@@ -236,7 +212,7 @@ async def test_a_token_that_no_header_can_have_is_not_taken(live: Live) -> None:
         body = json.dumps(workers())
         await route.fulfill(status=200 if is_known else 401, content_type="application/json", body=body)
 
-    async with impatient(live) as page:
+    async with impatient(live.url) as page:
         await page.route("**/workers", closed)
         await page.goto(f"{live.url}/ui")
         await expect(page.locator("#login")).to_be_visible()
@@ -256,7 +232,7 @@ async def test_a_browser_that_blocks_storage_shows_the_page_and_takes_a_token(li
         else:
             await route.fulfill(status=401, json={"error": "a token is needed"})
 
-    async with impatient(live) as page:
+    async with impatient(live.url) as page:
         await page.add_init_script(
             "Object.defineProperty(window, 'sessionStorage', {get() { throw new DOMException('', 'SecurityError'); }})"
         )

@@ -12,7 +12,7 @@ from playwright.async_api import Page, Route, expect
 from tests.conftest import wait_until
 from tests.live import Live
 from tests.patience import patient
-from tests.ui.browser import tab
+from tests.ui.browser import impatient, tab
 from tests.ui.frames import BLOCKS, ENGINES, answer, ask
 
 pytestmark = pytest.mark.outside
@@ -64,9 +64,9 @@ async def test_a_look_changes_only_what_has_changed(empty: Live) -> None:
     async def given(route: Route) -> None:
         await route.fulfill(status=200, content_type="application/json", body=json.dumps(found))
 
-    async with tab(empty.url) as looking:
-        page = looking.page
+    async with impatient(empty.url, {("main", "EVERY_MS"): 500}) as page:
         await page.route("**/workers", given)
+        await page.goto(f"{empty.url}/ui")
         await expect(page.locator("#groups tbody tr:visible")).to_have_count(1 + ENGINES)
         await next_poll(page)  # rates are known from the second look on
         await page.evaluate(_WATCH)
