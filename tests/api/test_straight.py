@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import re
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,14 +29,17 @@ from tests.serving.wire import SECONDS, connections, served, wire
 from tests.test_asgi import STRAIGHT
 from waymark.api import application
 from waymark.api.application import create_app
-from waymark.base.asgi import Answering, RawHeaders, StraightQuestion, StraightRequest
+from waymark.base.asgi import Answering, RawHeaders, StraightQuestion, StraightRequest, StraightTable
+from waymark.base.errors import Contended, RecordDamaged, StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide import selector
 from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.names import GroupName
 from waymark.runtime import parts
 from waymark.serving.connection import protocol
 from waymark.store.redis.read_connection import ReadConnection
+from waymark.store.steps import Steps, Waiting
 from waymark.store.store import Store
 
 PATHS = ("/query", "/query_by_hash", "/dynamo/query", "/dynamo/query_by_hash")
@@ -139,9 +143,11 @@ class _RecordedRequest:
         self.said.append("begun")
         self.request.begin(body, self)
 
-    def disconnected(self) -> None:
-        self.said.append("disconnected")
-        self.request.disconnected()
+    def disconnected(self) -> bool:
+        is_forgotten = self.request.disconnected()
+        if is_forgotten:
+            self.said.append("disconnected")
+        return is_forgotten
 
     def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
         assert self.answering is not None
@@ -167,6 +173,8 @@ class Way:
     metrics: Metrics
     said: list[str] = field(default_factory=list)
     """What became of the requests on the straight way, in turn."""
+    table: StraightTable = field(default_factory=dict)
+    """The straight questions themselves."""
     _kept: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
     """The connection of ``ask``."""
 
@@ -217,7 +225,7 @@ async def way(store: Store, *, is_straight: bool, **settings: Any) -> AsyncItera
     table = {path: Recorded(question, said) for path, question in app.straight.items()} if is_straight else None
     try:
         async with served(app, protocol(connections(metrics, straight=table)), interface="asgi3") as port:
-            made = Way(port, metrics, said)
+            made = Way(port, metrics, said, app.straight)
             try:
                 yield made
             finally:
@@ -871,20 +879,135 @@ async def test_a_connection_to_redis_that_is_lost_is_opened_again(proxy: Proxy) 
         assert straight.said == ["begun", "replied"]
 
 
-async def test_requests_beyond_the_places_wait_on_the_ordinary_way(
+async def waiting(way: Way, *bodies: bytes, path: str = "/query") -> list[asyncio.Task[bytes]]:
+    """Requests that have arrived in this order."""
+    tasks = []
+    for number, body in enumerate(bodies, 1 + way.said.count("begun")):
+        tasks.append(asyncio.create_task(way.post(path, body)))
+        await wait_until(lambda number=number: way.said.count("begun") == number, "the request has arrived")  # type: ignore[misc]
+    return tasks
+
+
+async def test_requests_beyond_the_places_wait_their_turn(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(application, "AT_ONCE", 1)
+    async with asked_once(proxy) as straight:
+        proxy.hold()
+        asked = await waiting(straight, QUERY, QUERY, b"{", QUERY)
+        proxy.heal()
+        assert [(await each)[9:12] for each in asked] == [b"200", b"200", b"400", b"200"]
+        assert straight.said == ["begun"] * 4 + ["replied"] * 4, "none needed the ordinary way"
+        assert straight.value("http_requests_total", route="/query", method="POST", status="200") == 4
+        assert straight.value("http_bodies_bytes") == 0
+
+
+async def test_a_client_that_goes_away_while_its_request_waits_is_forgotten(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(application, "AT_ONCE", 1)
     async with asked_once(proxy) as straight:
         proxy.hold()
-        first = asyncio.create_task(straight.post("/query", QUERY))
-        await wait_until(lambda: straight.said == ["begun"], "the first is under way")
-        second = asyncio.create_task(straight.post("/query", QUERY))
-        await wait_until(lambda: straight.said == ["begun", "begun", "passed on"], "the second waits")
+        first, second = await waiting(straight, QUERY, QUERY)
+        _, writer = await asyncio.open_connection("127.0.0.1", straight.port)
+        writer.write(request("/query", QUERY))
+        await wait_until(lambda: straight.said.count("begun") == 3, "a third one waits")
+        writer.close()
+        await wait_until(lambda: "disconnected" in straight.said, "its client has gone")
+        assert straight.value("http_requests_total", route="/query", method="POST", status="499") == 1
+        assert straight.value("http_bodies_bytes") == 2 * len(QUERY)
+        (last,) = await waiting(straight, QUERY)
         proxy.heal()
-        for each in (first, second):
+        for each in (first, second, last):
             assert (await each).startswith(b"HTTP/1.1 200 ")
-        assert straight.value("http_requests_total", route="/query", method="POST", status="200") == 3
+        assert straight.said.count("replied") == 3
+
+
+async def test_what_waits_behind_a_redis_that_hangs_is_refused_with_the_first(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application, "AT_ONCE", 1)
+    async with (
+        asked_once(proxy, query_deadline_ms=1000) as straight,
+        asked_once(proxy, is_straight=False, query_deadline_ms=1000) as ordinary,
+    ):
+        proxy.hold()
+        asked = await waiting(straight, QUERY, QUERY, b"{")
+        others = [asyncio.create_task(ordinary.post("/query", QUERY)) for _ in range(2)]
+        refused, *later = [await each for each in asked]
+        assert b"did not answer within 1 s" in refused
+        assert {await each for each in others} == {refused, later[0]}, "the ordinary way refuses with the same words"
+        assert all(b"earlier requests still wait for Redis" in each for each in later)
+        proxy.heal()
+        assert (await same((straight, ordinary), "/query", QUERY)).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("error", [RecordDamaged("its holders are a text"), Contended("its publisher is in use")])
+async def test_what_one_model_lacks_refuses_no_query_that_waits(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: StoreUnavailable
+) -> None:
+    monkeypatch.setattr(application, "AT_ONCE", 1)
+    go_on, read = asyncio.Event(), store.reader.reading
+
+    def reading(group: GroupName, *arguments: Any, **options: Any) -> Steps[Any]:
+        if group.model_name == "damaged":
+            yield Waiting(go_on.wait())
+            raise error
+        return (yield from read(group, *arguments, **options))
+
+    monkeypatch.setattr(store.reader, "reading", reading)
+    async with way(store, is_straight=True) as straight:
+        asked = await waiting(straight, json.dumps(json.loads(QUERY) | {"model": "damaged"}).encode(), QUERY, QUERY)
+        go_on.set()
+        assert [(await each)[9:12] for each in asked] == [b"503", b"200", b"200"]
+        assert straight.said == ["begun"] * 3 + ["replied"] * 3
+
+
+async def test_a_body_that_is_refused_unread_is_unreadable_without_redis(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(application, "AT_ONCE", 1)
+    async with asked_once(proxy, query_deadline_ms=1000) as straight:
+        proxy.hold()
+        chosen, unreadable = await waiting(straight, QUERY, b"{", path="/select")
+        assert (await chosen).startswith(b"HTTP/1.1 ")
+        assert (await unreadable).startswith(b"HTTP/1.1 400 ")
+        proxy.heal()
+
+
+async def test_thousands_that_end_as_soon_as_they_are_admitted_end_one_after_the_other(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of each admits the next one; were that a call within a call, the interpreter would give up."""
+    monkeypatch.setattr(application, "AT_ONCE", 1)
+    async with asked_once(proxy) as straight:
+        proxy.hold()
+        (first,) = await waiting(straight, QUERY)
+        replies: list[int] = []
+        for _ in range(2 * sys.getrecursionlimit()):
+            unreadable = straight.table[b"/query"].open(
+                [(b"content-type", b"application/json"), (b"content-length", b"1")]
+            )
+            assert unreadable is not None
+            unreadable.begin(b"{", Statuses(replies))
+        proxy.heal()
+        assert (await first).startswith(b"HTTP/1.1 200 ")
+        await wait_until(lambda: len(replies) == 2 * sys.getrecursionlimit(), "all are answered")
+        assert set(replies) == {400}
+
+
+@dataclass
+class Statuses:
+    """An ``Answering`` that notes the status."""
+
+    replies: list[int]
+
+    def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
+        self.replies.append(status)
+
+    def pass_on(self) -> None:
+        raise AssertionError("the request needs no other way")
+
+    def fail(self, error: BaseException) -> None:
+        raise error
 
 
 async def test_a_client_that_goes_away_with_its_body_is_counted(ways: tuple[Way, Way]) -> None:

@@ -233,8 +233,8 @@ class AtOnce:
         self._left = iter(self._trips)
         self.set_result(None)
 
-    def disconnected(self) -> None:
-        pass
+    def disconnected(self) -> bool:
+        return False
 
     def done(self) -> bool:
         return False

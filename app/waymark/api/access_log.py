@@ -93,9 +93,11 @@ class _LoggedRequest:
         self._answering = answering
         self._request.begin(body, self)
 
-    def disconnected(self) -> None:
-        self._request.disconnected()
-        self._write(499, 0)
+    def disconnected(self) -> bool:
+        is_forgotten = self._request.disconnected()
+        if is_forgotten:
+            self._write(499, 0)
+        return is_forgotten
 
     def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
         self._answering.reply(status, media_type, [*headers, (REQUEST_ID, self._request_id.encode())], body)

@@ -6,6 +6,7 @@ steps of the handler, errors and metrics are those of the ordinary way.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -93,7 +94,18 @@ class StraightOperation(Operation):
 class _Request:
     """One request, and the receiver of the result of its steps."""
 
-    __slots__ = ("_answering", "_body", "_format", "_has_place", "_headers", "_operation", "_request_id", "_started")
+    __slots__ = (
+        "_answering",
+        "_body",
+        "_format",
+        "_has_place",
+        "_headers",
+        "_is_begun",
+        "_may_do_without",
+        "_operation",
+        "_request_id",
+        "_started",
+    )
 
     def __init__(
         self, operation: StraightOperation, headers: RawHeaders, body_format: Format, request_id: str | None
@@ -103,17 +115,29 @@ class _Request:
         self._format = body_format
         self._request_id = request_id
         self._started = perf_counter()
-        self._has_place = True
+        self._has_place = self._is_begun = False
+        self._may_do_without = True
 
     def begin(self, body: bytes, answering: Answering) -> None:
-        operation = self._operation
         self._answering = answering
         self._body = body
-        if not operation.admission.try_enter():
-            answering.pass_on()
-            return
+        if self._operation.admission.try_enter():
+            self._has_place = self._is_begun = True
+            self._work()
+        else:
+            self._operation.admission.wait(_WaitingRequest(self))
+
+    def admit(self) -> None:
+        """Note that the request has a place. Its work begins in the next turn of the loop: the end of one request may
+        admit another, and so on for thousands.
+        """
+        self._has_place = self._is_begun = True
+        asyncio.get_running_loop().call_soon(self._work)
+
+    def _work(self) -> None:
+        operation = self._operation
         try:
-            decoded = decode(body, self._format, long_list=operation.long_list)
+            decoded = decode(self._body, self._format, long_list=operation.long_list)
             if operation.quick is not None and operation.quick(decoded, self):
                 return
             steps = operation.steps(decoded)
@@ -125,8 +149,18 @@ class _Request:
         else:
             run(steps, self)
 
-    def disconnected(self) -> None:
+    def disconnected(self) -> bool:
+        if self._is_begun:
+            return False
+        self._is_begun = True  # so that it is not admitted any more
+        self._body = b""
         self._count(499)
+        return True
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the work has begun, or the request is forgotten."""
+        return self._is_begun
 
     # ---- the receiver ----------------------------------------------------------------------------------
 
@@ -143,12 +177,18 @@ class _Request:
 
     def set_exception(self, error: BaseException) -> None:
         operation = self._operation
+        self._is_begun = True
         if isinstance(error, StoreUnavailable):
-            has_asked = self._has_place
-            self._leave(is_unavailable=True)
-            if has_asked and (steps := operation.steps_without_redis(self._body, self._format)) is not None:
-                run(steps, self)
-                return
+            self._leave(is_unavailable=error.concerns_all)
+            if self._may_do_without:
+                self._may_do_without = False
+                try:
+                    steps = operation.steps_without_redis(self._body, self._format)
+                except WaymarkError as exc:  # a body that was not read before
+                    steps, error = None, exc
+                if steps is not None:
+                    run(steps, self)
+                    return
         else:
             self._leave(is_unavailable=None)
         if isinstance(error, WaymarkError):
@@ -183,3 +223,21 @@ class _Request:
 
     def _count(self, status: int) -> None:
         self._operation.count("POST", status, perf_counter() - self._started)
+
+
+class _WaitingRequest:
+    """The receiver of a place for a request."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: _Request) -> None:
+        self._request = request
+
+    def done(self) -> bool:
+        return self._request.is_begun
+
+    def set_result(self, _: None) -> None:
+        self._request.admit()
+
+    def set_exception(self, refusal: StoreUnavailable) -> None:
+        self._request.set_exception(refusal)

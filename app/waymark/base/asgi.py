@@ -49,8 +49,10 @@ class StraightRequest(Protocol):
     def begin(self, body: bytes, answering: Answering) -> None:
         """Answer the request, whose body is complete. Never raises; may call ``answering`` before it returns."""
 
-    def disconnected(self) -> None:
-        """Forget the request: the client went away before the body was complete."""
+    def disconnected(self) -> bool:
+        """Note that the client went away. Return whether the request is forgotten; otherwise its work goes on, and the
+        answer is dropped.
+        """
 
 
 class StraightQuestion(Protocol):

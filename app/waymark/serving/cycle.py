@@ -170,7 +170,7 @@ class RequestCycle:
         self.is_disconnected = True
         if self._straight is None:
             self._wake()
-        elif not self.is_whole:
+        else:
             self._straight.disconnected()
 
     def _wake(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from tests.conftest import wait_until
 from tests.patience import within
 from waymark.api.http.admission import AT_ONCE, AdmissionQueue
 from waymark.base.errors import Contended, InvalidValue, RecordDamaged, StoreUnavailable
@@ -89,6 +90,18 @@ async def test_a_request_that_waits_for_too_long_is_told_so() -> None:
     await tasks[0]
     assert queue.try_enter()
     assert not queue.try_enter(), "no place was given twice"
+
+
+async def test_each_request_that_waits_has_its_own_time() -> None:
+    queue, loop = AdmissionQueue(at_once=1, wait_seconds=0.05), asyncio.get_running_loop()
+    assert queue.try_enter()
+    _, (first,) = await begun(queue, 1)
+    since = loop.time()
+    await wait_until(lambda: loop.time() > since + 0.001, "a moment has passed")
+    _, (second,) = await begun(queue, 1)
+    async with within(5.0):
+        refused = await asyncio.gather(first, second, return_exceptions=True)
+    assert [type(each) for each in refused] == [StoreUnavailable] * 2
 
 
 def test_requests_that_work_leave_connections_for_all_else_that_asks_redis() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from waymark.api.http.answers import Paused
 from waymark.base.errors import StoreUnavailable
@@ -29,23 +29,39 @@ Redis.
 WAIT_SECONDS = 10.0
 
 
+class Waiter(Protocol):
+    """A request that waits for its admission: a future, or the receiver of a callback."""
+
+    def done(self) -> bool:
+        """Return whether it no longer waits."""
+
+    def set_result(self, result: None, /) -> None:
+        """Note that it is admitted."""
+
+    def set_exception(self, exception: StoreUnavailable, /) -> None:
+        """Note that it is refused."""
+
+
 class AdmissionQueue:
     """Admits at most ``at_once`` requests; each ``leave`` admits the next one.
 
-    ``run`` and ``wait`` raise ``StoreUnavailable`` after ``wait_seconds`` without admission.
+    A request that waits is refused with ``StoreUnavailable`` after ``wait_seconds``.
     """
 
     def __init__(self, at_once: int, wait_seconds: float = WAIT_SECONDS) -> None:
         self._places = at_once  # the free places; 0 while a request waits
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[tuple[float, Waiter]] = deque()
+        """The requests that wait, in order of arrival, each with the time by which it is refused."""
+        self._timer: asyncio.TimerHandle | None = None
+        """The timer for the first of them; a timer for each would cost as much as the rest of the wait."""
         self._wait_seconds = wait_seconds
         self._is_unavailable = False
         """Whether Redis did not answer the request that left last."""
 
     async def run(self, work: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        """Return the result of ``work``, which begins when it is admitted."""
+        """Return the result of ``work``, which begins when it is admitted. A refusal raises ``StoreUnavailable``."""
         if not self.try_enter():
-            await self.wait()
+            await self._admission()
         is_unavailable: bool | None = None
         try:
             result = await work(*arguments)
@@ -64,25 +80,12 @@ class AdmissionQueue:
             return True
         return False
 
-    async def wait(self) -> None:
-        """Return when the request is admitted."""
-        admitted = asyncio.get_running_loop().create_future()
-        self._waiting.append(admitted)
-        try:
-            async with asyncio.timeout(self._wait_seconds):
-                await admitted
-        except BaseException as exc:
-            if not admitted.cancelled():
-                self._admit_next()  # the request got its place in the same moment
-            if isinstance(exc, TimeoutError):
-                raise StoreUnavailable(
-                    f"too many requests wait for Redis; this one has waited for "
-                    f"{self._wait_seconds:g} s; try again in a moment"
-                ) from None
-            raise
-        if self._is_unavailable:
-            self._admit_next()
-            raise StoreUnavailable("earlier requests still wait for Redis; try again in a moment")
+    def wait(self, waiter: Waiter) -> None:
+        """Admit ``waiter`` after all that wait already, or refuse it."""
+        loop = asyncio.get_running_loop()
+        self._waiting.append((loop.time() + self._wait_seconds, waiter))
+        if self._timer is None:
+            self._timer = loop.call_later(self._wait_seconds, self._refuse_late)
 
     def leave(self, *, is_unavailable: bool | None) -> None:
         """Give the place back. ``is_unavailable``: Redis did not answer; None if the request did not use Redis."""
@@ -93,10 +96,39 @@ class AdmissionQueue:
         else:
             self._places += 1
 
+    async def _admission(self) -> None:
+        """Return when the request is admitted."""
+        admitted = asyncio.get_running_loop().create_future()
+        self.wait(admitted)
+        try:
+            await admitted
+        except asyncio.CancelledError:
+            if not admitted.cancelled() and admitted.exception() is None:
+                self._admit_next()  # the request got its place in the same moment
+            raise
+
     def _admit_next(self) -> None:
         while self._waiting:
-            admitted = self._waiting.popleft()
-            if not admitted.done():  # otherwise the request was cancelled
-                admitted.set_result(None)
+            _, waiter = self._waiting.popleft()
+            if waiter.done():
+                continue
+            if not self._is_unavailable:
+                waiter.set_result(None)
                 return
+            waiter.set_exception(StoreUnavailable("earlier requests still wait for Redis; try again in a moment"))
         self._places += 1
+
+    def _refuse_late(self) -> None:
+        loop, self._timer = asyncio.get_running_loop(), None
+        now = loop.time()
+        while self._waiting and (self._waiting[0][1].done() or self._waiting[0][0] <= now):
+            _, waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_exception(
+                    StoreUnavailable(
+                        f"too many requests wait for Redis; this one has waited for "
+                        f"{self._wait_seconds:g} s; try again in a moment"
+                    )
+                )
+        if self._waiting and self._timer is None:
+            self._timer = loop.call_at(self._waiting[0][0], self._refuse_late)
