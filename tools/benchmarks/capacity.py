@@ -1,5 +1,4 @@
-"""The capacity model: computes the needs of a fleet, and its first bottleneck, from the costs of a stream, a frame and
-a query.
+"""The capacity model: the needs of a fleet, and its first bottleneck, by the costs of a stream, a frame and a query.
 
     python -m tools.benchmarks.capacity [MODEL] [--markdown docs/capacity.md]
 

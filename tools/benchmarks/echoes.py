@@ -1,5 +1,4 @@
-"""Measures the CPU of gRPC for Python for a message and its answer, on a stream that stays open, if the server decides
-nothing.
+"""Measures the CPU of gRPC for Python for a message and its answer, on an open stream to a server that decides nothing.
 
     python -m tools.benchmarks.echoes [--messages 3000]
 

@@ -1,5 +1,4 @@
-"""Measures the cost of the groups of a hybrid model, compared with a plain one: CPU time of a worker for events, and of
-a walk.
+"""Measures the CPU time of events and of walks for the groups of a hybrid model, compared with a plain model.
 
     python -m tools.benchmarks.hybrid [--rounds 20]
 
@@ -78,7 +77,7 @@ def walks(windows: Sequence[Window], runs: Sequence[tuple[bytes, int]]) -> Calla
 
 
 def _cases() -> Iterator[tuple[str, int, dict[str, Callable[[], int]]]]:
-    """Return, for each case, its name, the units of one run, and the compared functions."""
+    """Yield, for each case, its name, the units of one run, and the compared functions."""
     for session in msgpack.unpackb(gzip.decompress(_SESSIONS.read_bytes())):
         size, payloads = session["block_size"], [batch for step in session["steps"] for batch in step["batches"]]
         plain = _plain(payloads)

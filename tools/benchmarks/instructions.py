@@ -1,5 +1,4 @@
-"""Counts the instructions of a query or a decision in a replica with callgrind; the other load of the machine does not
-change them.
+"""Counts the instructions of a query or a decision in a replica with callgrind, independently of the machine's load.
 
     python -m tools.benchmarks.instructions [--requests 200] [--only hash,new,select] [--pure] [--keep FILE]
 

@@ -1,5 +1,4 @@
-"""Measures the CPU of a decision about messages without tokens, with 10 and 500 targets, by ``/select`` and by a
-picker.
+"""Measures the CPU of a decision by ``/select`` and by a picker, for messages without tokens, with 10 and 500 targets.
 
     python -m tools.benchmarks.messages [--targets 10,500] [--rounds 5]
 

@@ -1,5 +1,4 @@
-"""The processes that ``tools.benchmarks.scale`` runs on one machine: a Redis Cluster, workers, replicas, engines, and
-clients."""
+"""The processes that ``tools.benchmarks.scale`` runs: a Redis Cluster, workers, replicas, engines, and clients."""
 
 from __future__ import annotations
 

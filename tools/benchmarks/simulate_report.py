@@ -1,5 +1,4 @@
-"""The results of a simulation: a table of routings, one around the kill, sentences on exactness, and the same as
-JSON."""
+"""The results of a simulation: a table of routings, one around the kill, sentences on exactness; the same as JSON."""
 
 from __future__ import annotations
 

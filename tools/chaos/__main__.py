@@ -1,11 +1,11 @@
-"""Random sessions in which anything goes wrong in the middle of anything; every answer has to be the model's.
+"""Random sessions with faults at any moment; every answer has to be that of the model.
 
     python -m tools.chaos [--seed 1] [--seconds 75] [--cluster] [--seeds 10] [--keep DIRECTORY]
 
 A session starts a Redis (or a Cluster), ingest workers, query replicas and engines of all kinds, and follows the
-script of its seed: bursts of batches, faults in the middle of them, quiet points where everything is compared. The seed
-decides what happens; when a process comes to it, it does not. What differs is printed with the last things that
-happened before, and a file keeps the rest: all logs, what the engines told, every record of Redis.
+script of its seed: bursts of batches, faults in the middle of them, quiet points at which everything is compared. The
+seed decides the faults, but not the moment at which a process reaches them. Differences are printed with the last
+events before them, and a file keeps the rest: all logs, the batches of the engines, every record of Redis.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from waymark.console.progress import Progress
 
 
 def failures(error: BaseException) -> Iterator[str]:
-    """What was found; a group has one each."""
+    """Yield the failures; an exception group has several."""
     if isinstance(error, BaseExceptionGroup):
         for each in error.exceptions:
             yield from failures(each)
@@ -39,7 +39,7 @@ def failures(error: BaseException) -> Iterator[str]:
 
 
 def run(options: Options) -> tuple[Outcome, list[str]]:
-    """The outcome of a session, and what it found, with what happened before; nothing where all is well."""
+    """Return the outcome of a session, and its findings with the events before them; none if all is well."""
     session = Session(options)
     try:
         asyncio.run(session.run())
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--app", metavar="DIRECTORY", help="run the processes of another checkout, by its source root")
     arguments = parser.parse_args()
     if arguments.app:
-        os.environ["PYTHONPATH"] = arguments.app  # only processes that are started from here on read it
+        os.environ["PYTHONPATH"] = arguments.app  # only processes started from now on read it
     failed = 0
     for seed in range(arguments.seed, arguments.seed + arguments.seeds):
         began = time.monotonic()

@@ -1,7 +1,7 @@
 """The Redis of a session, one or a Cluster: killed, emptied, frozen, and set back by its last writes.
 
-Every node keeps an append-only file. Who kills a node and cuts the end of that file off before it starts again has
-what a failover leaves: a Redis that is the same, only that its last writes never happened.
+Every node keeps an append-only file. To kill a node, and to cut off the end of that file before it starts again, has
+the effect of a failover: the same Redis, without its last writes.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from tests.e2e.redis_server import RedisServer
 from tests.patience import patient
 from tests.topologies import Farm, Server, farm, is_cluster_ok, start_cluster
 
-#: What a killed node knows when it is back.
+#: The contents of a killed node when it is back.
 Memory: TypeAlias = Literal["all", "nothing", "all but the last"]
 
-#: Processes are killed, machines are not: what was given to the kernel is kept.
+#: Processes are killed, machines are not: data that the kernel has is kept.
 _KEEPS_DATA = ("--save", "", "--appendonly", "yes", "--appendfsync", "no")
 BACK_SECONDS = 15.0
 
 
 @dataclass(eq=False)
 class Node:
-    """One redis-server, and what can be done to it."""
+    """One redis-server, and the faults that it can have."""
 
     port: int
     home: Path
     launch: Callable[[], None]
     kill: Callable[[], None]
     freeze: Callable[[], None]
-    """It accepts connections (the kernel does) and never answers."""
+    """Makes it accept connections, which the kernel does, but never answer."""
     thaw: Callable[[], None]
     is_whole: Callable[[], bool] = lambda: True
-    """Beside answering."""
+    """The condition of a node that is back, besides that it answers."""
     _kept: dict[str, int] = field(default_factory=dict)
 
     def admin(self) -> Redis:
-        """For the session itself; to be closed."""
+        """Return a client for the session itself, which the caller closes."""
         return Redis(port=self.port, protocol=2, socket_timeout=patient(20))
 
     def ask(self, *command: Any) -> Any:
@@ -60,11 +60,11 @@ class Node:
             return False
 
     def remember(self) -> None:
-        """What is written from now on is what a kill may lose."""
+        """Note that a kill may lose everything that is written from now on."""
         self._kept = {path.name: path.stat().st_size for path in self._files.glob("*.incr.aof")}
 
     async def back(self, memory: Memory) -> None:
-        """Start it again after a kill; it answers when this returns."""
+        """Start the node again after a kill, and return when it answers."""
         if memory == "nothing":
             shutil.rmtree(self._files, ignore_errors=True)
         elif memory == "all but the last":
@@ -82,7 +82,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Backend:
-    """All nodes of one session, and how Waymark is told of them."""
+    """All nodes of one session, and the URL by which Waymark finds them."""
 
     url: str
     nodes: list[Node]
@@ -103,7 +103,7 @@ class Backend:
 
 @contextmanager
 def backend(directory: Path, *, is_cluster: bool) -> Iterator[Backend]:
-    """One Redis, or the three primaries of a Cluster, running."""
+    """Start one Redis, or the three primaries of a Cluster."""
     if is_cluster:
         with farm() as servers:
             cluster = start_cluster(servers, *_KEEPS_DATA)

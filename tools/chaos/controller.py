@@ -1,7 +1,7 @@
-"""Who registers engines, and sends the events of those that tell by HTTP: again and again, as long as Redis is away.
+"""Registers engines, and sends the events of those that publish over HTTP, again and again while Redis is away.
 
 It also knows which registrations may be gone: those that were made, or moved, shortly before a Redis lost writes,
-and all of them where it was emptied and every worker that remembered them has ended since.
+and all of them if it was emptied and every worker that remembered them has ended since.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PAUSE_SECONDS = 0.1
 class Controller:
     def __init__(self, crew: Crew, publishers: list[Publisher], trace: Trace) -> None:
         self.is_emptied = False
-        """Since the last quiet point a Redis, or a node of it, has lost everything."""
+        """Whether a Redis, or one of its nodes, has lost everything since the last quiet point."""
         self.has_lost_writes = False
-        """It has lost everything, or its last writes."""
+        """Whether it has lost everything, or its last writes."""
         self.changed: set[Publisher] = set()
-        """Registered, unregistered or moved since the last quiet point."""
+        """The publishers registered, unregistered or moved since the last quiet point."""
         self._crew = crew
         self._publishers = publishers
         self._trace = trace
@@ -46,11 +46,12 @@ class Controller:
         self.changed.add(publisher)
         spec = publisher.spec
         body = {"instance_id": spec.instance, "tenant_id": spec.tenant, "dp_rank": spec.rank}
-        # 404: the Redis has lost it meanwhile, or the first try got through and only its answer did not.
+        # 404: the Redis has lost the publisher meanwhile, or the first try had an effect and only its answer was lost.
         await self._send("/unregister", body, {200, 404})
 
     async def send_events(self, publisher: Publisher) -> None:
-        """Until all of them are acknowledged, or nobody knows the publisher any more: it is registered again first."""
+        """Send events until all of them are acknowledged, or the publisher is unknown and has to be registered again
+        first."""
         sender = publisher.sender
         assert sender is not None
         while (due := sender.due()) is not None:
@@ -67,7 +68,7 @@ class Controller:
                 return
 
     async def _send(self, path: str, body: Any, statuses: set[int]) -> httpx.Response:
-        """To any replica, until one takes it."""
+        """Send a request to any replica, until one takes it."""
         deadline = Deadline(TRY_SECONDS)
         said = "no replica is up"
         while not deadline.is_over:
@@ -87,10 +88,11 @@ class Controller:
         except httpx.TransportError:
             return None
 
-    # ---- who is registered -----------------------------------------------------------------------------
+    # ---- registrations -----------------------------------------------------------------------------
 
     async def restored(self) -> None:
-        """Wait until everybody is registered; register who may have been forgotten, complain of all others."""
+        """Wait until every publisher is registered. Register those that may have been lost, and report all others that
+        are missing."""
         deadline = Deadline(RESTORED_SECONDS)
         while missing := await self._missing():
             if all(map(self._may_be_forgotten, missing)):
@@ -106,7 +108,7 @@ class Controller:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     def quiet(self) -> None:
-        """From here on it is counted anew what may be forgotten."""
+        """Forget which registrations may be lost: the count begins again."""
         self.is_emptied = self.has_lost_writes = False
         self.changed.clear()
         self._crew.witnesses = set(self._crew.workers)

@@ -1,6 +1,6 @@
-"""All that is known of a session that differs, in one file, as long as its processes are still there.
+"""Writes everything about a session with a difference into one file, while its processes still run.
 
-What comes once in forty sessions does not come again when somebody looks.
+A fault that appears once in forty sessions does not appear again in a repetition.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.chaos.publishers import Publisher
 from tools.chaos.trace import Trace
 
 _FIELDS_MAX = 200
-"""Of one key: those of a registration or a record, and not every block of an engine."""
+"""The most fields of one key: enough for a registration or a record, but not for every block of an engine."""
 _VALUE_BYTES = 400
 _READ = {
     "string": ("GET",),
@@ -36,7 +36,7 @@ _READ = {
 async def keep(
     directory: Path, seed: int, error: BaseException, trace: Trace, crew: Crew, redis: Backend, engines: list[Publisher]
 ) -> Path:
-    """Write the file; its path."""
+    """Write the file. Return its path."""
     path = directory / f"waymark-chaos-{seed}-{os.getpid()}.txt"
     parts = [
         _titled("what was found", [*_sentences(error)]),
@@ -79,7 +79,7 @@ async def _workers(crew: Crew) -> list[str]:
 
 
 def _engine(engine: Publisher) -> Iterator[str]:
-    """The registration, what it holds, and each batch that it has told and can replay."""
+    """Yield the registration, the cached blocks, and each batch that the engine has published and can replay."""
     yield f"{engine.spec}; excuse: {engine.excuse or 'none'}; {len(engine.contents())} blocks held"
     yield f"  registered as {json.dumps(engine.body)}"
     if engine.sender is not None:
@@ -92,7 +92,7 @@ def _engine(engine: Publisher) -> Iterator[str]:
 
 
 def _node(node: Node) -> list[str]:
-    """Every key, as redis-cli shows it; of keys with blocks their sizes."""
+    """Return every key in the form of redis-cli; of keys with blocks only the sizes."""
     with suppress(OSError):
         node.thaw()
     try:

@@ -1,7 +1,7 @@
-"""What goes wrong, and how it is mended again: one method for each fault of the script.
+"""The faults and their repairs: one method for each fault of the script.
 
-Each is the whole of it, from the hurt to the repair; what is only mended by what others do (a controller that
-registers again, a sender that sends again) is left to the quiet point that follows.
+Each method covers the fault and its repair. Repairs by other processes (a controller that registers again, a sender
+that sends again) are left to the quiet point that follows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tools.chaos.trace import Trace
 from waymark.simulator.encode import Encoder
 from waymark.simulator.options import Faults as EngineFaults
 
-#: Fields that a newer release, or somebody's mistake, may have left where registrations and groups are.
+#: Fields that a newer release, or a mistake, may have left among registrations and groups.
 HOSTILE_RECORDS: tuple[tuple[str, bytes, bytes], ...] = (
     ("wm:publishers", b'["n","z",0]', b'{"kind":"TensorRT"}'),
     ("wm:publishers", b'["n","z",1]', b"\xff\xfe"),
@@ -46,7 +46,7 @@ HOSTILE_REQUESTS = (
 
 
 class Raw(Encoder):
-    """Says what it is told to, whatever the events."""
+    """An encoder that returns the given payload, whatever the events."""
 
     def __init__(self, payload: bytes) -> None:
         super().__init__("vllm-map")
@@ -57,7 +57,7 @@ class Raw(Encoder):
 
 
 def hostile_payload(which: int, size: float) -> bytes:
-    """A batch that is costly to read, or none at all."""
+    """Return a batch that is costly to read, or a payload that is no batch."""
     count = int(1e6 + 3e6 * size)
     head = b"\x93\xcb" + bytes(8)
 
@@ -77,7 +77,7 @@ def hostile_payload(which: int, size: float) -> bytes:
 
 
 class Faults:
-    """Carries faults out. ``lease_seconds`` is how long a stopped worker keeps its streams."""
+    """Carries faults out. ``lease_seconds`` is the time for which a stopped worker keeps its streams."""
 
     def __init__(
         self,
@@ -122,21 +122,21 @@ class Faults:
         await self._kill(self._worker(fault), 1.5 * self._lease_seconds * fault.size)
 
     async def _worker_stopped(self, fault: Fault) -> None:
-        """For longer than its leases last; then it goes on with what it was at."""
+        """Stop a worker for longer than its leases last; then it continues its work."""
         worker = self._worker(fault)
         self._crew.stop(worker)
         await asyncio.sleep(self._lease_seconds * (1.2 + fault.size))
         self._crew.resume(worker)
 
     async def _worker_ended_while_writes_wait(self, fault: Fault) -> None:
-        """In the middle of an apply, which will never get its answer."""
+        """End a worker in the middle of an apply, which will never get its answer."""
         milliseconds = 300 + 900 * fault.size
         await self._ask(self._node(fault), "CLIENT", "PAUSE", int(milliseconds), "WRITE")
         await asyncio.sleep(fault.other * milliseconds / 1000)
         await self._worker_ended(fault)
 
     async def _worker_killed_in_a_takeover(self, fault: Fault) -> None:
-        """One is killed; when its streams go to the other, that one is, too."""
+        """Kill one worker, and the other one when it takes over the streams."""
         first, *others = self._crew.workers[fault.target % 2 :] + self._crew.workers[: fault.target % 2]
         await self._crew.kill(first)
         await asyncio.sleep(self._lease_seconds * (0.7 + fault.size))
@@ -154,7 +154,7 @@ class Faults:
         await self._cut(self._worker(fault), fault)
 
     async def _worker_unheard(self, fault: Fault) -> None:
-        """What it says arrives late, when it has long been given up."""
+        """Delay the messages of a worker until others have taken it for dead."""
         await self._hold(self._worker(fault), self._lease_seconds * (0.5 + fault.size))
 
     async def _worker_slowed_down(self, fault: Fault) -> None:
@@ -214,7 +214,7 @@ class Faults:
         await self._restart_redis(fault, "nothing")
 
     async def _redis_set_back(self, fault: Fault) -> None:
-        """As a failover leaves it: the writes of the last moments are lost."""
+        """Set Redis back as a failover does: the writes of the last moments are lost."""
         self._node(fault).remember()
         await asyncio.sleep(0.05 + 0.6 * fault.other)
         await self._restart_redis(fault, "all but the last")
@@ -233,7 +233,7 @@ class Faults:
         await asyncio.to_thread(self._backend.flush)
 
     async def _redis_flushed_twice(self, fault: Fault) -> None:
-        """The second time while what the first has taken is put back."""
+        """Flush Redis twice, the second time while the lost data of the first time are restored."""
         await self._redis_flushed(fault)
         await asyncio.sleep(0.03 + 0.4 * fault.size)
         await self._redis_flushed(fault)
@@ -252,7 +252,8 @@ class Faults:
     async def _engine_restarted(self, fault: Fault) -> None:
         engine = self._engine(fault)
         if engine.spec.buffer_batches == 0:
-            # Who has no replay endpoint cannot be told from one that lost batches; that comes at quiet points.
+            # An engine without a replay endpoint cannot be distinguished from one that lost batches; it is restarted at
+            # quiet points.
             return await self._engine_cleared(fault)
         async with engine.lock:
             await engine.restart()
@@ -279,7 +280,7 @@ class Faults:
         await self._faulty(fault, EngineFaults(replay_silent=True, drop_every=7))
 
     async def _engine_replay_cut(self, fault: Fault) -> None:
-        """A replay ends early; the next one goes on from there, as long as each brings something."""
+        """End a replay early; the next one continues from there, as long as each has batches."""
         await self._faulty(fault, EngineFaults(truncate_replay=5 + int(20 * fault.other), drop_every=9))
 
     async def _faulty(self, fault: Fault, faults: EngineFaults) -> None:
@@ -289,7 +290,7 @@ class Faults:
         engine.socket.faults = EngineFaults()
 
     async def _engine_moved(self, fault: Fault) -> None:
-        """Its sockets come back at other addresses, and it is registered with those."""
+        """Move an engine's sockets to other addresses, and register it with those."""
         engine = self._engine(fault)
         async with engine.lock:
             await engine.socket.down()
@@ -314,7 +315,7 @@ class Faults:
         socket.encoder = usual
 
     async def _hostile_record(self, fault: Fault) -> None:
-        """What nobody of this release has written stands beside what it has, for a moment."""
+        """Write records that no process of this release writes beside its records, for a moment."""
         name, field, value = HOSTILE_RECORDS[fault.target % len(HOSTILE_RECORDS)]
         node = self._backend.of(name)
         with suppress(RedisError):
@@ -323,12 +324,12 @@ class Faults:
             await self._ask(node, "HDEL", name, field)
 
     async def clean(self) -> None:
-        """Take out hostile records that a Redis that was set back has again."""
+        """Remove hostile records that are back in a Redis that was set back."""
         for name, field, _ in HOSTILE_RECORDS:
             await self._ask(self._backend.of(name), "HDEL", name, field)
 
     async def _hostile_client(self, fault: Fault) -> None:
-        """Requests that are none, or never end."""
+        """Send requests that are malformed, or never end."""
         replica = self._replica(fault)
         writers = []
         for i in range(4 + int(20 * fault.size)):

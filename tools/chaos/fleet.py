@@ -1,7 +1,7 @@
-"""The processes of a session: workers and replicas, each on a line of its own where there is one Redis.
+"""The processes of a session: workers and replicas, each with a proxy of its own if there is one Redis.
 
-What the session has killed, or told to end, or stopped, is known as *down*. Whatever else has ended has ended by
-itself, and that is a finding; so is a traceback in a log.
+A process that the session has killed, ended or stopped is *down*. Any other process that ends has ended by itself,
+which is a finding; so is a traceback in a log.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from tools.chaos.trace import Deadline
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TOLD_LINES = 12
 READY_SECONDS = 20.0
-#: A process does what is asked of it, and a worker applies honest frames, before it has used so much CPU for others.
+#: The CPU that a process may use for other work before it does a requested step, or before a worker applies honest
+#: frames.
 BUSY_CPU_SECONDS = 8.0
 
 
 class Mismatch(AssertionError):
-    """What was found, one line each."""
+    """The findings, one line for each."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(lines))
@@ -44,10 +45,10 @@ class Crew:
         self.lines: dict[Member, Proxy] = {}
         self.down: set[Member] = set()
         self.witnesses: set[Member] = set()
-        """Workers that nobody has ended since the last quiet point: they remember who was registered."""
+        """The workers that have not been ended since the last quiet point: they remember the registrations."""
         self._stopped: set[Member] = set()
         self._fresh: set[Member] = set()
-        """Started, and not seen to be ready since: Python may not have come as far as to hear a signal."""
+        """The processes that were started and have not been ready yet: Python may not handle signals yet."""
         self._read: dict[Path, int] = {}
 
     @property
@@ -56,7 +57,7 @@ class Crew:
 
     @property
     def up(self) -> list[Member]:
-        """Replicas that can be asked."""
+        """Return the replicas that answer."""
         return [replica for replica in self.replicas if replica not in self.down]
 
     # ---- what is done to a process ---------------------------------------------------------------------
@@ -66,7 +67,7 @@ class Crew:
         await member.kill()
 
     async def end(self, member: Member) -> None:
-        """As an orchestrator does; it has to end by itself, and well."""
+        """End a process as an orchestrator does; it has to end by itself, with code 0."""
         self._leaves(member)
         member.ask_to_end()
         await self._within(member, lambda: not member.is_running, "ends when it is told to")
@@ -93,7 +94,7 @@ class Crew:
         self.witnesses.discard(member)
 
     async def recover(self) -> None:
-        """Everything is there again."""
+        """Heal all lines, resume or start every process, and wait until all are ready."""
         for proxy in self.lines.values():
             proxy.heal()
         for member in self.members:
@@ -107,7 +108,7 @@ class Crew:
         self._fresh.clear()
 
     async def _within(self, member: Member, predicate: Callable[[], bool | Awaitable[bool]], what: str) -> None:
-        """Wait for what a process does before it has worked for long: who has, is kept busy by somebody."""
+        """Wait until a process takes a step. Raise ``Mismatch`` if other work uses much of its CPU before."""
         used = cpu_seconds(member)
 
         async def is_so() -> bool:
@@ -122,15 +123,16 @@ class Crew:
     # ---- what is seen of them --------------------------------------------------------------------------
 
     def said_of(self, name: str) -> list[str]:
-        """The last lines of all workers' logs, also of those that were killed, that name a stream; in order of time."""
+        """Return the last lines of all workers' logs, also of killed ones, that name a stream, in order of time."""
         return [line[:230] for line in said(self.workers) if name in line][-_TOLD_LINES:]
 
     def has_changed_hands(self, name: str) -> bool:
-        """More than one process has had the stream: what came between them is lost where there is no replay."""
+        """Return whether more than one process has had the stream: frames between them are lost if there is no
+        replay."""
         return len({line.split()[1] for line in said(self.workers) if f'stream="{name}"' in line}) > 1
 
     def check(self) -> None:
-        """Nobody has ended, and no log has a traceback."""
+        """Raise ``Mismatch`` if a process has ended by itself, or a log has a traceback."""
         for member in self.members:
             if not member.is_running and member not in self.down:
                 raise Mismatch(f"{member.name} has ended by itself, with {member.exit_code}", *tail(member))
@@ -144,7 +146,7 @@ class Crew:
 
 
 def said(members: Sequence[Member]) -> list[str]:
-    """All lines of their logs, also of those that were killed; in order of time."""
+    """Return all lines of the logs, also of killed processes, in order of time."""
     paths = {path for member in members for path in member.log_path.parent.glob(f"{member.name}-*.log")}
     return sorted(
         f"{line[:24]} {path.stem}: {line[24:].strip()}"
@@ -154,7 +156,7 @@ def said(members: Sequence[Member]) -> list[str]:
 
 
 async def answered(call: Callable[[], Awaitable[Any]]) -> Any:
-    """The answer of a replica; asked again where Redis was too slow for it, as it may be on a busy machine."""
+    """Return the answer of a replica, and repeat the query if Redis was too slow, as it may be on a busy machine."""
     deadline = Deadline(READY_SECONDS)
     while True:
         try:
@@ -166,7 +168,7 @@ async def answered(call: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def cpu_seconds(member: Member) -> float:
-    """What the process has used so far; 0 where it has ended."""
+    """Return the CPU of a process so far; 0 if it has ended."""
     try:
         words = Path(f"/proc/{member.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     except OSError:
@@ -182,7 +184,7 @@ def tail(member: Member) -> list[str]:
 async def crew_of(
     directory: Path, backend: Backend, *, workers: int, replicas: int, settings: Mapping[str, Any]
 ) -> AsyncIterator[Crew]:
-    """All of them ready."""
+    """Start all processes, and return when they are ready."""
     async with AsyncExitStack() as stack:
         crew = Crew()
         for role, count, name in (("ingest", workers, "worker"), ("query", replicas, "replica")):

@@ -1,4 +1,4 @@
-"""What the rows in Redis say of single blocks, also of those that no query reaches."""
+"""The places of single blocks by the rows in Redis, also of blocks that no query reaches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Inside:
         self._block_size = block_size
 
     async def places(self, blocks: Sequence[tuple[Space, Tokens]]) -> list[set[Place]]:
-        """Where each block is, named by its whole prefix."""
+        """Return the places of each block, which is named by its whole prefix."""
         client = RedisClient.open(self._backend.url, timeout_seconds=_REDIS_SECONDS)
         try:
             group, table = await self._read(Inspector(Store(client)))
@@ -46,7 +46,7 @@ class Inside:
         return [{_place(table, table.holders[each]) for each in ids[-1] if each in table.holders} for ids in found]
 
     async def counts(self) -> Counter[Place]:
-        """How many blocks there are at each place, in all rows of the group, whatever they are called."""
+        """Return how many blocks are at each place, in all rows of the group, whatever their keys."""
         client = RedisClient.open(self._backend.url, timeout_seconds=_REDIS_SECONDS)
         try:
             group, table = await self._read(Inspector(Store(client)))
@@ -60,7 +60,7 @@ class Inside:
                 names = sorted({name for name in found if _ROW_NAME.fullmatch(name)})
                 for start in range(0, len(names), _VALUES):
                     for value in admin.mget(names[start : start + _VALUES]):
-                        row = parse(value or b"")  # what has just been swept is None
+                        row = parse(value or b"")  # a row that has just been swept is None
                         for each in row.holders.keys() & table.holders.keys():
                             counts[_place(table, table.holders[each])] += row.holders[each].bit_count()
         return counts
@@ -83,6 +83,6 @@ def _keys(space: Space, prefix: Tokens, block_size: int) -> list[int]:
 
 
 def _head(prefix: Tokens, block_size: int) -> int:
-    """The depth of the head of the last block's piece."""
+    """Return the depth of the head of the last block's piece."""
     last = len(prefix) // block_size - 1
     return last - last % PIECE_BLOCKS

@@ -1,8 +1,8 @@
-"""What answers may say: at least what is certain to be in the index, at most what may be there.
+"""The bounds of answers: at least the blocks that are certain to be in the index, at most those that may be there.
 
-For a publisher that has lost nothing the two are the same: what its caches hold. One that may have lost batches, and
-whose stream says so, may be unknown; what it removed or what ended since it was last known exactly may still be
-there, where a loss keeps a life (``WAYMARK_ON_GAP=keep``). Nothing else may ever be there.
+For a publisher that has lost nothing the two are the same: the contents of its caches. A publisher that may have lost
+batches, and whose stream reports it, may be unknown. Blocks that it has removed, or that ended, since it was last known
+exactly may still be in the index if a loss keeps a life (``WAYMARK_ON_GAP=keep``). No other block may ever be there.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from tests.model import Model, Place, Space, Tokens
 
 BLOCK_SIZE = 4
-"""Of most sessions."""
+"""The block size of most sessions."""
 
 
 class Held(NamedTuple):
-    """A block, named by its whole prefix, and where it is."""
+    """A block, named by its whole prefix, and its place."""
 
     space: Space
     prefix: Tokens
@@ -26,7 +26,7 @@ class Held(NamedTuple):
 
 
 class Bounds:
-    """Of one (tenant, model)."""
+    """The bounds of one tenant and model."""
 
     def __init__(self, block_size: int = BLOCK_SIZE) -> None:
         self.least = Model(block_size)
@@ -44,21 +44,21 @@ class Bounds:
         put(self.most, most)
 
     def blocks(self) -> set[tuple[Space, Tokens]]:
-        """All that may be there."""
+        """Return all blocks that may be in the index."""
         return set(self.most.copies)
 
     def wrong_walk(self, tokens: Tokens, space: Space, rows: Mapping[str, Any]) -> list[str]:
-        """What is wrong with the answer for a whole prompt."""
+        """Return the error in the answer for a whole prompt."""
         return _differences(self.least.query(tokens, space), self.most.query(tokens, space), rows)
 
     def wrong_block(self, prefix: Tokens, space: Space, places: Set[Place]) -> list[str]:
-        """What is wrong with the places of one block, whatever stands before it."""
+        """Return the error in the places of one block, whatever precedes it."""
         least, most = (model.copies.get((space, prefix), Counter()).keys() for model in (self.least, self.most))
         found = [f"{place.instance}: it is not at {place}" for place in sorted(least - places)]
         return found + [f"{place.instance}: it is at {place}" for place in sorted(places - most)]
 
     def wrong_counts(self, counts: Counter[Place]) -> list[str]:
-        """What is wrong with the numbers of blocks at all places."""
+        """Return the errors in the numbers of blocks at all places."""
         least, most = (
             Counter(place for of in model.copies.values() for place in of) for model in (self.least, self.most)
         )

@@ -1,4 +1,5 @@
-"""A publisher that sends costly frames, and what the honest ones of the same worker notice of it: next to nothing."""
+"""Compares honest publishers with and without a publisher of costly frames on the same worker: they should not
+suffer."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from tools.chaos.fleet import BUSY_CPU_SECONDS, Crew, Mismatch, cpu_seconds
 from tools.chaos.publishers import Publisher
 from tools.chaos.trace import Deadline, Trace
 
-#: CPU of the worker between an honest frame and its watermark. To read a costly frame takes one second.
+#: The bound on the worker's CPU between an honest frame and its watermark. To read a costly frame takes one second.
 WAIT_CPU_SECONDS = 0.6
-#: A worker that has used so much, with honest frames still to come, has failed this try.
+#: A worker that has used this CPU before all honest frames are applied has failed the attempt.
 WAITING_CPU_SECONDS = 3.0
-#: By which the worker is seen to be reading the costly frame.
+#: The CPU by which a worker is known to be reading the costly frame.
 _BEGUN_CPU_SECONDS = 0.1
 _TRIES = 5
 _SECONDS = 30.0
@@ -34,9 +35,9 @@ States = Mapping[Publisher, Mapping[str, Any]]
 
 @cache
 def costly_payload() -> bytes:
-    """As large as a frame may be, below every ceiling, of events that are all read and then left out.
+    """Return a payload of the largest size, below every ceiling, of events that are all read and then left out.
 
-    Their block size is another one than the registered.
+    Their block size differs from the registered one.
     """
     hashes, tokens = 24, [7] * 192
     events = [
@@ -55,7 +56,7 @@ def costly_payload() -> bytes:
 
 
 class Neighbours:
-    """``states`` reads how far each stream is, as ``/workers`` says."""
+    """``states`` reads the progress of each stream from ``/workers``."""
 
     def __init__(
         self, crew: Crew, publishers: Sequence[Publisher], states: Callable[[], Awaitable[States]], trace: Trace
@@ -67,8 +68,8 @@ class Neighbours:
         self._trace = trace
 
     async def compare(self) -> None:
-        """Everybody is where it should be. An honest frame behind a costly one is applied before that one is read, and
-        the stream of a frame above a ceiling goes on behind it, without any frame more."""
+        """Check the progress of all streams. An honest frame behind a costly one is applied before that one is read,
+        and the stream of a frame above a ceiling goes on behind it, without any frame more."""
         await self._wait_for_none()
         await self._goes_on_behind_a_refused_frame()
         # None of these frames comes again in a replay.
@@ -97,7 +98,8 @@ class Neighbours:
         )
 
     async def _cpu_behind(self, worker: Member, near: Sequence[Publisher]) -> float:
-        """The CPU that the worker uses before it has applied a frame of each, sent while it reads a costly one."""
+        """Return the CPU of the worker until it has applied a frame of each stream, sent while it reads a costly
+        one."""
         began = cpu_seconds(worker)
         self._hostile.socket.publish_payload(costly_payload())
         await wait_until(
@@ -130,7 +132,7 @@ class Neighbours:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _late(self, publishers: Sequence[Publisher]) -> str:
-        """Which of them has a frame that is not applied; empty where none has."""
+        """Return the streams with a frame that is not applied."""
         states = await self._states()
         late = [each for each in publishers if states.get(each, {}).get("watermark") != each.last_seq]
         return ", ".join(
@@ -138,7 +140,8 @@ class Neighbours:
         )
 
     async def _goes_on_behind_a_refused_frame(self) -> None:
-        """An honest stream is the clock: so many of its frames come and go while this one is to be passed."""
+        """Check that a stream continues behind a refused frame. An honest stream is the clock: this number of its
+        frames are applied in the time that is allowed."""
         self._hostile.socket.publish_payload(hostile_payload(0, 0.0))
         deadline, turns = Deadline(_TURN_SECONDS), 0
         while late := await self._late([self._hostile]):

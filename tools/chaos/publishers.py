@@ -1,7 +1,7 @@
-"""The engines of a session: what each has, what it told, and how it is registered.
+"""The engines of a session: their caches, their events, and their registrations.
 
-An engine is a cache per rank that tells what it does over a socket, or by ``POST /events``. Its caches are the
-truth. What they are asked for is decided by the session; nothing here is left to chance.
+An engine is a cache per rank that publishes its events over a socket, or by ``POST /events``. Its caches are the truth.
+The session decides which prompts they get; no choice here is random.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from waymark.simulator.publisher import SimulatedPublisher
 TENANTS = ("t-a", "t-b")
 MODEL_NAME = "m"
 SPACES = (Space(), Space(), Space(), Space("adapter"), Space(None, ("salt",)))
-"""What a request may name; most name neither."""
+"""The adapter and salt that a request may name; most name neither."""
 ADAPTER_ID = 1
-"""The number under which old engines tell the adapter."""
+"""The number by which old engines name the adapter."""
 ALL_SPACES = tuple(sorted({*SPACES, Space(lora_id=ADAPTER_ID)}, key=repr))
 _WITHOUT_NAMES = ("vllm-list-6", "vllm-list-7")
-"""Dialects that tell the number of an adapter and no salt."""
+"""The dialects that have the number of an adapter and no salt."""
 #: More than an engine publishes in a session.
 ALL_BATCHES = 1_000_000
 HEARD_SECONDS = 20.0
@@ -50,11 +50,11 @@ class Spec:
     tenant: str = TENANTS[0]
     rank: int = 0
     more_ranks: int = 0
-    """Ranks beside the registered one that tell over the same socket, and are known from their batches only."""
+    """The ranks besides the registered one that publish over the same socket, and are known from their batches only."""
     is_pool: bool = False
     is_http: bool = False
     buffer_batches: int = ALL_BATCHES
-    """What a replay has; 0 is no replay endpoint."""
+    """The number of batches in a replay; 0: no replay endpoint."""
     lora_name: str | None = None
     gpu_blocks: int = 60
     cpu_blocks: int = 0
@@ -85,7 +85,7 @@ class Spec:
 
 
 def draw(rng: random.Random, block_size: int = BLOCK_SIZE) -> list[Spec]:
-    """Publishers of every kind, in two tenants that know the same names."""
+    """Return publishers of every kind, in two tenants with the same names."""
     a, b = rng.sample(TENANTS, 2)
 
     def vllm() -> str:
@@ -120,11 +120,12 @@ class Publisher:
     def __init__(self, spec: Spec, seed: int) -> None:
         self.spec = spec
         self.lock = asyncio.Lock()
-        """Held while its sockets or its life change: what is told in between would be in its caches alone."""
+        """Held while its sockets or its life change: blocks stored meanwhile would be in its caches alone."""
         self.excuse = ""
-        """Why batches may have been lost since this publisher was last known exactly; empty where none can be."""
+        """Why batches may have been lost since this publisher was last known exactly; empty if none can be lost."""
         self.suspects: set[Held] = set()
-        """What may still be in the index, if batches were lost: all since this publisher was last known exactly."""
+        """The blocks that may still be in the index if batches were lost: all since this publisher was last known
+        exactly."""
         is_standard, is_sglang = spec.dialect.startswith("standard"), spec.dialect.startswith("sglang")
         self.caches = {
             rank: PrefixCache(
@@ -154,7 +155,7 @@ class Publisher:
 
     @property
     def body(self) -> dict[str, Any]:
-        """Of ``/register``, where its sockets are now."""
+        """Return the body of ``/register``, with the present addresses of the sockets."""
         spec = self.spec
         fields = {
             "type": spec.kind,
@@ -169,10 +170,11 @@ class Publisher:
             fields |= {"endpoint": self._socket.endpoint, "replay_endpoint": self._socket.replay_endpoint}
         return fields
 
-    # ---- what the engine does --------------------------------------------------------------------------
+    # ---- actions of the engine --------------------------------------------------------------------------
 
     def prefill(self, tokens: Tokens, rank: int, space: Space) -> set[Held]:
-        """Bring a prompt into the cache of one rank, and tell of it; what that may put into the index."""
+        """Put a prompt into the cache of one rank, and publish the events. Return the blocks that they may add to the
+        index."""
         ranks = sorted(self.caches)
         rank = ranks[rank % len(ranks)]
         salt = space.salts[0] if space.salts and self.spec.names_adapters else None
@@ -188,14 +190,14 @@ class Publisher:
             self._tell(cache.clear(), rank)
 
     async def restart(self) -> None:
-        """Die and come back, as another process at the same address."""
+        """Restart the engine as another process at the same address."""
         for cache in self.caches.values():
             cache.restart()
         await self.socket.restart(rebind=True)
         await self.begin()
 
     async def begin(self) -> None:
-        """What an engine tells first; one without a replay endpoint waits until somebody hears it."""
+        """Publish the first events of an engine; one without a replay endpoint waits until it has a subscriber."""
         if self._socket is not None and not self.spec.buffer_batches:
             socket = self._socket
             await wait_until(lambda: socket.subscribers > 0, f"{self.spec.label} is heard", HEARD_SECONDS)
@@ -203,7 +205,7 @@ class Publisher:
             self.clear()
 
     def send_empty_batch(self) -> None:
-        """A batch without events: what is in order before it is applied once it is."""
+        """Send a batch without events. When it is applied, all batches before it are, too."""
         self.socket.publish([], ts=time.time(), rank=self.spec.rank)
 
     @property
@@ -227,7 +229,7 @@ class Publisher:
         }
 
     def is_exact_now(self) -> None:
-        """The index was seen to have just what the caches have. Any of it may go to another tier from here on."""
+        """Note that the index has exactly the blocks of the caches. From now on each may move to another tier."""
         self.excuse = ""
         self.suspects = {
             held._replace(place=held.place._replace(medium=medium))
@@ -266,7 +268,8 @@ def _socket(spec: Spec, encoder: Encoder) -> SimulatedPublisher:
 
 
 class Sender:
-    """Tells standard events by ``POST /events``: each stream of the envelope in its own order, again from a gap on."""
+    """Sends standard events by ``POST /events``: each stream of the envelope in its own order, and again from a gap
+    on."""
 
     POST_EVENTS = 16
 
@@ -282,7 +285,7 @@ class Sender:
             self._told.setdefault(stream, []).append(document)
 
     def due(self) -> tuple[tuple[Any, ...], Sequence[Mapping[str, Any]]] | None:
-        """A stream with what is to be sent next of it; None where all is acknowledged."""
+        """Return a stream and its next events; None if all are acknowledged."""
         for stream, documents in self._told.items():
             done = self._acknowledged[stream]
             if done < len(documents):
@@ -293,5 +296,5 @@ class Sender:
         self._acknowledged[stream] += count
 
     def go_back(self, stream: tuple[Any, ...], event_id: int) -> None:
-        """The index wants this event next; ids of a stream begin at 1."""
+        """Go back to the event that the index expects next; ids of a stream begin at 1."""
         self._acknowledged[stream] = event_id - 1

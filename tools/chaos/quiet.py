@@ -1,4 +1,5 @@
-"""A quiet point: everybody is there, all is applied, and every answer is what the engines hold."""
+"""A quiet point: every process runs, all batches are applied, and every answer is equal to the caches of the
+engines."""
 
 from __future__ import annotations
 
@@ -50,13 +51,16 @@ class Quiet:
         self._block_size = block_size
 
     async def compare(self, *, is_strict: bool = False) -> list[Publisher]:
-        """Those that may have lost something and say so. ``is_strict``: nobody has, whatever their status says, whose
-        stream stayed with one worker; on a busy machine a lease may run out without any fault."""
+        """Compare all answers with the caches. Return the publishers that may have lost batches and report it.
+
+        With ``is_strict`` no publisher whose stream stayed with one worker has lost any, whatever its status; on a busy
+        machine a lease may expire without any fault.
+        """
         await self._controller.restored()
         for publisher in self._publishers:
             if publisher.sender is not None:
                 if self._controller.has_lost_writes:
-                    publisher.clear()  # it cannot know what the index has lost, and so begins anew
+                    publisher.clear()  # it cannot know which blocks the index has lost, so it begins again
                 await self._controller.send_events(publisher)
                 if publisher.sender.due() is not None:
                     raise Mismatch(f"{publisher.spec.label} is listed, and its events are not taken")
@@ -77,9 +81,10 @@ class Quiet:
     # ---- until all is applied --------------------------------------------------------------------------
 
     async def _settled(self) -> dict[Publisher, dict[str, Any]]:
-        """Wait until every stream is where its engine is, all in one answer; the state of each, as ``/workers`` has it.
+        """Wait until every stream is as far as its engine, all in one answer. Return the state of each, as in
+        ``/workers``.
 
-        A stream that was there may have another worker a moment later, and then says nothing of what it has lost.
+        A stream may have another worker a moment later, and then does not report its losses.
         """
         streams = waiting = [each for each in self._publishers if each.sender is None]
         states: dict[Publisher, dict[str, Any]] = {}
@@ -89,7 +94,8 @@ class Quiet:
             if time.monotonic() - beaten > _BEAT_SECONDS:
                 beaten = time.monotonic()
                 for publisher in waiting:
-                    # One that is where it should be, and not yet content, asks its engine once that has been silent.
+                    # A stream that is as far as its engine, but not yet complete, asks the engine once that has been
+                    # silent.
                     if states.get(publisher, {}).get("watermark") != publisher.last_seq:
                         publisher.send_empty_batch()
             states = await self.states()
@@ -112,7 +118,7 @@ class Quiet:
         return state.get("watermark") == publisher.last_seq and state.get("status") in statuses
 
     async def states(self) -> dict[Publisher, dict[str, Any]]:
-        """How far each stream is, as ``/workers`` has it."""
+        """Return the progress of each stream, as in ``/workers``."""
         rows = (await answered(lambda: self._crew.up[0].get("/workers")))["publishers"]
         by_name = {(row["instance_id"], row["tenant_id"], row["dp_rank"]): row for row in rows}
         named = {each: by_name.get(each.spec.name.rank) for each in self._publishers}
@@ -177,11 +183,11 @@ class Quiet:
 
         tasks = [walk(replica, *question) for replica in replicas for question in questions]
         self.asked += len(tasks)
-        # A difference is told as ``tenant, prompt, of whom: instance: what``.
+        # A difference is printed as ``tenant, prompt, of whom: instance: what``.
         return [line.replace(", of ", " of ", 1) for lines in await asyncio.gather(*tasks) for line in lines]
 
     async def _wrong_inside(self, bounds: Mapping[str, Bounds]) -> list[str]:
-        """What no query sees: blocks behind others that are missing."""
+        """Return the errors that no query can show: blocks behind missing ones."""
         wrong: list[str] = []
         for tenant, inside in self._insides.items():
             blocks = sorted(bounds[tenant].blocks(), key=repr)
@@ -194,7 +200,7 @@ class Quiet:
 
 
 async def ask(replica: Api, tenant: str, tokens: Tokens, space: Space, block_size: int) -> dict[str, Any]:
-    """The rows of an answer."""
+    """Return the rows of an answer."""
     fields: dict[str, Any] = {"model": MODEL_NAME, "tenant_id": tenant}
     fields |= {"lora_name": space.lora_name, "lora_id": space.lora_id}
     if space.salts:

@@ -1,6 +1,6 @@
-"""What a session does, decided by its seed alone: who publishes, under which settings, and which faults come when.
+"""The course of a session, determined by its seed alone: its publishers, its settings, and its faults with their times.
 
-A fault is one thing that goes wrong and is mended again: "a worker is killed, and started a second later". Up to three
+A fault is one failure and its repair: "a worker is killed, and started a second later". Up to three
 of them, on different resources, happen in one step, in the middle of a burst of batches from all engines.
 """
 
@@ -15,7 +15,7 @@ from tests.model import Space, Tokens
 from tools.chaos.model import BLOCK_SIZE
 from tools.chaos.publishers import SPACES, TENANTS
 
-#: Fault: what it takes for itself while it lasts, and how often it comes.
+#: For each fault: the resource that it occupies, and its frequency.
 FAULTS: dict[str, tuple[tuple[str, ...], int]] = {
     "worker ended": (("worker",), 3),
     "worker killed": (("worker",), 3),
@@ -50,18 +50,18 @@ FAULTS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 
 BIG_PROMPT_BLOCKS = 36
-#: These need a line of their own between a process and Redis; a Cluster tells its clients where to go.
+#: These faults need a proxy between a process and Redis; a Cluster redirects its clients past one.
 ON_A_LINE = {name for name, (takes, _) in FAULTS.items() if "line" in takes[0]} | {"replica cut off", "replica unheard"}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Numbers are taken modulo what there is, or as a share of what is usual."""
+    """A fault of the script. Numbers are taken modulo the count of candidates, or as a share of the usual value."""
 
     what: str
     target: int
     at: float
-    """Seconds after the step has begun."""
+    """The time in seconds since the beginning of the step."""
     size: float
     other: float
 
@@ -90,16 +90,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Round:
-    """Steps, and then a quiet point; what may have been lost there is known again afterwards, or goes on."""
+    """Steps, followed by a quiet point; publishers that may have lost batches are exact again afterwards, or
+    continue."""
 
     number: int
     steps: Sequence[Step]
     is_renewed: bool
-    """Publishers that have lost something are restarted after the comparison."""
+    """Whether publishers that have lost batches are restarted after the comparison."""
 
 
 def settings(rng: random.Random, *, is_cluster: bool = False) -> dict[str, Any]:
-    """What all processes of a session go by. A group of several shards is what a Cluster is for."""
+    """Return the settings of all processes of a session. Groups of several shards are for a Cluster."""
     return {
         "lease_seconds": rng.choice((1, 2)),
         "redis_timeout_seconds": rng.choice((0.5, 1)),
@@ -112,14 +113,15 @@ def settings(rng: random.Random, *, is_cluster: bool = False) -> dict[str, Any]:
 
 
 def block_size(seed: int) -> int:
-    """One token in a block, in a quarter of the sessions."""
+    """Return the block size: one token in a quarter of the sessions."""
     return random.Random(f"{seed}/block size").choice((1, BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE))
 
 
 def prompts(rng: random.Random) -> dict[str, list[Tokens]]:
-    """Of each tenant: some that both know, under three beginnings, and some that nobody else has.
+    """Return the prompts of each tenant: some that both tenants have, with three beginnings, and some that only one
+    has.
 
-    Many go on from one beginning, in more blocks than a row has slots; and one of them goes on into another row.
+    Many continue one beginning, in more blocks than a row has slots; and one of them continues into another row.
     """
     beginnings = [_some(rng, 3), _some(rng, 3), _some(rng, 30)]
     common = [rng.choice(beginnings[1:]) + _some(rng, rng.randint(1, 5)) for _ in range(8)]
@@ -133,7 +135,8 @@ def prompts(rng: random.Random) -> dict[str, list[Tokens]]:
 
 
 def big_prompts(rng: random.Random) -> list[Tokens]:
-    """For the one with many blocks: of several rows, a third of them with one beginning that fills a row."""
+    """Return prompts for the publisher with many blocks: of several rows, a third of them with one beginning that fills
+    a row."""
     beginning = _some(rng, 11)
     return [beginning * (i % 3 == 0) + _some(rng, BIG_PROMPT_BLOCKS) for i in range(60)]
 
@@ -145,7 +148,7 @@ def _some(rng: random.Random, blocks: int) -> Tokens:
 def rounds(
     seed: int, publishers: int, *, only: Sequence[str] = (), is_cluster: bool = False, batches: int = 160
 ) -> Iterator[Round]:
-    """Without end; the first has no faults."""
+    """Yield rounds without end; the first has no faults."""
     names = [name for name in FAULTS if (not only or name in only) and not (is_cluster and name in ON_A_LINE)]
     number = step = 0
     while True:

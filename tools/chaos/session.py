@@ -37,11 +37,11 @@ PROBE_SECONDS = 0.05
 LEASE_SECONDS_MAX = 15
 REDIS_TIMEOUT_SECONDS_MAX = 5.0
 BUSY_PATIENCE = 5.0
-"""From this factor on the machine is so busy that a lease of one second ends in the middle of a costly frame, again and
-again, so that no worker ever comes to its end."""
+"""From this factor on the machine is so busy that a lease of one second ends again and again in the middle of a costly
+frame, so that no worker finishes it."""
 KEEP_SECONDS = 60.0
 NEIGHBOURS_EVERY = 3
-"""Rounds from one comparison of who waits behind costly frames to the next."""
+"""The number of rounds between two comparisons of publishers behind costly frames."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,23 @@ class Options:
     seed: int
     seconds: float = 75.0
     rounds: int | None = None
-    """At most so many, beside the first, which has no faults."""
+    """The most rounds besides the first, which has no faults."""
     is_cluster: bool = False
     only: Sequence[str] = ()
-    """No faults but these."""
+    """The only faults."""
     without: Sequence[str] = ()
-    """No publishers of these instances."""
+    """The instances that get no publishers."""
     batches: int = 160
     is_loud: bool = False
     tell: Callable[[str], None] | None = None
-    """Gets each line of what happens."""
+    """Called with each line of the trace."""
     keep: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
     """The directory for the file of a session that differs."""
 
 
 @dataclass
 class Outcome:
-    """What a session came to."""
+    """The outcome of a session."""
 
     rounds: int = 0
     answers: int = 0
@@ -78,7 +78,7 @@ class Session:
         self.trace = Trace(is_loud=options.is_loud, tell=options.tell)
         self.outcome = Outcome()
         self.kept: Path | None = None
-        """The file with all that was known when something differed."""
+        """The file with the evidence of a difference."""
         self._options = options
         rng = random.Random(options.seed)
         self._settings = script.settings(rng, is_cluster=options.is_cluster)
@@ -96,10 +96,10 @@ class Session:
             publisher.excuse = self._lasting_excuse(publisher)
         self._honest = [each for each in self._publishers if each.spec.instance != "hostile"]
         self._ever = {tenant: Model(size) for tenant in TENANTS}
-        """All that was ever told: nothing else may be in any answer, at any time."""
+        """All published blocks: no other block may be in any answer, at any time."""
 
     async def run(self) -> Outcome:
-        """The whole of it; ``Mismatch`` where an answer is wrong or somebody has stopped."""
+        """Run the whole session. Raise ``Mismatch`` if an answer is wrong or a process has ended."""
         options, trace = self._options, self.trace
         trace(
             f"seed {options.seed}: block_size {self._block_size}, "
@@ -162,7 +162,7 @@ class Session:
         return self.outcome
 
     def _keeping(self, crew: Crew, redis: Backend) -> Callable[..., Awaitable[None]]:
-        """At the end of a session that differs: write down all there is, while the processes still run."""
+        """Write the evidence at the end of a session with a difference, while the processes still run."""
 
         async def keep(kind: object, error: BaseException | None, trace: object) -> None:
             if isinstance(error, AssertionError | pytest.fail.Exception | BaseExceptionGroup):
@@ -171,7 +171,7 @@ class Session:
                         self.kept = await evidence.keep(
                             self._options.keep, self._options.seed, error, self.trace, crew, redis, self._publishers
                         )
-                except Exception as exc:  # what was found is more than what is written about it
+                except Exception as exc:  # the finding matters more than its file
                     self.trace(f"what is known could not be kept: {exc!r}")
 
         return keep
@@ -206,7 +206,7 @@ class Session:
                 await self._renew(publisher)
 
     async def _renew(self, publisher: Publisher) -> None:
-        """A new process, from whose first batch on everything is heard."""
+        """Start the engine as a new process, all of whose batches arrive from the first one on."""
         async with publisher.lock:
             await publisher.restart()
             publisher.send_empty_batch()
@@ -220,7 +220,7 @@ class Session:
         )
 
     async def _burst(self, step: script.Step, controller: Controller) -> None:
-        """All engines at work, as the script has it."""
+        """Let all engines work, by the script."""
         pause = step.seconds / len(step.burst)
         for prefill in step.burst:
             publisher = self._honest[prefill.publisher]
@@ -241,7 +241,8 @@ class Session:
     # ---- at all times ----------------------------------------------------------------------------------
 
     async def _probe(self, crew: Crew) -> None:
-        """Ask all the time: an answer comes or Redis is away, and nobody is said to have what he never had."""
+        """Send queries all the time: each is answered unless Redis is away, and no answer has blocks that an engine
+        never had."""
         rng = random.Random(f"{self._options.seed}/probe")
         async with httpx.AsyncClient(timeout=patient(30.0), trust_env=False) as client:
             while True:

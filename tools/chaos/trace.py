@@ -1,4 +1,4 @@
-"""What happened in a session, and when: kept short, printed where something differs; and how long a wait may be."""
+"""The events of a session with their times, printed if there is a difference; and the deadlines of waits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _LINES_KEPT = 40
 
 
 class Trace:
-    """Call it with a line; ``lines`` are the last ones, ``all`` is every one. ``is_loud`` prints each at once, ``tell``
-    gets each."""
+    """A trace, called with a line; ``lines`` has the last ones, ``all`` has every one. ``is_loud`` prints each at once,
+    and ``tell`` is called with each."""
 
     def __init__(self, *, is_loud: bool = False, tell: Callable[[str], None] | None = None) -> None:
         self.all: list[str] = []
@@ -38,7 +38,7 @@ class Trace:
 
 
 class Deadline:
-    """Given as it should be on a quiet machine."""
+    """A deadline, given for a quiet machine."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
