@@ -26,6 +26,8 @@ async def listening(handler: Handler, port: int = 0, host: str = "127.0.0.1") ->
             await handler(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the client has gone away
+        except asyncio.CancelledError:
+            pass  # the server ends; asyncio would report a task that was cancelled
         finally:
             del open_connections[task]
             writer.close()
