@@ -363,6 +363,18 @@ async def test_streams_are_told_once_that_their_group_is_asked_about(
     assert len(told) == 3, "and all again after a while"
 
 
+async def test_streams_are_told_again_in_a_redis_that_came_back_empty(
+    store: Store, prompts: ReportedPrompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its groups may have the same ids as before, and nobody looks for hashes otherwise."""
+    monkeypatch.setattr(reported, "_GROUPS_SECONDS", 0.0)
+    for _ in range(2):
+        await store.client.unlink_all("*")
+        await register(store, "pod-1", 1, kind=EngineKind.SGLANG)
+        await prompts.match_engine_hashes(ENGINE_HASHES, 60.0)
+        assert await store.hashes.asked.read() == {1}
+
+
 async def test_the_groups_are_read_again_after_a_while(
     store: Store, prompts: ReportedPrompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,8 @@ class ReportedPrompts:
         self._asked_now = FromClaims(store.polled_claims, self._asked_of)
         self._asked: Sequence[AskedGroup] = ()
         self._asked_until = self._told_until = float("-inf")
-        self._told: frozenset[int] = frozenset()
+        self._told: Sequence[AskedGroup] = ()
+        """What Redis was told last. A Redis that came back empty has other registrations, also if they are equal."""
 
     async def match(self, keyspace: Keyspace, local_hashes: Sequence[int]) -> list[HolderMatch]:
         """Return the holders of the beginning of a prompt, the longest match first. Raise StoreUnavailable if Redis is
@@ -131,10 +132,9 @@ class ReportedPrompts:
         now = asyncio.get_running_loop().time()
         if now >= self._asked_until:
             self._asked = await self._asked_now()
-            ids = {group.group_id for group in self._asked}
-            if now >= self._told_until or not ids <= self._told:
-                await self._store.hashes.asked.add(ids)
-                self._told, self._told_until = frozenset(ids), now + _ASK_SECONDS
+            if now >= self._told_until or self._asked is not self._told:
+                await self._store.hashes.asked.add({group.group_id for group in self._asked})
+                self._told, self._told_until = self._asked, now + _ASK_SECONDS
             self._asked_until = now + _GROUPS_SECONDS
         return self._asked
 

@@ -161,7 +161,7 @@ class PolledClaims:
         # A Redis that came back empty has no version, and neither has one that only an earlier release has written to.
         if state != self._state or state[0] is None or monotonic() >= self._until:
             claims = await self._directory.claims()
-            if claims != self._claims:
+            if state != self._state or claims != self._claims:
                 self._claims = claims
                 self._registrations = [claim.registration for claim in claims if not claim.is_leaving]
             self._state = state
