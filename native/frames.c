@@ -1,9 +1,10 @@
-/* Frames in one step: go_on reads them, run resolves them, and pack writes the words of a call. */
+/* Frames in one step: go_on reads them, run resolves them, and pack writes the words of the calls, shard by shard. */
 
 #include "plain.h"
 
 #include "events.h"
 #include "parts.h"
+#include "waves.h"
 
 /* The lengths of the tuples that run_frames takes. */
 enum { READING = 7, RUNNING = 6 };
@@ -70,55 +71,86 @@ static int is_whole(PyObject *ran, PyObject *frames)
     return begun == count && (size_t)at == events && restored + miscounted == 0;
 }
 
-/* All parts as pack writes them; None if a call has no room for them. NULL with an exception. */
-static PyObject *pack_all(PyObject *parts, PyObject *prefix)
+/* Put in place of each share of a wave how many parts it has and what pack makes of them. 1, or 0 if a call has no
+ * room for a share, -1 with an exception. */
+static int pack_wave(PyObject *wave, PyObject *prefixes)
 {
-    const size_t count = ((Parts *)parts)->count;
-    if (count > CALL_PARTS)
-        return Py_NewRef(Py_None);
-    PyObject *start = PyLong_FromLong(0), *end = PyLong_FromSize_t(count), *words = NULL;
-    if (start != NULL && end != NULL) {
-        PyObject *args[] = {start, end, prefix};
-        words = parts_pack(parts, args, sizeof args / sizeof *args);
+    PyObject *shard, *share;
+    Py_ssize_t next = 0;
+    while (PyDict_Next(wave, &next, &shard, &share)) {
+        const size_t count = ((Parts *)share)->count;
+        if (count > CALL_PARTS)
+            return 0;
+        PyObject *start = PyLong_FromLong(0), *end = PyLong_FromSize_t(count), *words = NULL;
+        if (start != NULL && end != NULL) {
+            PyObject *args[] = {start, end, PyTuple_GetItem(prefixes, PyLong_AsSsize_t(shard))};
+            words = parts_pack(share, args, sizeof args / sizeof *args);
+        }
+        Py_XDECREF(start);
+        Py_XDECREF(end);
+        PyObject *packed = words == NULL ? NULL : Py_BuildValue("nN", (Py_ssize_t)count, words);
+        const int is_done = packed != NULL && PyDict_SetItem(wave, shard, packed) == 0;
+        Py_XDECREF(packed);
+        if (!is_done)
+            return -1;
     }
-    Py_XDECREF(start);
-    Py_XDECREF(end);
-    return words;
+    return 1;
+}
+
+/* The calls for all parts, of each wave by their shards; None if a call has no room. NULL with an exception. */
+static PyObject *pack_all(PyObject *parts, PyObject *prefixes)
+{
+    PyObject *shards = PyLong_FromSsize_t(PyTuple_Size(prefixes));
+    PyObject *waves = shards == NULL ? NULL : parts_shares(parts, shards);
+    int is_packed = 1;
+    for (Py_ssize_t i = 0; is_packed == 1 && waves != NULL && i < PyList_Size(waves); i++)
+        is_packed = pack_wave(PyList_GetItem(waves, i), prefixes);
+    Py_XDECREF(shards);
+    if (is_packed == 1)
+        return waves;
+    Py_XDECREF(waves);
+    return is_packed == 0 ? Py_NewRef(Py_None) : NULL;
 }
 
 /* run_frames(events: Events, payloads: tuple[bytes, ...], ts: float | None, reading: tuple, parts: Parts, seq: int,
- *            running: tuple, gone: tuple[KnownBlocks, ...], may: int, prefix: bytes)
- *     -> tuple[tuple, tuple, tuple | None] | None
+ *            running: tuple, gone: tuple[KnownBlocks, ...], may: int, prefixes: tuple[bytes, ...])
+ *     -> tuple[tuple, tuple, list[dict[int, tuple[int, tuple]]] | None] | None
  *
  * Read the batches in these payloads, up to the first that differs from `events` in more than its blocks; `ts` is that
- * of `events`. Store and remove their blocks, and write the words of the call to Redis. `reading` has the arguments of
- * go_on after the ts; `running` is holder, seed, namespace, full, piece_blocks and waves of run; `parts` has none yet,
- * and `seq` is that of the first batch.
+ * of `events`. Store and remove their blocks as a wave of their own, and write the words of the calls to Redis. `reading`
+ * has the arguments of go_on after the ts; `running` is holder, seed, namespace, full, piece_blocks and waves of run;
+ * `parts` has none yet, `seq` is that of the first batch, and `prefixes` has the prefix of the keys of each shard.
  *
- * None if the first batch differs in more; then nothing has changed. Otherwise the results of go_on, run and pack: run
- * counts the first batch among those that have begun. None in place of words if the run ended before the last batch did,
- * if copies must be judged, or if a call has no room for all parts. An exception may come after some blocks have
- * changed.
+ * None if the first batch differs in more; then nothing has changed. Otherwise the results of go_on and run, which counts
+ * the first batch among those that have begun, and of shares, each share as the number of its parts and the result of
+ * pack. None in place of the shares if the run ended before the last batch did, if copies must be judged, or if a call
+ * has no room for all parts of a share. An exception may come after some blocks have changed.
  */
 PyObject *known_run_frames(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("run_frames", nargs, 10) || as_events(args[0]) == NULL || !is_tuple_of(args[3], READING) ||
         !is_tuple_of(args[6], RUNNING))
         return NULL;
+    Waves *waves = as_waves(PyTuple_GetItem(args[6], RUNNING - 1));
+    if (waves == NULL)
+        return NULL;
+    if (!PyTuple_Check(args[9]) || PyTuple_Size(args[9]) == 0)
+        return PyErr_Format(PyExc_TypeError, "run_frames() takes a tuple of the prefixes of all shards");
     const uint64_t seq = PyLong_AsUnsignedLongLong(args[5]);
     PyObject *read = PyErr_Occurred() ? NULL : read_frames(args[0], args[1], args[2], args[3]);
     if (read == NULL)
         return NULL;
-    PyObject *frames = PyTuple_GetItem(read, 0), *ran = NULL, *words = NULL;
+    PyObject *frames = PyTuple_GetItem(read, 0), *ran = NULL, *calls = NULL;
     if (PyList_Size(frames) == 0) {
         Py_DECREF(read);
         return Py_NewRef(Py_None);
     }
+    begin_wave(waves);
     ran = run_read(self, args[0], frames, PyTuple_GetItem(args[3], 3), args[4], seq, args[6], args[7], args[8]);
     if (ran != NULL)
-        words = is_whole(ran, frames) ? pack_all(args[4], args[9]) : Py_NewRef(Py_None);
-    if (words != NULL)
-        return Py_BuildValue("NNN", read, ran, words);
+        calls = is_whole(ran, frames) ? pack_all(args[4], args[9]) : Py_NewRef(Py_None);
+    if (calls != NULL)
+        return Py_BuildValue("NNN", read, ran, calls);
     Py_DECREF(read);
     Py_XDECREF(ran);
     return NULL;

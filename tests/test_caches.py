@@ -45,6 +45,8 @@ ELSEWHERE = {
     "api.http.answers:Answer": "one answer",
     "api.http.access:Doc": "documentation",
     "store.calls:ApplyCalls": "the parts of one fold, until its call is over",
+    "store.alike_calls:AlikeCalls._templates": "words of calls, which follow from the grant",
+    "store.alike_calls:SentCalls.under_way": "the calls for some frames, until they are over",
     "api.operations:Operation": "children of a counter",
     "store.reader:QueryCounts": "children of a counter",
     "store.quick:FirstPortions": "made by the incarnation",

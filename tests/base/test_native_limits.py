@@ -97,10 +97,11 @@ def frames_call(tables: Tables, events: Any, payloads: Any, *, seq: Any = 1, **c
     """A call of ``run_frames``: the method and its arguments."""
     reading = 0, None, 99, 10**6, str, 10, 3
     running: tuple[Any, ...] = 7, 7, 0, {}, 32, tables.waves
-    values = {"reading": reading, "parts": tables.loops.Parts(Part, Place, 1), "running": running} | changes
+    values = {"reading": reading, "parts": tables.loops.Parts(Part, Place, 1), "running": running}
+    values |= {"prefixes": (b"wm:",)} | changes
     may = MAY_STORE | MAY_REMOVE | MAY_REPEAT | COUNTS
     first: tuple[Any, ...] = events, payloads, 1.5, values["reading"], values["parts"], seq, values["running"]
-    return tables.known.run_frames, *first, (tables.gone,), may, b"wm:"
+    return tables.known.run_frames, *first, (tables.gone,), may, values["prefixes"]
 
 
 def read(
@@ -482,7 +483,7 @@ def test_frames_are_read_and_run_up_to_the_first_that_says_something_else(
     (following, *counts), ran, packed = run_frames(*arguments)
     assert [list(each) for each in following] == [list(read(loops, [STORE])), list(read(loops, [REMOVE]))]
     assert counts == [1.5, 1, 3, 1, 2]
-    assert (ran[0], ran[6], packed[0], packed[4]) == (1, 2, 5, [5, 6])
+    assert (ran[0], ran[6], packed[0][0][1][0], packed[0][0][1][4]) == (1, 2, 5, [5, 6])
     assert tables.known.blocks() == 1
 
 
@@ -535,6 +536,9 @@ def test_frames_that_are_not_done_or_have_too_many_parts_have_no_words(
         ({"events": 7}, TypeError),
         ({"payloads": [b""]}, TypeError),
         ({"payloads": (7,)}, TypeError),
+        ({"running": (7, 7, 0, {}, 32, None)}, TypeError),
+        ({"prefixes": ()}, TypeError),
+        ({"prefixes": [b"wm:"]}, TypeError),
     ],
 )
 def test_what_is_no_argument_of_run_frames_is_refused(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -17,10 +18,12 @@ from tests.domain.test_runs import HASHES, REMOVAL, Engine, Stream, packed_batch
 from tests.factories import BLOCK_SIZE, registration
 from tests.unit import seeds
 from waymark.base import native
-from waymark.domain.alike_frames import ALIKE_HASHES_MAX, AlikeFrames, AlikeRun
+from waymark.domain import stream_blocks
+from waymark.domain.alike_frames import ALIKE_HASHES_MAX, AlikeFrames, AlikeRun, PackedWave
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
-from waymark.domain.parts import Part
+from waymark.domain.parts import Part, shares_of
+from waymark.domain.placing import Placer
 from waymark.domain.resolver import Plan
 from waymark.domain.slices import finish
 from waymark.store.calls import ApplyCall, pack
@@ -31,7 +34,8 @@ pytestmark = [
     pytest.mark.skipif(not native.is_built, reason="built without the C part"),
 ]
 
-PREFIX: Final = b"wm:{1}:"
+SHARDS_MAX: Final = 256
+PREFIXES: Final = tuple(b"wm:{1.%d}:" % shard for shard in range(SHARDS_MAX))
 
 
 class StraightStream(Stream):
@@ -43,22 +47,27 @@ class StraightStream(Stream):
         self.pattern: Batch | None = None
         self.straight = self.unlike = self.unfinished = 0
         """How many frames went straight to their end, said something else, or were finished by the ordinary way."""
-        self.words: list[Any] = []
-        """Of the calls of the last payloads, with the numbers of their parts."""
+        self.waves = 0
+        """How many runs of frames went straight in several waves."""
+        self.frames_of: list[int] = []
+        """Of the last payloads: how many were resolved together, one after the other."""
+        self.sent_at_once: list[tuple[int, list[dict[int, ApplyCall]]]] = []
+        """Of the last payloads: how many parts went straight together, and their calls, wave by wave."""
 
     def fold(self, payloads: Sequence[bytes]) -> None:
         native.select(True)
         parts: list[Part] = []
-        self.words.clear()
+        self.sent_at_once.clear()
+        self.frames_of.clear()
         at = 0
         while at < len(payloads):
             run = self._run(payloads[at:])
             if run is None:
                 self._one(payloads[at])
-                at += 1
             else:
                 self._apply(run)
-                at += run.frames
+            self.frames_of.append(1 if run is None else run.frames)
+            at += self.frames_of[-1]
             parts += self.index.parts
         self.index.parts = parts
 
@@ -69,7 +78,7 @@ class StraightStream(Stream):
     def _run(self, payloads: Sequence[bytes]) -> AlikeRun | None:
         if self.frames is None:
             return None
-        run = self.frames.take(self.index._seq + 1, tuple(payloads), PREFIX)
+        run = self.frames.take(self.index._seq + 1, tuple(payloads), PREFIXES[: self._shards])
         self.unlike += run is None
         return run
 
@@ -86,14 +95,14 @@ class StraightStream(Stream):
 
     def _apply(self, run: AlikeRun) -> None:
         index, resolver = self.index, self.index.resolver
-        if run.words is None:
+        if run.waves is None:
             self.unfinished += 1
             index.parts = list(finish(resolver.resolve(Plan(), [(run.seq, run.batch)], run.begun)))
             self.frames = None
         else:
             index.parts = list(run.parts)
             self.straight += run.frames
-            self.words.append((len(run.parts), run.words))
+            self.sent_at_once.append((len(run.parts), [unpacked(wave) for wave in run.waves]))
             assert self.frames is not None
             self.frames = self.frames if self.frames.may_go_on() else None
         index._seq = run.last_seq
@@ -160,15 +169,19 @@ class OrdinaryEngine:
         return store(hashes, parent, token_ids=token_ids, **({"origin": "NEW"} if self.has_origin else {}))
 
 
-def unpacked(words: tuple[Any, ...], parts: int) -> ApplyCall:
+def unpacked(wave: PackedWave) -> dict[int, ApplyCall]:
     """The words of the C module, one by one."""
-    blocks, holders, count, rows, seqs, part_words = words
-    return ApplyCall(blocks, holders, list(PackedWords(count, rows)), seqs, list(PackedWords(parts, part_words)))
+    calls = {}
+    for shard, (parts, (blocks, holders, count, rows, seqs, words)) in wave.items():
+        calls[shard] = ApplyCall(blocks, holders, list(PackedWords(count, rows)), seqs, list(PackedWords(parts, words)))
+    return calls
 
 
-def history(chance: random.Random, kind: EngineKind, engine: Engine | OrdinaryEngine, steps: int) -> StraightStream:
+def history(
+    chance: random.Random, kind: EngineKind, engine: Engine | OrdinaryEngine, steps: int, shards: int = 1
+) -> StraightStream:
     """A random history in all three ways."""
-    of: dict[str, Any] = {"of": registration(kind), "waiting_blocks": 20}
+    of: dict[str, Any] = {"of": registration(kind), "waiting_blocks": 20, "shards": shards}
     straight, ordinary, pure = (
         StraightStream(**of),
         Stream(is_native=True, is_whole=True, **of),
@@ -180,15 +193,20 @@ def history(chance: random.Random, kind: EngineKind, engine: Engine | OrdinaryEn
         parts: list[list[Part]] = []
         for stream in (ordinary, pure):
             parts.append([])
-            for payload in payloads:
-                stream.fold([payload])
+            at = 0
+            for count in straight.frames_of:  # a part waits for others of its fold
+                stream.fold(payloads[at : at + count])
                 parts[-1] += stream.index.parts
+                at += count
         assert straight.index.parts == parts[0] == parts[1]
         assert straight.state == ordinary.state == pure.state
         rest = parts[0]
-        for count, words in straight.words:
-            start = next(i for i, part in enumerate(rest) if part.seq == words[4][0]) if count else 0
-            assert unpacked(words, count) == pack(rest[start : start + count], PREFIX)
+        for count, waves in straight.sent_at_once:
+            first = min((call.seqs[0] for wave in waves for call in wave.values()), default=0)
+            start = next(i for i, part in enumerate(rest) if part.seq == first) if count else 0
+            shares = shares_of(rest[start : start + count], shards)
+            assert waves == [{shard: pack(share, PREFIXES[shard]) for shard, share in wave.items()} for wave in shares]
+            straight.waves += len(waves) > 1
             rest = rest[start + count :]
         if parts[0] and chance.random() < 0.1:
             place = chance.choice(parts[0]).place
@@ -209,14 +227,25 @@ def test_random_histories_come_to_the_same_in_both_ways(
     seed: int, kind: EngineKind, engine: type[Engine | OrdinaryEngine]
 ) -> None:
     chance = random.Random(f"straight {seed}")
-    history(chance, kind, engine(chance), 40)
+    history(chance, kind, engine(chance), 40, shards=[1, 2, 3, SHARDS_MAX][seed % 4])
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_random_histories_of_short_pieces_go_straight_in_several_waves(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parent and its children are on two shards here, and each may leave in the frame of the other."""
+    monkeypatch.setattr(stream_blocks, "Placer", partial(Placer, piece_blocks=2))
+    chance = random.Random(f"waves {seed}")
+    stream = history(chance, EngineKind.VLLM, OrdinaryEngine(chance), 60, shards=chance.choice([2, 3, SHARDS_MAX]))
+    assert stream.waves > 0
 
 
 def test_random_histories_have_frames_of_each_outcome() -> None:
     streams = []
     for seed in range(6):
         chance = random.Random(f"outcomes {seed}")
-        streams.append(history(chance, EngineKind.VLLM, OrdinaryEngine(chance), 30))
+        streams.append(history(chance, EngineKind.VLLM, OrdinaryEngine(chance), 30, shards=1 + seed % 3))
     outcomes = [sum(getattr(stream, name) for stream in streams) for name in ("straight", "unlike", "unfinished")]
     assert outcomes[0] > 40, outcomes
     assert outcomes[1] > 15, outcomes

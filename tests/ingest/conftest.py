@@ -21,7 +21,7 @@ from typing import Any, cast
 import pytest
 import zmq
 from redis import Redis as SyncRedis
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 
 from tests.conftest import _wait_for_server, wait_until
 from tests.patience import patient
@@ -256,6 +256,9 @@ class Mortal(RedisClient):
     def script_connection(self, name: str) -> ReadConnection | None:
         return None if self.is_dead else super().script_connection(name)
 
+    def connection(self, key: bytes, *, is_script: bool = False) -> ReadConnection | None:
+        return None if self.is_dead else super().connection(key, is_script=is_script)
+
     async def several(self, commands: Any, *, is_lenient: bool = False) -> list[Any]:
         self._check()
         return await super().several(commands, is_lenient=is_lenient)
@@ -304,16 +307,26 @@ class Hand:
 class Bench:
     """One Redis; workers and pods by name; everything is closed at the end."""
 
-    def __init__(self, url: str, directory: Path, stack: AsyncExitStack, timeout_seconds: float) -> None:
-        self._url = url
+    def __init__(
+        self, url: str, directory: Path, stack: AsyncExitStack, timeout_seconds: float, *, shards: int = 1
+    ) -> None:
+        self._url, self._stack = url, stack
         self._timeout_seconds = timeout_seconds
         self._client = RedisClient.open(url, timeout_seconds=timeout_seconds)
-        self.store = Store(self._client)
-        assert isinstance(self._client._redis, Redis)
-        self.redis: Redis = self._client._redis
+        self.shards = shards
+        self.store = Store(self._client, shards=shards)
+        self.redis = self._redis()
         self._directory = directory
-        self._stack = stack
         self._addresses = 0
+
+    def _redis(self) -> Redis:
+        """A client of the library."""
+        if isinstance(self._client._redis, Redis):
+            return self._client._redis
+        host, port = self._client._redis._seeds[0]
+        redis = RedisCluster(host=host, port=port, protocol=2)
+        self._stack.push_async_callback(redis.aclose)
+        return cast("Redis", redis)  # it has the same commands
 
     def address(self, transport: str = "ipc") -> str:
         self._addresses += 1
@@ -382,7 +395,7 @@ class Bench:
         client, metrics = Mortal(opened._redis, url, reads=opened.reads), Metrics()
         of_worker = {name: changes.pop(name) for name in OF_WORKER if name in changes}
         worker = Worker(
-            Store(client, metrics=metrics),
+            Store(client, shards=self.shards, metrics=metrics),
             metrics,
             WorkerOptions(worker_id, replace(options, **changes), **of_worker),
         )
@@ -469,11 +482,11 @@ def short_path() -> Iterator[Path]:
         yield Path(directory)
 
 
-async def _bench(url: str, directory: Path, *, timeout_seconds: float = 1.0) -> AsyncIterator[Bench]:
+async def bench_on(url: str, directory: Path, *, timeout_seconds: float = 1.0, shards: int = 1) -> AsyncIterator[Bench]:
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr("waymark.ingest.status_reporter._REPORT_SECONDS", 0.1)
-        bench = Bench(url, directory, stack, patient(timeout_seconds))
+        bench = Bench(url, directory, stack, patient(timeout_seconds), shards=shards)
         stack.push_async_callback(bench.store.close)
         yield bench
 
@@ -481,7 +494,7 @@ async def _bench(url: str, directory: Path, *, timeout_seconds: float = 1.0) -> 
 @pytest.fixture
 async def bench(redis_url: str, short_path: Path) -> AsyncIterator[Bench]:
     """On the real Redis."""
-    async for bench in _bench(redis_url, short_path):
+    async for bench in bench_on(redis_url, short_path):
         yield bench
 
 
@@ -489,7 +502,7 @@ async def bench(redis_url: str, short_path: Path) -> AsyncIterator[Bench]:
 async def any_bench(request: pytest.FixtureRequest, short_path: Path) -> AsyncIterator[Bench]:
     """Once on the emulated Redis, once on the real one."""
     url = "memory://" if request.param == "emulated" else request.getfixturevalue("redis_url")
-    async for bench in _bench(url, short_path):
+    async for bench in bench_on(url, short_path):
         yield bench
 
 
@@ -540,7 +553,7 @@ def server(short_path: Path) -> Iterator[Server]:
 @pytest.fixture
 async def own_bench(server: Server, short_path: Path) -> AsyncIterator[Bench]:
     """On a Redis of the test's own, which it freezes: so each call that is not answered is given up soon."""
-    async for bench in _bench(server.url, short_path, timeout_seconds=0.25):
+    async for bench in bench_on(server.url, short_path, timeout_seconds=0.25):
         yield bench
 
 

@@ -71,10 +71,10 @@ class Lag:
                 self.most = max(self.most, self.turns - arrived[1])
                 self.measured += 1
 
-        def going(frames: AlikeFrames, seq: int, payloads: tuple[bytes, ...], prefix: bytes) -> Any:
+        def going(frames: AlikeFrames, seq: int, payloads: tuple[bytes, ...], *rest: Any) -> Any:
             for payload in payloads:
                 began(payload)
-            return take(frames, seq, payloads, prefix)
+            return take(frames, seq, payloads, *rest)
 
         async def beginning(decoder: BatchDecoder, seq: int, payload: bytes, topic: bytes, **options: Any) -> Any:
             began(payload)

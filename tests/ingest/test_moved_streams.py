@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import wait_until
-from tests.ingest.conftest import QUICK, Bench, Pod, _bench
+from tests.ingest.conftest import QUICK, Bench, Pod, bench_on
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.status import StreamStatus
 from waymark.store.exporting import export_index
@@ -19,7 +19,7 @@ from waymark.store.index_file import IndexFile
 @pytest.fixture
 async def target(redis_url: str, short_path: Path) -> AsyncIterator[Bench]:
     """Another database."""
-    async for bench in _bench(f"{redis_url}?db=1", short_path / "target"):
+    async for bench in bench_on(f"{redis_url}?db=1", short_path / "target"):
         yield bench
 
 

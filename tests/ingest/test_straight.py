@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from pathlib import Path
 from typing import Any, Final
 
 import msgpack
 import pytest
 
 from tests.conftest import wait_until
-from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod
+from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod, bench_on
+from tests.topologies import Cluster, farm, start_cluster
 from waymark.apply.applier import Applier, Incoming
 from waymark.base import native
 from waymark.domain.alike_frames import ALIKE_HASHES_MAX
@@ -18,7 +22,9 @@ from waymark.domain.rows import ROW_SLOTS
 from waymark.ingest.straight import StraightWay
 from waymark.simulator.encode import AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent, WireEvent
 from waymark.store import keys
-from waymark.store.alike_calls import SentCall
+from waymark.store.alike_calls import SentCall, SentCalls
+from waymark.store.redis.cluster import Cluster as ClusterClient
+from waymark.store.redis.read_connection import Replies
 
 pytestmark = pytest.mark.skipif(not native.is_built, reason="built without the C part")
 
@@ -35,10 +41,10 @@ class Ways:
         self.ordinary: list[str] = []
         applied, apply, finish, take = StraightWay._applied, Applier.apply, Applier.finish, StraightWay.take
 
-        def note_straight(way: StraightWay, call: SentCall) -> None:
+        def note_straight(way: StraightWay, calls: SentCalls) -> None:
             assert way._run is not None
             self.straight += [way._life.name] * way._run.frames
-            applied(way, call)
+            applied(way, calls)
 
         async def note_ordinary(applier: Applier, fold: Sequence[Incoming], commit: Any) -> None:
             name = str(applier.grant.claim.registration.name)
@@ -55,10 +61,51 @@ class Ways:
         monkeypatch.setattr(StraightWay, "take", lambda way: ORDINARY not in way._life.name and take(way))
 
 
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    """Three primaries without replicas."""
+    with farm() as servers:
+        yield start_cluster(servers)
+
+
+def url_of(cluster: Cluster) -> str:
+    """The URL of a Cluster, emptied."""
+    for node in cluster.primaries:
+        node.ask("FLUSHALL")
+        node.ask("SCRIPT", "FLUSH")
+    return cluster.url
+
+
+@pytest.fixture(params=["one shard", "four shards", "a Cluster"])
+async def bench(request: pytest.FixtureRequest, short_path: Path) -> AsyncIterator[Bench]:
+    is_cluster = request.param == "a Cluster"
+    url = url_of(request.getfixturevalue("nodes")) if is_cluster else request.getfixturevalue("redis_url")
+    async for made in bench_on(url, short_path, shards=1 if request.param == "one shard" else 4):
+        yield made
+
+
+REPORT_SECONDS: Final = "waymark.ingest.status_reporter._REPORT_SECONDS"
+
+
+@contextmanager
+def reports() -> Iterator[None]:
+    """Reports are written meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(REPORT_SECONDS, 0.1)
+        yield
+
+
 @pytest.fixture
 def ways(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Ways:
-    # A frame that comes while a report is written goes the ordinary way. The bench writes one ten times a second.
-    monkeypatch.setattr("waymark.ingest.status_reporter._REPORT_SECONDS", 1.0)
+    # A frame that comes while a report is written goes the ordinary way, so none is, unless a test waits for it.
+    counted = Pod.counted
+
+    async def reported(pod: Pod, **counts: int) -> None:
+        with reports():
+            await counted(pod, **counts)
+
+    monkeypatch.setattr(REPORT_SECONDS, inf)
+    monkeypatch.setattr(Pod, "counted", reported)
     return Ways(monkeypatch)
 
 
@@ -86,13 +133,14 @@ async def contents(bench: Bench, pod: Pod) -> Any:
     kept = {"watermark", "digest", "flags", "main_groups", "status", "last_error"}
     of_record = {name: value for name, value in record.items() if name in kept or value.isdigit()}
     # Holders, tokens and publishers have numbers of their own, and the numbers of calls depend on the folds.
-    others = {name for name in of_record if name.startswith(("holder", "calls", "late", "token"))}
+    others = {name for name in of_record if name.startswith(("holder", "calls", "late", "token", "shard"))}
     held = await bench.held(pod.name)
     entries: dict[str, dict[bytes, bytes]] = {}
     for name, value in record.items():
         if name.startswith("holder:"):
-            fields: Any = await bench.redis.hgetall(keys.engine(1, 0, int(value)))
-            entries[name] = {field: text for field, text in fields.items() if field != b"applied"}
+            for shard in range(bench.shards):
+                fields: Any = await bench.redis.hgetall(keys.engine(1, shard, int(value)))
+                entries[f"{name} {shard}"] = {field: text for field, text in fields.items() if field != b"applied"}
     return {name: value for name, value in of_record.items() if name not in others}, held, entries
 
 
@@ -105,15 +153,28 @@ async def agree(bench: Bench, *pods: Pod) -> None:
         return all(each == found[0] for each in found)
 
     try:
-        await wait_until(do_agree, "both ways come to the same", PATIENCE_SECONDS)
+        with reports():
+            await wait_until(do_agree, "both ways come to the same", PATIENCE_SECONDS)
     except BaseException:
         assert found[0] == found[1]
         raise
 
 
+async def working(bench: Bench, worker_id: str = "worker-1") -> Hand:
+    """A worker that can call a script on each server at once."""
+    worker = await bench.worker(worker_id, options=WITHOUT_PROBES)
+    await worker.client.load_scripts()
+    cluster = worker.client._redis
+    if isinstance(cluster, ClusterClient):
+        for shard in range(bench.shards):
+            ping = b"*1\r\n$4\r\nPING\r\n"
+            await cluster.ask(keys.block_prefix(1, shard), ping, Replies(1), None, is_script=True)
+    return worker
+
+
 async def both(bench: Bench) -> tuple[Hand, Pod, Pod]:
     """A worker, and two streams that publish the same: the frames of the second go the ordinary way."""
-    worker = await bench.worker(options=WITHOUT_PROBES)
+    worker = await working(bench)
     return worker, await steady(bench), await steady(bench, ORDINARY)
 
 
@@ -164,7 +225,8 @@ async def test_an_unusual_frame_between_others_comes_to_the_same(bench: Bench, w
     assert ways.straight == [str(pods[0].name)]
     for pod in pods:
         await publish(pod, *UNUSUAL[unusual])
-    assert ways.finished == [str(pods[0].name)] * (unusual in FINISHED)
+    has_room = unusual == "many blocks" and bench.shards > 1
+    assert ways.finished == [str(pods[0].name)] * (unusual in FINISHED and not has_room)
     await go_on(bench, ways, pods, waits=unusual == "a store behind an unknown block")
     assert worker.metric("leases_lost_total") == 0
 
@@ -222,7 +284,7 @@ async def test_a_stream_whose_frames_differ_seldom_looks_for_a_straight_way(
         return alike(applier, *arguments)
 
     monkeypatch.setattr(Applier, "alike", note)
-    await bench.worker(options=WITHOUT_PROBES)
+    await working(bench)
     pod = await steady(bench)
     found.clear()
     for each in range(100, 140):
@@ -245,7 +307,7 @@ async def test_a_rank_that_is_registered_meanwhile_is_looked_at_before_the_next_
         opened.append(way)
 
     monkeypatch.setattr(StraightWay, "open", noted)
-    await bench.worker(options=WITHOUT_PROBES)
+    await working(bench)
     pod = await steady(bench)
     await publish(pod, stored(10, parent=2))
     assert len(ways.straight) == 1
@@ -278,7 +340,7 @@ async def test_a_gap_between_frames_that_go_straight_is_filled(bench: Bench, way
 
 
 async def test_an_engine_that_begins_again_between_frames_has_a_new_life(bench: Bench, ways: Ways) -> None:
-    await bench.worker(options=WITHOUT_PROBES)
+    await working(bench)
     pod = await steady(bench)
     await publish(pod, stored(10, parent=2))
     await pod.engine.restart()
@@ -333,7 +395,7 @@ async def test_a_reply_that_never_comes_is_that_of_a_worker_that_stopped(
     bench: Bench, ways: Ways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replies = LostReplies(monkeypatch, None)
-    worker = await bench.worker("worker-1", options=WITHOUT_PROBES)
+    worker = await working(bench)
     pod = await steady(bench)
     await publish(pod, stored(1))
     replies.is_next = True
@@ -341,7 +403,7 @@ async def test_a_reply_that_never_comes_is_that_of_a_worker_that_stopped(
     await wait_until(lambda: bool(replies.lost), "a call is under way", PATIENCE_SECONDS)
     await worker.stop()
     assert replies.lost[0].done()
-    await bench.worker("worker-2", options=WITHOUT_PROBES)
+    await working(bench, "worker-2")
     await publish(pod, BlockRemoved((1,)))
     await publish(pod, BlockRemoved((1,)))
     assert len((await bench.held(pod.name))[0, "GPU"]) == 3, "there were three copies, and one is left"
@@ -351,12 +413,12 @@ async def test_a_reply_that_never_comes_is_that_of_a_worker_that_stopped(
 
 
 async def test_a_connection_that_is_lost_before_a_call_is_opened_again(bench: Bench, ways: Ways) -> None:
-    worker = await bench.worker(options=WITHOUT_PROBES)
+    worker = await working(bench)
     pod = await steady(bench)
-    reads = worker.client.reads
-    assert reads is not None
-    assert reads.scripts.connection is not None
-    reads.scripts.connection.lose(ConnectionError("lost"))
+    for shard in range(bench.shards):
+        connection = worker.client.connection(keys.block_prefix(1, shard), is_script=True)
+        if connection is not None:
+            connection.lose(ConnectionError("lost"))
     for each in range(10, 14):
         await publish(pod, stored(each, parent=2))
     assert len((await bench.held(pod.name))[0, "GPU"]) == 6
@@ -365,7 +427,7 @@ async def test_a_connection_that_is_lost_before_a_call_is_opened_again(bench: Be
 
 async def test_a_fenced_frame_ends_the_stream(bench: Bench, ways: Ways) -> None:
     """Another worker has raised the fence; this one stops, and takes the lease again because there is no other."""
-    worker = await bench.worker(options=WITHOUT_PROBES)
+    worker = await working(bench)
     pod = await steady(bench)
     fence, publisher = keys.fence(1, 0), (await pod.state()).id
     await bench.redis.hset(fence, str(publisher), "9.other")
@@ -400,7 +462,7 @@ async def test_a_reply_wakes_a_stream_that_waits_for_long(
 
     monkeypatch.setattr(StraightWay, "open", note)
     monkeypatch.setattr("waymark.ingest.stream._SILENT_SECONDS", 60.0)
-    await bench.worker(options=WITHOUT_PROBES)
+    await working(bench)
     pod = await steady(bench)
     await pod.counted(batches=2)
     with monkeypatch.context() as silent:
@@ -418,11 +480,11 @@ async def test_a_defect_in_a_callback_ends_the_stream_and_no_other(
     third = await steady(bench, "pod-3")
     applied = StraightWay._applied
 
-    def fail(way: StraightWay, call: SentCall) -> None:
+    def fail(way: StraightWay, calls: SentCalls) -> None:
         if way._life.name == str(pod.name):
             monkeypatch.setattr(StraightWay, "_applied", applied)
             raise ArithmeticError("a defect")
-        applied(way, call)
+        applied(way, calls)
 
     monkeypatch.setattr(StraightWay, "_applied", fail)
     for each in range(10, 14):

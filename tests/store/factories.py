@@ -391,7 +391,11 @@ async def blocks_of(redis: Redis, group_id: int = 1) -> dict[int, set[int]]:
     names = cast("list[bytes]", [name async for name in redis.scan_iter(match=f"wm:{{{group_id}*}}:*", count=1000)])
     names = [name for name in names if (row_key := _ROW.fullmatch(name)) and int(row_key[1]) == group_id]
     held: dict[int, set[int]] = {}
-    for value in cast("list[bytes | None]", await redis.mget(names) if names else []):
+    async with redis.pipeline(transaction=False) as pipeline:  # on a Cluster the keys are in several slots
+        for name in names:
+            pipeline.get(name)
+        values = cast("list[bytes | None]", await pipeline.execute())
+    for value in values:
         row = parse_row(value) if value else None
         for slot, key in enumerate(row.keys if row else ()):
             assert row is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -54,18 +54,25 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
     gone_on = [list(map(list, following[0])), *following[1:]]
     shares = [{shard: (len(each), each.blocks) for shard, each in wave.items()} for wave in parts.shares(shards)]
     packed = parts.pack(0, few, PREFIX)
-    use_frames(parts_type, read, payload, namespace, piece_blocks, waves)
+    use_frames(parts_type, read, payload, namespace, piece_blocks, waves, shards)
     return counted, position, held, parts.blocks, parts.stored, parts.singles, packed, shares, gone_on
 
 
 def use_frames(
-    parts_type: Callable[..., Any], read: Any, payload: bytes, namespace: int, piece_blocks: int, waves: Any
+    parts_type: Callable[..., Any],
+    read: Any,
+    payload: bytes,
+    namespace: int,
+    piece_blocks: int,
+    waves: Any,
+    shards: int,
 ) -> None:
     """Take two more batches of the same bytes in one step, and by one call for each; both come to the same."""
     loops = native.selected
     assert loops is not None
     ts, events, rank, publisher_id, _ = read
     reading = rank, publisher_id, EVENTS_MAX, 10**6, medium_of, 10, 3
+    prefixes = tuple(PREFIX + b"%d" % shard for shard in range(shards))
     outcomes: list[Any] = []
     for is_one_step in (True, False):
         places, parts = loops.Places(Place, Spot), parts_type(Part, Place, SEQ)
@@ -76,7 +83,7 @@ def use_frames(
             frames = (payload, payload)
             patterns = events.patterns(events)
             taken = known.run_frames(
-                patterns, frames, ts, reading, parts, SEQ, (*running, waves), tuple(gone), _MAY, PREFIX
+                patterns, frames, ts, reading, parts, SEQ, (*running, waves), tuple(gone), _MAY, prefixes
             )
             ran, packed = (None, None) if taken is None else taken[1:]
         else:
@@ -86,9 +93,20 @@ def use_frames(
                 rest = (*running, tuple(gone), _MAY, numbered, waves)
                 ran = known.run(events, len(events), FIRST, 10**6, parts, *rest)
                 is_whole = (ran[0], ran[6]) == (len(events), 2)
-                packed = parts.pack(0, len(parts), PREFIX) if is_whole and len(parts) <= CALL_PARTS else None
+                packed = _packed(parts, prefixes) if is_whole else None
         outcomes.append((ran, packed, known.blocks(), len(gone[0]), list(parts)))
     assert outcomes[0] == outcomes[1]
+
+
+def _packed(parts: Any, prefixes: Sequence[bytes]) -> list[Any] | None:
+    """The parts of each shard, wave by wave, as the step packs them."""
+    waves = parts.shares(len(prefixes))
+    if any(len(share) > CALL_PARTS for wave in waves for share in wave.values()):
+        return None
+    return [
+        {shard: (len(share), share.pack(0, len(share), prefixes[shard])) for shard, share in wave.items()}
+        for wave in waves
+    ]
 
 
 _Block: TypeAlias = tuple[int, int, int]

@@ -198,7 +198,7 @@ class Applier:
 
         Anything else that happens to the stream ends this way.
         """
-        is_alone = self.grant.shards == 1 and not (self._is_staged or self.pool_hashes.is_wanted)
+        is_alone = not (self._is_staged or self.pool_hashes.is_wanted)
         frames = self.resolver.alike(batch, reading) if is_alone else None
         if frames is None:
             return None

@@ -11,7 +11,7 @@ from waymark.apply.counts import Counts
 from waymark.domain.alike_frames import AlikeFrames, AlikeRun
 from waymark.domain.events import Batch
 from waymark.domain.parts import Commit
-from waymark.store.alike_calls import AlikeCalls, SentCall
+from waymark.store.alike_calls import AlikeCalls, SentCalls
 
 
 class StraightFrames:
@@ -22,19 +22,19 @@ class StraightFrames:
 
     @property
     def may_send(self) -> bool:
-        """Whether a call could be sent now."""
+        """Whether the first call could be sent now."""
         return self._calls.may_send
 
     def take(self, seq: int, payloads: tuple[bytes, ...]) -> AlikeRun | None:
         """Resolve the first of these frames that are alike; see ``AlikeFrames.take``."""
-        return self._frames.take(seq, payloads, self._calls.prefix)
+        return self._frames.take(seq, payloads, self._calls.prefixes)
 
-    def send(self, run: AlikeRun, commit: Commit, on_end: Callable[[bool], None]) -> SentCall | None:
+    def send(self, run: AlikeRun, commit: Commit, on_end: Callable[[bool], None]) -> SentCalls | None:
         """Send the parts of frames, and call ``on_end`` with whether Redis has applied all of them.
 
         Return None, without sending them, if these frames have to go the ordinary way.
         """
-        return None if run.words is None else self._calls.send(run.words, len(run.parts), commit, on_end)
+        return None if run.waves is None else self._calls.send(run.waves, commit, on_end)
 
     def applied(self, batch: Batch, run: AlikeRun, seconds: float) -> bool:
         """Count frames that Redis has acknowledged after ``seconds``. Return whether further ones may follow."""

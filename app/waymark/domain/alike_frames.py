@@ -7,7 +7,7 @@ stops before the end of the frames, the resolver goes on where it stopped.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from waymark.base import native
 from waymark.domain.events import Batch, PlainEvents
@@ -22,6 +22,11 @@ from waymark.domain.stream_blocks import StreamBlocks
 ALIKE_HASHES_MAX: Final = 512
 """The most hashes of frames that are resolved at once, in a quarter of a millisecond. Other streams wait meanwhile."""
 
+PackedShare: TypeAlias = tuple[int, tuple[int, list[int], int, bytes, list[int], bytes]]
+"""How many parts a shard gets at once, and what ``PackedParts.pack`` returns for them."""
+PackedWave: TypeAlias = dict[int, PackedShare]
+"""The share of each shard in a wave; see ``waymark.domain.parts``."""
+
 
 class BegunFrames(NamedTuple):
     """How far a batch of one or several frames is resolved already."""
@@ -35,7 +40,7 @@ class BegunFrames(NamedTuple):
 class AlikeRun:
     """Frames that were read, and resolved up to the first event that needs its own rule."""
 
-    __slots__ = ("_like", "_read", "parts", "ran", "seq", "words")
+    __slots__ = ("_like", "_read", "parts", "ran", "seq", "waves")
 
     def __init__(
         self,
@@ -44,7 +49,7 @@ class AlikeRun:
         read: tuple[Any, ...],
         ran: EventRun,
         parts: PackedParts,
-        words: tuple[Any, ...] | None,
+        waves: list[PackedWave] | None,
     ) -> None:
         self._like = like
         """The batch that they are like, of which nothing was rejected or ignored."""
@@ -53,8 +58,8 @@ class AlikeRun:
         self._read = read
         self.ran = ran
         self.parts = parts
-        self.words = words
-        """All parts as ``PackedParts.pack`` returns them; None if the ordinary way has to go on."""
+        self.waves = waves
+        """All parts, packed; None if the ordinary way has to go on."""
 
     @property
     def frames(self) -> int:
@@ -123,9 +128,9 @@ class AlikeFrames:
         wanted = MAY_STORE * (plain.events.store is not None) | MAY_REMOVE * (plain.events.removal is not None)
         return cls(state, batch, plain, reading, seed) if plain.may == wanted else None
 
-    def take(self, seq: int, payloads: tuple[bytes, ...], prefix: bytes) -> AlikeRun | None:
-        """Read and resolve frames from seq ``seq`` on, up to the first that says something else. ``prefix`` is that of
-        the keys of rows.
+    def take(self, seq: int, payloads: tuple[bytes, ...], prefixes: tuple[bytes, ...]) -> AlikeRun | None:
+        """Read and resolve frames from seq ``seq`` on, up to the first that says something else. ``prefixes`` has that
+        of the keys of rows for each shard.
 
         Return None if the first one says something else; nothing has changed then.
         """
@@ -140,17 +145,17 @@ class AlikeFrames:
             self._running,
             self._former,
             self._may,
-            prefix,
+            prefixes,
         )
         if result is None:
             return None
-        read, numbers, words = result
+        read, numbers, waves = result
         ran = EventRun(*numbers)
         self._ts = read[1]
         self._state.memory.note_run(self.holder, ran)
         if self._plain.is_unsalted:
             self._state.unsalted += ran.stores
-        return AlikeRun(self._batch, seq, read, ran, parts, words)
+        return AlikeRun(self._batch, seq, read, ran, parts, waves)
 
     def may_go_on(self) -> bool:
         """Return whether further frames may be taken, after those that Redis has acknowledged."""

@@ -228,18 +228,19 @@ class KnownBlocks(Protocol):
         running: tuple[Any, ...],
         former: tuple[KnownBlocks, ...],
         may: int,
-        prefix: bytes,
+        prefixes: tuple[bytes, ...],
         /,
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...] | None] | None:
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Any] | None] | None:
         """Read the frames in ``payloads`` that differ from ``events`` in their blocks only, ``run`` them, and pack
         their parts.
 
         ``ts`` is that of the frame before, ``seq`` that of the first frame, and ``parts`` are empty. ``reading`` has
         the arguments of ``Events.go_on`` from the rank on; ``running`` has the holder, the seed, the namespace, the
-        full places, the blocks of a piece, and the waves. ``prefix`` is that of the keys of rows.
+        full places, the blocks of a piece, and the waves, which begin anew. ``prefixes`` has that of the keys of rows
+        for each shard.
 
-        Return the results of ``go_on``, of ``run``, which counts the first frame among those that have begun, and of
-        ``pack``. The last is None if the run stopped before the end,
-        if copies have to be judged, or if one call has no room for all parts. Return None, without a change, if the
-        first frame says something else, or as ``extend`` does.
+        Return the results of ``go_on`` and of ``run``, which counts the first frame among those that have begun; and
+        the parts, each wave as a ``PackedWave``. These are None if the run stopped before the end, if copies have to be
+        judged, or if a call has no room for all parts of a shard. Return None, without a change, if the first frame
+        says something else, or as ``extend`` does.
         """

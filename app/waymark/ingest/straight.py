@@ -1,8 +1,8 @@
 """The straight way of frames: while the task of a stream waits, a callback applies the frames that are alike.
 
 A frame goes straight if it is the next one in order, and differs from the last applied one in its blocks only. It is
-read, resolved and sent in one step, and the callback of the reply counts it and moves the watermark. The task is woken
-by every other frame, and goes on where a frame that went straight could not be applied as a whole.
+read, resolved and packed in one step, and the callback of the last reply counts it and moves the watermark. The task is
+woken by every other frame, and goes on where a frame that went straight could not be applied as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from waymark.ingest.frames import PayloadFacts, digest
 from waymark.ingest.life import Life
 from waymark.ingest.received import ReceivedFrames
 from waymark.ingest.subscriber import Subscriber
-from waymark.store.alike_calls import SentCall
+from waymark.store.alike_calls import SentCalls
 
 _FRAMES_MAX: Final = 8
 """More waiting frames are a backlog, which costs less in the ordinary way."""
@@ -62,10 +62,10 @@ class StraightWay:
         """The frames that are not applied yet."""
         self._batch: Batch
         """Their batch."""
-        self._call: SentCall | None = None
-        """The call for them, until it ends."""
+        self._calls: SentCalls | None = None
+        """The calls for them, until these end."""
         self._ended: asyncio.Future[None] | None = None
-        """Done when the call ends, while the task waits for that."""
+        """Done when the calls end, while the task waits for that."""
         self._error: Exception | None = None
 
     def drop(self) -> None:
@@ -115,7 +115,7 @@ class StraightWay:
         """End the straight way for now, and finish the frames that went straight and are not applied. Raise their
         error, if there was one."""
         self._is_open = False
-        if self._call is not None:
+        if self._calls is not None:
             self._ended = asyncio.get_running_loop().create_future()
             await self._ended
         if self._error is not None:
@@ -128,18 +128,18 @@ class StraightWay:
             self.note(self._batch)
 
     def leave(self) -> None:
-        """Ignore the reply of the call under way, because the stream has ended. Let go of the blocks."""
+        """Ignore the replies of the calls under way, because the stream has ended. Let go of the blocks."""
         self._is_open, self._subscriber.on_frames = False, None
         self.drop()
-        if self._call is not None:
-            self._call.drop()
+        if self._calls is not None:
+            self._calls.drop()
 
     # ---- callbacks ---------------------------------------------------------------------------------
 
     def take(self) -> bool:
         """Take the buffered frames, if they may go straight. Return whether the task may go on waiting."""
         if not self._is_open or self._run is not None:
-            return self._call is not None  # its reply comes first
+            return self._calls is not None  # their replies come first
         try:
             payloads = self._payloads()
             return bool(payloads) and self._go(tuple(payloads))
@@ -175,13 +175,13 @@ class StraightWay:
             return False
         self._rest, self._pause = 0, 1
         digested = digest(payloads[run.frames - 1])
-        # The call is sent first, because readers wait for it.
-        call = straight.send(run, order.commit_at(run.last_seq, digested, run.ts), self._end)
+        # The calls are sent first, because readers wait for them.
+        calls = straight.send(run, order.commit_at(run.last_seq, digested, run.ts), self._end)
         self._run = run
         self._note(run, digested)
-        if call is None or call.done():
+        if calls is None or calls.done():
             return False
-        self._call = call
+        self._calls = calls
         return True
 
     def _note(self, run: AlikeRun, digested: str) -> None:
@@ -196,13 +196,13 @@ class StraightWay:
         self._life.append(Incoming(run.seq, digested, self._batch, size))
 
     def _end(self, is_applied: bool) -> None:
-        """End a call; see ``StraightFrames.send``."""
-        call, self._call = self._call, None
-        if call is None:
-            return  # it could not be sent
+        """End the calls; see ``StraightFrames.send``."""
+        calls, self._calls = self._calls, None
+        if calls is None:
+            return  # the first one could not be sent
         try:
             if is_applied:
-                self._applied(call)
+                self._applied(calls)
         except Exception as error:  # the task raises it; a connection to Redis calls this
             self._error, self._is_open = error, False
         if self._ended is not None:
@@ -212,12 +212,12 @@ class StraightWay:
         elif self._run is not None or self._wakes or (self._subscriber.buffered_frames and not self.take()):
             self._subscriber.wake()
 
-    def _applied(self, call: SentCall) -> None:
+    def _applied(self, calls: SentCalls) -> None:
         """Move the watermark, and count."""
         run, straight = self._run, self._frames
         assert run is not None
         assert straight is not None
-        may_go_on = straight.applied(self._batch, run, call.seconds)
+        may_go_on = straight.applied(self._batch, run, calls.seconds)
         self._life.note_applied()
         self._run = None
         if not may_go_on:

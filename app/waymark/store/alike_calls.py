@@ -1,36 +1,40 @@
-"""Calls of ``apply_rows`` that differ in a few words: those of one stream, for frames that are alike.
+"""Calls that apply the parts of frames that are alike: those of one stream, which differ in a few words.
 
-All other words are packed once. A call is sent without a task, and its receiver gets the reply. Only a call that was
-applied as a whole is done; after any other reply, and after an error, the caller applies the same parts again in the
-ordinary way, as if the reply had been lost.
+All other words are packed once. The calls follow each other as in ``Index.apply``, but no task sends them: the receiver
+of a reply sends what comes next. Frames are done only if each of their calls was applied as a whole. After any other
+reply, and after an error, the caller applies the same parts again in the ordinary way, as if the replies had been lost.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
+from waymark.domain.alike_frames import PackedShare, PackedWave
 from waymark.domain.parts import Commit
+from waymark.store import keys
 from waymark.store.calls import PART_COST, commit_words
 from waymark.store.leases import Grant
-from waymark.store.pacing import EndCall, Pacer
+from waymark.store.pacing import EndCall, GiveUp, Pacer, no_wait, unbounded
 from waymark.store.redis.client import SCRIPTS, RedisClient, Reply, Script
 from waymark.store.redis.read_connection import Replies
-from waymark.store.redis.words import bulks
+from waymark.store.redis.words import bulks, packed_call
 from waymark.store.scripts import Scripts
 
 #: The parameters of one word that differ, which follow each other in the signature; the others that differ are ``row``,
 #: ``seqs`` and ``part``.
-_COMMITTED: Final = ("watermark", "ts", "newest_ts", "digest", "calls")
+_VARIED: Final = ("watermark", "ts", "newest_ts", "digest", "calls", "first")
 _ONE_REPLY: Final = Replies(1)
+_NO_SHARE: Final[PackedShare] = (0, (0, [], 0, b"", [], b""))
 
 OnEnd = Callable[[bool], None]
-"""Called once at the end of a call, with whether all of it was applied."""
+"""Called once at the end of all calls, with whether everything was applied."""
 
 
 class AlikeCalls:
-    """The calls of one holder of a stream on its only shard. Each of them moves the watermark."""
+    """The calls of one holder of a stream. The last one for some frames moves the watermark."""
 
     def __init__(
         self,
@@ -38,101 +42,207 @@ class AlikeCalls:
         scripts: Scripts,
         pacer: Pacer,
         grant: Grant,
-        prefix: bytes,
-        values: Mapping[str, Any],
+        holder: int,
+        words_of: Callable[[int], Mapping[str, Any]],
     ) -> None:
-        """Create calls; ``prefix`` is that of the keys of rows, and ``values`` has the words that all calls share, by
-        the names of the signature.
+        """Create calls; ``words_of`` returns for a shard the words that all its calls share, by the names of the
+        signature.
         """
-        self.prefix = prefix
-        (self.holder,) = values["holders"]
+        self.prefixes = tuple(keys.block_prefix(grant.group_id, shard) for shard in range(grant.shards))
+        """The prefix of the keys of rows, for each shard."""
+        self.holder = holder
         self._client, self._scripts, self._pacer, self._grant = client, scripts, pacer, grant
-        self._keys, self._args, self._template = _template(SCRIPTS["apply_rows"], values)
+        self._words_of = words_of
+        self._templates: dict[int, tuple[int, int, bytes]] = {}
 
     @property
     def may_send(self) -> bool:
-        """Whether a connection is open."""
-        return self._client.script_connection("apply_rows") is not None
+        """Whether the connection of the first call is open."""
+        return self._client.connection(self.prefixes[0], is_script=True) is not None
 
-    def send(self, words: tuple[Any, ...], parts: int, commit: Commit, on_end: OnEnd) -> SentCall | None:
-        """Send a call with ``parts`` parts, whose ``words`` are as ``PackedParts.pack`` returns them.
-
-        Return None, without sending it, if the call has to wait.
+    def send(self, waves: Sequence[PackedWave], commit: Commit, on_end: OnEnd) -> SentCalls:
+        """Send calls for the parts of ``waves``, which move the watermark to that of ``commit``. See
+        ``Index.apply`` for their order.
         """
-        connection = self._client.script_connection("apply_rows")
+        is_alone = len(self.prefixes) == 1
+        steps: list[list[SentCall]] = []
+        for wave in waves:
+            steps.append([SentCall(0, wave.pop(0, _NO_SHARE), commit if is_alone else None)])
+            if wave:
+                steps.append([SentCall(shard, share) for shard, share in wave.items()])
+        if not is_alone:
+            steps.append([SentCall(0, None, commit)])
+        return SentCalls(self, steps, on_end)
+
+    def begin(self, call: SentCall, *, is_urgent: bool) -> None:
+        """Send a call as soon as the pacer admits it."""
+        send = partial(self._send, call, is_urgent)
+        if call.share is None:
+            send(unbounded)
+        else:
+            parts, words = call.share
+            server = self._client.server_of(self.prefixes[call.shard])
+            call.give_up = self._pacer.admit_soon(server, words[0] + PART_COST * parts, send)
+
+    def _send(self, call: SentCall, is_urgent: bool, end: EndCall) -> None:
+        call.end, call.began = end, time.perf_counter()
+        connection = self._client.connection(self.prefixes[call.shard], is_script=True)
         if connection is None:
-            return None
-        blocks, _, rows, row_words, seqs, part_words = words
-        end = self._pacer.admit_at_once(self._client.server_of(self.prefix), blocks + PART_COST * parts)
-        if end is None:
-            return None
-        keys, args = self._keys + rows, self._args + len(seqs) + parts
-        packed = self._template % (
-            3 + keys + args,
-            len(str(keys)),
-            keys,
+            call.set_exception(ConnectionError("no connection is open"))
+        else:
+            connection.send(self._packed(call), _ONE_REPLY, call, connection.silent_at(), is_urgent=is_urgent)
+
+    def _packed(self, call: SentCall) -> bytes:
+        grant, shard, share, commit = self._grant, call.shard, call.share, call.commit
+        if share is None:
+            script = SCRIPTS["commit_batch"]
+            values = {**grant.fenced_call, **commit_words(commit), "shards": grant.moved_calls, "event": ()}
+            return packed_call(script.sha, *script.words(values))
+        template = self._templates.get(shard)
+        if template is None:
+            template = self._templates[shard] = _template(SCRIPTS["apply_rows"], self._words_of(shard))
+        of_keys, of_args, packed = template
+        parts, (_, _, rows, row_words, seqs, part_words) = share
+        of_keys, of_args = of_keys + rows, of_args + len(seqs) + parts
+        first = grant.first_calls if shard else ""
+        return packed % (
+            3 + of_keys + of_args,
+            len(str(of_keys)),
+            of_keys,
             row_words,
-            bulks([*commit_words(commit).values(), self._grant.calls.get(0, 0)]),
+            bulks([*commit_words(commit).values(), grant.calls.get(shard, 0), first]),
             bulks([len(seqs), *seqs]),
             part_words,
         )
-        call = SentCall(self._scripts, self._grant, parts, end, on_end)
-        connection.send(packed, _ONE_REPLY, call, connection.silent_at(), is_urgent=True)
-        return call
+
+    def replied(self, call: SentCall, verdict: str, numbers: Sequence[int]) -> None:
+        """Note what a shard has acknowledged."""
+        if verdict in ("fenced", "lost"):
+            return
+        if call.share is None:
+            self._grant.committed(numbers[-1])
+        else:
+            self._grant.acknowledged(call.shard, numbers[-1])
+            if call.shard:
+                self._grant.moved_shards.add(call.shard)
+
+    def count(self, call: SentCall, verdict: str) -> None:
+        """Count a call that has ended."""
+        self._scripts._count("commit_batch" if call.share is None else "apply_rows", verdict, call.began)
 
 
-class SentCall:
-    """A call under way, and the receiver of its reply."""
+class SentCalls:
+    """The calls for some frames. Those of a step are sent when all of the step before have been applied."""
 
-    __slots__ = ("_began", "_end", "_grant", "_is_over", "_on_end", "_parts", "_scripts")
+    __slots__ = ("_are_applied", "_began", "_calls", "_is_over", "_on_end", "_steps", "under_way")
 
-    def __init__(self, scripts: Scripts, grant: Grant, parts: int, end: EndCall, on_end: OnEnd) -> None:
-        self._scripts, self._grant, self._parts, self._end, self._on_end = scripts, grant, parts, end, on_end
+    def __init__(self, calls: AlikeCalls, steps: list[list[SentCall]], on_end: OnEnd) -> None:
+        self.under_way: set[SentCall] = set()
+        """The calls of the present step that have not ended."""
+        self._calls, self._steps, self._on_end = calls, steps, on_end
+        self._are_applied, self._is_over = True, False
         self._began = time.perf_counter()
-        self._is_over = False
+        self._go_on()
 
     def done(self) -> bool:
-        """Return whether the reply is no longer wanted."""
+        """Return whether no reply is wanted any more."""
         return self._is_over
 
-    def set_result(self, replies: Reply) -> None:
-        ((verdict, *numbers),) = replies
-        if verdict not in (b"fenced", b"lost"):
-            self._grant.acknowledged(0, numbers[-1])
-        self._over(verdict.decode())
-        self._on_end(verdict == b"applied" and numbers[0] == self._parts)
+    def _go_on(self) -> None:
+        """Begin the next step, or end, unless calls are under way: the caller repeats a call only after all others have
+        ended, because two attempts at the same time could move blocks to different places.
+        """
+        while self._are_applied and self._steps and not self.under_way:
+            step = self._steps.pop(0)
+            self.under_way.update(step)
+            for call in step:
+                call.of = self
+                # The last one takes along those before that go over the same connection.
+                self._calls.begin(call, is_urgent=call is step[-1])
+        if not (self.under_way or self._is_over):
+            self._is_over = True
+            self._on_end(self._are_applied)
 
-    def set_exception(self, error: BaseException) -> None:
-        self._over("none")
-        self._on_end(False)
+    def replied(self, call: SentCall, verdict: str, numbers: Sequence[int]) -> None:
+        """Note the reply to a call, and go on."""
+        self._calls.replied(call, verdict, numbers)
+        self.ended(call, verdict, is_applied=verdict == "applied" and numbers[0] == call.expected)
+
+    def ended(self, call: SentCall, verdict: str, *, is_applied: bool) -> None:
+        """Note the end of a call, and go on."""
+        self.under_way.discard(call)
+        self._calls.count(call, verdict)
+        self._are_applied = self._are_applied and is_applied
+        self._go_on()
 
     def drop(self) -> None:
-        """Ignore the reply from now on. The call counts as one without a reply."""
-        if not self._is_over:
-            self._over("none")
-
-    def _over(self, verdict: str) -> None:
+        """Ignore the replies from now on. The calls under way count as ones without a reply."""
         self._is_over = True
-        self._scripts._count("apply_rows", verdict, self._began)
-        self._end(verdict != "none")
+        for call in self.under_way:
+            call.give_up()
+            if call.end is not None:
+                call.end(False)
+                self._calls.count(call, "none")
+        self.under_way.clear()
 
     @property
     def seconds(self) -> float:
-        """How long ago the call was sent."""
+        """How long ago the first call was begun."""
         return time.perf_counter() - self._began
+
+
+class SentCall:
+    """A call, and the receiver of its reply."""
+
+    __slots__ = ("began", "commit", "end", "give_up", "of", "shard", "share")
+
+    of: SentCalls
+    began: float
+    end: EndCall | None
+    """To be called at the end of the call, once it is sent."""
+    give_up: GiveUp
+    """Ends the wait until it is sent."""
+
+    def __init__(self, shard: int, share: PackedShare | None, commit: Commit | None = None) -> None:
+        """``share`` is what the call applies; None if it only moves the watermark."""
+        self.shard, self.share, self.commit = shard, share, commit
+        self.end, self.give_up = None, no_wait
+
+    @property
+    def expected(self) -> int:
+        """The first number of the reply if all of the call was applied."""
+        if self.share is not None:
+            return self.share[0]
+        assert self.commit is not None
+        return self.commit.watermark
+
+    def done(self) -> bool:
+        """Return whether the reply is no longer wanted."""
+        return self not in self.of.under_way
+
+    def set_result(self, replies: Reply) -> None:
+        ((verdict, *numbers),) = replies
+        assert self.end is not None
+        self.end(True)
+        self.of.replied(self, verdict.decode(), numbers)
+
+    def set_exception(self, error: BaseException) -> None:
+        assert self.end is not None
+        self.end(False)
+        self.of.ended(self, "none", is_applied=False)
 
 
 def _template(script: Script, values: Mapping[str, Any]) -> tuple[int, int, bytes]:
     """Return how many keys and arguments all calls share, and a packed call to be formatted with the other words.
 
     These are the number of words, the number of keys and before it the length of that number, the rows, the words of
-    ``_COMMITTED``, the seqs with their number, and the parts.
+    ``_VARIED``, the seqs with their number, and the parts.
     """
-    marks = {name: f"\0{name}" for name in (*_COMMITTED, "row", "seqs", "part")}
+    marks = {name: f"\0{name}" for name in (*_VARIED, "row", "seqs", "part")}
     listed = {name: [marks[name]] for name in ("row", "seqs", "part")}
     keys, args = script.words({**values, **marks, **listed})
     packed = bulks([*keys, *args]).replace(b"%", b"%%")
-    for words in ([marks[name] for name in _COMMITTED], [marks["row"]], [1, marks["seqs"]], [marks["part"]]):
+    for words in ([marks[name] for name in _VARIED], [marks["row"]], [1, marks["seqs"]], [marks["part"]]):
         before, behind = packed.split(bulks(words))
         packed = before + b"%b" + behind
     head = b"*%d\r\n" + bulks(["EVALSHA", script.sha]) + b"$%d\r\n%d\r\n"

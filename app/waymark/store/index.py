@@ -86,10 +86,12 @@ class Index:
         return await self._commit(grant, commit, events)
 
     def alike_calls(self, grant: Grant, holder: int) -> AlikeCalls:
-        """Return the calls for frames of a holder that are alike, on the only shard of its group."""
-        values = self._words_of(grant, 0, [holder], grant.record)
-        prefix = keys.block_prefix(grant.group_id, 0)
-        return AlikeCalls(self._client, self._scripts, self._pacer, grant, prefix, {**values, "events": ()})
+        """Return the calls for frames of a holder that are alike."""
+
+        def words_of(shard: int) -> dict[str, Any]:
+            return {**self._words_of(grant, shard, [holder], None if shard else grant.record), "events": ()}
+
+        return AlikeCalls(self._client, self._scripts, self._pacer, grant, holder, words_of)
 
     def _words_of(self, grant: Grant, shard: int, holders: Sequence[int], record: str | None) -> dict[str, Any]:
         """Return the words of a call that do not depend on its parts, by the names of the signature."""
@@ -108,17 +110,14 @@ class Index:
 
     async def _commit(self, grant: Grant, commit: Commit | None, events: list[Arg]) -> Verdict:
         """Move the watermark, which is on shard 0. The other shards have applied their parts before."""
-        moved = sorted(grant.moved_shards)
-        shards: list[Arg] = [word for shard in moved for word in (shard, grant.calls[shard])]
         outcome = await self._scripts.commit_batch(
             **grant.fenced_call,
             **commit_words(commit),
-            shards=shards,
+            shards=grant.moved_calls,
             event=events,
         )
         if outcome.verdict is not Verdict.FENCED:
-            grant.acknowledged(0, outcome.numbers[-1])
-            grant.moved_shards.difference_update(moved)
+            grant.committed(outcome.numbers[-1])
         return outcome.verdict
 
     async def _apply_wave(

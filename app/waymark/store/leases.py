@@ -117,6 +117,16 @@ class Grant:
         """Note that a shard has answered a call. Answers to calls that ran at the same time come in any order."""
         self.calls[shard] = max(calls, self.calls.get(shard, 0))
 
+    def committed(self, calls: int) -> None:
+        """Note that shard 0 has moved the watermark, or has it already, and has noted the calls of the other shards."""
+        self.acknowledged(0, calls)
+        self.moved_shards.clear()
+
+    @property
+    def moved_calls(self) -> list[str | bytes | int | float]:
+        """Each of ``moved_shards``, with the number of its calls."""
+        return [number for shard in sorted(self.moved_shards) for number in (shard, self.calls[shard])]
+
     def counted(self, outcome: Outcome) -> bool:
         """Note the number of calls at the end of a reply of shard 0. Return False if the call was fenced."""
         if outcome.is_applied:

@@ -39,10 +39,16 @@ _SERVERS_MAX = 256
 
 EndCall: TypeAlias = Callable[[bool], None]
 """Ends an admitted call; its argument is whether the call was answered."""
+GiveUp: TypeAlias = Callable[[], None]
+"""Ends the wait of a call; afterwards it is not admitted any more. It does nothing if the call was admitted before."""
 
 
-def _pass(_: bool) -> None:
+def unbounded(_: bool) -> None:
     """End a call without a bound."""
+
+
+def no_wait() -> None:
+    """End the wait of a call that does not wait."""
 
 
 class Pacer:
@@ -71,18 +77,21 @@ class Pacer:
             return nullcontext()
         return _Admission(self._queue(server), blocks + _CALL_COST, self._clock, while_waiting)
 
-    def admit_at_once(self, server: object, blocks: int) -> EndCall | None:
-        """Admit a call with ``blocks`` blocks if it need not wait; otherwise return None.
+    def admit_soon(self, server: object, blocks: int, begin: Callable[[EndCall], None]) -> GiveUp:
+        """Call ``begin`` once a call with ``blocks`` blocks may be sent to ``server``, maybe before this returns.
 
-        The result is to be called when the call has ended, with whether it was answered.
+        The argument of ``begin`` is to be called when the call has ended. Return a function that ends the wait.
         """
         if not self._blocks_max:
-            return _pass
+            begin(unbounded)
+            return no_wait
         queue, cost = self._queue(server), blocks + _CALL_COST
-        if not queue.enter_at_once(cost):
-            return None
-        began = self._clock()
-        return lambda is_answered: queue.leave(cost, self._clock() - began, is_answered=is_answered)
+
+        def admitted() -> None:
+            began = self._clock()
+            begin(lambda is_answered: queue.leave(cost, self._clock() - began, is_answered=is_answered))
+
+        return queue.enter_soon(cost, admitted)
 
     def _queue(self, server: object) -> _ServerQueue:
         queue = self._queues.get(server)
@@ -125,7 +134,7 @@ class _WaitingCall:
     """Done when the call is admitted, or when it is time to call ``while_waiting``."""
     is_let_through: bool = False
     is_over: bool = False
-    """Whether the caller no longer waits."""
+    """Whether nobody waits any longer."""
 
     def wake(self) -> None:
         if not self.woken.done():
@@ -159,6 +168,32 @@ class _ServerQueue:
         self._under_way += cost
         return True
 
+    def enter_soon(self, cost: int, begin: Callable[[], None]) -> GiveUp:
+        if self.enter_at_once(cost):
+            begin()
+            return no_wait
+        call = _WaitingCall(cost, asyncio.get_running_loop().create_future())
+
+        def let_through(_: object) -> None:
+            if not call.is_over:
+                call.is_over = True
+                begin()
+
+        def give_up() -> None:
+            if not call.is_over:
+                self._end_wait(call)
+
+        call.woken.add_done_callback(let_through)
+        self.waiting.append(call)
+        self._let_through()
+        return give_up
+
+    def _end_wait(self, call: _WaitingCall) -> None:
+        if call.is_let_through:
+            self._under_way -= call.cost
+        call.is_over = True
+        self._let_through()
+
     async def enter(self, cost: int, while_waiting: Callable[[], Awaitable[None]] | None) -> None:
         if self.enter_at_once(cost):
             return
@@ -179,10 +214,7 @@ class _ServerQueue:
         except BaseException:
             if timer is not None:
                 timer.cancel()
-            if call.is_let_through:
-                self._under_way -= cost
-            call.is_over = True
-            self._let_through()
+            self._end_wait(call)
             raise
 
     def leave(self, cost: int, seconds: float, *, is_answered: bool) -> None:

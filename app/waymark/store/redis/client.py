@@ -316,13 +316,13 @@ class RedisClient:
                 raise
         raise StoreUnavailable("the embedded Redis has no connections")
 
-    def connection(self, key: bytes) -> ReadConnection | None:
-        """Return the read connection to the server of ``key``, or None if it is not open, and ``ask`` has to open
-        it.
+    def connection(self, key: bytes, *, is_script: bool = False) -> ReadConnection | None:
+        """Return the connection for reads, or for scripts, to the server of ``key``; None if it is not open, and
+        ``ask`` or ``run`` has to open it.
         """
         if self.reads is not None:
-            return self.reads.connection
-        return self._redis.connection(key) if isinstance(self._redis, Cluster) else None
+            return (self.reads.scripts if is_script else self.reads).connection
+        return self._redis.connection(key, is_script=is_script) if isinstance(self._redis, Cluster) else None
 
     def script_connection(self, name: str) -> ReadConnection | None:
         """Return the open connection to the only server for a script, or None if ``run`` must send the script."""

@@ -305,15 +305,15 @@ class Cluster:
                 self._map.pass_over(endpoint)
             raise
 
-    def connection(self, key: bytes) -> ReadConnection | None:
-        """Return the open read connection to the node of ``key``, or None if it is closed, or the node may be
-        another one.
+    def connection(self, key: bytes, *, is_script: bool = False) -> ReadConnection | None:
+        """Return the open connection for reads, or for scripts, to the node of ``key``; None if it is closed, or the
+        node may be another one.
         """
         slot = key_slot(key)
         if not (self._map.is_usable() and self._map.has(slot)):
             return None
         reads = self._reads.get(self._map.pick(slot))
-        return None if reads is None else reads.connection
+        return None if reads is None else (reads.scripts if is_script else reads).connection
 
     def server_of(self, key: bytes) -> object:
         """Return the node of ``key``, or the slot of ``key`` if no map was read yet."""
