@@ -1,6 +1,6 @@
 """Measures, hop by hop, the time from the publication of a lone frame until an answer has its blocks.
 
-    python -m tools.benchmarks.lone [--frames 300] [--real-time | --calls]
+    python -m tools.benchmarks.lone [--frames 300] [--shards 1] [--real-time | --calls]
 
 An engine publishes one store of four blocks at a time, an idle worker applies it, and a replica is asked for it. The
 worker notes the moments at which a frame comes to each of its steps, by a clock that all processes share. A figure is
@@ -49,7 +49,7 @@ MOMENTS: Final[tuple[tuple[type, str, str], ...]] = (
     (AlikeCalls, "send", "it is read, and its blocks are resolved"),
     (ReadConnection, "_write", "its call is packed"),
     (ReadConnection, "data_received", "the call is written, Redis runs it, and the reply is here"),
-    (Counts, "applied", "the reply has come to the stream"),
+    (Counts, "applied", "the reply, or the last of several shards, has come to the stream"),
     (Life, "count_passed", "it is counted, and the watermark moved"),
 )
 _BLOCKS, _GAP_SECONDS, _WARM = 4, 0.015, 10
@@ -167,14 +167,15 @@ def _publish(publisher: Publisher, asked: _Asked, frames: int) -> tuple[list[int
     return sent[:-1], questions[:-1]
 
 
-def measure(frames: int, *, is_real_time: bool = False, counts_calls: bool = False) -> str:
+def measure(frames: int, *, shards: int = 1, is_real_time: bool = False, counts_calls: bool = False) -> str:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
         file = folder / "moments"
         redis = stack.enter_context(redis_server(folder))
-        replica = stack.enter_context(waymark(folder, "query", redis.url))
+        environ = {"WAYMARK_SHARDS": str(shards)}
+        replica = stack.enter_context(waymark(folder, "query", redis.url, environ))
         command = (sys.executable, "-m", "tools.benchmarks.lone", "--calls" if counts_calls else "--worker", str(file))
-        worker = stack.enter_context(waymark(folder, "ingest", redis.url, command=command))
+        worker = stack.enter_context(waymark(folder, "ingest", redis.url, environ, command=command))
         (publisher,) = stack.enter_context(publishers(1))
         publisher.register(replica)
         if is_real_time:
@@ -204,11 +205,12 @@ def main() -> int:
         prog="python -m tools.benchmarks.lone", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--frames", type=int, default=300)
+    parser.add_argument("--shards", type=int, default=1, help="shards of the index")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--real-time", action="store_true", help="keep the other load of the machine away")
     which.add_argument("--calls", action="store_true", help="count the calls of Python of a frame")
     given = parser.parse_args()
-    print(measure(given.frames, is_real_time=given.real_time, counts_calls=given.calls))
+    print(measure(given.frames, shards=given.shards, is_real_time=given.real_time, counts_calls=given.calls))
     return 0
 
 

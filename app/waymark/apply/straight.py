@@ -5,13 +5,11 @@ If anything is unusual, the applier's ``finish`` goes on with the same parts, as
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from waymark.apply.counts import Counts
 from waymark.domain.alike_frames import AlikeFrames, AlikeRun
 from waymark.domain.events import Batch
 from waymark.domain.parts import Commit
-from waymark.store.alike_calls import AlikeCalls, SentCalls
+from waymark.store.alike_calls import AlikeCalls, OnEnd, SentCalls
 
 
 class StraightFrames:
@@ -29,7 +27,7 @@ class StraightFrames:
         """Resolve the first of these frames that are alike; see ``AlikeFrames.take``."""
         return self._frames.take(seq, payloads, self._calls.prefixes)
 
-    def send(self, run: AlikeRun, commit: Commit, on_end: Callable[[bool], None]) -> SentCalls | None:
+    def send(self, run: AlikeRun, commit: Commit, on_end: OnEnd) -> SentCalls | None:
         """Send the parts of frames, and call ``on_end`` with whether Redis has applied all of them.
 
         Return None, without sending them, if these frames have to go the ordinary way.

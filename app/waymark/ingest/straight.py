@@ -195,16 +195,18 @@ class StraightWay:
         self._life.order.passed(frames[-1])
         self._life.append(Incoming(run.seq, digested, self._batch, size))
 
-    def _end(self, is_applied: bool) -> None:
+    def _end(self, outcome: bool | Exception) -> None:
         """End the calls; see ``StraightFrames.send``."""
         calls, self._calls = self._calls, None
-        if calls is None:
-            return  # the first one could not be sent
         try:
-            if is_applied:
+            if isinstance(outcome, Exception):
+                raise outcome
+            if outcome and calls is not None:
                 self._applied(calls)
         except Exception as error:  # the task raises it; a connection to Redis calls this
             self._error, self._is_open = error, False
+        if calls is None:
+            return  # the first one could not be sent
         if self._ended is not None:
             if not self._ended.done():
                 self._ended.set_result(None)

@@ -29,8 +29,8 @@ _VARIED: Final = ("watermark", "ts", "newest_ts", "digest", "calls", "first")
 _ONE_REPLY: Final = Replies(1)
 _NO_SHARE: Final[PackedShare] = (0, (0, [], 0, b"", [], b""))
 
-OnEnd = Callable[[bool], None]
-"""Called once at the end of all calls, with whether everything was applied."""
+OnEnd = Callable[[bool | Exception], None]
+"""Called once at the end of all calls, with whether everything was applied, or with the error of a defect."""
 
 
 class AlikeCalls:
@@ -87,10 +87,13 @@ class AlikeCalls:
     def _send(self, call: SentCall, is_urgent: bool, end: EndCall) -> None:
         call.end, call.began = end, time.perf_counter()
         connection = self._client.connection(self.prefixes[call.shard], is_script=True)
-        if connection is None:
-            call.set_exception(ConnectionError("no connection is open"))
-        else:
-            connection.send(self._packed(call), _ONE_REPLY, call, connection.silent_at(), is_urgent=is_urgent)
+        try:
+            if connection is None:
+                call.set_exception(ConnectionError("no connection is open"))
+            else:
+                connection.send(self._packed(call), _ONE_REPLY, call, connection.silent_at(), is_urgent=is_urgent)
+        except Exception as error:  # the pacer calls this, or a connection
+            call.of.fail(error)
 
     def _packed(self, call: SentCall) -> bytes:
         grant, shard, share, commit = self._grant, call.shard, call.share, call.commit
@@ -115,20 +118,18 @@ class AlikeCalls:
             part_words,
         )
 
-    def replied(self, call: SentCall, verdict: str, numbers: Sequence[int]) -> None:
-        """Note what a shard has acknowledged."""
-        if verdict in ("fenced", "lost"):
+    def ended(self, call: SentCall, verdict: str, numbers: Sequence[int]) -> None:
+        """Count a call, and note what its shard has acknowledged."""
+        is_commit, grant = call.share is None, self._grant
+        self._scripts._count("commit_batch" if is_commit else "apply_rows", verdict, call.began)
+        if verdict in ("fenced", "lost", "none"):
             return
-        if call.share is None:
-            self._grant.committed(numbers[-1])
+        if is_commit:
+            grant.committed(numbers[-1])
         else:
-            self._grant.acknowledged(call.shard, numbers[-1])
+            grant.acknowledged(call.shard, numbers[-1])
             if call.shard:
-                self._grant.moved_shards.add(call.shard)
-
-    def count(self, call: SentCall, verdict: str) -> None:
-        """Count a call that has ended."""
-        self._scripts._count("commit_batch" if call.share is None else "apply_rows", verdict, call.began)
+                grant.moved_shards.add(call.shard)
 
 
 class SentCalls:
@@ -163,17 +164,20 @@ class SentCalls:
             self._is_over = True
             self._on_end(self._are_applied)
 
-    def replied(self, call: SentCall, verdict: str, numbers: Sequence[int]) -> None:
-        """Note the reply to a call, and go on."""
-        self._calls.replied(call, verdict, numbers)
-        self.ended(call, verdict, is_applied=verdict == "applied" and numbers[0] == call.expected)
-
-    def ended(self, call: SentCall, verdict: str, *, is_applied: bool) -> None:
-        """Note the end of a call, and go on."""
+    def ended(self, call: SentCall, verdict: str, numbers: Sequence[int]) -> None:
+        """Note the end of a call, whose reply may be missing, and go on."""
         self.under_way.discard(call)
-        self._calls.count(call, verdict)
-        self._are_applied = self._are_applied and is_applied
+        assert call.end is not None
+        call.end(verdict != "none")
+        self._calls.ended(call, verdict, numbers)
+        if verdict != "applied" or (call.share is not None and numbers[0] != call.share[0]):
+            self._are_applied = False
         self._go_on()
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, which is no answer of Redis."""
+        self.drop()
+        self._on_end(error)
 
     def drop(self) -> None:
         """Ignore the replies from now on. The calls under way count as ones without a reply."""
@@ -182,7 +186,7 @@ class SentCalls:
             call.give_up()
             if call.end is not None:
                 call.end(False)
-                self._calls.count(call, "none")
+                self._calls.ended(call, "none", ())
         self.under_way.clear()
 
     @property
@@ -208,28 +212,19 @@ class SentCall:
         self.shard, self.share, self.commit = shard, share, commit
         self.end, self.give_up = None, no_wait
 
-    @property
-    def expected(self) -> int:
-        """The first number of the reply if all of the call was applied."""
-        if self.share is not None:
-            return self.share[0]
-        assert self.commit is not None
-        return self.commit.watermark
-
     def done(self) -> bool:
         """Return whether the reply is no longer wanted."""
         return self not in self.of.under_way
 
     def set_result(self, replies: Reply) -> None:
-        ((verdict, *numbers),) = replies
-        assert self.end is not None
-        self.end(True)
-        self.of.replied(self, verdict.decode(), numbers)
+        try:
+            ((verdict, *numbers),) = replies
+            self.of.ended(self, verdict.decode(), numbers)
+        except Exception as error:  # a connection calls this
+            self.of.fail(error)
 
     def set_exception(self, error: BaseException) -> None:
-        assert self.end is not None
-        self.end(False)
-        self.of.ended(self, "none", is_applied=False)
+        self.of.ended(self, "none", ())
 
 
 def _template(script: Script, values: Mapping[str, Any]) -> tuple[int, int, bytes]:

@@ -91,7 +91,10 @@ class Pacer:
             began = self._clock()
             begin(lambda is_answered: queue.leave(cost, self._clock() - began, is_answered=is_answered))
 
-        return queue.enter_soon(cost, admitted)
+        if not queue.enter_at_once(cost):
+            return queue.enter_later(cost, admitted)
+        admitted()
+        return no_wait
 
     def _queue(self, server: object) -> _ServerQueue:
         queue = self._queues.get(server)
@@ -168,16 +171,13 @@ class _ServerQueue:
         self._under_way += cost
         return True
 
-    def enter_soon(self, cost: int, begin: Callable[[], None]) -> GiveUp:
-        if self.enter_at_once(cost):
-            begin()
-            return no_wait
+    def enter_later(self, cost: int, admitted: Callable[[], None]) -> GiveUp:
         call = _WaitingCall(cost, asyncio.get_running_loop().create_future())
 
         def let_through(_: object) -> None:
             if not call.is_over:
                 call.is_over = True
-                begin()
+                admitted()
 
         def give_up() -> None:
             if not call.is_over:
