@@ -49,7 +49,7 @@ MOMENTS: Final[tuple[tuple[type, str, str], ...]] = (
     (AlikeCalls, "send", "it is read, and its blocks are resolved"),
     (ReadConnection, "_write", "its call is packed"),
     (ReadConnection, "data_received", "the call is written, Redis runs it, and the reply is here"),
-    (Counts, "applied", "the reply, or the last of several shards, has come to the stream"),
+    (Counts, "applied", "the last reply has come to the stream"),
     (Life, "count_passed", "it is counted, and the watermark moved"),
 )
 _BLOCKS, _GAP_SECONDS, _WARM = 4, 0.015, 10
