@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgpack
 import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod, bench_on
-from tests.topologies import Cluster, farm, start_cluster
+from tests.topologies import Cluster, farm, moving, start_cluster
 from waymark.apply.applier import Applier, Incoming
 from waymark.base import native
 from waymark.domain.alike_frames import ALIKE_HASHES_MAX
@@ -76,7 +76,11 @@ def url_of(cluster: Cluster) -> str:
     return cluster.url
 
 
-@pytest.fixture(params=["one shard", "four shards", "a Cluster"])
+EVERYWHERE: Final = pytest.mark.parametrize("bench", ["one shard", "four shards", "a Cluster"], indirect=True)
+ON_A_CLUSTER: Final = pytest.mark.parametrize("bench", ["a Cluster"], indirect=True)
+
+
+@pytest.fixture(params=["one shard", "four shards"])
 async def bench(request: pytest.FixtureRequest, short_path: Path) -> AsyncIterator[Bench]:
     is_cluster = request.param == "a Cluster"
     url = url_of(request.getfixturevalue("nodes")) if is_cluster else request.getfixturevalue("redis_url")
@@ -178,6 +182,7 @@ async def both(bench: Bench) -> tuple[Hand, Pod, Pod]:
     return worker, await steady(bench), await steady(bench, ORDINARY)
 
 
+@EVERYWHERE
 async def test_frames_that_say_the_same_go_straight(bench: Bench, ways: Ways) -> None:
     _, pod, other = await both(bench)
     for each in range(10, 20):
@@ -261,6 +266,7 @@ async def test_an_unusual_payload_between_others_comes_to_the_same(bench: Bench,
     await go_on(bench, ways, pods)
 
 
+@EVERYWHERE
 async def test_frames_that_wait_go_straight_together_or_the_ordinary_way(bench: Bench, ways: Ways) -> None:
     _, *pods = await both(bench)
     for count in (3, 8, 40):
@@ -324,6 +330,7 @@ async def test_a_rank_that_is_registered_meanwhile_is_looked_at_before_the_next_
     assert len(ways.straight) == 2
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("is_reused", [False, True])
 async def test_a_gap_between_frames_that_go_straight_is_filled(bench: Bench, ways: Ways, is_reused: bool) -> None:
     _, *pods = await both(bench)
@@ -339,6 +346,7 @@ async def test_a_gap_between_frames_that_go_straight_is_filled(bench: Bench, way
     await pods[0].counted(gaps=1, batches_lost=0)
 
 
+@EVERYWHERE
 async def test_an_engine_that_begins_again_between_frames_has_a_new_life(bench: Bench, ways: Ways) -> None:
     await working(bench)
     pod = await steady(bench)
@@ -354,90 +362,242 @@ def seq_hashes_of(hashes: Sequence[int]) -> set[int]:
     return {extend(None, token_bytes((each, 1, 2, 3)), 4)[0] for each in hashes}
 
 
-class LostReplies:
-    """The replies of some calls are lost, after Redis has run them; ``lose`` says whether the next one is."""
+def place_of(call: SentCall) -> str:
+    """Where a call is among those for a frame. One shard has the first alone."""
+    return "last" if call.share is None else "another" if call.shard else "first"
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Callable[[], BaseException] | None) -> None:
-        self.is_next = False
-        self.lost: list[SentCall] = []
-        heard = SentCall.set_result
+
+class HeldReplies:
+    """Replies that have come, and which nobody hears yet; ``at`` is the place of the next one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at = ""
+        self.held: list[tuple[SentCall, Any]] = []
+        self._heard = SentCall.set_result
 
         def hear(call: SentCall, replies: Any) -> None:
-            if not self.is_next:
-                heard(call, replies)
+            if self.at != place_of(call):
+                self._heard(call, replies)
                 return
-            self.is_next = False
-            self.lost.append(call)
-            if error is not None:
-                call.set_exception(error())
+            self.at = ""
+            self.held.append((call, replies))
 
         monkeypatch.setattr(SentCall, "set_result", hear)
 
+    async def come(self) -> None:
+        await wait_until(lambda: bool(self.held), "a reply has come", PATIENCE_SECONDS)
 
+    def are_lost(self, error: Exception) -> None:
+        """As if they had not come."""
+        while self.held:
+            self.held.pop()[0].set_exception(error)
+
+    def are_heard(self) -> None:
+        while self.held:
+            call, replies = self.held.pop()
+            if not call.done():
+                self._heard(call, replies)
+
+
+@pytest.fixture
+def replies(ways: Ways, monkeypatch: pytest.MonkeyPatch) -> HeldReplies:
+    return HeldReplies(monkeypatch)
+
+
+ONE: Final = [("one shard", "first")]
+FOUR: Final = [("four shards", "first"), ("four shards", "another"), ("four shards", "last")]
+OF_A_CLUSTER: Final = [("a Cluster", "first"), ("a Cluster", "another"), ("a Cluster", "last")]
+
+
+def spread(first: int, count: int = 16) -> list[WireEvent]:
+    """Blocks on all shards."""
+    return [stored(each) for each in range(first, first + count)]
+
+
+@EVERYWHERE
 @pytest.mark.parametrize("error", [TimeoutError, ConnectionError])
 async def test_a_lost_reply_changes_nothing(
-    bench: Bench, ways: Ways, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+    bench: Bench, ways: Ways, replies: HeldReplies, error: type[Exception]
 ) -> None:
-    replies = LostReplies(monkeypatch, error)
     _, *pods = await both(bench)
+    places = ["first", "another", "last"] if bench.shards > 1 else ["first"]
+    lost = dict(zip((12, 15, 18), places, strict=False))
     for each in range(10, 20):
+        again = [stored(1)] if each in lost else []  # a copy more, and only one
         for pod in pods:
-            replies.is_next = pod is pods[0] and each in (12, 15)
-            again = [stored(1)] if each == 12 else []  # a copy more, and only one
-            await publish(pod, stored(each, parent=2), *again)
-    assert len(replies.lost) == 2
-    assert ways.finished == [str(pods[0].name)] * 2
+            replies.at = lost.get(each, "") if pod is pods[0] else ""
+            is_lost = bool(replies.at)
+            seq = pod.publisher.publish([*spread(100 * each), *again], ts=pod.clock())
+            if is_lost:
+                await replies.come()
+                replies.are_lost(error())
+            await pod.at_watermark(seq)
+    assert ways.finished == [str(pods[0].name)] * len(lost)
     await agree(bench, *pods)
     await pods[0].counted(batches=12)
 
 
-async def test_a_reply_that_never_comes_is_that_of_a_worker_that_stopped(
-    bench: Bench, ways: Ways, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replies = LostReplies(monkeypatch, None)
-    worker = await working(bench)
-    pod = await steady(bench)
-    await publish(pod, stored(1))
-    replies.is_next = True
-    pod.publisher.publish([stored(10, parent=2), stored(1)], ts=pod.clock())
-    await wait_until(lambda: bool(replies.lost), "a call is under way", PATIENCE_SECONDS)
-    await worker.stop()
-    assert replies.lost[0].done()
-    await working(bench, "worker-2")
-    await publish(pod, BlockRemoved((1,)))
-    await publish(pod, BlockRemoved((1,)))
-    assert len((await bench.held(pod.name))[0, "GPU"]) == 3, "there were three copies, and one is left"
-    await publish(pod, BlockRemoved((1,)))
-    assert len((await bench.held(pod.name))[0, "GPU"]) == 2
-    await pod.counted(restarts=0, gaps=0)
+async def index_of(bench: Bench, pod: Pod) -> Any:
+    return (await contents(bench, pod))[1:]
 
 
-async def test_a_connection_that_is_lost_before_a_call_is_opened_again(bench: Bench, ways: Ways) -> None:
-    worker = await working(bench)
-    pod = await steady(bench)
+async def have_the_same(bench: Bench, pods: Sequence[Pod]) -> None:
+    """The index comes to have the same of all streams, whatever their records count."""
+
+    async def have() -> bool:
+        first, *others = [await index_of(bench, pod) for pod in pods]
+        return all(other == first for other in others)
+
+    await wait_until(have, "the index has the same of both streams", 2 * PATIENCE_SECONDS)
+
+
+Meanwhile = Callable[[Bench, Hand, Pod], Awaitable[None]]
+
+
+async def another_worker_raises_the_fences(bench: Bench, _: Hand, pod: Pod) -> None:
+    for shard in range(bench.shards):
+        await bench.redis.hset(keys.fence(1, shard), str((await pod.state()).id), "9.other")
+
+
+async def the_connections_are_lost(bench: Bench, worker: Hand, _: Pod) -> None:
     for shard in range(bench.shards):
         connection = worker.client.connection(keys.block_prefix(1, shard), is_script=True)
         if connection is not None:
             connection.lose(ConnectionError("lost"))
+
+
+async def the_worker_stops(bench: Bench, worker: Hand, _: Pod) -> None:
+    await worker.stop()
+    await working(bench, "worker-2")
+
+
+async def the_worker_dies(bench: Bench, worker: Hand, _: Pod) -> None:
+    with reports():  # the last one is given up
+        await worker.die()
+    await working(bench, "worker-2")
+
+
+MEANWHILE: dict[str, Meanwhile] = {
+    function.__name__: function
+    for function in (another_worker_raises_the_fences, the_connections_are_lost, the_worker_stops, the_worker_dies)
+}
+
+
+@pytest.mark.parametrize(("bench", "place"), [*ONE, *FOUR, *OF_A_CLUSTER], indirect=["bench"])
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+async def test_what_happens_before_a_reply_is_heard_leaves_nothing_out(
+    bench: Bench, ways: Ways, replies: HeldReplies, meanwhile: str, place: str
+) -> None:
+    worker, *pods = await both(bench)
+    for pod in pods:
+        await publish(pod, *spread(100))
+    assert ways.straight == [str(pods[0].name)]
+    replies.at = place
+    pods[0].publisher.publish([*spread(200), stored(1)], ts=pods[0].clock())
+    await replies.come()
+    await MEANWHILE[meanwhile](bench, worker, pods[0])
+    replies.are_heard()
+    await publish(pods[1], *spread(200), stored(1))
+    for pod in pods:
+        await publish(pod, *spread(300), BlockRemoved((1,)))
+    await have_the_same(bench, pods)
+    assert len((await bench.held(pods[0].name))[0, "GPU"]) == 2 + 3 * 16, "two copies were stored, and one removed"
+
+
+@pytest.mark.parametrize(
+    ("bench", "place", "shard"),
+    [(kind, place, 0) for kind, place in (*ONE, *FOUR)] + [(kind, place, 1) for kind, place in FOUR],
+    indirect=["bench"],
+)
+async def test_a_failover_that_loses_a_frame_leaves_nothing_out(
+    bench: Bench, ways: Ways, replies: HeldReplies, place: str, shard: int
+) -> None:
+    _, *pods = await both(bench)
+    for pod in pods:
+        await publish(pod, *spread(100))
+    assert ways.straight == [str(pods[0].name)]
+    before = await values_of(bench, shard)
+    replies.at = place
+    pods[0].publisher.publish([*spread(200), stored(1)], ts=pods[0].clock())
+    await replies.come()
+    await set_back(bench, shard, before)
+    replies.are_heard()
+    pods[1].publisher.publish([*spread(200), stored(1)], ts=pods[1].clock())
+    for pod in pods:
+        pod.publisher.publish([*spread(300), BlockRemoved((1,))], ts=pod.clock())
+    await wait_until(lambda: held_by(bench, pods, 2 + 3 * 16), "all blocks are there", 2 * PATIENCE_SECONDS)
+    await have_the_same(bench, pods)
+
+
+async def held_by(bench: Bench, pods: Sequence[Pod], blocks: int) -> bool:
+    return all([len((await bench.held(pod.name)).get((0, "GPU"), ())) == blocks for pod in pods])
+
+
+async def values_of(bench: Bench, shard: int) -> dict[bytes, tuple[bytes, int]]:
+    """All that a shard of the group has."""
+    names = cast("list[bytes]", await bench.redis.keys(f"wm:{{1.{shard}}}:*" if shard else "wm:{1}:*"))
+    return {name: (cast("bytes", await bench.redis.dump(name)), max(0, await bench.redis.pttl(name))) for name in names}
+
+
+async def set_back(bench: Bench, shard: int, values: dict[bytes, tuple[bytes, int]]) -> None:
+    await bench.redis.delete(*await values_of(bench, shard))
+    for name, (value, milliseconds) in values.items():
+        await bench.redis.restore(name, milliseconds, value)
+
+
+@EVERYWHERE
+async def test_a_connection_that_is_lost_before_a_call_is_opened_again(bench: Bench, ways: Ways) -> None:
+    worker = await working(bench)
+    pod = await steady(bench)
+    await the_connections_are_lost(bench, worker, pod)
     for each in range(10, 14):
         await publish(pod, stored(each, parent=2))
     assert len((await bench.held(pod.name))[0, "GPU"]) == 6
     await pod.counted(batches=6)
 
 
-async def test_a_fenced_frame_ends_the_stream(bench: Bench, ways: Ways) -> None:
+@pytest.mark.parametrize(
+    ("bench", "shard"), [("one shard", 0), ("four shards", 0), ("four shards", 1), ("a Cluster", 1)], indirect=["bench"]
+)
+async def test_a_fenced_frame_ends_the_stream(bench: Bench, ways: Ways, shard: int) -> None:
     """Another worker has raised the fence; this one stops, and takes the lease again because there is no other."""
     worker = await working(bench)
     pod = await steady(bench)
-    fence, publisher = keys.fence(1, 0), (await pod.state()).id
+    fence, publisher = keys.fence(1, shard), (await pod.state()).id
     await bench.redis.hset(fence, str(publisher), "9.other")
-    pod.publisher.publish([stored(10, parent=2)], ts=pod.clock())
+    pod.publisher.publish(spread(100), ts=pod.clock())
     await wait_until(lambda: worker.metric("leases_lost_total") > 0, "the stream has ended", PATIENCE_SECONDS)
-    assert (ways.straight, ways.finished) == ([], [str(pod.name)]), "the fenced call was the only one"
+    assert (ways.straight, ways.finished) == ([], [str(pod.name)]), "the fenced call was the last one"
     await pod.at_watermark(pod.last_seq)
-    assert len((await bench.held(pod.name))[0, "GPU"]) == 3
+    assert len((await bench.held(pod.name))[0, "GPU"]) == 2 + 16
 
 
+@ON_A_CLUSTER
+@pytest.mark.parametrize("shard", [0, 1])
+async def test_the_slot_of_a_shard_moves_between_frames(bench: Bench, ways: Ways, nodes: Cluster, shard: int) -> None:
+    worker, *pods = await both(bench)
+    key = keys.fence(1, shard)
+    source = nodes.primaries[nodes.of(key)]
+    target = next(node for node in nodes.primaries if node is not source)
+    with moving(nodes, [key], source, target) as arrive:
+        for pod in pods:
+            pod.publisher.publish(spread(100), ts=pod.clock())
+        await wait_until(lambda: bool(ways.finished), "a call was refused", PATIENCE_SECONDS)
+        arrive()
+        for pod in pods:
+            await pod.at_watermark(pod.last_seq)
+            await publish(pod, *spread(200))
+        before = len(ways.straight)
+        for each in range(3, 8):
+            for pod in pods:
+                await publish(pod, *spread(100 * each))
+        assert len(ways.straight) > before, "frames follow the slot"
+    await have_the_same(bench, pods)
+    assert await held_by(bench, pods, 2 + 7 * 16)
+    assert worker.metric("leases_lost_total") == 0
+
+
+@EVERYWHERE
 async def test_a_refused_row_is_gone_on_with(bench: Bench, ways: Ways) -> None:
     """Blocks beyond the slots of a row go to branch rows."""
     _, *pods = await both(bench)
