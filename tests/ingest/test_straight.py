@@ -19,6 +19,7 @@ from waymark.base import native
 from waymark.domain.alike_frames import ALIKE_HASHES_MAX
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.rows import ROW_SLOTS
+from waymark.ingest.batch_decoder import SEQ_MAX
 from waymark.ingest.straight import StraightWay
 from waymark.simulator.encode import AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent, WireEvent
 from waymark.store import keys
@@ -122,9 +123,11 @@ async def publish(pod: Pod, *events: WireEvent) -> None:
     await pod.at_watermark(pod.publisher.publish(list(events), ts=pod.clock()))
 
 
-async def steady(bench: Bench, instance_id: str = "pod-1", **options: Any) -> Pod:
+async def steady(bench: Bench, instance_id: str = "pod-1", first_seq: int = 0) -> Pod:
     """A stream whose next frame goes straight if it only stores or removes blocks."""
-    pod = await bench.pod(instance_id, **options)
+    pod = await bench.pod(instance_id, is_registered=False)
+    pod.publisher.first_seq = pod.publisher.next_seq = first_seq
+    await pod.register()
     await pod.caught_up()
     await publish(pod, stored(1, 2), stored(3, parent=2))
     await publish(pod, BlockRemoved((3,)))
@@ -277,6 +280,20 @@ async def test_frames_that_wait_go_straight_together_or_the_ordinary_way(bench: 
             await publish(pod, stored(1000 * count + 999))
     await agree(bench, *pods)
     await pods[0].counted(batches=2 + 3 + 8 + 40 + 3)
+
+
+async def test_a_frame_beyond_the_highest_seq_is_not_applied(bench: Bench, ways: Ways) -> None:
+    await working(bench)
+    pods = [await steady(bench, instance_id, SEQ_MAX - 7) for instance_id in ("pod-1", ORDINARY)]
+    for pod in pods:
+        for each in range(10, 16):
+            await publish(pod, stored(each, parent=2))
+        assert pod.last_seq == SEQ_MAX
+        pod.publisher.publish([stored(16)], ts=pod.clock())
+    assert len(ways.straight) > 3
+    for pod in pods:
+        await pod.counted(frames_malformed=1, batches=8)
+    await agree(bench, *pods)
 
 
 async def test_a_stream_whose_frames_differ_seldom_looks_for_a_straight_way(
