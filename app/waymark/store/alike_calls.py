@@ -158,8 +158,9 @@ class SentCalls:
             self.under_way.update(step)
             for call in step:
                 call.of = self
-                # The last one takes along those before that go over the same connection.
-                self._calls.begin(call, is_urgent=call is step[-1])
+                if call in self.under_way:
+                    # The last one takes along those before that go over the same connection.
+                    self._calls.begin(call, is_urgent=call is step[-1])
         if not (self.under_way or self._is_over):
             self._is_over = True
             self._on_end(self._are_applied)
@@ -176,8 +177,9 @@ class SentCalls:
 
     def fail(self, error: Exception) -> None:
         """End with an error, which is no answer of Redis."""
-        self.drop()
-        self._on_end(error)
+        if not self._is_over:
+            self.drop()
+            self._on_end(error)
 
     def drop(self) -> None:
         """Ignore the replies from now on. The calls under way count as ones without a reply."""
