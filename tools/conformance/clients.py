@@ -34,19 +34,19 @@ from waymark.simulator.http import EngineHttp
 from waymark.simulator.workload import SimulatedPrompt, tokens_of_text
 
 MODEL, BLOCK_SIZE = "m", 16
-#: Whose prompt each request has; engines in turn would be another order.
+#: The engine whose prompt each request has; the order differs from engines in turn.
 ORDER = [1, 1, 0, 1, 0, 0]
 SETTLE_SECONDS = 20.0
 TEXTS = tuple(" ".join(f"{letter}{n}" for n in range(200)) for letter in "ab")
-"""Text i is what engine i has."""
+"""Text i is the prompt that engine i has."""
 
 Chosen = list[int]
-"""For each request the engine that the client chose; -1 where it was none of them."""
+"""The engine that the client chose for each request; -1 if it was none of the two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A simulated engine, with both of its doors."""
+    """A simulated engine, with the addresses of its events and of its API."""
 
     name: str
     events: str
@@ -60,7 +60,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a client is run against."""
+    """The services of a client's run."""
 
     waymark: str
     engines: tuple[Engine, Engine]
@@ -69,7 +69,7 @@ class Bench:
     python: str
 
     async def requests_through(self, url: str) -> Chosen:
-        """Completions of both texts; who computed each is told by the engines themselves."""
+        """Request completions of both texts. The engines themselves report which of them computed each."""
         chosen = []
         async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
             for text in (TEXTS[n] for n in ORDER):
@@ -82,7 +82,7 @@ class Bench:
 
 
 async def proxy(file: Path, bench: Bench) -> Chosen:
-    """Mooncake's cache-aware proxy, in JSON or in msgpack: it registers the engines by itself."""
+    """Run Mooncake's cache-aware proxy, in JSON or in msgpack: it registers the engines by itself."""
     shared = {
         "modelname": MODEL,
         "block_size": BLOCK_SIZE,
@@ -115,7 +115,7 @@ async def proxy(file: Path, bench: Bench) -> Chosen:
 
 
 async def prototype(file: Path, bench: Bench) -> Chosen:
-    """The proxy of the Go prototype: it asks only, so the engines are registered before."""
+    """Run the proxy of the Go prototype: it only sends queries, so the engines are registered before."""
     await _register(bench)
     urls = [each.url.removeprefix("http://") for each in bench.engines]
     return await _served(
@@ -173,7 +173,7 @@ ConductorApiClient.unregister_kv_instance(instances)
 
 
 async def pymotor(directory: Path, bench: Bench) -> Chosen:
-    """MindIE PyMotor of June: its client and its policy, without the coordinator around them."""
+    """Run MindIE PyMotor of June: its client and its policy, without the coordinator around them."""
     address = httpx.URL(bench.waymark)
     hosts = [each.events.removeprefix("tcp://").split(":") for each in bench.engines]
     given = {
@@ -214,7 +214,7 @@ async def pymotor(directory: Path, bench: Bench) -> Chosen:
 
 
 async def _said(running: asyncio.subprocess.Process, word: str) -> str:
-    """What follows ``word`` on the next line that begins with it; the client logs to the same pipe."""
+    """Return the rest of the next line that begins with ``word``; the client logs to the same pipe."""
     assert running.stdout is not None
     while line := (await running.stdout.readline()).decode():
         first, _, rest = line.strip().partition(" ")
@@ -228,7 +228,7 @@ PEERS = {"dynamo.indexer": "--peers", "dynamo.select_service": "--indexer-peers"
 
 
 async def recovered(module: str, python: str) -> bool:
-    """Whether a service of Dynamo starts with Waymark as its peer, and knows Waymark's group then."""
+    """Return whether a service of Dynamo starts with Waymark as its peer, and then knows Waymark's group."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         async with waymark(directory) as service:
@@ -248,7 +248,7 @@ async def recovered(module: str, python: str) -> bool:
 
 
 async def _prime(bench: Bench) -> None:
-    """Have each engine compute its text, and wait until Waymark knows."""
+    """Let each engine compute its text, and wait until Waymark has the blocks."""
     asked = {"model": MODEL, "block_size": BLOCK_SIZE}
     async with (
         httpx.AsyncClient(base_url=bench.waymark, timeout=30, trust_env=False) as client,
@@ -271,7 +271,7 @@ Client = Callable[[Bench], Awaitable[Chosen]]
 
 
 async def run(name: str, client: Client, python: str, **settings: str) -> Chosen:
-    """One client against a fresh Waymark and fresh engines; it prints what came out."""
+    """Run one client against a fresh Waymark and fresh engines, and print the outcome."""
     port = unused_port()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)

@@ -36,13 +36,13 @@ from waymark.simulator.workload import SimulatedPrompt, conversations
 
 RELEASE = "1.6.1"
 SETTLE_SECONDS = 5.0
-#: Before questions whose answers may differ: what differs on the way there is no difference.
+#: The pause before questions whose answers may differ: differences while events are under way do not count.
 SETTLED_SECONDS = 1.0
 STEPS, ASK_EVERY = 60, 12
 DIALECTS = ("vllm-map", "vllm-map-wide", "vllm-list-7", "vllm-list-12", "sglang-map", "sglang-list-7")
 MODEL = "m"
 
-#: What differs on purpose: a name for it, and why.
+#: The deliberate differences: a name for each, and the reason.
 ON_PURPOSE = {
     "copies": "engines report every copy of a block that enters or leaves. There the answers drift from what is in the "
     "caches; here copies are counted",
@@ -54,7 +54,7 @@ ON_PURPOSE = {
     "unsigned hashes": "here `/query_by_hash` takes hashes from 2^63 on; there they must be negative numbers",
 }
 #: Sessions by turns: one in which everything must be equal, and ones with something in them that differs on purpose.
-#: Where the answers to a query differ in those, ours must be what the engines' caches hold.
+#: If the answers to a query differ in those, ours must be equal to the engines' caches.
 KINDS = ("plain", "copies", "own hashes")
 
 
@@ -70,7 +70,7 @@ class Rank:
 
 @dataclass
 class Findings:
-    """How many answers were compared and equal, and the differences by name."""
+    """The numbers of answers that were compared and equal, and the differences by name."""
 
     compared: Counter[str] = field(default_factory=Counter)
     differences: Counter[str] = field(default_factory=Counter)
@@ -83,7 +83,7 @@ class Findings:
 
 
 class Pair:
-    """Both services, asked the same."""
+    """Both services, which get the same requests."""
 
     def __init__(self, theirs: httpx.AsyncClient, ours: httpx.AsyncClient, findings: Findings, seed: int) -> None:
         self._clients = (theirs, ours)
@@ -101,7 +101,7 @@ class Pair:
         truth: Any = None,
         on_purpose: str | None = None,
     ) -> None:
-        """One question, asked until the answers are the same or ``seconds`` are over.
+        """Send one question until the answers are the same or ``seconds`` are over.
 
         They may differ where ``truth``, the answer that the engines' caches give, is ours, and ``on_purpose``.
         """
@@ -124,7 +124,7 @@ class Pair:
 
 
 def _read(answer: httpx.Response) -> Any:
-    """Status and content; lists that have no order in one."""
+    """Return status and content; lists without an order are sorted."""
     try:
         content = answer.json()
     except ValueError:
@@ -135,7 +135,7 @@ def _read(answer: httpx.Response) -> Any:
 
 
 def _name(path: str, theirs: Any, ours: Any) -> str:
-    """What a difference is called: the first of those on purpose that it is, else what differs."""
+    """Return the name of a difference: the first deliberate one that fits, otherwise the differing part."""
     if theirs[0] != ours[0]:
         return f"{path}: status {theirs[0]} there, {ours[0]} here"
     if theirs[0] >= 400:
@@ -147,7 +147,7 @@ def _name(path: str, theirs: Any, ours: Any) -> str:
 
 
 async def session(seed: int, findings: Findings, python: str) -> None:
-    """One random session from registration to the last unregistration."""
+    """Run one random session from registration to the last unregistration."""
     rng = random.Random(seed)
     block_size = rng.choice((4, 16))
     kind = KINDS[seed % len(KINDS)]
@@ -192,9 +192,9 @@ async def session(seed: int, findings: Findings, python: str) -> None:
 
 
 def _engine(rng: random.Random, block_size: int, kind: str, instance_id: int, dp_rank: int) -> SimulatedEngine:
-    """An engine with a socket of its own, of any kind that tells both what they need to know."""
+    """Return an engine with a socket of its own, of any kind whose events both services can use."""
     dialect = rng.choice(DIALECTS)
-    has_tiers = dialect.startswith("sglang")  # vLLM tells blocks off the GPU without their tokens
+    has_tiers = dialect.startswith("sglang")  # vLLM publishes blocks off the GPU without their tokens
     cache = PrefixCache(
         block_size,
         rng.choice((24, 64)),
@@ -238,7 +238,7 @@ async def _ask_all(pair: Pair, prompts: list[SimulatedPrompt], block_size: int, 
 
 
 def _truth(ranks: list[Rank], tokens: tuple[int, ...], block_size: int) -> dict[str, Any]:
-    """The answer to a query, counted in the engines' own caches."""
+    """Return the answer to a query, counted in the engines' own caches."""
     chains = (frozenset({"GPU"}), frozenset({"GPU", "CPU"}), frozenset({"GPU", "CPU", "DISK"}))
     found: dict[str, dict[str, list[int]]] = {}
     for rank in ranks:
@@ -258,7 +258,7 @@ def _truth(ranks: list[Rank], tokens: tuple[int, ...], block_size: int) -> dict[
 
 
 async def _ask_the_rest(pair: Pair, ranks: list[Rank], block_size: int) -> None:
-    """What is refused, what is not known, and the end."""
+    """Send requests that are refused, requests about unknown names, and unregistrations."""
     taken = next(rank for rank in ranks if rank.is_registered)
     same = _registration(taken, block_size)
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -295,7 +295,7 @@ async def _ask_the_rest(pair: Pair, ranks: list[Rank], block_size: int) -> None:
         await pair.ask("GET", "/workers")
 
 
-#: The section that is no result of this program.
+#: The section that this program does not write.
 CLIENTS = "\n## Clients of these APIs"
 
 

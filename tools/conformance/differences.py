@@ -34,7 +34,7 @@ MARKS = ("<!-- differences -->", "<!-- /differences -->")
 
 
 class Both:
-    """Both services, a worker with one rank registered with each, and what that worker publishes."""
+    """Both services, a worker with one rank registered with each, and the batches of that worker."""
 
     def __init__(self, theirs: httpx.AsyncClient, ours: httpx.AsyncClient, publisher: SimulatedPublisher) -> None:
         self.clients = (theirs, ours)
@@ -68,20 +68,20 @@ Play = Callable[[Both], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Case:
-    """One difference: the history, the request, and what each answers (see ``_said``)."""
+    """One difference: the history, the request, and the answer of each service (see ``_said``)."""
 
     name: str
     why: str
     theirs: Any
     ours: Any
     events: tuple[tuple[WireEvent, ...], ...] = ()
-    """Batches."""
+    """The batches of the worker."""
     path: str = "/query"
     body: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
     dialect: str = "vllm-map"
     before: Play | None = None
-    """Instead of registering the worker and publishing the events."""
+    """A function that runs instead of registering the worker and publishing the events."""
     has_replay: bool = False
 
 
@@ -90,7 +90,8 @@ def tokens(count: int) -> list[int]:
 
 
 def stored(first: int, count: int, *, medium: str = "GPU", **more: Any) -> BlockStored:
-    """Blocks ``first`` to ``first + count - 1`` of the prompt 1, 2, 3, ...; the engine calls block i 101 + i."""
+    """Return a store of blocks ``first`` to ``first + count - 1`` of the prompt 1, 2, 3, ...; the engine hash of block
+    i is 101 + i."""
     asked = tokens(first + count)[first * BLOCK :]
     hashes = tuple(range(101 + first, 101 + first + count))
     parent = 100 + first if first else None
@@ -106,13 +107,13 @@ def query(count: int, **more: Any) -> dict[str, Any]:
 
 
 async def _late(both: Both) -> None:
-    """The engine stored before anybody had subscribed."""
+    """Store before there is a subscriber."""
     both.publish(stored(0, 2))
     await both.register()
 
 
 async def _restarted(both: Both) -> None:
-    """The engine's process ended and came back, with an empty cache."""
+    """End the engine's process, and start it again with an empty cache."""
     await both.register()
     await both.subscribed()
     both.publish(stored(0, 4))
@@ -132,7 +133,7 @@ async def _byte_hashes(both: Both) -> None:
 
 
 async def _nothing(both: Both) -> None:
-    """Nobody is registered."""
+    """Register nothing."""
 
 
 ROOT = {"model_name": MODEL, "instance_id": 8, "block_size": BLOCK, "endpoint": "tcp://127.0.0.1:9"}
@@ -307,7 +308,7 @@ CASES: Sequence[Case] = (
 
 
 async def play(case: Case, directory: Path, python: str) -> tuple[Any, Any]:
-    """What each answers at the end of the case's history."""
+    """Return the answer of each service at the end of the case's history."""
     async with AsyncExitStack() as stack:
         theirs = await stack.enter_async_context(dynamo(directory, python, "dynamo.indexer"))
         ours = await stack.enter_async_context(waymark(directory))
@@ -328,7 +329,7 @@ async def play(case: Case, directory: Path, python: str) -> tuple[Any, Any]:
 
 
 async def _settled(client: httpx.AsyncClient, case: Case, expected: Any) -> Any:
-    """The answer; of a query asked for again until it is the expected one or ``SETTLE_SECONDS`` are over."""
+    """Return the answer. A query is repeated until its answer is the expected one or ``SETTLE_SECONDS`` are over."""
     deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
     headers = {"content-type": "application/json"} | case.headers
     while True:
@@ -339,7 +340,7 @@ async def _settled(client: httpx.AsyncClient, case: Case, expected: Any) -> Any:
 
 
 def _said(answer: httpx.Response) -> Any:
-    """Of a query the tokens that worker 7 has, of anything else the status, with the words of a refusal."""
+    """Return the tokens of worker 7 for a query, and otherwise the status, with the text of a refusal."""
     try:
         content = answer.json()
     except ValueError:
@@ -353,7 +354,7 @@ def _said(answer: httpx.Response) -> Any:
 
 
 def table() -> str:
-    """The page's table: what each answers to the request at the end of the case."""
+    """Return the page's table: the answer of each service to the request at the end of the case."""
     lines = ["| What | There | Here | Why |", "|---|---|---|---|"]
     for case in CASES:
         theirs, ours = _shown(case.theirs), _shown(case.ours)

@@ -38,7 +38,7 @@ from waymark.simulator.http import EngineHttp
 MODEL, BLOCK_SIZE, ENGINES = "m", 16, 2
 EXIT_SKIPPED = 3
 PACKAGES = ("openai", "anthropic", "litellm", "langchain-openai", "langchain-anthropic", "llm")
-#: What the SDKs' own tests import.
+#: The packages that the SDKs' own tests import.
 SUITE_PACKAGES = (
     "pytest",
     "pytest-asyncio",
@@ -52,7 +52,7 @@ SUITE_PACKAGES = (
 )
 SECONDS = 300.0
 
-#: In front of each script. ``check`` prints a line for each deed; an exception is its failure.
+#: The beginning of each script. ``check`` prints a line for each check; an exception is its failure.
 _HEAD = """
 import json, os, sys
 url, text = sys.argv[1], " ".join(f"word{n}" for n in range(200))
@@ -191,9 +191,9 @@ SUITES = {
     ),
     "anthropic": ("tests/api_resources/test_messages.py", "", ""),
 }
-#: Models that tests take from elsewhere in an SDK.
+#: The models that tests import from other parts of an SDK.
 MODELS_ELSEWHERE = {"anthropic": "src/anthropic/_data/deprecated_models.py"}
-#: The model of an engine that answers with the id that it is asked for, and the ids that the SDKs' tests read.
+#: The model of an engine that answers with the requested id, and the ids that the SDKs' tests read.
 STORED_MODEL, STORED_IDS = "stored", ("resp_677efb5139a88190b512bc3fef8e535d", "response_id", "previous_response_id")
 #: A plugin of pytest that stores responses under these ids before each test that may read them.
 _PLUGIN = f"""
@@ -211,7 +211,7 @@ def stored(request):
 
 
 class Check(NamedTuple):
-    """One deed of a client."""
+    """One check of a client."""
 
     name: str
     is_ok: bool
@@ -253,7 +253,7 @@ def _versions(python: Path) -> dict[str, str] | None:
 
 
 async def _stored(request: web.Request) -> web.StreamResponse:
-    """Answer as an engine whose responses have the ids that they are asked for."""
+    """Answer as an engine whose responses have the requested ids."""
     if request.method == "GET" and request.path == "/v1/models":
         return web.json_response({"object": "list", "data": [{"id": STORED_MODEL, "object": "model"}]})
     if request.path != "/v1/responses":
@@ -267,7 +267,7 @@ async def _stored(request: web.Request) -> web.StreamResponse:
 
 @asynccontextmanager
 async def stored_responses() -> AsyncIterator[str]:
-    """An engine for responses that tests read later; yields its URL."""
+    """Start an engine for responses that tests read later, and yield its URL."""
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", _stored)
     runner = web.AppRunner(application, access_log=None)
@@ -281,8 +281,8 @@ async def stored_responses() -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def gateway(directory: Path, names: set[str]) -> AsyncIterator[str]:
-    """A gateway in front of two simulated engines, whose model has these further names, and of one whose responses
-    have given ids; yields its URL.
+    """Start a gateway in front of two simulated engines, whose model has these further names, and of one whose
+    responses have given ids; yield its URL.
     """
     async with AsyncExitStack() as stack:
         urls = []
@@ -317,7 +317,7 @@ async def gateway(directory: Path, names: set[str]) -> AsyncIterator[str]:
 
 
 async def checks(name: str, python: Path, url: str) -> list[Check]:
-    """Run one client; what came of each of its deeds."""
+    """Run one client. Return the outcome of each of its checks."""
     words = (str(python), "-c", _HEAD + SCRIPTS[name], url)
     output = await _output(*words)
     found = [json.loads(line) for line in output.splitlines() if line.startswith('{"check"')]
@@ -345,7 +345,7 @@ async def _output(*words: str, directory: Path | None = None, seconds: float = S
 
 
 def source(name: str, python: Path, directory: Path) -> Path:
-    """Return the folder with the source of an SDK. Raise Skipped if it is not to be had."""
+    """Return the folder with the source of an SDK. Raise Skipped if it is not available."""
     version = (_versions(python) or {})[name]
     _run([str(python), "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", name, f"{name}=={version}",
           "--dest", str(directory)])  # fmt: skip
@@ -383,7 +383,8 @@ async def suite(name: str, python: Path, folder: Path, url: str, seconds: float)
 
 
 def ending(output: str) -> str:
-    """Return how many tests passed and failed, by the output of pytest; its end if it does not say so."""
+    """Return how many tests passed and failed, by the output of pytest; or the end of the output if it has no
+    numbers."""
     said = re.findall(r"^=*\s*(\d+ \w+\b.* in [\d.]+s.*?)\s*=*$", output, re.MULTILINE)
     return said[-1] if said else output[-300:]
 
@@ -403,7 +404,7 @@ def failures(output: str) -> list[str]:
 
 
 async def run(arguments: argparse.Namespace) -> bool:
-    """Run all clients, and print a table. Return whether each deed of each client went well."""
+    """Run all clients, and print a table. Return whether each check of each client passed."""
     python = environment(arguments.environment.absolute(), has_suites=arguments.suites is not None)
     print(", ".join(f"{name} {version}" for name, version in (_versions(python) or {}).items()), flush=True)
     is_fine = True

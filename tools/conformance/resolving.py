@@ -39,7 +39,7 @@ from waymark.engines import Ceilings, decoder
 SEED: Final = 1337
 BLOCK_SIZE: Final = 4
 FRAMES: Final = 120
-"""Frames of one random session."""
+"""The number of frames of one random session."""
 FIXTURES: Final = Path(__file__).resolve().parents[2] / "tests/fixtures"
 MEDIA: Final = [None, "GPU", "GPU", "GPU", "CPU", "CPU", "DISK", "cpu_pinned", "NVME", "nfs"]
 KINDS: Final = [EngineKind.VLLM] * 4 + [EngineKind.SGLANG] * 3 + [EngineKind.MOONCAKE] * 2 + [EngineKind.STANDARD]
@@ -89,7 +89,7 @@ class Frames:
         return event
 
     def _run(self) -> tuple[list[int], int | None, list[int]]:
-        """Consecutive blocks of a prompt: hashes, the hash before them, and tokens."""
+        """Return consecutive blocks of a prompt: hashes, the hash before them, and tokens."""
         dice = self._dice
         prompt = dice.choice(self._prompts)
         start = 0 if dice.random() < 0.4 else dice.randrange(len(prompt))
@@ -102,7 +102,7 @@ class Frames:
 
     def _hash(self, blocks: list[int]) -> int:
         found = int.from_bytes(blake2b(bytes(blocks), digest_size=8).digest(), "big")
-        # Few enough that some mean two blocks.
+        # So few hashes that some stand for two blocks.
         return found if self._tidy else found % 250 + 1
 
     def _of_engine(self) -> Any:
@@ -239,7 +239,7 @@ def registration(dice: random.Random, kind: EngineKind) -> Registration:
 
 
 class Session:
-    """A stream that is resolved as a worker does it, without Redis; ``digest`` is of all that comes out."""
+    """A stream that is resolved as a worker does it, without Redis; ``digest`` covers the whole output."""
 
     def __init__(self, of: Registration, ceilings: Ceilings, **options: Any) -> None:
         self.digest = blake2b(digest_size=8)
@@ -282,7 +282,8 @@ class Session:
             self._note_parts(finish(resolver.resolve_waiting(self._seq + 1)))
 
     def _joined(self, batches: Sequence[Any], payloads: Sequence[bytes]) -> list[tuple[int, Any]]:
-        """Return the batches with their seqs; one stands for as many frames as it can, in a tree that has this."""
+        """Return the batches with their seqs; one batch stands for as many frames as it can, in a tree that supports
+        this."""
         joined: list[tuple[int, Any]] = []
         at = 0
         while at < len(batches):
@@ -335,7 +336,7 @@ class Session:
         self._note([resolver.memory.blocks_of(holder) for holder in resolver.holders.values()])
 
     def disturb(self, dice: random.Random) -> None:
-        """Do what a stream meets besides frames."""
+        """Disturb a stream by events other than frames."""
         resolver = self.resolver
         event = dice.choice(["life", "untrusted", "over", "takeover", "missing"])
         if event == "life":
@@ -365,7 +366,7 @@ def _resolved(resolver: Any, plan: Any, fold: Sequence[tuple[int, Any]]) -> Sequ
 
 
 def _kind(event: object) -> str:
-    """The kind of an event, whatever its class is called."""
+    """Return the kind of an event, whatever the name of its class."""
     return next(kind for kind in ("Stored", "Removed", "Cleared") if type(event).__name__.startswith(kind))
 
 
@@ -472,7 +473,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def compare(seed: int, events: int, beside: Path) -> int:
-    """Print the sessions that come out differently in the tree beside."""
+    """Print the sessions whose results differ in the other tree."""
     here, there = (_lines_of(tree, seed, events) for tree in (FIXTURES.parents[1], beside))
     count = done = differing = 0
     for one, other in zip_longest(here, there, fillvalue=""):
@@ -486,8 +487,8 @@ def compare(seed: int, events: int, beside: Path) -> int:
 
 
 def _lines_of(tree: Path, seed: int, events: int) -> Iterator[str]:
-    """Yield what this program prints when it runs with the modules of a tree; without a seed of its own, an order of
-    the members of a set would differ.
+    """Yield the output of this program with the modules of a tree; without a fixed hash seed, the order of the members
+    of a set would differ.
     """
     path = os.pathsep.join([str(tree / "app"), str(tree)])
     call = [sys.executable, __file__, f"--events={events}", f"--seed={seed}"]

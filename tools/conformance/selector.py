@@ -30,7 +30,7 @@ from waymark.simulator.workload import SimulatedPrompt
 
 BLOCK_SIZE = 4
 TOKENS = list(range(100, 118))
-#: Fields whose values are made anew, or belong to one of the two alone.
+#: The fields whose values are new in each run, or belong to one of the two alone.
 FREE = ("selection_id", "sequence_hashes")
 SETTLE_SECONDS = 20.0
 HELD = "engine 1 holds the first three blocks of the prompt"
@@ -39,7 +39,7 @@ Step = tuple[str, str, Any]
 
 
 def steps(first: str, second: str) -> list[Step]:
-    """(method, path, body) of every call; ``first`` and ``second`` are the sockets of two engines."""
+    """Return the method, path and body of every call; ``first`` and ``second`` are the sockets of two engines."""
     one = {"worker_id": 1, "endpoint": "http://10.0.0.1:8000", "model_name": "m", "block_size": BLOCK_SIZE}
     prompt = {"model_name": "m", "token_ids": TOKENS}
     alone = prompt | {"allowed_worker_ids": [2]}
@@ -112,7 +112,7 @@ def steps(first: str, second: str) -> list[Step]:
 
 
 def told(answer: httpx.Response) -> list[Any]:
-    """Status and content, without what is free; of a body that does not fit, the status alone."""
+    """Return status and content, without free fields; for a body that does not fit, the status alone."""
     try:
         content = answer.json()
     except ValueError:
@@ -131,7 +131,7 @@ def _sorted(value: Any) -> Any:
 
 
 async def play(client: httpx.AsyncClient) -> list[Any]:
-    """Every answer of one of the two; its engines are its own."""
+    """Return every answer of one of the two, with engines of its own."""
     async with AsyncExitStack() as stack:
         engines = []
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The two that are compared, as processes: a service of Dynamo as released, and Waymark over a real Redis."""
+"""The two compared services, as processes: a service of Dynamo as released, and Waymark over a real Redis."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _text(log: Path) -> str:
 
 @asynccontextmanager
 async def dynamo(directory: Path, python: str, module: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a fresh ``dynamo.indexer`` or ``dynamo.select_service``."""
+    """Yield a client of a fresh ``dynamo.indexer`` or ``dynamo.select_service``."""
     port, log = unused_port(), directory / f"{module}.log"
     async with (
         process(log, python, "-m", module, "--port", str(port)) as running,
@@ -72,7 +72,7 @@ async def dynamo(directory: Path, python: str, module: str) -> AsyncIterator[htt
 
 @asynccontextmanager
 async def waymark(directory: Path, **environ: str) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a fresh ``waymark serve`` over a fresh Redis, with the other's base path."""
+    """Yield a client of a fresh ``waymark serve`` over a fresh Redis, with the base path of the other service."""
     server = shutil.which("redis-server") or shutil.which("valkey-server")
     if server is None:
         raise SystemExit("no redis-server on PATH")

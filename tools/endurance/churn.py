@@ -3,9 +3,9 @@
     python -m tools.endurance.churn [--minutes 10] [--only registration --pause 0.75]
 
 Engines turn their caches over many times, restart, clear, are unregistered and registered again, while replicas are
-asked; with ``--only`` one of these happens alone. What every process holds is sampled meanwhile. The table compares the
-last third of the time with the middle one: the first belongs to caches that fill. At the end everything is
-unregistered, and what Redis still has is shown: only tables that are never deleted may be left.
+asked; with ``--only`` one of these happens alone. The memory of every process is sampled meanwhile. The table compares
+the last third of the time with the middle one: the first belongs to caches that fill. At the end everything is
+unregistered, and the remaining keys of Redis are shown: only tables that are never deleted may be left.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tests.e2e.load import Load
 
 ENGINES = 6
 DISTURBANCES = ("restart", "clear", "registration")
-#: An engine that has published so much is restarted before it is registered anew. Else the replays, and what a worker
-#: holds of one meanwhile, would be longer at the end than in the middle.
+#: An engine that has published this many batches is restarted before it is registered again. Otherwise the replays, and
+#: the memory of a worker during one, would be larger at the end than in the middle.
 LIFE_BATCHES = 500
 SAMPLE_SECONDS = 2.0
 SETTLE_SECONDS = 60.0
-#: A last third above the middle one by more than this is growth; less is what an allocator does.
+#: A last third above the middle one by more than this is growth; less is the noise of an allocator.
 GROWTH = 0.03
 GROWTH_BYTES = 2 * 2**20
 SETTINGS = {"lease_seconds": 2}
-#: What is never deleted, whatever is unregistered.
+#: The keys that are never deleted, whatever is unregistered.
 LASTING = {
     b"wm:groups",
     b"wm:birth",
@@ -58,7 +58,7 @@ def resident_bytes(pid: int) -> int:
 
 
 class Churn:
-    """The samples, by what was sampled, and the work that goes on meanwhile."""
+    """The samples, by name, and the work that continues meanwhile."""
 
     def __init__(self, fleet: Fleet, engines: Engines, load: Load, redis: Redis, rng: random.Random) -> None:
         self.samples: dict[str, list[int]] = {}
@@ -90,7 +90,7 @@ class Churn:
             await asyncio.sleep(0.005)
 
     async def disturb(self, only: str | None, pause_seconds: float) -> None:
-        """Now and then an engine restarts, clears, or is taken out and comes back."""
+        """Now and then restart or clear an engine, or unregister it and register it again."""
         while True:
             await asyncio.sleep(pause_seconds * self._rng.uniform(0.5, 1.5))
             name = self._rng.choice(list(self._engines.engines))
@@ -107,7 +107,7 @@ class Churn:
             await replica.post("/unregister", tenant_id=self._engines.tenant_id, instance_id=name)
             await replica.post("/register", **self._engines.registrations[name])
             return
-        # At rest: what it is asked for while it restarts would be in its cache and not in what it tells.
+        # The engine is at rest, because prompts during a restart would be in its cache but not in its events.
         async with self._load.at_rest():
             await (engine.clear() if what == "clear" else engine.restart(rebind=True))
 
@@ -116,7 +116,7 @@ class Churn:
             await self._fleet.replicas[0].post("/unregister", tenant_id=self._engines.tenant_id, instance_id=name)
 
     async def left(self) -> list[str]:
-        """Keys that are there, beside those that are never deleted."""
+        """Return the keys that are left, besides those that are never deleted."""
         return [key.decode() async for key in self._redis.scan_iter() if key not in LASTING]
 
     async def fields(self, key: str) -> str:
@@ -125,7 +125,7 @@ class Churn:
         return b" ".join(await cast("Awaitable[list[bytes]]", self._redis.hkeys(key))).decode()
 
     def table(self) -> tuple[list[str], bool]:
-        """Lines, and whether nothing has grown."""
+        """Return the lines of the table, and whether no process has grown."""
         lines, is_flat = [f"{'':24}{'first third':>14}{'middle third':>14}{'last third':>14}{'last/middle':>13}"], True
         for name, values in self.samples.items():
             third = len(values) // 3
@@ -147,7 +147,7 @@ async def main(minutes: float, seed: int, only: str | None, pause: float) -> boo
         engines = Engines(stack, "churn")
         for i in range(ENGINES):
             dialect = ("vllm-map", "sglang-map", "standard-tokens")[i % 3]
-            # Far smaller than what is asked of them: every prompt evicts another.
+            # Far smaller than the prompts: every prompt evicts another.
             await engines.open(fleet.replicas[0], f"i{i}", dialect=dialect, gpu_blocks=600, cpu_blocks=300)
         load = await stack.enter_async_context(Load(engines, rng, prompts=2_000, blocks=64, pause_seconds=0.01))
         churn = Churn(fleet, engines, load, redis, rng)

@@ -4,8 +4,8 @@
 
 Starts a Redis and two query replicas. Callers with both URLs decide, run for a moment, and release: a few a second by
 the Python client, the others by two plain HTTP calls each, which cost this process a tenth of that. After half of the
-time the first replica gets SIGKILL. Before, others decided through it alone, and never release, as if they had died
-with it: their loads must be gone when their reservations are over.
+time the first replica gets SIGKILL. Before, other callers decide through it alone, and never release, as if they had
+died with it: their loads must be gone when their reservations are over.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PODS = [f"pod-{number}" for number in range(8)]
 PROMPT = list(range(512))
 FORGOTTEN = 100
 _LOOK_SECONDS = 0.1
-#: How long a request runs.
+#: The duration of a request.
 RUNS_SECONDS = (0.05, 0.5)
 
 
@@ -44,7 +44,8 @@ class RefusedError(Exception):
 
 
 class Plain:
-    """A router with both URLs: what one of them does not answer, it asks the other, by the same ``request_id``."""
+    """A router with both URLs: it sends a request that one of them does not answer to the other, with the same
+    ``request_id``."""
 
     def __init__(self, session: aiohttp.ClientSession, urls: Sequence[str]) -> None:
         self._session = session
@@ -52,7 +53,7 @@ class Plain:
         self._chance = random.Random(2)
 
     async def request(self) -> None:
-        """A request from its decision to its end. Raises RefusedError."""
+        """Run a request from its decision to its end. Raise RefusedError if no replica decides."""
         of = {"model": "m", "token_ids": PROMPT, "expect": False, "timeout_seconds": 3600}
         taken = await self._ask("/select", of | {"request_id": uuid4().hex})
         await asyncio.sleep(self._chance.uniform(*RUNS_SECONDS))
@@ -70,12 +71,12 @@ class Plain:
             except (aiohttp.ClientError, TimeoutError) as error:
                 came.append(f"{url}: {error!r}")
                 if len(self._urls) > 1 and isinstance(error, aiohttp.ClientConnectorError):
-                    self._urls = [each for each in self._urls if each != url]  # nobody listens there
+                    self._urls = [each for each in self._urls if each != url]  # no process listens there
         raise RefusedError("; ".join(came))
 
 
 class Callers:
-    """Requests that begin so many times a second, and what came of them."""
+    """Requests that begin at a rate, and their outcomes."""
 
     def __init__(self, request: Callable[[], Awaitable[None]], per_second: float) -> None:
         self.decided = 0
@@ -84,7 +85,7 @@ class Callers:
         self._per_second = per_second
 
     async def run(self, seconds: float) -> float:
-        """Decisions a second, as they came to be, until the last of them has ended."""
+        """Run the requests until the last of them has ended. Return the decisions of each second."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             while (now := time.monotonic() - began) < seconds:
@@ -155,7 +156,7 @@ async def main(per_second: float, by_client: float, seconds: float, reserved_sec
 
 
 async def _gone(redis: RedisServer, nonces: Sequence[str], reserved_seconds: float) -> float:
-    """Seconds until these reservations are gone."""
+    """Return the seconds until these reservations are gone."""
     began = time.monotonic()
 
     def left() -> set[str]:
@@ -172,7 +173,7 @@ async def _gone(redis: RedisServer, nonces: Sequence[str], reserved_seconds: flo
 
 
 async def _are_released(redis: RedisServer, service: Service) -> None:
-    """Every request has ended, so no target has a load."""
+    """Check that no target has a load, because every request has ended."""
     left: list[int] = []
 
     async def are_none() -> bool:

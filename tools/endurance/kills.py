@@ -1,12 +1,12 @@
-"""Everything is killed at random, for as long as one likes; at the end every answer is still the model's.
+"""Kills everything at random, for a given time; after each round every answer must still be that of the model.
 
     python -m tools.endurance.kills [--minutes 10] [--seed 1]
 
-Starts a Redis, three ingest workers, two query replicas and six simulated engines that publish all the time. In
-each round some of them are killed, paused, told to end, started again; Redis too, with its data and without. After
-each round the engines rest, a controller registers what has been lost, and all answers are compared with what the
-engines' caches hold. The seed decides what happens to whom, not when a process comes to it: it narrows a failure
-down, it does not repeat it exactly.
+Starts a Redis, three ingest workers, two query replicas and six simulated engines that publish all the time. In each
+round some of them are killed, paused, ended or started again; Redis, too, with its data and without. After each round
+the engines rest, a controller registers lost publishers, and all answers are compared with the engines' caches. The
+seed decides which process has which fault, but not the moment at which a process reaches it: it narrows a failure down,
+but does not repeat it exactly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.e2e.load import Load
 
 ENGINES = 6
 LEASE_SECONDS = 2
-#: For all to be as it was: a lease, a look, reconnecting, a replay; on a machine that has other things to do.
+#: The time for recovery: a lease, a look, reconnecting, a replay; on a busy machine.
 SETTLE_SECONDS = 60.0
 STEP_SECONDS = (0.05, 1.0)
 SETTINGS = {"lease_seconds": LEASE_SECONDS, "redis_timeout_seconds": 1, "probe_seconds": 5}
@@ -37,7 +37,7 @@ BUFFER_BATCHES = 1_000_000
 
 
 class Kills:
-    """Rounds of faults over a fleet and its engines. ``done`` counts what was done, and to what."""
+    """Rounds of faults over a fleet and its engines. ``done`` counts the faults by kind and process."""
 
     def __init__(self, fleet: Fleet, engines: Engines, load: Load, rng: random.Random) -> None:
         self.done: Counter[str] = Counter()
@@ -50,7 +50,7 @@ class Kills:
         self._is_redis_paused = False
 
     async def round(self, steps: int) -> None:
-        """So many faults, then everything comes back and is compared."""
+        """Run this number of faults; afterwards start everything again, and compare."""
         for _ in range(steps):
             await self._choose()()
             await asyncio.sleep(self._rng.uniform(*STEP_SECONDS))
@@ -58,7 +58,7 @@ class Kills:
         await self.compare()
 
     async def compare(self) -> None:
-        """Every answer of every replica, by tokens and by hash, is the model's."""
+        """Check that every answer of every replica, by tokens and by hash, is that of the model."""
         async with self._load.at_rest():
             await self._engines.agree(self._fleet.replicas, *self._load.prompts, seconds=SETTLE_SECONDS)
 
@@ -69,7 +69,7 @@ class Kills:
     # ---- one fault -------------------------------------------------------------------------------------
 
     async def _member(self) -> None:
-        """A worker or a replica: what is well is hurt, what is down or paused comes back."""
+        """Kill, pause or end a worker or a replica that runs; start or resume one that does not."""
         member = self._rng.choice(self._fleet.members)
         if member in self._paused:
             self._paused.remove(member)
@@ -116,7 +116,7 @@ class Kills:
 
     async def _engine(self) -> None:
         engine = self._rng.choice(list(self._engines.engines.values()))
-        # At rest: what it is asked for while it restarts would be in its cache and not in what it tells.
+        # The engine is at rest, because prompts during a restart would be in its cache but not in its events.
         async with self._load.at_rest():
             if self._rng.random() < 0.3:
                 self.done["engine cleared"] += 1
@@ -170,7 +170,7 @@ async def main(minutes: float, seed: int, steps: int) -> None:
 
 
 async def open_engines(engines: Engines, fleet: Fleet) -> None:
-    """Engines of several kinds and sizes, registered with the first replica."""
+    """Open engines of several kinds and sizes, and register them with the first replica."""
     for i in range(ENGINES):
         await engines.open(
             fleet.replicas[0],

@@ -5,7 +5,8 @@
 Engines publish that many blocks to ``waymark serve``, over a Redis of its own: prompts with shared beginnings. While
 two of them go on publishing other prompts, ``waymark export`` writes a file. ``waymark import`` puts the file into a
 second Redis, with another number of shards and a prefix of keys, and both are asked the same questions: whole prompts,
-pieces of them, and prompts that nobody has. Prints how long it took, the size of the file, and how many answers differ.
+pieces of them, and prompts that no engine has. Prints how long it took, the size of the file, and how many answers
+differ.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, VOCABULARY
 
 PROMPT_BLOCKS = 64
 SHARED_BLOCKS = 24
-#: Prompts in a row that begin with the same blocks: more than a row has slots for.
+#: The number of consecutive prompts that begin with the same blocks: more than the slots of a row.
 FAMILY = 40
 PREFIX = "moved:"
 _PAUSE_SECONDS = 0.02
-#: Prompts that are sent before the last of them is in answers.
+#: The number of prompts that are sent before the last of them is in answers.
 _PROMPTS_AHEAD = 500
 
 
 class Prompts:
-    """The prompts of a run: any of them is made again from its number."""
+    """The prompts of a run; each can be made again from its number."""
 
     def __init__(self, blocks: int, engines: int) -> None:
         self.engines = engines
@@ -53,11 +54,11 @@ class Prompts:
         ]
 
     def engine(self, number: int) -> int:
-        """A family is on one engine."""
+        """Return the engine of a prompt; a family is on one engine."""
         return (number // FAMILY) % self.engines
 
     def send(self, engine: Publisher, number: int) -> int:
-        """Publish a prompt as new blocks after those that its family shares; how many blocks."""
+        """Publish a prompt as new blocks after those that its family shares. Return the number of blocks."""
         tokens, family = self.tokens(number), number // FAMILY
         shared = [(family << 24) + at + 1 for at in range(SHARED_BLOCKS)]
         own = [(1 << 62) + (number << 8) + at for at in range(PROMPT_BLOCKS - SHARED_BLOCKS)]
@@ -85,7 +86,7 @@ def ask(server: Server, tokens: list[int]) -> str:
 
 
 def command(*words: str, **settings: str) -> tuple[str, float]:
-    """Run a command of Waymark; what it prints, and its seconds."""
+    """Run a command of Waymark. Return its output and its seconds."""
     began = time.perf_counter()
     environ = os.environ | {f"WAYMARK_{name.upper()}": value for name, value in settings.items()}
     done = subprocess.run(

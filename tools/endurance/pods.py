@@ -1,10 +1,10 @@
-"""How long the discovery of an ingest worker takes to register every pod of a large cluster.
+"""Measures how long the discovery of an ingest worker takes to register every pod of a large cluster.
 
     python -m tools.endurance.pods [--pods 10000] [--asked] [--seconds 30]
 
-A stand-in for the API server of Kubernetes lists pods that nobody has seen before, with addresses of loopback. Their
-annotations name model and block size; with `--asked` they do not, and each engine is asked what it serves. Engines
-answer over HTTP, and nothing listens at their event ports: the worker tries to connect all the time, as it does to
+A stand-in for the API server of Kubernetes lists new pods, with addresses of loopback. Their
+annotations name model and block size; with `--asked` they do not, and the worker asks each engine for both. Engines
+answer over HTTP, and no process listens at their event ports: the worker tries to connect all the time, as it does to
 engines that start. `waymark ingest` and Redis are processes of their own. The command fails if the last pod is
 registered after more than `--seconds` (longer if the machine is busy), if a warning says that Redis does not answer, or
 if the loop of the worker was held for longer than `tests.hostile` allows.
@@ -33,9 +33,9 @@ from tests.patience import patient, patient_settings
 from tests.ports import unused_port
 from waymark.store import keys
 
-#: What the annotations of a pod say, so that its engine need not be asked.
+#: The annotations of a pod that make a question to its engine unnecessary.
 _SAID = {"type": "vLLM", "model": "llama", "block-size": "16"}
-#: Ten times as long as it should take: then something is wrong, and the figures say how far it came.
+#: Ten times as long as it should take: after this time something is wrong, and the figures show the progress.
 _GIVE_UP = 10
 
 
@@ -68,7 +68,7 @@ async def main(pods: int, seconds: float, *, is_asked: bool) -> bool:
 
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer as engines do, which keep a connection open."""
+    """Answer like an engine, which keeps a connection open."""
     while head := await reader.readuntil(b"\r\n\r\n"):
         path = head.split(b" ", 2)[1].decode()
         writer.write(http(GOOD[path]) if path in GOOD else http(b"", status="404 x"))
@@ -76,7 +76,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def _watched(live: Live, redis: Redis, pods: int, seconds: float) -> bool:
-    """Follow the registrations, and ask beside them for ``/health``."""
+    """Follow the registrations, and ask for ``/health`` meanwhile."""
     worker, began = Processes([live.pid]), monotonic()
     cpu, held, there = worker.on_cpu(), 0.0, 0
     async with live.client() as client:

@@ -1,4 +1,4 @@
-"""How long a kill of an ingest worker is felt, with the default lease, under a fast stream.
+"""Measures the effect of a kill of an ingest worker, with the default lease, under a fast stream.
 
     python -m tools.endurance.takeover [--kills 10] [--blocks-per-second 20000] [--lease-seconds 8]
 

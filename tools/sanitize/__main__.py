@@ -19,7 +19,7 @@ THROUGH_THE_DECODERS = "tests/engines"
 
 
 def names_of_tests() -> list[str]:
-    """The tests of the C module."""
+    """Return the names of the tests of the C module."""
     names = {path.relative_to(ROOT).as_posix(): path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     return [
         name
@@ -32,7 +32,7 @@ def main() -> int:
     names = names_of_tests()
     for variant in Variant:
         print(f"{variant.value}: {' '.join(names)}", flush=True)
-        # A sanitizer ends the process: what it reports must not be with pytest then.
+        # A sanitizer ends the process, so pytest must not have captured its report.
         pytest = ["-m", "pytest", "-q", "--capture=sys", "-p", "tools.sanitize.plugin", "-p", "no:cacheprovider"]
         done = run(build(variant), [*pytest, *sys.argv[1:], *names])
         if done.returncode != 0:

@@ -1,4 +1,5 @@
-"""What the C module has to make of a batch's msgpack, in plain Python: which events are plain, and what is in them."""
+"""A reference in plain Python for the C module's reading of a batch's msgpack: which events are plain, and their
+fields."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ REMOVED = ["block_hashes", "medium", "group_idx"]
 OF_MAPS = ["cache_salt", "block_mm_infos", "locality", "origin", "remaining_copy_counts", "type"]
 MAIN = ["full_attention", "mla_attention", "sink_full_attention"]
 HASHES_MAX, DEPTH_MAX = 2048, 16
-#: Of a head of msgpack: bytes of the number behind it.
+#: The bytes of the number behind each head of msgpack.
 WIDTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2}
 WIDTHS |= {0xD2: 4, 0xD3: 8, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
@@ -24,7 +25,7 @@ class NotPlain(Exception):
 
 
 class Text(bytes):
-    """A text, as its bytes: whether they are UTF-8 is another question."""
+    """A text, as its bytes, which may not be UTF-8."""
 
 
 class Pairs(list[Any]):
@@ -32,7 +33,7 @@ class Pairs(list[Any]):
 
 
 def _value(payload: bytes, at: int, depth: int = 0) -> tuple[Any, int]:
-    """The value at a place, and where it ends."""
+    """Return the value at a place, and its end."""
     if at >= len(payload):
         raise NotPlain
     head = payload[at]
@@ -107,7 +108,7 @@ def _hashes(value: object) -> tuple[int, ...]:
 
 
 def _fields(event: list[Any], list_fields: tuple[int, int]) -> tuple[dict[str, Any], int]:
-    """The fields of an event by name, with its tag; and how many elements its list has, 0 for a map."""
+    """Return the fields of an event by name, with its tag, and the number of elements of its list, 0 for a map."""
     if not isinstance(event, Pairs):
         _require(event)
         is_removal = event[0] == b"BlockRemoved"
@@ -261,7 +262,7 @@ def read_batch(
 
 
 def _start_of_events(payload: bytes) -> int:
-    """Behind the heads of the batch and of its list."""
+    """Return the place behind the heads of the batch and of its list."""
     unpacker = msgpack.Unpacker(strict_map_key=False)
     unpacker.feed(payload)
     unpacker.read_array_header()

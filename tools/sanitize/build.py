@@ -22,7 +22,7 @@ DIRECTORY = ROOT / "build" / "sanitize"
 
 MODULE = "waymark._native"
 
-#: Names the module that a preloaded Python loads.
+#: The variable that names the module that a preloaded Python loads.
 VARIABLE = "SANITIZED_MODULE"
 
 FLAGS = [
@@ -37,13 +37,13 @@ class Variant(Enum):
     """The code for one kind of machine."""
 
     NATURAL = "natural"
-    """That of this machine: on x86-64 with SSE2, and AVX2 if it has it."""
+    """The code for this machine: on x86-64 with SSE2, and with AVX2 if the machine has it."""
     PORTABLE = "portable"
-    """That of any machine."""
+    """The code for any machine."""
 
 
 def build(variant: Variant) -> Path:
-    """Compile the module; ``SystemExit`` with what is missing, or what the compiler says."""
+    """Compile the module. Raise ``SystemExit`` with the missing part or the error of the compiler."""
     from waymark.base.native import (
         digest_of,  # here only: a Python that preloads a module must not load another one before
     )
@@ -55,7 +55,7 @@ def build(variant: Variant) -> Path:
     command = [*_compiler(), *FLAGS, *(f"-I{path}" for path in headers)]
     command += [f'-DWAYMARK_SOURCES="{digest_of(ROOT / "native")}"']
     command += ["-U__SSE2__"] if variant is Variant.PORTABLE else []
-    # What is counted is the module's blocks, not those of the counter.
+    # Only the module's blocks are counted, not those of the counter.
     for source in sources:
         own = [flag for flag in command if source.name != "coverage.c" or "coverage" not in flag]
         _run([*(flag for flag in own if flag != "-shared"), "-c", str(source), "-o", str(_object(variant, source))])
@@ -110,7 +110,7 @@ def preload() -> None:
 
 
 def check_preloaded() -> None:
-    """Fail where Waymark runs anything but the module that ``run`` names."""
+    """Fail if Waymark runs anything but the module that ``run`` names."""
     from waymark.base import native
 
     assert getattr(native.selected, "__file__", None) == os.environ[VARIABLE], "another module is loaded"

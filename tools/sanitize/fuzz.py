@@ -20,24 +20,24 @@ from itertools import count
 from tools.sanitize.build import DIRECTORY, VARIABLE, Variant, build, check_preloaded, preload, run
 
 if VARIABLE in os.environ:
-    preload()  # what is imported next imports the module, too
+    preload()  # the next imports also import the module
 
 from tools.sanitize.shared import SharedObjects
 from tools.sanitize.targets import TARGETS, Arguments, Target
 
-#: Bytes of an input: beyond it nothing new happens.
+#: The most bytes of an input; longer ones reach no new code.
 SIZE_MAX = 4096
-#: The input under way, which a sanitizer that ends the process cannot tell.
+#: The input under way, which a sanitizer that ends the process cannot report.
 LAST = DIRECTORY / "last-input"
 LAST_BYTES = 1 << 20
 
 
 class Finding(Exception):
-    """A function answered something else than its reference, or has changed what is not its own."""
+    """A function has answered something else than its reference, or has changed an object that is not its own."""
 
 
 def change_bytes(draw: random.Random, value: bytes, target: Target, others: list[bytes]) -> bytes:
-    """One to three small changes."""
+    """Return the bytes with one to three small changes."""
     changed = bytearray(value)
     for _ in range(draw.choice([1, 1, 2, 3])):
         at = draw.randint(0, len(changed))
@@ -62,7 +62,7 @@ def change_bytes(draw: random.Random, value: bytes, target: Target, others: list
 
 
 def change(draw: random.Random, arguments: Arguments, target: Target, corpus: list[Arguments]) -> Arguments:
-    """One argument, or two, changed."""
+    """Return the arguments with one or two of them changed."""
     changed = list(arguments)
     places = [place for place in range(len(changed)) if place not in target.kept]
     for place in draw.choices(places, k=draw.choice([1, 1, 2])):
@@ -80,7 +80,7 @@ def change(draw: random.Random, arguments: Arguments, target: Target, corpus: li
 
 
 def answer(function: Callable[..., object], arguments: Arguments) -> object:
-    """What it answers; ``"refused"`` where it raises what an argument that does not fit is refused with."""
+    """Return the answer of a function, or ``"refused"`` if it raises the error of an argument that does not fit."""
     try:
         return function(*arguments)
     except (TypeError, ValueError, OverflowError):
@@ -100,7 +100,7 @@ def check(function: Callable[..., object], target: Target, arguments: Arguments,
 
 
 def fuzz(name: str, seconds: float, seed: int) -> None:
-    """Change inputs of one function for some time; ``Finding`` where an answer is wrong."""
+    """Change inputs of one function for some time. Raise ``Finding`` if an answer is wrong."""
     target = TARGETS[name]
     function = target.function(name)
     counter = ctypes.CDLL(os.environ[VARIABLE])
@@ -113,7 +113,7 @@ def fuzz(name: str, seconds: float, seed: int) -> None:
         for calls in count():
             if not queue and calls % 64 == 0 and time.monotonic() >= deadline:
                 break
-            # The newest are changed more often than those that have been here for long.
+            # The newest inputs are changed more often than old ones.
             newest = draw.choice([corpus, corpus, corpus[-20:]]) if corpus else corpus
             arguments = queue.pop() if queue else change(draw, draw.choice(newest), target, corpus)
             text = repr((name, arguments)).encode()[: LAST_BYTES - 1] + b"\0"

@@ -1,6 +1,6 @@
 """A pytest plugin: the tests run with the sanitized C module (``-p tools.sanitize.plugin``).
 
-After each test the objects that the whole process shares must be what they were.
+After each test the objects that the whole process shares must be unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the C module has to make of a whole batch, in plain Python: parts, and the bytes that Redis gets."""
+"""A reference in plain Python for the C module's work on a whole batch: parts, and the bytes that Redis gets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def use_frames(
     waves: Any,
     shards: int,
 ) -> None:
-    """Take two more batches of the same bytes in one step, and by one call for each; both come to the same."""
+    """Take two more batches of the same bytes in one step, and by one call for each; both have the same result."""
     loops = native.selected
     assert loops is not None
     ts, events, rank, publisher_id, _ = read
@@ -110,17 +110,17 @@ def _packed(parts: Any, prefixes: Sequence[bytes]) -> list[Any] | None:
 
 
 _Block: TypeAlias = tuple[int, int, int]
-"""Key, depth and engine hash."""
+"""The key, depth and engine hash of a block."""
 
 
 class _Model:
-    """A stream's blocks: what each engine hash is, and what has gone."""
+    """A stream's blocks: the block of each engine hash, and the removed ones."""
 
     def __init__(self, namespace: int, piece_blocks: int, shards: int) -> None:
         self.shards = shards
         self.used: set[tuple[int, int]] = set()  # in this wave: a block, and the shard of a part that needs it
         self.left: dict[int, int] = {}  # the shard that a block has left in this wave
-        self.waiting: list[bool] = []  # of each part
+        self.waiting: list[bool] = []  # one value for each part
         self.namespace = namespace
         self.piece_blocks = piece_blocks
         self.spots: dict[int, tuple[int, int, int]] = {}  # head, depth, key
@@ -200,7 +200,7 @@ class _Model:
         self.left.clear()
 
     def shares(self) -> list[dict[int, tuple[int, int]]]:
-        """How many parts and blocks of each wave each shard has."""
+        """Return how many parts and blocks of each wave each shard has."""
         waves: list[dict[int, tuple[int, int]]] = [{}]
         for (_, head, _, blocks), waits in zip(self.parts, self.waiting, strict=True):
             if waits and waves[-1]:
@@ -270,7 +270,7 @@ def parts(payload: bytes, namespace: int, piece_blocks: int, shards: int) -> obj
 
 
 def _gone_on(ts: object, events: list[Any], rank: object) -> object:
-    """What two more batches of the same bytes add."""
+    """Return the additions of two more batches of the same bytes."""
     is_plain = type(ts) is float and 0 <= ts < 1e11 and (rank is None or type(rank) is int)
     stores = [len(each.engine_hashes) for each in events if isinstance(each, Stored)]
     removals = [len(each.engine_hashes) for each in events if isinstance(each, Removed)]
@@ -284,7 +284,8 @@ def flags(kind: bytes, namespace: int) -> int:
 
 
 def is_run(events: list[Any]) -> bool:
-    """Whether all are stores with the tokens of their blocks, and removals, and neither differ in anything else."""
+    """Return whether all events are stores with the tokens of their blocks, or removals, and are equal in all other
+    fields."""
     if not events or not all(isinstance(each, Stored | Removed) for each in events):
         return False
     shapes: dict[type, set[Any]] = {Stored: set(), Removed: set()}

@@ -1,7 +1,7 @@
 """The objects that a whole process shares, and that no function of the C module may change.
 
 Python has one object for each single byte, for each character up to 255, for each small number and for each name. A
-function in C that makes such an object with its content, and then writes into it, changes it for everybody. No
+function in C that makes such an object with its content, and then writes into it, changes it for the whole process. No
 sanitizer sees that: the memory belongs to the object.
 """
 
@@ -28,7 +28,7 @@ def _names() -> list[str]:
 
 
 class SharedObjects:
-    """The shared objects, and what they were at first in objects of their own."""
+    """The shared objects, and copies of their first contents."""
 
     def __init__(self) -> None:
         self._codes = bytes(range(_CODES))

@@ -1,4 +1,4 @@
-"""Decisions by sums, out of bytes: what the C module is called with, and what it has to answer."""
+"""Decisions by sums, made from bytes: the arguments of the C module, and the answers that it has to give."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from waymark.store.reservations import Load, Offer
 
-#: The bytes of one target.
+#: The number of bytes of one target.
 _TARGET_BYTES = 8
 _CREDITS = (1.0, 0.75, 0.25, 0.5)
 
@@ -19,13 +19,13 @@ class _Weighted(NamedTuple):
 
 
 def _draws() -> Callable[[], float]:
-    """Numbers of which some are equal."""
+    """Return numbers, some of which are equal."""
     numbers = iter(int(7919 * at % 13) / 13 for at in range(2**30))
     return lambda: next(numbers)
 
 
 def _facts(script: bytes) -> tuple[list[Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
-    """Members, and the rows, loads and expected blocks of some."""
+    """Return members, and the rows, loads and expected blocks of some of them."""
     members: list[Any] = []
     rows: dict[Any, Any] = {}
     loads: dict[Any, Any] = {}
@@ -44,7 +44,7 @@ def _facts(script: bytes) -> tuple[list[Any], dict[Any, Any], dict[Any, Any], di
 
 
 def _least(tokens: int, size: int) -> int:
-    """The tokens that every target computes."""
+    """Return the tokens that every target computes."""
     if not (0 <= tokens < 2**40 and 0 < size < 2**20):
         raise ValueError("no prompt is so long, and no block has so many tokens")
     return tokens - max(0, tokens - 1) // size * size
@@ -123,7 +123,7 @@ def _words(offers: list[Offer], promises: list[str]) -> Iterator[str]:
 
 
 def _columns(script: bytes) -> list[Any]:
-    """Pairs of a weight and a column; some numbers are missing, and some are beyond 0 and 1."""
+    """Return pairs of a weight and a column; some numbers are missing, and some are below 0 or above 1."""
     width = 1 + (script[0] % 7 if script else 0)
     rows = [script[at : at + width + 1] for at in range(1, len(script) - width, width + 1)]
     numbers = {each: (each - 64) / 128 if each % 5 else None for each in range(256)}
@@ -157,5 +157,5 @@ def least_of(script: bytes, most: int, sign: int) -> object:
 
 
 _EACH = bytes(range(256))
-#: Targets that have nothing, everything, a part, and soon a part.
+#: Targets that have no block, all blocks, a part, and soon a part.
 SCRIPTS = [b"", bytes(8) * 9, _EACH, _EACH[::-1], _EACH[1::3] + _EACH[::5], b"\1\1\2\0\0\0\0\0" + bytes(64)]

@@ -1,7 +1,7 @@
-"""What is fuzzed: each function of the C module, with first inputs, and what it has to answer, in plain Python.
+"""The targets of the fuzzer: each function of the C module, with first inputs, and a reference in plain Python.
 
-A reference is written for clearness, not speed, and shares nothing with the implementations of Waymark. Where it
-raises, the function has to raise too.
+A reference is written for clarity, not speed, and shares no code with the implementations of Waymark. If it raises, the
+function has to raise, too.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from waymark.domain.rows import Place
 Arguments = tuple[Any, ...]
 
 U64_MAX = 2**64 - 1
-#: Numbers at which something changes, for arguments that are numbers of 64 bits.
+#: Numbers at which the behaviour changes, for arguments of 64 bits.
 EDGES = [-1, 0, 1, 1337, 2**32, 2**63 - 1, 2**63, U64_MAX, 2**64]
 COUNTS = [-1, 0, 1, 2, 3, 4, 16, 17, 64, 1000, 2**31, 2**62]
 
 
 @dataclass(frozen=True)
 class Target:
-    """One function, what it is first called with, and what it answers; or a type, and a function that uses it."""
+    """One function, its first arguments, and its reference; or a type, and a function that uses it."""
 
     reference: Callable[..., object]
     seeds: list[Arguments]
     words: list[bytes] = field(default_factory=list)
-    """What inputs are made of, besides single bytes."""
+    """The parts of which inputs are made, besides single bytes."""
     numbers: dict[int, list[int | None]] = field(default_factory=dict)
-    """Of an argument, by its place: the numbers it is set to."""
+    """The numbers to which an argument is set, by its place."""
     kept: frozenset[int] = frozenset()
-    """The places of arguments that stay as they are in the first inputs."""
+    """The places of arguments that stay the same as in the first inputs."""
     use: Callable[..., object] | None = None
     """The function that is called instead, with this one, or this type, as its first argument."""
 
     def function(self, name: str) -> Callable[..., object]:
-        """What is called with changed inputs."""
+        """Return the function that is called with changed inputs."""
         found: Callable[..., object] = getattr(native.selected, name)
         return found if self.use is None else partial(self.use, found)
 
@@ -57,7 +57,7 @@ class Target:
 POST = re.compile(rb"POST ((?:/[A-Za-z0-9_.-]+)+) HTTP/1\.1\r\n((?:[^\r\n]+\r\n)*)\r\n")
 FIELD = re.compile(rb"([A-Za-z0-9_-]+):[ \t]*((?:[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?)?)[ \t]*")
 HOST = re.compile(rb"[A-Za-z0-9.-]+(?::[0-9]*)?")
-#: Fields of a connection, of which a plain request has none.
+#: The fields of a connection, none of which a plain request has.
 OF_CONNECTION = {b"transfer-encoding", b"expect", b"upgrade", b"proxy-connection"}
 HEAD_BYTES_MAX = 32768
 
@@ -117,7 +117,7 @@ QUOTES_MAX = 256
 
 
 def _find_list(body: bytes, name: bytes) -> tuple[int, int] | None:
-    """Where the list under ``name`` stands, brackets included; None where the text is not plain."""
+    """Return the place of the list under ``name``, brackets included; None if the text is not plain."""
     at = body.find(name)
     opened = re.compile(BLANKS + b":" + BLANKS + rb"\[").match(body, at + len(name)) if at >= 0 else None
     if opened is None:
@@ -278,12 +278,12 @@ CONTENT = bytes(i * i % 251 for i in range(3000))
 
 
 def medium_of(name: str | None) -> str | None:
-    """Of any text without a digit."""
+    """Return the medium of any text without a digit."""
     return "NONE" if name is None else None if re.search("[0-9]", name) else name.upper()
 
 
 def use_read_batch(read: Callable[..., Any], *arguments: Any) -> object:
-    """Which events stay together is what ``Parts`` compares."""
+    """Read a batch. ``Parts`` compares which events stay together."""
     found = read(*arguments)
     return None if found is None else (found[0], list(found[1]), *found[2:])
 
@@ -294,14 +294,14 @@ ROW = re.compile(rb"((?:[^ ]{17}){0,63}?[^ ]{16}[^ +])(\+?)((?: [1-9][0-9]{0,15}
 
 
 def _own(keys: bytes) -> list[bytes]:
-    """The slots of the blocks of one piece."""
+    """Return the slots of the blocks of one piece."""
     digits = b"0123456789abcdefghijklmnopqrstuv"
     return [keys[8 * at : 8 * at + 8].hex().encode() + digits[at : at + 1] for at in range(len(keys) // 8)]
 
 
 def _row(own: list[bytes], value: bytes) -> tuple[int, bool, list[int | None], dict[int, int]] | None:
-    """Which own block is first, or how many there are; whether it is marked; the slot of each own block; the bitmap of
-    each holder.
+    """Return the number of the first own block, or of all; whether the row is marked; the slot of each own block; and
+    the bitmap of each holder.
     """
     found = ROW.fullmatch(value)
     if found is None:
@@ -399,11 +399,11 @@ PIECES: list[Arguments] = [
 ROW_WORDS = [b" ", b"+", b":", b" 7:1", b" 17:f", b"0", b"f", b"9" * 16, b"f" * 16, _FIRST[:17], _FIRST[17:34]]
 
 
-# ---- what a stream knows ---------------------------------------------------------------------------
+# ---- the state of a stream ---------------------------------------------------------------------------
 
 
 def _steps(script: bytes) -> Iterator[tuple[str, int, int, Place, int]]:
-    """Four bytes a step: which one, an engine hash, a key, and where."""
+    """Yield the steps, four bytes each: the kind, an engine hash, a key, and a place."""
     for step, one, other, where in zip(*[iter(script)] * 4, strict=False):
         place = Place(where % 16, where // 16 or None)
         yield STEPS[step % len(STEPS)], one << 56 | one % 16, other << 56 | other % 16, place, 1 + step // 64
@@ -447,7 +447,7 @@ TARGETS: dict[str, Target] = {
         ],
         batches.WORDS,
         {1: [*COUNTS], 7: [-1, 0, 1, 2, 6, 7, 9, 10, 11], 8: [-1, 0, 1, 2, 3, 4]},
-        # The program's own; only what is unpacked comes from an engine.
+        # The format is the program's own; only the unpacked bytes come from an engine.
         frozenset({2, 3, 4, 5, 6}),
         use=use_read_batch,
     ),
