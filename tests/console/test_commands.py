@@ -46,10 +46,10 @@ TOKEN = "secret"
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-async def live(redis_url: str, tmp_path: Path) -> AsyncIterator[Live]:
+@asynccontextmanager
+async def a_waymark(redis_url: str, log: Path) -> AsyncIterator[Live]:
     """A Waymark with two engines, of which ``a`` has the whole prompt and ``b`` a half."""
-    async with start("serve", redis_url, tmp_path / "log", api_token=TOKEN) as running:
+    async with start("serve", redis_url, log, api_token=TOKEN) as running:
         async with running.client() as client:
             for name, blocks in (("a", 8), ("b", 4)):
                 body = {"type": "standard", "modelname": "m", "instance_id": name, "block_size": SIZE}
@@ -61,6 +61,19 @@ async def live(redis_url: str, tmp_path: Path) -> AsyncIterator[Live]:
                 event |= {"timestamp": 1.0, "medium": "gpu", "dp_rank": 0, "base_block_idx": 0}
                 answer = await client.post("/events", json=event)
                 assert answer.json().get("applied") == 1, answer.text
+        yield running
+
+
+@pytest.fixture
+async def live(redis_url: str, tmp_path: Path) -> AsyncIterator[Live]:
+    async with a_waymark(redis_url, tmp_path / "log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+async def unchanged(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
+    """One for all commands that only ask."""
+    async with a_waymark("memory://", tmp_path_factory.mktemp("unchanged") / "log") as running:
         yield running
 
 
@@ -88,8 +101,8 @@ def rows(output: str, first: str) -> dict[str, list[str]]:
     return {each[0]: each for each in cells if each}
 
 
-async def test_ask_shows_how_much_each_engine_has(live: Live) -> None:
-    code, output, _ = await run(live, "ask", "--tokens", ",".join(map(str, TOKENS)))
+async def test_ask_shows_how_much_each_engine_has(unchanged: Live) -> None:
+    code, output, _ = await run(unchanged, "ask", "--tokens", ",".join(map(str, TOKENS)))
     assert code == cli.EXIT_OK
     assert output.startswith("m: a prompt of 32 tokens\n")
     found = rows(output, "ENGINE")
@@ -100,8 +113,8 @@ async def test_ask_shows_how_much_each_engine_has(live: Live) -> None:
     assert "block 4 is next, and" in " ".join(found["b"][6:])
     assert "one character is 1 block: G on GPU" in output
     assert "\x1b" not in output
-    assert (await run(live, "ask", "--tokens", f"{TOKENS[0]}-{TOKENS[-1]}"))[1] == output
-    answer = await json_of(live, "ask", "--model", "m", "--tokens", "-", stdin=" ".join(map(str, TOKENS)))
+    assert (await run(unchanged, "ask", "--tokens", f"{TOKENS[0]}-{TOKENS[-1]}"))[1] == output
+    answer = await json_of(unchanged, "ask", "--model", "m", "--tokens", "-", stdin=" ".join(map(str, TOKENS)))
     assert {name: row["longest_matched"] for name, row in answer["instances"].items()} == {"a": 32, "b": 16}
 
 
@@ -132,7 +145,7 @@ async def test_ask_and_inspect_mark_an_engine_that_gets_no_requests(live: Live) 
 
 
 async def test_ask_and_inspect_answer_without_marks_if_workers_are_refused(
-    live: Live, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    unchanged: Live, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real, status = RemoteService.answer, 403
 
@@ -141,7 +154,7 @@ async def test_ask_and_inspect_answer_without_marks_if_workers_are_refused(
         return httpx.Response(status, json={"error": "not for you"}) if is_refused else real(self, method, path, body)
 
     monkeypatch.setattr(RemoteService, "answer", answer)
-    tokens = ["--model", "m", "--tokens", ",".join(map(str, TOKENS)), "--url", live.url]
+    tokens = ["--model", "m", "--tokens", ",".join(map(str, TOKENS)), "--url", unchanged.url]
     for words, first in ((["ask"], "m: a prompt of 32 tokens"), (["inspect", "prompt"], "default/m: 8 blocks")):
         status = 403
         assert await asyncio.to_thread(cli.main, [*words, *tokens]) == cli.EXIT_OK
@@ -173,27 +186,27 @@ def test_an_engine_is_marked_under_each_name_of_its_model() -> None:
     assert not_used(publishers, "default", "other") == {}
 
 
-async def test_ask_of_a_prompt_shorter_than_a_block_has_no_table(live: Live) -> None:
-    _, output, _ = await run(live, "ask", "--tokens", str(TOKENS[0]))
+async def test_ask_of_a_prompt_shorter_than_a_block_has_no_table(unchanged: Live) -> None:
+    _, output, _ = await run(unchanged, "ask", "--tokens", str(TOKENS[0]))
     assert output.splitlines() == [
         "m: a prompt of 1 token",
         f"The prompt has 1 token, less than one block of {SIZE}: there is nothing to find",
     ]
 
 
-async def test_ask_with_another_block_size_or_salt_finds_nothing(live: Live) -> None:
+async def test_ask_with_another_block_size_or_salt_finds_nothing(unchanged: Live) -> None:
     for flags in (("--block-size", "8"), ("--cache-salt", "x"), ("--lora", "sql")):
-        answer = await json_of(live, "ask", "--tokens", ",".join(map(str, TOKENS)), *flags)
+        answer = await json_of(unchanged, "ask", "--tokens", ",".join(map(str, TOKENS)), *flags)
         assert {row["longest_matched"] for row in answer["instances"].values()} == {0}
 
 
 async def test_a_text_without_a_tokenizer_is_refused_with_the_sentence_of_the_service(
-    live: Live, tmp_path: Path
+    unchanged: Live, tmp_path: Path
 ) -> None:
     messages = tmp_path / "chat.json"
     messages.write_text('[{"role": "user", "content": "Hello"}]')
     for flags in (("--text", "Hello"), ("--file", str(messages)), ("--messages", str(messages))):
-        code, _, error = await run(live, "ask", *flags)
+        code, _, error = await run(unchanged, "ask", *flags)
         assert code == cli.EXIT_FAILED
         assert "tokenizer" in error
 
@@ -391,17 +404,17 @@ async def test_the_engine_with_the_least_to_lose_is_drained_and_one_always_stays
     assert 'no engine of model "nope"' in (await run(live, "drain", "--cheapest", "1", "--model", "nope"))[2]
 
 
-async def test_a_chat_request_names_its_model_and_a_file_has_token_ids(live: Live, tmp_path: Path) -> None:
+async def test_a_chat_request_names_its_model_and_a_file_has_token_ids(unchanged: Live, tmp_path: Path) -> None:
     chat = tmp_path / "chat.json"
     chat.write_text(json.dumps({"model": "nope", "messages": [{"role": "user", "content": "Hi"}]}), encoding="utf-8")
-    code, _, error = await run(live, "ask", "--messages", str(chat))
+    code, _, error = await run(unchanged, "ask", "--messages", str(chat))
     assert code != cli.EXIT_OK
     assert '"nope"' in error, "the model of the request, not the only one that is registered"
     ids = tmp_path / "ids.txt"
     ids.write_text(f"{TOKENS[0]}-{TOKENS[-1]}\n", encoding="utf-8")
-    of_file = await json_of(live, "ask", "--tokens-file", str(ids))
-    assert of_file == await json_of(live, "ask", "--tokens", ",".join(map(str, TOKENS)))
-    code, output, _ = await run(live, "inspect", "prompt", "--model", "m", "--tokens", f"{TOKENS[0]}-{TOKENS[-1]}")
+    of_file = await json_of(unchanged, "ask", "--tokens-file", str(ids))
+    assert of_file == await json_of(unchanged, "ask", "--tokens", ",".join(map(str, TOKENS)))
+    code, output, _ = await run(unchanged, "inspect", "prompt", "--model", "m", "--tokens", f"{TOKENS[0]}-{TOKENS[-1]}")
     assert (code, "a" in output) == (cli.EXIT_OK, True)
 
 
@@ -428,30 +441,30 @@ async def test_a_drain_that_is_interrupted_says_in_which_state_the_engine_is(liv
     assert (process.returncode, error) == (cli.EXIT_INTERRUPTED, b"")
 
 
-async def test_a_model_that_is_not_registered_is_a_failure_with_one_sentence(live: Live) -> None:
-    code, output, error = await run(live, "ask", "--tokens", "1-8", "--model", "nope")
+async def test_a_model_that_is_not_registered_is_a_failure_with_one_sentence(unchanged: Live) -> None:
+    code, output, error = await run(unchanged, "ask", "--tokens", "1-8", "--model", "nope")
     assert (code, output) == (cli.EXIT_FAILED, "")
     assert error == 'waymark ask: model "nope" is not registered; tenant "default" has "m"\n'
 
 
-async def test_status_and_inspect_ask_the_waymark_that_the_environment_names(live: Live) -> None:
+async def test_status_and_inspect_ask_the_waymark_that_the_environment_names(unchanged: Live) -> None:
     for words in (("status",), ("inspect", "prompt", "--model", "m", "--tokens", "100 101 102 103")):
-        code, output, error = await run(live, *words)
+        code, output, error = await run(unchanged, *words)
         assert code == cli.EXIT_OK, error
         assert "a" in output
     elsewhere = f"redis://127.0.0.1:{unused_port()}"
-    assert (await run(live, "status", WAYMARK_REDIS_URL=elsewhere))[0] == cli.EXIT_OK
-    assert (await run(live, "status", "--redis-url", elsewhere))[0] == cli.EXIT_NO_REDIS
+    assert (await run(unchanged, "status", WAYMARK_REDIS_URL=elsewhere))[0] == cli.EXIT_OK
+    assert (await run(unchanged, "status", "--redis-url", elsewhere))[0] == cli.EXIT_NO_REDIS
     code, _, error = await run(None, "status", WAYMARK_REDIS_URL=elsewhere)
     assert code == cli.EXIT_NO_REDIS, "with only a URL of Redis that is looked into"
     code, _, error = await run(None, "status", WAYMARK_REDIS_URL=elsewhere, WAYMARK_URL="")
     assert code == cli.EXIT_NO_REDIS, "an empty URL is none"
-    code, _, error = await run(live, "status", WAYMARK_REDIS_URL="")
+    code, _, error = await run(unchanged, "status", WAYMARK_REDIS_URL="")
     assert code == cli.EXIT_OK
 
 
-async def test_an_engine_that_is_not_registered_cannot_be_drained(live: Live) -> None:
-    code, _, error = await run(live, "drain", "nobody")
+async def test_an_engine_that_is_not_registered_cannot_be_drained(unchanged: Live) -> None:
+    code, _, error = await run(unchanged, "drain", "nobody")
     assert code == cli.EXIT_FAILED
     assert 'no engine "nobody" is registered' in error
 
@@ -486,8 +499,8 @@ async def test_doctor_names_what_is_wrong_and_the_remedy(live: Live) -> None:
     assert (code, [check for check in json.loads(output) if check["verdict"] == "failed"]) == (cli.EXIT_OK, [])
 
 
-async def test_a_missing_token_is_named_with_the_way_to_give_it(live: Live) -> None:
-    code, _, error = await run(live, "drain", "a", WAYMARK_API_TOKEN="wrong")
+async def test_a_missing_token_is_named_with_the_way_to_give_it(unchanged: Live) -> None:
+    code, _, error = await run(unchanged, "drain", "a", WAYMARK_API_TOKEN="wrong")
     assert code == cli.EXIT_FAILED
     assert "--api-token or WAYMARK_API_TOKEN" in error
 
