@@ -14,7 +14,8 @@ from playwright.async_api import Browser, ConsoleMessage, Page, Request, Route, 
 
 from tests.patience import patient
 
-#: How long the page waits here, in milliseconds, by script and constant.
+#: How long the page waits in a tab of most tests, in milliseconds, by script and constant, and where answers fail.
+SOON = {("main", "EVERY_MS"): 500, ("figures", "EVERY_MS"): 1000}
 OFTEN = {("main", "EVERY_MS"): 100, ("figures", "EVERY_MS"): 100, ("activity", "AGAIN_MS"): 100}
 
 
@@ -105,15 +106,16 @@ async def tab(url: str, fragment: str = "", **options: Any) -> AsyncIterator[Tab
     async with visitor(**options) as page:
         made = Tab(page, url)
         made.watch()
+        await hurry(page, SOON)
         await page.goto(f"{url}/ui{fragment}")
         yield made
+        await page.unroute_all(behavior="ignoreErrors")
         assert not made.errors, made.errors
         assert not made.elsewhere, made.elsewhere
 
 
-@asynccontextmanager
-async def impatient(url: str, waits: Mapping[tuple[str, str], int] = OFTEN) -> AsyncIterator[Page]:
-    """An empty tab for the page, whose scripts will wait for less."""
+async def hurry(page: Page, waits: Mapping[tuple[str, str], int]) -> None:
+    """Let the scripts of the page wait for less."""
 
     async def script(route: Route) -> None:
         text = await (await route.fetch()).text()
@@ -123,10 +125,16 @@ async def impatient(url: str, waits: Mapping[tuple[str, str], int] = OFTEN) -> A
                 assert count == 1
         await route.fulfill(content_type="text/javascript", body=text)
 
+    await page.route(re.compile(rf"/ui/({'|'.join(name for name, _ in waits)})\.js$"), script)
+
+
+@asynccontextmanager
+async def impatient(url: str, waits: Mapping[tuple[str, str], int] = OFTEN) -> AsyncIterator[Page]:
+    """An empty tab for the page, whose scripts will wait for less."""
     async with visitor() as page:
         made = Tab(page, url)
         made.watch()
-        await page.route("**/ui/*.js", script)
+        await hurry(page, waits)
         yield page
         await page.unroute_all(behavior="ignoreErrors")
         assert not made.errors, made.errors
