@@ -214,3 +214,24 @@ async def test_dropped_calls_leave_the_pacer_to_others() -> None:
     async with within(20), pacer.admit(None, 100):
         assert len(redis.sent) == 2
     assert not redis.ends
+
+
+@pytest.mark.parametrize("sent", range(4))
+def test_after_an_error_of_sending_nothing_else_is_sent(sent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watermark would say that the blocks of the call which was not sent are there."""
+    redis, error = Redis(), ValueError("a defect")
+    send, count = redis.send, 0
+
+    def fails(*args: Any, **options: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == sent + 1:
+            raise error
+        send(*args, **options)
+
+    monkeypatch.setattr(redis, "send", fails)
+    redis.begin()
+    while redis.under_way:
+        redis.answer()
+    assert redis.ends == [error]
+    assert count == sent + 1

@@ -184,6 +184,7 @@ class SentCalls:
     def drop(self) -> None:
         """Ignore the replies from now on. The calls under way count as ones without a reply."""
         self._is_over = True
+        self._steps.clear()  # an error may arise while a step is begun, and the last one moves the watermark
         for call in self.under_way:
             call.give_up()
             if call.end is not None:
