@@ -77,10 +77,16 @@ def proxy(redis_url: str) -> Proxy:
 
 
 @pytest.fixture
-async def store(proxy: Proxy) -> AsyncIterator[Store]:
+def timeout_seconds() -> float:
+    """Until a call is given up that Redis does not answer."""
+    return 5.0
+
+
+@pytest.fixture
+async def store(proxy: Proxy, timeout_seconds: float) -> AsyncIterator[Store]:
     """A store that reads through the proxy."""
     async with listening(proxy.serve) as server:
-        store = Store.open(f"redis://127.0.0.1:{port_of(server)}", timeout_seconds=5.0)
+        store = Store.open(f"redis://127.0.0.1:{port_of(server)}", timeout_seconds=timeout_seconds)
         yield store
         await store.close()
         await wait_until(lambda: proxy.open == 0, "every connection through the proxy is closed")
@@ -162,6 +168,7 @@ async def test_an_answer_that_was_not_read_whole_is_never_the_next_querys(
     assert await longest(store, [9999, *CHAIN]) == 0
 
 
+@pytest.mark.parametrize("timeout_seconds", [1.5])
 async def test_a_query_that_is_cancelled_between_two_answers_leaves_nothing_behind(
     store: Store, held: Stream, proxy: Proxy
 ) -> None:
