@@ -176,18 +176,31 @@ def test_calls_that_are_dropped_go_on_no_more(answered: int) -> None:
     assert (redis.ends, len(redis.sent)) == ([], before)
 
 
+def fail(*_: object) -> bytes:
+    raise ArithmeticError("a defect")
+
+
 def test_an_error_of_sending_is_told_instead_of_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end the connection, with the calls of other streams."""
     redis = Redis()
     sent = redis.begin()
-
-    def fail(*_: object) -> bytes:
-        raise ArithmeticError("a defect")
-
     monkeypatch.setattr(AlikeCalls, "_packed", fail)
     redis.answer()
     assert [type(end) for end in redis.ends] == [ArithmeticError]
     assert sent.done()
+
+
+async def test_an_error_of_a_call_that_has_waited_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pacer = Pacer(90)
+    redis = Redis(pacer=pacer)
+    sent = redis.begin()
+    redis.answer()
+    monkeypatch.setattr(AlikeCalls, "_packed", fail)
+    redis.answer()
+    await wait_until(lambda: sent.done(), "the calls are over")
+    assert [type(end) for end in redis.ends] == [ArithmeticError]
+    async with within(20), pacer.admit(None, 90):
+        assert pacer.waiting == 0
 
 
 async def test_a_call_between_others_waits_for_the_pacer() -> None:
