@@ -49,6 +49,17 @@ async def test_an_entry_of_another_form_is_left_out(redis: Redis) -> None:
     assert [entry.content for entry in await store.activity.newest(10)] == [{"kind": "x"}]
 
 
+@pytest.mark.parametrize("unreadable", [1, 2, 5])
+async def test_pages_of_unreadable_entries_hide_none_behind_them(redis: Redis, unreadable: int) -> None:
+    store = Store(RedisClient(redis, "redis://test"))
+    for value in ('{"kind":"x"}', *unreadable * ["[]"], '{"kind":"y"}'):
+        await redis.xadd(keys.ACTIVITY, {"entry": value})
+    (first,) = await store.activity.after("0-0", 1)
+    (last,) = await store.activity.after(first.id, 2)
+    assert [entry.content for entry in (first, last)] == [{"kind": "x"}, {"kind": "y"}]
+    assert await store.activity.after(last.id, 2) == []
+
+
 async def test_what_does_not_fit_is_dropped_and_counted() -> None:
     metrics = Metrics()
     store = Store.open("redis://127.0.0.1:1", metrics=metrics)

@@ -100,17 +100,24 @@ class Activity:
     async def after(self, entry_id: str, count: int) -> list[ActivityEntry]:
         """Return at most ``count`` entries after ``entry_id``, oldest first.
 
-        If the entry with this id was trimmed, these are the oldest entries.
+        If the entry with this id was trimmed, these are the oldest entries. Unreadable entries are skipped.
         """
-        return await self._read("XRANGE", f"({entry_id}", "+", count)
+        while True:
+            entries, last = await self._read("XRANGE", f"({entry_id}", "+", count)
+            if entries or last is None:
+                return entries
+            entry_id = last
 
     async def newest(self, count: int) -> list[ActivityEntry]:
         """Return the newest entries, at most ``count``, oldest first."""
-        return (await self._read("XREVRANGE", "+", "-", count))[::-1]
+        entries, _ = await self._read("XREVRANGE", "+", "-", count)
+        return entries[::-1]
 
-    async def _read(self, command: str, start: str, end: str, count: int) -> list[ActivityEntry]:
+    async def _read(self, command: str, start: str, end: str, count: int) -> tuple[list[ActivityEntry], str | None]:
+        """Return the readable entries, and the id of the last entry if there may be more behind it."""
         (reply,) = await self._client.several([(command, keys.ACTIVITY, start, end, "COUNT", count)])
-        return [entry for item in reply if (entry := _entry(item)) is not None]
+        entries = [entry for item in reply if (entry := _entry(item)) is not None]
+        return entries, reply[-1][0].decode() if len(reply) == count else None
 
 
 def about(registration: Registration) -> dict[str, Any]:

@@ -514,6 +514,24 @@ async def test_a_connection_that_is_retired_ends_with_its_last_question() -> Non
         await client.close()
 
 
+async def test_a_connection_that_is_retired_while_it_is_opened_does_not_stay() -> None:
+    """It may be open to a server that has just been demoted."""
+    async with fake() as server:
+        server.url, server.may_greet = server.url.replace("//", "//:secret@"), asyncio.Event()
+        client = server.client(timeout_seconds=patient(60.0))
+        assert client.reads is not None
+        opening = asyncio.ensure_future(client.reads.opened(None))
+        await wait_until(lambda: bool(server.greeted), "it is being opened")
+        client.reads.retire()
+        server.may_greet.set()
+        assert (await opening).is_lost
+        assert [client.reads.connection] == [None]
+        await wait_until(lambda: not server.open, "it is closed")
+        assert await ask(client, b"two") == [b"two"]
+        assert client.reads.connection is not None
+        await client.close()
+
+
 class _Broken(ResponseError):
     """Can be watched."""
 

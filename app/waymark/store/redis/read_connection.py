@@ -369,6 +369,7 @@ class ReadPool:
         self._opening: asyncio.Task[ReadConnection] | None = None
         """The one attempt to open the connection, for all that wait for it."""
         self._is_closed = False
+        self._retirements = 0
         self.connection: ReadConnection | None = None
         """The open connection; None before the first one is opened, and after it was lost."""
 
@@ -409,17 +410,22 @@ class ReadPool:
             return await asyncio.shield(self._opening)
 
     async def _open(self) -> ReadConnection:
+        retirements = self._retirements
         try:
             connection = await self._dialer.dial(self._forget)
         finally:
             self._opening = None
         if self._is_closed:
             connection.lose(RedisConnectionError("the client was closed"))
-        self.connection = connection
+        elif retirements != self._retirements:  # it may be open to a server that is to be left
+            connection.retire()
+        else:
+            self.connection = connection
         return connection
 
     def retire(self) -> None:
-        """Close the connection, and that for scripts, when all requests are answered."""
+        """Close the connection, and that for scripts, when all requests are answered; at once if it is being opened."""
+        self._retirements += 1
         if self.connection is not None:
             self.connection.retire()
             self.connection = None
