@@ -557,9 +557,12 @@ async def values_of(bench: Bench, shard: int) -> dict[bytes, tuple[bytes, int]]:
 
 
 async def set_back(bench: Bench, shard: int, values: dict[bytes, tuple[bytes, int]]) -> None:
-    await bench.redis.delete(*await values_of(bench, shard))
-    for name, (value, milliseconds) in values.items():
-        await bench.redis.restore(name, milliseconds, value)
+    # At once: the worker goes on with its reports meanwhile.
+    async with bench.redis.pipeline(transaction=True) as pipeline:
+        pipeline.delete(*await values_of(bench, shard))
+        for name, (value, milliseconds) in values.items():
+            pipeline.restore(name, milliseconds, value, replace=True)
+        await pipeline.execute()
 
 
 @EVERYWHERE
