@@ -27,7 +27,7 @@ from tests.patience import patient, patient_settings, within
 from tests.proxy import Proxy, proxy_to
 from tests.serving.wire import SECONDS, connections, served, wire
 from tests.test_asgi import STRAIGHT
-from waymark.api import application
+from waymark.api import access_log, application
 from waymark.api.application import create_app
 from waymark.base.asgi import Answering, RawHeaders, StraightQuestion, StraightRequest, StraightTable
 from waymark.base.errors import Contended, RecordDamaged, StoreUnavailable
@@ -1051,3 +1051,14 @@ async def test_a_request_under_way_is_answered_when_the_process_ends(proxy: Prox
         await ended
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert b"connection: close" in answer
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+def test_a_request_whose_work_goes_on_has_no_line_before_its_answer(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_forgotten: bool
+) -> None:
+    monkeypatch.setattr(_RecordedRequest, "disconnected", lambda _: is_forgotten)
+    request = access_log._LoggedRequest(_RecordedRequest(None, []), "id", "/query")  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO):
+        assert request.disconnected() is is_forgotten
+    assert len(caplog.records) == is_forgotten
