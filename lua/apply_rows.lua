@@ -5,7 +5,7 @@
 --
 -- KEYS  fence      hash    `<publisher>`: the highest lease token seen here; `holder`: the highest holder id;
 --                          `calls:<publisher>`: how many calls of its stream were made here; `first:<publisher>`:
---                          how many shard 0 had acknowledged before the last of them; not on shard 0 itself
+--                          the highest `first` of them; not on shard 0 itself
 --       engine*    hash    one for each holder in the call. Its fields: an entry for each row that has the holder;
 --                          `*<key>`, the copies of a block; `applied`, see below
 --       row*       string  rows, branch rows and singles, in the order in which the parts need them; then the rows that
@@ -81,7 +81,7 @@ local first_event = 13 + holders
 local first_seq = first_event + 2 * tonumber(ARGV[first_event - 1]) + 1
 local first_part = first_seq + tonumber(ARGV[first_seq - 1])
 
-local seen = redis.call('HMGET', fence, publisher, 'holder', 'calls:' .. publisher)
+local seen = redis.call('HMGET', fence, publisher, 'holder', 'calls:' .. publisher, 'first:' .. publisher)
 if seen[1] ~= token then return {'fenced', 0} end
 local calls = tonumber(seen[3] or 0) or 0
 
@@ -708,7 +708,9 @@ if not is_news then return {'applied', done, 0, calls} end -- later calls have d
 calls = calls + 1
 local counted = {'calls:' .. publisher, format('%.0f', calls)}
 if highest then counted[3], counted[4] = 'holder', format('%.0f', highest) end
-if ARGV[8] ~= '' then counted[#counted + 1], counted[#counted + 2] = 'first:' .. publisher, ARGV[8] end
+if (tonumber(ARGV[8]) or 0) > (tonumber(seen[4] or 0) or 0) then -- a late call has a lower one
+  counted[#counted + 1], counted[#counted + 2] = 'first:' .. publisher, ARGV[8]
+end
 redis.call('HSET', fence, unpack(counted))
 
 -- Calls a command that takes many names; a long list is split over several calls.

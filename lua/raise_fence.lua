@@ -1,4 +1,4 @@
--- raise_fence(fence; publisher, token) -> {verdict, counter, holder, calls, first}
+-- raise_fence(fence; publisher, token, first) -> {verdict, counter, holder, calls, first}
 --
 -- Reject every older token of a publisher on one shard, before the new lease holder reads anything there.
 --
@@ -7,6 +7,8 @@
 -- ARGV  publisher  its integer id
 --       token      `<counter>.<random>`. It is accepted if its counter is larger than the counter of the fence's token,
 --                  or if it is the same token again
+--       first      if the shard was told that shard 0 has acknowledged more calls than this, it forgets that; '' keeps
+--                  what it was told
 --
 -- If the highest holder id in the fence cannot be read, it may have been any id. An id above all of them replaces it.
 --
@@ -39,4 +41,8 @@ if seen[1] and seen[1] ~= ARGV[2] and counter_of(seen[1]) >= counter_of(ARGV[2])
   return {'fenced', counter_of(seen[1]), holder, calls, first}
 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+if first > (tonumber(ARGV[3]) or first) then
+  first = tonumber(ARGV[3])
+  redis.call('HSET', KEYS[1], 'first:' .. ARGV[1], ARGV[3])
+end
 return {'applied', counter_of(ARGV[2]), holder, calls, first}

@@ -317,6 +317,31 @@ async def test_shard_0_loses_blocks_whose_parents_another_shard_has_removed(redi
     assert kept.blocks.total() == len(CHAINS) * (63 + 3)
 
 
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_a_loss_of_shard_0_begins_one_life_also_if_the_other_shard_gets_no_further_call(redis: Redis) -> None:
+    await redis.flushall()
+    client = SetBack(redis)
+    store = Store(client, shards=SHARDS)
+    worker = Worker(client, store, await stream_of(store, redis))
+    worker.folds = PARENTS_GO[:1]
+    await worker._to_the_end(*await worker.take_up())
+    await client.keep()
+    worker.folds = PARENTS_GO
+    await worker._to_the_end(*await worker.take_up())
+    await client.come_back()
+    applier, watermark = await worker.take_up()
+    assert watermark == -1
+    await applier.apply([Incoming(90, f"{90:016x}", Batch(0.0, ()))], Commit(90, 0.0, 0.0, f"{90:016x}"))
+    lives = set()
+    for _ in range(2):
+        _, watermark = await worker.take_up()
+        state = await store.records.read(worker.stream.grant)
+        assert state is not None
+        lives.add(state.life)
+        assert watermark == 90
+    assert len(lives) == 1
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
 async def test_holders_that_come_back_after_their_sweep_end_again(redis: Redis) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from redis.asyncio import Redis
 
-from tests.store.factories import Stream, apart
+from tests.store.factories import Stream, apart, hgetall
 from waymark.domain.moves import Moves
 from waymark.store import keys
+from waymark.store.leases import Grant
 from waymark.store.records import StreamRecord
 from waymark.store.scripts import Verdict
 from waymark.store.store import Store
@@ -70,3 +71,44 @@ async def test_a_number_that_cannot_be_read_is_none_at_all(redis: Redis, store: 
     second = await stream.again()
     assert second.grant.has_lost((await state_of(second)).shard_calls)
     await redis.hdel(keys.fence(1, 2), f"calls:{stream.grant.publisher}")
+
+
+@pytest.mark.parametrize("shards", [3])
+async def test_a_late_call_tells_a_shard_of_no_fewer_calls_of_shard_0(
+    redis: Redis, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    for seq in (5, 6):
+        await stream.apply(*apart(gpu, range(1, 13), seq=seq))
+    told = await told_of(redis, stream)
+    assert told[1] == told[2] > 1
+    monkeypatch.setattr(Grant, "first_calls", 1)
+    await stream.apply(*apart(gpu, [13, 14, 16, 17], seq=7))
+    assert await told_of(redis, stream) == told
+
+
+@pytest.mark.parametrize("shards", [3])
+async def test_shards_forget_only_the_calls_of_shard_0_that_it_has_lost(
+    redis: Redis, store: Store, stream: Stream
+) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    await stream.apply(*apart(gpu, [1], seq=5))
+    before = await told_of(redis, stream)
+    await stream.apply(*apart(gpu, [2], seq=6))
+    told = await told_of(redis, stream)
+    assert told[1] == before[1] < told[2]
+    await store.leases.forget_told(stream.grant)
+    assert await told_of(redis, stream) == told
+    assert (await stream.again()).grant.first_told == told[2]
+    second = await stream.again()
+    second.grant.calls[0] = told[1]
+    await store.leases.forget_told(second.grant)
+    assert await told_of(redis, stream) == {1: told[1], 2: told[1]}
+    await store.leases.forget_told(stream.grant)  # it has the stream no longer
+    assert (await stream.again()).grant.first_told == told[1]
+
+
+async def told_of(redis: Redis, stream: Stream) -> dict[int, int]:
+    """By shard, how many calls of shard 0 it was told of."""
+    field = b"first:%d" % stream.grant.publisher
+    return {shard: int((await hgetall(redis, keys.fence(1, shard))).get(field, 0)) for shard in (1, 2)}

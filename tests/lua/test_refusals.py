@@ -105,7 +105,7 @@ CALLS: dict[str, Call] = {
     "note_entries": lambda scripts, token: scripts.note_entries(
         entries=ENTRIES, record=RECORD, publisher=1, token=token, max=9, milliseconds=500, cut="", value="2 5:2"
     ),
-    "raise_fence": lambda scripts, token: scripts.raise_fence(fence=FENCE, publisher=1, token=token),
+    "raise_fence": lambda scripts, token: scripts.raise_fence(fence=FENCE, publisher=1, token=token, first=""),
     "renew_leases": lambda scripts, token: scripts.renew_leases(
         lease=[LEASE], record=[RECORD], milliseconds=1000, token=[token]
     ),

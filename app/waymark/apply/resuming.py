@@ -162,6 +162,10 @@ async def resumed(
         # applied again, so their hashes would stay missing. Without the flag all hashes are written again.
         resolver.flags.discard(KEPT)
         await applier.keep_facts()
+    if grant.first_calls < grant.first_told:
+        # This is a new life, or none has begun. Otherwise each worker would begin another one until shard 0 has made as
+        # many calls again.
+        await applier.calls.answered(lambda: store.leases.forget_told(grant))
     await applier.bounding.check(at_once=True)
     return applier, state
 

@@ -251,13 +251,17 @@ class Leases:
         )
         return None in tokens
 
-    async def _raise_fences(self, ids: PublisherIds, token: str) -> tuple[int | None, int, dict[int, int], int]:
+    async def _raise_fences(
+        self, ids: PublisherIds, token: str, first: int | str = ""
+    ) -> tuple[int | None, int, dict[int, int], int]:
         """Return the counter of a higher token or None, the highest holder id of all shards, the calls by shard, and
-        the highest number of calls of shard 0 that another shard was told of.
+        the highest number of calls of shard 0 that another shard was told of. With ``first`` it is at most that.
         """
         outcomes = await asyncio.gather(
             *(
-                self._scripts.raise_fence(fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token=token)
+                self._scripts.raise_fence(
+                    fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token=token, first=first
+                )
                 for shard in range(ids.shards)
             )
         )
@@ -269,6 +273,12 @@ class Leases:
             {i: outcome.numbers[2] for i, outcome in enumerate(outcomes)},
             max(outcome.numbers[3] for outcome in outcomes),
         )
+
+    async def forget_told(self, grant: Grant) -> None:
+        """Let the other shards forget calls of shard 0 that it has lost. Their life must have ended: no worker would
+        notice this loss again.
+        """
+        await self._raise_fences(grant.claim, grant.token, grant.first_calls)
 
     async def highest_holder(self, grant: Grant) -> int | None:
         """Return the highest holder id on any shard at this moment, or None if another worker has the stream."""

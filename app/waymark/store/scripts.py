@@ -308,7 +308,7 @@ class Scripts:
     async def ask_repair(self, *, record: str, nonce: str) -> Outcome:
         return await self._run("ask_repair", locals())
 
-    async def raise_fence(self, *, fence: str, publisher: int, token: str) -> Outcome:
+    async def raise_fence(self, *, fence: str, publisher: int, token: str, first: int | str) -> Outcome:
         return await self._run("raise_fence", locals())
 
     async def drop_fence(self, *, fence: str, publisher: int, token: str) -> Outcome:
