@@ -80,16 +80,16 @@ class ReceivedFrames:
         self._taken.appendleft(frame)
 
     def behind(self, frame: Frame) -> Iterator[Frame] | None:
-        """Return the taken frames after one that was read, without removing them, until one is out of order or of
-        another topic.
+        """Return the frames after one that was read, taken ones and then buffered ones, without removing them, until
+        one is out of order or of another topic.
 
         None if there are none.
         """
-        return self._behind(frame) if self._taken else None
+        return self._behind(frame) if self._taken or self._subscriber.buffered_frames else None
 
     def _behind(self, frame: Frame) -> Iterator[Frame]:
         seq = frame.seq
-        for following in self._taken:
+        for following in chain(self._taken, self._subscriber.waiting):
             seq += 1
             is_next = following.seq == seq and following.connection == frame.connection
             if not is_next or following.topic != frame.topic or seq in self._applied:
@@ -97,9 +97,12 @@ class ReceivedFrames:
             yield following
 
     def skip(self, count: int) -> None:
-        """Remove the oldest ``count`` taken frames, which were read together with the frame before them."""
-        for _ in range(count):
+        """Remove the oldest ``count`` frames, which were read together with the frame before them."""
+        taken = min(count, len(self._taken))
+        for _ in range(taken):
             self._taken.popleft()
+        if count > taken:
+            self._subscriber.take(count - taken)
 
     def is_applied(self, seq: int) -> bool:
         """Return whether a replay has applied the last frame read, which has this seq; True only once for a frame."""
