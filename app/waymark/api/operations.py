@@ -200,15 +200,21 @@ class Operation:
         caller: Caller,
         handler: Handler | None = None,
     ) -> Awaitable[Answer | Paused]:
-        handler = handler or self.handler
+        body = self.body(raw, body_format, caller)
+        return (handler or self.handler)(body if path is None else body._replace(path=path))
+
+    def body(self, raw: bytes | None, body_format: Format, caller: Caller) -> Body:
+        """Return the parsed body of a request; without one, ``raw`` is None. Raise ``Forbidden`` if the caller may not
+        ask it.
+        """
         if raw is None:
             body = _NO_BODY
         else:
             body = decode(raw, body_format, may_be_list=self.doc.may_be_list, long_list=self.long_list)
-        if caller is not EVERYONE:
-            check_reach(caller, self.doc.reach, body, is_dynamo=self.api == "dynamo")
-            body = body._replace(caller=caller)
-        return handler(body if path is None else body._replace(path=path))
+        if caller is EVERYONE:
+            return body
+        check_reach(caller, self.doc.reach, body, is_dynamo=self.api == "dynamo")
+        return body._replace(caller=caller)
 
     def _parameters(self, scope: Scope) -> Mapping[str, str] | None:
         """Return the parameters of path and query string; None if the operation has no parameters."""

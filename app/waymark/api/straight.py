@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from waymark.api.http.access import check_site
 from waymark.api.http.answers import Answer, Paused, encoded, more_headers, resumed
-from waymark.api.http.bodies import Body, Format, decode, format_of
-from waymark.api.http.tokens_file import EVERYONE
+from waymark.api.http.bodies import Body, Format, format_of
+from waymark.api.http.tokens_file import EVERYONE, Caller
 from waymark.api.operations import Operation
 from waymark.base.asgi import Answering, RawHeaders, StraightRequest
 from waymark.base.errors import StoreUnavailable, WaymarkError
@@ -76,19 +76,18 @@ class StraightOperation(Operation):
             return None
         try:
             body_format = format_of(headers, must_be_named=self._names_format)
-            if self._gate.check(self.access, headers) is not EVERYONE:
-                return None
+            caller = self._gate.check(self.access, headers)
             if self.access == "write":
                 check_site(headers)
         except WaymarkError:
             return None
-        return _Request(self, headers, body_format, request_id)
+        return _Request(self, headers, body_format, request_id, caller)
 
-    def steps_without_redis(self, body: bytes, body_format: Format) -> Steps[Answer] | None:
+    def steps_without_redis(self, body: bytes, body_format: Format, caller: Caller) -> Steps[Answer] | None:
         """Return the work on a body while Redis is unavailable, or None if the operation needs Redis."""
         if self._without_redis is None:
             return None
-        return waited(resumed(self._without_redis(decode(body, body_format, long_list=self.long_list))))
+        return waited(resumed(self._without_redis(self.body(body, body_format, caller))))
 
 
 class _Request:
@@ -97,6 +96,7 @@ class _Request:
     __slots__ = (
         "_answering",
         "_body",
+        "_caller",
         "_format",
         "_has_place",
         "_headers",
@@ -108,12 +108,18 @@ class _Request:
     )
 
     def __init__(
-        self, operation: StraightOperation, headers: RawHeaders, body_format: Format, request_id: str | None
+        self,
+        operation: StraightOperation,
+        headers: RawHeaders,
+        body_format: Format,
+        request_id: str | None,
+        caller: Caller = EVERYONE,
     ) -> None:
         self._operation = operation
         self._headers = headers
         self._format = body_format
         self._request_id = request_id
+        self._caller = caller
         self._started = perf_counter()
         self._has_place = self._is_begun = False
         self._may_do_without = True
@@ -137,10 +143,10 @@ class _Request:
     def _work(self) -> None:
         operation = self._operation
         try:
-            decoded = decode(self._body, self._format, long_list=operation.long_list)
-            if operation.quick is not None and operation.quick(decoded, self):
+            body = operation.body(self._body, self._format, self._caller)
+            if operation.quick is not None and operation.quick(body, self):
                 return
-            steps = operation.steps(decoded)
+            steps = operation.steps(body)
         except Exception as exc:
             self.set_exception(exc)
             return
@@ -183,7 +189,7 @@ class _Request:
             if self._may_do_without:
                 self._may_do_without = False
                 try:
-                    steps = operation.steps_without_redis(self._body, self._format)
+                    steps = operation.steps_without_redis(self._body, self._format, self._caller)
                 except WaymarkError as exc:  # a body that was not read before
                     steps, error = None, exc
                 if steps is not None:
