@@ -544,3 +544,36 @@ async def test_a_fold_is_applied_before_it_needs_a_second_call(bench: Bench, mon
     assert sum(map(sum, frames)) == 10
     assert max(map(sum, frames)) <= 4  # each has one hash
     assert max(map(max, frames)) > 1
+
+
+@pytest.mark.skipif(not native.is_built, reason="built without the C part")
+async def test_a_fold_takes_buffered_frames_until_its_call_is_full(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("waymark.ingest.life.CALL_BLOCKS", 4)
+    folds: list[int] = []
+    gate = asyncio.Event()
+    apply = Applier.apply
+
+    async def noting(applier: Applier, fold: Sequence[Incoming], commit: Commit | None) -> None:
+        folds.append(sum(incoming.batch.frames for incoming in fold))
+        await gate.wait()
+        await apply(applier, fold, commit)
+
+    monkeypatch.setattr(Applier, "apply", noting)
+    worker = await bench.worker(options=replace(WITHOUT_PROBES, fold_batches=3))
+    pod = await bench.pod(has_replay=False)
+    await pod.subscribed()
+
+    def remove(engine_hash: int) -> None:
+        pod.publisher.publish_payload(msgpack.packb([pod.clock(), [["BlockRemoved", [engine_hash]]], 0]))
+
+    remove(0)
+    await wait_until(lambda: len(folds) == 1, "the first frame is being applied", PATIENCE_SECONDS)
+    for i in range(1, 11):
+        remove(i)
+    await wait_until(lambda: worker.metric("buffer_frames") == 10, "10 frames have arrived", PATIENCE_SECONDS)
+    gate.set()
+    await pod.at_watermark(pod.last_seq)
+    await pod.counted(batches=11)
+    assert folds == [1, 4, 4, 2]
