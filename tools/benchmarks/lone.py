@@ -1,12 +1,13 @@
 """Measures, hop by hop, the time from the publication of a lone frame until an answer has its blocks.
 
-    python -m tools.benchmarks.lone [--frames 300] [--shards 1] [--real-time | --calls]
+    python -m tools.benchmarks.lone [--frames 300] [--shards 1] [--of plain] [--real-time | --calls]
 
 An engine publishes one store of four blocks at a time, an idle worker applies it, and a replica is asked for it. The
 worker notes the moments at which a frame comes to each of its steps, by a clock that all processes share. A figure is
 the median of all frames, in microseconds by that clock. ``--real-time`` gives the processes a core whenever they want
 one, and keeps the other load of the machine away. ``--calls`` counts the calls of Python from the first moment to the
-last instead, which no other process changes.
+last instead, which no other process changes. ``--of`` chooses the frames: those of a group with a bound on its blocks
+and ten generations, of a group with a pool, or frames whose blocks are there under other hashes.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ MOMENTS: Final[tuple[tuple[type, str, str], ...]] = (
     (Life, "count_passed", "it is counted, and the watermark moved"),
 )
 _BLOCKS, _GAP_SECONDS, _WARM = 4, 0.015, 10
+CASES: Final = ("plain", "generations", "pool", "aliases")
+_BOUND, _LARGE = 10_240, 256
+"""The most blocks of a group with generations, and the blocks of each frame that fills it."""
 
 
 def in_turn(sent: Sequence[int], moments: Mapping[int, Sequence[int]]) -> list[list[int]]:
@@ -150,14 +154,30 @@ class _Asked:
         return took
 
 
-def _publish(publisher: Publisher, asked: _Asked, frames: int) -> tuple[list[int], list[int]]:
+def _random_tokens(chosen: random.Random, blocks: int) -> list[int]:
+    return chosen.choices(range(prompts.VOCABULARY), k=blocks * prompts.BLOCK_SIZE)
+
+
+def _store(publisher: Publisher, asked: _Asked, tokens: Sequence[Sequence[int]], chosen: random.Random) -> None:
+    """Store each list of tokens in a frame, and wait until the last one is in answers."""
+    for each in tokens:
+        hashes = [chosen.getrandbits(64) for _ in range(len(each) // prompts.BLOCK_SIZE)]
+        publisher.send(stored(hashes, None, each))
+    asked.until_it_has(tokens[-1])
+
+
+def _publish(publisher: Publisher, asked: _Asked, frames: int, of: str) -> tuple[list[int], list[int]]:
     """Return when each frame was sent, and how long the question for it took. One more frame follows: when it is in
     answers, the worker has finished the earlier ones.
     """
     chosen = random.Random(7)
+    prompts_of_frames = [_random_tokens(chosen, _BLOCKS) for _ in range(frames + 1)]
+    if of == "generations":
+        _store(publisher, asked, [_random_tokens(chosen, _LARGE) for _ in range(_BOUND // _LARGE)], chosen)
+    if of == "aliases":
+        _store(publisher, asked, prompts_of_frames[:-1], chosen)
     sent, questions = [], []
-    for _ in range(frames + 1):
-        tokens = chosen.choices(range(prompts.VOCABULARY), k=_BLOCKS * prompts.BLOCK_SIZE)
+    for tokens in prompts_of_frames:
         payload = stored([chosen.getrandbits(64) for _ in range(_BLOCKS)], None, tokens)
         time.sleep(chosen.uniform(0.3, 1.7) * _GAP_SECONDS)
         sent.append(time.monotonic_ns())
@@ -167,26 +187,38 @@ def _publish(publisher: Publisher, asked: _Asked, frames: int) -> tuple[list[int
     return sent[:-1], questions[:-1]
 
 
-def measure(frames: int, *, shards: int = 1, is_real_time: bool = False, counts_calls: bool = False) -> str:
+def _add_pool(replica: Server, pool: Publisher) -> None:
+    fields = {"instance_id": "pool", "type": "Mooncake", "modelname": prompts.MODEL, "endpoint": pool.endpoint}
+    replica.post("/register", **fields, block_size=prompts.BLOCK_SIZE, dp_rank=0)
+    wait_until(pool.has_subscriber, "the worker has subscribed to the pool")
+
+
+def measure(
+    frames: int, *, shards: int = 1, of: str = "plain", is_real_time: bool = False, counts_calls: bool = False
+) -> str:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="wm-")))
         file = folder / "moments"
         redis = stack.enter_context(redis_server(folder))
         environ = {"WAYMARK_SHARDS": str(shards)}
+        if of == "generations":
+            environ["WAYMARK_MAX_ENTRIES"] = str(_BOUND)
         replica = stack.enter_context(waymark(folder, "query", redis.url, environ))
         command = (sys.executable, "-m", "tools.benchmarks.lone", "--calls" if counts_calls else "--worker", str(file))
         worker = stack.enter_context(waymark(folder, "ingest", redis.url, environ, command=command))
-        (publisher,) = stack.enter_context(publishers(1))
+        publisher, pool = stack.enter_context(publishers(2))
         publisher.register(replica)
+        if of == "pool":
+            _add_pool(replica, pool)
         if is_real_time:
             prefer(1, os.getpid(), redis.pid, replica.pid, worker.pid)
         asked = stack.enter_context(closing(_Asked(replica)))
-        sent, questions = (each[_WARM:] for each in _publish(publisher, asked, _WARM + frames))
+        sent, questions = (each[_WARM:] for each in _publish(publisher, asked, _WARM + frames, of))
         os.kill(worker.pid, signal.SIGUSR1)
         wait_until(file.exists, "the worker has told its moments")
         moments = {int(number): times for number, times in json.loads(file.read_text(encoding="ascii")).items()}
     if counts_calls:
-        return f"{median(moments[0][_WARM:]):.0f} calls of Python for a lone frame"
+        return f"{median(moments[0][-frames:]):.0f} calls of Python for a lone frame"
     hops = in_turn(sent, moments)
     lines = [("of a lone frame, us", "", "since it was published")]
     for number, (_, _, what) in enumerate(MOMENTS):
@@ -206,11 +238,13 @@ def main() -> int:
     )
     parser.add_argument("--frames", type=int, default=300)
     parser.add_argument("--shards", type=int, default=1, help="shards of the index")
+    parser.add_argument("--of", choices=CASES, default=CASES[0], help="which frames")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--real-time", action="store_true", help="keep the other load of the machine away")
     which.add_argument("--calls", action="store_true", help="count the calls of Python of a frame")
     given = parser.parse_args()
-    print(measure(given.frames, shards=given.shards, is_real_time=given.real_time, counts_calls=given.calls))
+    options = {"is_real_time": given.real_time, "counts_calls": given.calls}
+    print(measure(given.frames, shards=given.shards, of=given.of, **options))
     return 0
 
 
