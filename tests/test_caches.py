@@ -45,6 +45,7 @@ ELSEWHERE = {
     "api.http.answers:Answer": "one answer",
     "api.http.access:Doc": "documentation",
     "store.calls:ApplyCalls": "the parts of one fold, until its call is over",
+    "store.alike_calls:AlikeCalls._holders": "one entry a shard",
     "store.alike_calls:AlikeCalls._templates": "words of calls, which follow from the grant",
     "store.alike_calls:SentCalls.under_way": "the calls for some frames, until they are over",
     "api.operations:Operation": "children of a counter",

@@ -39,7 +39,7 @@ class Redis:
         claim = SimpleNamespace(group_id=1, publisher=3, shards=shards)
         self.grant = Grant(cast("Any", claim), "1.token", 0, {shard: 100 + shard for shard in range(shards)})
         self._index = Index(cast("Any", self), cast("Any", self), pacer)
-        self.calls: AlikeCalls = self._index.alike_calls(self.grant, 5)
+        self.calls: AlikeCalls = self._index.alike_calls(self.grant)
 
     def connection(self, key: bytes, *, is_script: bool = False) -> Any:
         return self if self.is_connected and is_script else None

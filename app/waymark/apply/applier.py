@@ -118,7 +118,7 @@ class Applier:
         self._staged: list[NewHolder] = []
         self._has_singles = False
         self._alike_calls: AlikeCalls | None = None
-        """The calls of the last pattern, which take longer to create than to send."""
+        """The calls for frames that go straight, which take longer to create than to send."""
 
     def close(self) -> None:
         """Let go of the parts that refer to this object, so that the blocks do not wait for the garbage collector."""
@@ -202,8 +202,8 @@ class Applier:
         frames = self.resolver.alike(batch, reading) if is_alone else None
         if frames is None:
             return None
-        if self._alike_calls is None or self._alike_calls.holder != frames.holder:
-            self._alike_calls = self._store.index.alike_calls(self.grant, frames.holder)
+        if self._alike_calls is None:
+            self._alike_calls = self._store.index.alike_calls(self.grant)
         return StraightFrames(frames, self._alike_calls, self._counts)
 
     async def _apply_early(self, parts: Sequence[Part]) -> None:

@@ -23,9 +23,9 @@ from waymark.store.redis.read_connection import Replies
 from waymark.store.redis.words import bulks, packed_call
 from waymark.store.scripts import Scripts
 
-#: The parameters of one word that differ, which follow each other in the signature; the others that differ are ``row``,
-#: ``seqs`` and ``part``.
+#: The parameters that differ: those of one word, which follow each other in the signature, and those of several.
 _VARIED: Final = ("watermark", "ts", "newest_ts", "digest", "calls", "first")
+_LISTED: Final = ("engine", "row", "holders", "seqs", "part")
 _ONE_REPLY: Final = Replies(1)
 _NO_SHARE: Final[PackedShare] = (0, (0, [], 0, b"", [], b""))
 
@@ -34,7 +34,7 @@ OnEnd = Callable[[bool | Exception], None]
 
 
 class AlikeCalls:
-    """The calls of one holder of a stream. The last one for some frames moves the watermark."""
+    """The calls of one stream. The last one for some frames moves the watermark."""
 
     def __init__(
         self,
@@ -42,7 +42,6 @@ class AlikeCalls:
         scripts: Scripts,
         pacer: Pacer,
         grant: Grant,
-        holder: int,
         words_of: Callable[[int], Mapping[str, Any]],
     ) -> None:
         """Create calls; ``words_of`` returns for a shard the words that all its calls share, by the names of the
@@ -50,10 +49,11 @@ class AlikeCalls:
         """
         self.prefixes = tuple(keys.block_prefix(grant.group_id, shard) for shard in range(grant.shards))
         """The prefix of the keys of rows, for each shard."""
-        self.holder = holder
         self._client, self._scripts, self._pacer, self._grant = client, scripts, pacer, grant
         self._words_of = words_of
         self._templates: dict[int, tuple[int, int, bytes]] = {}
+        self._holders: dict[int, tuple[list[int], bytes, bytes]] = {}
+        """For each shard the holders of the last call, and their words; most calls have the same."""
 
     @property
     def may_send(self) -> bool:
@@ -105,15 +105,22 @@ class AlikeCalls:
         if template is None:
             template = self._templates[shard] = _template(SCRIPTS["apply_rows"], self._words_of(shard))
         of_keys, of_args, packed = template
-        parts, (_, _, rows, row_words, seqs, part_words) = share
-        of_keys, of_args = of_keys + rows, of_args + len(seqs) + parts
+        parts, (_, holders, rows, row_words, seqs, part_words) = share
+        last, engines, holder_words = self._holders.get(shard, (None, b"", b""))
+        if last != holders:
+            engines = bulks([keys.engine(grant.group_id, shard, holder) for holder in holders]) if holders else b""
+            holder_words = bulks([len(holders), *holders])
+            self._holders[shard] = holders, engines, holder_words
+        of_keys, of_args = of_keys + len(holders) + rows, of_args + len(holders) + len(seqs) + parts
         first = grant.first_calls if shard else ""
         return packed % (
             3 + of_keys + of_args,
             len(str(of_keys)),
             of_keys,
+            engines,
             row_words,
             bulks([*commit_words(commit).values(), grant.calls.get(shard, 0), first]),
+            holder_words,
             bulks([len(seqs), *seqs]),
             part_words,
         )
@@ -233,15 +240,17 @@ class SentCall:
 def _template(script: Script, values: Mapping[str, Any]) -> tuple[int, int, bytes]:
     """Return how many keys and arguments all calls share, and a packed call to be formatted with the other words.
 
-    These are the number of words, the number of keys and before it the length of that number, the rows, the words of
-    ``_VARIED``, the seqs with their number, and the parts.
+    These are the number of words, the number of keys and before it the length of that number, the keys of the holders,
+    the rows, the words of ``_VARIED``, the holders and the seqs, each with their number, and the parts.
     """
-    marks = {name: f"\0{name}" for name in (*_VARIED, "row", "seqs", "part")}
-    listed = {name: [marks[name]] for name in ("row", "seqs", "part")}
+    marks = {name: f"\0{name}" for name in (*_VARIED, *_LISTED)}
+    listed = {name: [marks[name]] for name in _LISTED}
     keys, args = script.words({**values, **marks, **listed})
     packed = bulks([*keys, *args]).replace(b"%", b"%%")
-    for words in ([marks[name] for name in _VARIED], [marks["row"]], [1, marks["seqs"]], [marks["part"]]):
+    varied = [marks[name] for name in _VARIED]
+    counted = [[1, marks[name]] for name in ("holders", "seqs")]
+    for words in (varied, [marks["engine"]], [marks["row"]], *counted, [marks["part"]]):
         before, behind = packed.split(bulks(words))
         packed = before + b"%b" + behind
     head = b"*%d\r\n" + bulks(["EVALSHA", script.sha]) + b"$%d\r\n%d\r\n"
-    return len(keys) - 1, len(args) - 2, head + packed
+    return len(keys) - 2, len(args) - 3, head + packed

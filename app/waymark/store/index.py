@@ -85,13 +85,13 @@ class Index:
             return Verdict.APPLIED
         return await self._commit(grant, commit, events)
 
-    def alike_calls(self, grant: Grant, holder: int) -> AlikeCalls:
-        """Return the calls for frames of a holder that are alike."""
+    def alike_calls(self, grant: Grant) -> AlikeCalls:
+        """Return the calls for frames of a stream that are alike."""
 
         def words_of(shard: int) -> dict[str, Any]:
-            return {**self._words_of(grant, shard, [holder], None if shard else grant.record), "events": ()}
+            return {**self._words_of(grant, shard, (), None if shard else grant.record), "events": ()}
 
-        return AlikeCalls(self._client, self._scripts, self._pacer, grant, holder, words_of)
+        return AlikeCalls(self._client, self._scripts, self._pacer, grant, words_of)
 
     def _words_of(self, grant: Grant, shard: int, holders: Sequence[int], record: str | None) -> dict[str, Any]:
         """Return the words of a call that do not depend on its parts, by the names of the signature."""
