@@ -289,3 +289,65 @@ PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     Py_XDECREF(seqs);
     return NULL;
 }
+
+/* ---- engine hashes ------------------------------------------------------------------------------- */
+
+/* The characters of a block as lua/keep_hashes.lua has it: its key, its depth, its head, and its namespace if it has
+ * one. */
+static size_t reported_size(const Part *part)
+{
+    return SLOT_CHARS + HEX_DIGITS + (part->namespace ? HEX_DIGITS : 0);
+}
+
+/* Whether the blocks of a part are new under their engine hashes, and their depth is known. */
+static int is_reported(const Part *part)
+{
+    return part->kind == '+' && !part->is_known && !part->is_identity && part->place_kind != SINGLE;
+}
+
+/* A part's engine hashes, each with its block, to `at`. Returns where they end. */
+static char *write_reported(const Parts *parts, const Part *part, char *at)
+{
+    for (const PartBlock *block = parts->blocks + part->start, *end = block + part->count; block < end; block++) {
+        at = begin_bulk(at, sizeof(uint64_t));
+        store_big64(at, block->hash);
+        at = begin_bulk(end_bulk(at + sizeof(uint64_t)), reported_size(part));
+        write_slot(at, block->key, block->depth);
+        write_hex(at + SLOT_CHARS, part->head);
+        if (part->namespace)
+            write_hex(at + SLOT_CHARS + HEX_DIGITS, part->namespace);
+        at = end_bulk(at + reported_size(part));
+    }
+    return at;
+}
+
+/* reported(start: int, blocks_max: int) -> tuple[int, int, bytes]
+ *
+ * The new blocks of the parts from `start` on, up to the returned end, by their engine hashes: how many, and the words
+ * of lua/keep_hashes.lua for them as bulk strings. One part always fits the bound.
+ */
+PyObject *parts_reported(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    const Parts *parts = (Parts *)self;
+    size_t bounds[2] = {0}, blocks = 0, size = 0;
+    if (!has_arguments("reported", nargs, 2) || !read_bounds(args, 2, bounds) ||
+        !is_range(parts, bounds[0], parts->count))
+        return NULL;
+    size_t end = bounds[0];
+    for (; end < parts->count; end++) {
+        const Part *part = &parts->parts[end];
+        const size_t more = is_reported(part) ? part->count : 0;
+        if (more > 0 && blocks > 0 && blocks + more > bounds[1])
+            break;
+        blocks += more;
+        size += more * (bulk_size(sizeof(uint64_t)) + bulk_size(reported_size(part)));
+    }
+    PyObject *words = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+    if (words == NULL)
+        return NULL;
+    char *at = PyBytes_AsString(words);
+    for (size_t i = bounds[0]; i < end; i++)
+        if (is_reported(&parts->parts[i]))
+            at = write_reported(parts, &parts->parts[i], at);
+    return Py_BuildValue("nnN", (Py_ssize_t)end, (Py_ssize_t)blocks, words);
+}

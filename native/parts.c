@@ -307,6 +307,8 @@ static PyMethodDef parts_methods[] = {
     METHOD("shares", parts_shares, METH_O, "shares($self, shards, /)\n--\n\nEach wave, as the parts of its shards."),
     METHOD("cut", parts_cut, METH_FASTCALL, "cut($self, start, end, /)\n--\n\nSome of the parts."),
     METHOD("pack", parts_pack, METH_FASTCALL, "pack($self, start, end, prefix, /)\n--\n\nParts as Redis reads them."),
+    METHOD("reported", parts_reported, METH_FASTCALL,
+           "reported($self, start, blocks_max, /)\n--\n\nNew blocks by their engine hashes, as Redis reads them."),
     {NULL, NULL, 0, NULL},
 };
 

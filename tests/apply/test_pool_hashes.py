@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import pytest
 
@@ -14,18 +14,21 @@ from tests.factories import registration
 from waymark.apply.options import ApplyOptions
 from waymark.apply.pool_hashes import PoolHashes
 from waymark.apply.slices import SliceRunner
+from waymark.base import native
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, Removed, StoredReference
 from waymark.domain.known import Spot
-from waymark.domain.packing import pack
+from waymark.domain.packing import pack, unpack
 from waymark.domain.parts import Part
 from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
 from waymark.domain.slices import SLICE_WORK, finish
 from waymark.engines.batches import PART_HASHES
-from waymark.store.hashes import FIND_HASHES, ReportedBlock
+from waymark.store.hashes import CALL_ENTRIES, FIND_HASHES, ReportedBlock, _decoded
+from waymark.store.redis.words import PackedWords
 
 T = TypeVar("T")
+Gathered: TypeAlias = Callable[[Sequence[Part]], Sequence[Part]]
 
 BLOCKS = 32
 
@@ -55,7 +58,9 @@ class Kept:
         """On a clock that says at each look that a slice has taken long enough."""
         runner = SliceRunner(self._clock)
         unused = cast("Any", None)
-        hashes = PoolHashes(unused, unused, unused, unused, unused, runner, unused, self._write, unused)
+        hashes = PoolHashes(
+            unused, unused, unused, unused, unused, runner, unused, self._write, self._write_entries, unused
+        )
         hashes.is_wanted = is_wanted
         others = asyncio.create_task(self._others())
         await hashes.keep(parts)
@@ -75,10 +80,40 @@ class Kept:
         self.turns_before = self.turns
         self.blocks += blocks
 
+    async def _write_entries(self, entries: PackedWords) -> None:
+        assert 0 < len(entries) <= 2 * CALL_ENTRIES
+        blocks: list[ReportedBlock] = []
+        for name, value in zip(entries[::2], entries[1::2], strict=True):
+            spot = _decoded(value)
+            assert spot is not None
+            (engine_hash,) = unpack(name)
+            blocks.append(ReportedBlock(engine_hash, spot))
+        await self._write(blocks)
+
 
 @pytest.fixture
 def kept() -> Kept:
     return Kept()
+
+
+@pytest.fixture(params=["in Python", "in C"])
+def gathered(request: pytest.FixtureRequest) -> Gathered:
+    """A function that returns parts as the resolver gathers them."""
+    if request.param == "in Python":
+        return list
+    if not native.is_built:
+        pytest.skip("built without the C part")
+
+    def gather(parts: Sequence[Part]) -> Sequence[Part]:
+        gathered_parts = cast("Any", native._built).Parts(Part, Place, 1)
+        for at, each in enumerate(parts):
+            gathered_parts.add(
+                each.kind, each.holder, 1000 * at + 1, each.place, each.namespace, each.slots, each.packed_hashes,
+                each.is_known, each.is_identity, each.parent, b"", True,
+            )  # fmt: skip
+        return cast("Sequence[Part]", gathered_parts)
+
+    return gather
 
 
 class Looked:
@@ -100,6 +135,7 @@ class Looked:
             unused,
             self._answered,
             runner,
+            unused,
             unused,
             unused,
             unused,
@@ -163,16 +199,15 @@ def test_a_hash_that_waits_for_two_holders_is_looked_up_once() -> None:
     assert finish(resolver.hashes_to_find([])) == [5]
 
 
-async def test_other_tasks_run_after_each_slice_of_a_long_fold(kept: Kept) -> None:
-    parts = [part(number) for number in range(200)]
-    await kept.keep(parts)
+async def test_other_tasks_run_after_each_slice_of_a_long_fold(kept: Kept, gathered: Gathered) -> None:
+    await kept.keep(gathered([part(number) for number in range(200)]))
     assert len(kept.blocks) == 200 * BLOCKS
     assert kept.turns_before >= len(kept.blocks) // (SLICE_WORK + BLOCKS)
 
 
-async def test_other_tasks_run_while_the_hashes_of_a_long_fold_are_written(kept: Kept) -> None:
+async def test_other_tasks_run_while_the_hashes_of_a_long_fold_are_written(kept: Kept, gathered: Gathered) -> None:
     """Redis takes a second for a million: one of these tasks renews the lease."""
-    await kept.keep([part(number) for number in range(1000)])
+    await kept.keep(gathered([part(number) for number in range(1000)]))
     between = kept.between[kept.between.index(4096) :]
     assert len(kept.blocks) == 1000 * BLOCKS
     assert max(later - earlier for earlier, later in pairwise([0, *between, len(kept.blocks)])) <= 4096
@@ -185,13 +220,15 @@ async def test_parts_that_keep_nothing_are_sliced_too(kept: Kept) -> None:
     assert kept.turns_before >= 200 * BLOCKS // (SLICE_WORK + BLOCKS)
 
 
-async def test_only_new_blocks_of_known_depth_with_a_name_of_their_own_are_kept(kept: Kept) -> None:
+async def test_only_new_blocks_of_known_depth_with_a_name_of_their_own_are_kept(kept: Kept, gathered: Gathered) -> None:
     changes: list[dict[str, Any]] = [{"kind": "-"}, {"is_known": True}, {"is_identity": True}]
-    await kept.keep([part(0, **each) for each in [*changes, {"place": Place(0, None, True)}]])
+    unkept = [part(0, **each) for each in [*changes, {"place": Place(0, None, True)}]]
+    await kept.keep(gathered([part(0)]), is_wanted=False)
+    await kept.keep(list[Part]())
     assert kept.blocks == []
-    await kept.keep([part(0)], is_wanted=False)
-    assert kept.blocks == []
-    await kept.keep([part(1, place=Place(BLOCKS, 5))])
-    assert kept.blocks == [
+    await kept.keep(gathered([*unkept, part(1, place=Place(BLOCKS, 5)), *unkept, part(2, namespace=0), *unkept]))
+    named = [
         ReportedBlock(-key % 2**64, Spot(Place(BLOCKS), 3, key - BLOCKS, key)) for key in range(BLOCKS, 2 * BLOCKS)
     ]
+    unnamed = [ReportedBlock(-key % 2**64, Spot(Place(2 * BLOCKS), 0, key % BLOCKS, key)) for key in range(64, 96)]
+    assert kept.blocks == named + unnamed

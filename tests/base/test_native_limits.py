@@ -288,6 +288,8 @@ def test_a_range_beyond_the_last_is_refused(loops: native.NativeFunctions, table
                 function(len(parts) + more, len(parts) + more)
             with pytest.raises(IndexError):
                 function(1, 0)
+        with pytest.raises(IndexError):
+            parts.reported(len(parts) + more, 99)
 
 
 def words(parts: Any, count: int) -> PackedWords:
@@ -633,6 +635,7 @@ def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Nat
             (parts.shares, 2),
             (list, parts),
             (parts.pack, 0, len(parts), b"wm:"),
+            (parts.reported, 0, 99),
             (list, events),
             (events.hashes, 0, 3),
             (events.go_on, (payload, payload), 1.5, 0, None, 99, 99, str, 10, 3),

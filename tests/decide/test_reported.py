@@ -242,7 +242,7 @@ async def keep(store: Store, name: str, blocks: Sequence[int]) -> None:
     assert grant is not None
     keys = extend(None, token_bytes(PROMPT), 16)
     found = [ReportedBlock(named(each), Spot(Place(keys[0]), 0, each, keys[each])) for each in blocks]
-    assert await store.hashes.keep(grant, found, 10_000)
+    assert await store.hashes.kept(grant, 10_000).keep(found)
 
 
 async def sglang(store: Store, name: str, number: int, blocks: int, **fields: Any) -> None:

@@ -134,7 +134,7 @@ async def keep_hashes(store: Store, instance_id: str, tokens: Sequence[int], *, 
     hashes = extend(None, token_bytes(tokens), 16)
     named = [NAMED + number for number in range(len(hashes))]
     spots = [Spot(Place(hashes[0]), 0, number % 32, each) for number, each in enumerate(hashes)]
-    assert await store.hashes.keep(grant, list(map(ReportedBlock, named, spots)), 10_000)
+    assert await store.hashes.kept(grant, 10_000).keep(list(map(ReportedBlock, named, spots)))
     return named
 
 

@@ -17,6 +17,7 @@ from tests.topologies import Cluster, farm, moving, start_cluster
 from waymark.apply.applier import Applier, Incoming
 from waymark.base import native
 from waymark.domain.alike_frames import ALIKE_HASHES_MAX
+from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.rows import ROW_SLOTS
 from waymark.ingest.batch_decoder import SEQ_MAX
@@ -24,6 +25,7 @@ from waymark.ingest.straight import StraightWay
 from waymark.simulator.encode import AllBlocksCleared, BlockRemoved, BlockStored, UnknownEvent, WireEvent
 from waymark.store import keys
 from waymark.store.alike_calls import SentCall, SentCalls
+from waymark.store.hashes import KEPT
 from waymark.store.redis.cluster import Cluster as ClusterClient
 from waymark.store.redis.read_connection import Replies
 
@@ -381,7 +383,8 @@ def seq_hashes_of(hashes: Sequence[int]) -> set[int]:
 
 def place_of(call: SentCall) -> str:
     """Where a call is among those for a frame. One shard has the first alone."""
-    return "last" if call.share is None else "another" if call.shard else "first"
+    places = {"keep_hashes": "hashes", "commit_batch": "last"}
+    return places.get(call.script, "another" if call.shard else "first")
 
 
 class HeldReplies:
@@ -673,3 +676,81 @@ async def test_a_defect_in_a_callback_ends_the_stream_and_no_other(
     await wait_until(lambda: worker.metric("leases_taken_total") == 4, "one stream began again", PATIENCE_SECONDS)
     held = [await bench.held(every.name) for every in (pod, other, third)]
     assert held[0] == held[1] == held[2]
+
+
+# ---- groups with a pool --------------------------------------------------------------------------------
+
+
+async def wants_hashes(bench: Bench, worker: Hand, *pods: Pod) -> None:
+    """The group has a pool from now on, and the worker has kept the hashes of all blocks so far."""
+    await bench.pod("pool", kind=EngineKind.MOONCAKE, has_replay=False, fields={"scope": "shared"})
+
+    async def are_kept() -> bool:
+        return all([KEPT in (await bench.record(pod.name)).get("flags", "") for pod in pods])
+
+    await wait_until(are_kept, "the older hashes are kept", PATIENCE_SECONDS)
+
+
+async def kept_hashes(bench: Bench) -> dict[bytes, bytes]:
+    """What is kept of engine hashes, and forget it."""
+    names = [keys.hashes(1, number) for number in range(20)]
+    values: list[Any] = [await bench.redis.hgetall(name) for name in names]
+    await bench.redis.delete(*names)
+    return {name: value for each in values for name, value in each.items()}
+
+
+@EVERYWHERE
+async def test_frames_of_a_group_with_a_pool_go_straight_and_keep_their_hashes(bench: Bench, ways: Ways) -> None:
+    worker, *pods = await both(bench)
+    await wants_hashes(bench, worker, *pods)
+    await kept_hashes(bench)
+    kept: list[dict[bytes, bytes]] = []
+    for pod in pods:
+        for each in range(10, 20):
+            await publish(
+                pod, *spread(100 * each, 3), stored(each, parent=2), *[BlockRemoved((each - 1,))] * (each > 10)
+            )
+            await publish(pod, BlockRemoved((100 * each + 1,)))
+            await publish(pod, stored(100 * each), stored(100 * each + 50, 100 * each + 51, parent=100 * each))
+        kept.append(await kept_hashes(bench))
+    assert len(ways.straight) > 20
+    assert len(kept[0]) == 10 * 6
+    assert kept[0] == kept[1]
+    await agree(bench, *pods)
+    assert worker.metric("leases_lost_total") == 0
+
+
+@pytest.mark.parametrize("bench", ["one shard", "four shards"], indirect=True)
+async def test_hashes_that_are_not_kept_yet_are_kept_the_ordinary_way(bench: Bench, ways: Ways) -> None:
+    """Another worker has begun the next of the ten Redis hashes, as a reply tells."""
+    worker, *pods = await both(bench)
+    await wants_hashes(bench, worker, *pods)
+    await publish(pods[0], stored(10))
+    await publish(pods[0], stored(11))
+    assert ways.straight
+    await bench.redis.set(keys.hashes(1), 3)
+    before = len(ways.finished)
+    for each in range(12, 16):
+        await publish(pods[0], stored(each))
+    assert len(ways.finished) == before + 1
+    newest: Any = await bench.redis.hgetall(keys.hashes(1, 3))
+    assert len(newest) == 4
+    for each in range(10, 16):
+        await publish(pods[1], stored(each))
+    await agree(bench, *pods)
+
+
+@EVERYWHERE
+async def test_a_lost_reply_of_hashes_changes_nothing(bench: Bench, ways: Ways, replies: HeldReplies) -> None:
+    worker, *pods = await both(bench)
+    await wants_hashes(bench, worker, *pods)
+    for pod in pods:
+        await publish(pod, stored(10))
+    replies.at = "hashes"
+    seq = pods[0].publisher.publish([*spread(200), stored(1)], ts=pods[0].clock())
+    await replies.come()
+    assert len((await bench.held(pods[0].name))[0, "GPU"]) == 3, "the blocks wait for their hashes"
+    replies.are_lost(TimeoutError())
+    await pods[0].at_watermark(seq)
+    await publish(pods[1], *spread(200), stored(1))
+    await agree(bench, *pods)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,11 +12,14 @@ import pytest
 from tests.patience import wait_until, within
 from waymark.domain.alike_frames import PackedShare, PackedWave
 from waymark.domain.parts import Commit
+from waymark.store import keys
 from waymark.store.alike_calls import AlikeCalls, SentCall, SentCalls
+from waymark.store.hashes import KeptHashes
 from waymark.store.index import Index
 from waymark.store.leases import Grant
 from waymark.store.pacing import Pacer
 from waymark.store.redis.client import SCRIPTS
+from waymark.store.redis.words import PackedWords
 
 SHARDS = 4
 COMMIT = Commit(9, 1.5, 1.5, "0" * 16)
@@ -36,10 +40,12 @@ class Redis:
         self.under_way: list[SentCall] = []
         self.counted: list[tuple[str, str]] = []
         self.ends: list[bool | Exception] = []
+        self.newest = 0
+        """The newest Redis hash of the group's engine hashes."""
         claim = SimpleNamespace(group_id=1, publisher=3, shards=shards)
         self.grant = Grant(cast("Any", claim), "1.token", 0, {shard: 100 + shard for shard in range(shards)})
         self._index = Index(cast("Any", self), cast("Any", self), pacer)
-        self.calls: AlikeCalls = self._index.alike_calls(self.grant)
+        self.calls: AlikeCalls = self._index.alike_calls(self.grant, KeptHashes(cast("Any", self), self.grant, 1000))
 
     def connection(self, key: bytes, *, is_script: bool = False) -> Any:
         return self if self.is_connected and is_script else None
@@ -61,14 +67,15 @@ class Redis:
     def _count(self, name: str, verdict: str, _began: float) -> None:
         self.counted.append((name, verdict))
 
-    def begin(self, *waves: PackedWave) -> SentCalls:
-        return self.calls.send(waves or [{1: share(2), 2: share()}], COMMIT, self.ends.append)
+    def begin(self, *waves: PackedWave, entries: Sequence[PackedWords] = ()) -> SentCalls:
+        return self.calls.send(waves or [{1: share(2), 2: share()}], COMMIT, self.ends.append, entries)
 
     def answer(self, number: int = 0, verdict: bytes = b"applied", parts: int | None = None) -> None:
         """Answer one of the calls under way."""
         call = self.under_way.pop(number)
         calls = self.grant.calls[call.shard] + 1
         applied = [9] if call.share is None else [call.share[0] if parts is None else parts, 0]
+        applied = [self.newest] if call.entries is not None else applied
         call.set_result([[verdict, *applied, calls]])
 
     @property
@@ -76,7 +83,8 @@ class Redis:
         return [(name, shard) for name, shard, _ in self.sent]
 
 
-APPLY, MOVE = "apply_rows", "commit_batch"
+APPLY, MOVE, KEEP = "apply_rows", "commit_batch", "keep_hashes"
+ENTRIES = PackedWords(2, b"$1\r\nh\r\n$1\r\nb\r\n")
 
 
 def test_shard_0_comes_first_and_the_watermark_last() -> None:
@@ -106,6 +114,44 @@ def test_a_call_says_what_shard_0_has_acknowledged_and_the_last_one_what_all_oth
     ]  # fmt: skip
     assert not redis.grant.moved_shards
     assert redis.counted == [(APPLY, "applied")] * 3 + [(MOVE, "applied")]
+
+
+@pytest.mark.parametrize("shards", [1, SHARDS])
+def test_hashes_are_kept_before_their_blocks_are_applied(shards: int) -> None:
+    redis = Redis(shards=shards)
+    redis.begin({0: share()}, entries=[ENTRIES, ENTRIES])
+    for number, name in enumerate([KEEP, KEEP, APPLY, *[MOVE] * (shards > 1)]):
+        assert redis.order[number:] == [(name, 0)]
+        words = redis.sent[-1][2]
+        assert words[words.index(b"1.token") + (5 if name == APPLY else 1)] == b"%d" % (100 + number)
+        redis.answer()
+    assert redis.sent[1][2][-2:] == [b"h", b"b"]
+    assert redis.ends == [True]
+    assert redis.counted[:2] == [(KEEP, "applied")] * 2
+
+
+def test_after_a_refusal_of_hashes_their_blocks_are_not_applied() -> None:
+    redis = Redis(shards=1)
+    for verdict in (b"fenced", b"other"):
+        redis.newest = 7
+        redis.begin({0: share()}, entries=[ENTRIES])
+        redis.answer(verdict=verdict)
+    assert (redis.ends, redis.order) == ([False, False], [(KEEP, 0)] * 2)
+    redis.begin({0: share()}, entries=[ENTRIES])
+    assert [name for name in redis.sent[-1][2] if name.endswith(b":7")], "the reply has told which is the newest"
+
+
+def test_a_call_names_the_holders_of_its_parts() -> None:
+    redis = Redis(shards=1)
+    parts, (blocks, _, rows, row_words, seqs, part_words) = share()
+    for holders in ([5], [5], [6, 5], []):
+        redis.begin({0: (parts, (blocks, holders, rows, row_words, seqs, part_words))})
+        words = redis.sent[-1][2]
+        engines = [word for word in words if b":e:" in word or b"engine" in word]
+        assert engines == [keys.engine(1, 0, holder).encode() for holder in holders]
+        at = words.index(b"x") - 3 - len(holders)
+        assert words[at - 1 : at + len(holders)] == [b"%d" % each for each in (len(holders), *holders)]
+        redis.answer()
 
 
 def test_one_shard_moves_the_watermark_with_its_parts() -> None:

@@ -178,7 +178,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     await store.gauges.note(grant.group_id, grant.publisher, Gauges(3, 1, 0.5), HOUR_SECONDS * 1000)
     blocks = [ReportedBlock(hash_, Spot(Place(HEAD), ns, 3, hash_)) for hash_ in range(1, 120) for ns in (0, NS)]
     for _ in range(12):
-        await store.hashes.keep(grant, blocks, 1000)
+        await store.hashes.kept(grant, 1000).keep(blocks)
     await store.entries.note(grant, {gpu: 3, disk: 2}, 4)
     await store.entries.note(other.grant, {shared: 5}, 4)
     await stream.apply(stored(gpu, salted, seq=7, ns=NS))

@@ -54,8 +54,9 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
     gone_on = [list(map(list, following[0])), *following[1:]]
     shares = [{shard: (len(each), each.blocks) for shard, each in wave.items()} for wave in parts.shares(shards)]
     packed = parts.pack(0, few, PREFIX)
+    reported = parts.reported(0, JOINED_MAX)
     use_frames(parts_type, read, payload, namespace, piece_blocks, waves, shards)
-    return counted, position, held, parts.blocks, parts.stored, parts.singles, packed, shares, gone_on
+    return counted, position, held, parts.blocks, parts.stored, parts.singles, packed, reported, shares, gone_on
 
 
 def use_frames(
@@ -266,7 +267,24 @@ def parts(payload: bytes, namespace: int, piece_blocks: int, shards: int) -> obj
     rows = [PREFIX + b"%016x" % head for head in heads]
     of_few = sum(len(each) for _, _, _, each in few)
     packed = of_few, [HOLDER] * bool(few), len(rows), _bulks(rows), [SEQ] * bool(few), _bulks(words)
-    return model.counted, position, held, blocks, stored, 0, packed, model.shares(), _gone_on(read[0], read[1], read[2])
+    reported = _reported(model.parts, namespace)
+    gone_on = _gone_on(read[0], read[1], read[2])
+    return model.counted, position, held, blocks, stored, 0, packed, reported, model.shares(), gone_on
+
+
+def _reported(parts: list[tuple[bytes, int, int, list[_Block]]], namespace: int) -> tuple[int, int, bytes]:
+    """Return the entries of the new blocks of the first parts, up to ``JOINED_MAX`` blocks or those of one part."""
+    words, end, count = list[bytes](), 0, 0
+    for kind, head, _, blocks in parts:
+        if kind == b"+" and count and count + len(blocks) > JOINED_MAX:
+            break
+        end += 1
+        for key, depth, engine_hash in blocks if kind == b"+" else ():
+            of_namespace = b"%016x" % namespace if namespace else b""
+            digit = b"0123456789abcdefghijklmnopqrstuv"[depth]
+            words += struct.pack(">Q", engine_hash), b"%016x%c%016x%b" % (key, digit, head, of_namespace)
+            count += 1
+    return end, count, _bulks(words)
 
 
 def _gone_on(ts: object, events: list[Any], rank: object) -> object:

@@ -22,6 +22,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -44,7 +45,6 @@ from waymark.store.activity import ActivityKind, about
 from waymark.store.alike_calls import AlikeCalls
 from waymark.store.calls import CALL_BLOCKS
 from waymark.store.entries import GroupEntries
-from waymark.store.hashes import ReportedBlock
 from waymark.store.leases import Grant, random_nonce
 from waymark.store.records import MISSING, Facts, NewHolder
 from waymark.store.scripts import Verdict
@@ -100,7 +100,8 @@ class Applier:
         self._store = store
         self.bounding = Bounding(resolver, metrics, self.new_life, self._note_entries)
         self.slices = SliceRunner()
-        self.calls = RedisCalls(metrics, self.slices.begin, is_patient=is_patient)
+        self.calls = calls = RedisCalls(metrics, self.slices.begin, is_patient=is_patient)
+        self._kept_hashes = kept = store.hashes.kept(grant, pool_hashes_max)
         self.pool_hashes = PoolHashes(
             grant,
             resolver,
@@ -109,11 +110,11 @@ class Applier:
             self.calls.answered,
             self.slices,
             self._apply_early,
-            self._keep_hashes,
+            lambda blocks: calls.accepted(partial(kept.keep, blocks)),
+            lambda entries: calls.accepted(partial(kept.keep_entries, entries)),
             self.keep_facts,
         )
         self._is_staged = is_staged
-        self._pool_hashes_max = pool_hashes_max
         self._counts = Counts(resolver, counters, metrics)
         self._staged: list[NewHolder] = []
         self._has_singles = False
@@ -198,13 +199,12 @@ class Applier:
 
         Anything else that happens to the stream ends this way.
         """
-        is_alone = not (self._is_staged or self.pool_hashes.is_wanted)
-        frames = self.resolver.alike(batch, reading) if is_alone else None
+        frames = None if self._is_staged else self.resolver.alike(batch, reading)
         if frames is None:
             return None
         if self._alike_calls is None:
-            self._alike_calls = self._store.index.alike_calls(self.grant)
-        return StraightFrames(frames, self._alike_calls, self._counts)
+            self._alike_calls = self._store.index.alike_calls(self.grant, self._kept_hashes)
+        return StraightFrames(frames, self._alike_calls, self._counts, self.pool_hashes)
 
     async def _apply_early(self, parts: Sequence[Part]) -> None:
         """Apply parts that come before the events of the next batch."""
@@ -221,10 +221,6 @@ class Applier:
         if not self._has_singles:
             await self.calls.accepted(lambda: self._store.records.keep_singles(self.grant))
             self._has_singles = True
-
-    async def _keep_hashes(self, blocks: Sequence[ReportedBlock]) -> None:
-        hashes_max = self._pool_hashes_max
-        await self.calls.accepted(lambda: self._store.hashes.keep(self.grant, blocks, hashes_max))
 
     async def _apply(
         self, parts: Sequence[Part], moves: Moves, commit: Commit | None, event_ids: Mapping[int, int]

@@ -8,19 +8,20 @@ the object is stored later, when the block is known.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from waymark.apply.slices import SliceRunner
 from waymark.domain.events import Batch
 from waymark.domain.known import Spot
-from waymark.domain.parts import Part
+from waymark.domain.parts import PackedParts, Part, packed
 from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices
-from waymark.store.hashes import FIND_HASHES, KEPT, EngineHashes, ReportedBlock
+from waymark.store.hashes import CALL_ENTRIES, FIND_HASHES, KEPT, EngineHashes, ReportedBlock
 from waymark.store.leases import Grant
+from waymark.store.redis.words import PackedWords
 from waymark.store.takeover import Takeover
 
 T = TypeVar("T")
@@ -46,9 +47,12 @@ class PoolHashes:
         slices: SliceRunner,
         apply: Callable[[Sequence[Part]], Awaitable[None]],
         keep: Callable[[Sequence[ReportedBlock]], Awaitable[None]],
+        keep_entries: Callable[[PackedWords], Awaitable[None]],
         keep_facts: Callable[[], Awaitable[None]],
     ) -> None:
-        """``apply`` applies parts that come before the next batch. ``keep`` writes hashes to Redis."""
+        """``apply`` applies parts that come before the next batch. ``keep`` writes hashes to Redis, and
+        ``keep_entries`` does so with packed ones.
+        """
         self.is_wanted = False
         """The group has a pool or a client that names blocks by the hashes of this publisher, an engine."""
         self._grant = grant
@@ -58,7 +62,7 @@ class PoolHashes:
         self._answered = answered
         self._slices = slices
         self._apply = apply
-        self._write = keep
+        self._write, self._write_entries = keep, keep_entries
         self._keep_facts = keep_facts
         self._blocks: AsyncIterator[list[ReportedBlock]] | None = None
         """The older blocks whose hashes are not kept yet; None unless they are being kept."""
@@ -74,8 +78,15 @@ class PoolHashes:
         If this worker stops between the two writes, the next worker repeats both. In the other order the next worker
         would skip the blocks that were applied, and their hashes would be missing.
         """
-        if self.is_wanted:
+        if not self.is_wanted:
+            return
+        packed_parts = packed(parts)
+        if packed_parts is None:
             await self._keep(await self._slices.run(_reported(parts)))
+            return
+        for entries in reported_entries(packed_parts):
+            await self._write_entries(entries)
+            await self._slices.pause()
 
     @property
     def is_at_work(self) -> bool:
@@ -148,6 +159,15 @@ class PoolHashes:
         for start in range(0, len(blocks), _KEPT_AT_ONCE):
             await self._write(blocks[start : start + _KEPT_AT_ONCE])
             await self._slices.pause()
+
+
+def reported_entries(parts: PackedParts) -> Iterator[PackedWords]:
+    """Yield the new blocks with a known depth, under their engine hashes, as packed words for one call each."""
+    start = 0
+    while start < len(parts):
+        start, count, words = parts.reported(start, CALL_ENTRIES)
+        if count:
+            yield PackedWords(2 * count, words)
 
 
 def _reported(parts: Sequence[Part]) -> Slices[list[ReportedBlock]]:

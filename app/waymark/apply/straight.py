@@ -6,6 +6,7 @@ If anything is unusual, the applier's ``finish`` goes on with the same parts, as
 from __future__ import annotations
 
 from waymark.apply.counts import Counts
+from waymark.apply.pool_hashes import PoolHashes, reported_entries
 from waymark.domain.alike_frames import AlikeFrames, AlikeRun
 from waymark.domain.events import Batch
 from waymark.domain.parts import Commit
@@ -15,8 +16,8 @@ from waymark.store.alike_calls import AlikeCalls, OnEnd, SentCalls
 class StraightFrames:
     """The straight way of the frames of one stream that differ in their blocks only."""
 
-    def __init__(self, frames: AlikeFrames, calls: AlikeCalls, counts: Counts) -> None:
-        self._frames, self._calls, self._counts = frames, calls, counts
+    def __init__(self, frames: AlikeFrames, calls: AlikeCalls, counts: Counts, pool_hashes: PoolHashes) -> None:
+        self._frames, self._calls, self._counts, self._pool_hashes = frames, calls, counts, pool_hashes
 
     @property
     def may_send(self) -> bool:
@@ -32,7 +33,10 @@ class StraightFrames:
 
         Return None, without sending them, if these frames have to go the ordinary way.
         """
-        return None if run.waves is None else self._calls.send(run.waves, commit, on_end)
+        if run.waves is None:
+            return None
+        entries = [*reported_entries(run.parts)] if self._pool_hashes.is_wanted else ()
+        return self._calls.send(run.waves, commit, on_end, entries)
 
     def applied(self, batch: Batch, run: AlikeRun, seconds: float) -> bool:
         """Count frames that Redis has acknowledged after ``seconds``. Return whether further ones may follow."""

@@ -190,6 +190,11 @@ class PackedParts(Sequence[Part]):
         their keys, the seqs, and the parts. Keys and parts are packed as Redis reads them.
         """
 
+    def reported(self, start: int, blocks_max: int, /) -> tuple[int, int, bytes]:  # type: ignore[empty-body]
+        """Return the entries of ``keep_hashes`` for the new blocks of known depth of parts from ``start`` on: the end
+        of these parts, the number of blocks, and their words, packed. One part always fits the bound.
+        """
+
 
 Parts: TypeAlias = list[Part] | PackedParts
 _IN_PYTHON: Final = (list, tuple)

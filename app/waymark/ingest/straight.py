@@ -95,7 +95,7 @@ class StraightWay:
                 pattern = self._pattern_with(last)
                 self._frames, self._ranks = applier.alike(pattern, reading), applier.resolver.registered_ranks
         if self._frames is not None:
-            is_same = applier.resolver.registered_ranks == self._ranks and not applier.pool_hashes.is_wanted
+            is_same = applier.resolver.registered_ranks == self._ranks
             self._is_open = is_same and self._frames.may_send
 
     def _is_due(self) -> bool:

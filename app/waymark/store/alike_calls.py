@@ -16,11 +16,12 @@ from waymark.domain.alike_frames import PackedShare, PackedWave
 from waymark.domain.parts import Commit
 from waymark.store import keys
 from waymark.store.calls import PART_COST, commit_words
+from waymark.store.hashes import KeptHashes
 from waymark.store.leases import Grant
 from waymark.store.pacing import EndCall, GiveUp, Pacer, no_wait, unbounded
 from waymark.store.redis.client import SCRIPTS, RedisClient, Reply, Script
 from waymark.store.redis.read_connection import Replies
-from waymark.store.redis.words import bulks, packed_call
+from waymark.store.redis.words import PackedWords, bulks, packed_call
 from waymark.store.scripts import Scripts
 
 #: The parameters that differ: those of one word, which follow each other in the signature, and those of several.
@@ -42,6 +43,7 @@ class AlikeCalls:
         scripts: Scripts,
         pacer: Pacer,
         grant: Grant,
+        kept: KeptHashes,
         words_of: Callable[[int], Mapping[str, Any]],
     ) -> None:
         """Create calls; ``words_of`` returns for a shard the words that all its calls share, by the names of the
@@ -50,6 +52,7 @@ class AlikeCalls:
         self.prefixes = tuple(keys.block_prefix(grant.group_id, shard) for shard in range(grant.shards))
         """The prefix of the keys of rows, for each shard."""
         self._client, self._scripts, self._pacer, self._grant = client, scripts, pacer, grant
+        self._kept = kept
         self._words_of = words_of
         self._templates: dict[int, tuple[int, int, bytes]] = {}
         self._holders: dict[int, tuple[list[int], bytes, bytes]] = {}
@@ -60,12 +63,15 @@ class AlikeCalls:
         """Whether the connection of the first call is open."""
         return self._client.connection(self.prefixes[0], is_script=True) is not None
 
-    def send(self, waves: Sequence[PackedWave], commit: Commit, on_end: OnEnd) -> SentCalls:
+    def send(
+        self, waves: Sequence[PackedWave], commit: Commit, on_end: OnEnd, entries: Sequence[PackedWords] = ()
+    ) -> SentCalls:
         """Send calls for the parts of ``waves``, which move the watermark to that of ``commit``. See
-        ``Index.apply`` for their order.
+        ``Index.apply`` for their order. ``entries`` are blocks to keep by their hashes before that, one call for each;
+        see ``PoolHashes.keep``.
         """
         is_alone = len(self.prefixes) == 1
-        steps: list[list[SentCall]] = []
+        steps = [[SentCall(0, None, entries=each)] for each in entries]
         for wave in waves:
             steps.append([SentCall(0, wave.pop(0, _NO_SHARE), commit if is_alone else None)])
             if wave:
@@ -97,6 +103,9 @@ class AlikeCalls:
 
     def _packed(self, call: SentCall) -> bytes:
         grant, shard, share, commit = self._grant, call.shard, call.share, call.commit
+        if call.entries is not None:
+            script = SCRIPTS["keep_hashes"]
+            return packed_call(script.sha, *script.words(self._kept.values(call.entries)))
         if share is None:
             script = SCRIPTS["commit_batch"]
             values = {**grant.fenced_call, **commit_words(commit), "shards": grant.moved_calls, "event": ()}
@@ -127,11 +136,14 @@ class AlikeCalls:
 
     def ended(self, call: SentCall, verdict: str, numbers: Sequence[int]) -> None:
         """Count a call, and note what its shard has acknowledged."""
-        is_commit, grant = call.share is None, self._grant
-        self._scripts._count("commit_batch" if is_commit else "apply_rows", verdict, call.began)
+        grant = self._grant
+        self._scripts._count(call.script, verdict, call.began)
         if verdict in ("fenced", "lost", "none"):
             return
-        if is_commit:
+        if call.entries is not None:
+            self._kept.heard(numbers[0])
+            grant.acknowledged(0, numbers[-1])
+        elif call.share is None:
             grant.committed(numbers[-1])
         else:
             grant.acknowledged(call.shard, numbers[-1])
@@ -208,7 +220,7 @@ class SentCalls:
 class SentCall:
     """A call, and the receiver of its reply."""
 
-    __slots__ = ("began", "commit", "end", "give_up", "of", "shard", "share")
+    __slots__ = ("began", "commit", "end", "entries", "give_up", "of", "script", "shard", "share")
 
     of: SentCalls
     began: float
@@ -217,9 +229,17 @@ class SentCall:
     give_up: GiveUp
     """Ends the wait until it is sent."""
 
-    def __init__(self, shard: int, share: PackedShare | None, commit: Commit | None = None) -> None:
-        """``share`` is what the call applies; None if it only moves the watermark."""
-        self.shard, self.share, self.commit = shard, share, commit
+    def __init__(
+        self,
+        shard: int,
+        share: PackedShare | None,
+        commit: Commit | None = None,
+        *,
+        entries: PackedWords | None = None,
+    ) -> None:
+        """``share`` is what the call applies. Without it, the call keeps ``entries``, or only moves the watermark."""
+        self.shard, self.share, self.commit, self.entries = shard, share, commit, entries
+        self.script = "apply_rows" if share else "commit_batch" if entries is None else "keep_hashes"
         self.end, self.give_up = None, no_wait
 
     def done(self) -> bool:
@@ -248,7 +268,7 @@ def _template(script: Script, values: Mapping[str, Any]) -> tuple[int, int, byte
     keys, args = script.words({**values, **marks, **listed})
     packed = bulks([*keys, *args]).replace(b"%", b"%%")
     varied = [marks[name] for name in _VARIED]
-    counted = [[1, marks[name]] for name in ("holders", "seqs")]
+    counted: list[list[Any]] = [[1, marks[name]] for name in ("holders", "seqs")]
     for words in (varied, [marks["engine"]], [marks["row"]], *counted, [marks["part"]]):
         before, behind = packed.split(bulks(words))
         packed = before + b"%b" + behind

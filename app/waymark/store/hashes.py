@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from waymark.domain.known import Spot
 from waymark.domain.packing import pack
@@ -28,7 +28,7 @@ KEPT: Final = "hashes_kept"
 """A flag of the record, which means that the hashes of all blocks of this life have been kept."""
 GENERATIONS: Final = 10
 #: Entries in one call. Redis needs less than 1 ms for them.
-_CALL_ENTRIES: Final = 512
+CALL_ENTRIES: Final = 512
 #: The most hashes that one call looks up, in up to ten Redis hashes. The event loop needs about 3 ms for them.
 FIND_HASHES: Final = 256
 #: Each of the ten Redis hashes expires a week after its last write, for example if the group has no pool any more.
@@ -77,6 +77,53 @@ class AskedGroups:
         return asked_at.isdigit() and int(asked_at) > now - self._seconds
 
 
+class KeptHashes:
+    """Keeps the blocks of one stream by their engine hashes."""
+
+    def __init__(self, scripts: Scripts, grant: Grant, hashes_max: int) -> None:
+        self._scripts, self._grant, self._hashes_max = scripts, grant, hashes_max
+        self._number = 0
+        """The newest of the ten Redis hashes, as far as it is known. A reply corrects a wrong number."""
+
+    def values(self, entries: Sequence[Arg]) -> dict[str, Any]:
+        """Return the words of a call that keeps ``entries``, by the names of the signature."""
+        group_id, number = self._grant.group_id, self._number
+        return {
+            **self._grant.fenced_call,
+            "hashes": keys.hashes(group_id),
+            "newest": keys.hashes(group_id, number),
+            "oldest": keys.hashes(group_id, number + 1 - GENERATIONS),
+            "number": number,
+            "most": max(1, self._hashes_max // GENERATIONS),
+            "milliseconds": _KEEP_MS,
+            "entry": entries,
+        }
+
+    def heard(self, number: int) -> None:
+        """Note the newest of the ten Redis hashes."""
+        self._number = number
+
+    async def keep_entries(self, entries: Sequence[Arg]) -> bool:
+        """Keep up to ``CALL_ENTRIES`` blocks, given as words; False if fenced."""
+        while True:
+            outcome = await self._scripts.keep_hashes(**self.values(entries))
+            if outcome.verdict is Verdict.FENCED:
+                return False
+            self.heard(outcome.numbers[0])
+            if self._grant.counted(outcome):
+                return True
+
+    async def keep(self, blocks: Sequence[ReportedBlock]) -> bool:
+        """Keep blocks; False if fenced."""
+        for start in range(0, len(blocks), CALL_ENTRIES):
+            entries: list[Arg] = []
+            for block in blocks[start : start + CALL_ENTRIES]:
+                entries += (pack([block.engine_hash]), _encoded(block.spot))
+            if not await self.keep_entries(entries):
+                return False
+        return True
+
+
 class EngineHashes:
     """The blocks of all groups, by engine hash."""
 
@@ -86,31 +133,9 @@ class EngineHashes:
         self.asked = AskedGroups(client, scripts, keys.ASKED, ASKED_SECONDS)
         """The groups whose engines' streams keep their hashes."""
 
-    async def keep(self, grant: Grant, blocks: Sequence[ReportedBlock], hashes_max: int) -> bool:
-        """Keep blocks, at most about ``hashes_max`` of the group; False if fenced."""
-        group_id = grant.group_id
-        number = await self._newest(group_id)
-        for start in range(0, len(blocks), _CALL_ENTRIES):
-            entries: list[Arg] = []
-            for block in blocks[start : start + _CALL_ENTRIES]:
-                entries += (pack([block.engine_hash]), _encoded(block.spot))
-            while True:
-                outcome = await self._scripts.keep_hashes(
-                    **grant.fenced_call,
-                    hashes=keys.hashes(group_id),
-                    newest=keys.hashes(group_id, number),
-                    oldest=keys.hashes(group_id, number + 1 - GENERATIONS),
-                    number=number,
-                    most=max(1, hashes_max // GENERATIONS),
-                    milliseconds=_KEEP_MS,
-                    entry=entries,
-                )
-                if outcome.verdict is Verdict.FENCED:
-                    return False
-                number = outcome.numbers[0]
-                if grant.counted(outcome):
-                    break
-        return True
+    def kept(self, grant: Grant, hashes_max: int) -> KeptHashes:
+        """Return what a stream needs to keep its hashes, at most about ``hashes_max`` of the group."""
+        return KeptHashes(self._scripts, grant, hashes_max)
 
     async def find(self, group_id: int, engine_hashes: Sequence[int]) -> dict[int, Spot]:
         """Return the blocks that these hashes name, if engines reported them. Raise ValueError for more than

@@ -17,6 +17,7 @@ from waymark.domain.rows import ROW_SLOTS
 from waymark.store import keys
 from waymark.store.alike_calls import AlikeCalls
 from waymark.store.calls import PART_COST, ApplyCall, ApplyCalls, commit_words
+from waymark.store.hashes import KeptHashes
 from waymark.store.leases import Grant
 from waymark.store.pacing import Pacer
 from waymark.store.redis.client import RedisClient
@@ -85,13 +86,13 @@ class Index:
             return Verdict.APPLIED
         return await self._commit(grant, commit, events)
 
-    def alike_calls(self, grant: Grant) -> AlikeCalls:
-        """Return the calls for frames of a stream that are alike."""
+    def alike_calls(self, grant: Grant, kept: KeptHashes) -> AlikeCalls:
+        """Return the calls for frames of a stream that are alike; ``kept`` keeps its hashes."""
 
         def words_of(shard: int) -> dict[str, Any]:
             return {**self._words_of(grant, shard, (), None if shard else grant.record), "events": ()}
 
-        return AlikeCalls(self._client, self._scripts, self._pacer, grant, words_of)
+        return AlikeCalls(self._client, self._scripts, self._pacer, grant, kept, words_of)
 
     def _words_of(self, grant: Grant, shard: int, holders: Sequence[int], record: str | None) -> dict[str, Any]:
         """Return the words of a call that do not depend on its parts, by the names of the signature."""
