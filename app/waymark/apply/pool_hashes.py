@@ -8,20 +8,19 @@ the object is stored later, when the block is known.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from waymark.apply.slices import SliceRunner
 from waymark.domain.events import Batch
 from waymark.domain.known import Spot
-from waymark.domain.parts import PackedParts, Part, packed
+from waymark.domain.parts import Part, packed
 from waymark.domain.resolver import Resolver
 from waymark.domain.rows import Place
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices
-from waymark.store.hashes import CALL_ENTRIES, FIND_HASHES, KEPT, EngineHashes, ReportedBlock
+from waymark.store.hashes import FIND_HASHES, KEPT, EngineHashes, HashEntries, ReportedBlock, reported_entries
 from waymark.store.leases import Grant
-from waymark.store.redis.words import PackedWords
 from waymark.store.takeover import Takeover
 
 T = TypeVar("T")
@@ -47,7 +46,7 @@ class PoolHashes:
         slices: SliceRunner,
         apply: Callable[[Sequence[Part]], Awaitable[None]],
         keep: Callable[[Sequence[ReportedBlock]], Awaitable[None]],
-        keep_entries: Callable[[PackedWords], Awaitable[None]],
+        keep_entries: Callable[[HashEntries], Awaitable[None]],
         keep_facts: Callable[[], Awaitable[None]],
     ) -> None:
         """``apply`` applies parts that come before the next batch. ``keep`` writes hashes to Redis, and
@@ -159,15 +158,6 @@ class PoolHashes:
         for start in range(0, len(blocks), _KEPT_AT_ONCE):
             await self._write(blocks[start : start + _KEPT_AT_ONCE])
             await self._slices.pause()
-
-
-def reported_entries(parts: PackedParts) -> Iterator[PackedWords]:
-    """Yield the new blocks with a known depth, under their engine hashes, as packed words for one call each."""
-    start = 0
-    while start < len(parts):
-        start, count, words = parts.reported(start, CALL_ENTRIES)
-        if count:
-            yield PackedWords(2 * count, words)
 
 
 def _reported(parts: Sequence[Part]) -> Slices[list[ReportedBlock]]:

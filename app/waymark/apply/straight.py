@@ -6,11 +6,12 @@ If anything is unusual, the applier's ``finish`` goes on with the same parts, as
 from __future__ import annotations
 
 from waymark.apply.counts import Counts
-from waymark.apply.pool_hashes import PoolHashes, reported_entries
+from waymark.apply.pool_hashes import PoolHashes
 from waymark.domain.alike_frames import AlikeFrames, AlikeRun
 from waymark.domain.events import Batch
 from waymark.domain.parts import Commit
 from waymark.store.alike_calls import AlikeCalls, OnEnd, SentCalls
+from waymark.store.hashes import reported_entries
 
 
 class StraightFrames:

@@ -126,10 +126,7 @@ class Commit:
 
 
 class PackedParts(Sequence[Part]):
-    """Parts in arrays of the C module. This class describes the module's type ``Parts``, and is never instantiated.
-
-    Each access creates a new ``Part``.
-    """
+    """Parts in arrays of the C module, whose type ``Parts`` this class describes. Each access creates a ``Part``."""
 
     blocks: int
     """The number of blocks in the parts."""
@@ -186,14 +183,10 @@ class PackedParts(Sequence[Part]):
     def pack(  # type: ignore[empty-body]
         self, start: int, end: int, prefix: bytes, /
     ) -> tuple[int, list[int], int, bytes, list[int], bytes]:
-        """Return the arguments of a call with these parts: the number of blocks, the holders, the number of rows and
-        their keys, the seqs, and the parts. Keys and parts are packed as Redis reads them.
-        """
+        """Return the fields of an ``ApplyCall``, with the number of rows before them; these and parts are packed."""
 
     def reported(self, start: int, blocks_max: int, /) -> tuple[int, int, bytes]:  # type: ignore[empty-body]
-        """Return the entries of ``keep_hashes`` for the new blocks of known depth of parts from ``start`` on: the end
-        of these parts, the number of blocks, and their words, packed. One part always fits the bound.
-        """
+        """Return the end of parts with few blocks, and how many of these are to be kept, with their packed entries."""
 
 
 Parts: TypeAlias = list[Part] | PackedParts

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from waymark.domain.known import Spot
 from waymark.domain.packing import pack
+from waymark.domain.parts import PackedParts
 from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, HolderEntry, Place, parse_entry
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
 from waymark.store.leases import Grant
 from waymark.store.places import read_row, values_of
 from waymark.store.redis.client import RedisClient
+from waymark.store.redis.words import PackedWords
 from waymark.store.scripts import Arg, Scripts, Verdict
 
 KEPT: Final = "hashes_kept"
@@ -37,6 +39,10 @@ _KEEP_MS: Final = 7 * 86_400_000
 ASKED_SECONDS: Final = 86_400
 _ASKED_MAX: Final = 10_000
 _BLOCK: Final = re.compile(rb"([0-9a-f]{16})([0-9a-v])([0-9a-f]{16})([0-9a-f]{16})?")
+
+
+HashEntries: TypeAlias = PackedWords
+"""Blocks by their engine hashes, as words for one call."""
 
 
 class ReportedBlock(NamedTuple):
@@ -160,6 +166,15 @@ class EngineHashes:
     async def _newest(self, group_id: int) -> int:
         (newest,) = await self._client.several([("GET", keys.hashes(group_id))])
         return int(newest) if newest and newest.isdigit() and len(newest) < 16 else 0
+
+
+def reported_entries(parts: PackedParts) -> Iterator[HashEntries]:
+    """Yield the new blocks with a known depth, under their engine hashes, as packed words for one call each."""
+    start = 0
+    while start < len(parts):
+        start, count, words = parts.reported(start, CALL_ENTRIES)
+        if count:
+            yield PackedWords(2 * count, words)
 
 
 def _encoded(spot: Spot) -> bytes:
