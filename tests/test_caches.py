@@ -44,6 +44,7 @@ ELSEWHERE = {
     "api.decisions:_usual_text": "texts, which follow from their arguments alone",
     "api.http.answers:Answer": "one answer",
     "api.http.access:Doc": "documentation",
+    "api.http.tokens_file:TokensFile._callers": "what a file says",
     "store.calls:ApplyCalls": "the parts of one fold, until its call is over",
     "store.alike_calls:AlikeCalls._holders": "one entry a shard",
     "store.alike_calls:AlikeCalls._templates": "words of calls, which follow from the grant",
