@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import sys
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -322,11 +323,14 @@ async def test_what_the_first_rows_decide_needs_nothing_else(
     assert straight.value(counted) == before + 2
 
 
+@pytest.mark.parametrize("access_log", [False, True])
 @pytest.mark.parametrize("path", ["/query", "/select"])
-async def test_an_answered_request_does_not_wait_for_the_garbage_collector(store: Store, path: str) -> None:
+async def test_an_answered_request_does_not_wait_for_the_garbage_collector(
+    store: Store, path: str, access_log: bool
+) -> None:
     """Its body would, too, and a prompt may be long."""
     asked, left = request(path, json.dumps({"model": "m", "token_ids": TOKENS}).encode()), []
-    async with way(store, is_straight=True, loads_ms=10_000) as straight:
+    async with way(store, is_straight=True, loads_ms=10_000, access_log=access_log) as straight:
         reader, writer = await asyncio.open_connection("127.0.0.1", straight.port)
         gc.collect()
         gc.disable()
@@ -920,6 +924,41 @@ async def test_a_client_that_goes_away_while_its_request_waits_is_forgotten(
         for each in (first, second, last):
             assert (await each).startswith(b"HTTP/1.1 200 ")
         assert straight.said.count("replied") == 3
+
+
+@pytest.mark.parametrize("access_log", [False, True])
+async def test_a_waiting_request_holds_its_body_once_and_until_its_answer_or_its_client_goes(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, access_log: bool
+) -> None:
+    monkeypatch.setattr(application, "AT_ONCE", 1)
+    sent = request("/query", json.dumps({"model": "m", "block_size": 2, "token_ids": list(range(100_000))}).encode())
+    async with asked_once(proxy, access_log=access_log) as straight:
+        proxy.hold()
+        (first,) = await waiting(straight, QUERY)
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            clients = [await asyncio.open_connection("127.0.0.1", straight.port) for _ in range(10)]
+            for _, writer in clients:
+                writer.write(sent)
+            await wait_until(lambda: straight.said.count("begun") == 11, "all of them wait")
+            assert 9 * len(sent) < tracemalloc.get_traced_memory()[0] < 13 * len(sent)
+            for _, writer in clients[5:]:
+                writer.close()
+            await wait_until(lambda: straight.said.count("disconnected") == 5, "half of their clients have gone")
+            assert tracemalloc.get_traced_memory()[0] < 6.5 * len(sent)
+            proxy.heal()
+            assert (await first).startswith(b"HTTP/1.1 200 ")
+            for reader, writer in clients[:5]:
+                async with within(SECONDS):
+                    assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+                writer.close()
+            assert tracemalloc.get_traced_memory()[0] < 3 * len(sent)
+            assert straight.value("http_bodies_bytes") == 0
+        finally:
+            tracemalloc.stop()
+            gc.enable()
 
 
 async def test_what_waits_behind_a_redis_that_hangs_is_refused_with_the_first(

@@ -100,15 +100,20 @@ class _LoggedRequest:
         return is_forgotten
 
     def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
-        self._answering.reply(status, media_type, [*headers, (REQUEST_ID, self._request_id.encode())], body)
+        self._taken().reply(status, media_type, [*headers, (REQUEST_ID, self._request_id.encode())], body)
         self._write(status, len(body))
 
     def pass_on(self) -> None:
-        self._answering.pass_on()
+        self._taken().pass_on()
 
     def fail(self, error: BaseException) -> None:
-        self._answering.fail(error)
+        self._taken().fail(error)
         self._write(499, 0)
+
+    def _taken(self) -> Answering:
+        answering = self._answering
+        del self._answering  # a reference cycle would keep the body until the garbage collector runs
+        return answering
 
     def _write(self, status: int, length: int) -> None:
         _write_line(self._request_id, self._route, "POST", status, self._started, length)

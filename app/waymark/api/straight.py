@@ -105,6 +105,7 @@ class _Request:
         "_operation",
         "_request_id",
         "_started",
+        "_waiting",
     )
 
     def __init__(
@@ -123,6 +124,7 @@ class _Request:
         self._started = perf_counter()
         self._has_place = self._is_begun = False
         self._may_do_without = True
+        self._waiting: _WaitingRequest | None = None
 
     def begin(self, body: bytes, answering: Answering) -> None:
         self._answering = answering
@@ -131,7 +133,8 @@ class _Request:
             self._has_place = self._is_begun = True
             self._work()
         else:
-            self._operation.admission.wait(_WaitingRequest(self))
+            self._waiting = _WaitingRequest(self)
+            self._operation.admission.wait(self._waiting)
 
     def admit(self) -> None:
         """Note that the request has a place. Its work begins in the next turn of the loop: the end of one request may
@@ -158,15 +161,13 @@ class _Request:
     def disconnected(self) -> bool:
         if self._is_begun:
             return False
-        self._is_begun = True  # so that it is not admitted any more
+        self._is_begun = True
         self._body = b""
+        if self._waiting is not None:
+            self._waiting.request = None
+            del self._answering  # as in _reply
         self._count(499)
         return True
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether the work has begun, or the request is forgotten."""
-        return self._is_begun
 
     # ---- the receiver ----------------------------------------------------------------------------------
 
@@ -232,18 +233,24 @@ class _Request:
 
 
 class _WaitingRequest:
-    """The receiver of a place for a request."""
+    """The receiver of a place for a request. It stays in the queue until its turn, and the request need not."""
 
-    __slots__ = ("_request",)
+    __slots__ = ("request",)
 
     def __init__(self, request: _Request) -> None:
-        self._request = request
+        self.request: _Request | None = request
+        """None once the request waits no longer."""
 
     def done(self) -> bool:
-        return self._request.is_begun
+        return self.request is None
 
     def set_result(self, _: None) -> None:
-        self._request.admit()
+        self._taken().admit()
 
     def set_exception(self, refusal: StoreUnavailable) -> None:
-        self._request.set_exception(refusal)
+        self._taken().set_exception(refusal)
+
+    def _taken(self) -> _Request:
+        request, self.request = self.request, None
+        assert request is not None
+        return request

@@ -163,7 +163,8 @@ class RequestCycle:
         if self._straight is None:
             self._wake()
         else:
-            self._straight.begin(bytes(self._body), self)
+            self._body = bytes(self._body)
+            self._straight.begin(self._body, self)
 
     def disconnect(self) -> None:
         """Note that the client has gone: the answer cannot be sent."""
@@ -171,7 +172,9 @@ class RequestCycle:
         if self._straight is None:
             self._wake()
         else:
-            self._straight.disconnected()
+            self._body = b""
+            if self._straight.disconnected():
+                self._straight = None  # a reference cycle would keep it until the garbage collector runs
 
     def _wake(self) -> None:
         self._is_due = True
