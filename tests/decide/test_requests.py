@@ -6,7 +6,7 @@ import asyncio
 import gc
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from waymark.decide.fail_open import StartupGate
 from waymark.decide.fleet import Fleet
 from waymark.decide.policies.ring import Ring
 from waymark.decide.question import ProfileName, Question, SelectedTarget, SelectParameters
-from waymark.decide.requests import RequestSelector, RoutedRequest
+from waymark.decide.requests import RequestSelector, RoutedRequest, _groups_of
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedModel
 from waymark.decide.under_way import RequestsUnderWay
@@ -46,6 +46,7 @@ from waymark.domain.pool_keys import PromptIds
 from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable
 from waymark.domain.targets import Role, Target
+from waymark.store.claims import Claim
 from waymark.store.reservations import Load, Reservation, ReservationPart
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
@@ -636,8 +637,15 @@ async def test_scores_of_a_request_take_no_target(memory: Store, make_selector: 
 
 
 async def test_a_request_without_a_model_goes_to_any_model_of_its_tenant(
-    memory: Store, make_selector: MakeSelector
+    memory: Store, make_selector: MakeSelector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    computed: list[int] = []
+
+    def counted(claims: Sequence[Claim]) -> Mapping[str, Collection[GroupName]]:
+        computed.append(len(claims))
+        return _groups_of(claims)
+
+    monkeypatch.setattr("waymark.decide.requests._groups_of", counted)
     requests = make_selector(memory)
     with pytest.raises(NoTarget, match='no target is left for tenant "default"; register one with an address'):
         await requests.select_any(TAKING)
@@ -652,6 +660,7 @@ async def test_a_request_without_a_model_goes_to_any_model_of_its_tenant(
     for _ in range(3):
         assert taken(await requests.select_any(TAKING)) == "pod-3"
     assert taken(await requests.select_any(TAKING, tenant_id="acme")) == "stranger"
+    assert computed[-2:] == [3, 4], "once for each change"
 
 
 async def test_a_known_name_is_used_while_redis_is_away(

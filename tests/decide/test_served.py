@@ -306,6 +306,13 @@ async def test_names_are_read_again_only_when_a_registration_has_changed(monkeyp
     monkeypatch.setattr(served, "_FRESH_SECONDS", 0.0)
     store = Store.open("memory://")
     reads, read = 0, store.directory.claims
+    computed, compute = list[int](), served._names_of
+
+    def counted_names(registrations: Sequence[Registration]) -> dict[GroupName, frozenset[ServedModel]]:
+        computed.append(len(registrations))
+        return compute(registrations)
+
+    monkeypatch.setattr(served, "_names_of", counted_names)
 
     async def counted() -> list[Claim]:
         nonlocal reads
@@ -320,5 +327,8 @@ async def test_names_are_read_again_only_when_a_registration_has_changed(monkeyp
     assert (await names.of(group("alias")), reads) == (ServedModel(group("base")), 1)
     await Store(store.client).registry.register(pod("pod-2", aliases=("alias", "other")))
     assert await names.of(group("other")) == ServedModel(group("base"))
-    assert reads == 2
+    assert (reads, computed) == (2, [1, 2])
+    names.clear()
+    assert await names.of(group("other")) == ServedModel(group("base"))
+    assert computed == [1, 2, 2]
     await store.close()

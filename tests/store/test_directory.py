@@ -9,6 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import Readings, claim_of, registration
+from waymark.domain.names import GroupName
 from waymark.domain.targets import Target
 from waymark.store import directory, keys
 from waymark.store.claims import Claim
@@ -157,7 +158,14 @@ async def test_addresses_of_engines_are_read_when_a_registration_has_changed(
     store: Store, readings: Readings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(directory, "_ADDRESSES_SECONDS", 0.0)
-    addresses = EngineAddresses(store.directory, store.polled_claims, store.incarnation)
+    computed, compute = list[int](), directory._addresses_of
+
+    def counted(claims: Sequence[Claim]) -> dict[GroupName, list[str]]:
+        computed.append(len(claims))
+        return compute(claims)
+
+    monkeypatch.setattr(directory, "_addresses_of", counted)
+    addresses = EngineAddresses(store.directory, store.polled_claims)
     for _ in range(100):
         assert not await addresses(POD.group)
     assert readings() == 0
@@ -169,3 +177,4 @@ async def test_addresses_of_engines_are_read_when_a_registration_has_changed(
     assert readings() == 2
     await other.registry.unregister([POD.name])
     assert not await addresses(POD.group)
+    assert computed == [0, 1, 1, 1, 0], "the first one is of no claims"

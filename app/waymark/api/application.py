@@ -242,7 +242,7 @@ class _ApiParts:
 
 def _tokenizers(store: Store, metrics: Metrics, asker: Asker) -> Tokenizers:
     """Return tokenizers without sources, so that engines are asked."""
-    engines = Engines(EngineAddresses(store.directory, store.polled_claims, store.incarnation), asker, {})
+    engines = Engines(EngineAddresses(store.directory, store.polled_claims), asker, {})
     return Tokenizers({}, None, metrics, engines=engines)
 
 

@@ -8,7 +8,7 @@ can take it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
@@ -43,6 +43,8 @@ from waymark.decide.selector import Selector
 from waymark.decide.served import ServedModel, ServedNames
 from waymark.domain.answer_times import NO_TIMES, AskedTimes
 from waymark.domain.names import DEFAULT_TENANT, GroupName
+from waymark.store.claims import Claim
+from waymark.store.directory import FromClaims
 from waymark.store.reservations import Reservation
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
@@ -98,7 +100,7 @@ class RequestSelector:
         gate: StartupGate,
     ) -> None:
         self.selector = selector
-        self._polled_claims = store.polled_claims
+        self._groups = FromClaims(store.polled_claims, _groups_of)
         self._served = store.incarnation.cache(
             ServedNames(store.directory, store.polled_claims, store.reader, store.begin, options.deadline_seconds)
         )
@@ -220,10 +222,7 @@ class RequestSelector:
 
     async def select_any(self, parameters: SelectParameters, *, tenant_id: str = DEFAULT_TENANT) -> RoutedRequest:
         """Take a target of any model, for a request without a model. Raise the errors of ``select``."""
-        registrations = await self._polled_claims.registrations()
-        for group in dict.fromkeys(
-            registration.group for registration in registrations if registration.tenant_id == tenant_id
-        ):
+        for group in (await self._groups()).get(tenant_id, ()):
             try:
                 return await self.select(InferenceRequest(group.model_name), parameters, tenant_id=tenant_id)
             except NoTarget:
@@ -247,3 +246,12 @@ class RequestSelector:
         if reason not in self._logged and reason != "unfit":
             self._logged.add(reason)
             log.warning("a prompt is routed without its tokens", extra=fields(reason=reason, error=refused.sentence))
+
+
+def _groups_of(claims: Sequence[Claim]) -> Mapping[str, Collection[GroupName]]:
+    """Return the groups of each tenant, in order of registration."""
+    groups: dict[str, dict[GroupName, None]] = {}
+    for claim in claims:
+        group = claim.registration.group
+        groups.setdefault(group.tenant_id, {})[group] = None
+    return groups

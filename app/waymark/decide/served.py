@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from difflib import get_close_matches
 from itertools import islice
 from typing import NamedTuple
@@ -56,13 +56,15 @@ class ServedNames:
         self._deadline_seconds = deadline_seconds
         self._known: dict[GroupName, frozenset[ServedModel]] = {}
         self._models: frozenset[GroupName] = frozenset()
+        self._registrations: Sequence[Registration] = ()
+        """The registrations that these are of."""
         self._read_at = float("-inf")
         self._writes = 0
         self._reading: asyncio.Task[None] | None = None
 
     def clear(self) -> None:
         """Forget everything, because Redis came back empty."""
-        self._known, self._models = {}, frozenset()
+        self._known, self._models, self._registrations = {}, frozenset(), ()
         self._read_at = float("-inf")
         self._reading = None
 
@@ -138,12 +140,14 @@ class ServedNames:
             return
         if asyncio.current_task() is not self._reading:
             return  # read from a Redis that has come back empty since
-        self._known = _names_of(registrations)
-        self._models = frozenset(registration.group for registration in registrations)
+        if registrations is not self._registrations:
+            self._known = _names_of(registrations)
+            self._models = frozenset(registration.group for registration in registrations)
+            self._registrations = registrations
         self._read_at, self._writes = now, writes
 
 
-def _names_of(registrations: Iterable[Registration]) -> dict[GroupName, frozenset[ServedModel]]:
+def _names_of(registrations: Sequence[Registration]) -> dict[GroupName, frozenset[ServedModel]]:
     names: dict[GroupName, set[ServedModel]] = {}
     models = set()
     for registration in registrations:

@@ -85,7 +85,7 @@ def asker(settings: Settings, *, is_bounded: bool = True) -> Asker:
 
 def tokenizers(settings: Settings, metrics: Metrics, store: Store | None = None) -> Tokenizers:
     """Return the sources of tokens. ``store`` finds the engines of a model; None: no engine is asked."""
-    addresses = None if store is None else EngineAddresses(store.directory, store.polled_claims, store.incarnation)
+    addresses = None if store is None else EngineAddresses(store.directory, store.polled_claims)
     return Tokenizers(
         settings.tokenizers,
         settings.tokenizers_dir,

@@ -20,7 +20,6 @@ from waymark.domain.status import RecordKind
 from waymark.store import keys
 from waymark.store.claims import SHARDS_MAX, Claim
 from waymark.store.holder_tables import decode_group
-from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import Malformed, RecordParser, integer_of, names_of
 from waymark.store.redis.client import RedisClient
 
@@ -182,15 +181,16 @@ class FromClaims(Generic[T]):
         self._polled_claims = polled_claims
         self._compute = compute
         self._claims: Sequence[Claim] = ()
-        self._value = compute(())
+        self.value = compute(())
+        """The value of the last call."""
 
     async def __call__(self) -> T:
         """Return the value. Raise StoreUnavailable if Redis is unavailable."""
         claims = await self._polled_claims.poll()
         if claims is not self._claims:
-            self._value = self._compute([claim for claim in claims if not claim.is_leaving])
+            self.value = self._compute([claim for claim in claims if not claim.is_leaving])
             self._claims = claims
-        return self._value
+        return self.value
 
 
 #: Fields of ``wm:groups`` without a group.
@@ -221,12 +221,11 @@ def _named_entry(field: bytes, value: bytes) -> tuple[GroupName, GroupEntry]:
 class EngineAddresses:
     """The addresses of registered instances. They are read again after a second, and after a write of this process."""
 
-    def __init__(self, directory: Directory, polled_claims: PolledClaims, incarnation: Incarnation) -> None:
+    def __init__(self, directory: Directory, polled_claims: PolledClaims) -> None:
         self._directory = directory
-        self._polled_claims = polled_claims
+        self._addresses = FromClaims(polled_claims, _addresses_of)
         self._until = float("-inf")
         self._writes = 0
-        self._known: dict[GroupName, list[str]] = incarnation.cache({})
 
     async def __call__(self, group: GroupName) -> Sequence[str]:
         """Return the addresses of the group's engines, in order of registration. Raise StoreUnavailable if Redis is
@@ -234,11 +233,15 @@ class EngineAddresses:
         """
         writes = self._directory.writes
         if monotonic() >= self._until or writes != self._writes:
-            addresses: dict[GroupName, list[str]] = {}
-            for registration in await self._polled_claims.registrations():
-                if registration.target.address is not None and registration.scope == "instance":
-                    addresses.setdefault(registration.group, []).append(registration.target.address)
-            self._known.clear()
-            self._known.update(addresses)
+            await self._addresses()
             self._until, self._writes = monotonic() + _ADDRESSES_SECONDS, writes
-        return self._known.get(group, ())
+        return self._addresses.value.get(group, ())
+
+
+def _addresses_of(claims: Sequence[Claim]) -> dict[GroupName, list[str]]:
+    addresses: dict[GroupName, list[str]] = {}
+    for claim in claims:
+        registration = claim.registration
+        if registration.target.address is not None and registration.scope == "instance":
+            addresses.setdefault(registration.group, []).append(registration.target.address)
+    return addresses
