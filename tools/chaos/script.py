@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.model import Space, Tokens
 from tools.chaos.model import BLOCK_SIZE
-from tools.chaos.publishers import SPACES, TENANTS
+from tools.chaos.publishers import SPACES, TENANTS, Spec
 
 #: For each fault: the resource that it occupies, and its frequency.
 FAULTS: dict[str, tuple[tuple[str, ...], int]] = {
@@ -139,6 +139,20 @@ def big_prompts(rng: random.Random) -> list[Tokens]:
     a row."""
     beginning = _some(rng, 11)
     return [beginning * (i % 3 == 0) + _some(rng, BIG_PROMPT_BLOCKS) for i in range(60)]
+
+
+def lone(seed: int, block_size: int) -> Spec:
+    """Return the publisher whose frames differ in their blocks only, and come one by one."""
+    rng = random.Random(f"{seed}/lone")
+    dialect = rng.choice(("vllm-map", "vllm-list-12", "sglang-map"))
+    return Spec("lone", dialect, rng.choice(TENANTS), gpu_blocks=rng.choice((60, 400)), block_size=block_size)
+
+
+def lone_prompts(seed: int) -> list[Tokens]:
+    """Return its prompts besides those of its tenant."""
+    rng = random.Random(f"{seed}/lone prompts")
+    beginnings = [_some(rng, 40), _some(rng, 2)]
+    return [rng.choice(beginnings) + _some(rng, rng.randint(1, 40)) for _ in range(40)]
 
 
 def _some(rng: random.Random, blocks: int) -> Tokens:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.conftest import wait_until
-from tests.model import Model, Tokens
+from tests.model import Model, Space, Tokens
 from tests.patience import patient, within
 from tools.chaos import evidence, script
 from tools.chaos.backend import BACK_SECONDS, Backend, backend
@@ -40,6 +40,7 @@ BUSY_PATIENCE = 5.0
 """From this factor on the machine is so busy that a lease of one second ends again and again in the middle of a costly
 frame, so that no worker finishes it."""
 KEEP_SECONDS = 60.0
+LONE_PAUSE_SECONDS = 0.01
 NEIGHBOURS_EVERY = 3
 """The number of rounds between two comparisons of publishers behind costly frames."""
 
@@ -88,13 +89,17 @@ class Session:
         self._settings["redis_timeout_seconds"] = min(REDIS_TIMEOUT_SECONDS_MAX, timeout * slowness)
         self._block_size = size = script.block_size(options.seed)
         self._prompts = script.prompts(rng)
-        specs = [spec for spec in draw(rng, size) if spec.instance not in options.without]
+        specs = [
+            spec for spec in (*draw(rng, size), script.lone(options.seed, size)) if spec.instance not in options.without
+        ]
         self._big_prompts = script.big_prompts(rng)
         specs.append(Spec("hostile", "vllm-map", rng.choice(TENANTS), buffer_batches=200, block_size=size))
+        self._lone_prompts = script.lone_prompts(options.seed)
         self._publishers = [Publisher(spec, options.seed) for spec in specs]
         for publisher in self._publishers:
             publisher.excuse = self._lasting_excuse(publisher)
-        self._honest = [each for each in self._publishers if each.spec.instance != "hostile"]
+        self._honest = [each for each in self._publishers if each.spec.instance not in ("hostile", "lone")]
+        self._lone = next((each for each in self._publishers if each.spec.instance == "lone"), None)
         self._ever = {tenant: Model(size) for tenant in TENANTS}
         """All published blocks: no other block may be in any answer, at any time."""
 
@@ -185,6 +190,8 @@ class Session:
             self.trace(f"step {step.number}: {len(step.burst)} prompts in {step.seconds:.1f} s")
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._burst(step, controller))
+                if self._lone is not None:
+                    tasks.create_task(self._send_lone(self._lone, step))
                 for fault in step.faults:
                     self.outcome.done[fault.what] += 1
                     tasks.create_task(faults.carry_out(fault))
@@ -231,6 +238,17 @@ class Session:
         for publisher in self._honest:
             if publisher.sender is not None:
                 await controller.send_events(publisher)
+
+    async def _send_lone(self, publisher: Publisher, step: script.Step) -> None:
+        """Let an engine publish one frame after the other, each of which has time to be applied by itself."""
+        rng, size = random.Random(f"{self._options.seed}/lone {step.number}"), self._block_size
+        prompts = self._lone_prompts + self._prompts[publisher.spec.tenant]
+        for _ in range(int(step.seconds / LONE_PAUSE_SECONDS)):
+            prompt = rng.choice(prompts)
+            tokens = prompt[: size * rng.randint(1, len(prompt) // size)]
+            async with publisher.lock:
+                put(self._ever[publisher.spec.tenant], publisher.prefill(tokens, 0, Space()))
+            await asyncio.sleep(LONE_PAUSE_SECONDS)
 
     def _tokens(self, publisher: Publisher, prefill: script.Prefill) -> Tokens:
         prompts = self._prompts[publisher.spec.tenant]
