@@ -37,7 +37,7 @@ DECORATORS = {"cache", "lru_cache", "cached_property"}
 #: A container, or a class whose containers all have the same reason; and the reason.
 ELSEWHERE = {
     "decide.asked_pools:AskedPools": "what masters of pools have answered; pools, by a table that never changes",
-    "api.events:_Publishers": "the publishers of one request",
+    "api.events:_Publishers": "of a FromClaims, good for as long as the claims",
     "api.http.fields:RequestBody": "names of fields",
     "api.probes:Probes._constant_warnings": "a warning about the settings",
     "api.contract:_schemas_of": "documentation",
@@ -144,6 +144,7 @@ ELSEWHERE = {
     "store.redis.read_connection:ReadConnection": "questions under way",
     "store.redis.read_connection:_PendingRead": "one answer",
     "store.records:StreamFields": "one record",
+    "store.directory:PolledClaims._of_instances": "good for as long as _claims",
     "store.directory:PolledClaims._claims": "good for as long as Redis has the same version, which an empty one lacks",
     "store.directory:Directory._decoded": "each good for as long as Redis has the same bytes",
     "store.store:Store._background": "work under way",

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
+from tests.store.factories import Readings
 from tests.unit import examples
 from waymark.api import events as module
+from waymark.api.http.tokens_file import EVERYONE
 from waymark.apply import resuming
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import Registration
@@ -183,9 +185,25 @@ async def test_an_event_finds_its_publisher_without_a_look_at_all(store: Store) 
     publishers = module._Publishers(cast(Any, [Seen() for _ in range(1000)]))
     first = looks
     for event_id in range(100):
-        publishers.owner_of(decode_event(event(event_id)))
+        publishers.owner_of(decode_event(event(event_id)), EVERYONE)
     assert first == 1000
     assert looks - first <= 100
+
+
+async def test_what_is_the_same_as_before_reads_no_other_registration(
+    client: httpx.AsyncClient, store: Store, register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines register again and again, and their events come all the time, among ten thousand of them."""
+    assert await post(client, event(1)) == (200, {"applied": 1, "stale": 0})
+    readings = Readings(store, monkeypatch)
+    await register("pool-1", type="standard", endpoint=None)
+    assert await post(client, event(2)) == (200, {"applied": 1, "stale": 0})
+    absent = {"instance_id": "nobody"}
+    assert (await client.post("/unregister", json=absent)).status_code == 404
+    assert readings() == 0
+    await register("pool-2", type="standard", endpoint=None)
+    assert await post(client, event(1, backend_id="pool-2")) == (200, {"applied": 1, "stale": 0})
+    assert readings() == 1
 
 
 async def test_requests_at_the_same_time_lose_nothing(client: httpx.AsyncClient) -> None:

@@ -21,6 +21,7 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.fields import RANK, BlockSize, Hash, HashList, Model, RankNumber, Root, TokenIds
 from waymark.api.http.prompts import check_count
+from waymark.api.http.tokens_file import Caller
 from waymark.apply import resuming
 from waymark.apply.applier import Applier, Incoming
 from waymark.apply.options import ApplyOptions
@@ -37,6 +38,7 @@ from waymark.domain.names import BLOCK_SIZE, DEFAULT_TENANT, U64_MASK, Publisher
 from waymark.domain.status import StreamStatus
 from waymark.engines.standard import decode_event
 from waymark.store.claims import Claim
+from waymark.store.directory import FromClaims
 from waymark.store.leases import Grant
 from waymark.store.store import Store
 
@@ -113,6 +115,7 @@ class Events:
 
     def __init__(self, store: Store, options: ApplyOptions, metrics: Metrics, *, tokens_max: int) -> None:
         self._store = store
+        self._publishers = FromClaims(store.polled_claims, _Publishers)
         self._max_tokens = tokens_max
         self._options = options
         self._metrics = metrics
@@ -135,14 +138,9 @@ class Events:
                 )
             events.append(_decoded(document, i if len(documents) > 1 else None))
             await asyncio.sleep(0)
-        claims = [
-            claim
-            for claim in await self._store.directory.claims()
-            if not claim.is_leaving and body.caller.has(claim.registration.tenant_id)
-        ]
-        publishers, owners = _Publishers(claims), list[Claim]()
+        publishers, owners = await self._publishers(), list[Claim]()
         for event in events:
-            owners.append(publishers.owner_of(event))
+            owners.append(publishers.owner_of(event, body.caller))
             if len(owners) % _OWNERS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         progress = _AppliedEvents()
@@ -272,7 +270,7 @@ def _decoded(document: object, index: int | None) -> Event:
 
 
 class _Publishers:
-    """The publishers of a caller, indexed, so that an event's publisher is found without a search."""
+    """All publishers, indexed, so that an event's publisher is found without a search."""
 
     def __init__(self, claims: Sequence[Claim]) -> None:
         self._claims = claims
@@ -286,14 +284,15 @@ class _Publishers:
                 ranks = self._by_rank.setdefault((registration.instance_id, registration.tenant_id), {})
                 ranks.setdefault(registration.dp_rank, claim)
 
-    def owner_of(self, event: Event) -> Claim:
-        """Return the publisher of an event, which names its instance as ``backend_id``."""
+    def owner_of(self, event: Event, caller: Caller) -> Claim:
+        """Return the publisher of an event, which names its instance as ``backend_id``, among those of a caller."""
         envelope = event.envelope
         assert envelope is not None
-        ranks = self._by_rank.get((envelope.backend_id, envelope.tenant_id), {})
+        has_tenant = caller.has(envelope.tenant_id)
+        ranks = self._by_rank.get((envelope.backend_id, envelope.tenant_id), {}) if has_tenant else {}
         claim = ranks.get(envelope.dp_rank or 0) or next(iter(ranks.values()), None)
         if claim is None:
-            raise _not_found(self._claims, envelope)
+            raise _not_found([each for each in self._claims if caller.has(each.registration.tenant_id)], envelope)
         registration = claim.registration
         if envelope.model_name not in (None, registration.model_name):
             raise InvalidValue(

@@ -92,7 +92,7 @@ class Registrations:
         further sockets.
         """
         first = sockets[0]
-        registered = await self._store.directory.registrations()
+        registered = await self._store.polled_claims.registrations_of(first.instance_id, first.tenant_id)
         # A socket with a topic is a separate registration.
         former = [entry for entry in registered if entry.name.rank == first.name.rank and entry.topic is None]
         if first.topic is not None:
@@ -198,10 +198,8 @@ class Registrations:
         tenant_id = request.tenant_id or DEFAULT_TENANT
         return [
             registration
-            for registration in await self._store.directory.registrations()
-            if registration.instance_id == request.instance_id
-            and registration.tenant_id == tenant_id
-            and request.dp_rank in (None, registration.dp_rank)
+            for registration in await self._store.polled_claims.registrations_of(request.instance_id, tenant_id)
+            if request.dp_rank in (None, registration.dp_rank)
         ]
 
 

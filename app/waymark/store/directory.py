@@ -134,8 +134,8 @@ class _Tenants:
 
 
 class PolledClaims:
-    """All claims, for callers that poll: they are read again when one has changed, so that a poll costs two short
-    replies, however many claims there are.
+    """All claims, for callers that poll, and for requests: they are read again when one has changed, so that a poll
+    costs two short replies, however many claims there are.
 
     Each write of a claim replaces the nonce in ``wm:version:{wm:publishers}``. The number of claims shows a claim that
     was deleted by hand. Once a minute all claims are read without a reason, in case one was changed by hand or by an
@@ -151,6 +151,8 @@ class PolledClaims:
         self._until = float("-inf")
         """When they are read again."""
         self._registrations: Sequence[Registration] = ()
+        self._of_instances: dict[tuple[str, str], list[Registration]] | None = None
+        """The registrations by instance and tenant, once they were asked for."""
 
     async def poll(self) -> list[Claim]:
         """Return every claim that can be read, including those of leaving publishers, in order of registration. The
@@ -163,6 +165,7 @@ class PolledClaims:
             if state != self._state or claims != self._claims:
                 self._claims = claims
                 self._registrations = [claim.registration for claim in claims if not claim.is_leaving]
+                self._of_instances = None
             self._state = state
             # Workers see a change at the same time, and should not all read the claims again at the same time.
             self._until = monotonic() + random.uniform(_WHOLE_SECONDS / 2, _WHOLE_SECONDS)
@@ -172,6 +175,16 @@ class PolledClaims:
         """Return every registration, in order, as ``Directory`` does. The list stays the same one as in ``poll``."""
         await self.poll()
         return self._registrations
+
+    async def registrations_of(self, instance_id: str, tenant_id: str) -> Sequence[Registration]:
+        """Return the registrations of an instance, in order."""
+        await self.poll()
+        if self._of_instances is None:
+            self._of_instances = {}
+            for registration in self._registrations:
+                of_instance = self._of_instances.setdefault((registration.instance_id, registration.tenant_id), [])
+                of_instance.append(registration)
+        return self._of_instances.get((instance_id, tenant_id), ())
 
 
 class FromClaims(Generic[T]):

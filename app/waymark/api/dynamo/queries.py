@@ -104,7 +104,7 @@ class Dynamo:
             sequence="publisher",
         )
         registrations = [
-            item for item in await self._store.directory.registrations() if body.caller.has(item.tenant_id)
+            item for item in await self._store.polled_claims.registrations() if body.caller.has(item.tenant_id)
         ]
         _check_new(registration, registrations, names_others=self._names_others)
         if not await self._store.registry.register(registration):
@@ -124,7 +124,7 @@ class Dynamo:
         request = DynamoUnregisterRequest.of(body.fields)
         names = [
             registration.name
-            for registration in await self._store.directory.registrations()
+            for registration in await self._store.polled_claims.registrations()
             if registration.instance_id == str(request.instance_id)
             and registration.model_name == request.model_name
             and request.partition in (None, registration.tenant_id)

@@ -175,7 +175,7 @@ class DynamoWorkerHandlers:
 
     async def _check_block_size(self, wanted: list[Registration]) -> None:
         new = wanted[0]
-        for old in await self._store.directory.registrations():
+        for old in await self._store.polled_claims.registrations():
             if old.group == new.group and old.instance_id != new.instance_id and old.block_size != new.block_size:
                 raise Conflict(
                     f"block_size mismatch for model={new.model_name} routing_group={new.tenant_id}: "
@@ -189,10 +189,8 @@ class DynamoWorkerHandlers:
         group = _group(old_description)
         names = [
             registration.name
-            for registration in await self._store.directory.registrations()
-            if registration.instance_id == worker
-            and registration.group == group
-            and registration.name not in kept_names
+            for registration in await self._store.polled_claims.registrations_of(worker, group.tenant_id)
+            if registration.group == group and registration.name not in kept_names
         ]
         if names:
             await self._store.registry.unregister(names)
