@@ -176,10 +176,10 @@ class _Request:
 
     def set_result(self, answer: Answer | Paused) -> None:
         if isinstance(answer, Paused):
-            self._leave(is_unavailable=None)
+            self._leave()
             self._answering.pass_on()
             return
-        self._leave(is_unavailable=False)
+        self._leave()
         self._reply(answer, self._format)
 
     def set_exception(self, error: BaseException) -> None:
@@ -197,7 +197,7 @@ class _Request:
                     run(steps, self)
                     return
         else:
-            self._leave(is_unavailable=None)
+            self._leave()
         if isinstance(error, WaymarkError):
             self._reply(operation.refusal(error), self._format)
         elif isinstance(error, Exception):
@@ -205,7 +205,7 @@ class _Request:
         else:
             self._fail(error)
 
-    def _leave(self, *, is_unavailable: bool | None) -> None:
+    def _leave(self, *, is_unavailable: bool = False) -> None:
         """Give the place back, unless that was done before."""
         if self._has_place:
             self._has_place = False

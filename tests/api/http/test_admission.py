@@ -107,3 +107,16 @@ async def test_each_request_that_waits_has_its_own_time() -> None:
 def test_requests_that_work_leave_connections_for_all_else_that_asks_redis() -> None:
     queues = 3
     assert AT_ONCE * queues <= CONNECTIONS - 16, "health, the registry and a worker share them"
+
+
+async def test_a_refusal_of_redis_is_forgotten_before_the_next_requests_wait() -> None:
+    queue = AdmissionQueue(at_once=1, wait_seconds=60.0)
+    (outcome,), (task,) = await begun(queue, 1)
+    outcome.set_exception(StoreUnavailable("gone"))
+    await asyncio.gather(task, return_exceptions=True)
+    outcomes, tasks = await begun(queue, 2)
+    outcomes[0].set_exception(InvalidValue("an unknown model, as Redis says"))
+    outcomes[1].set_result(None)
+    async with within(5.0):
+        _, second = await asyncio.gather(*tasks, return_exceptions=True)
+    assert second is None

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
-from waymark.api.http.answers import Paused
 from waymark.base.errors import StoreUnavailable
 
 T = TypeVar("T")
@@ -55,18 +54,14 @@ class AdmissionQueue:
         self._timer: asyncio.TimerHandle | None = None
         """The timer for the first of them; a timer for each would cost as much as the rest of the wait."""
         self._wait_seconds = wait_seconds
-        self._is_unavailable = False
-        """Whether Redis did not answer the request that left last."""
 
     async def run(self, work: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """Return the result of ``work``, which begins when it is admitted. A refusal raises ``StoreUnavailable``."""
         if not self.try_enter():
             await self._admission()
-        is_unavailable: bool | None = None
+        is_unavailable = False
         try:
-            result = await work(*arguments)
-            is_unavailable = None if isinstance(result, Paused) else False
-            return result
+            return await work(*arguments)
         except StoreUnavailable as exc:
             is_unavailable = exc.concerns_all
             raise
@@ -87,14 +82,16 @@ class AdmissionQueue:
         if self._timer is None:
             self._timer = loop.call_later(self._wait_seconds, self._refuse_late)
 
-    def leave(self, *, is_unavailable: bool | None) -> None:
-        """Give the place back. ``is_unavailable``: Redis did not answer; None if the request did not use Redis."""
-        if is_unavailable is not None:
-            self._is_unavailable = is_unavailable
-        if self._waiting:
-            self._admit_next()
-        else:
-            self._places += 1
+    def leave(self, *, is_unavailable: bool) -> None:
+        """Give the place back. ``is_unavailable``: Redis did not answer, so all that wait are refused."""
+        if is_unavailable:
+            refused, self._waiting = self._waiting, deque()
+            for _, waiter in refused:
+                if not waiter.done():
+                    waiter.set_exception(
+                        StoreUnavailable("earlier requests still wait for Redis; try again in a moment")
+                    )
+        self._admit_next()
 
     async def _admission(self) -> None:
         """Return when the request is admitted."""
@@ -110,12 +107,9 @@ class AdmissionQueue:
     def _admit_next(self) -> None:
         while self._waiting:
             _, waiter = self._waiting.popleft()
-            if waiter.done():
-                continue
-            if not self._is_unavailable:
+            if not waiter.done():
                 waiter.set_result(None)
                 return
-            waiter.set_exception(StoreUnavailable("earlier requests still wait for Redis; try again in a moment"))
         self._places += 1
 
     def _refuse_late(self) -> None:
