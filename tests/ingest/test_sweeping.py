@@ -355,3 +355,48 @@ def test_each_group_has_one_worker_and_a_worker_that_comes_takes_only_its_own() 
     assert all(len(share) > 50 for share in after)
     assert all(new <= old for old, new in zip(before, after, strict=False))
     assert set(Shares("worker-1").groups_of(groups)) == set(groups), "before the first poll"
+
+
+async def test_a_table_that_is_whole_is_read_again_after_a_change(
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ten thousand engines it has as many fields, and every worker looks at it each second."""
+    store = Store(RedisClient(redis, "redis://test"))
+    stream = await stream_of(store, redis)
+    claims, share = await store.directory.claims(), [GroupEntry(stream.grant.group_id, 1)]
+    readings, read = 0, store.unclaimed.publishers
+
+    async def counted(group_id: int) -> set[int]:
+        nonlocal readings
+        readings += 1
+        return await read(group_id)
+
+    monkeypatch.setattr(store.unclaimed, "publishers", counted)
+    metrics = Metrics()
+    watch = UnclaimedWatch(store, metrics, 0.0)
+    for _ in range(5):
+        await watch.check_next(share, claims)
+    assert readings == 1
+    await stream.begin("0 GPU")  # the table has another version
+    for _ in range(5):
+        await watch.check_next(share, claims)
+    assert readings == 2
+    await redis.delete(keys.PUBLISHERS)
+    for _ in range(3):  # another list of claims, which lacks it
+        await watch.check_next(share, [])
+    assert readings > 3
+    assert metrics.registry.get_sample_value("waymark_publishers_unclaimed_total") == 1
+
+
+async def test_a_publisher_of_a_group_that_comes_back_has_its_time_again(redis: Redis) -> None:
+    store = Store(RedisClient(redis, "redis://test"))
+    streams = [await stream_of(store, redis, registration(f"{name}-pod", model_name=name)) for name in "ab"]
+    both = [GroupEntry(stream.grant.group_id, 1) for stream in streams]
+    claims = [claim for claim in await store.directory.claims() if claim.group_id == both[1].group_id]
+    watch = UnclaimedWatch(store, Metrics(), 3600.0)
+    await watch.check_next(both, claims)
+    await watch.check_next(both, claims)
+    assert len(watch._since) == 1
+    for _ in range(2):
+        await watch.check_next(both[1:], claims)
+    assert not watch._since

@@ -157,7 +157,7 @@ async def test_released_streams_are_taken_at_once(bench: Bench, monkeypatch: pyt
 
     async def are_listening() -> bool:
         ((_, count),) = await bench.redis.pubsub_numsub(keys.CONTROL)
-        return count == 2 and not first.worker.poller.hint.is_set() and bool(second.worker.poller._claims)
+        return count == 2 and not first.worker.poller.hint.is_set() and bool(second.worker.poller._listed.claims)
 
     await wait_until(are_listening, "both have polled and listen", PATIENCE_SECONDS)
     if why == "the other one stops":
@@ -550,7 +550,7 @@ async def test_who_was_unregistered_does_not_come_back_with_an_empty_redis(bench
 
     def is_read() -> bool:
         """The stream ends with its record, which may be before the worker has read the registrations again."""
-        return [claim.registration.name for claim in hand.worker.poller._claims] == [stays.name]
+        return [claim.registration.name for claim in hand.worker.poller._listed.claims] == [stays.name]
 
     await wait_until(is_read, "the worker knows that it is unregistered", PATIENCE_SECONDS)
     await bench.redis.flushall()

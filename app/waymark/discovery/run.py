@@ -209,7 +209,7 @@ class EngineDiscovery:
         """
         engines = {
             (claim.group_id, claim.registration.origin.source, claim.registration.instance_id)
-            for claim in await self._store.directory.claims()
+            for claim in await self._store.polled_claims.poll()
             if claim.registration.origin.kind == "discovery" and not claim.is_leaving
         }
         groups = {group_id for group_id, _, _ in engines}
@@ -263,7 +263,7 @@ class EngineDiscovery:
     async def _by_url(self) -> list[WantedEngine]:
         """Return the engines that clients have registered by URL, with the fields that an engine does not report."""
         engines: dict[WantedKey, WantedEngine] = {}
-        for registration in await self._store.directory.registrations():
+        for registration in await self._store.polled_claims.registrations():
             if registration.origin.kind == "url":
                 draft = Draft(
                     type=registration.kind, modelname=registration.model_name, block_size=registration.block_size
@@ -290,7 +290,7 @@ class Restarts:
     async def since_last(self, kind: OriginKind) -> set[Origin]:
         claims = [
             claim
-            for claim in await self._store.directory.claims()
+            for claim in await self._store.polled_claims.poll()
             if not claim.is_leaving and claim.registration.origin.kind == kind and claim.registration.endpoint
         ]
         lives, origins = dict[int, str](), set[Origin]()

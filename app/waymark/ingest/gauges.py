@@ -59,6 +59,8 @@ class WorkerGauges:
     ) -> None:
         self._metrics = metrics
         self._streams = streams
+        self._registrations: Sequence[Registration] | None = None
+        """The list in the last call of ``saw``."""
         metrics.buffer_bytes.set_function(partial(self._sum, lambda stream, _: stream.buffered[0]))
         metrics.buffer_frames.set_function(partial(self._sum, lambda stream, _: stream.buffered[1]))
         metrics.waiting_blocks.set_function(partial(self._sum, lambda _, resolver: resolver.waiting.blocks))
@@ -77,6 +79,9 @@ class WorkerGauges:
         """Set the gauges for the results of a poll, which are the same for every worker."""
         metrics = self._metrics
         metrics.workers.set(len(workers))
+        if registrations is self._registrations:
+            return
+        self._registrations = registrations
         feeds = Counter("http" if registration.endpoint is None else "socket" for registration in registrations)
         for feed in ("http", "socket"):
             metrics.publishers.labels(feed=feed).set(feeds[feed])

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 class Shares:
     """The share of ``worker_id``. It caches the order of workers for each publisher while the live workers stay the
-    same.
+    same, and the share while the list of claims is the same, too.
     """
 
     def __init__(self, worker_id: str) -> None:
@@ -49,14 +50,20 @@ class Shares:
         self._worker_id = worker_id
         self._workers: tuple[str, ...] = ()
         self._orders: dict[int, list[str]] = {}
+        self._last: tuple[Sequence[Claim], Mapping[str, int | None]] = ((), {})
+        """The arguments of the last call of ``of``."""
+        self._mine: list[Claim] = []
 
-    def of(self, claims: Iterable[Claim], workers: Mapping[str, int | None]) -> list[Claim]:
+    def of(self, claims: Sequence[Claim], workers: Mapping[str, int | None]) -> list[Claim]:
         """Return the claims that this worker takes. ``workers`` maps each live worker to the number of streams that it
         can take.
 
         For each worker, its name and the publisher's id are hashed. Of the workers with room, the one with the largest
         hash takes the stream. A claim without a stream takes no room.
         """
+        if self._last[0] is claims and self._last[1] == workers:
+            return self._mine
+        self._last = claims, dict(workers)
         names = tuple(workers) or (self._worker_id,)
         orders = self._orders if self._workers == names else {}
         self._workers, self._orders = names, {}
@@ -76,6 +83,7 @@ class Shares:
                     rooms[worker] -= 1
             if worker == self._worker_id:
                 mine.append(claim)
+        self._mine = mine
         return mine
 
     def groups_of(self, groups: Iterable[int]) -> list[int]:
@@ -115,6 +123,22 @@ class RegisteredRanks:
     def of(self, name: PublisherName) -> frozenset[int]:
         """Return the ranks of the publisher's instance, if there are several; each has a stream of its own."""
         return self._ranks.get((name.instance_id, name.tenant_id), frozenset())
+
+
+class ListedClaims:
+    """What a poll has to know about a list of claims. It is computed once for the list, because for ten thousand claims
+    it holds up the streams of a worker for tens of milliseconds.
+    """
+
+    def __init__(self, claims: Sequence[Claim]) -> None:
+        self.claims = claims
+        self.leaving = [claim for claim in claims if claim.is_leaving]
+        self.staying = [claim for claim in claims if not claim.is_leaving]
+        self.registrations = [claim.registration for claim in self.staying]
+        self.ranks = RegisteredRanks(claims)
+        self.with_pool = _with_pool(self.staying)
+        self.groups = {(claim.group_id, claim.registration.group): claim for claim in self.staying}
+        """A claim of each group, by the id and the name of the group."""
 
 
 # Registers the publishers of the file at the start, and restores registrations that Redis lost.
@@ -222,8 +246,12 @@ class Poller:
         """Why the last poll failed."""
         self._faults: dict[tuple[str, int], str] = {}
         """The last error of each step that failed for a claim, by name of the step and publisher."""
-        self._claims: list[Claim] = []
+        self._listed = ListedClaims(())
         """The last list of claims that was trusted."""
+        self._wanted: dict[PublisherName, Claim] = {}
+        """The streams in this worker's share."""
+        self._mine: Sequence[Claim] = ()
+        """The share that ``_wanted`` was made of."""
 
     async def keep_polling(self, tasks: asyncio.TaskGroup) -> None:
         """Poll until cancelled. The streams run as tasks of ``tasks``."""
@@ -300,32 +328,33 @@ class Poller:
             keep_seconds=max(2, int(self._options.stream.lease_seconds)),
             streams_max=self._options.streams_max,
         )
-        claims, is_another = await self._trusted_claims()
+        listed, is_another = await self._trusted_claims()
         self._store.pacer.workers = len(workers)
         old_workers, self._others = self._others, set(workers)
         if (is_another or self.is_away) and not old_workers <= self._others:
             # Redis may lack the heartbeats of live workers, because it was unavailable or came back empty. So this poll
             # does not take the streams of missing workers.
             return
-        await self._finish(claim for claim in claims if claim.is_leaving)
-        staying = [claim for claim in claims if not claim.is_leaving]
-        mine = self._shares.of(staying, workers)
-        self._scraper.see(staying, mine)
-        by_http = [claim for claim in mine if claim.registration.endpoint is None]
-        await self._end_over(by_http)
-        groups = await self._keep_groups(staying)
+        await self._finish(listed.leaving)
+        mine = self._shares.of(listed.staying, workers)
+        self._scraper.see(listed.staying, mine)
+        await self._end_over(mine)
+        groups = await self._keep_groups(listed)
         share = self._shares.groups_of(groups)
         self._overdue.see(share)
-        await self._unclaimed.check_next([groups[group_id] for group_id in share], claims)
-        wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
+        await self._unclaimed.check_next([groups[group_id] for group_id in share], listed.claims)
+        if mine is not self._mine:
+            self._mine = mine
+            self._wanted = {claim.registration.name: claim for claim in mine if claim.registration.endpoint is not None}
+        wanted = self._wanted
         await self._stop_others(wanted)
         self._note_left(self._shares.left)
         asked = await self._store.hashes.asked.read()
-        self._start(wanted, RegisteredRanks(claims), _with_pool(staying), asked, tasks)
+        self._start(wanted, listed.ranks, listed.with_pool, asked, tasks)
         self._runner.forget_errors(name for name in wanted if name not in self.running or self.running[name].is_idle)
-        self._gauges.saw(list(workers), [claim.registration for claim in staying])
+        self._gauges.saw(list(workers), listed.registrations)
 
-    async def _trusted_claims(self) -> tuple[list[Claim], bool]:
+    async def _trusted_claims(self) -> tuple[ListedClaims, bool]:
         """Return all claims, and whether Redis has come back empty since the last poll. The claims were read after
         that.
 
@@ -334,19 +363,22 @@ class Poller:
         """
         for attempt in range(_RESTORES_MAX):
             claims = await self._claims_and_lost()
-            known_claims = [running.claim for running in self.running.values()] + self._claims
+            known_claims = chain([running.claim for running in self.running.values()], self._listed.claims)
             if not await self._keeper.restore(filter(None, (claim.wanted for claim in known_claims))):
-                self._claims = claims
-                there = {claim.publisher for claim in claims}
-                self._faults = {name: fault for name, fault in self._faults.items() if name[1] in there}
-                return claims, attempt > 0
+                if claims is not self._listed.claims:
+                    self._listed = ListedClaims(claims)
+                    there = {claim.publisher for claim in claims}
+                    self._faults = {name: fault for name, fault in self._faults.items() if name[1] in there}
+                return self._listed, attempt > 0
         raise StoreUnavailable("Redis has lost its data several times in a row; find out why it comes back empty")
 
     async def _claims_and_lost(self) -> list[Claim]:
         """Restore the claims that Redis has lost since the last poll, and return all claims."""
         claims = await self._store.polled_claims.poll()
+        if claims is self._listed.claims:
+            return claims
         there = {claim.publisher for claim in claims}
-        lost_claims = [claim for claim in self._claims if claim.publisher not in there]
+        lost_claims = [claim for claim in self._listed.claims if claim.publisher not in there]
         put_back = self._store.claim_writer.put_back
         if any(await self._for_each("put_back", lost_claims, put_back, may_wait=False)):
             log.warning(
@@ -355,18 +387,18 @@ class Poller:
             claims = await self._store.directory.claims()
         return claims
 
-    async def _finish(self, leaving: Iterable[Claim]) -> None:
+    async def _finish(self, claims: Sequence[Claim]) -> None:
         """Finish interrupted unregistrations: claims still marked as leaving one poll later."""
-        claims = list(leaving)
         unfinished = [claim for claim in claims if claim.raw in self._leaving]
         self._leaving.clear()
         self._leaving.update(claim.raw for claim in claims)
         await self._for_each("finish", unfinished, self._store.claim_writer.finish)
 
-    async def _end_over(self, by_http: Sequence[Claim]) -> None:
+    async def _end_over(self, mine: Sequence[Claim]) -> None:
         """End the old generations of publishers whose events come by HTTP, because these have no stream."""
         bounds = self._options.apply.bounds
-        if not bounds or not by_http:
+        by_http = [claim for claim in mine if claim.registration.endpoint is None] if bounds else []
+        if not by_http:
             return
         try:
             cuts = await self._store.entries.cuts(by_http) if bounds.max_entries else {}
@@ -382,11 +414,11 @@ class Poller:
         ]
         await self._for_each("end_over", overdue, self._runner.end_over)
 
-    async def _keep_groups(self, claims: Iterable[Claim]) -> dict[int, GroupEntry]:
+    async def _keep_groups(self, listed: ListedClaims) -> dict[int, GroupEntry]:
         """Restore groups whose ids Redis has lost, because queries do not find them. Return the other groups by id."""
         groups = await self._store.directory.groups()
-        lost_groups = {claim.group_id: claim for claim in claims if claim.registration.group not in groups}
-        await self._for_each("keep_group", lost_groups.values(), self._store.claim_writer.begin)
+        lost_groups = [claim for (_, group), claim in listed.groups.items() if group not in groups]
+        await self._for_each("keep_group", lost_groups, self._store.claim_writer.begin)
         return {entry.group_id: entry for entry in groups.values()}
 
     async def _stop_others(self, wanted: Mapping[PublisherName, Claim]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from waymark.base.asker import Asker, in_pieces
 from waymark.base.errors import InvalidValue, StoreUnavailable, Unanswered
@@ -47,22 +47,26 @@ class Scraper:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._claims: dict[str, Sequence[Claim]] = {}
         """The publishers of each engine that this worker scrapes, by URL."""
+        self._seen: tuple[Sequence[Claim], Sequence[Claim]] = ((), ())
+        """The arguments of the last call of ``see``."""
         self._gate = asyncio.Lock()
         """Locked until the next request may begin."""
 
-    def see(self, claims: Iterable[Claim], mine: Iterable[Claim]) -> None:
+    def see(self, claims: Sequence[Claim], mine: Sequence[Claim]) -> None:
         """Update the engines. ``claims`` has all claims, ``mine`` those in this worker's share."""
         if self._seconds == 0:
             return
-        own = {claim.publisher for claim in mine}
-        by_url: dict[str, list[Claim]] = {}
-        for claim in sorted(claims, key=lambda claim: claim.publisher):
-            url = metrics_url(claim.registration)
-            if url is not None:
-                by_url.setdefault(url, []).append(claim)
-        self._claims = {url: several for url, several in by_url.items() if several[0].publisher in own}
-        for url in self._tasks.keys() - self._claims.keys():
-            self._tasks.pop(url).cancel()
+        if claims is not self._seen[0] or mine is not self._seen[1]:
+            self._seen = claims, mine
+            own = {claim.publisher for claim in mine}
+            by_url: dict[str, list[Claim]] = {}
+            for claim in sorted(claims, key=lambda claim: claim.publisher):
+                url = metrics_url(claim.registration)
+                if url is not None:
+                    by_url.setdefault(url, []).append(claim)
+            self._claims = {url: several for url, several in by_url.items() if several[0].publisher in own}
+            for url in self._tasks.keys() - self._claims.keys():
+                self._tasks.pop(url).cancel()
         for url in self._claims:
             if url not in self._tasks or self._tasks[url].done():
                 self._tasks[url] = asyncio.get_running_loop().create_task(self._keep_scraping(url))

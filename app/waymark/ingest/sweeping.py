@@ -29,7 +29,7 @@ from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import OVERDUE_MAX
 from waymark.store.store import Store
-from waymark.store.sweep import UnclaimedPublisher
+from waymark.store.sweep import TableState, UnclaimedPublisher
 from waymark.store.worth import LEASE_SECONDS, STEP_BLOCKS
 
 log = logging.getLogger(__name__)
@@ -167,6 +167,11 @@ class UnclaimedWatch:
         """The group that was checked last."""
         self._since: dict[UnclaimedPublisher, float] = store.incarnation.cache({})
         """Publishers without a claim, with the monotonic time at which each was found."""
+        self._claims: Sequence[Claim] = ()
+        self._claimed: set[int] = set()
+        """The publishers of ``_claims``."""
+        self._whole: dict[int, TableState] = store.incarnation.cache({})
+        """The groups whose table had only publishers of ``_claims``, with the state of the table."""
 
     async def check_next(self, share: Sequence[GroupEntry], claims: Sequence[Claim]) -> None:
         """Check the next group in this worker's share."""
@@ -181,13 +186,21 @@ class UnclaimedWatch:
             log.debug("group cannot be searched", extra=fields(group=entry.group_id, error=exc.sentence))
 
     async def _check(self, entry: GroupEntry, claims: Sequence[Claim], mine: set[int]) -> None:
-        claimed = {claim.publisher for claim in claims}
-        rows = await self._store.unclaimed.publishers(entry.group_id) - claimed
+        if claims is not self._claims:
+            self._claims, self._claimed = claims, {claim.publisher for claim in claims}
+            self._whole.clear()
+        for ids in [ids for ids in self._since if ids.group_id not in mine]:
+            del self._since[ids]
+        state = await self._store.unclaimed.state(entry.group_id)
+        if self._whole.get(entry.group_id) == state and state[0] is not None:
+            return
+        rows = await self._store.unclaimed.publishers(entry.group_id) - self._claimed
         unclaimed = {UnclaimedPublisher(publisher, entry.group_id, entry.shards) for publisher in rows}
+        if not unclaimed:
+            self._whole[entry.group_id] = state
         now = time.monotonic()
-        for ids in list(self._since):
-            if ids.group_id not in mine or (ids.group_id == entry.group_id and ids not in unclaimed):
-                del self._since[ids]
+        for ids in [ids for ids in self._since if ids.group_id == entry.group_id and ids not in unclaimed]:
+            del self._since[ids]
         for ids in unclaimed:
             first_seen = self._since.setdefault(ids, now)
             if first_seen < now and now - first_seen >= self._patience_seconds:

@@ -13,6 +13,7 @@ not be unregistered, and answers would count its blocks permanently.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from typing import TypeAlias
 
 from waymark.base.metrics import Metrics
 from waymark.base.record import record
@@ -160,12 +161,22 @@ class UnclaimedPublisher:
     shards: int
 
 
+TableState: TypeAlias = tuple[bytes | None, int]
+"""The version and the number of fields of a holder table, which change with its publishers."""
+
+
 class UnclaimedPublishers:
     def __init__(self, client: RedisClient, scripts: Scripts, leases: Leases, directory: Directory) -> None:
         self._client = client
         self._scripts = scripts
         self._leases = leases
         self._directory = directory
+
+    async def state(self, group_id: int) -> TableState:
+        """Return the state of the group's table. Raise StoreUnavailable if Redis is unavailable."""
+        table = keys.holders(group_id)
+        version, rows = await self._client.several((("HGET", table, "version"), ("HLEN", table)))
+        return version, rows
 
     async def publishers(self, group_id: int) -> set[int]:
         """Return the publishers with a row in the group's table. Raise StoreUnavailable if Redis is
