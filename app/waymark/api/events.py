@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -29,6 +28,7 @@ from waymark.apply.redis_calls import Fenced
 from waymark.apply.resuming import resumed
 from waymark.base.errors import Conflict, Contended, InvalidValue, NotFound, WaymarkError
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.contract.publishers import EventsAnswer
 from waymark.domain.engines import OVER_HTTP
@@ -102,7 +102,7 @@ _SEQS = 2**53 - 1
 EVENT_HASHES_MAX = 65_536
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _AppliedEvents:
     applied: int = 0
     stale: int = 0

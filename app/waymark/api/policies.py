@@ -18,7 +18,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import combinations
 from math import sqrt
@@ -33,6 +33,7 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.fields import OptionalName, RequestBody
+from waymark.base.record import record
 from waymark.contract.results import ComparedPolicy, DecisionsMade, PoliciesAnswer
 from waymark.decide.options import Shadow
 from waymark.decide.order import stages
@@ -76,7 +77,7 @@ class FirstTokenLines:
         return self._all.predict(tokens) if estimate is None else estimate
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class PolicySums:
     """Sums over the choices of one policy, and over the actual choices in the same decisions."""
 

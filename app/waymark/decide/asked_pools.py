@@ -13,7 +13,6 @@ import logging
 import sys
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -24,6 +23,7 @@ from waymark.base.bounded_json import bounded_loads
 from waymark.base.errors import InvalidValue, Unanswered
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.base.shown import shown_url
 from waymark.domain.names import GroupName
 from waymark.domain.pool_keys import KEYS_MAX, AskedPrompt, KeyForms, key_forms, sglang_forms
@@ -85,7 +85,7 @@ def queried_pools(table: HolderTable) -> tuple[QueriedPool, ...]:
     return tuple(pools.values())
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _Master:
     """The failures of one master."""
 

@@ -19,7 +19,6 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from time import monotonic
 
@@ -34,6 +33,7 @@ from waymark.base.errors import (
     WaymarkError,
 )
 from waymark.base.logs import fields
+from waymark.base.record import record
 from waymark.domain.names import GroupName
 from waymark.store.directory import PolledClaims
 from waymark.store.reservations import Load, Reservation, ReservationPart
@@ -227,7 +227,7 @@ _RESERVATIONS_MAX = 100_000
 _ENDS_SPARE = 1_000
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _OwnReservation:
     reservation: Reservation
     group: GroupName

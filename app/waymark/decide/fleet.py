@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from random import Random
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from waymark.base.record import record
 from waymark.decide.asked_pools import queried_pools
 from waymark.decide.group_loads import LoadColumns, LoadOrder, RequestSum
 from waymark.decide.policies.columns import CandidateColumns
@@ -100,7 +101,7 @@ StagePart = Literal["any", "whole", "decode", "prefill"]
 """The part of a request that a target is wanted for."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Allowed:
     """The targets that a request may go to, as publishers."""
 
@@ -109,8 +110,7 @@ class Allowed:
     without: Set[int] = frozenset()
     are_all: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        # Each decision asks for it several times.
+    def __post_init__(self) -> None:  # each decision asks for it several times
         object.__setattr__(self, "are_all", self.only is None and not self.without)
 
     def has(self, publisher: int) -> bool:

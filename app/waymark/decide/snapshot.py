@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from time import monotonic
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.decide.fleet import Fleet
 from waymark.decide.group_loads import GroupLoads
 from waymark.domain.answer_times import AnswerTimes
@@ -90,7 +91,7 @@ class GroupSnapshot(NamedTuple):
     """The publishers that deliver less than expected, and the share that is missing."""
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _ReadingTimes:
     """When one kind of values was read, and when it was needed last, by the loop's clock."""
 
@@ -99,7 +100,7 @@ class _ReadingTimes:
     task: asyncio.Task[None] | None = None
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _Readings:
     """The latest values of a group under one id."""
 
@@ -124,7 +125,7 @@ class _Readings:
             self.keeping.cancel()
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _LastTable:
     """The targets of a group as they were known last, also after Redis came back empty."""
 

@@ -11,13 +11,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import monotonic
 from typing import NamedTuple
 
 from waymark.base.errors import Conflict, InvalidValue, RecordDamaged, RemoteUnavailable, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.discovery.drafts import WantedEngine, WantedKey
 from waymark.discovery.engines import EngineRegistrations
 from waymark.discovery.pods import in_turns
@@ -38,7 +38,7 @@ _RETRY_SECONDS, _RETRY_SECONDS_MAX = 1.0, 60.0
 CONFIRM_SECONDS = 10.0
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _KnownEngine:
     """The result of the last attempt to register an engine."""
 

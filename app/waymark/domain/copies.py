@@ -6,8 +6,8 @@ The table of blocks counts the copies of a block with one hash. Blocks with seve
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from waymark.base.record import record
 from waymark.domain.known import COPIES_MAX, COUNTS, NOTES_LEFT, REMOVED_EACH, REPLACES, EventRun, KnownBlocks
 from waymark.domain.parts import NO_COPIES, UNCHANGED, Mode
 from waymark.domain.rows import SAME_HASH
@@ -20,7 +20,7 @@ SEVERAL_BYTES = 300
 """The memory of a block with further engine hashes, in addition to that of the tables."""
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class BlockCopies:
     """A block with copies, or with further engine hashes."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any, ClassVar, Final, TypeAlias, overload
 
 from waymark.base.record import record
@@ -304,7 +304,7 @@ class PlainEvents(Sequence[Event]):
         return self._every
 
 
-@dataclass(slots=True)  # creating a frozen one takes three times as long, and each frame creates one
+@record(slots=True)
 class Batch:
     """The events of one frame, in order. A finished batch is never changed.
 

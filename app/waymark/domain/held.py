@@ -9,10 +9,10 @@ from ``known``, in C if the module was built.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any, Final, NamedTuple
 
+from waymark.base.record import record
 from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
 from waymark.domain.known import EventRun, KnownBlocks, NewBlocks, Places, Spot, TakenBlocks
 from waymark.domain.parts import NO_COPIES, UNCHANGED, Mode, PackedParts, Waves
@@ -88,7 +88,7 @@ class RemovedCopy(NamedTuple):
     """The engine hash in the block's entry."""
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _HolderBlocks:
     """The blocks of a live holder."""
 

@@ -11,10 +11,11 @@ numbers, from a bitmap of blocks for each rank and medium: bit i is block i.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from waymark.base.record import record
 from waymark.domain.media import BEST, DEVICE, HOST, IN_EVERY_ANSWER, STORAGE
 from waymark.domain.table import POOL, HolderPlace, Presence, View
 
@@ -119,7 +120,7 @@ def _prefix(bitmap: int) -> int:
     return (~bitmap & bitmap + 1).bit_length() - 1
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class ConductorRow:
     """One instance in the root API, in blocks."""
 
@@ -129,7 +130,7 @@ class ConductorRow:
     """Every registered rank, and further ranks with a match."""
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class DynamoRank:
     """One rank in the Dynamo API, in blocks; cumulative: ``gpu <= cpu <= disk``."""
 

@@ -20,10 +20,11 @@ part and the parts after it, up to the next one that waits. Parts of one shard a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
 from waymark.base import native
+from waymark.base.record import record
 from waymark.domain.packing import KEY_BYTES, pack, unpack
 from waymark.domain.rows import DEPTHS, SLOT_CHARS, Place, keys_of
 
@@ -42,7 +43,7 @@ NO_COPIES = b"0"
 UNCHANGED = b""
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Part:
     kind: PartKind
     holder: int
@@ -55,8 +56,7 @@ class Part:
     place: Place
     namespace: int
     slots: bytes
-    """The slots of the blocks, as in a row. Each slot is the block's key, which is seq_hash XOR namespace, and its
-    depth within the piece."""
+    """The slots of the blocks, as in a row: the block's key (seq_hash XOR namespace), and its depth in the piece."""
     packed_hashes: bytes
     """The engine hash of each block, eight bytes."""
     is_known: bool = False
@@ -113,7 +113,7 @@ class Part:
         )
 
 
-@dataclass(slots=True)  # creating a frozen one takes three times as long
+@record(slots=True)
 class Commit:
     """The new watermark of a stream, and the fields to write with it."""
 

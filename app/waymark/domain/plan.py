@@ -8,9 +8,10 @@ undoes.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 
+from waymark.base.record import record
 from waymark.domain import chunks
 from waymark.domain.events import (
     REMOVALS,
@@ -44,7 +45,7 @@ _SIZED = (Stored, StoredReference)
 """The events of main attention that say how many tokens a hash stands for."""
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Plan:
     """The work that must be done before a fold can be resolved."""
 

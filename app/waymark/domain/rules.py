@@ -7,10 +7,11 @@ size, and whether the publisher is a pool.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
+from waymark.base.record import record
 from waymark.domain import chunks
 from waymark.domain.chunks import CHUNK_BLOCKS_MAX
 from waymark.domain.events import (
@@ -47,7 +48,7 @@ from ``_LATE_POSITION`` on.
 """
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class BatchProgress:
     """How far a batch is resolved."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from waymark.base.record import record
 from waymark.base.samples import Sample, SampleParser
 from waymark.domain.targets import Gauges
 
@@ -26,7 +27,7 @@ _REQUESTS_MAX = 2**31
 _ADAPTERS_MAX = 1024
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class _RankGauges:
     waiting: float = 0.0
     running: float = 0.0

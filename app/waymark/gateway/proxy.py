@@ -10,7 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from time import perf_counter
 from typing import NamedTuple
 from urllib.parse import quote
@@ -24,6 +24,7 @@ from waymark.base.errors import NoTarget, Saturated
 from waymark.base.event_streams import ends_event
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.chat.requests import Form
 from waymark.decide.question import SelectParameters
@@ -65,7 +66,7 @@ def _has_last_event(near: bytes) -> bool:
     return may_have and _LAST_EVENT.search(near) is not None
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class ProxiedRequest:
     """A request, and the state of its answer."""
 

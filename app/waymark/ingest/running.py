@@ -12,7 +12,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 from waymark.apply.applier import Applier
@@ -22,6 +21,7 @@ from waymark.base.asker import Asker
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
+from waymark.base.record import record
 from waymark.domain.life_facts import removes_once
 from waymark.domain.names import PublisherName
 from waymark.domain.resolver import Resolver
@@ -123,7 +123,7 @@ _STARTS_MAX = 16
 _ROOM_BUFFERS = 4
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Running:
     """A stream of this worker; ``stream`` is None until it has its lease."""
 

@@ -13,7 +13,6 @@ import asyncio
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, NamedTuple
 
 from waymark.base.errors import InvalidValue
@@ -36,7 +35,7 @@ _PAUSE_SECONDS: Final = 0.005
 _APPLIED = re.compile(rb"([0-9]{1,15}) [0-9]{1,16}")
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Exported:
     """The result of an export."""
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Final
 
 from waymark.base.errors import Conflict, InvalidValue, StoreUnavailable
+from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.domain.held import HeldBlocks
 from waymark.domain.life_facts import UNTRUSTED
@@ -42,7 +43,7 @@ _LEASE_SECONDS: Final = 15.0
 _NAMES_SHOWN: Final = 5
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Imported:
     """The result of an import."""
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -149,7 +149,7 @@ class IndexFileWriter:
 # ---- reading -----------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class IndexFile:
     """A complete file, with its publishers."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final, Protocol, TypedDict
 
 from waymark.base.errors import RecordDamaged, StoreUnavailable
@@ -34,7 +34,7 @@ def random_nonce() -> str:
     return secrets.token_hex(8)
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class HolderChange:
     """The last change of holders that Redis has acknowledged under a grant."""
 
@@ -43,7 +43,7 @@ class HolderChange:
     """Whether a repair of the stream was requested, and no snapshot has come since."""
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Renewal:
     """The findings of the last renewal of a lease."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypedDict, TypeVar
 
 from waymark.base.errors import RecordDamaged
@@ -186,7 +186,7 @@ class Facts(TypedDict, total=False):
     """For an event stream over HTTP: the ``id`` of an applied event; all earlier events are applied, too."""
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class NewHolder:
     """A holder to begin, under the name by which its stream knows it."""
 

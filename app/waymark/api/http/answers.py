@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeAlias
 
 from starlette.types import Receive, Scope, Send
@@ -32,7 +32,7 @@ _RIGHTS_SECONDS = 1.0
 PARTIAL = {"X-Waymark-Partial": "true"}
 
 
-@dataclass(slots=True)
+@record(slots=True)
 class Answer:
     """The result of a handler. ``content`` is encoded in the request's format; bytes are sent as they are."""
 
