@@ -293,7 +293,7 @@ async def test_body_without_a_declared_length_is_read(api: httpx.AsyncClient) ->
 async def test_probes_and_writes_are_answered_while_queries_wait(
     memory_store: Store, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("waymark.api.application.AdmissionQueue", lambda at_once: AdmissionQueue(1, wait_seconds=0.05))
+    monkeypatch.setattr("waymark.api.first.AdmissionQueue", lambda at_once: AdmissionQueue(1, wait_seconds=0.05))
     client = await make_client(memory_store)
     begun, go_on = asyncio.Event(), asyncio.Event()
 
@@ -327,7 +327,7 @@ async def test_what_one_model_lacks_refuses_no_query_of_another(
         queues.append(AdmissionQueue(1))
         return queues[-1]
 
-    monkeypatch.setattr("waymark.api.application.AdmissionQueue", narrow)
+    monkeypatch.setattr("waymark.api.first.AdmissionQueue", narrow)
     client = await make_client(memory_store)
     begun, go_on, read = asyncio.Event(), asyncio.Event(), memory_store.reader.reading
 

@@ -12,7 +12,7 @@ import pytest
 from tests.api.conftest import MakeClient
 from tests.discovery.conftest import Engine, engine, start_engine, vllm_metrics
 from tests.patience import patient
-from waymark.api import application
+from waymark.api import first as first_questions
 from waymark.domain.names import Origin
 from waymark.store import keys
 from waymark.store.store import Store
@@ -229,7 +229,7 @@ async def test_a_slow_engine_holds_no_other_registration_up(
 
     engine.is_vllm()
     engine.answers["/metrics"] = slow
-    monkeypatch.setattr(application, "AT_ONCE", 1)
+    monkeypatch.setattr(first_questions, "AT_ONCE", 1)
     client = await make_client(store)
     asked = asyncio.ensure_future(client.post("/register", json={"url": engine.url}))
     await arrived.wait()

@@ -28,7 +28,8 @@ from tests.patience import patient, patient_settings, within
 from tests.proxy import Proxy, proxy_to
 from tests.serving.wire import SECONDS, connections, served, wire
 from tests.test_asgi import STRAIGHT
-from waymark.api import access_log, application
+from waymark.api import access_log
+from waymark.api import first as first_questions
 from waymark.api.application import create_app
 from waymark.base.asgi import Answering, RawHeaders, StraightQuestion, StraightRequest, StraightTable
 from waymark.base.errors import Contended, RecordDamaged, StoreUnavailable
@@ -894,7 +895,7 @@ async def waiting(way: Way, *bodies: bytes, path: str = "/query") -> list[asynci
 
 
 async def test_requests_beyond_the_places_wait_their_turn(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(application, "AT_ONCE", 1)
+    monkeypatch.setattr(first_questions, "AT_ONCE", 1)
     async with asked_once(proxy) as straight:
         proxy.hold()
         asked = await waiting(straight, QUERY, QUERY, b"{", QUERY)
@@ -908,7 +909,7 @@ async def test_requests_beyond_the_places_wait_their_turn(proxy: Proxy, monkeypa
 async def test_a_client_that_goes_away_while_its_request_waits_is_forgotten(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(application, "AT_ONCE", 1)
+    monkeypatch.setattr(first_questions, "AT_ONCE", 1)
     async with asked_once(proxy) as straight:
         proxy.hold()
         first, second = await waiting(straight, QUERY, QUERY)
@@ -930,7 +931,7 @@ async def test_a_client_that_goes_away_while_its_request_waits_is_forgotten(
 async def test_a_waiting_request_holds_its_body_once_and_until_its_answer_or_its_client_goes(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, access_log: bool
 ) -> None:
-    monkeypatch.setattr(application, "AT_ONCE", 1)
+    monkeypatch.setattr(first_questions, "AT_ONCE", 1)
     sent = request("/query", json.dumps({"model": "m", "block_size": 2, "token_ids": list(range(100_000))}).encode())
     async with asked_once(proxy, access_log=access_log) as straight:
         proxy.hold()
@@ -964,7 +965,7 @@ async def test_a_waiting_request_holds_its_body_once_and_until_its_answer_or_its
 async def test_what_waits_behind_a_redis_that_hangs_is_refused_with_the_first(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(application, "AT_ONCE", 1)
+    monkeypatch.setattr(first_questions, "AT_ONCE", 1)
     async with (
         asked_once(proxy, query_deadline_ms=1000) as straight,
         asked_once(proxy, is_straight=False, query_deadline_ms=1000) as ordinary,
@@ -984,7 +985,7 @@ async def test_what_waits_behind_a_redis_that_hangs_is_refused_with_the_first(
 async def test_what_one_model_lacks_refuses_no_query_that_waits(
     store: Store, monkeypatch: pytest.MonkeyPatch, error: StoreUnavailable
 ) -> None:
-    monkeypatch.setattr(application, "AT_ONCE", 1)
+    monkeypatch.setattr(first_questions, "AT_ONCE", 1)
     go_on, read = asyncio.Event(), store.reader.reading
 
     def reading(group: GroupName, *arguments: Any, **options: Any) -> Steps[Any]:
@@ -1004,7 +1005,7 @@ async def test_what_one_model_lacks_refuses_no_query_that_waits(
 async def test_a_body_that_is_refused_unread_is_unreadable_without_redis(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(application, "AT_ONCE", 1)
+    monkeypatch.setattr(first_questions, "AT_ONCE", 1)
     async with asked_once(proxy, query_deadline_ms=1000) as straight:
         proxy.hold()
         chosen, unreadable = await waiting(straight, QUERY, b"{", path="/select")
@@ -1017,7 +1018,7 @@ async def test_thousands_that_end_as_soon_as_they_are_admitted_end_one_after_the
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of each admits the next one; were that a call within a call, the interpreter would give up."""
-    monkeypatch.setattr(application, "AT_ONCE", 1)
+    monkeypatch.setattr(first_questions, "AT_ONCE", 1)
     async with asked_once(proxy) as straight:
         proxy.hold()
         (first,) = await waiting(straight, QUERY)
@@ -1062,7 +1063,7 @@ async def test_a_client_that_goes_away_with_its_body_is_counted(ways: tuple[Way,
 
 
 async def test_a_client_that_goes_away_gives_its_place_back(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(application, "AT_ONCE", 1)
+    monkeypatch.setattr(first_questions, "AT_ONCE", 1)
     async with asked_once(proxy) as straight:
         proxy.hold()
         _, writer = await asyncio.open_connection("127.0.0.1", straight.port)

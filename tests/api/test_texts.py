@@ -17,7 +17,7 @@ from aiohttp import web
 from tests.api.conftest import Hold, MakeClient
 from tests.conftest import wait_until
 from tests.tokenization import small
-from waymark.api import application
+from waymark.api import first as first_questions
 from waymark.api.application import create_app
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
@@ -328,7 +328,7 @@ async def test_texts_under_way_hold_up_no_query_of_tokens(
 
     monkeypatch.setattr(Tokenizers, "_opened", lambda *_: Slow())
     monkeypatch.setattr(face, "SECONDS", 600.0)
-    monkeypatch.setattr(application, "AT_ONCE", 2)
+    monkeypatch.setattr(first_questions, "AT_ONCE", 2)
     api = await make_client(memory_store, tokenizers={"m": "file:///m"})
     body = {"model": "m", "block_size": 2}
     # A model has at most three times as many places as are free.

@@ -17,7 +17,7 @@ from tests.api.conftest import Hold, MakeClient
 from tests.patience import patient
 from waymark.api import probes
 from waymark.api.application import _admin_rows, _ApiParts, _by_path, _operations
-from waymark.api.http.access import Gate
+from waymark.api.first import FirstQuestions
 from waymark.api.http.tokens_file import Caller, TokensFile
 from waymark.api.operations import Operation, Resource
 from waymark.api.options import ApiOptions
@@ -320,8 +320,9 @@ def paths() -> list[tuple[str, str]]:
     """Every operation of the application."""
     options, metrics = ApiOptions(), Metrics()
     store = Store.open("memory://")
-    rows = _ApiParts(store, options, SelectionOptions(), metrics).rows() + _admin_rows(store, options)
-    operations = _operations(rows, options, metrics, Gate(None, protect_reads=False))
+    first = FirstQuestions(store, options, metrics)
+    rows = _ApiParts(first, SelectionOptions()).rows() + _admin_rows(store, options)
+    operations = _operations(rows, first.dependencies)
     assert all(isinstance(each, Operation | Resource) for each in _by_path(operations).values())
     # Its answer has no end; test_activity.py asks it.
     return [(operation.method, operation.path) for operation in operations if operation.path != "/activity"]

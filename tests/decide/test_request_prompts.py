@@ -11,7 +11,7 @@ from waymark.base import native
 from waymark.base.bounded_json import VALUES_MAX, TooMuchJson, bounded_loads
 from waymark.base.errors import InvalidValue
 from waymark.chat.requests import Form, InferenceRequest, PackedTokens, Truncation, read_request
-from waymark.decide.options import PromptOptions
+from waymark.decide.prompts import PromptOptions
 from waymark.decide.request_prompts import (
     SEQUENCES_MAX,
     RequestPrompts,

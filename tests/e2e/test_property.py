@@ -30,7 +30,8 @@ from waymark.api.options import ApiOptions
 from waymark.apply.options import ApplyOptions
 from waymark.apply.resuming import resumed
 from waymark.base.metrics import Metrics
-from waymark.decide.options import PromptOptions, SelectionOptions
+from waymark.decide.options import SelectionOptions
+from waymark.decide.prompts import PromptOptions
 from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
 from waymark.domain.names import DEFAULT_TENANT, PublisherName
 from waymark.engines import decoder

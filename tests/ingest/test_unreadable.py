@@ -25,7 +25,8 @@ from waymark.api.application import create_app
 from waymark.api.options import ApiOptions
 from waymark.base.metrics import Metrics
 from waymark.base.shape import plain
-from waymark.decide.options import PromptOptions, SelectionOptions
+from waymark.decide.options import SelectionOptions
+from waymark.decide.prompts import PromptOptions
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import PublisherName

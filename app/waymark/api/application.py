@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,7 +19,6 @@ from waymark.api.access_log import AccessLog
 from waymark.api.activity import ActivityFeed
 from waymark.api.admin import Admin, OperatedCache, ResponseCacheAdmin
 from waymark.api.books import BooksView
-from waymark.api.conductor import Conductor
 from waymark.api.contract import Contract
 from waymark.api.decisions import Decisions
 from waymark.api.dynamo.loads import DynamoInputs, DynamoLoadHandlers
@@ -28,14 +27,13 @@ from waymark.api.dynamo.select import DynamoSelect
 from waymark.api.dynamo.workers import DynamoViews, DynamoWorkerHandlers
 from waymark.api.events import Events
 from waymark.api.explanations import Explanations
-from waymark.api.http.access import Access, Doc, Gate, Queue
-from waymark.api.http.admission import AT_ONCE, AdmissionQueue
+from waymark.api.first import QUERY, QUERY_BY_HASH, FirstQuestions, dependencies_of, gate_of
+from waymark.api.http.access import Access, Doc, Gate
 from waymark.api.http.answers import Answer, Handler, Paused
-from waymark.api.http.bodies import CACHE_BYTES_MAX, Body, Format, RequestCache, encode
-from waymark.api.http.tokens_file import TokensFile
+from waymark.api.http.bodies import Body, Format, encode
 from waymark.api.inspections import InspectionQueue, Inspections
 from waymark.api.operations import Dependencies, Method, Operation, Resource
-from waymark.api.options import AccessOptions, ApiOptions
+from waymark.api.options import ApiOptions
 from waymark.api.placement import PlacementView
 from waymark.api.policies import PoliciesView
 from waymark.api.probes import Page, Probes
@@ -47,16 +45,13 @@ from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.metrics import Metrics
-from waymark.decide.asked_pools import AskedPools
 from waymark.decide.fail_open import StartupGate
 from waymark.decide.options import SelectionOptions
 from waymark.decide.selector import Selector
-from waymark.decide.served import ServedNames
 from waymark.inspection.redis_cli import RedisCli
-from waymark.store.directory import EngineAddresses
 from waymark.store.steps import Steps
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Engines, Tokenizers
+from waymark.tokenization.tokenizers import Tokenizers
 
 #: The paths of queries, which are the most frequent ones.
 _QUERIES = frozenset(
@@ -101,32 +96,24 @@ class GatewayParts(NamedTuple):
 
 
 class _ApiParts:
-    """The handlers of a process. The caller closes the objects that it passes in."""
+    """The handlers of a process."""
 
     def __init__(
         self,
-        store: Store,
-        options: ApiOptions,
+        first: FirstQuestions,
         selection: SelectionOptions,
-        metrics: Metrics,
-        tokenizers: Tokenizers | None = None,
-        asker: Asker | None = None,
         stopping: asyncio.Event | None = None,
         gateway: GatewayParts | None = None,
     ) -> None:
-        asker, prompts, access = asker or Asker(), options.prompts, options.access
-        tokenizer = PromptTokenizer(tokenizers or _tokenizers(store, metrics, asker), prompts.tokens_max)
+        store, options, metrics, asker = first.store, first.options, first.metrics, first.asker
+        tokenizer, pools, served = first.tokenizer, first.pools, first.served
+        prompts, access = options.prompts, options.access
         start = StartupGate(store.polled_claims, options.min_initial_workers) if gateway is None else gateway.start
-        pools, allowed = AskedPools(asker, metrics), AllowedEndpoints(access.allowed_endpoints)
-        seconds, names_others = prompts.deadline_seconds, not access.protects_reads
-        served = store.incarnation.cache(
-            ServedNames(store.directory, store.polled_claims, store.reader, store.begin, seconds)
-        )
+        allowed, names_others = AllowedEndpoints(access.allowed_endpoints), not access.protects_reads
         selector, queue = Selector(store, selection, metrics, pools=pools), InspectionQueue(options.inspect_seconds)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.conductor = tokenizer, first.conductor
         self.contract, self.page = Contract(has_ui=options.has_page), Page(is_shown=options.has_page)
         self.probes = Probes(store, metrics, start, tokenizer, warning=access.warning)
-        self.conductor = Conductor(store, prompts, options.shape, metrics, tokenizer, pools, served)
         self.decisions = Decisions(store, prompts, selector, metrics, tokenizer, start, served)
         self.registrations = Registrations(store, allowed, asker)
         self.events = Events(store, options.apply, metrics, tokens_max=prompts.tokens_max)
@@ -159,8 +146,8 @@ class _ApiParts:
         by_hash = Straight(dynamo.query_by_hash, dynamo.quick_query_by_hash)
         tiered = dynamo.query_tiered_by_hash
         return [
-            _PathRow("POST", "/query", "read", query, docs.QUERY),
-            _PathRow("POST", "/query_by_hash", "read", query_by_hash, docs.QUERY_BY_HASH),
+            _PathRow("POST", "/query", "read", query, QUERY),
+            _PathRow("POST", "/query_by_hash", "read", query_by_hash, QUERY_BY_HASH),
             _PathRow("POST", "/select", "write", select, docs.SELECT, decisions.select_without_redis),
             _PathRow("POST", "/release", "write", decisions.release, docs.RELEASE),
             _PathRow("POST", "/score", "read", explained(decisions.score), docs.SCORE),
@@ -240,12 +227,6 @@ class _ApiParts:
         ]
 
 
-def _tokenizers(store: Store, metrics: Metrics, asker: Asker) -> Tokenizers:
-    """Return tokenizers without sources, so that engines are asked."""
-    engines = Engines(EngineAddresses(store.directory, store.polled_claims), asker, {})
-    return Tokenizers({}, None, metrics, engines=engines)
-
-
 def _inspections(store: Store, queue: InspectionQueue) -> Inspections:
     return Inspections(store, RedisCli(*store.client.redis_cli), queue)
 
@@ -270,14 +251,24 @@ def create_app(
     stopping: asyncio.Event | None = None,
     gateway: GatewayParts | None = None,
 ) -> Shortcut | AccessLog:
-    """Return the ASGI application on an open store, with its straight operations.
+    """Return the ASGI application on an open store. The caller closes the store, the tokenizers and the asker."""
+    return app_with(FirstQuestions(store, options, metrics, tokenizers, asker), selection, stopping, gateway)
 
-    The caller closes the store, the tokenizers and the asker. When ``stopping`` is set, endless answers end.
-    ``gateway`` is given if the process is a gateway, too.
+
+def app_with(
+    first: FirstQuestions,
+    selection: SelectionOptions,
+    stopping: asyncio.Event | None = None,
+    gateway: GatewayParts | None = None,
+) -> Shortcut | AccessLog:
+    """Return the ASGI application, with its straight operations; the first questions are among them.
+
+    When ``stopping`` is set, endless answers end. ``gateway`` is given if the process is a gateway, too.
     """
-    parts = _ApiParts(store, options, selection, metrics, tokenizers, asker, stopping, gateway)
+    store, options, metrics = first.store, first.options, first.metrics
+    parts = _ApiParts(first, selection, stopping, gateway)
     rows = parts.rows() + (_admin_rows(store, options) if gateway is None else gateway.rows(store, options))
-    operations = _operations(rows, options, metrics, _gate(options.access))
+    operations = _operations(rows, first.dependencies)
     parts.contract.describe(operations)
 
     async def not_routed(request: Request, error: Exception) -> Response:
@@ -298,15 +289,7 @@ def create_app(
     return AccessLog(routed) if options.has_access_log else routed
 
 
-def _gate(access: AccessOptions) -> Gate:
-    tokens = None if access.tokens_file is None else TokensFile(access.tokens_file)
-    return Gate(access.token, protect_reads=access.protects_reads, tokens=tokens, is_closed=access.is_closed)
-
-
-def _operations(rows: Iterable[_PathRow], options: ApiOptions, metrics: Metrics, gate: Gate) -> list[Operation]:
-    admission = {queue: AdmissionQueue(AT_ONCE) for queue in get_args(Queue)}
-    cache = RequestCache(CACHE_BYTES_MAX, metrics)
-    dependencies = Dependencies(metrics, gate, options.body_bytes_max, options.prompts.tokens_max, admission, cache)
+def _operations(rows: Iterable[_PathRow], dependencies: Dependencies) -> list[Operation]:
     return [
         (StraightOperation if isinstance(row.handler, Straight) else Operation)(
             row.method,
@@ -389,7 +372,7 @@ def create_inspections(store: Store, options: ApiOptions, metrics: Metrics, toke
 
 
 def _routed(rows: Iterable[_PathRow], options: ApiOptions, metrics: Metrics, gate: Gate) -> Starlette:
-    operations = _operations(rows, options, metrics, gate)
+    operations = _operations(rows, dependencies_of(options, metrics, gate))
     return Starlette(routes=[Route(operation.path, operation) for operation in operations])
 
 
@@ -397,4 +380,4 @@ def create_gateway_admin(store: Store, options: ApiOptions, metrics: Metrics, ga
     """Return the probes and the admin paths of a gateway on a real Redis."""
     probes = Probes(store, metrics, gateway.start, warning=options.access.warning)
     rows = [*_probe_rows(probes, access="read", ready=docs.READY), *gateway.rows(store, options)]
-    return _routed(rows, options, metrics, _gate(options.access))
+    return _routed(rows, options, metrics, gate_of(options.access))

@@ -23,7 +23,7 @@ from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body, Format
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.tokens_file import Caller
-from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer, keys_of_all
+from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer
 from waymark.base.errors import InvalidValue, NotFound, RemoteUnavailable, UnknownModel
 from waymark.base.metrics import Metrics
 from waymark.base.shape import quick
@@ -31,18 +31,20 @@ from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
 from waymark.contract.prompts import GaugesRow, ReleaseAnswer, ScoreAnswer, ScoreRow, SelectAnswer, SourceAnswer
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, StartupGate, cause_of
-from waymark.decide.options import PromptOptions
 from waymark.decide.policies.policy import Scored
 from waymark.decide.policies.presets import PRESETS
-from waymark.decide.question import Question, SelectedTarget
+from waymark.decide.prompts import PromptOptions
+from waymark.decide.question import HashedPrompt, PromptOf, Question, SelectedTarget
 from waymark.decide.request_prompts import estimate_tokens, unread_prompt
 from waymark.decide.reserve import target_headers
 from waymark.decide.selector import Selector
 from waymark.decide.served import ServedNames
 from waymark.decide.usual import UsualDecision, UsualTarget
 from waymark.domain.books import NO_USAGE, Usage, more_cached
+from waymark.domain.hashing import block_keys, hash_keys
 from waymark.domain.status import Decision
 from waymark.store.quick import QuickAnswer
+from waymark.store.reader import KeysOf
 from waymark.store.reservations import Reservation, ReservationPart, parse_reservations
 from waymark.store.steps import Steps, StepsReceiver, Waiting, finished
 from waymark.store.store import Store
@@ -116,7 +118,7 @@ class Decisions:
             question = decision_body.question
             at_hand = self._selector.usual.at_hand(question)
             if at_hand is not None:
-                prompt = self._given.whole(SelectRequest, body, decision_body.namespace, at_hand[0].block_size)
+                prompt = _whole(self._given, body, decision_body.namespace, at_hand[0].block_size)
                 usual = yield UsualDecision(self._selector.usual, at_hand, question, prompt)
                 answer = _quick_answer(usual)
                 if answer is not None:
@@ -134,7 +136,7 @@ class Decisions:
         at_hand = usual.at_hand(question)
         if at_hand is None:
             return False
-        prompt = self._given.whole(SelectRequest, body, decision_body.namespace, at_hand[0].block_size)
+        prompt = _whole(self._given, body, decision_body.namespace, at_hand[0].block_size)
         general = partial(self._after_usual, decision_body, body)
         UsualDecision(usual, at_hand, question, prompt).begin(QuickAnswer(_quick_answer, general, receiver))
         return True
@@ -246,13 +248,13 @@ class Decisions:
                 if tokens is None:
                     return await finished(decide(self._unread(request, question)))
                 keys_of = self._given.of_tokens(tokens.ids, decision_body.namespace, tokens.items)
-                return await finished(decide(question._replace(prompt=keys_of_all(keys_of))))
+                return await finished(decide(question._replace(prompt=_keys_of_all(keys_of))))
 
             return Paused(partial(self._tokens, text), resumed)
         if text is not None or request.prefix_hash is not None:  # the prefix key is enough
             return (yield from decide(question))
         given_keys = self._given.keys_of(type(request), body, decision_body.namespace, decision_body.items)
-        return (yield from decide(question._replace(prompt=keys_of_all(given_keys))))
+        return (yield from decide(question._replace(prompt=_keys_of_all(given_keys))))
 
     async def _tokens(self, text: ModelPrompt) -> SourcedTokens | None:
         """Return the tokens of a text. Return None if it cannot be tokenized now, and then the decision is made without
@@ -409,3 +411,23 @@ def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
             explanation=None,
         )
     )
+
+
+def _whole(given: GivenPrompts, body: Body, namespace: int, size: int) -> HashedPrompt:
+    """Return the prompt with all keys at once, with few calls if the C module has read the numbers."""
+    numbers = body.numbers
+    if numbers is None:
+        return _keys_of_all(given.keys_of(SelectRequest, body, namespace))(size)
+    if body.fields.get("token_ids") is None:
+        return HashedPrompt(len(numbers) // 8 * size, hash_keys(numbers, namespace=namespace))
+    return HashedPrompt(len(numbers) // 4, block_keys(None, numbers, size, namespace=namespace, seed=given.seed))
+
+
+def _keys_of_all(keys_of: KeysOf) -> PromptOf:
+    """Return a prompt function that computes all keys at once, because speculative entries need the last ones."""
+
+    def prompt(block_size: int) -> HashedPrompt:
+        hashed = keys_of(block_size)
+        return HashedPrompt(hashed.tokens, hashed.keys(hashed.blocks), ids=hashed.ids)
+
+    return prompt

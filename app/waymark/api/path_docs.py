@@ -16,6 +16,7 @@ from waymark.api import (
 )
 from waymark.api.dynamo import schemas as dynamo_bodies
 from waymark.api.dynamo.select import USAGE
+from waymark.api.first import PARTIAL
 from waymark.api.http.access import Doc
 from waymark.contract import admin as admin_answers
 from waymark.contract import dynamo, prompts, publishers, results
@@ -23,13 +24,6 @@ from waymark.contract import inspections as inspection_answers
 
 _TEXT, _HTML = "text/plain", "text/html"
 
-_PARTIAL = {
-    "X-Waymark-Partial": "true if the query reached its deadline, so that the real numbers may be higher; else absent"
-}
-_OF_QUERY = _PARTIAL | {
-    "X-Waymark-Note": "why every number is zero, if no engine has this model or block size; else absent",
-    "X-Waymark-Unknown": "the field of the request that the note is about, model or block_size; else absent",
-}
 _NOTE = {"X-Waymark-Note": "explains why Waymark needs no dump and no peers: the index is in Redis"}
 
 HEALTH = Doc("Answers 200 while the process is alive.", answer=publishers.HealthAnswer, needs_redis=False, reach="none")
@@ -110,20 +104,6 @@ GLOBAL_VIEW = Doc(
     "Lists each combination of model, tenant, block size, adapter and salt, with its instances and block counts.",
     answer=publishers.GlobalViewAnswer,
     reach="filtered",
-)
-QUERY = Doc(
-    "Returns how much of a prompt each instance has; the prompt is given as tokens, text or messages.",
-    query_schemas.QueryRequest,
-    prompts.QueryAnswer,
-    headers=_OF_QUERY,
-    reach="body",
-)
-QUERY_BY_HASH = Doc(
-    "Returns how much of a prompt each instance has; the prompt is given as the rolling hashes of its blocks.",
-    query_schemas.QueryByHashRequest,
-    prompts.QueryAnswer,
-    headers=_OF_QUERY,
-    reach="body",
 )
 INSPECT_PROMPT = Doc(
     "Returns which blocks of a prompt each instance has and where, and why no instance has a match.",
@@ -223,7 +203,7 @@ SCORE = Doc(
     "Returns the score of each target for a prompt, under one policy.",
     decision_bodies.ScoreRequest,
     prompts.ScoreAnswer,
-    headers=_PARTIAL,
+    headers=PARTIAL,
     reach="body",
 )
 SELECT = Doc(
@@ -262,7 +242,7 @@ DYNAMO_QUERY = Doc(
     dynamo_bodies.DynamoQueryRequest,
     dynamo.DynamoQueryAnswer,
     errors=(404,),
-    headers=_PARTIAL,
+    headers=PARTIAL,
     reach="body",
 )
 DYNAMO_QUERY_BY_HASH = Doc(
@@ -270,7 +250,7 @@ DYNAMO_QUERY_BY_HASH = Doc(
     dynamo_bodies.DynamoQueryByHashRequest,
     dynamo.DynamoQueryAnswer,
     errors=(404,),
-    headers=_PARTIAL,
+    headers=PARTIAL,
     reach="body",
 )
 DYNAMO_QUERY_TIERED = Doc(
@@ -278,7 +258,7 @@ DYNAMO_QUERY_TIERED = Doc(
     dynamo_bodies.DynamoQueryByHashRequest,
     dynamo.DynamoTieredAnswer,
     errors=(404,),
-    headers=_PARTIAL,
+    headers=PARTIAL,
     reach="body",
 )
 DYNAMO_REGISTER = Doc(

@@ -17,9 +17,7 @@ from waymark.api.http.fields import RequestBody
 from waymark.api.http.prompts import SeqHashKeys, TokenKeys, check_count, hashes_in, tokens_in
 from waymark.api.query_schemas import DetokenizeRequest, PromptFields, TextFields, TokenizeRequest
 from waymark.contract.prompts import DetokenizeAnswer, TokenizeAnswer
-from waymark.decide.options import PromptOptions
-from waymark.decide.question import HashedPrompt, PromptOf
-from waymark.domain.hashing import block_keys, hash_keys
+from waymark.decide.prompts import PromptOptions
 from waymark.domain.multimodal import PromptItems, check_blocks
 from waymark.domain.names import GroupName
 from waymark.domain.packing import unpack_tokens
@@ -141,28 +139,9 @@ class GivenPrompts:
         field = model.spelling("seq_hashes", body.fields)
         return partial(_of_hashes, hashes_in(body, field, self._max_tokens), namespace)
 
-    def whole(self, model: type[RequestBody], body: Body, namespace: int, size: int) -> HashedPrompt:
-        """Return the prompt with all keys at once, with few calls if the C module has read the numbers."""
-        numbers = body.numbers
-        if numbers is None:
-            return keys_of_all(self.keys_of(model, body, namespace))(size)
-        if body.fields.get("token_ids") is None:
-            return HashedPrompt(len(numbers) // 8 * size, hash_keys(numbers, namespace=namespace))
-        return HashedPrompt(len(numbers) // 4, block_keys(None, numbers, size, namespace=namespace, seed=self.seed))
-
     def of_tokens(self, tokens: bytes, namespace: int, items: PromptItems = ()) -> KeysOf:
         """Return the keys of token ids as little-endian u32."""
         return partial(_of_tokens, tokens, namespace, self.seed, items)
-
-
-def keys_of_all(keys_of: KeysOf) -> PromptOf:
-    """Return a prompt function that computes all keys at once, because speculative entries need the last ones."""
-
-    def prompt(block_size: int) -> HashedPrompt:
-        hashed = keys_of(block_size)
-        return HashedPrompt(hashed.tokens, hashed.keys(hashed.blocks), ids=hashed.ids)
-
-    return prompt
 
 
 def _of_tokens(tokens: bytes, namespace: int, seed: int, items: PromptItems, block_size: int) -> PromptKeys:

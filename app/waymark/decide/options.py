@@ -15,7 +15,6 @@ from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.presets import DEFAULT, PRESETS, preset
 from waymark.decide.policies.profile import PickerConfig
 from waymark.decide.question import PolicyChoice, ProfileName
-from waymark.domain.hashing import DEFAULT_SEED
 
 log = logging.getLogger(__name__)
 
@@ -49,17 +48,6 @@ class Shadow:
     def policy(self) -> PolicyChoice:
         """The policy; a file is read again when it has changed."""
         return current(self.source)
-
-
-@record(frozen=True, slots=True)
-class PromptOptions:
-    """The bounds of the prompts in requests, and the seed of their hashes."""
-
-    hash_seed: int = DEFAULT_SEED
-    tokens_max: int = 2**21
-    """The most tokens or hashes of one request."""
-    deadline_seconds: float = 1.0
-    """How long a question may read the index before it is answered from the blocks found so far."""
 
 
 @record(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
 from waymark.decide.fleet import Fleet, FleetMember
-from waymark.decide.options import PromptOptions
+from waymark.decide.prompts import PromptOptions
 from waymark.decide.requests import RequestSelector
 from waymark.decide.served import ServedModel
 from waymark.domain import packing

@@ -20,8 +20,8 @@ from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest, has_media
 from waymark.decide.fail_open import StartupGate
-from waymark.decide.options import PromptOptions
 from waymark.decide.policies.presets import DEFAULT, PRESETS
+from waymark.decide.prompts import PromptOptions
 from waymark.decide.question import (
     PolicyChoice,
     PromptOf,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from waymark.api.options import AccessOptions, ApiOptions
 from waymark.apply.options import ApplyOptions
@@ -15,12 +16,15 @@ from waymark.base.asker import Asker, EngineKey
 from waymark.base.endpoints import AllowedEndpoints, is_loopback
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.decide.options import PromptOptions, SelectionOptions, read_policy, read_shadows
+from waymark.decide.prompts import PromptOptions
 from waymark.store import keys, pacing
 from waymark.store.directory import EngineAddresses
 from waymark.store.hot import BYTES_MAX, MILLISECONDS, HotRows
 from waymark.store.store import Credentials, Store
 from waymark.tokenization.tokenizers import Engines, Tokenizers
+
+if TYPE_CHECKING:
+    from waymark.decide.options import SelectionOptions
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +130,9 @@ def selection_options(settings: Settings) -> SelectionOptions:
 
     Raise ``SettingsError`` if a policy is unknown, or a file cannot be read.
     """
+    # A replica answers its first queries before it has imported the policies.
+    from waymark.decide.options import SelectionOptions, read_policy, read_shadows
+
     options = SelectionOptions(
         policy=read_policy(settings.policy, "WAYMARK_POLICY"),
         profile=None if settings.profile == "auto" else settings.profile,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from waymark.api.application import create_app, create_probes
+from waymark.api.first import FirstQuestions
 from waymark.base import native
 from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
@@ -27,6 +27,7 @@ from waymark.base.metrics import Metrics
 from waymark.base.record import record
 from waymark.base.settings import Settings
 from waymark.runtime import parts
+from waymark.runtime.later import LaterApplication
 from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
 from waymark.serving.listening import listen
@@ -145,14 +146,18 @@ class ProcessParts:
         tokenizers, asker = parts.tokenizers(settings, metrics, store), parts.asker(settings)
         return cls(settings, store, metrics, tokenizers, asker, stop_signal())
 
-    def server(self, bounds: ServerBounds, *, has_api: bool) -> uvicorn.Server:
-        """Return the server of a query replica, or with ``has_api`` False that of a worker's probes."""
+    def probes(self, bounds: ServerBounds) -> uvicorn.Server:
+        """Return the server of a worker, which has probes only."""
+        from waymark.api.application import create_probes  # a query replica listens before it is imported
+
+        app = create_probes(self.store, parts.api_options(self.settings), self.metrics)
+        return http_server(app, bounds, self.metrics)
+
+    def api(self) -> LaterApplication:
+        """Return the API of a replica."""
         options = parts.api_options(self.settings)
-        if not has_api:
-            return http_server(create_probes(self.store, options, self.metrics), bounds, self.metrics)
-        selection = parts.selection_options(self.settings)
-        app = create_app(self.store, options, selection, self.metrics, self.tokenizers, self.asker, self.stop)
-        return http_server(app, bounds, self.metrics, straight=app.straight)
+        first = FirstQuestions(self.store, options, self.metrics, self.tokenizers, self.asker)
+        return LaterApplication(first, self.settings, self.stop)
 
     def gateway(self, bounds: ServerBounds) -> tuple[uvicorn.Server, GatewayRole]:
         """Return the server of a gateway, and its role."""
@@ -222,12 +227,20 @@ async def run(
         options, worker_files = runtime_worker.within_files(options, is_alone=not (has_api or has_gateway))
     bounds = server_bounds(settings, worker_files)
     gateway: GatewayRole | None = None
+    api: LaterApplication | None = None
     if has_gateway:
         server, gateway = process.gateway(bounds)
+    elif has_api:
+        api = process.api()
+        server = http_server(api, bounds, metrics, straight=api.straight)
     else:
-        server = process.server(bounds, has_api=has_api)
-    freeze_heap()
+        server = process.probes(bounds)
     check = FormatCheck(store)
+
+    async def complete() -> None:
+        if api is not None:
+            await api.make()
+        freeze_heap()
 
     async def work() -> None:
         await check.is_passed.wait()
@@ -240,11 +253,13 @@ async def run(
             background += [work(), runtime_worker.discovery(store, settings, metrics, process.asker).run()]
         if gateway is not None:
             background += gateway.tasks()
-        await _serve(server, sockets, background, process.stop)
+        await _serve(server, sockets, background, process.stop, complete())
     finally:
         if gateway is not None:
             await gateway.close()
         await process.close()
+    if api is not None and api.failure is not None:
+        raise api.failure
     if check.refusal is not None:
         raise SettingsError(check.refusal)
 
@@ -263,12 +278,17 @@ async def _serve(
     sockets: Sequence[socket.socket],
     background: Sequence[Coroutine[Any, Any, None]],
     stop: asyncio.Event,
+    completion: Coroutine[Any, Any, None],
 ) -> None:
-    """Serve the sockets, with ``background`` beside it, until ``stop`` is set or the server ends."""
+    """Serve the sockets, with ``background`` beside it, until ``stop`` is set or the server ends.
+
+    ``completion`` is not cancelled: requests may wait for it, which are answered before the server ends.
+    """
     async with asyncio.TaskGroup() as tasks:
         ended: set[asyncio.Task[Any]] = {tasks.create_task(stop.wait())}
         if sockets:
             ended.add(tasks.create_task(server.serve(list(sockets))))
+        tasks.create_task(completion)
         others = [tasks.create_task(work) for work in background]
         await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
         stop.set()

@@ -10,15 +10,16 @@ import asyncio
 import socket
 import struct
 from collections import deque
-from typing import Any, ClassVar
-
-import uvicorn
-from uvicorn.server import ServerState
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from waymark.base.asgi import AsgiApplication
 from waymark.serving.cycle import WHOLE, RequestCycle
 from waymark.serving.limits import AHEAD, AHEAD_MAX, CONNECTIONS, SLOW, Connections, Rejection
 from waymark.serving.request_reader import RequestReader, Stop
+
+if TYPE_CHECKING:
+    import uvicorn
+    from uvicorn.server import ServerState
 
 
 def protocol(shared: Connections) -> type[asyncio.Protocol]:

@@ -156,7 +156,7 @@ class Connections:
     ) -> None:
         self.bounds = bounds
         self.shape = shape
-        self.straight: StraightTable = straight or {}
+        self.straight: StraightTable = {} if straight is None else straight
         self.keep_alive_seconds = math.inf
         """uvicorn's setting, known with the first connection."""
         self.bodies_bytes = 0

@@ -22,7 +22,7 @@ from waymark.contract.dynamo import (
     DynamoOverlap,
     DynamoOverlapScores,
 )
-from waymark.decide.options import PromptOptions
+from waymark.decide.prompts import PromptOptions
 from waymark.decide.question import HashedPrompt, PolicyChoice, PromptOf, Question, RankedTargets
 from waymark.decide.selector import Selector
 from waymark.domain.hashing import block_keys, namespace
