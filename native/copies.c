@@ -116,7 +116,7 @@ int store_again(KnownBlocks *known, Run *run, const PlainEvent *event, Store *st
     if (!are_repeated(known, run, store, &at) || at == 0)
         return 0;
     const int has_repeated = has_repeats(store->hashes, at);
-    const int are_new = has_repeated ? 0 : are_new_from(known, store, at);
+    const int are_new = has_repeated ? 0 : are_new_to_all(known, run, store, at);
     if (has_repeated < 0 || are_new != 1)
         return has_repeated < 0 || are_new < 0 ? -1 : 0;
     *known_blocks = at;

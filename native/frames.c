@@ -7,7 +7,7 @@
 #include "waves.h"
 
 /* The lengths of the tuples that run_frames takes. */
-enum { READING = 7, RUNNING = 6 };
+enum { READING = 7, RUNNING = 7 };
 
 /* Whether an argument is a tuple of so many objects. 0 with an exception. */
 static int is_tuple_of(PyObject *object, Py_ssize_t count)
@@ -51,7 +51,7 @@ static PyObject *run_read(PyObject *known, PyObject *events, PyObject *frames, P
         PyObject *args[] = {events, at, position, hashes_max, parts,
                             PyTuple_GetItem(running, 0), PyTuple_GetItem(running, 1), PyTuple_GetItem(running, 2),
                             PyTuple_GetItem(running, 3), PyTuple_GetItem(running, 4), gone, may, following,
-                            PyTuple_GetItem(running, 5)};
+                            PyTuple_GetItem(running, 5), PyTuple_GetItem(running, 6)};
         ran = known_run(known, args, sizeof args / sizeof *args);
     }
     Py_XDECREF(following);
@@ -118,7 +118,7 @@ static PyObject *pack_all(PyObject *parts, PyObject *prefixes)
  *
  * Read the batches in these payloads, up to the first that differs from `events` in more than its blocks; `ts` is that
  * of `events`. Store and remove their blocks as a wave of their own, and write the words of the calls to Redis. `reading`
- * has the arguments of go_on after the ts; `running` is holder, seed, namespace, full, piece_blocks and waves of run;
+ * has the arguments of go_on after the ts; `running` is holder, seed, namespace, full, piece_blocks, waves and neighbours of run;
  * `parts` has none yet, `seq` is that of the first batch, and `prefixes` has the prefix of the keys of each shard.
  *
  * None if the first batch differs in more; then nothing has changed. Otherwise the results of go_on and run, which counts
@@ -131,7 +131,7 @@ PyObject *known_run_frames(PyObject *self, PyObject *const *args, Py_ssize_t nar
     if (!has_arguments("run_frames", nargs, 10) || as_events(args[0]) == NULL || !is_tuple_of(args[3], READING) ||
         !is_tuple_of(args[6], RUNNING))
         return NULL;
-    Waves *waves = as_waves(PyTuple_GetItem(args[6], RUNNING - 1));
+    Waves *waves = as_waves(PyTuple_GetItem(args[6], RUNNING - 2));
     if (waves == NULL)
         return NULL;
     if (!PyTuple_Check(args[9]) || PyTuple_Size(args[9]) == 0)

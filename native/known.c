@@ -333,7 +333,7 @@ static PyMethodDef known_methods[] = {
     METHOD("take", known_take, METH_FASTCALL, "take($self, engine_hashes, former, /)\n--\n\nA plain removal."),
     METHOD("run", known_run, METH_FASTCALL,
            "run($self, events, start, position, hashes_max, parts, holder, seed, namespace, full, piece_blocks, former, "
-           "may, following, waves, /)\n--\n\nPlain events, one after the other."),
+           "may, following, waves, neighbours, /)\n--\n\nPlain events, one after the other."),
     METHOD("run_frames", known_run_frames, METH_FASTCALL,
            "run_frames($self, events, payloads, ts, reading, parts, seq, running, former, may, prefixes, /)\n--\n\n"
            "Frames like one before, from their payloads to the words of calls."),

@@ -71,6 +71,13 @@ int pack_blocks(const Block *blocks, size_t count, PyObject **slots, PyObject **
 /* Whether `gone` is a tuple of KnownBlocks, all of the places of `known` and none of them itself. 0 with an exception. */
 int are_beside(KnownBlocks *known, PyObject *gone);
 
+/* Whether an object is another KnownBlocks of the same places. */
+static inline int is_beside(const KnownBlocks *known, PyObject *other)
+{
+    return Py_TYPE(other) == Py_TYPE((PyObject *)known) && other != (PyObject *)known &&
+           ((KnownBlocks *)other)->places == known->places;
+}
+
 /* Take engine hashes out of all of a tuple. */
 void discard_beside(PyObject *gone, const uint64_t *hashes, size_t count);
 

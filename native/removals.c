@@ -6,11 +6,8 @@
 int are_beside(KnownBlocks *known, PyObject *gone)
 {
     int is_right = PyTuple_Check(gone);
-    for (Py_ssize_t i = 0; is_right && i < PyTuple_Size(gone); i++) {
-        PyObject *each = PyTuple_GetItem(gone, i);
-        is_right = Py_TYPE(each) == Py_TYPE((PyObject *)known) && each != (PyObject *)known &&
-                   ((KnownBlocks *)each)->places == known->places;
-    }
+    for (Py_ssize_t i = 0; is_right && i < PyTuple_Size(gone); i++)
+        is_right = is_beside(known, PyTuple_GetItem(gone, i));
     if (!is_right)
         PyErr_Format(PyExc_TypeError, "what is gone is a tuple of other KnownBlocks of the same Places");
     return is_right;

@@ -32,6 +32,7 @@ static void free_room(Run *run)
     PyMem_Free(run->keys);
     PyMem_Free(run->blocks);
     PyMem_Free(run->numbers);
+    PyMem_Free(run->owners);
     PyMem_Free(run->some);
 }
 
@@ -45,8 +46,9 @@ static int make_room(Run *run, size_t hashes)
     run->keys = PyMem_New(uint64_t, run->room);
     run->blocks = PyMem_New(Block, run->room);
     run->numbers = PyMem_New(uint32_t, run->room);
+    run->owners = PyMem_New(uint32_t, run->room);
     run->some = PyMem_New(PartBlock, run->room);
-    if (run->keys != NULL && run->blocks != NULL && run->numbers != NULL && run->some != NULL)
+    if (run->keys != NULL && run->blocks != NULL && run->numbers != NULL && run->owners != NULL && run->some != NULL)
         return 1;
     PyErr_NoMemory();
     return 0;
@@ -136,7 +138,10 @@ static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int6
     for (size_t i = 0; i < store.count; i++)
         if (store.hashes[i] == UINT64_MAX) /* SAME_HASH: an entry cannot contain it */
             return 0;
-    int is_plain = find_parent(known, event->has_parent ? &event->parent : NULL, run->full, run->piece_blocks, &store, &chain);
+    KnownBlocks *above_in = event->has_parent ? table_with(known, run, event->parent) : known;
+    int is_plain = above_in == NULL ? 0
+                                    : find_parent(above_in, event->has_parent ? &event->parent : NULL, run->full,
+                                                  run->piece_blocks, &store, &chain);
     if (is_plain != 1)
         return is_plain;
     const uint64_t parent = chain.has_parent ? chain.parent : 0;
@@ -146,7 +151,7 @@ static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int6
     if (run->may & MAY_REPEAT && store.count > 0 && find_hash(known, store.hashes[0]) >= 0) {
         is_plain = store_again(known, run, event, &store, above, position, &known_blocks);
     } else {
-        is_plain = are_new_from(known, &store, 0);
+        is_plain = are_new_to_all(known, run, &store, 0);
         if (is_plain == 1 && !store_new(known, run, &store, above, 0, store.place, store.depth, position))
             is_plain = -1;
     }
@@ -165,20 +170,27 @@ static int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, in
     const uint64_t *hashes = run->events->hashes + event->hashes;
     const size_t count = event->hashes_count;
     int are_last;
-    if (!collect(known, hashes, count, run->blocks, run->numbers, &are_last))
-        return 0;
+    const int is_plain = collect_in_all(known, run, hashes, count, &are_last);
+    if (is_plain != 1)
+        return is_plain;
     if (!are_last)
         return run->may & MAY_REPEAT ? remove_copies(known, run, event, position) : 0;
     for (size_t start = 0, end; start < count; start = end) {
-        end = end_of_group(run->blocks, start, count);
-        Part part = part_at(known, run->blocks[start].place, run->holder);
+        end = end_of_owned(run, start, count);
+        const uint32_t owner = run->owners[start];
+        Part part = part_at(known, run->blocks[start].place, owner == 0 ? run->holder : run->neighbours[owner - 1].holder);
         part.kind = '-';
         part.is_known = 1;
         if (!add_removed(run, &part, position + (int64_t)start, run->blocks + start, end - start, NULL))
             return -1;
     }
-    if (!move_blocks(known, (KnownBlocks *)PyTuple_GetItem(run->gone, 0), hashes, run->numbers, count))
-        return -1;
+    for (size_t start = 0, end; start < count; start = end) {
+        for (end = start + 1; end < count && run->owners[end] == run->owners[start];)
+            end++;
+        if (!move_blocks(owner_of(known, run, start), (KnownBlocks *)PyTuple_GetItem(run->gone, 0), hashes + start,
+                         run->numbers + start, end - start))
+            return -1;
+    }
     run->removed += (Py_ssize_t)count;
     return 1;
 }
@@ -260,7 +272,7 @@ static int run_batches(KnownBlocks *known, Run *run, size_t *at, int64_t *positi
 
 /* run(events: Events, at: int, position: int, hashes_max: int, parts: Parts, holder: int, seed: int, namespace: int,
  *     full: dict[Place, object], piece_blocks: int, gone: tuple[KnownBlocks, ...], may: int,
- *     following: list[tuple[int, Events]], waves: Waves)
+ *     following: list[tuple[int, Events]], waves: Waves, neighbours: tuple[tuple[int, KnownBlocks, bool], ...])
  *     -> tuple[int, int, int, int, int, int, int, int, bool]
  *
  * Store and remove what the events say from the one with number `at` on: their parts are added to `parts`. `may` is of
@@ -275,7 +287,7 @@ PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     KnownBlocks *known = (KnownBlocks *)self;
     Run run = {0};
-    if (!has_arguments("run", nargs, 14))
+    if (!has_arguments("run", nargs, 15))
         return NULL;
     run.events = as_events(args[0]);
     run.parts = run.events == NULL ? NULL : as_parts(args[4]);
@@ -303,7 +315,9 @@ PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     const size_t width = sizeof(uint32_t) * run.events->block_size;
     xxh3_prepare(&run.state, seed, width > 2 * KEY ? width : 2 * KEY);
     Py_ssize_t begun = 0;
-    const int is_done = run_batches(known, &run, &at, &position, hashes_max, args[12], &begun);
+    const int is_done = read_neighbours(known, &run, args[14]) &&
+                        run_batches(known, &run, &at, &position, hashes_max, args[12], &begun);
+    PyMem_Free(run.neighbours);
     free_room(&run);
     if (!is_done)
         return NULL;

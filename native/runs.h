@@ -20,6 +20,13 @@ enum May {
     REMOVED_EACH = 64,
 };
 
+/* Another table of the holder's rank. A generation is one of the same name: together they have a block once. */
+typedef struct {
+    KnownBlocks *known;
+    uint64_t holder;
+    int is_generation;
+} Neighbour;
+
 /* The common facts of all events of a run, and memory for one event. */
 typedef struct {
     const Events *events;
@@ -30,8 +37,11 @@ typedef struct {
     uint64_t *keys;
     Block *blocks;
     uint32_t *numbers; /* of those blocks */
+    uint32_t *owners;  /* of those blocks: 0 for the table itself, else 1 more than the number of a neighbour */
     PartBlock *some;
-    size_t room; /* of these four, in hashes */
+    size_t room; /* of these five, in hashes */
+    Neighbour *neighbours;
+    size_t neighbours_count;
     Xxh3 state;
     int piece_blocks, may; /* bits of May */
     size_t hashes;
@@ -59,6 +69,28 @@ int add_removed(Run *run, Part *part, int64_t position, const Block *blocks, siz
  * to the place with a number, or if that is -1 to a row of its own. 0 with an exception; some are in then. */
 int store_new(KnownBlocks *known, Run *run, const Store *store, const uint64_t *above, size_t start, int64_t place,
               int depth, int64_t position);
+
+/* ---- generations.c -------------------------------------------------------------------------------- */
+
+/* Read the neighbours of a run: a tuple of (holder, KnownBlocks, whether it is a generation). 0 with an exception. */
+int read_neighbours(KnownBlocks *known, Run *run, PyObject *given);
+
+/* The table that has an engine hash: the run's own, or the first of its neighbours; NULL if there is none. */
+KnownBlocks *table_with(KnownBlocks *known, const Run *run, uint64_t hash);
+
+/* Whether the blocks of a store from `start` on are new to all generations, and each of them comes once: 1 or 0, -1 with
+ * an exception. */
+int are_new_to_all(KnownBlocks *known, const Run *run, const Store *store, size_t start);
+
+/* As `collect`, in all generations, into the run's blocks, numbers and owners. If a block is in another generation, all
+ * have a single copy. 1 or 0, -1 with an exception. */
+int collect_in_all(KnownBlocks *known, Run *run, const uint64_t *hashes, size_t count, int *are_last);
+
+/* The table with the collected block `at`. */
+KnownBlocks *owner_of(KnownBlocks *known, const Run *run, size_t at);
+
+/* The end of the collected blocks from `start` on that go together: as `end_of_group`, in one table. */
+size_t end_of_owned(const Run *run, size_t start, size_t count);
 
 /* ---- copies.c ------------------------------------------------------------------------------------- */
 

@@ -76,7 +76,7 @@ class Tables:
         self, events: Any, *, at: int = 0, position: int = 1, piece_blocks: int = 32, following: Sequence[Any] = ()
     ) -> Any:
         may = MAY_STORE | MAY_REMOVE | MAY_REPEAT | COUNTS
-        rest: tuple[Any, ...] = ({}, piece_blocks, (self.gone,), may, list(following), self.waves)
+        rest: tuple[Any, ...] = ({}, piece_blocks, (self.gone,), may, list(following), self.waves, ())
         return self.known.run(events, at, position, 10**6, self.parts, 7, 7, 0, *rest)
 
     def add(self, position: int, copies: bytes = b"") -> Any:
@@ -96,7 +96,7 @@ def tables(loops: native.NativeFunctions) -> Tables:
 def frames_call(tables: Tables, events: Any, payloads: Any, *, seq: Any = 1, **changes: Any) -> tuple[Any, ...]:
     """A call of ``run_frames``: the method and its arguments."""
     reading = 0, None, 99, 10**6, str, 10, 3
-    running: tuple[Any, ...] = 7, 7, 0, {}, 32, tables.waves
+    running: tuple[Any, ...] = 7, 7, 0, {}, 32, tables.waves, ()
     values = {"reading": reading, "parts": tables.loops.Parts(Part, Place, 1), "running": running}
     values |= {"prefixes": (b"wm:",)} | changes
     may = MAY_STORE | MAY_REMOVE | MAY_REPEAT | COUNTS
@@ -619,6 +619,7 @@ def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Nat
             MAY_STORE | MAY_REMOVE | MAY_REPEAT | COUNTS | NOTES_LEFT,
             [(2, read(loops, EVENTS))],
             tables.waves,
+            ((8, loops.KnownBlocks(tables.places, True), True),),
         )
         again = read(loops, [EVENTS[0], EVENTS[0], ["BlockRemoved", [1, 2, 3], "GPU"]]), *run[1:]
         row = b"78" * 8 + b"0 17:1"

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.domain.test_runs import HASHES, REMOVAL, Engine, Stream, packed_batch, store
+from tests.domain.test_runs import BOUNDS, HASHES, REMOVAL, Engine, Stream, packed_batch, pass_time, store
 from tests.factories import BLOCK_SIZE, registration
 from tests.unit import seeds
 from waymark.base import native
@@ -22,6 +22,7 @@ from waymark.domain import stream_blocks
 from waymark.domain.alike_frames import ALIKE_HASHES_MAX, AlikeFrames, AlikeRun, PackedWave
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
+from waymark.domain.generations import BlockBounds
 from waymark.domain.parts import Part, shares_of
 from waymark.domain.placing import Placer
 from waymark.domain.resolver import Plan
@@ -108,6 +109,8 @@ class StraightStream(Stream):
         index._seq = run.last_seq
         for part in index.parts:
             index._apply(part)
+        for holder in resolver.holders.values():
+            assert resolver.memory.blocks_of(holder) == len(index.copies[holder])
 
 
 class OrdinaryEngine:
@@ -178,10 +181,17 @@ def unpacked(wave: PackedWave) -> dict[int, ApplyCall]:
 
 
 def history(
-    chance: random.Random, kind: EngineKind, engine: Engine | OrdinaryEngine, steps: int, shards: int = 1
+    chance: random.Random,
+    kind: EngineKind,
+    engine: Engine | OrdinaryEngine,
+    steps: int,
+    shards: int = 1,
+    bounds: BlockBounds | None = None,
 ) -> StraightStream:
     """A random history in all three ways."""
-    of: dict[str, Any] = {"of": registration(kind), "waiting_blocks": 20, "shards": shards}
+    of: dict[str, Any] = {
+        "of": registration(kind), "waiting_blocks": 20, "shards": shards, "bounds": bounds or BlockBounds()
+    }  # fmt: skip
     straight, ordinary, pure = (
         StraightStream(**of),
         Stream(is_native=True, is_whole=True, **of),
@@ -189,6 +199,8 @@ def history(
     )
     for _ in range(steps):
         payloads = engine.payloads(chance.choice([1, 1, 3, 9]))
+        if bounds is not None:
+            pass_time((straight, ordinary, pure), chance.choice([0, 0, 0, 5, 60]))
         straight.fold(payloads)
         parts: list[list[Part]] = []
         for stream in (ordinary, pure):
@@ -228,6 +240,15 @@ def test_random_histories_come_to_the_same_in_both_ways(
 ) -> None:
     chance = random.Random(f"straight {seed}")
     history(chance, kind, engine(chance), 40, shards=[1, 2, 3, SHARDS_MAX][seed % 4])
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("seed", seeds(10))
+def test_random_histories_of_generations_come_to_the_same_in_both_ways(seed: int, bounds: BlockBounds) -> None:
+    chance = random.Random(f"generations {seed}")
+    kind = chance.choice([EngineKind.VLLM, EngineKind.SGLANG])
+    stream = history(chance, kind, OrdinaryEngine(chance), 60, shards=[1, 2, 3][seed % 3], bounds=bounds)
+    assert stream.straight > 5
 
 
 @pytest.mark.parametrize("seed", seeds(8))

@@ -245,6 +245,17 @@ def test_a_chain_goes_on_over_generations() -> None:
     assert generations(index, "0 GPU") == [1, 1, 1, 1]
 
 
+def test_a_hash_that_goes_to_another_block_of_an_older_generation_is_two_changes_of_it() -> None:
+    index = Index(bounds=BlockBounds.of(0, 10, {}))
+    at(index, 100)
+    index.events(stored([1], "A"), stored([2], "B"))
+    at(index, 102)
+    index.events(stored([1], "B"))
+    assert [(part.kind, part.first) for part in index.parts] == [("-", 2), ("-", 3), ("+", 3)]
+    assert index.has(*keys("B"))
+    assert generations(index, "0 GPU") == [0, 1]
+
+
 def test_what_waited_goes_to_the_newest_generation() -> None:
     index = Index(bounds=BlockBounds.of(0, 10, {}))
     at(index, 100)

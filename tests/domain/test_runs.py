@@ -23,6 +23,7 @@ from waymark.base import native
 from waymark.domain import stream_blocks
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch, PlainEvents, Removed, Stored
+from waymark.domain.generations import BlockBounds
 from waymark.domain.life_facts import UNTRUSTED
 from waymark.domain.moves import Moves
 from waymark.domain.parts import (
@@ -287,7 +288,28 @@ class Engine:
         )
 
 
-def history(chance: random.Random, kind: EngineKind, steps: int, shards: int | None = None) -> tuple[int, int, int]:
+#: Bounds under which generations begin and end often.
+BOUNDS: Final = (BlockBounds(ttl=600), BlockBounds(max_entries=100), BlockBounds(medium_ttl={"GPU": 100}))
+
+
+def pass_time(streams: Sequence[Stream], seconds: int) -> None:
+    """Time goes by, and generations end."""
+    for stream in streams:
+        resolver = stream.index.resolver
+        resolver.generations.now += 1000 * seconds
+        for name, _ in resolver.over():
+            if name in resolver.holders:
+                stream.index.end(name)
+        finish(resolver.memory.release())
+
+
+def history(
+    chance: random.Random,
+    kind: EngineKind,
+    steps: int,
+    shards: int | None = None,
+    bounds: BlockBounds | None = None,
+) -> tuple[int, int, int]:
     """A random history in all three ways; how many batches were plain, how many frames went with one before, and how
     many parts waited.
     """
@@ -297,12 +319,15 @@ def history(chance: random.Random, kind: EngineKind, steps: int, shards: int | N
         "blocks_max": chance.choice([30, 100_000]),
         "waiting_blocks": 20,
         "shards": shards or chance.choice([1, 1, 1, 2, 3]),
+        "bounds": bounds or BlockBounds(),
     }
     ways = ((True, True), (True, False), (False, False))
     streams = [Stream(is_native=is_native, is_whole=is_whole, **options) for is_native, is_whole in ways]
     engine = Engine(chance)
     for _ in range(steps):
         payloads = engine.payloads(chance.choice([1, 1, 3, 9]))
+        if bounds is not None:
+            pass_time(streams, chance.choice([0, 0, 5, 30, 60]))
         for stream in streams:
             stream.fold(payloads)
         whole, single, pure = (list(stream.index.parts) for stream in streams)
@@ -327,6 +352,16 @@ def history(chance: random.Random, kind: EngineKind, steps: int, shards: int | N
 @pytest.mark.parametrize("seed", seeds(20))
 def test_random_histories_come_to_the_same_in_all_ways(seed: int, kind: EngineKind) -> None:
     plain, *_ = history(random.Random(seed), kind, 40)
+    assert plain > 5
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
+@pytest.mark.parametrize("seed", seeds(10))
+def test_random_histories_of_generations_come_to_the_same_in_all_ways(
+    seed: int, kind: EngineKind, bounds: BlockBounds
+) -> None:
+    plain, *_ = history(random.Random(f"generations {seed}"), kind, 40, bounds=bounds)
     assert plain > 5
 
 

@@ -1,10 +1,11 @@
 """Measures the cost of each step of a frame in a worker: first in one process and without Redis, then in a real worker.
 
-    python -m tools.benchmarks.frames [--no-worker | --only-worker] [--shards 4]
+    python -m tools.benchmarks.frames [--no-worker | --only-worker] [--shards 4] [--generations 10]
 
 A stream stores and removes 32,768 blocks twice in each round. A figure is the least of eight rounds, in microseconds of
 CPU a frame. The rest of a frame's cost is not in the first table: sockets, the order of frames, the calls of the
-script, and the work of a worker while no frames arrive. ``--shards`` are those of its index. The second table has all
+script, and the work of a worker while no frames arrive. ``--shards`` are those of its index. With ``--generations``
+blocks have a bound on their age, and those of a round are stored once, in as many generations. The second table has all
 of it, of a worker with clocks around its steps (``hops``), which takes in the backlogs of ``streams``; a figure is the
 median of its rounds.
 """
@@ -31,6 +32,7 @@ from tools.benchmarks.report import aligned
 from tools.benchmarks.streams import Bench, as_published, backlogs, taken_in
 from waymark.apply.applier import portions_of
 from waymark.domain.engines import EngineKind
+from waymark.domain.generations import GENERATIONS, BlockBounds
 from waymark.domain.moves import Moves
 from waymark.domain.parts import shares_of
 from waymark.domain.resolver import Resolver
@@ -40,7 +42,7 @@ from waymark.store.calls import CALL_BLOCKS, ApplyCalls
 
 STEPS = ("decode", "plan", "resolve", "pack")
 SIZES = (64, 512)
-_BLOCKS, _ROUNDS, _FOLD, _HOLDER = 32_768, 9, 64, 5
+_BLOCKS, _ROUNDS, _FOLD = 32_768, 9, 64
 _SEED: Final = 1337
 _CALLS = "calls of scripts"
 
@@ -48,12 +50,15 @@ _CALLS = "calls of scripts"
 class Stream:
     """One stream's way from payloads to the arguments of the script."""
 
-    def __init__(self, shards: int) -> None:
-        self._shards = shards
+    def __init__(self, shards: int, generations: int) -> None:
+        self._shards, self._generations = shards, generations
         self._decode = decoder(EngineKind.VLLM, seed=_SEED)
+        bounds = BlockBounds(ttl=GENERATIONS if generations else 0)  # a second for each generation
         of = registration(block_size=prompts.BLOCK_SIZE)
-        self._resolver = Resolver(of, 1, seed=_SEED, shards=shards, blocks_max=4_000_000, waiting_blocks=1_000)
-        self._seq = 0
+        self._resolver = Resolver(
+            of, 1, seed=_SEED, shards=shards, blocks_max=4_000_000, waiting_blocks=1_000, bounds=bounds
+        )
+        self._seq = self._holders = 0
 
     def take(self, payloads: Sequence[bytes]) -> list[float]:
         """Take the frames in, and return the seconds of each step."""
@@ -67,16 +72,19 @@ class Stream:
             at = now
 
         resolver = self._resolver
-        start = 0
+        start, began = 0, resolver.generations.now
         while start < len(payloads):
+            resolver.generations.now = began + start * self._generations // len(payloads) * 1000
             batch = self._decode(payloads[start])
-            batch = self._decode.go_on(batch, payloads[start + 1 : start + _FOLD], CALL_BLOCKS)
+            if resolver.takes_frames:
+                batch = self._decode.go_on(batch, payloads[start + 1 : start + _FOLD], CALL_BLOCKS)
             batches = [batch]
             start += batch.frames
             passed(0)
             plan = finish(resolver.plan(batches))
             if plan.begun:
-                resolver.begin(list(plan.begun), [_HOLDER])
+                self._holders += 1
+                resolver.begin(list(plan.begun), [self._holders])
             passed(1)
             parts = finish(resolver.resolve(plan, list(enumerate(batches, self._seq))))
             self._seq += batch.frames
@@ -89,24 +97,23 @@ class Stream:
                         while calls.are_left:
                             calls.done(len(calls.next().words))
             passed(3)
+        for name, _ in resolver.over():
+            resolver.end(name)
+        finish(resolver.memory.release())
         return seconds
 
 
-def in_one_process(shards: int) -> None:
+def in_one_process(shards: int, generations: int) -> None:
     lines: list[tuple[str, ...]] = [("a frame of", *STEPS, "together")]
     for size in SIZES:
-        stream, rounds = Stream(shards), dict[str, list[list[float]]]()
+        stream, rounds = Stream(shards, generations), dict[str, list[list[float]]]()
         for _ in range(_ROUNDS):
             new = list(islice(prompts.fresh(size // prompts.PIECE_BLOCKS), _BLOCKS // size))
             hashes = [[each for number in prompt for each in prompts.engine_hashes(number)] for prompt in new]
             stores = [payload for prompt in new for payload in feed.payloads(prompt, 0, size)]
             removals = [feed.removed(each) for each in hashes]
-            for what, payloads in (
-                ("stored", stores),
-                ("stored again", stores),
-                ("removed, a copy left", removals),
-                ("removed", removals),
-            ):
+            again = () if generations else (("stored again", stores), ("removed, a copy left", removals))
+            for what, payloads in (("stored", stores), *again, ("removed", removals)):
                 rounds.setdefault(what, []).append([1e6 * each / len(payloads) for each in stream.take(payloads)])
         for what, found in rounds.items():
             least = [min(figures) for figures in zip(*found[1:], strict=True)]  # the first round warms up
@@ -155,9 +162,10 @@ def main() -> None:
     which.add_argument("--only-worker", action="store_true", help="print the second table only")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of the second table")
     parser.add_argument("--shards", type=int, default=1, help="shards of the first table's index")
+    parser.add_argument("--generations", type=int, default=0, help="generations of the first table's blocks")
     given = parser.parse_args()
     if not given.only_worker:
-        in_one_process(given.shards)
+        in_one_process(given.shards, given.generations)
     if not given.no_worker:
         in_a_worker(given.rounds)
 

@@ -41,7 +41,7 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
     at, position, counted = 0, FIRST, [0, 0, 0]
     while at < len(read[1]):
         # A small bound, so that runs end in the middle of a batch.
-        rest: tuple[Any, ...] = HOLDER, SEED, namespace, {}, piece_blocks, tuple(gone), _MAY, [], waves
+        rest: tuple[Any, ...] = HOLDER, SEED, namespace, {}, piece_blocks, tuple(gone), _MAY, [], waves, ()
         at, position, *more = known.run(read[1], at, position, 5, parts, *rest)[:5]
         counted = [one + other for one, other in zip(counted, more, strict=True)]
         if not any(more) and at < len(read[1]):
@@ -84,14 +84,14 @@ def use_frames(
             frames = (payload, payload)
             patterns = events.patterns(events)
             taken = known.run_frames(
-                patterns, frames, ts, reading, parts, SEQ, (*running, waves), tuple(gone), _MAY, prefixes
+                patterns, frames, ts, reading, parts, SEQ, (*running, waves, ()), tuple(gone), _MAY, prefixes
             )
             ran, packed = (None, None) if taken is None else taken[1:]
         else:
             following = events.go_on((payload, payload), ts, *reading)[0]
             numbered, ran, packed = list(enumerate(following, SEQ)), None, None
             if following:
-                rest = (*running, tuple(gone), _MAY, numbered, waves)
+                rest = (*running, tuple(gone), _MAY, numbered, waves, ())
                 ran = known.run(events, len(events), FIRST, 10**6, parts, *rest)
                 is_whole = (ran[0], ran[6]) == (len(events), 2)
                 packed = _packed(parts, prefixes) if is_whole else None

@@ -204,7 +204,7 @@ class Applier:
             return None
         if self._alike_calls is None:
             self._alike_calls = self._store.index.alike_calls(self.grant, self._kept_hashes)
-        return StraightFrames(frames, self._alike_calls, self._counts, self.pool_hashes)
+        return StraightFrames(frames, self._alike_calls, self._counts, self.pool_hashes, self.bounding)
 
     async def _apply_early(self, parts: Sequence[Part]) -> None:
         """Apply parts that come before the events of the next batch."""

@@ -24,6 +24,8 @@ class Bounding:
         note: Callable[[Mapping[int, int], int], Awaitable[GroupEntries]],
     ) -> None:
         """``end`` ends a holder. ``note`` writes how many blocks each holder has, and how many the group may have."""
+        self.is_needed = resolver.generations.are_bounded
+        """Whether the group has bounds."""
         self._resolver = resolver
         self._end = end
         self._tell = note
@@ -41,7 +43,7 @@ class Bounding:
         0.4 s, or now if ``at_once``.
         """
         generations = self._resolver.generations
-        if not generations.are_bounded:
+        if not self.is_needed:
             return
         self.begin_fold()
         await self._end_over()

@@ -5,6 +5,7 @@ If anything is unusual, the applier's ``finish`` goes on with the same parts, as
 
 from __future__ import annotations
 
+from waymark.apply.bounding import Bounding
 from waymark.apply.counts import Counts
 from waymark.apply.pool_hashes import PoolHashes
 from waymark.domain.alike_frames import AlikeFrames, AlikeRun
@@ -17,8 +18,11 @@ from waymark.store.hashes import reported_entries
 class StraightFrames:
     """The straight way of the frames of one stream that differ in their blocks only."""
 
-    def __init__(self, frames: AlikeFrames, calls: AlikeCalls, counts: Counts, pool_hashes: PoolHashes) -> None:
-        self._frames, self._calls, self._counts, self._pool_hashes = frames, calls, counts, pool_hashes
+    def __init__(
+        self, frames: AlikeFrames, calls: AlikeCalls, counts: Counts, pool_hashes: PoolHashes, bounding: Bounding
+    ) -> None:
+        self._frames, self._calls, self._counts = frames, calls, counts
+        self._pool_hashes, self._bounding = pool_hashes, bounding
 
     @property
     def may_send(self) -> bool:
@@ -27,6 +31,8 @@ class StraightFrames:
 
     def take(self, seq: int, payloads: tuple[bytes, ...]) -> AlikeRun | None:
         """Resolve the first of these frames that are alike; see ``AlikeFrames.take``."""
+        if self._bounding.is_needed:
+            self._bounding.begin_fold()
         return self._frames.take(seq, payloads, self._calls.prefixes)
 
     def send(self, run: AlikeRun, commit: Commit, on_end: OnEnd) -> SentCalls | None:

@@ -6,12 +6,13 @@ stops before the end of the frames, the resolver goes on where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from waymark.base import native
 from waymark.domain.events import Batch, PlainEvents
 from waymark.domain.known import MAY_REMOVE, MAY_REPEAT, MAY_STORE, EventRun
+from waymark.domain.names import HolderName
 from waymark.domain.parts import PackedPartList, PackedParts, Part
 from waymark.domain.plain_runs import PlainRun, PlainRuns
 from waymark.domain.plan import Plan
@@ -35,12 +36,14 @@ class BegunFrames(NamedTuple):
     """The progress of the frame under way."""
     number: int
     """The number of this frame, from 0."""
+    epochs: Mapping[HolderName, int] = {}
+    """The generation for the stores; see ``Plan``."""
 
 
 class AlikeRun:
     """Frames that were read, and resolved up to the first event that needs its own rule."""
 
-    __slots__ = ("_like", "_read", "parts", "ran", "seq", "waves")
+    __slots__ = ("_epochs", "_like", "_read", "parts", "ran", "seq", "waves")
 
     def __init__(
         self,
@@ -50,7 +53,9 @@ class AlikeRun:
         ran: EventRun,
         parts: PackedParts,
         waves: list[PackedWave] | None,
+        epochs: Mapping[HolderName, int],
     ) -> None:
+        self._epochs = epochs
         self._like = like
         """The batch that they are like, of which nothing was rejected or ignored."""
         self.seq = seq
@@ -92,7 +97,7 @@ class AlikeRun:
         """How far the batch is resolved."""
         number = self.ran.begun - 1  # the first frame has begun, too
         parts = PackedPartList(self.seq + number, self.parts)
-        return BegunFrames(BatchProgress(parts, self.ran.position, at=self.ran.at), number)
+        return BegunFrames(BatchProgress(parts, self.ran.position, at=self.ran.at), number, self._epochs)
 
 
 class AlikeFrames:
@@ -106,7 +111,9 @@ class AlikeFrames:
         self._reading = reading
         self._ts = batch.ts
         self.holder = plain.holder
-        self._running = state.placer.plain.running(plain.holder, seed, plain.namespace)
+        self._running = state.placer.plain.running(plain.holder, seed, plain.namespace, plain.generations)
+        name = plain.name
+        self._epochs = {} if name.epoch is None else {name.lasting: name.epoch}
         known, self._former = state.memory.tables(plain.holder)
         self._run = known.run_frames
         assert native.selected is not None
@@ -118,11 +125,10 @@ class AlikeFrames:
         cls, state: StreamBlocks, runs: PlainRuns, batch: Batch, reading: tuple[Any, ...], seed: int
     ) -> Self | None:
         """Return the short way of frames like ``batch``; see ``Resolver.alike``."""
-        plan = Plan()
         is_counted = batch.rejected or batch.ignored
-        if is_counted or runs.has_rules(plan) or state.placer.is_behind or not _has_room(state):
+        if is_counted or runs.has_rules() or state.placer.is_behind or not _has_room(state):
             return None
-        plain = runs.begin(plan, 0, batch)
+        plain = runs.begin(Plan(), 0, batch)
         if plain is None:
             return None
         wanted = MAY_STORE * (plain.events.store is not None) | MAY_REMOVE * (plain.events.removal is not None)
@@ -132,8 +138,13 @@ class AlikeFrames:
         """Read and resolve frames from seq ``seq`` on, up to the first that says something else. ``prefixes`` has that
         of the keys of rows for each shard.
 
-        Return None if the first one says something else; nothing has changed then.
+        Return None if the first one says something else, or its blocks belong to another generation; nothing has
+        changed then.
         """
+        if self._state.generations.are_bounded:
+            payloads = payloads[: self._takes(len(payloads))]
+            if not payloads:
+                return None
         parts = self._new_parts(Part, Place, seq)
         result = self._run(
             self._plain.events.loop,
@@ -155,7 +166,21 @@ class AlikeFrames:
         self._state.memory.note_run(self.holder, ran)
         if self._plain.is_unsalted:
             self._state.unsalted += ran.stores
-        return AlikeRun(self._batch, seq, read, ran, parts, waves)
+        return AlikeRun(self._batch, seq, read, ran, parts, waves, self._epochs)
+
+    def _takes(self, frames: int) -> int:
+        """Return how many of some frames belong to the same generation as the last ones. A frame is never split, and a
+        full generation takes no more.
+        """
+        state, holder = self._state, self.holder
+        if not state.memory.has(holder):
+            return 0
+        if not self._plain.may & MAY_STORE:
+            return frames
+        name, blocks = self._plain.name, state.memory.blocks_of(holder)
+        if state.generations.takes(name, blocks + ALIKE_HASHES_MAX):
+            return frames
+        return int(state.generations.takes(name, blocks))
 
     def may_go_on(self) -> bool:
         """Return whether further frames may be taken, after those that Redis has acknowledged."""

@@ -115,6 +115,12 @@ class Generations:
 
     # ---- stores ------------------------------------------------------------------------------------
 
+    def takes(self, name: HolderName, blocks: int) -> bool:
+        """Return whether stores go to a holder that has this number of blocks."""
+        if not self.bounds.has(name.medium):
+            return name.epoch is None
+        return self._newest.get(name.lasting) == name and self._is_open(name) and not self._is_full(blocks)
+
     def begin_fold(self, blocks_of: Callable[[HolderName], int]) -> None:
         """Direct stores to the newest generations from now on, unless these are closed."""
         self._count.clear()

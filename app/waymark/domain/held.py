@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from waymark.base.record import record
 from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
-from waymark.domain.known import EventRun, KnownBlocks, NewBlocks, Places, Spot, TakenBlocks
+from waymark.domain.known import EventRun, KnownBlocks, Neighbour, NewBlocks, Places, Spot, TakenBlocks
 from waymark.domain.parts import NO_COPIES, UNCHANGED, Mode, PackedParts, Waves
 from waymark.domain.pure_known import new_known, new_places
 from waymark.domain.rows import SHARED_BLOCKS, SLOT_CHARS, Place, shared_places
@@ -277,10 +277,12 @@ class HeldBlocks:
         mode: Mode,
         following: list[tuple[int, Any]],
         waves: Waves,
+        generations: Sequence[int],
     ) -> EventRun | None:
         """Store and remove the blocks of the plain events ``loop``, in order; see ``KnownBlocks``.
 
-        ``may`` has the bits ``MAY_STORE``, ``MAY_REMOVE`` and ``MAY_REPEAT``.
+        ``may`` has the bits ``MAY_STORE``, ``MAY_REMOVE`` and ``MAY_REPEAT``; ``generations`` are the other ones of the
+        holder's name.
         """
         blocks = self._held[holder]
         result = blocks.known.run(
@@ -298,6 +300,7 @@ class HeldBlocks:
             may | blocks.copies.bits(mode),
             following,
             waves,
+            self.neighbours(holder, generations),
         )
         if result is None:
             return None
@@ -309,6 +312,17 @@ class HeldBlocks:
         """Note what a run of events has changed and shown."""
         self._held[holder].copies.note_run(ran)
         self.blocks += ran.stored - ran.removed
+
+    def neighbours(self, holder: int, generations: Sequence[int]) -> tuple[Neighbour, ...]:
+        """Return the other holders of a holder's rank; see ``KnownBlocks.run``."""
+        rank = self._ranks[self._held[holder].dp_rank]
+        if len(rank) == 1:
+            return ()
+        return tuple((other, self._held[other].known, other in generations) for other in rank if other != holder)
+
+    def has(self, holder: int) -> bool:
+        """Return whether a holder is remembered."""
+        return holder in self._held
 
     def tables(self, holder: int) -> tuple[KnownBlocks, tuple[KnownBlocks, ...]]:
         """Return the table of a holder's blocks, and those of the gone hashes of its rank, until the next ``trim``."""

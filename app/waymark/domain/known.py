@@ -82,6 +82,10 @@ packed.
 """
 
 
+Neighbour: TypeAlias = "tuple[int, KnownBlocks, bool]"
+"""Another holder of a rank, its table, and whether it is a generation of the same name."""
+
+
 class Places(Protocol):
     """The places of a stream, each stored once."""
 
@@ -206,6 +210,7 @@ class KnownBlocks(Protocol):
         may: int,
         following: list[tuple[int, Any]],
         waves: Any,
+        neighbours: tuple[Neighbour, ...],
         /,
     ) -> tuple[int, int, int, int, int, int, int, int, int, bool] | None:
         """Run ``extend`` and ``take`` over ``events`` from number ``start`` on, and add their parts to ``parts``.
@@ -214,7 +219,12 @@ class KnownBlocks(Protocol):
         store may begin with blocks that the table has, and blocks may have several copies. Stop before the first event
         that is not plain or may not be applied, and after about ``hashes_max`` hashes. After the last event, continue
         with the batches in ``following``, each a seq and its events, up to the first batch whose events differ from the
-        others in more than their blocks. Return the fields of an ``EventRun``, or None as ``extend`` does.
+        others in more than their blocks.
+
+        A store may also continue a block of one of the ``neighbours``. Its blocks must be new to all generations among
+        these, and a removal may take blocks with a single copy out of them.
+
+        Return the fields of an ``EventRun``, or None as ``extend`` does.
         """
 
     def run_frames(
@@ -236,8 +246,8 @@ class KnownBlocks(Protocol):
 
         ``ts`` is that of the frame before, ``seq`` that of the first frame, and ``parts`` are empty. ``reading`` has
         the arguments of ``Events.go_on`` from the rank on; ``running`` has the holder, the seed, the namespace, the
-        full places, the blocks of a piece, and the waves, which begin anew. ``prefixes`` has that of the keys of rows
-        for each shard.
+        full places, the blocks of a piece, the waves, which begin anew, and the neighbours. ``prefixes`` has that of
+        the keys of rows for each shard.
 
         Return the results of ``go_on`` and of ``run``, which counts the first frame among those that have begun; and
         the parts, each wave as a ``PackedWave``. These are None if the run stopped before the end, if copies have to be

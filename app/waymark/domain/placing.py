@@ -99,6 +99,7 @@ class PlainPlacer:
         may: int,
         mode: Mode,
         following: list[tuple[int, Any]],
+        generations: Sequence[int],
     ) -> EventRun | None:
         """Store and remove the blocks of the plain events ``loop`` from index ``at`` on, and return the progress.
 
@@ -121,11 +122,14 @@ class PlainPlacer:
             mode=mode,
             following=following,
             waves=self._waves,
+            generations=generations,
         )
 
-    def running(self, holder: int, seed: int, namespace: int) -> tuple[Any, ...]:
+    def running(self, holder: int, seed: int, namespace: int, generations: Sequence[int]) -> tuple[Any, ...]:
         """Return the arguments that all frames share in ``KnownBlocks.run_frames``."""
-        return holder, seed, namespace, self._memory.full.places, self._piece_blocks, self._waves
+        memory = self._memory
+        neighbours = memory.neighbours(holder, generations)
+        return holder, seed, namespace, memory.full.places, self._piece_blocks, self._waves, neighbours
 
 
 # The parts beyond the watermark that Redis has when a worker takes over a stream.
@@ -425,7 +429,8 @@ class Placer:
         """
         memory = self.memory
         old = memory.held(sibling, engine_hash)
-        if old is not None and old.key != key:
+        is_aliased = old is not None and old.key != key
+        if is_aliased:
             self.aliased += 1
             self._leave(parts, sibling, position, engine_hash, mode)
         carried = memory.copies(sibling).of(key)
@@ -433,7 +438,8 @@ class Placer:
             remaining = memory.remove(sibling, carried[1][0], counts=False)
             assert remaining is not None
             waits = self._waves.leave([remaining.spot.seq_hash], remaining.spot.place)
-            _add_left(parts, "-", sibling, STEP * position, remaining, waits=waits)
+            # Two parts of one holder need two positions.
+            _add_left(parts, "-", sibling, STEP * position + is_aliased, remaining, waits=waits)
         return carried
 
     def _next_place(self, previous: Spot | None, depth: int, key: int, blocks: int = 1) -> Place:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from waymark.domain.events import Batch, PlainEvents, Removed, Stored
 from waymark.domain.known import MAY_REMOVE, MAY_REPEAT, MAY_STORE, EventRun
 from waymark.domain.life_facts import COPIES_LAST
 from waymark.domain.media import DEVICE
+from waymark.domain.names import HolderName
 from waymark.domain.parts import Mode
 from waymark.domain.plan import Plan, Planner
 from waymark.domain.rules import BatchProgress, TokenRule
@@ -19,7 +21,11 @@ class PlainRun(NamedTuple):
     """Plain events of a batch, and the facts shared by those that can be resolved together."""
 
     events: PlainEvents
+    name: HolderName
+    """The name of the holder in this stream."""
     holder: int
+    generations: Sequence[int]
+    """The other generations of the holder's name."""
     dp_rank: int
     namespace: int
     may: int
@@ -44,7 +50,6 @@ class PlainRuns:
         if type(events) is not PlainEvents or state.memory.blocks + events.blocks > state.blocks_max:
             return None
         store, removal, namespace = events.store, events.removal, 0
-        holders: list[int] = []
         may_store = store is not None and self._may_run(plan, index, batch, store)
         if may_store:
             assert store is not None
@@ -52,24 +57,32 @@ class PlainRuns:
             may_store = may_store and not (store.is_reused and state.has_missing)
             if may_store:  # otherwise no store counts, so their adapter is not learned
                 namespace = planner.spaces.at_root(store)
-            holders += filter(None, [state.holders.get(planner.name(batch, store))])
         may_remove = removal is not None and removal.medium in DEVICE and self._may_run(plan, index, batch, removal)
-        if may_remove and not state.is_shared and not state.facts.has_units:
-            assert removal is not None
-            holders += state.holders_of(planner.name(batch, removal))
-        else:
-            may_remove = False
-        # Stores and removals must have the same, single holder. Another generation might already have such a block.
-        if not (may_store or may_remove) or len(holders) != may_store + may_remove or len(set(holders)) > 1:
+        may_remove = may_remove and not state.is_shared and not state.facts.has_units
+        names = [
+            planner.name(batch, event) for event, may in ((store, may_store), (removal, may_remove)) if event and may
+        ]
+        # Stores and removals must have holders of the same name. Removals may be of blocks of any generation.
+        if not names or names[0].lasting != names[-1].lasting:
             return None
-        holder = holders[0]
-        if state.placer.others.get(holder):
+        holders = state.holders_of(names[0])
+        holder = state.holders.get(names[0]) if may_store else holders[-1] if holders else None
+        if holder is None:
             return None
         is_unsalted = store is not None and not store.tells_salts and state.traits.has_saltless_releases
         first = store or removal
         assert first is not None
-        may = MAY_STORE * may_store | MAY_REMOVE * may_remove
-        return PlainRun(events, holder, planner.rank(batch, first), namespace, may, state.mode(holder), is_unsalted)
+        return PlainRun(
+            events,
+            names[0],
+            holder,
+            state.placer.others.get(holder, ()),
+            planner.rank(batch, first),
+            namespace,
+            MAY_STORE * may_store | MAY_REMOVE * may_remove,
+            state.mode(holder),
+            is_unsalted,
+        )
 
     def _may_run(self, plan: Plan, index: int, batch: Batch, event: Stored | Removed) -> bool:
         """Return whether the event and all similar ones are of main attention, and are not skipped by a rule."""
@@ -100,7 +113,7 @@ class PlainRuns:
         Return the index of that frame. ``progress`` is how far the batch is resolved; ``seq`` is that of its first
         frame.
         """
-        plain = None if self.has_rules(plan) else self.begin(plan, index, batch)
+        plain = None if self.has_rules() else self.begin(plan, index, batch)
         if plain is None:
             return 0
         loops = [plain.events.loop, *plain.events.following]
@@ -141,15 +154,16 @@ class PlainRuns:
             may=may,
             mode=plain.mode,
             following=following,
+            generations=plain.generations,
         )
         if ran is not None:
             state.unsalted += ran.stores * plain.is_unsalted
         return ran
 
-    def has_rules(self, plan: Plan) -> bool:
+    def has_rules(self) -> bool:
         """Return whether some rule must see each batch by itself. A clear does not count, because it concerns only
         earlier batches.
         """
         state = self._state
-        has_rules = plan.epochs or state.waiting.blocks or state.facts.windows or state.is_shared
+        has_rules = state.waiting.blocks or state.facts.windows or state.is_shared
         return bool(has_rules or COPIES_LAST in state.flags or (state.has_missing and state.may_report))

@@ -93,10 +93,10 @@ class Resolver(StreamBlocks):
 
     @property
     def takes_frames(self) -> bool:
-        """Whether a batch may stand for several frames. It may not if generations begin and end with frames, and it
-        would save nothing in a pool.
+        """Whether a batch may stand for several frames. It may not if generations end with the frame that fills them,
+        and it would save nothing in a pool.
         """
-        return not (self.generations.are_bounded or self.is_shared)
+        return not (self.generations.bounds.max_entries or self.is_shared)
 
     def plan(self, batches: Sequence[Batch]) -> Slices[Plan]:
         """Find the holders to end and begin, and the facts to keep. This also learns flags and the main group."""
@@ -136,11 +136,12 @@ class Resolver(StreamBlocks):
         for index, (first_seq, batch) in enumerate(fold):
             seq = first_seq
             rest: Batch | None = batch
+            self._planner.epochs = begun.epochs if begun is not None else plan.epochs[index] if plan.epochs else {}
             while rest is not None:
                 progress = BatchProgress(self.placer.begin_batch(seq), 1 + (EARLY_MAX if self.is_shared else 0))
                 count, frames = 0, rest.frames
                 if begun is not None:
-                    (progress, count), begun = begun, None
+                    (progress, count, _), begun = begun, None
                 elif frames > 1:
                     count = yield from self._plain.run_frames(progress, plan, index, seq, rest, self._slice)
                 if count < frames:
@@ -155,11 +156,10 @@ class Resolver(StreamBlocks):
         none. ``batch`` is the ``pattern`` of batches that were resolved last. ``reading`` has the arguments of
         ``KnownBlocks.run_frames`` that come from the decoder.
         """
-        return AlikeFrames.like(self, self._plain, batch, reading, self._seed) if self.takes_frames else None
+        return None if self.is_shared else AlikeFrames.like(self, self._plain, batch, reading, self._seed)
 
     def _resolve_batch(self, progress: BatchProgress, plan: Plan, index: int, batch: Batch) -> Slices[None]:
         """Resolve a batch of one frame from event ``progress.at`` on; ``index`` is the batch's index in the fold."""
-        self._planner.epochs = plan.epochs[index] if plan.epochs else {}
         self._early = 0
         waited = self.waiting.blocks
         windows = self.facts.windows

@@ -55,7 +55,7 @@ def run_all(payload: bytes, *, is_odd: bool) -> None:
     events, places = read[1], loops.Places(Place, Spot)
     known, gone = loops.KnownBlocks(places, True), loops.KnownBlocks(places, False)
     parts, may = loops.Parts(Part, Place, 1), MAY_STORE | MAY_REMOVE | MAY_REPEAT | COUNTS
-    rest: tuple[Any, ...] = 7, 1337, 0, {}, 32, (gone,), may, [], loops.Waves(1)
+    rest: tuple[Any, ...] = 7, 1337, 0, {}, 32, (gone,), may, [], loops.Waves(1), ()
     at, position, odd = 0, 1, 0
     while at < len(events):
         ran = known.run(events, at, position, 10**6, parts, *rest)
