@@ -15,9 +15,11 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod, bench_on
 from tests.topologies import Cluster, farm, moving, start_cluster
 from waymark.apply.applier import Applier, Incoming
+from waymark.apply.options import ApplyOptions
 from waymark.base import native
 from waymark.domain.alike_frames import ALIKE_HASHES_MAX
 from waymark.domain.engines import EngineKind
+from waymark.domain.generations import Generations
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.rows import ROW_SLOTS
 from waymark.ingest.batch_decoder import SEQ_MAX
@@ -145,11 +147,13 @@ async def contents(bench: Bench, pod: Pod) -> Any:
     others = {name for name in of_record if name.startswith(("holder", "calls", "late", "token", "shard"))}
     held = await bench.held(pod.name)
     entries: dict[str, dict[bytes, bytes]] = {}
-    for name, value in record.items():
-        if name.startswith("holder:"):
-            for shard in range(bench.shards):
-                fields: Any = await bench.redis.hgetall(keys.engine(1, shard, int(value)))
-                entries[f"{name} {shard}"] = {field: text for field, text in fields.items() if field != b"applied"}
+    holders = sorted((int(value), name) for name, value in record.items() if name.startswith("holder:"))
+    for number, (holder, name) in enumerate(holders):
+        for shard in range(bench.shards):
+            fields: Any = await bench.redis.hgetall(keys.engine(1, shard, holder))
+            # Generations are named by their times.
+            place = f"{name.partition('#')[0]} {number} {shard}"
+            entries[place] = {field: text for field, text in fields.items() if field != b"applied"}
     return {name: value for name, value in of_record.items() if name not in others}, held, entries
 
 
@@ -169,9 +173,9 @@ async def agree(bench: Bench, *pods: Pod) -> None:
         raise
 
 
-async def working(bench: Bench, worker_id: str = "worker-1") -> Hand:
+async def working(bench: Bench, worker_id: str = "worker-1", **options: Any) -> Hand:
     """A worker that can call a script on each server at once."""
-    worker = await bench.worker(worker_id, options=WITHOUT_PROBES)
+    worker = await bench.worker(worker_id, options=WITHOUT_PROBES, **options)
     await worker.client.load_scripts()
     cluster = worker.client._redis
     if isinstance(cluster, ClusterClient):
@@ -181,9 +185,9 @@ async def working(bench: Bench, worker_id: str = "worker-1") -> Hand:
     return worker
 
 
-async def both(bench: Bench) -> tuple[Hand, Pod, Pod]:
+async def both(bench: Bench, **options: Any) -> tuple[Hand, Pod, Pod]:
     """A worker, and two streams that publish the same: the frames of the second go the ordinary way."""
-    worker = await working(bench)
+    worker = await working(bench, **options)
     return worker, await steady(bench), await steady(bench, ORDINARY)
 
 
@@ -754,3 +758,62 @@ async def test_a_lost_reply_of_hashes_changes_nothing(bench: Bench, ways: Ways, 
     await pods[0].at_watermark(seq)
     await publish(pods[1], *spread(200), stored(1))
     await agree(bench, *pods)
+
+
+# ---- generations ---------------------------------------------------------------------------------------
+
+
+def generations_of(worker: Hand) -> list[Generations]:
+    running = worker.worker.poller.running.values()
+    return [each.resolver.generations for each in running if each.resolver is not None]
+
+
+@EVERYWHERE
+async def test_frames_go_straight_from_one_generation_to_the_next(bench: Bench, ways: Ways) -> None:
+    """Each frame belongs to one, as in the ordinary way, and removals are of blocks of all of them."""
+    worker, *pods = await both(bench, apply=ApplyOptions(max_entries=2000))
+    await wait_until(
+        lambda: [each.publishers for each in generations_of(worker)] == [2, 2], "both are counted", PATIENCE_SECONDS
+    )
+    for pod in pods:
+        for each in range(10, 60):
+            more = [stored(100 * each + 50, parent=100 * (each - 9))] if each > 20 else []
+            await publish(pod, *spread(100 * each, 8), *more)
+            if each > 20:
+                await publish(pod, BlockRemoved((100 * (each - 10) + 3, 100 * each + 1, 100 * (each - 2) + 2)))
+        for each in range(3):
+            pod.publisher.publish(spread(10_000 + 100 * each, 40), ts=pod.clock())
+        await pod.at_watermark(pod.last_seq)
+    assert len((await bench.held(pods[0].name))[0, "GPU"]) == 2 + 50 * 8 + 39 - 3 * 39 + 120
+    assert len(ways.straight) > 70
+    record = await bench.record(pods[0].name)
+    assert sum(name.startswith("holder:") for name in record) >= 5
+    await agree(bench, *pods)
+    assert worker.metric("leases_lost_total") == 0
+
+
+async def test_a_generation_that_ends_takes_its_blocks_along_between_frames(bench: Bench, ways: Ways) -> None:
+    worker = await working(bench, apply=ApplyOptions(entry_ttl_seconds=2))
+    pod = await steady(bench)
+    names: set[str] = set()
+    number = 100
+
+    async def have_begun() -> bool:
+        nonlocal number
+        for _ in range(4):
+            await publish(pod, *spread(100 * number, 3), stored(100 * number + 50, parent=100 * (number - 1)))
+            number += 1
+        await publish(pod, BlockRemoved((100 * (number - 5), 100 * (number - 1) + 1)))
+        names.update(name for name in await bench.record(pod.name) if name.startswith("holder:"))
+        return len(names) > 15
+
+    await wait_until(have_begun, "generations have begun and ended", PATIENCE_SECONDS)
+    assert len(ways.straight) > 10
+
+    async def are_gone() -> bool:
+        return not (await bench.held(pod.name)).get((0, "GPU"))
+
+    await wait_until(are_gone, "the time of all blocks is over", PATIENCE_SECONDS)
+    assert worker.metric("leases_lost_total") == 0
+    await publish(pod, *spread(5))
+    assert (await bench.held(pod.name))[0, "GPU"] == seq_hashes_of(range(5, 21))

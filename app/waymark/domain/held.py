@@ -167,7 +167,7 @@ class HeldBlocks:
         yield from self.release()
 
     def blocks_of(self, holder: int) -> int:
-        return self._held[holder].blocks
+        return self._held[holder].known.blocks()
 
     def copies(self, holder: int) -> HolderCopies:
         """Return the copies and further engine hashes of the holder's blocks."""
