@@ -60,11 +60,13 @@ _BOUND, _LARGE = 10_240, 256
 
 
 def in_turn(sent: Sequence[int], moments: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """Return for each frame the nanoseconds of each hop: a moment is the first of its kind after the one before."""
+    """Return for each frame the nanoseconds of each hop: a moment is the first of its kind after the one before. Kinds
+    without a moment are left out: a frame that goes the ordinary way does not come to them.
+    """
     found = []
     for at in sent:
         hops = []
-        for number in range(len(MOMENTS)):
+        for number in filter(moments.get, range(len(MOMENTS))):
             of_kind = moments[number]
             place = bisect_right(of_kind, at)
             if place == len(of_kind):
@@ -221,7 +223,7 @@ def measure(
         return f"{median(moments[0][-frames:]):.0f} calls of Python for a lone frame"
     hops = in_turn(sent, moments)
     lines = [("of a lone frame, us", "", "since it was published")]
-    for number, (_, _, what) in enumerate(MOMENTS):
+    for number, what in enumerate([what for kind, (_, _, what) in enumerate(MOMENTS) if moments[kind]]):
         since = median(sum(each[: number + 1]) for each in hops)
         lines.append((what, f"{median(each[number] for each in hops) / 1e3:.0f}", f"{since / 1e3:.0f}"))
     lines.append(("a question for its blocks, by a client in Python", f"{median(questions) / 1e3:.0f}", ""))
