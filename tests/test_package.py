@@ -10,12 +10,14 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import requires
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from packaging.requirements import Requirement
@@ -31,6 +33,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 #: The variable in which ``make wheel`` names the directory with the files that it built.
 DIST = "WAYMARK_TEST_DIST"
+HAS_LIMITED_API = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+MODULE = "waymark/_native" + (".abi3.so" if HAS_LIMITED_API else str(sysconfig.get_config_var("EXT_SUFFIX")))
 
 
 def run(*command: str | Path, cwd: Path = ROOT, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -43,14 +47,33 @@ def run(*command: str | Path, cwd: Path = ROOT, code: int = 0, **environ: str) -
     return done
 
 
+def files() -> list[str]:
+    """What is in the package of the checkout."""
+    return sorted(path.name for path in (ROOT / "app" / "waymark").iterdir())
+
+
+class Build(NamedTuple):
+    """The directory with the wheel and the sdist, what was said, and the files of the checkout before."""
+
+    directory: Path
+    said: str | None
+    before: list[str]
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory with the wheel and the sdist of the checkout: the one that ``make wheel`` filled, or our own."""
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """The build of the checkout: the one of ``make wheel``, or our own."""
+    before = files()
     if directory := os.environ.get(DIST):
-        return Path(directory)
+        return Build(Path(directory), None, before)
     made = tmp_path_factory.mktemp("built")
-    run(sys.executable, "-m", "hatchling", "build", "-d", made)
-    return made
+    done = run(sys.executable, "-m", "hatchling", "build", "-d", made)
+    return Build(made, done.stdout + done.stderr, before)
+
+
+@pytest.fixture(scope="module")
+def built(build: Build) -> Path:
+    return build.directory
 
 
 def metadata_of(tree: Path, directory: Path) -> str:
@@ -158,6 +181,39 @@ def test_wheel_and_sdist_hold_the_package_and_no_other(built: Path) -> None:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert {path.split("/")[1] for path in inside if path.startswith("app/")} == {"waymark"}
     assert not [name for name in inside if name.startswith("tests") or name.endswith(".so")]
+
+
+def test_with_a_compiler_the_module_is_in_the_wheel_and_the_checkout_is_as_before(build: Build) -> None:
+    (wheel,) = build.directory.glob("*.whl")
+    assert files() == build.before
+    has_module = MODULE in zipfile.ZipFile(wheel).namelist()
+    if build.said is not None:
+        assert has_module == ("built with its C part" in build.said)
+    assert wheel.name.endswith("-py3-none-any.whl") != has_module
+    if has_module and HAS_LIMITED_API:
+        assert "-cp311-abi3-" in wheel.name, "one wheel for every CPython from 3.11 on"
+
+
+def test_a_checkout_refuses_a_module_of_other_sources(built: Path, tmp_path: Path) -> None:
+    """What a checkout is after a pull that changed the C: newer sources beside the module that was built before."""
+    (wheel,) = built.glob("*.whl")
+    if MODULE not in zipfile.ZipFile(wheel).namelist():
+        pytest.skip("built without the C part")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "app")
+    shutil.copytree(ROOT / "native", tmp_path / "native")
+    command = [sys.executable, "-m", "waymark", "--version"]
+    environ = os.environ | {"PYTHONPATH": str(tmp_path / "app")}
+
+    def said() -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=patient(60))
+        return done.stdout + done.stderr
+
+    assert said().startswith("waymark ")
+    with (tmp_path / "native" / "rows.c").open("a") as source:
+        source.write("/* newer */\n")
+    (sentence,) = said().splitlines()
+    assert "was built from other files than those in" in sentence
+    assert "pip install --editable" in sentence
 
 
 def sources_of(tree: Path) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -17,21 +18,39 @@ from tests.patience import patient
 from waymark.domain.known import Spot
 from waymark.domain.rows import Place
 
-SOURCES = sorted(str(path) for path in (Path(__file__).parents[2] / "native").glob("*.c"))
+NATIVE = Path(__file__).parents[2] / "native"
 BLOCKS_MAX, PLACES_MAX = 768, 1023
 """Blocks of a table, in whole chunks of 256, and places."""
 
 
-def compiled(folder: Path, number_bits: int) -> Any:
-    """Return the C module, compiled with so many bits for numbers."""
+def counts(source: Path) -> bool:
+    """Whether what is compiled of a source depends on the bits for numbers, which ``index.h`` has."""
+    included = re.findall(r'^#include "(\w+\.h)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
+    return "index.h" in included or any(counts(NATIVE / name) for name in included)
+
+
+def compile_native(folder: Path, *arguments: str | Path) -> None:
+    """Run the compiler in a directory."""
     compiler, headers = shutil.which("gcc"), Path(sysconfig.get_path("include"))
     if compiler is None or not (headers / "Python.h").is_file():
         pytest.skip("there is no compiler")
-    target = folder / "few.so"
-    defined = (f"-DNUMBER_BITS={number_bits}", "-DPy_LIMITED_API=0x030B0000", '-DWAYMARK_SOURCES="few"')
-    command = [compiler, "-shared", "-fPIC", "-O0", *defined, f"-I{headers}", *SOURCES, "-o", str(target)]
-    subprocess.run(command, check=True, timeout=patient(120))
-    return loaded(target)
+    flags = ("-fPIC", "-O0", "-DPy_LIMITED_API=0x030B0000", '-DWAYMARK_SOURCES="few"', f"-I{headers}")
+    subprocess.run([compiler, *flags, *arguments], cwd=folder, check=True, timeout=patient(120))
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """What is the same in each of the modules, compiled once."""
+    folder = tmp_path_factory.mktemp("alike")
+    compile_native(folder, "-c", *(each for each in NATIVE.glob("*.c") if not counts(each)))
+    return list(folder.glob("*.o"))
+
+
+def compiled(folder: Path, number_bits: int, alike: list[Path]) -> Any:
+    """Return the C module, compiled with so many bits for numbers."""
+    others = [each for each in NATIVE.glob("*.c") if counts(each)]
+    compile_native(folder, "-shared", f"-DNUMBER_BITS={number_bits}", *others, *alike, "-o", "few.so")
+    return loaded(folder / "few.so")
 
 
 def fill(known: Any, first: int) -> list[int]:
@@ -52,8 +71,8 @@ def check(known: Any, stored: list[int]) -> None:
 
 
 @pytest.mark.outside
-def test_without_a_number_for_one_more_nothing_changes(tmp_path: Path) -> None:
-    few_numbers = compiled(tmp_path, 10)
+def test_without_a_number_for_one_more_nothing_changes(tmp_path: Path, alike: list[Path]) -> None:
+    few_numbers = compiled(tmp_path, 10, alike)
     places = few_numbers.Places(Place, Spot)
     one, other = (few_numbers.KnownBlocks(places, True) for _ in range(2))
     blocks, more = fill(one, 1), fill(other, 10_001)
@@ -71,9 +90,9 @@ def test_without_a_number_for_one_more_nothing_changes(tmp_path: Path) -> None:
 
 
 @pytest.mark.outside
-def test_things_far_from_where_they_belong_are_found(tmp_path: Path) -> None:
+def test_things_far_from_where_they_belong_are_found(tmp_path: Path, alike: list[Path]) -> None:
     """A slot tells a distance of up to 3 here; for a longer one the hash of the thing is read."""
-    module = compiled(tmp_path, 30)
+    module = compiled(tmp_path, 30, alike)
     known, model, chosen = module.KnownBlocks(module.Places(Place, Spot), True), dict[int, int](), random.Random(29)
     for blocks in (20_000, 500, 5_000, 0):
         while len(model) != blocks:
