@@ -15,13 +15,13 @@ from tests.patience import patient
 
 MIB = 2**20
 #: As docs/capacity.md has it, for one stream: frames that wait, a frame and what it becomes, engine hashes.
-BUFFER, FRAME, ENTRIES = 32 * MIB, 16 * MIB, 20_000
+BUFFER, FRAME, ENTRIES = 16 * MIB, 8 * MIB, 20_000
 BOUND = BUFFER + 24 * FRAME + ENTRIES * 400
 
 
 def empty_maps() -> bytes:
-    """20 million of them in a batch, in a frame that is larger than any that is decoded."""
-    return b"\x93\x01\xdd" + (20_000_000).to_bytes(4, "big") + b"\x80" * 20_000_000 + b"\x00"
+    """10 million of them in a batch, in a frame that is larger than any that is decoded."""
+    return b"\x93\x01\xdd" + (10_000_000).to_bytes(4, "big") + b"\x80" * 10_000_000 + b"\x00"
 
 
 def kib(service: Service, what: str) -> int:
@@ -35,17 +35,17 @@ def batch(*events: object) -> bytes:
 
 
 def hostile() -> list[bytes]:
-    """Frames on both sides of each ceiling."""
+    """Frames on both sides of each ceiling, which follow from ``FRAME``."""
     chance = random.Random(7)
-    hashes = [chance.getrandbits(63) for _ in range(262_144)]
-    tokens = [chance.getrandbits(31) for _ in range(10 * 262_144)]
+    hashes = [chance.getrandbits(63) for _ in range(131_072)]
+    tokens = [chance.getrandbits(31) for _ in range(10 * 131_072)]
     return [
-        batch(*([[]] * 4_000_000)),
-        batch(*([[]] * 65_000)),
-        batch(["BlockRemoved", [2**62 + i for i in range(1_800_000)]]),
+        batch(*([[]] * 2_000_000)),
+        batch(*([[]] * 32_500)),
+        batch(["BlockRemoved", [2**62 + i for i in range(900_000)]]),
         batch(["BlockRemoved", hashes]),
         batch(["BlockStored", hashes, None, tokens, 10, None, "GPU"]),
-        batch(*(["BlockStored", [h], None, tokens[:10], 10, None, "GPU"] for h in hashes[:65_000])),
+        batch(*(["BlockStored", [h], None, tokens[:10], 10, None, "GPU"] for h in hashes[:32_500])),
     ]
 
 
