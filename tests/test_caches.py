@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trees import tree_of
 from waymark.api.conductor import Conductor
 from waymark.api.texts import PromptTokenizer
 from waymark.base.asker import Asker
@@ -203,7 +204,7 @@ def found() -> frozenset[str]:
     for part in PARTS:
         for path in sorted((ROOT / part).rglob("*.py")):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            names.update(containers(ast.parse(path.read_text(encoding="utf-8")), module))
+            names.update(containers(tree_of(path.read_text(encoding="utf-8")), module))
     return frozenset(names)
 
 

@@ -19,6 +19,8 @@ import pytest
 import uvicorn
 from packaging.requirements import Requirement
 
+from tests.trees import tree_of
+
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "app" / "waymark"
 
@@ -194,7 +196,7 @@ def replaced(of: type) -> Iterator[str]:
 
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return list(ast.walk(tree_of(path.read_text(encoding="utf-8"))))
 
 
 @cache

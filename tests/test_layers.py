@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.trees import tree_of
+
 ROOT = Path(__file__).parents[1]
 #: A room is a package of waymark, or one of these packages inside a package.
 INNER_ROOMS = {"store.redis", "api.http", "api.dynamo", "decide.policies"}
@@ -164,7 +166,7 @@ def sources() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def imports(sources: dict[str, str]) -> dict[str, set[str]]:
     """What each module imports, also in functions and for types only."""
-    return {module: imported(module, ast.parse(text)) for module, text in sources.items()}
+    return {module: imported(module, tree_of(text)) for module, text in sources.items()}
 
 
 # A line of HTTP or RESP, or the head of a RESP array or bulk string whose length is filled in.
@@ -293,7 +295,7 @@ def test_an_order_of_targets_follows_from_its_arguments(
     module: str, sources: dict[str, str], imports: dict[str, set[str]]
 ) -> None:
     """It has no I/O and no clock, waits for nothing, and draws only from what its caller passes."""
-    tree = ast.parse(sources[module])
+    tree = tree_of(sources[module])
     assert {name.partition(".")[0] for name in imports[module]} <= COMPUTING | {"abc", "random", "waymark"}
     of_store = {name for name in imports[module] if name.startswith("waymark.store")}
     assert {name.rpartition(".")[0] for name in of_store} <= {"waymark.store.reservations"}, "words of Redis' answers"

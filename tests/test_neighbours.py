@@ -11,6 +11,7 @@ import pytest
 
 from tests.base.test_metrics import EXPORTED
 from tests.neighbours import NAMES
+from tests.trees import tree_of
 from waymark.base.settings import Settings
 from waymark.cli.parser import COMMANDS
 
@@ -39,7 +40,7 @@ def words() -> frozenset[str]:
     """Every word of the texts and names in the source, but not of its docstrings."""
     found: set[str] = set()
     for file in (ROOT / "app" / "waymark").rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        nodes = list(ast.walk(tree_of(file.read_text(encoding="utf-8"))))
         prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         for node in nodes:
             match node:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.trees import tree_of
 from waymark.tokenization.segments import Splitter
 
 APP = Path(__file__).parents[1] / "app" / "waymark"
@@ -44,7 +45,7 @@ def patterns() -> Iterator[tuple[str, str | bytes, int, bool]]:
         source = path.read_text()
         if "import re\n" not in source:
             continue
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(tree_of(source)):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args):
                 continue
             first = node.args[0]

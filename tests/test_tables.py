@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trees import tree_of
 from waymark.domain import engines
 from waymark.domain.engines import OVER_HTTP, TRAITS, EngineKind, kinds_where
 from waymark.domain.media import DEVICE, HOST, IN_EVERY_ANSWER, MEDIA, normal_medium, order_of
@@ -43,7 +44,7 @@ MODULES = [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT)
 def test_no_module_but_the_tables_names_a_kind_or_a_medium() -> None:
     others = {path.relative_to(ROOT).as_posix(): path for path in MODULES}
     found = {
-        name: list(named(ast.parse(path.read_text(encoding="utf-8"))))
+        name: list(named(tree_of(path.read_text(encoding="utf-8"))))
         for name, path in others.items()
         if name not in TABLES
     }
