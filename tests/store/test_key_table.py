@@ -233,6 +233,7 @@ async def publish_and_unregister(stream: Stream) -> None:
     await store.records.write(grant, {**told, "status": "active"}, {"gaps": 2})
     assert await store.records.stage(grant, begins(grant.claim, "0 CPU"), grant.above, "7" * 16)
     assert await store.records.ask_repair(grant.claim)
+    await store.leases.forget_told(replace(grant, calls={}))
     await store.registry.unregister([grant.claim.registration.name])
     while (holder := await store.sweeper.pick(stream.entry)) is not None:
         async for _ in store.sweeper.steps(stream.entry, holder):
