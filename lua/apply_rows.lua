@@ -5,7 +5,8 @@
 --
 -- KEYS  fence      hash    `<publisher>`: the highest lease token seen here; `holder`: the highest holder id;
 --                          `calls:<publisher>`: how many calls of its stream were made here; `first:<publisher>`:
---                          the highest `first` of them; not on shard 0 itself
+--                          the highest `first` of them; `holders:<publisher>`: the last 32 holders that have had blocks
+--                          here. These two are not on shard 0
 --       engine*    hash    one for each holder in the call. Its fields: an entry for each row that has the holder;
 --                          `*<key>`, the copies of a block; `applied`, see below
 --       row*       string  rows, branch rows and singles, in the order in which the parts need them; then the rows that
@@ -68,6 +69,7 @@
 local LONG = 4096 -- in a longer row a new holder is appended, and only the entry shows whether the row has the holder
 local GAP = 8 -- a holder is not appended to a shared branch row that has this many slots beyond the holder's last hash
 local SWEPT = '9007199254740991 0' -- `applied` after end_holder; no block has position 0
+local HOLDERS = 32 -- how many holders of a publisher are remembered
 local DEAD = 2048 -- with more bytes of holders, no slot without a holder is searched for
 -- A local is cheaper than a global.
 local KEYS, ARGV, byte, sub, find, match, format =
@@ -174,7 +176,7 @@ for _, part in ipairs(parts) do
   end
 end
 
-local marks, highest = {}, nil
+local marks, highest, new = {}, nil, {}
 for h = 1, holders do
   local found = redis.call('HMGET', KEYS[1 + h], unpack(asked[h]))
   for i = 2, #asked[h] do fields[h][asked[h][i]] = found[i] end
@@ -185,6 +187,7 @@ for h = 1, holders do
   if not found[1] then -- the shard may not have seen a holder id as high as this one
     local id = tonumber(ARGV[11 + h])
     if id > (highest or tonumber(seen[2] or 0) or 0) then highest = id end
+    if ARGV[8] ~= '' then new[#new + 1] = ARGV[11 + h] end
   end
 end
 
@@ -710,6 +713,13 @@ local counted = {'calls:' .. publisher, format('%.0f', calls)}
 if highest then counted[3], counted[4] = 'holder', format('%.0f', highest) end
 if (tonumber(ARGV[8]) or 0) > (tonumber(seen[4] or 0) or 0) then -- a late call has a lower one
   counted[#counted + 1], counted[#counted + 2] = 'first:' .. publisher, ARGV[8]
+end
+if #new > 0 then -- if shard 0 loses the beginning of a holder, only this shows that its blocks are to be swept
+  local ids = {}
+  for id in (redis.call('HGET', fence, 'holders:' .. publisher) or ''):gmatch('%d+') do ids[#ids + 1] = id end
+  for _, id in ipairs(new) do ids[#ids + 1] = id end
+  counted[#counted + 1], counted[#counted + 2] =
+    'holders:' .. publisher, table.concat(ids, ' ', math.max(1, #ids - HOLDERS + 1))
 end
 redis.call('HSET', fence, unpack(counted))
 

@@ -12,5 +12,5 @@
 
 local seen = redis.call('HGET', KEYS[1], ARGV[1])
 if seen and ARGV[2] ~= '' and seen ~= ARGV[2] then return {'fenced', 0} end
-redis.call('HDEL', KEYS[1], ARGV[1], 'calls:' .. ARGV[1], 'first:' .. ARGV[1])
+redis.call('HDEL', KEYS[1], ARGV[1], 'calls:' .. ARGV[1], 'first:' .. ARGV[1], 'holders:' .. ARGV[1])
 return {'applied', 0}

@@ -342,6 +342,28 @@ async def test_a_loss_of_shard_0_begins_one_life_also_if_the_other_shard_gets_no
     assert len(lives) == 1
 
 
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+@pytest.mark.parametrize("is_emptied", [True, False])
+async def test_blocks_of_a_holder_whose_beginning_shard_0_has_lost_are_swept(redis: Redis, is_emptied: bool) -> None:
+    await redis.flushall()
+    client = SetBack(redis)
+    store = Store(client, shards=SHARDS)
+    worker = Worker(client, store, await stream_of(store, redis))
+    taken_up = await worker.take_up()
+    await client.keep()
+    await worker._to_the_end(*taken_up)
+    if is_emptied:
+        await redis.delete(*await redis.keys("wm:{1}:*"))
+        worker.stream = await stream_of(store, redis)
+    else:
+        await client.come_back()
+    await worker.run()
+    state = await store.records.read(worker.stream.grant)
+    assert state is not None
+    await swept(store, worker.stream.entry)
+    assert {holder for ids in (await blocks_of(redis)).values() for holder in ids} == set(state.holders.values())
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
 async def test_holders_that_come_back_after_their_sweep_end_again(redis: Redis) -> None:

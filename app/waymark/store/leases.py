@@ -274,6 +274,16 @@ class Leases:
             max(outcome.numbers[3] for outcome in outcomes),
         )
 
+    async def told_holders(self, grant: Grant) -> set[int]:
+        """Return the last holders of the publisher that have had blocks on the other shards. Shard 0 may have lost the
+        beginning of some.
+        """
+        found = await self._client.several(
+            ("HGET", keys.fence(grant.group_id, shard), f"holders:{grant.publisher}")
+            for shard in range(1, grant.shards)
+        )
+        return {int(word) for raw in found if raw for word in raw.split() if word.isdigit() and len(word) < 17}
+
     async def forget_told(self, grant: Grant) -> None:
         """Let the other shards forget calls of shard 0 that it has lost. Their life must have ended: no worker would
         notice this loss again.

@@ -10,7 +10,7 @@ is checked by itself: an unreadable one does not affect the others.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, TypedDict, TypeVar
 
@@ -249,9 +249,9 @@ class Records:
             is_damaged=fields.is_damaged(("watermark", "main_groups", HOLDER, EVENT, SHARD)),
         )
 
-    async def adopt(self, grant: Grant, state: StreamRecord) -> None:
+    async def adopt(self, grant: Grant, state: StreamRecord, told: Iterable[int]) -> None:
         """Add to a damaged record the live holders of its publisher that it does not name, so that ``new_life`` ends
-        them.
+        them; also those that other shards have been ``told`` of.
         """
         key = keys.holders(grant.group_id)
         table = decode_table(await self._client.hgetall(key), self._parser, key)
@@ -262,10 +262,13 @@ class Records:
             else [table_holder for table_holder in table.holders.values() if table_holder.publisher == grant.publisher]
         )
         args: list[str] = []
-        for holder in lost_holders:
-            if holder.id not in ids:
-                name = HolderName(holder.dp_rank, holder.medium, digest=str(holder.id))
-                args += (f"{HOLDER}{name}", str(holder.id))
+        names = {holder_id: HolderName(0, "GPU", digest=str(holder_id)) for holder_id in told}
+        names |= {
+            holder.id: HolderName(holder.dp_rank, holder.medium, digest=str(holder.id)) for holder in lost_holders
+        }
+        for holder_id, name in names.items():
+            if holder_id not in ids:
+                args += (f"{HOLDER}{name}", str(holder_id))
         if args:
             await self._write(grant, args)
 
