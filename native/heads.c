@@ -1,4 +1,4 @@
-/* A request of HTTP that arrived at once, with nothing unusual in its head. */
+/* A request of HTTP whose head arrived at once, with nothing unusual in it. */
 
 #include "input.h"
 
@@ -169,15 +169,17 @@ static PyObject *read_post(const Input *data, PyObject *fields)
     if (at == NULL || (size_t)(head_end - at) < version_length || memcmp(at, version, version_length) != 0)
         return NULL;
     at = read_fields(at + version_length, head_end, fields, &facts);
-    if (at == NULL || !facts.hosts || !facts.lengths || !facts.length || (size_t)(end - at) != facts.length)
+    if (at == NULL || !facts.hosts || !facts.lengths || !facts.length || (size_t)(end - at) > facts.length)
         return NULL;
-    return Py_BuildValue("y#Oy#", path.start, path.end - path.start, fields, at, end - at);
+    return Py_BuildValue("y#Oy#n", path.start, path.end - path.start, fields, at, end - at,
+                         (Py_ssize_t)facts.length - (end - at));
 }
 
-/* plain_post(data: bytes) -> tuple[bytes, list[tuple[bytes, bytes]], bytes] | None
+/* plain_post(data: bytes) -> tuple[bytes, list[tuple[bytes, bytes]], bytes, int] | None
  *
- * The path, the fields and the body of a POST, if `data` is one to its end and nothing else, and if its head means to
- * any reader of HTTP just what it says: no coding, no expectation, no other protocol, one Host, one length.
+ * The path, the fields and the body of a POST, and how many bytes the body lacks, if `data` is one and nothing else,
+ * with its whole head, and if this head means to any reader of HTTP just what it says: no coding, no expectation, no
+ * other protocol, one Host, one length.
  */
 PyObject *plain_post(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -55,7 +55,7 @@ UNUSUAL = [
 HOSTS = [b"x", b"x.y-z:80", b"10.0.0.1:8080", b"x:"]
 UNUSUAL_HOSTS = [b"", b":80", b"[::1]:80", b"x:8a", b"x y", b"x,y", b"x_y", b"a@b", b"x/", b"%78"]
 LENGTHS = [b"3", b"03", b" 3 ", b"000000003"]
-UNUSUAL_LENGTHS = [b"", b"+3", b"-3", b"3, 3", b"0x3", b"3.0", b"1234567890", b"0000000003", b"4", b"2", b"0"]
+UNUSUAL_LENGTHS = [b"", b"+3", b"-3", b"3, 3", b"0x3", b"3.0", b"1234567890", b"0000000003", b"2", b"0"]
 STARTS = [b"POST /query HTTP/1.1", b"POST /dynamo/query_by_hash HTTP/1.1", b"POST /a/../x.y-Z_ HTTP/1.1"]
 UNUSUAL_STARTS = [
     b"POST / HTTP/1.1",
@@ -97,7 +97,7 @@ ODD = [
     *(request(STARTS[0], [], length=length) for length in UNUSUAL_LENGTHS),
     request(STARTS[0], []) + b"\r\n",
     request(STARTS[0], []) * 2,
-    request(STARTS[0], [])[:-1],
+    request(STARTS[0], [])[:-4],
     request(STARTS[0], [], length=b"0", body=b""),
     request(STARTS[0], [b"A%d: b" % i for i in range(99)]),
     request(STARTS[0], [b"A: " + b"b" * 32768]),
@@ -139,9 +139,39 @@ def test_an_unusual_request_is_left_to_httptools(loops: native.NativeFunctions, 
     assert read([sent], is_native=True) == read([sent], is_native=False)
 
 
+def cuts(sent: bytes) -> list[list[bytes]]:
+    """A request in two pieces, for each place to cut, and in pieces of some bytes."""
+    by_size = [[sent[i : i + size] for i in range(0, len(sent), size)] for size in (1, 7, 50)]
+    return [[sent[:at], sent[at:]] for at in range(1, len(sent))] + by_size
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("sent", [PLAIN[0], request(STARTS[0], [], length=b"300", body=b"abc" * 100)])
+def test_a_request_in_pieces_is_the_same_request(sent: bytes) -> None:
+    expected = read([sent], is_native=True)
+    for parts in cuts(sent):
+        assert read(parts, is_native=True) == expected == read(parts, is_native=False)
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("then", [b"", PLAIN[1], ODD[0], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff"])
+def test_what_comes_behind_a_body_in_pieces_is_read_too(then: bytes) -> None:
+    head, body = PLAIN[0][:-3], PLAIN[0][-3:]
+    for parts in ([head, body + then], [head + body[:1], body[1:] + then], [head, body[:1], body[1:] + then, PLAIN[0]]):
+        assert read(parts, is_native=True) == read(parts, is_native=False)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 3])
+def test_a_head_is_read_in_one_call_before_its_body_is_there(loops: native.NativeFunctions, missing: int) -> None:
+    sent = PLAIN[0][: len(PLAIN[0]) - missing]
+    found = loops.plain_post(sent)
+    assert found is not None
+    assert (found[2], found[3]) == (b"abc"[: 3 - missing], missing)
+
+
 @st.composite
 def pieces(draw: st.DrawFn) -> list[bytes]:
-    """Requests over one connection, mostly usual ones, each in a piece of its own."""
+    """Requests over one connection, mostly usual ones, each in one or two pieces of its own."""
     sent = []
     for _ in range(draw(st.integers(1, 4))):
         lines = draw(st.lists(st.sampled_from(USUAL * 4 + UNUSUAL), max_size=4))
@@ -152,8 +182,9 @@ def pieces(draw: st.DrawFn) -> list[bytes]:
             at = draw(st.integers(0, len(one)))
             put = draw(st.sampled_from([b"", b"\r\n", b" ", b"\x00", b"\n", b":", b"0", b"\xff", b"\t"]))
             one = one[:at] + put + one[at + draw(st.integers(0, 2)) :]
-        sent.append(one)
-    return sent
+        at = draw(st.sampled_from([len(one), len(one) - 3, len(one) - 1, draw(st.integers(0, len(one)))]))
+        sent += [one[:at], one[at:]]
+    return [piece for piece in sent if piece]
 
 
 @pytest.mark.slow

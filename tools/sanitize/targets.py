@@ -80,12 +80,15 @@ def plain_post(data: bytes) -> object:
         and not OF_CONNECTION & named.keys()
     )
     body = data[head.end() :]
-    return (head[1], fields, body) if is_plain and body and int(lengths[0]) == len(body) else None
+    missing = int(lengths[0]) - len(body) if is_plain else -1
+    return (head[1], fields, body, missing) if missing >= 0 and int(lengths[0]) else None
 
 
 _HEAD = b"POST /query HTTP/1.1\r\nHost: x:80\r\nContent-Length: 3\r\n"
 POSTS: list[Arguments] = [
     (_HEAD + b"\r\nabc",),
+    (_HEAD + b"\r\na",),
+    (_HEAD + b"\r\n",),
     (_HEAD + b"Content-Type: application/json\r\nConnection: Keep-Alive\r\nA:\r\n\r\nabc",),
     (_HEAD + b"Connection: close\r\n\r\nabc",),
     (_HEAD + b"A: b\r\n" * 98 + b"\r\nabc",),

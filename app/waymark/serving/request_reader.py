@@ -1,7 +1,7 @@
 """Turns the bytes of one connection into requests, within the bounds on heads.
 
-``httptools`` parses, and ``HeadCheck`` rejects requests that httptools accepts and RFC 9112 forbids. A plain POST that
-arrived in one piece is read by the C module in one call: with httptools, each field costs a callback.
+``httptools`` parses, and ``HeadCheck`` rejects requests that httptools accepts and RFC 9112 forbids. A plain POST whose
+head arrived in one piece is read by the C module in one call: with httptools, each field costs a callback.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class RequestReader:
     def __init__(self, connection: Receiver) -> None:
         self.unplaced = 0
         """Bytes since a piece of a body or the end of a request."""
+        self._missing = 0
+        """The bytes still to come of a body whose head httptools has not read."""
         self._connection = connection
         self._head_check = HeadCheck()
         self._parser = httptools.HttpRequestParser(self)
@@ -79,10 +81,14 @@ class RequestReader:
 
     def feed(self, data: bytes) -> None:
         """Parse more bytes: call the methods of the connection for each request, and reject anything else."""
+        if self._missing:
+            data = self._take_rest(data)
+            if not data:
+                return
         if not (self.is_open or self.unplaced or native.selected is None):
             plain = native.selected.plain_post(data)
             if plain is not None:
-                path, headers, body = plain
+                path, headers, body, missing = plain
                 self._url = path
                 scope = {
                     "method": "POST",
@@ -92,8 +98,8 @@ class RequestReader:
                     "raw_path": path,
                     "query_string": b"",
                 }
-                if not self._connection.take_whole(scope, body):
-                    self._take_plain(scope, body)
+                if missing or not self._connection.take_whole(scope, body):
+                    self._take_plain(scope, body, missing)
                 return
         self.unplaced += len(data)
         try:
@@ -118,15 +124,33 @@ class RequestReader:
         """Let go of the connection and of the parser, which refer to this object."""
         del self._parser, self._connection
 
-    def _take_plain(self, scope: dict[str, Any], body: bytes) -> None:
+    def _take_plain(self, scope: dict[str, Any], body: bytes, missing: int) -> None:
+        """Take a plain request, whose body lacks ``missing`` bytes."""
         connection = self._connection
         try:
             connection.request_begins()
+            self.is_open = missing > 0
             connection.take_head(scope, keep_alive=True, expects_continue=False)
-            connection.take_body(body)
-            connection.request_ends()
+            self._missing = missing
+            if body:
+                connection.take_body(body)
+            if not missing:
+                connection.request_ends()
         except Stop:
             pass  # the connection knows the reason, and has rejected the request
+
+    def _take_rest(self, data: bytes) -> bytes:
+        """Take the next piece of the body of a plain request. Return the bytes that do not belong to it."""
+        connection, piece = self._connection, data[: self._missing]
+        self._missing -= len(piece)
+        self.is_open = self._missing > 0  # first: the request may be answered before this returns
+        try:
+            connection.take_body(piece)
+            if not self._missing:
+                connection.request_ends()
+        except Stop:
+            return b""  # as above
+        return data[len(piece) :]
 
     # ---- the parser's callbacks ------------------------------------------------------------------------
 
