@@ -343,8 +343,8 @@ async def test_a_loss_of_shard_0_begins_one_life_also_if_the_other_shard_gets_no
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-@pytest.mark.parametrize("is_emptied", [True, False])
-async def test_blocks_of_a_holder_whose_beginning_shard_0_has_lost_are_swept(redis: Redis, is_emptied: bool) -> None:
+@pytest.mark.parametrize("loss", ["all", "all, as its worker notices", "beginning"])
+async def test_blocks_of_a_holder_whose_beginning_shard_0_has_lost_are_swept(redis: Redis, loss: str) -> None:
     await redis.flushall()
     client = SetBack(redis)
     store = Store(client, shards=SHARDS)
@@ -352,11 +352,13 @@ async def test_blocks_of_a_holder_whose_beginning_shard_0_has_lost_are_swept(red
     taken_up = await worker.take_up()
     await client.keep()
     await worker._to_the_end(*taken_up)
-    if is_emptied:
-        await redis.delete(*await redis.keys("wm:{1}:*"))
-        worker.stream = await stream_of(store, redis)
-    else:
+    if loss == "beginning":
         await client.come_back()
+    else:
+        await redis.delete(*await redis.keys("wm:{1}:*"))
+        if loss != "all":
+            assert await store.leases.take(worker.stream.grant.claim, "another", 60.0) is None
+        worker.stream = await stream_of(store, redis)
     await worker.run()
     state = await store.records.read(worker.stream.grant)
     assert state is not None

@@ -112,6 +112,8 @@ class Grant:
     """The highest number of calls of shard 0 that another shard was told of. If shard 0 has counted fewer, it has lost
     writes.
     """
+    told_holders: frozenset[int] = frozenset()
+    """The last holders of the publisher with blocks on the other shards. Shard 0 may have lost some of them."""
 
     def acknowledged(self, shard: int, calls: int) -> None:
         """Note that a shard has answered a call. Answers to calls that ran at the same time come in any order."""
@@ -132,6 +134,11 @@ class Grant:
         if outcome.is_applied:
             self.acknowledged(0, outcome.numbers[-1])
         return outcome.is_applied
+
+    @property
+    def has_lost_life(self) -> bool:
+        """Return whether shard 0 has lost writes, maybe with the holders that they began, or the whole record."""
+        return self.first_calls < self.first_told or (self.is_forgotten and bool(self.told_holders))
 
     def has_lost(self, shard_calls: Mapping[int, int]) -> bool:
         """Return whether a shard lost writes: when its fence was raised, it had counted fewer calls than the record
@@ -199,12 +206,18 @@ class Leases:
 
         ``force`` takes the lease even if another worker has it.
         """
-        is_forgotten = await self._is_forgotten(claim)
+        is_forgotten, told_holders = await self._told(claim)
         lease = await self.take_for(claim, worker, seconds, force=force)
         if lease is None:
             return None
         return Grant(
-            claim, lease.token, lease.above, lease.calls, is_forgotten=is_forgotten, first_told=lease.first_told
+            claim,
+            lease.token,
+            lease.above,
+            lease.calls,
+            is_forgotten=is_forgotten,
+            first_told=lease.first_told,
+            told_holders=told_holders,
         )
 
     async def take_for(
@@ -241,15 +254,20 @@ class Leases:
         worker = await self._client.hget(keys.record(claim.group_id, claim.publisher), "worker")
         return lenient_text(worker) if worker else None
 
-    async def _is_forgotten(self, claim: Claim) -> bool:
-        """Return whether a shard other than the first has no token. Called before fences are raised."""
+    async def _told(self, claim: Claim) -> tuple[bool, frozenset[int]]:
+        """Return whether a shard other than the first has no token, and the last holders that have had blocks on such
+        shards. Called before fences are raised.
+        """
         other_shards = range(1, claim.shards)
         if not other_shards:
-            return False
-        tokens = await self._client.several(
-            ("HGET", keys.fence(claim.group_id, shard), claim.publisher) for shard in other_shards
+            return False, frozenset()
+        found = await self._client.several(
+            ("HMGET", keys.fence(claim.group_id, shard), claim.publisher, f"holders:{claim.publisher}")
+            for shard in other_shards
         )
-        return None in tokens
+        words = [word for _, told in found if told for word in told.split()]
+        holders = frozenset(int(word) for word in words if word.isdigit() and len(word) < 17)
+        return any(token is None for token, _ in found), holders
 
     async def _raise_fences(
         self, ids: PublisherIds, token: str, first: int | str = ""
@@ -273,16 +291,6 @@ class Leases:
             {i: outcome.numbers[2] for i, outcome in enumerate(outcomes)},
             max(outcome.numbers[3] for outcome in outcomes),
         )
-
-    async def told_holders(self, grant: Grant) -> set[int]:
-        """Return the last holders of the publisher that have had blocks on the other shards. Shard 0 may have lost the
-        beginning of some.
-        """
-        found = await self._client.several(
-            ("HGET", keys.fence(grant.group_id, shard), f"holders:{grant.publisher}")
-            for shard in range(1, grant.shards)
-        )
-        return {int(word) for raw in found if raw for word in raw.split() if word.isdigit() and len(word) < 17}
 
     async def forget_told(self, grant: Grant) -> None:
         """Let the other shards forget calls of shard 0 that it has lost. Their life must have ended: no worker would
