@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from tests.patience import patient
 from waymark import __version__, cli
 from waymark.base import native
+from waymark.cli import parser
 from waymark.cli.parser import MEANINGS
 from waymark.simulator.options import AnswerFaults, Faults, SimulateOptions
 
@@ -433,3 +434,19 @@ def test_the_page_of_commands_has_each_of_them_and_every_exit_code() -> None:
     assert listed == set(COMMANDS)
     codes = {int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)}
     assert codes == MEANINGS
+
+
+@pytest.mark.parametrize(
+    ("word", "parsers"), [("--version", 1), ("query", 2), ("qeury", 1 + len(COMMANDS)), ("--help", 1 + len(COMMANDS))]
+)
+def test_a_right_word_makes_the_parser_of_no_other(word: str, parsers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    usual = parser.Parser.__init__
+
+    def noted(self: parser.Parser, **options: Any) -> None:
+        made.append(self)
+        usual(self, **options)
+
+    monkeypatch.setattr(parser.Parser, "__init__", noted)
+    parser.parser_of(word)
+    assert len(made) == parsers
