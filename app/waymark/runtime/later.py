@@ -22,6 +22,8 @@ from waymark.runtime import parts
 #: How long the thread may hold the interpreter while the loop has work. Python's default is ten times as long, and a
 #: query needs the interpreter a few times.
 _HOLD_SECONDS = 0.0005
+#: How long the imports wait for the queries that have come since the port was opened.
+_FIRST_SECONDS = 0.05
 
 
 class LaterApplication:
@@ -47,6 +49,7 @@ class LaterApplication:
 
     async def make(self) -> None:
         """Import the application, and make it. If it cannot be made, note the failure, and stop the process."""
+        await asyncio.sleep(_FIRST_SECONDS)
         try:
             with _short_holds():
                 application = await asyncio.to_thread(import_module, "waymark.api.application")
