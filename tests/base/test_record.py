@@ -1,4 +1,4 @@
-"""A record is a dataclass with slots that is completed later, and nothing refuses assignments at run time."""
+"""A record is a dataclass with slots, completed later, and nothing refuses assignments at run time."""
 
 from __future__ import annotations
 

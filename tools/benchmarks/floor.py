@@ -1,10 +1,13 @@
 """The minimum cost of a query in a Python server: parse a head, ask Redis for rows, send a fixed answer.
 
-    python -m tools.benchmarks.floor PORT REDIS_SOCKET ROW...
+    python -m tools.benchmarks.floor PORT REDIS_SOCKET MODULES ROW...
 
 It uses the same libraries as a replica, uvloop, httptools and hiredis, and does nothing else: it neither reads a body
 nor looks at a row. So the CPU that a replica takes beyond it is the work of a query. No Python server that waits for
 Redis in an event loop can take less than this one.
+
+``MODULES`` are imported before it starts, with commas between them. With those that every replica has, the time from
+its start to its first answer is the least that a replica can need.
 """
 
 from __future__ import annotations
@@ -15,35 +18,43 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import hiredis
 import httptools
 import uvloop
 
-from tests.ports import unused_port
-from tools.benchmarks.processes import RedisServer, Server, running, wait_until
+if TYPE_CHECKING:
+    from tools.benchmarks.processes import RedisServer, Server
 
 NAME = "floor"
 #: The rows of a prompt of 512 blocks, 32 blocks in each.
 _ROWS = 16
 _BODY = b'{"default":{"1":{"longest_matched":8192,"GPU":8192,"DP":{"0":8192},"CPU":0,"DISK":0}}}'
+#: What ``waymark`` sets before it imports pydantic.
+_LIKE_WAYMARK = {"PYDANTIC_DISABLE_PLUGINS": "__all__"}
 _ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
 
 
 @contextmanager
-def floor(folder: Path, redis: RedisServer) -> Iterator[Server]:
+def floor(folder: Path, redis: RedisServer, modules: str = "", *, is_awaited: bool = True) -> Iterator[Server]:
     """Start the server. It asks for rows that are in the index now."""
+    # The server itself must not import what starts it.
+    from tests.ports import unused_port
+    from tools.benchmarks.processes import Server, running, wait_until
+
     rows = list(islice(cast("Any", redis.client.scan_iter(match="wm:{1}:????????????????", count=1000)), _ROWS))
     if len(rows) < _ROWS:
         raise SystemExit(f"the index has {len(rows)} rows; the floor asks for {_ROWS}")
     port = unused_port()
-    command = (sys.executable, "-m", "tools.benchmarks.floor", str(port), redis.path, *(row.decode() for row in rows))
-    with running(folder, NAME, *command) as process:
+    words = (str(port), redis.path, modules, *(row.decode() for row in rows))
+    with running(folder, NAME, sys.executable, "-m", "tools.benchmarks.floor", *words, **_LIKE_WAYMARK) as process:
         server = Server(NAME, process.pid, port)
-        wait_until(server.is_up, "the floor is up")
+        if is_awaited:
+            wait_until(server.is_up, "the floor is up")
         yield server
 
 
@@ -96,4 +107,6 @@ async def _serve(port: int, path: str, rows: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     gc.disable()
-    uvloop.run(_serve(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    for name in filter(None, sys.argv[3].split(",")):
+        import_module(name)
+    uvloop.run(_serve(int(sys.argv[1]), sys.argv[2], sys.argv[4:]))

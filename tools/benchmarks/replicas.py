@@ -18,6 +18,7 @@ from statistics import median
 
 from tools.benchmarks import index, prompts
 from tools.benchmarks.feed import publishers, wait_for
+from tools.benchmarks.floor import floor
 from tools.benchmarks.load import Load, finish, start, write_bodies
 from tools.benchmarks.options import Options
 from tools.benchmarks.processes import RedisServer, Server, dynamo, redis_server, wait_until, waymark
@@ -28,6 +29,8 @@ from waymark.store.store import Store
 
 PEER = "dynamo.indexer"
 INSTANCE = 7
+#: What a replica imports of others that it cannot do without, in two steps.
+_MODULES = ("redis.asyncio", "redis.asyncio,pydantic.main,pydantic.types")
 #: The pieces of each prompt in the peer's index: 2,048 blocks.
 LONG_PIECES = 64
 
@@ -65,6 +68,10 @@ def measure_start(options: Options) -> Iterator[Row]:
             what = f"new replica: from its start to its first right answer, {size:,} blocks"
             yield Row("P7", what, ours, "s", bar=0.3)
             yield Row("P7", "the same: its CPU until then", cpu, "s")
+        for modules in _MODULES:
+            least, cpu = _first_of_floor(folder, redis, modules)
+            yield Row("P7", f"the least: uvloop, httptools, hiredis, {modules.replace(',', ', ')} (floor)", least, "s")
+            yield Row("P7", "the same: its CPU until then", cpu, "s")
         if options.peer_python is not None:
             theirs = _of_peer(folder, options.peer_python, blocks)
             what = "the same, and a peer that takes the index over from another"
@@ -91,6 +98,18 @@ def _first_answer(folder: Path, redis: RedisServer, prompt: Prompt) -> tuple[flo
     with waymark(folder, "query", redis.url, is_awaited=False) as replica:
         _until_right(replica, prompt)
         return time.monotonic() - began, replica.cpu()
+
+
+def _first_of_floor(folder: Path, redis: RedisServer, modules: str) -> tuple[float, float]:
+    """Return the seconds by the clock, and those of the CPU, until a server that imports only these modules answers."""
+    starts = []
+    for _ in range(3):
+        began = time.monotonic()
+        with floor(folder, redis, modules, is_awaited=False) as server:
+            wait_until(server.is_up, "the floor is up", pause_seconds=0.005)
+            starts.append((time.monotonic() - began, server.cpu()))
+    clock, cpu = (median(each) for each in zip(*starts, strict=True))
+    return clock, cpu
 
 
 def _of_peer(folder: Path, python: str, blocks: int) -> float:

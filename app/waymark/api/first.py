@@ -99,12 +99,12 @@ class FirstQuestions:
 def _passing_on(
     steps: Callable[[Body], Steps[Answer | Paused] | Paused],
 ) -> Callable[..., Steps[Answer | Paused] | Paused]:
-    """Return the steps of a query; a straight request that has to pause is passed on to the application."""
+    """Return the steps of a query; a straight request is passed on to the application if it has to pause."""
     return lambda body: _FOR_APPLICATION if body.fields.get("explain") is True else steps(body)
 
 
 async def _never(*_: object) -> Any:
-    raise AssertionError("a request that was passed on is not resumed")
+    raise AssertionError("a request is not resumed once it was passed on")
 
 
 _FOR_APPLICATION = Paused(_never, _never)

@@ -6,7 +6,7 @@ object is made, or when something asks for its fields; until then it has its nam
 methods that compare, hash and show an object are the same functions for all records.
 
 mypy takes ``record`` for ``dataclass``, so it refuses to assign to a field of a frozen one. Nothing refuses that at run
-time, so an object is made in a third of the time, too. An object of one that is not frozen has no hash.
+time, so an object is made in a third of the time, too. Only frozen records have a hash.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Definition:
 
 
 class _Fact:
-    """An attribute of the class that is known when the record is complete."""
+    """An attribute of the class. Its first reader completes the record."""
 
     def __init__(self, name: str, definition: _Definition) -> None:
         self._name = name
