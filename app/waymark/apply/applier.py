@@ -190,8 +190,11 @@ class Applier:
 
         This is for frames that went straight, so their plan is empty, and Redis may have all of their parts.
         """
-        work = self.resolver.resolve(Plan(), [(incoming.seq, incoming.batch)], begun)
-        await self._apply_parts([incoming.batch], await self.slices.run(work), commit)
+        parts = begun.parts
+        if parts is None:
+            work = self.resolver.resolve(Plan(), [(incoming.seq, incoming.batch)], begun)
+            parts = await self.slices.run(work)
+        await self._apply_parts([incoming.batch], parts, commit)
 
     def alike(self, batch: Batch, reading: tuple[Any, ...]) -> StraightFrames | None:
         """Return the straight way of further frames like ``batch``, the pattern of batches that were applied last; None

@@ -1,28 +1,36 @@
 """Frames that differ from earlier ones in their blocks only: they are read, resolved and packed in one step.
 
 Such a frame needs no plan: its holder is there, and its facts are known. The step is ``KnownBlocks.run_frames``. If it
-stops before the end of the frames, the resolver goes on where it stopped.
+stops before the end of the frames, for example at a block under a second hash, the resolver goes on where it stopped,
+at once if little is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from waymark.base import native
 from waymark.domain.events import Batch, PlainEvents
 from waymark.domain.known import MAY_REMOVE, MAY_REPEAT, MAY_STORE, EventRun
 from waymark.domain.names import HolderName
-from waymark.domain.parts import PackedPartList, PackedParts, Part
+from waymark.domain.parts import PackedPartList, PackedParts, Part, Parts, packed
 from waymark.domain.plain_runs import PlainRun, PlainRuns
 from waymark.domain.plan import Plan
 from waymark.domain.rows import Place
 from waymark.domain.rules import BatchProgress
+from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices, finish
 from waymark.domain.stream_blocks import StreamBlocks
 
 ALIKE_HASHES_MAX: Final = 512
 """The most hashes of frames that are resolved at once, in a quarter of a millisecond. Other streams wait meanwhile."""
 
+_WORK_MAX: Final = SLICE_WORK // 2
+"""The most work of a rest that is resolved at once, which is less than a slice."""
+CALL_PARTS: Final = 128
+"""The most parts of a call, as the C module has it."""
+
+Resolve: TypeAlias = "Callable[[Plan, Sequence[tuple[int, Batch]], BegunFrames], Slices[Parts]]"
 PackedShare: TypeAlias = tuple[int, tuple[int, list[int], int, bytes, list[int], bytes]]
 """How many parts a shard gets at once, and what ``PackedParts.pack`` returns for them."""
 PackedWave: TypeAlias = dict[int, PackedShare]
@@ -38,12 +46,14 @@ class BegunFrames(NamedTuple):
     """The number of this frame, from 0."""
     epochs: Mapping[HolderName, int] = {}
     """The generation for the stores; see ``Plan``."""
+    parts: Parts | None = None
+    """All parts, if the rest is resolved, too."""
 
 
 class AlikeRun:
-    """Frames that were read, and resolved up to the first event that needs its own rule."""
+    """Frames that were read and resolved, or else resolved up to the first event that needs its own rule."""
 
-    __slots__ = ("_epochs", "_like", "_read", "parts", "ran", "seq", "waves")
+    __slots__ = ("_epochs", "_like", "_read", "parts", "ran", "rest", "seq", "waves")
 
     def __init__(
         self,
@@ -63,6 +73,8 @@ class AlikeRun:
         self._read = read
         self.ran = ran
         self.parts = parts
+        self.rest: Parts | None = None
+        """All parts, if a rest was left to the resolver."""
         self.waves = waves
         """All parts, packed; None if the ordinary way has to go on."""
 
@@ -93,11 +105,18 @@ class AlikeRun:
         )
 
     @property
+    def work_left(self) -> int:
+        """At most so much work is left, as slices have it."""
+        _, _, stores, blocks, removals, removed = self._read
+        work: int = EVENT_WORK * (stores + removals) + blocks + removed - self.ran.hashes
+        return work
+
+    @property
     def begun(self) -> BegunFrames:
         """How far the batch is resolved."""
         number = self.ran.begun - 1  # the first frame has begun, too
         parts = PackedPartList(self.seq + number, self.parts)
-        return BegunFrames(BatchProgress(parts, self.ran.position, at=self.ran.at), number, self._epochs)
+        return BegunFrames(BatchProgress(parts, self.ran.position, at=self.ran.at), number, self._epochs, self.rest)
 
 
 class AlikeFrames:
@@ -106,8 +125,17 @@ class AlikeFrames:
     It ends with any other event of the stream; ``may_go_on`` says whether a run of its own has ended it.
     """
 
-    def __init__(self, state: StreamBlocks, batch: Batch, plain: PlainRun, reading: tuple[Any, ...], seed: int) -> None:
-        self._state, self._batch, self._plain = state, batch, plain
+    def __init__(
+        self,
+        state: StreamBlocks,
+        runs: PlainRuns,
+        batch: Batch,
+        plain: PlainRun,
+        reading: tuple[Any, ...],
+        seed: int,
+        resolve: Resolve,
+    ) -> None:
+        self._state, self._runs, self._batch, self._plain, self._resolve = state, runs, batch, plain, resolve
         self._reading = reading
         self._ts = batch.ts
         self.holder = plain.holder
@@ -122,9 +150,15 @@ class AlikeFrames:
 
     @classmethod
     def like(
-        cls, state: StreamBlocks, runs: PlainRuns, batch: Batch, reading: tuple[Any, ...], seed: int
+        cls,
+        state: StreamBlocks,
+        runs: PlainRuns,
+        batch: Batch,
+        reading: tuple[Any, ...],
+        seed: int,
+        resolve: Resolve,
     ) -> Self | None:
-        """Return the short way of frames like ``batch``; see ``Resolver.alike``."""
+        """Return the short way of frames like ``batch``; see ``Resolver.alike``. ``resolve`` is the resolver's."""
         is_counted = batch.rejected or batch.ignored
         if is_counted or runs.has_rules() or state.placer.is_behind or not _has_room(state):
             return None
@@ -132,7 +166,7 @@ class AlikeFrames:
         if plain is None:
             return None
         wanted = MAY_STORE * (plain.events.store is not None) | MAY_REMOVE * (plain.events.removal is not None)
-        return cls(state, batch, plain, reading, seed) if plain.may == wanted else None
+        return cls(state, runs, batch, plain, reading, seed, resolve) if plain.may == wanted else None
 
     def take(self, seq: int, payloads: tuple[bytes, ...], prefixes: tuple[bytes, ...]) -> AlikeRun | None:
         """Read and resolve frames from seq ``seq`` on, up to the first that says something else. ``prefixes`` has that
@@ -166,7 +200,24 @@ class AlikeFrames:
         self._state.memory.note_run(self.holder, ran)
         if self._plain.is_unsalted:
             self._state.unsalted += ran.stores
-        return AlikeRun(self._batch, seq, read, ran, parts, waves, self._epochs)
+        run = AlikeRun(self._batch, seq, read, ran, parts, waves, self._epochs)
+        if waves is None and run.work_left <= _WORK_MAX:
+            self._finish(run, prefixes)
+        return run
+
+    def _finish(self, run: AlikeRun, prefixes: tuple[bytes, ...]) -> None:
+        """Resolve the rest of a run by the rules of its events, and pack all parts if they can be sent at once."""
+        run.rest = finish(self._resolve(Plan(), [(run.seq, run.batch)], run.begun))
+        parts = packed(run.rest)
+        if parts is None or parts.singles or self._state.doubts:
+            return
+        run.parts = parts
+        waves = parts.shares(len(prefixes))
+        if all(len(share) <= CALL_PARTS for wave in waves for share in wave.values()):
+            run.waves = [
+                {shard: (len(share), share.pack(0, len(share), prefixes[shard])) for shard, share in wave.items()}
+                for wave in waves
+            ]
 
     def _takes(self, frames: int) -> int:
         """Return how many of some frames belong to the same generation as the last ones. A frame is never split, and a
@@ -185,7 +236,7 @@ class AlikeFrames:
     def may_go_on(self) -> bool:
         """Return whether further frames may be taken, after those that Redis has acknowledged."""
         self._may = self._bits()
-        return _has_room(self._state)
+        return _has_room(self._state) and not self._runs.has_rules()
 
     def _bits(self) -> int:
         copies = self._state.memory.copies(self.holder)

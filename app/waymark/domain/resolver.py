@@ -141,7 +141,7 @@ class Resolver(StreamBlocks):
                 progress = BatchProgress(self.placer.begin_batch(seq), 1 + (EARLY_MAX if self.is_shared else 0))
                 count, frames = 0, rest.frames
                 if begun is not None:
-                    (progress, count, _), begun = begun, None
+                    (progress, count, *_), begun = begun, None
                 elif frames > 1:
                     count = yield from self._plain.run_frames(progress, plan, index, seq, rest, self._slice)
                 if count < frames:
@@ -156,7 +156,7 @@ class Resolver(StreamBlocks):
         none. ``batch`` is the ``pattern`` of batches that were resolved last. ``reading`` has the arguments of
         ``KnownBlocks.run_frames`` that come from the decoder.
         """
-        return None if self.is_shared else AlikeFrames.like(self, self._plain, batch, reading, self._seed)
+        return None if self.is_shared else AlikeFrames.like(self, self._plain, batch, reading, self._seed, self.resolve)
 
     def _resolve_batch(self, progress: BatchProgress, plan: Plan, index: int, batch: Batch) -> Slices[None]:
         """Resolve a batch of one frame from event ``progress.at`` on; ``index`` is the batch's index in the fold."""
