@@ -355,6 +355,22 @@ def test_random_histories_come_to_the_same_in_all_ways(seed: int, kind: EngineKi
     assert plain > 5
 
 
+@pytest.mark.parametrize("removed", [[1, 1], [1, 2, 1], [2, 1, 2], [2, 1, 3], [1, 2]])
+def test_a_removal_over_generations_may_name_a_hash_twice_or_an_unknown_one(removed: list[int]) -> None:
+    streams = [
+        Stream(is_native=is_native, is_whole=is_native, bounds=BOUNDS[0], of=registration(EngineKind.VLLM))
+        for is_native in (True, False)
+    ]
+    for number in (1, 2):
+        for stream in streams:
+            stream.fold([packed_batch(store([number], None, token_ids=[number] * BLOCK_SIZE))])
+        pass_time(streams, 60)
+    for stream in streams:
+        stream.fold([packed_batch(REMOVAL | {"block_hashes": removed})])
+    assert list(streams[0].index.parts) == list(streams[1].index.parts)
+    assert streams[0].state == streams[1].state
+
+
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
 @pytest.mark.parametrize("seed", seeds(10))

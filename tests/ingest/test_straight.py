@@ -642,6 +642,31 @@ async def test_a_refused_row_is_gone_on_with(bench: Bench, ways: Ways) -> None:
     assert len((await bench.held(pods[0].name))[0, "GPU"]) == 2 + ROW_SLOTS + 8
 
 
+async def test_a_frame_that_a_call_cannot_finish_wakes_the_stream(
+    bench: Bench, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would wait for the next frame, or for the next tick."""
+    opened: list[StraightWay] = []
+    open_ = StraightWay.open
+
+    def noted(way: StraightWay, *, wakes: bool) -> None:
+        open_(way, wakes=wakes)
+        opened.append(way)
+
+    monkeypatch.setattr(StraightWay, "open", noted)
+    await working(bench)
+    pod = await steady(bench)
+    monkeypatch.setattr("waymark.ingest.stream._TICK_SECONDS", 1000.0)
+    before = len(opened)
+    await wait_until(lambda: len(opened) > before, "the stream waits for a long tick", PATIENCE_SECONDS)
+    await publish(pod, stored(10, parent=2))
+    assert ways.straight
+    await publish(pod, *[stored(1000 + each) for each in range(300)])
+    await publish(pod, stored(11, parent=2))
+    assert ways.finished or bench.shards > 1
+    assert len((await bench.held(pod.name))[0, "GPU"]) == 2 + 2 + 300
+
+
 async def test_a_reply_wakes_a_stream_that_waits_for_long(
     bench: Bench, ways: Ways, monkeypatch: pytest.MonkeyPatch
 ) -> None:

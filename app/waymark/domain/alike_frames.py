@@ -26,7 +26,7 @@ ALIKE_HASHES_MAX: Final = 512
 """The most hashes of frames that are resolved at once, in a quarter of a millisecond. Other streams wait meanwhile."""
 
 _WORK_MAX: Final = SLICE_WORK // 2
-"""The most work of a rest that is resolved at once, which is less than a slice."""
+"""The most work of a rest to be resolved at once, less than a slice."""
 CALL_PARTS: Final = 128
 """The most parts of a call, as the C module has it."""
 

@@ -116,7 +116,7 @@ class Generations:
     # ---- stores ------------------------------------------------------------------------------------
 
     def takes(self, name: HolderName, blocks: int) -> bool:
-        """Return whether stores go to a holder that has this number of blocks."""
+        """Return whether stores go to a holder with this number of blocks."""
         if not self.bounds.has(name.medium):
             return name.epoch is None
         return self._newest.get(name.lasting) == name and self._is_open(name) and not self._is_full(blocks)

@@ -325,11 +325,11 @@ class Subscriber:
         if not buffer.has_room(self._large_bytes):
             # A burst for which there is no room is discarded as fast as it arrives, so that libzmq does not keep it.
             receive = partial(link.messages.receive_within, buffer.has_room)
-        size = 0
+        size, may_wait = 0, True
         try:
             for number in range(FRAMES_PER_READ):
                 if number == 1:
-                    self._offer()  # a lone frame need not wait until it is known to be one
+                    may_wait = self._offer()  # a lone frame need not wait until it is known to be one
                     if not link.messages.are_there:
                         return False  # for a lone frame, asking is cheaper than libzmq's error
                 parts = receive()
@@ -348,7 +348,8 @@ class Subscriber:
         except zmq.Again:
             return False
         finally:
-            if not self._offer():
+            # The reader may have taken the first frame and still have work to do for it.
+            if not (self._offer() and may_wait):
                 self.wake()
         return True
 

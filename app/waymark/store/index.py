@@ -87,7 +87,7 @@ class Index:
         return await self._commit(grant, commit, events)
 
     def alike_calls(self, grant: Grant, kept: KeptHashes) -> AlikeCalls:
-        """Return the calls for frames of a stream that are alike; ``kept`` keeps its hashes."""
+        """Return the calls for similar frames of a stream; ``kept`` keeps its hashes."""
 
         def words_of(shard: int) -> dict[str, Any]:
             return {**self._words_of(grant, shard, (), None if shard else grant.record), "events": ()}
