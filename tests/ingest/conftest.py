@@ -482,11 +482,14 @@ def short_path() -> Iterator[Path]:
         yield Path(directory)
 
 
-async def bench_on(url: str, directory: Path, *, timeout_seconds: float = 1.0, shards: int = 1) -> AsyncIterator[Bench]:
+async def bench_on(
+    url: str, directory: Path, *, timeout_seconds: float | None = None, shards: int = 1
+) -> AsyncIterator[Bench]:
+    timeout_seconds = timeout_seconds or patient(1.0)
     async with AsyncExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr("waymark.ingest.status_reporter._REPORT_SECONDS", 0.1)
-        bench = Bench(url, directory, stack, patient(timeout_seconds), shards=shards)
+        bench = Bench(url, directory, stack, timeout_seconds, shards=shards)
         stack.push_async_callback(bench.store.close)
         yield bench
 
@@ -553,7 +556,7 @@ def server(short_path: Path) -> Iterator[Server]:
 @pytest.fixture
 async def own_bench(server: Server, short_path: Path) -> AsyncIterator[Bench]:
     """On a Redis of the test's own, which it freezes: so each call that is not answered is given up soon."""
-    async for bench in bench_on(server.url, short_path, timeout_seconds=0.25):
+    async for bench in bench_on(server.url, short_path, timeout_seconds=min(0.5, patient(0.25))):
         yield bench
 
 
