@@ -155,6 +155,12 @@ def test_a_group_may_come_before_full_attention_in_its_batch(index: Hybrid) -> N
     assert index.longest(chain()) == 8
 
 
+def test_consecutive_blocks_of_a_group_are_one_part(index: Hybrid) -> None:
+    index.events(main(), window(1, 2, 3, 5, 6, 8))
+    assert [part.hashes for part in index.parts] == [HASHES, [1, 2, 3], [5, 6], [8]]
+    assert [part.parent for part in index.parts] == [None] * 4, "a part names a block before it only if it continues it"
+
+
 def test_blocks_of_a_group_off_the_device_count_too(index: Hybrid) -> None:
     index.events(main(), window(6, 7), window(8, medium="CPU"))
     assert index.longest(chain()) == 8

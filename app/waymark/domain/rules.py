@@ -295,10 +295,7 @@ class ReferenceRule(Rule[StoredReference | StoredObject, Removed | RemovedObject
     """Blocks identified by engine hashes that were reported for another medium."""
 
     def stored(self, progress: BatchProgress, holder: int, rank: int, event: StoredReference | StoredObject) -> None:
-        state, parent_spot = self._state, None
-        for i, h in enumerate(event.engine_hashes, progress.position):
-            spot = state.memory.find(holder, h) or state.before.get(h)
-            parent_spot = _store_known(state, progress.parts, i, holder, event, h, spot, parent_spot)
+        _store_by_hash(self._state, progress, holder, event)
 
 
 class ObjectRule(ReferenceRule):
@@ -334,16 +331,8 @@ class WindowRule(Rule[StoredWindow, Removed]):
     """
 
     def stored(self, progress: BatchProgress, holder: int, rank: int, event: StoredWindow) -> None:
-        state, mode = self._state, self._state.mode(holder)
-        if state.memory.blocks + len(event.engine_hashes) > state.blocks_max:
-            return
-        for i, h in enumerate(event.engine_hashes, progress.position):
-            spot = state.memory.find(holder, h)
-            if spot is None:
-                state.unresolved += 1
-            else:
-                is_reused = event.is_reused is True
-                state.placer.block(progress.parts, holder, i, h, spot, mode=mode, is_reused=is_reused)
+        if self._state.memory.blocks + len(event.engine_hashes) <= self._state.blocks_max:
+            _store_by_hash(self._state, progress, holder, event)
 
     def removed(self, progress: BatchProgress, holders: Sequence[int], event: Removed) -> None:
         state = self._state
@@ -452,12 +441,22 @@ def _shard(event: StoredReference | StoredObject | Removed | RemovedObject) -> s
     return event.shard if isinstance(event, StoredObject | RemovedObject) else ""
 
 
+def _store_by_hash(
+    state: StreamBlocks, progress: BatchProgress, holder: int, event: StoredReference | StoredObject | StoredWindow
+) -> None:
+    """Store blocks whose engine hashes were reported for another holder of the rank."""
+    parent_spot = None
+    for i, h in enumerate(event.engine_hashes, progress.position):
+        spot = state.memory.find(holder, h) or state.before.get(h)
+        parent_spot = _store_known(state, progress.parts, i, holder, event, h, spot, parent_spot)
+
+
 def _store_known(
     state: StreamBlocks,
     parts: PartList,
     position: int,
     holder: int,
-    event: Stored | StoredReference | StoredObject,
+    event: Stored | StoredReference | StoredObject | StoredWindow,
     engine_hash: int,
     spot: Spot | None,
     parent: Spot | None,
@@ -465,7 +464,7 @@ def _store_known(
     """Store a block that was looked up; without a spot it is ignored and counted."""
     if spot is None:
         state.unresolved += 1
-        state.missing += 1
+        state.missing += not isinstance(event, StoredWindow)  # a block of a window counts only beside its main block
         return None
     if parent is not None and (parent.place.head != spot.place.head or parent.depth + 1 != spot.depth):
         parent = None
