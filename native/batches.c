@@ -116,11 +116,12 @@ static PyObject *read_payload(Batch *batch, Py_ssize_t events_max)
     PyObject *found = NULL, *answer = NULL;
     const Outcome outcome = read_all(batch, events_max, &head);
     if (outcome == READ) {
-        const int are_together = stay_together(batch->events);
-        if (are_together >= 0)
-            found = are_together ? Py_NewRef((PyObject *)batch->events) : list_events(batch->events);
-        answer = found == NULL ? NULL : Py_BuildValue("OOOOn", head.ts, found, head.rank == NULL ? Py_None : head.rank,
-                                                      head.publisher == NULL ? Py_None : head.publisher, head.others);
+        const int keeping = keep_together(batch->events);
+        if (keeping >= 0)
+            found = keeping == APART ? list_events(batch->events) : Py_NewRef((PyObject *)batch->events);
+        answer = found == NULL ? NULL : Py_BuildValue("OOOOnN", head.ts, found, head.rank == NULL ? Py_None : head.rank,
+                                                      head.publisher == NULL ? Py_None : head.publisher, head.others,
+                                                      PyBool_FromLong(keeping == MIXED));
     } else if (outcome != FAILED)
         answer = Py_NewRef(Py_None);
     Py_XDECREF(found);
@@ -154,35 +155,36 @@ static int are_fields(long stored_fields, long removed_fields)
     return 0;
 }
 
-/* read_batch(payload: bytes, events_max: int, stored: type, reference: type, removed: type, cleared, medium,
+/* read_batch(payload: bytes, events_max: int, stored: type, reference: type, window: type, removed: type, cleared, medium,
  *            stored_fields: int, removed_fields: int)
- *     -> tuple[float | int | None, list | Events, float | int | None, bytes | None, int] | None
+ *     -> tuple[float | int | None, list | Events, float | int | None, bytes | None, int, bool] | None
  *
- * The batch `[ts, events, rank?, publisher?, ...]`: ts, the events, the rank, the id of the publisher's process, and how
- * many events are not plain. In place of such an event there is its position in the payload, (start, end). Of an event
- * that is a list, at most this many fields of a store, or of a removal, are read. The events are Events if all are
- * stores with the tokens of their blocks, or removals, and if the stores differ in their blocks only, and so do the
- * removals. None if the batch itself is not plain, or has more than `events_max` events. `medium` turns the name of a
+ * The batch `[ts, events, rank?, publisher?, ...]`: ts, the events, the rank, the id of the publisher's process, how many
+ * events are not plain, and whether the events are mixed. In place of an event that is not plain there is its position in
+ * the payload, (start, end). Of an event that is a list, at most this many fields of a store, or of a removal, are read.
+ * The events are Events if keep_together can keep them. None if the batch itself is not plain, or has more than `events_max` events. `medium` turns the name of a
  * medium, or None, into ours; None for one that is not a name.
  */
 PyObject *read_batch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     Input payload;
-    if (!has_arguments("read_batch", nargs, 9))
+    if (!has_arguments("read_batch", nargs, 10))
         return NULL;
     const Py_ssize_t events_max = PyLong_AsSsize_t(args[1]);
-    const long stored_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[7]);
-    const long removed_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[8]);
+    const long stored_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[8]);
+    const long removed_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[9]);
     if (PyErr_Occurred() || !are_fields(stored_fields, removed_fields))
         return NULL;
-    if (!PyType_Check(args[2]) || !PyType_Check(args[3]) || !PyType_Check(args[4]) || events_max < 0)
-        return PyErr_Format(PyExc_TypeError, "read_batch() takes a ceiling and the types of three events");
+    const EventTypes types = {args[2], args[3], args[4], args[5], args[6]};
+    if (!PyType_Check(types.stored) || !PyType_Check(types.reference) || !PyType_Check(types.window) ||
+        !PyType_Check(types.removed) || events_max < 0)
+        return PyErr_Format(PyExc_TypeError, "read_batch() takes a ceiling and the types of four events");
     if (!open_bytes(args[0], &payload))
         return NULL;
-    Events *events = new_events(args[2], args[3], args[4], args[5]);
+    Events *events = new_events(&types);
     PyObject *answer = NULL;
     if (events != NULL) {
-        Batch batch = begin_batch(&payload, events, args[6], stored_fields, removed_fields);
+        Batch batch = begin_batch(&payload, events, args[7], stored_fields, removed_fields);
         answer = read_payload(&batch, events_max);
         end_batch(&batch);
         Py_DECREF((PyObject *)events);
@@ -253,17 +255,16 @@ static int read_next(Going *going, PyObject *payload, PyObject *found, PyObject 
     Head head = {0};
     if (!open_bytes(payload, &input))
         return -1;
-    Events *events = new_events((PyObject *)going->first->stored, (PyObject *)going->first->reference,
-                                (PyObject *)going->first->removed, going->first->cleared);
+    Events *events = new_events(&going->first->types);
     int outcome = -1;
     if (events != NULL) {
         Batch batch = begin_batch(&input, events, going->medium_of, going->stored_fields, going->removed_fields);
         outcome = (int)read_all(&batch, going->events_max, &head);
         end_batch(&batch);
         if (outcome == 1)
-            outcome = stay_together(events);
-        if (outcome == 1)
-            outcome = goes_on(going, events, &head);
+            outcome = keep_together(events);
+        if (outcome > 0)
+            outcome = outcome == ALIKE && goes_on(going, events, &head);
         if (outcome == 1 && PyList_Append(found, (PyObject *)events) < 0)
             outcome = -1;
         if (outcome == 1) {

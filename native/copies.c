@@ -88,13 +88,21 @@ static int are_repeated(KnownBlocks *known, Run *run, const Store *store, size_t
     return 1;
 }
 
+int add_again(KnownBlocks *known, Run *run, const PlainEvent *event, Block *block, Part *part, int64_t position)
+{
+    const int counts = run->may & COUNTS && event->origin != FROM_REUSE;
+    const uint32_t before = block->copies, after = run->may & REPLACES ? 1 : before + (counts != 0);
+    run->restored += counts && block->is_left && !(run->may & REMOVED_EACH);
+    set_copies(known, block, after, block->is_left && !counts && (after == before || after > 1));
+    return after == before ? add_blocks(run, part, position, block, 1, NULL)
+                           : add_counted(run, part, position, block, after);
+}
+
 /* Store a block of a store that is here, which has depth `depth`. 0 with an exception. */
 static int store_repeated(KnownBlocks *known, Run *run, const PlainEvent *event, const Store *store, const uint64_t *above,
                           size_t i, int depth, int64_t position)
 {
     Block *block = block_at(known, run->numbers[i]);
-    const int counts = run->may & COUNTS && event->origin != FROM_REUSE;
-    const uint32_t before = block->copies, after = run->may & REPLACES ? 1 : before + (counts != 0);
     Part part = part_at(known, block->place, run->holder);
     part.kind = '+';
     part.is_known = 1;
@@ -103,10 +111,7 @@ static int store_repeated(KnownBlocks *known, Run *run, const PlainEvent *event,
     if (run->waves != NULL && (!note_stored(run, store, i, i + 1, above, &part) ||
                                !use_block(run->waves, block->key ^ part.namespace, shard_of(run->waves, part.head))))
         return 0;
-    run->restored += counts && block->is_left && !(run->may & REMOVED_EACH);
-    set_copies(known, block, after, block->is_left && !counts && (after == before || after > 1));
-    return after == before ? add_blocks(run, &part, position, block, 1, NULL)
-                           : add_counted(run, &part, position, block, after);
+    return add_again(known, run, event, block, &part, position);
 }
 
 int store_again(KnownBlocks *known, Run *run, const PlainEvent *event, Store *store, const uint64_t *above,

@@ -1,24 +1,9 @@
-/* Events, the type, and the objects of Python that are made of its events: see events.h. */
+/* Events, the type: see events.h. */
 
 #include "events.h"
 
 #include "objects.h"
 #include "reserve.h"
-
-/* The attributes of Stored, StoredReference and Removed, in the order in which they are built here. */
-enum { STORED_ATTRIBUTES = 14, REFERENCE_ATTRIBUTES = 7, REMOVED_ATTRIBUTES = 6 };
-static const char *const stored_names[STORED_ATTRIBUTES] = {
-    "engine_hashes", "parent", "tokens", "block_size", "salts", "group", "part", "medium", "adapter",
-    "tells_salts", "extras", "may_begin", "is_reused", "envelope",
-};
-static const char *const reference_names[REFERENCE_ATTRIBUTES] = {
-    "engine_hashes", "block_size", "group", "part", "medium", "is_salted", "is_reused",
-};
-static const char *const removed_names[REMOVED_ATTRIBUTES] = {
-    "engine_hashes", "group", "part", "copies_left", "medium", "envelope",
-};
-static PyObject *stored_attributes[STORED_ATTRIBUTES], *reference_attributes[REFERENCE_ATTRIBUTES],
-    *removed_attributes[REMOVED_ATTRIBUTES];
 
 static PyTypeObject *events_type;
 
@@ -30,146 +15,18 @@ Events *as_events(PyObject *object)
     return NULL;
 }
 
-Events *new_events(PyObject *stored, PyObject *reference, PyObject *removed, PyObject *cleared)
+Events *new_events(const EventTypes *types)
 {
-    if (!intern_names(stored_names, stored_attributes, STORED_ATTRIBUTES) ||
-        !intern_names(reference_names, reference_attributes, REFERENCE_ATTRIBUTES) ||
-        !intern_names(removed_names, removed_attributes, REMOVED_ATTRIBUTES))
-        return NULL;
-    Events *events = (Events *)PyType_GenericAlloc(events_type, 0);
+    Events *events = intern_attributes() ? (Events *)PyType_GenericAlloc(events_type, 0) : NULL;
     if (events != NULL) {
-        events->stored = (PyTypeObject *)Py_NewRef(stored);
-        events->reference = (PyTypeObject *)Py_NewRef(reference);
-        events->removed = (PyTypeObject *)Py_NewRef(removed);
-        events->cleared = Py_NewRef(cleared);
+        events->types = *types;
+        Py_INCREF(types->stored);
+        Py_INCREF(types->reference);
+        Py_INCREF(types->window);
+        Py_INCREF(types->removed);
+        Py_INCREF(types->cleared);
     }
     return events;
-}
-
-/* ---- objects ------------------------------------------------------------------------------------- */
-
-/* Hashes as a tuple of numbers. */
-static PyObject *hashes_as_tuple(const uint64_t *hashes, size_t count)
-{
-    PyObject *found = PyTuple_New((Py_ssize_t)count);
-    for (size_t i = 0; found != NULL && i < count; i++) {
-        PyObject *hash = PyLong_FromUnsignedLongLong(hashes[i]);
-        if (hash == NULL)
-            Py_CLEAR(found);
-        else
-            PyTuple_SetItem(found, (Py_ssize_t)i, hash);
-    }
-    return found;
-}
-
-/* An object of `type` with these attributes, of which the first `owned` are released. NULL with an exception. */
-static PyObject *build_owned(PyTypeObject *type, PyObject *const *names, PyObject *const *values, int count, int owned)
-{
-    int are_all = 1;
-    for (int i = 0; i < owned; i++)
-        are_all &= values[i] != NULL;
-    PyObject *found = are_all ? build_object(type, names, values, count) : NULL;
-    for (int i = 0; i < owned; i++)
-        Py_XDECREF(values[i]);
-    return found;
-}
-
-/* Whether an engine had the blocks of a store before, according to its event; a borrowed reference. */
-static PyObject *reused(const PlainEvent *event)
-{
-    return event->origin == UNTOLD ? Py_None : event->origin == FROM_REUSE ? Py_True : Py_False;
-}
-
-/* A store without tokens as a StoredReference. */
-static PyObject *make_reference(const Events *events, const PlainEvent *event)
-{
-    enum { OWNED = 4 };
-    PyObject *values[REFERENCE_ATTRIBUTES] = {
-        hashes_as_tuple(events->hashes + event->hashes, event->hashes_count),
-        PyLong_FromUnsignedLong(event->block_size),
-        event->has_group ? PyLong_FromUnsignedLongLong(event->group) : Py_NewRef(Py_None),
-        PyLong_FromLong(0),
-        event->medium,
-        Py_False,
-        reused(event),
-    };
-    return build_owned(events->reference, reference_attributes, values, REFERENCE_ATTRIBUTES, OWNED);
-}
-
-/* A store with tokens as a Stored. */
-static PyObject *make_stored(const Events *events, const PlainEvent *event)
-{
-    /* In the order of stored_names; borrowed references come last. */
-    enum { OWNED = 8 };
-    PyObject *values[STORED_ATTRIBUTES] = {
-        hashes_as_tuple(events->hashes + event->hashes, event->hashes_count),
-        event->has_parent ? PyLong_FromUnsignedLongLong(event->parent) : Py_NewRef(Py_None),
-        PyBytes_FromStringAndSize((const char *)(events->tokens + event->tokens), 4 * (Py_ssize_t)event->tokens_count),
-        PyLong_FromUnsignedLong(event->block_size),
-        PyTuple_New(0),
-        event->has_group ? PyLong_FromUnsignedLongLong(event->group) : Py_NewRef(Py_None),
-        PyLong_FromLong(0),
-        Py_NewRef(event->medium),
-        event->adapter,
-        event->tells_salts ? Py_True : Py_False,
-        Py_None,
-        Py_False,
-        reused(event),
-        Py_None,
-    };
-    return build_owned(events->stored, stored_attributes, values, STORED_ATTRIBUTES, OWNED);
-}
-
-/* So many zeros, as a tuple. */
-static PyObject *zeros(size_t count)
-{
-    PyObject *found = PyTuple_New((Py_ssize_t)count);
-    for (size_t i = 0; found != NULL && i < count; i++) {
-        PyObject *zero = PyLong_FromLong(0);
-        if (zero == NULL)
-            Py_CLEAR(found);
-        else
-            PyTuple_SetItem(found, (Py_ssize_t)i, zero);
-    }
-    return found;
-}
-
-/* A removal as a Removed. */
-static PyObject *make_removed(const Events *events, const PlainEvent *event)
-{
-    enum { OWNED = 4 };
-    PyObject *values[REMOVED_ATTRIBUTES] = {
-        hashes_as_tuple(events->hashes + event->hashes, event->hashes_count),
-        event->has_group ? PyLong_FromUnsignedLongLong(event->group) : Py_NewRef(Py_None),
-        PyLong_FromLong(0),
-        event->leaves_none ? zeros(event->hashes_count) : Py_NewRef(Py_None),
-        event->medium,
-        Py_None,
-    };
-    return build_owned(events->removed, removed_attributes, values, REMOVED_ATTRIBUTES, OWNED);
-}
-
-/* An event as an object; for an event that is left to Python, its position in the payload, (start, end). */
-static PyObject *make_event(const Events *events, const PlainEvent *event)
-{
-    if (event->kind == OTHER)
-        return Py_BuildValue("nn", event->start, event->end);
-    if (event->kind == CLEARING)
-        return Py_NewRef(events->cleared);
-    if (event->kind == REMOVAL)
-        return make_removed(events, event);
-    return event->tokens_count == 0 ? make_reference(events, event) : make_stored(events, event);
-}
-
-PyObject *list_events(const Events *events)
-{
-    PyObject *list = PyList_New((Py_ssize_t)events->count);
-    for (size_t i = 0; list != NULL && i < events->count; i++) {
-        PyObject *event = make_event(events, &events->events[i]);
-        if (event == NULL || PyList_SetItem(list, (Py_ssize_t)i, event) < 0)
-            Py_CLEAR(list);
-    }
-    return list;
 }
 
 /* ---- events that are alike ----------------------------------------------------------------------- */
@@ -182,35 +39,14 @@ static int is_equal(PyObject *one, PyObject *other)
     return PyObject_RichCompareBool(one, other, Py_EQ);
 }
 
-/* Whether two stores, or two removals, differ in nothing but their blocks. -1 with an exception. */
+/* Whether two events of one kind differ in nothing but their blocks. -1 with an exception. */
 static int are_alike(const PlainEvent *one, const PlainEvent *other)
 {
-    if (one->has_group != other->has_group || one->group != other->group || one->tells_salts != other->tells_salts || one->block_size != other->block_size ||
-        one->origin != other->origin || one->leaves_none != other->leaves_none)
+    if (one->window != other->window || one->is_dense != other->is_dense || one->has_group != other->has_group || one->group != other->group || one->tells_salts != other->tells_salts ||
+        one->block_size != other->block_size || one->origin != other->origin || one->leaves_none != other->leaves_none)
         return 0;
     const int is_same_medium = is_equal(one->medium, other->medium);
     return is_same_medium == 1 ? is_equal(one->adapter, other->adapter) : is_same_medium;
-}
-
-int stay_together(Events *events)
-{
-    const PlainEvent *first[2] = {NULL, NULL};
-    for (size_t i = 0; i < events->count; i++) {
-        const PlainEvent *event = &events->events[i];
-        if (event->kind > REMOVAL)
-            return 0;
-        if (event->kind == STORE && (event->tokens_count == 0 ||
-                                     event->tokens_count != (uint64_t)event->block_size * event->hashes_count))
-            return 0;
-        if (first[event->kind] == NULL)
-            first[event->kind] = event;
-        const int is_alike = are_alike(event, first[event->kind]);
-        if (is_alike != 1)
-            return is_alike;
-    }
-    if (first[STORE] != NULL)
-        events->block_size = first[STORE]->block_size;
-    return events->count > 0;
 }
 
 /* The first event of a kind; NULL if there is none. */
@@ -220,6 +56,45 @@ static const PlainEvent *first_of(const Events *events, uint8_t kind)
         if (events->events[i].kind == kind)
             return &events->events[i];
     return NULL;
+}
+
+/* Find the form of an event among those of the events before it, by the first event of each, or add one. Return whether
+ * there is room for it; -1 with an exception. */
+static int find_form(Events *events, PlainEvent *event, const PlainEvent **first)
+{
+    for (size_t form = 0; form < events->forms; form++) {
+        const int is_alike = first[form]->kind == event->kind ? are_alike(event, first[form]) : 0;
+        event->form = (uint8_t)form;
+        if (is_alike != 0)
+            return is_alike;
+    }
+    if (events->forms == FORMS_MAX)
+        return 0;
+    event->form = (uint8_t)events->forms;
+    first[events->forms++] = event;
+    return 1;
+}
+
+int keep_together(Events *events)
+{
+    const PlainEvent *first[FORMS_MAX];
+    size_t of_kind[2] = {0};
+    events->forms = 0;
+    for (size_t i = 0; i < events->count; i++) {
+        PlainEvent *event = &events->events[i];
+        if (event->kind > REFERENCE || (event->kind == STORE && !event->is_dense))
+            return APART;
+        const int is_found = find_form(events, event, first);
+        if (is_found != 1)
+            return is_found;
+    }
+    int keeping = events->forms == 0 ? APART : ALIKE;
+    for (size_t form = 0; form < events->forms; form++)
+        if (first[form]->kind > REMOVAL || ++of_kind[first[form]->kind] > 1)
+            keeping = MIXED;
+    const PlainEvent *store = first_of(events, STORE);
+    events->block_size = store == NULL ? 0 : store->block_size;
+    return keeping;
 }
 
 int are_of_one_kind(const Events *events, const Events *more)
@@ -264,12 +139,8 @@ static int sum_up(const Events *events, uint8_t kind, Py_ssize_t *count, Py_ssiz
         }
     if (first == NULL)
         *pattern = Py_NewRef(Py_None);
-    else {
-        PlainEvent without = *first;
-        without.hashes_count = without.tokens_count = 0;
-        without.has_parent = 0;
-        *pattern = kind == STORE ? make_stored(events, &without) : make_removed(events, &without);
-    }
+    else
+        *pattern = make_pattern(events, first);
     return *pattern != NULL;
 }
 
@@ -286,6 +157,30 @@ static PyObject *events_facts(PyObject *self, PyObject *ignored)
         return Py_BuildValue("nnNnnN", stores, blocks, store, removals, removed, removal);
     Py_XDECREF(store);
     return NULL;
+}
+
+/* forms() -> list[tuple[Event, int, int]]: of each form the first event without its blocks, how many events there are, and
+ * their hashes */
+static PyObject *events_forms(PyObject *self, PyObject *ignored)
+{
+    const Events *events = (Events *)self;
+    const PlainEvent *first[FORMS_MAX] = {NULL};
+    Py_ssize_t counts[FORMS_MAX] = {0}, hashes[FORMS_MAX] = {0};
+    for (size_t i = 0; i < events->count; i++) {
+        const PlainEvent *event = &events->events[i];
+        if (first[event->form] == NULL)
+            first[event->form] = event;
+        counts[event->form]++;
+        hashes[event->form] += (Py_ssize_t)event->hashes_count;
+    }
+    PyObject *forms = PyList_New((Py_ssize_t)events->forms);
+    for (size_t form = 0; forms != NULL && form < events->forms; form++) {
+        PyObject *pattern = make_pattern(events, first[form]);
+        PyObject *told = pattern == NULL ? NULL : Py_BuildValue("Nnn", pattern, counts[form], hashes[form]);
+        if (told == NULL || PyList_SetItem(forms, (Py_ssize_t)form, told) < 0)
+            Py_CLEAR(forms);
+    }
+    return forms;
 }
 
 /* hashes(start: int, end: int) -> list[int]: those of the stores among these events */
@@ -331,8 +226,7 @@ static int add_pattern(Events *events, const PlainEvent *event)
 static PyObject *events_patterns(PyObject *self, PyObject *before)
 {
     const Events *events = (Events *)self, *others = as_events(before);
-    Events *patterns = others == NULL ? NULL : new_events((PyObject *)events->stored, (PyObject *)events->reference,
-                                                          (PyObject *)events->removed, events->cleared);
+    Events *patterns = others == NULL ? NULL : new_events(&events->types);
     for (uint8_t kind = STORE; patterns != NULL && kind <= REMOVAL; kind++) {
         const PlainEvent *first = first_of(events, kind), *pattern = first == NULL ? first_of(others, kind) : first;
         if (pattern == NULL)
@@ -354,10 +248,11 @@ static void events_dealloc(PyObject *self)
     PyMem_Free(events->events);
     PyMem_Free(events->hashes);
     PyMem_Free(events->tokens);
-    Py_XDECREF((PyObject *)events->stored);
-    Py_XDECREF((PyObject *)events->reference);
-    Py_XDECREF((PyObject *)events->removed);
-    Py_XDECREF(events->cleared);
+    Py_XDECREF(events->types.stored);
+    Py_XDECREF(events->types.reference);
+    Py_XDECREF(events->types.window);
+    Py_XDECREF(events->types.removed);
+    Py_XDECREF(events->types.cleared);
     free_object(self);
 }
 
@@ -369,6 +264,11 @@ static PyMethodDef events_methods[] = {
            "/)\n--\n\nThose of the next batches, as far as these say nothing else besides their blocks."),
     METHOD("patterns", events_patterns, METH_O,
            "patterns($self, before, /)\n--\n\nThe first of each kind, also of those before, without their blocks."),
+    METHOD("run", events_run, METH_FASTCALL,
+           "run($self, start, position, hashes_max, parts, holders, forms, seed, full, piece_blocks, waves, /)\n--\n\n"
+           "Events of several forms, one after the other."),
+    METHOD("forms", events_forms, METH_NOARGS,
+           "forms($self, /)\n--\n\nOf each form an event without its blocks, the events, and their hashes."),
     METHOD("hashes", events_hashes, METH_FASTCALL, "hashes($self, start, end, /)\n--\n\nThose of some stores."),
     {NULL, NULL, 0, NULL},
 };

@@ -12,7 +12,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef enum { STORE, REMOVAL, CLEARING, OTHER } EventKind;
+/* The kinds of events. A window is a store of a group other than main attention, and a reference a store without tokens:
+ * both name blocks by their hashes alone. */
+typedef enum { STORE, REMOVAL, WINDOW, REFERENCE, CLEARING, OTHER } EventKind;
 
 /* Whether the blocks of a store were new to its engine, or announced again. */
 typedef enum { UNTOLD, FROM_NEW, FROM_REUSE } Origin;
@@ -23,11 +25,19 @@ typedef struct {
     uint64_t parent, group;
     size_t hashes, tokens; /* the positions of its first ones among those of all events */
     uint32_t hashes_count, tokens_count, block_size;
+    uint32_t window; /* of a window, in tokens; 0 if it is unknown */
     uint8_t kind, has_parent, has_group, tells_salts;
+    uint8_t is_dense;    /* of a store and of a window: it has the tokens of all its blocks */
+    uint8_t form;        /* the number of its form, if the events are kept together */
     uint8_t origin;      /* of a store: an Origin */
     uint8_t leaves_none; /* of a removal: it says that no copy of any block is left */
     Py_ssize_t start, end; /* in the payload */
 } PlainEvent;
+
+/* The types of the events in Python, and the object for a clear: references. */
+typedef struct {
+    PyObject *stored, *reference, *window, *removed, *cleared;
+} EventTypes;
 
 typedef struct {
     PyObject_HEAD
@@ -38,15 +48,15 @@ typedef struct {
     uint32_t *tokens; /* little-endian */
     size_t tokens_count, tokens_capacity;
     uint32_t block_size; /* of all stores, where the events are alike; 0 without a store */
-    PyTypeObject *stored, *reference, *removed; /* references, as the next one */
-    PyObject *cleared;
+    size_t forms;        /* how many forms the events have, if they are kept together */
+    EventTypes types;
 } Events;
 
 /* The object as Events, borrowed. NULL with an exception. */
 Events *as_events(PyObject *object);
 
-/* Events without any yet; `stored`, `reference` and `removed` are types, `cleared` an object. */
-Events *new_events(PyObject *stored, PyObject *reference, PyObject *removed, PyObject *cleared);
+/* Events without any yet, which become objects of these types. */
+Events *new_events(const EventTypes *types);
 
 /* Release the references of an event. */
 static inline void drop_event(PlainEvent *event)
@@ -55,6 +65,15 @@ static inline void drop_event(PlainEvent *event)
     Py_CLEAR(event->adapter);
 }
 
+/* Intern the names of the attributes of all events. 0 with an exception. */
+int intern_attributes(void);
+
+/* An event as an object; for an event that is left to Python, its position in the payload, (start, end). */
+PyObject *make_event(const Events *events, const PlainEvent *event);
+
+/* An event without its blocks, as an object. */
+PyObject *make_pattern(const Events *events, const PlainEvent *event);
+
 /* A list of all events, each as an object. */
 PyObject *list_events(const Events *events);
 
@@ -62,9 +81,18 @@ PyObject *list_events(const Events *events);
  * of `events` in their blocks only. -1 with an exception. */
 int are_of_one_kind(const Events *events, const Events *more);
 
-/* Whether all events are stores that are alike, each with the tokens of its blocks, and removals that are alike: the
- * block size of the stores is then that of the events. -1 with an exception. */
-int stay_together(Events *events);
+enum { FORMS_MAX = 16 };
+
+/* How the events of a batch are kept: as objects; together, all stores with their tokens, which are alike, and removals
+ * that are alike; or together, of several forms. */
+typedef enum { APART, ALIKE, MIXED } Keeping;
+
+/* How these events can be kept. Together, each has the number of its form: events of one form differ in their blocks only.
+ * The block size of the first store is that of the events. -1 with an exception. */
+int keep_together(Events *events);
+
+/* run(at, position, hashes_max, parts, holders, forms, seed, full, piece_blocks, waves); mixed.c */
+PyObject *events_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 
 /* go_on(payloads, ts, rank, publisher, events_max, hashes_max, medium, stored_fields, removed_fields); batches.c */
 PyObject *events_go_on(PyObject *self, PyObject *const *args, Py_ssize_t nargs);

@@ -16,9 +16,11 @@ static const Name field_names[FIELDS] = {
     NAME("lora_id"),      NAME("medium"),            NAME("lora_name"),      NAME("extra_keys"),
     NAME("group_idx"),    NAME("kv_cache_spec_kind"), NAME("locality"),      NAME("cache_salt"),
     NAME("block_mm_infos"), NAME("origin"), NAME("remaining_copy_counts"), NAME("component_type"),
-    NAME("type"),
+    NAME("kv_cache_spec_sliding_window"), NAME("type"),
 };
 static const Name main_attention[] = {NAME("full_attention"), NAME("mla_attention"), NAME("sink_full_attention")};
+static const Name states = NAME("mamba");
+static const Name windows[] = {NAME("sliding_window"), NAME("sliding_window_mla")};
 
 /* ---- where they are ------------------------------------------------------------------------------ */
 
@@ -268,17 +270,41 @@ int has_plain_keys(const Batch *batch, const Event *event, size_t count, const V
     return 1;
 }
 
-Outcome read_attention(const Batch *batch, const Event *fields)
+/* Whether a value is one of these names. */
+static int is_among(const Value *value, const Name *names, size_t count)
+{
+    int is_found = 0;
+    for (size_t i = 0; i < count; i++)
+        is_found |= is_name(value, &names[i]);
+    return is_found;
+}
+
+/* How many tokens a group must have before a boundary: a window includes the token that is computed next. 0 if the group
+ * needs something else. */
+static uint32_t window_of(const Batch *batch, const Event *fields, const Value *attention)
+{
+    Reader inside;
+    const Value tokens = value_at(batch, fields->at[WINDOW_TOKENS], &inside);
+    if (is_name(attention, &states))
+        return 1;
+    if (!is_among(attention, windows, 2) || tokens.kind != INTEGER || tokens.number == 0 || tokens.number > UINT32_MAX)
+        return 0;
+    return tokens.number == 1 ? 1 : (uint32_t)tokens.number - 1;
+}
+
+Outcome read_attention(const Batch *batch, const Event *fields, PlainEvent *event)
 {
     Reader inside;
     const Value value = value_at(batch, fields->at[ATTENTION], &inside);
     if (value.kind != NIL && (value.kind != TEXT || !is_ascii(&value)))
         return UNUSUAL;
-    int is_main = value.kind == NIL;
-    for (size_t i = 0; i < sizeof main_attention / sizeof *main_attention; i++)
-        is_main |= is_name(&value, &main_attention[i]);
-    /* Another group may have a window, which has rules of its own. */
-    return is_main ? READ : UNUSUAL;
+    if (value.kind == NIL || is_among(&value, main_attention, sizeof main_attention / sizeof *main_attention))
+        return READ;
+    if (fields->elements > 0) /* a list may have the length of the window behind the fields that are read */
+        return UNUSUAL;
+    event->kind = WINDOW;
+    event->window = window_of(batch, fields, &value);
+    return READ;
 }
 
 Outcome read_origin(const Batch *batch, const Event *fields, PlainEvent *event)

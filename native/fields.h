@@ -28,6 +28,7 @@ typedef enum {
     ORIGIN,
     COPY_COUNTS,
     COMPONENT,
+    WINDOW_TOKENS,
     TYPE,
     FIELDS,
 } Field;
@@ -122,8 +123,9 @@ Outcome read_copy_counts(const Batch *batch, const Event *fields, PlainEvent *ev
 /* Whether the extra keys of `count` blocks name nothing but the adapter of the event. */
 int has_plain_keys(const Batch *batch, const Event *event, size_t count, const Value *adapter);
 
-/* Whether the blocks are of the attention that a prefix needs; the event may say nothing. */
-Outcome read_attention(const Batch *batch, const Event *fields);
+/* Whether the blocks are of the attention that a prefix needs; the event may say nothing. Otherwise it becomes a
+ * WINDOW. */
+Outcome read_attention(const Batch *batch, const Event *fields, PlainEvent *event);
 
 /* The next event; UNUSUAL leaves the reader anywhere in it. */
 Outcome read_event(Batch *batch, PlainEvent *found);

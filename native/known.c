@@ -5,6 +5,16 @@
 
 #include "plain.h"
 
+static PyTypeObject *known_type;
+
+KnownBlocks *as_known(PyObject *object)
+{
+    if (Py_TYPE(object) == known_type)
+        return (KnownBlocks *)object;
+    PyErr_Format(PyExc_TypeError, "there must be KnownBlocks, not %R", (PyObject *)Py_TYPE(object));
+    return NULL;
+}
+
 /* ---- blocks as objects, objects as numbers ------------------------------------------------------- */
 
 /* A block as a Spot: place, namespace, depth, key. */
@@ -354,6 +364,5 @@ static PyType_Spec known_spec = {"waymark._native.KnownBlocks", sizeof(KnownBloc
 
 int add_known(PyObject *module)
 {
-    static PyTypeObject *known_type;
     return choose_secret() ? add_type(module, "KnownBlocks", &known_spec, &known_type) : -1;
 }

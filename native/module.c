@@ -26,7 +26,9 @@
  *     Parts        what changes in the index                                                      parts.c
  *                  from Python, for each shard, and as the script of Redis reads it               adding.c, shares.c, calls.c
  *     Waves        the blocks of parts that other shards may have to wait for                      waves.c
- *     Events       plain events of one batch that differ in their blocks alone                    events.c
+ *     Events       plain events of one batch                                                      events.c
+ *                  as objects                                                                     event_objects.c
+ *                  its method for events of several forms                                         mixed.c
  *
  * The module is optional: app/waymark/base/native.py has the types and says where the same is done in Python; the same tests
  * run over both. No function raises for what a client sent: `cut` returns None
@@ -52,7 +54,8 @@ static PyMethodDef methods[] = {
     ENTRY(hash_blocks, "tokens, block_size, seed, parent, namespace", "The keys of a prompt's blocks."),
     ENTRY(hash_keys, "seq_hashes, namespace", "The keys of blocks whose seq_hashes are known."),
     ENTRY(chain, "local_hashes, seed, parent", "The keys of blocks whose tokens are hashed already."),
-    ENTRY(read_batch, "payload, events_max, stored, reference, removed, cleared, medium, stored_fields, removed_fields",
+    ENTRY(read_batch,
+          "payload, events_max, stored, reference, window, removed, cleared, medium, stored_fields, removed_fields",
           "The plain events of a batch; None where the batch is unusual."),
     ENTRY(row_runs, "keys, rows", "Runs of equal holders, as far as the row of each piece decides by itself."),
     ENTRY(piece_runs, "keys, values", "Runs of equal holders in one piece, by its row and branch rows."),

@@ -11,6 +11,9 @@
 /* A sequence of numbers, whose length goes into *count, in memory that PyMem_Free frees. NULL with an exception. */
 uint64_t *read_numbers(PyObject *sequence, size_t *count);
 
+/* The object as KnownBlocks, borrowed. NULL with an exception. */
+KnownBlocks *as_known(PyObject *object);
+
 /* The block that is the first of its key, in the table. NULL with an exception. */
 Block *first_block(KnownBlocks *known, PyObject *key);
 

@@ -10,6 +10,15 @@ enum { TELLS_SALTS_FROM = 9 }; /* elements of a list: with this many it has a pl
 static const Name stored_tag = NAME("BlockStored"), removed_tag = NAME("BlockRemoved"),
                   cleared_tag = NAME("AllBlocksCleared"), local = NAME("LOCAL");
 
+/* Forget all of a store but what counts where hashes alone name its blocks. */
+static void keep_hashes(PlainEvent *event)
+{
+    event->is_dense = event->is_dense && event->kind == WINDOW;
+    event->tokens_count = 0;
+    event->has_parent = event->tells_salts = 0;
+    Py_CLEAR(event->adapter);
+}
+
 /* A store, from its fields. */
 static Outcome read_stored(Batch *batch, const Event *fields, PlainEvent *event)
 {
@@ -30,13 +39,18 @@ static Outcome read_stored(Batch *batch, const Event *fields, PlainEvent *event)
     if (outcome == READ)
         outcome = read_group(batch, fields, event);
     if (outcome == READ)
-        outcome = read_attention(batch, fields);
+        outcome = read_attention(batch, fields, event);
     if (outcome == READ)
         outcome = read_origin(batch, fields, event);
     if (outcome == READ && !has_plain_keys(batch, fields, event->hashes_count, &adapter))
         outcome = UNUSUAL;
     event->block_size = (uint32_t)block_size;
     event->tells_salts = fields->elements == 0 || fields->elements >= TELLS_SALTS_FROM;
+    event->is_dense = event->tokens_count == block_size * event->hashes_count;
+    if (event->kind == STORE && event->tokens_count == 0)
+        event->kind = REFERENCE;
+    if (event->kind != STORE)
+        keep_hashes(event);
     return outcome;
 }
 
@@ -101,7 +115,8 @@ Outcome read_event(Batch *batch, PlainEvent *found)
     if (!read_value(&batch->reader, &head) || head.kind < LIST || !find_fields(&batch->reader, &head, &event))
         return UNUSUAL;
     const Value tag = value_at(batch, event.at[TYPE], &inside), locality = value_at(batch, event.at[LOCALITY], &inside);
-    if (!has_none_of(batch, &event, of_maps, 3) || (locality.kind != NIL && !is_name(&locality, &local)))
+    const Value window = value_at(batch, event.at[WINDOW_TOKENS], &inside);
+    if (!is_simple(&window) || !has_none_of(batch, &event, of_maps, 3) || (locality.kind != NIL && !is_name(&locality, &local)))
         return UNUSUAL;
     if (is_name(&tag, &stored_tag)) {
         const int is_usual = cut_fields(batch, &event, batch->stored_fields) && has_none_of(batch, &event, of_removals, 1);

@@ -3,9 +3,6 @@
 
 #include "runs.h"
 
-/* The last position of a hash: that of its block in a part is STEP times as high, and 1 more. */
-#define HASH_POSITION_MAX ((POSITION_MAX - 1) / STEP)
-
 /* The position of the first hash of a batch that follows. */
 enum { FIRST_POSITION = 1 };
 
@@ -26,8 +23,7 @@ int add_blocks(Run *run, const Part *part, int64_t position, const Block *blocks
     return add_to_parts(run->parts, part, STEP * position + 1, run->some, count, copies);
 }
 
-/* Free the memory for an event. */
-static void free_room(Run *run)
+void free_event_room(Run *run)
 {
     PyMem_Free(run->keys);
     PyMem_Free(run->blocks);
@@ -36,12 +32,11 @@ static void free_room(Run *run)
     PyMem_Free(run->some);
 }
 
-/* Memory for the blocks of an event. 0 with an exception. */
-static int make_room(Run *run, size_t hashes)
+int make_event_room(Run *run, size_t hashes)
 {
     if (hashes <= run->room)
         return 1;
-    free_room(run);
+    free_event_room(run);
     run->room = hashes + PIECE_BLOCKS;
     run->keys = PyMem_New(uint64_t, run->room);
     run->blocks = PyMem_New(Block, run->room);
@@ -127,9 +122,7 @@ int store_new(KnownBlocks *known, Run *run, const Store *store, const uint64_t *
     return 1;
 }
 
-/* A store of a run, at `position`. 1 if it was plain, 0 if not and nothing has changed, -1 with an
- * exception; some of it may be done then. */
-static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position)
+int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position)
 {
     Chain chain = {.state = run->state};
     Store store = {.hashes = run->events->hashes + event->hashes, .keys = run->keys, .count = event->hashes_count,
@@ -164,8 +157,7 @@ static int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int6
     return 1;
 }
 
-/* The same with a removal. */
-static int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position)
+int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position)
 {
     const uint64_t *hashes = run->events->hashes + event->hashes;
     const size_t count = event->hashes_count;
@@ -203,11 +195,11 @@ static int run_events(KnownBlocks *known, Run *run, size_t *at, int64_t *positio
     size_t hashes = 0;
     for (; *at < run->events->count && hashes < hashes_max; ++*at) {
         const PlainEvent *event = &run->events->events[*at];
-        if (!(run->may & (event->kind == STORE ? MAY_STORE : MAY_REMOVE)))
+        if (event->kind > REMOVAL || !(run->may & (event->kind == STORE ? MAY_STORE : MAY_REMOVE)))
             break;
         if (!are_positions(*position, event->hashes_count, 1, HASH_POSITION_MAX))
             return *at > first || refuse_positions(*position, event->hashes_count, HASH_POSITION_MAX);
-        if (!make_room(run, event->hashes_count))
+        if (!make_event_room(run, event->hashes_count))
             return 0;
         const int is_plain = event->kind == STORE ? run_store(known, run, event, *position)
                                                   : run_removal(known, run, event, *position);
@@ -318,7 +310,7 @@ PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     const int is_done = read_neighbours(known, &run, args[14]) &&
                         run_batches(known, &run, &at, &position, hashes_max, args[12], &begun);
     PyMem_Free(run.neighbours);
-    free_room(&run);
+    free_event_room(&run);
     if (!is_done)
         return NULL;
     return Py_BuildValue("nLnnnnnnnN", (Py_ssize_t)at, (long long)position, run.stores, run.stored, run.removed,

@@ -1,5 +1,5 @@
 /* The declarations that the files of a run of plain events share: runs.c has the run, copies.c the blocks with several
- * copies. */
+ * copies, mixed.c the run of events of several forms. */
 
 #ifndef WAYMARK_RUNS_H
 #define WAYMARK_RUNS_H
@@ -26,6 +26,9 @@ typedef struct {
     uint64_t holder;
     int is_generation;
 } Neighbour;
+
+/* The last position of a hash: that of its block in a part is STEP times as high, and 1 more. */
+#define HASH_POSITION_MAX ((POSITION_MAX - 1) / STEP)
 
 /* The common facts of all events of a run, and memory for one event. */
 typedef struct {
@@ -92,12 +95,29 @@ KnownBlocks *owner_of(KnownBlocks *known, const Run *run, size_t at);
 /* The end of the collected blocks from `start` on that go together: as `end_of_group`, in one table. */
 size_t end_of_owned(const Run *run, size_t start, size_t count);
 
+/* Memory for the blocks of an event. 0 with an exception. */
+int make_event_room(Run *run, size_t hashes);
+
+/* Free it. */
+void free_event_room(Run *run);
+
+/* A store of a run, at `position`. 1 if it was plain, 0 if not and nothing has changed, -1 with an exception; some of it
+ * may be done then. */
+int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position);
+
+/* The same with a removal. */
+int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position);
+
 /* ---- copies.c ------------------------------------------------------------------------------------- */
 
 /* A store whose first blocks are here, and whose others are new; in *known_blocks how many are here. 1, 0 if it is
  * not so and nothing has changed, -1 with an exception; some of it may be done then. */
 int store_again(KnownBlocks *known, Run *run, const PlainEvent *event, Store *store, const uint64_t *above,
                 int64_t position, size_t *known_blocks);
+
+/* Store a block that is here, with a single hash, once more. `part` describes it, and says what it waits for. 0 with an
+ * exception. */
+int add_again(KnownBlocks *known, Run *run, const PlainEvent *event, Block *block, Part *part, int64_t position);
 
 /* A removal of the collected blocks, some of which have several copies, or one that a removal has left. 1, or -1 with
  * an exception; some of it may be done then. */

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from tools.sanitize.batches import BATCHES
+from tools.sanitize.batches import BATCHES, EVENT_TYPES
 from tools.sanitize.targets import TARGETS
 from waymark.base import native
 from waymark.base.errors import StaleBuild
-from waymark.domain.events import Cleared, Removed, Stored, StoredReference
 from waymark.domain.known import KnownBlocks, Places
 from waymark.domain.media import normal_medium
 from waymark.domain.parts import PackedParts
@@ -197,15 +196,15 @@ CALLS: dict[str, tuple[tuple[Any, ...], ...]] = {
         ([0.5], [0.5], 1, "1"),
     ),
     "read_batch": (
-        *((payload, 99, Stored, StoredReference, Removed, Cleared(), normal_medium, 10, 3) for payload in BATCHES),
-        (BATCHES[0], 99, Stored, StoredReference, Removed, Cleared(), (lambda _: None), 10, 3),
-        (BATCHES[0], 99, Stored, StoredReference, Removed, Cleared(), 5, 10, 3),
-        (BATCHES[0], -1, Stored, Removed, Cleared(), normal_medium, 10, 3),
-        *((payload, 99, Stored, StoredReference, Removed, Cleared(), normal_medium, 7, 2) for payload in BATCHES),
-        (BATCHES[0], 99, Stored, StoredReference, Removed, Cleared(), normal_medium, 0, 2),
-        (BATCHES[0], 99, Stored, StoredReference, Removed, Cleared(), normal_medium, 7, 4),
-        (BATCHES[0], 99, 5, StoredReference, Removed, Cleared(), normal_medium, 10, 3),
-        ("", 99, Stored, StoredReference, Removed, Cleared(), normal_medium, 10, 3),
+        *((payload, 99, *EVENT_TYPES, normal_medium, 10, 3) for payload in BATCHES),
+        (BATCHES[0], 99, *EVENT_TYPES, (lambda _: None), 10, 3),
+        (BATCHES[0], 99, *EVENT_TYPES, 5, 10, 3),
+        (BATCHES[0], -1, *EVENT_TYPES, normal_medium, 10, 3),
+        *((payload, 99, *EVENT_TYPES, normal_medium, 7, 2) for payload in BATCHES),
+        (BATCHES[0], 99, *EVENT_TYPES, normal_medium, 0, 2),
+        (BATCHES[0], 99, *EVENT_TYPES, normal_medium, 7, 4),
+        (BATCHES[0], 99, 5, *EVENT_TYPES[1:], normal_medium, 10, 3),
+        ("", 99, *EVENT_TYPES, normal_medium, 10, 3),
     ),
 }
 

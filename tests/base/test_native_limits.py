@@ -15,8 +15,8 @@ from typing import Any
 import msgpack
 import pytest
 
+from tools.sanitize.batches import EVENT_TYPES
 from waymark.base import native
-from waymark.domain.events import Cleared, Removed, Stored, StoredReference
 from waymark.domain.known import COUNTS, MAY_REMOVE, MAY_REPEAT, MAY_STORE, NOTES_LEFT, Spot
 from waymark.domain.parts import Part
 from waymark.domain.rows import Place
@@ -104,12 +104,36 @@ def frames_call(tables: Tables, events: Any, payloads: Any, *, seq: Any = 1, **c
     return tables.known.run_frames, *first, (tables.gone,), may, values["prefixes"]
 
 
+WINDOW = {"type": "BlockStored", "block_hashes": [1, 2], "block_size": 1, "group_idx": 1, "kv_cache_spec_kind": "mamba"}
+MIXED: list[Any] = [
+    ["BlockStored", [1, 2, 3], None, [1, 2, 3], 1, None, "GPU"],
+    WINDOW,
+    WINDOW,
+    WINDOW | {"block_hashes": [9], "medium": "CPU", "group_idx": 2},
+    {"type": "BlockRemoved", "block_hashes": [2], "group_idx": 1},
+    {"type": "BlockRemoved", "block_hashes": [8], "group_idx": 1},
+    ["BlockRemoved", [3], "GPU"],
+]
+#: The ways of the forms of ``MIXED``: a table of its own has the windows.
+FORMS = ((3, 0, 0, 1, 99), (4, 1, 0, 1, 99), (2, 0, 0, 128, 99), (7, 1, 0, 1, 999), (6, 0, 0, 1, 999))
+
+
+def mixed_call(tables: Tables, events: Any, **changes: Any) -> tuple[Any, ...]:
+    """A call of ``Events.run`` with two holders: the method and its arguments."""
+    windows, gone = tables.loops.KnownBlocks(tables.places, True), (tables.gone,)
+    holders = (
+        (tables.known, 7, gone, ((8, windows, False),), COUNTS),
+        (windows, 8, gone, ((7, tables.known, False),), COUNTS),
+    )
+    values = {"at": 0, "position": 1, "hashes_max": 99, "parts": tables.parts, "holders": holders, "forms": FORMS}
+    values |= {"seed": 7, "full": {}, "piece_blocks": 32, "waves": tables.waves} | changes
+    return events.run, *values.values()
+
+
 def read(
     loops: native.NativeFunctions, events: Sequence[Any], medium: Callable[[str | None], Any] = lambda _: "GPU"
 ) -> Any:
-    found = loops.read_batch(
-        msgpack.packb([1.5, events, 0]), 99, Stored, StoredReference, Removed, Cleared(), medium, 10, 3
-    )
+    found = loops.read_batch(msgpack.packb([1.5, events, 0]), 99, *EVENT_TYPES, medium, 10, 3)
     assert found is not None
     return found[1]
 
@@ -243,7 +267,7 @@ def test_an_exception_of_a_comparison_is_that_of_the_call(loops: native.NativeFu
 def test_an_event_has_2048_hashes_at_most_to_be_plain(loops: native.NativeFunctions) -> None:
     for count in (2047, 2048, 2049, 2050, 4096, 4097):
         payload = msgpack.packb([1.5, [["BlockRemoved", list(range(1, count + 1)), "GPU"]], 0])
-        found = loops.read_batch(payload, 99, Stored, StoredReference, Removed, Cleared(), lambda _: "GPU", 10, 3)
+        found = loops.read_batch(payload, 99, *EVENT_TYPES, lambda _: "GPU", 10, 3)
         assert found is not None
         assert found[4] == (count > 2048)
 
@@ -251,7 +275,7 @@ def test_an_event_has_2048_hashes_at_most_to_be_plain(loops: native.NativeFuncti
 def test_a_batch_has_as_many_events_as_it_may(loops: native.NativeFunctions) -> None:
     payload = msgpack.packb([1.5, EVENTS, 0])
     for most in range(6):
-        found = loops.read_batch(payload, most, Stored, StoredReference, Removed, Cleared(), lambda _: "GPU", 10, 3)
+        found = loops.read_batch(payload, most, *EVENT_TYPES, lambda _: "GPU", 10, 3)
         assert (found is None) == (most < len(EVENTS))
 
 
@@ -563,6 +587,80 @@ ALLOCATIONS = 40
 """More than any of these calls makes before it is done, or before all of its kinds have come."""
 
 
+def test_events_of_several_forms_are_run_in_order(loops: native.NativeFunctions, tables: Tables) -> None:
+    run, *arguments = mixed_call(tables, read(loops, MIXED))
+    at, position, hashes, holders, forms = run(*arguments)
+    assert (at, position, hashes) == (7, 3 + 2 + 2 + 128 + 1 + 1 + 1 + 1, 11)
+    assert holders == [(3, 1, 0, 0, False), (2, 0, 0, 0, False)]
+    assert forms == [(1, 0), (2, 0), (1, 0), (2, 0), (1, 0)]
+    assert [(part.kind, part.holder, part.hashes, part.copies) for part in tables.parts] == [
+        ("+", 7, [1, 2, 3], []),
+        ("+", 8, [1, 2], []),
+        ("+", 8, [1, 2], [b"2", b"2"]),
+        ("*", 8, [2], [b"0"]),
+        ("-", 7, [3], []),
+    ]
+
+
+def test_a_run_of_several_forms_ends_before_a_position_that_a_form_does_not_have(
+    loops: native.NativeFunctions, tables: Tables
+) -> None:
+    run, *arguments = mixed_call(tables, read(loops, MIXED), forms=((3, 0, 0, 1, 0), *FORMS[1:]))
+    assert run(*arguments)[:3] == (0, 1, 0)
+    run, *arguments = mixed_call(tables, read(loops, MIXED), hashes_max=4)
+    assert run(*arguments)[:3] == (2, 6, 5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"at": 8},
+        {"at": -1},
+        {"position": 2**63},
+        {"parts": None},
+        {"holders": ()},
+        {"holders": None},
+        {"holders": (1,)},
+        {"holders": ((1, 2, 3, 4, 5),) * 2},
+        {"holders": ((),) * 17},
+        {"forms": FORMS[1:]},
+        {"forms": None},
+        {"forms": ((8, 0, 0, 1, 99), *FORMS[1:])},
+        {"forms": ((-1, 0, 0, 1, 99), *FORMS[1:])},
+        {"forms": ((3, 2, 0, 1, 99), *FORMS[1:])},
+        {"forms": ((3, -1, 0, 1, 99), *FORMS[1:])},
+        {"forms": ((3, 0, 0, -1, 99), *FORMS[1:])},
+        {"forms": ((3, 0, 0, 1), *FORMS[1:])},
+        {"forms": (None, *FORMS[1:])},
+        {"full": None},
+        {"piece_blocks": 33},
+        {"waves": None},
+    ],
+    ids=str,
+)
+def test_what_is_no_argument_of_a_run_of_several_forms_is_refused(
+    loops: native.NativeFunctions, tables: Tables, changes: dict[str, Any]
+) -> None:
+    run, *arguments = mixed_call(tables, read(loops, MIXED), **changes)
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        run(*arguments)
+    assert len(tables.known) == len(tables.parts) == 0
+
+
+def test_a_holder_has_tables_of_its_own_places(loops: native.NativeFunctions, tables: Tables) -> None:
+    other = Tables(loops)
+    for holder in (
+        (tables.known, 7, (other.gone,), (), 0),
+        (tables.known, 7, (tables.gone,), ((8, other.known, False),), 0),
+        (tables.known, 7, (tables.gone,), ((8, tables.known, False),), 0),
+        (tables.known, 7, (), (), 0),
+        (tables.gone, 7, (tables.known,), (), 0),
+    ):
+        run, *arguments = mixed_call(tables, read(loops, MIXED), holders=(holder, holder))
+        with pytest.raises((TypeError, ValueError)):
+            run(*arguments)
+
+
 def failing(at: int, function: Callable[..., object], *arguments: Any) -> bool:
     """Call with the allocation ``at`` failing, and only that one; whether there was no memory."""
     testcapi = pytest.importorskip("_testcapi", reason="this Python comes without its own tests")
@@ -624,10 +722,12 @@ def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Nat
         again = read(loops, [EVENTS[0], EVENTS[0], ["BlockRemoved", [1, 2, 3], "GPU"]]), *run[1:]
         row = b"78" * 8 + b"0 17:1"
         return [
-            (loops.read_batch, payload, 99, Stored, StoredReference, Removed, Cleared(), str, 10, 3),
+            (loops.read_batch, payload, 99, *EVENT_TYPES, str, 10, 3),
             (known.extend, None, hashes, tokens, 1, 7, 0, {}, 32, beside),
             (known.take, hashes, beside),
             (known.run, *run),
+            mixed_call(tables, read(loops, MIXED)),
+            (read(loops, MIXED).forms,),
             (known.run, *again),
             (tables.add, 50, b"1"),
             (parts.add_block, "-", 7, 2**20, (Place(5), 0, 1, 7), 9, True, False, None, b"1", True),

@@ -22,7 +22,7 @@ from tests.unit import seeds
 from waymark.base import native
 from waymark.domain import stream_blocks
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Batch, PlainEvents, Removed, Stored
+from waymark.domain.events import Batch, MixedEvents, PlainEvents, Removed, Stored
 from waymark.domain.generations import BlockBounds
 from waymark.domain.life_facts import UNTRUSTED
 from waymark.domain.moves import Moves
@@ -71,7 +71,7 @@ class Stream:
     def __init__(self, *, is_native: bool, is_whole: bool, **options: Any) -> None:
         self.is_native, self.is_whole = is_native, is_whole
         self._shards = options.get("shards", 1)
-        self.runs = self.joined = 0
+        self.runs = self.mixed = self.joined = 0
         native.select(is_native)
         self.index = Index(options.pop("of", None), **options)
         self._decode: Decoder = decoder(self.index.registration.kind, seed=1337)
@@ -80,6 +80,7 @@ class Stream:
         native.select(self.is_native)
         batches = self._batches(payloads)
         self.runs += sum(isinstance(batch.events, PlainEvents) for batch in batches)
+        self.mixed += sum(isinstance(batch.events, MixedEvents) for batch in batches)
         self.index.fold(*(batches if self.is_whole else [replace(each, events=tuple(each.events)) for each in batches]))
 
     def _batches(self, payloads: Sequence[bytes]) -> list[Batch]:

@@ -55,6 +55,8 @@ def listed(*values: Any) -> list[Any]:
     return ["BlockStored", *values]
 
 
+WINDOW = stored(group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=64)
+
 PLAIN: dict[str, Any] = {
     "map": stored(),
     "all fields": stored(lora_id=None, lora_name=None, extra_keys=[None, None], group_idx=0)
@@ -87,13 +89,34 @@ PLAIN: dict[str, Any] = {
     "a list of removed": ["BlockRemoved", [1, 2]],
     "a longer list of removed": ["BlockRemoved", [1, 2], "DISK", 3],
     "a list of removed with more": ["BlockRemoved", [1, 2], "DISK", 3, 4, "x", 6, 7, 8, b"y", 10, 11],
+    "a window": WINDOW,
+    "a window of one token": WINDOW | {"kv_cache_spec_kind": "sliding_window_mla", "kv_cache_spec_sliding_window": 1},
+    "a window of the most tokens": WINDOW | {"kv_cache_spec_sliding_window": 2**32 - 1},
+    "a window that is too long": WINDOW | {"kv_cache_spec_sliding_window": 2**32},
+    "an empty window": WINDOW | {"kv_cache_spec_sliding_window": 0},
+    "a window without a length": WINDOW | {"kv_cache_spec_sliding_window": None},
+    "a window whose length is true": WINDOW | {"kv_cache_spec_sliding_window": True},
+    "a window without its tokens": WINDOW | {"token_ids": [], "block_size": 0, "origin": "REUSED"},
+    "a window with some tokens": WINDOW | {"token_ids": [1, 2, 3], "lora_name": "a", "extra_keys": [["a"], None]},
+    "states": stored(kv_cache_spec_kind="mamba"),
+    "states with a length": WINDOW | {"kv_cache_spec_kind": "mamba", "group_idx": None},
+    "another attention": WINDOW | {"kv_cache_spec_kind": "chunked_local"},
+    "a removal with the length of a window": {"type": "BlockRemoved", "block_hashes": [1]}
+    | {"kv_cache_spec_sliding_window": 64},
     "cleared": {"type": "AllBlocksCleared"},
     "a list of cleared": ["AllBlocksCleared"],
 }
 
 OTHERS: dict[str, Any] = {
-    "states": stored(kv_cache_spec_kind="mamba"),
-    "a window": stored(kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=64),
+    "a list of a window": listed([1, 2], 2, [1, 2], 1, None, "GPU", None, None, 1, "sliding_window", 128),
+    "a window with a bad adapter": WINDOW | {"lora_name": 7},
+    "a window with a token too large": WINDOW | {"token_ids": [2**32]},
+    "a window with an image": WINDOW | {"extra_keys": [None, [["image", 3]]]},
+    "a window that is its own parent": WINDOW | {"parent_block_hash": 2},
+    "a length of a window that is none": WINDOW | {"kv_cache_spec_sliding_window": [64]},
+    "a length of a window in another script": WINDOW | {"kv_cache_spec_sliding_window": "ü"},
+    "no length of a window": stored(kv_cache_spec_sliding_window={}),
+    "the length of a window of a removal": {"type": "BlockRemoved", "block_hashes": [1], "kv_cache_spec_kind": "x"},
     "a salt": stored(cache_salt="s"),
     "a salt in the keys": stored(extra_keys=[["salt"], None], parent_block_hash=None),
     "images": stored(block_mm_infos=[None, {"mm": 1}]),

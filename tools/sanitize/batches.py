@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgpack
+
+from waymark.domain.events import Cleared, Removed, Stored, StoredReference, StoredWindow
 
 STORED = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"]
 STORED += ["extra_keys", "group_idx", "kv_cache_spec_kind"]
 REMOVED = ["block_hashes", "medium", "group_idx"]
 OF_MAPS = ["cache_salt", "block_mm_infos", "locality", "origin", "remaining_copy_counts", "type"]
+OF_MAPS += ["kv_cache_spec_sliding_window"]
 MAIN = ["full_attention", "mla_attention", "sink_full_attention"]
-HASHES_MAX, DEPTH_MAX = 2048, 16
+HASHES_MAX, DEPTH_MAX, FORMS_MAX = 2048, 16, 16
+#: What ``read_batch`` makes of events.
+EVENT_TYPES: tuple[type, type, type, type, object] = (Stored, StoredReference, StoredWindow, Removed, Cleared())
 #: The bytes of the number behind each head of msgpack.
 WIDTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2}
 WIDTHS |= {0xD2: 4, 0xD3: 8, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
@@ -136,6 +142,7 @@ def _event(
     event: object,
     stored: Callable[..., Any],
     reference: Callable[..., Any],
+    window: Callable[..., Any],
     removed: Callable[..., Any],
     cleared: object,
     medium: Any,
@@ -146,6 +153,7 @@ def _event(
     named, elements = _fields(event, list_fields)
     tag = named.get("type")
     _require(isinstance(tag, Text))
+    _simple(named.get("kv_cache_spec_sliding_window"))
     _require(all(named.get(field) is None for field in OF_MAPS[:2]))
     locality, origin, counts = (named.get(field) for field in OF_MAPS[2:5])
     _require(locality is None or (isinstance(locality, Text) and locality == b"LOCAL"))
@@ -155,7 +163,7 @@ def _event(
     _require(tag in (b"BlockStored", b"BlockRemoved"))
     hashes = _hashes(named.get("block_hashes"))
     if tag == b"BlockRemoved":
-        told = [*REMOVED, "locality", "remaining_copy_counts", "type"]
+        told = [*REMOVED, "locality", "remaining_copy_counts", "type", "kv_cache_spec_sliding_window"]
         _require(all(value is None for name, value in named.items() if name not in told))
         if counts is not None:
             _require(type(counts) is list and len(counts) == len(hashes))
@@ -184,7 +192,7 @@ def _event(
     else:
         adapter = None if lora_id is None else _integer(lora_id, 2**63 - 1)
     group, attention = named.get("group_idx"), _text(named.get("kv_cache_spec_kind"))
-    _require(attention is None or attention in MAIN)
+    _require(attention is None or attention in MAIN or not elements)
     keys = named.get("extra_keys")
     if keys is not None:
         _require(type(keys) is list and len(keys) == len(hashes))
@@ -194,6 +202,10 @@ def _event(
         None if group is None else _integer(group, 2**32 - 1),
         None if origin is None else origin == b"REUSED",
     )
+    if attention is not None and attention not in MAIN:
+        is_dense = len(tokens) == size * len(hashes)
+        span = _window(attention, named.get("kv_cache_spec_sliding_window"))
+        return window(hashes, name, group, span, size, is_dense, is_reused=is_reused)
     if not tokens:
         return reference(engine_hashes=hashes, medium=name, block_size=size, group=group, is_reused=is_reused)
     return stored(
@@ -207,6 +219,35 @@ def _event(
         tells_salts=not elements or elements >= 9,
         is_reused=is_reused,
     )
+
+
+def _window(attention: str, tokens: object) -> int | None:
+    if attention == "mamba":
+        return 1
+    if attention in ("sliding_window", "sliding_window_mla") and type(tokens) is int and 0 < tokens < 2**32:
+        return max(1, tokens - 1)
+    return None
+
+
+def keeping(events: list[Any]) -> str:
+    """Return how events are kept: ``alike``, ``mixed``, or ``apart``."""
+    forms = {}
+    for each in events:
+        if isinstance(each, Stored) and len(each.tokens) != 4 * each.block_size * len(each.engine_hashes):
+            return "apart"
+        if not isinstance(each, Stored | StoredReference | StoredWindow | Removed):
+            return "apart"
+        without: dict[str, Any] = {"engine_hashes": ()}
+        if isinstance(each, Stored):
+            without |= {"tokens": b"", "parent": None}
+        elif isinstance(each, Removed):
+            without |= {"copies_left": each.copies_left and ()}
+        forms[replace(each, **without), getattr(each, "tells_salts", None)] = type(each)
+    kinds = list(forms.values())
+    if not forms or len(forms) > FORMS_MAX:
+        return "apart"
+    is_alike = set(kinds) <= {Stored, Removed} and len(kinds) == len(set(kinds))
+    return "alike" if is_alike else "mixed"
 
 
 def _is_text(value: object) -> bool:
@@ -223,6 +264,7 @@ def read_batch(
     events_max: int,
     stored: Callable[..., Any],
     reference: Callable[..., Any],
+    window: Callable[..., Any],
     removed: Callable[..., Any],
     cleared: object,
     medium: Any,
@@ -250,13 +292,13 @@ def read_batch(
             event, at = _value(payload, at)
             try:
                 found.append(
-                    _event(event, stored, reference, removed, cleared, medium, (stored_fields, removed_fields))
+                    _event(event, stored, reference, window, removed, cleared, medium, (stored_fields, removed_fields))
                 )
             except NotPlain:
                 found.append((start, at))
                 others += 1
         is_id = type(publisher) is bytes and len(publisher) == 16
-        return _number(ts), found, _number(rank), publisher if is_id else None, others
+        return _number(ts), found, _number(rank), publisher if is_id else None, others, keeping(found) == "mixed"
     except NotPlain:
         return None
 
@@ -287,6 +329,8 @@ EVENTS: list[Any] = [
     ["BlockStored", [1], 2, [1], 1, None, "GPU", "a", [["a"]], 1, "mla_attention", 128],
     {"type": "BlockRemoved", "block_hashes": [1, -2, b"\3"], "medium": "CPU", "group_idx": 1},
     {"type": "BlockRemoved", "block_hashes": [1, 2], "remaining_copy_counts": [0, 0], "locality": "LOCAL"},
+    _stored(group_idx=1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=128, origin="NEW"),
+    _stored(group_idx=2, kv_cache_spec_kind="sliding_window_mla", kv_cache_spec_sliding_window=1, token_ids=None),
     _stored(locality="LOCAL", origin="NEW", session_id="s"),
     _stored(locality=None, origin="REUSED"),
     ["BlockRemoved", [1, 2], "DISK", "evict"],
@@ -306,6 +350,8 @@ WORDS += [
         "BlockRemoved",
         "AllBlocksCleared",
         "full_attention",
+        "sliding_window",
+        "mamba",
         "adapter",
         "LOCAL",
         "NEW",

@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from tools.sanitize import batches
 from waymark.base import native
-from waymark.domain.events import Cleared, Removed, Stored, StoredReference
+from waymark.domain.events import Removed, Stored
 from waymark.domain.known import MAY_REMOVE, MAY_STORE, Spot
 from waymark.domain.parts import Part
 from waymark.domain.rows import Place
@@ -32,7 +32,7 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
     """Read a batch, run its events, leaving out each that is not plain, and pack the parts."""
     loops = native.selected
     assert loops is not None
-    read = loops.read_batch(payload, EVENTS_MAX, Stored, StoredReference, Removed, Cleared(), medium_of, 10, 3)
+    read = loops.read_batch(payload, EVENTS_MAX, *batches.EVENT_TYPES, medium_of, 10, 3)
     if read is None or isinstance(read[1], list):
         return None
     places = loops.Places(Place, Spot)
@@ -71,7 +71,7 @@ def use_frames(
     """Take two more batches of the same bytes in one step, and by one call for each; both have the same result."""
     loops = native.selected
     assert loops is not None
-    ts, events, rank, publisher_id, _ = read
+    ts, events, rank, publisher_id, *_ = read
     reading = rank, publisher_id, EVENTS_MAX, 10**6, medium_of, 10, 3
     prefixes = tuple(PREFIX + b"%d" % shard for shard in range(shards))
     outcomes: list[Any] = []
@@ -235,8 +235,8 @@ def _bulks(words: list[bytes]) -> bytes:
 
 
 def parts(payload: bytes, namespace: int, piece_blocks: int, shards: int) -> object:
-    read: Any = batches.read_batch(payload, EVENTS_MAX, Stored, StoredReference, Removed, Cleared(), medium_of, 10, 3)
-    if read is None or not is_run(read[1]):
+    read: Any = batches.read_batch(payload, EVENTS_MAX, *batches.EVENT_TYPES, medium_of, 10, 3)
+    if read is None or batches.keeping(read[1]) != "alike":
         return None
     if not 0 <= namespace <= U64_MAX or not -(2**63) <= piece_blocks < 2**63:
         raise OverflowError
@@ -299,22 +299,6 @@ def _gone_on(ts: object, events: list[Any], rank: object) -> object:
 
 def flags(kind: bytes, namespace: int) -> int:
     return (kind == b"+") + 2 * bool(namespace)
-
-
-def is_run(events: list[Any]) -> bool:
-    """Return whether all events are stores with the tokens of their blocks, or removals, and are equal in all other
-    fields."""
-    if not events or not all(isinstance(each, Stored | Removed) for each in events):
-        return False
-    shapes: dict[type, set[Any]] = {Stored: set(), Removed: set()}
-    for each in events:
-        if isinstance(each, Stored):
-            if not each.tokens or len(each.tokens) != 4 * each.block_size * len(each.engine_hashes):
-                return False
-            shapes[Stored].add((each.medium, each.adapter, each.group, each.tells_salts, each.block_size))
-        else:
-            shapes[Removed].add((each.medium, each.group))
-    return all(len(found) <= 1 for found in shapes.values())
 
 
 def _stored(hashes: list[int], parent: int | None = None, **fields: Any) -> dict[str, Any]:

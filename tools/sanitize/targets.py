@@ -19,7 +19,6 @@ from xxhash import xxh3_64_intdigest
 from tests.domain.known_model import STEPS, Model, play
 from tools.sanitize import batches, runs, sums
 from waymark.base import native
-from waymark.domain.events import Cleared, Removed, Stored, StoredReference
 from waymark.domain.known import Spot
 from waymark.domain.rows import Place
 
@@ -444,14 +443,14 @@ TARGETS: dict[str, Target] = {
     "read_batch": Target(
         batches.read_batch,
         [
-            (each, 99, Stored, StoredReference, Removed, Cleared(), medium_of, *list_fields)
+            (each, 99, *batches.EVENT_TYPES, medium_of, *list_fields)
             for each in batches.BATCHES
             for list_fields in ((10, 3), (7, 2), (0, 1))
         ],
         batches.WORDS,
-        {1: [*COUNTS], 7: [-1, 0, 1, 2, 6, 7, 9, 10, 11], 8: [-1, 0, 1, 2, 3, 4]},
+        {1: [*COUNTS], 8: [-1, 0, 1, 2, 6, 7, 9, 10, 11], 9: [-1, 0, 1, 2, 3, 4]},
         # The format is the program's own; only the unpacked bytes come from an engine.
-        frozenset({2, 3, 4, 5, 6}),
+        frozenset({2, 3, 4, 5, 6, 7}),
         use=use_read_batch,
     ),
     "Parts": Target(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.domain.events import Batch, PlainEvents, Removed, Stored
+from waymark.domain.events import Batch, MixedEvents, PlainEvents, Removed, Stored
 from waymark.domain.parts import Part, blocks_of, stored_of
 from waymark.domain.resolver import Resolver
 from waymark.store.records import BLOCKS, MISSING
@@ -78,6 +78,9 @@ class Counts:
             if type(batch.events) is PlainEvents:
                 kinds[Stored.kind] += batch.events.stores
                 kinds[Removed.kind] += batch.events.removals
+            elif type(batch.events) is MixedEvents:
+                for form in batch.events.forms:
+                    kinds[form.pattern.kind] += form.events
             else:
                 for event in batch.events:
                     if not event.part:

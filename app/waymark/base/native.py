@@ -56,13 +56,14 @@ class NativeFunctions(Protocol):
         events_max: int,
         stored: type,
         reference: type,
+        window: type,
         removed: type,
         cleared: object,
         medium: Callable[[str | None], str | None],
         stored_fields: int,
         removed_fields: int,
         /,
-    ) -> tuple[Number, Any, Number, bytes | None, int] | None: ...
+    ) -> tuple[Number, Any, Number, bytes | None, int, bool] | None: ...
 
     def row_runs(self, keys: bytes, rows: list[bytes | None], /) -> tuple[list[tuple[bytes, int]], int, bool]: ...
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from waymark.base.record import record
-from waymark.domain.known import COPIES_MAX, COUNTS, NOTES_LEFT, REMOVED_EACH, REPLACES, EventRun, KnownBlocks
+from waymark.domain.known import (
+    COPIES_MAX,
+    COUNTS,
+    NOTES_LEFT,
+    REMOVED_EACH,
+    REPLACES,
+    KnownBlocks,
+    RunChanges,
+)
 from waymark.domain.parts import NO_COPIES, UNCHANGED, Mode
 from waymark.domain.rows import SAME_HASH
 
@@ -95,7 +103,7 @@ class HolderCopies:
         bits = COUNTS if mode == "count" else REPLACES if mode == "all" else 0
         return bits | (NOTES_LEFT if self.notes_left else 0) | (REMOVED_EACH if self.are_removed_each else 0)
 
-    def note_run(self, ran: EventRun) -> None:
+    def note_run(self, ran: RunChanges) -> None:
         """Note what a run of events has shown of the copies."""
         self.contradictions += ran.restored + ran.miscounted
         self.restored += ran.restored

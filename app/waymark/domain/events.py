@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import field, replace
-from typing import Any, ClassVar, Final, TypeAlias, overload
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, overload
 
 from waymark.base.record import record
 from waymark.domain.names import Adapter
@@ -203,29 +203,96 @@ RemovalEvent: TypeAlias = Removed | RemovedIdentity | RemovedObject
 Event: TypeAlias = StoreEvent | RemovalEvent | Cleared
 EngineEvent: TypeAlias = Stored | StoredReference | StoredWindow | Removed | Cleared
 """The events that engines send themselves; the others have an envelope."""
+PlainEvent: TypeAlias = Stored | StoredReference | StoredWindow | Removed
+"""Those that the C module keeps, besides clears."""
 STORES: Final = (Stored, StoredReference, StoredIdentity, StoredObject, StoredWindow)
 REMOVALS: Final = (Removed, RemovedIdentity, RemovedObject)
 
 
-class PlainEvents(Sequence[Event]):
-    """Events of a batch that need no special rule, and differ in their blocks only.
-
-    All are stores with the tokens of their blocks, or removals; the stores are alike, and so are the removals. The C
-    module keeps them, and creates an event object only on access. The events of the batches in ``following`` are of the
-    same kind. Counts and patterns cover all batches; the sequence has only the events of the first one.
+class KeptEvents(Sequence[Event]):
+    """Events of a batch that need no special rule. The C module keeps them, and creates an event object only on access.
 
     Speed matters, so callers test ``type(events) is PlainEvents``: ``isinstance`` with a class of ``abc`` takes far
     longer.
     """
 
-    __slots__ = ("_every", "blocks", "following", "loop", "removal", "removals", "removed", "store", "stores")
+    __slots__ = ("_every", "loop")
+
+    def __init__(self, loop: Any) -> None:
+        """``loop``: ``Events`` of the C module."""
+        self.loop: Final = loop
+        self._every: tuple[Event, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.loop)
+
+    @overload
+    def __getitem__(self, index: int) -> Event: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Event]: ...
+
+    def __getitem__(self, index: int | slice) -> Event | Sequence[Event]:
+        if isinstance(index, slice) or index < 0 or self._every is not None:
+            return self._all[index]
+        event: Event = self.loop[index]
+        return event
+
+    def __eq__(self, other: object) -> bool:
+        return self._all == (other._all if isinstance(other, KeptEvents) else other)
+
+    __hash__ = None  # type: ignore[assignment]  # not hashable, like a list
+
+    def __repr__(self) -> str:
+        return repr(self._all)
+
+    @property
+    def _all(self) -> tuple[Event, ...]:
+        if self._every is None:
+            self._every = tuple(self.loop)
+        return self._every
+
+
+class EventForm(NamedTuple):
+    """Events of a batch that differ in their blocks only."""
+
+    pattern: PlainEvent
+    """The first one without its blocks."""
+    events: int
+    hashes: int
+    """The number of hashes of all events of the form."""
+
+
+class MixedEvents(KeptEvents):
+    """Plain events of several forms, such as those of the groups of a hybrid model, or of several media."""
+
+    __slots__ = ("forms",)
+
+    def __init__(self, loop: Any) -> None:
+        super().__init__(loop)
+        self.forms: Final = [EventForm(*form) for form in loop.forms()]
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks in all stores."""
+        return sum(form.hashes for form in self.forms if type(form.pattern) is not Removed)
+
+
+class PlainEvents(KeptEvents):
+    """Plain events that differ in their blocks only.
+
+    All are stores with the tokens of their blocks, or removals; the stores are alike, and so are the removals. The
+    events of the batches in ``following`` are of the same kind. Counts and patterns cover all batches; the sequence has
+    only the events of the first one.
+    """
+
+    __slots__ = ("blocks", "following", "removal", "removals", "removed", "store", "stores")
 
     def __init__(self, loop: Any, facts: tuple[Any, ...] | None = None) -> None:
         """``loop``: ``Events`` of the C module, and ``facts`` what their ``facts`` returns."""
-        self.loop: Final = loop
+        super().__init__(loop)
         self.following: Sequence[Any] = ()
         """The ``Events`` of each further batch that this one stands for, in order."""
-        self._every: tuple[Event, ...] | None = None
         self.stores: int
         self.blocks: int
         """The number of blocks in all stores."""
@@ -273,35 +340,6 @@ class PlainEvents(Sequence[Event]):
     def hashes(self) -> int:
         """The number of hashes of all events."""
         return self.blocks + self.removed
-
-    def __len__(self) -> int:
-        return len(self.loop)
-
-    @overload
-    def __getitem__(self, index: int) -> Event: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Event]: ...
-
-    def __getitem__(self, index: int | slice) -> Event | Sequence[Event]:
-        if isinstance(index, slice) or index < 0:
-            return self._all[index]
-        event: Event = self.loop[index]
-        return event
-
-    def __eq__(self, other: object) -> bool:
-        return self._all == (other._all if isinstance(other, PlainEvents) else other)
-
-    __hash__ = None  # type: ignore[assignment]  # not hashable, like a list
-
-    def __repr__(self) -> str:
-        return repr(self._all)
-
-    @property
-    def _all(self) -> tuple[Event, ...]:
-        if self._every is None:
-            self._every = tuple(self.loop)
-        return self._every
 
 
 @record(slots=True)
@@ -366,6 +404,6 @@ class Batch:
 
         In vLLM releases that name the process, offloaded blocks survive a clear.
         """
-        if self.publisher_id is None or type(self.events) is PlainEvents:
+        if self.publisher_id is None or type(self.events) in (PlainEvents, MixedEvents):
             return False
         return any(isinstance(event, Cleared) and event.envelope is None for event in self.events)

@@ -14,9 +14,9 @@ from typing import Any, Final, NamedTuple
 
 from waymark.base.record import record
 from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
-from waymark.domain.known import EventRun, KnownBlocks, Neighbour, NewBlocks, Places, Spot, TakenBlocks
+from waymark.domain.known import EventRun, KnownBlocks, Neighbour, NewBlocks, Places, RunChanges, Spot, TakenBlocks
 from waymark.domain.parts import NO_COPIES, UNCHANGED, Mode, PackedParts, Waves
-from waymark.domain.pure_known import new_known, new_places
+from waymark.domain.pure_known import PurePlaces, new_known, new_places
 from waymark.domain.rows import SHARED_BLOCKS, SLOT_CHARS, Place, shared_places
 from waymark.domain.slices import SLICE_WORK, Slices
 
@@ -72,7 +72,7 @@ class GoneHashes:
         self._old, self._new = self._new, emptied
 
 
-_RUN_HASHES: Final = 2048
+RUN_HASHES: Final = 2048
 """A run ends with the event that reaches this number of hashes, after a millisecond or two."""
 
 
@@ -118,6 +118,8 @@ class HeldBlocks:
         self._gone: dict[int, GoneHashes] = {}
         self._ranks: dict[int, list[int]] = {}
         self._places = new_places()
+        self.is_pure = isinstance(self._places, PurePlaces)
+        """Whether the tables are in Python."""
         self._ended: list[_HolderBlocks] = []
         self.blocks = 0
         """The number of blocks of all live holders."""
@@ -289,7 +291,7 @@ class HeldBlocks:
             loop,
             at,
             position,
-            _RUN_HASHES,
+            RUN_HASHES,
             parts,
             holder,
             seed,
@@ -308,7 +310,15 @@ class HeldBlocks:
         self.note_run(holder, ran)
         return ran
 
-    def note_run(self, holder: int, ran: EventRun) -> None:
+    def tables_of_run(self, holder: int, mode: Mode) -> tuple[Any, ...]:
+        """Return what ``Events.run`` takes of a holder: its table, its id, the gone hashes of its rank, the neighbours,
+        and the bits of ``run``.
+        """
+        blocks = self._held[holder]
+        former, neighbours = self._gone[blocks.dp_rank].sets, self.neighbours(holder, ())
+        return blocks.known, holder, former, neighbours, blocks.copies.bits(mode)
+
+    def note_run(self, holder: int, ran: RunChanges) -> None:
         """Note what a run of events has changed and shown."""
         self._held[holder].copies.note_run(ran)
         self.blocks += ran.stored - ran.removed

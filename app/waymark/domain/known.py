@@ -58,6 +58,32 @@ class EventRun(NamedTuple):
     """Whether a removal has taken a copy that another removal had left, in this run or before."""
 
 
+class HolderChanges(NamedTuple):
+    """The changes of one holder in a run of events of several forms; see ``EventRun``."""
+
+    stored: int
+    removed: int
+    restored: int
+    miscounted: int
+    are_removed_each: bool
+
+
+RunChanges: TypeAlias = EventRun | HolderChanges
+
+
+class MixedProgress(NamedTuple):
+    """The end of a run of events of several forms, and its counts; see ``EventRun``."""
+
+    end: int
+    """The index of the next event."""
+    position: int
+    hashes: int
+    holders: list[tuple[int, int, int, int, bool]]
+    """The ``HolderChanges`` of each holder."""
+    forms: list[tuple[int, int]]
+    """How many events of each form are resolved, and how many of their blocks are unknown."""
+
+
 # What a run may do, and how copies count: bits of an argument of ``run``.
 
 MAY_STORE: Final = 1

@@ -13,6 +13,7 @@ from waymark.domain import chunks
 from waymark.domain.chunks import CHUNK
 from waymark.domain.events import (
     Event,
+    PlainEvent,
     RemovalEvent,
     Removed,
     Stored,
@@ -189,6 +190,21 @@ class LifeFacts:
             self._learn_chunk(chunks.blocks_of(event, self._block_size))
         if self.main_group is None:
             self.main_group = event.group
+
+    def knows(self, event: PlainEvent) -> bool:
+        """Return whether ``learn`` or ``learn_removal`` would learn nothing from the event, unless it is skipped."""
+        if isinstance(event, Removed):
+            return event.copies_left is None or COPIES_LEFT in self.flags
+        if event.is_reused is not None and COPIES_REUSED not in self.flags:
+            return False
+        if isinstance(event, StoredWindow):
+            window = self.new_window_of(event)
+            return window is None or window.group in self.windows
+        if _has_extra_keys(event) and EXTRA_KEYS not in self.flags:
+            return False
+        return isinstance(event, StoredReference) or (
+            event.block_size <= self._block_size and self.main_group is not None
+        )
 
     def _learn_chunk(self, blocks: int) -> None:
         if blocks > self.chunk_blocks:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from waymark.domain.held import HeldBlocks, RemovedCopy
-from waymark.domain.known import EventRun, Spot
+from waymark.domain.held import RUN_HASHES, HeldBlocks, RemovedCopy
+from waymark.domain.known import EventRun, HolderChanges, MixedProgress, Spot
 from waymark.domain.packing import KEY_BYTES
 from waymark.domain.parts import STEP, Mode, PartKind, PartList, Waves, new_part_list, new_waves, packed
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys_of
@@ -124,6 +124,31 @@ class PlainPlacer:
             waves=self._waves,
             generations=generations,
         )
+
+    def run_mixed(
+        self,
+        parts: PartList,
+        holders: Sequence[tuple[int, Mode]],
+        forms: tuple[tuple[int, int, int, int, int], ...],
+        loop: Any,
+        start: int,
+        position: int,
+        *,
+        seed: int,
+    ) -> MixedProgress | None:
+        """Store and remove the blocks of the events ``loop`` from index ``start`` on, and return the progress.
+
+        Return None if they cannot be placed in this way. See ``mixed_runs``.
+        """
+        memory, packed_parts = self._memory, packed(parts.parts)
+        if packed_parts is None or self._applied.marks:
+            return None
+        tables = tuple([memory.tables_of_run(holder, mode) for holder, mode in holders])
+        rest = seed, memory.full.places, self._piece_blocks, self._waves
+        ran = MixedProgress(*loop.run(start, position, RUN_HASHES, packed_parts, tables, forms, *rest))
+        for (holder, _), changes in zip(holders, ran.holders, strict=True):
+            memory.note_run(holder, HolderChanges(*changes))
+        return ran
 
     def running(self, holder: int, seed: int, namespace: int, generations: Sequence[int]) -> tuple[Any, ...]:
         """Return the arguments that all frames share in ``KnownBlocks.run_frames``."""

@@ -19,6 +19,7 @@ from waymark.domain.events import (
     Cleared,
     Envelope,
     Event,
+    MixedEvents,
     PlainEvents,
     Removed,
     Stored,
@@ -104,7 +105,7 @@ class Planner:
         for i, batch in enumerate(batches):
             if batch.publisher_id is not None:
                 self._facts.learn_publisher(batch.publisher_id)
-            if type(batch.events) is PlainEvents:
+            if type(batch.events) in (PlainEvents, MixedEvents):
                 continue  # plain events have no clear
             self._unread += batch.rejected.total() + batch.ignored.total()
             for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
@@ -123,7 +124,7 @@ class Planner:
                     self._facts.learn_removal(batch.events.removal)
                 if batch.events.store is not None:
                     self._find_holder(plan, i, 0, batch, batch.events.store, batch.events.blocks, staying)
-            else:
+            elif not (type(batch.events) is MixedEvents and self._knows_all(plan, batch, batch.events, staying)):
                 for start in range(0, len(batch.events), _EVENTS_AT_ONCE):
                     self._find_holders(plan, i, batch, start, staying)
                     if len(batch.events) > _EVENTS_AT_ONCE:
@@ -179,6 +180,16 @@ class Planner:
                 self._facts.learn_removal(event)
             else:
                 self._find_holder(plan, i, j, batch, event, None, staying)
+
+    def _knows_all(self, plan: Plan, batch: Batch, events: MixedEvents, staying: Collection[HolderName]) -> bool:
+        """Return whether nothing is to be learned from events of several forms, and all their holders exist."""
+        if plan.last_clear or self._generations.are_bounded:
+            return False
+        return all(
+            self._facts.knows(event) and (type(event) is Removed or self.name(batch, event) in staying)
+            for event in (form.pattern for form in events.forms)
+            if self._skip_reason_of(batch, event) is None or type(event) is Removed
+        )
 
     def _find_holder(
         self,
@@ -372,12 +383,19 @@ class Spaces:
         self._salts = (registration.additional_salt,) if registration.additional_salt else ()
         self._adapters: dict[int, Adapter] = {0: None}
 
-    def at_root(self, event: Stored | StoredIdentity) -> int:
+    def of(self, event: Stored | StoredIdentity) -> int:
         """Return the namespace of an event that cannot inherit one from a parent."""
+        return namespace(*self._names(event))
+
+    def _names(self, event: Stored | StoredIdentity) -> tuple[Adapter, tuple[str, ...]]:
+        """Return the adapter and the salts of an event."""
         if event.envelope is None:
-            adapter, salts = self._adapter(event.adapter), self._salts + event.salts
-        else:
-            adapter, salts = self._adapter(event.envelope.adapter), event.envelope.salts or self._salts
+            return self._adapter(event.adapter), self._salts + event.salts
+        return self._adapter(event.envelope.adapter), event.envelope.salts or self._salts
+
+    def at_root(self, event: Stored | StoredIdentity) -> int:
+        """Return the same, and remember its adapter."""
+        adapter, salts = self._names(event)
         ns = namespace(adapter, salts)
         if ns not in self._adapters:
             if len(self._adapters) >= _SPACES_MAX:

@@ -14,7 +14,6 @@ Plain events are resolved together, by ``plain_runs``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from waymark.domain.alike_frames import AlikeFrames, BegunFrames
@@ -35,6 +34,7 @@ from waymark.domain.events import (
 )
 from waymark.domain.held import HeldBlocks
 from waymark.domain.life_facts import EXTRA_KEYS, UNTRUSTED
+from waymark.domain.mixed_runs import MixedRun, MixedRuns
 from waymark.domain.names import Holder, HolderName, Registration
 from waymark.domain.parts import STEP, Parts, joined
 from waymark.domain.plain_runs import PlainRuns
@@ -70,6 +70,7 @@ class Resolver(StreamBlocks):
         self._planner = Planner(registration, publisher, registered_ranks, self.generations, self.facts)
         self._rules = Rules(self, self._planner.spaces, seed)
         self._plain = PlainRuns(self, self._planner, self._rules.tokens, seed)
+        self._mixed = MixedRuns(self, self._planner, self._rules, seed)
         self._seed = seed
         self._early = 0
         """How many of the next batch's ``EARLY_MAX`` positions are in use."""
@@ -78,7 +79,7 @@ class Resolver(StreamBlocks):
 
     def close(self) -> None:
         """Drop the rules, whose references to this object would keep it alive."""
-        del self._rules, self._plain
+        del self._rules, self._plain, self._mixed
 
     @property
     def registered_ranks(self) -> frozenset[int]:
@@ -164,27 +165,32 @@ class Resolver(StreamBlocks):
         waited = self.waiting.blocks
         windows = self.facts.windows
         late: list[tuple[int, StoredWindow | Removed]] = []
-        plain = self._plain.begin(plan, index, batch)
+        plain, mixed = self._plain.begin(plan, index, batch), self._mixed.begin(plan, index, batch)
         j = progress.at - 1
         while j + 1 < len(batch.events):
             j += 1
             if plain is not None:
                 j = yield from self._plain.run(progress, plain, j, self._slice)
-                if j == len(batch.events):
-                    break
+            elif mixed is not None:
+                j = yield from self._mixed.run(progress, mixed, j, self._slice, is_late=False)
+            if j == len(batch.events):
+                break
             event = batch.events[j]
             if windows and isinstance(event, StoredWindow | Removed):
                 if self.facts.window_of(event) is not None:
                     late.append((j, event))
                     continue
-                if isinstance(event, Removed) and event.group is None and event.envelope is None:
-                    # This engine names no group if a whole block is gone, in all groups.
-                    late += [(j, replace(event, group=group)) for group in sorted(windows)]
+                if isinstance(event, Removed) and event.group is None and event.envelope is None and mixed is None:
+                    late += [(j, removal) for removal in self._rules.windows.of_all(event)]
             if self._slice.is_full(EVENT_WORK if isinstance(event, Cleared) else EVENT_WORK + len(event.engine_hashes)):
                 yield
             yield from self._resolve_event(progress, plan, index, j, batch)
-        if late:
-            yield from self._resolve_windows(progress, plan, index, batch, late)
+        if mixed is not None:
+            yield from self._resolve_late(progress, plan, index, batch, mixed)
+        for j, late_event in late:
+            if self._slice.is_full(EVENT_WORK + len(late_event.engine_hashes)):
+                yield
+            self._resolve_window(progress, plan, index, j, batch, late_event)
         if progress.placed:
             yield from self._place_children(progress)
         # Objects waiting since an earlier fold come after the events of the first batch.
@@ -257,28 +263,35 @@ class Resolver(StreamBlocks):
         elif (holder := self.holders.get(name)) is not None:
             self.note_event_id(holder, event.envelope.event_id)
 
-    def _resolve_windows(
-        self,
-        progress: BatchProgress,
-        plan: Plan,
-        index: int,
-        batch: Batch,
-        late: Sequence[tuple[int, StoredWindow | Removed]],
+    def _resolve_late(
+        self, progress: BatchProgress, plan: Plan, index: int, batch: Batch, mixed: MixedRun
     ) -> Slices[None]:
-        """Resolve the events of groups with windows, given with their indexes.
+        """Resolve the events of groups with windows in a batch of several forms."""
+        j = yield from self._mixed.run(progress, mixed, 0, self._slice, is_late=True)
+        while j < len(batch.events):
+            event = batch.events[j]
+            assert isinstance(event, StoredWindow | Removed)
+            if isinstance(event, Removed) and event.group is None:
+                for removal in self._rules.windows.of_all(event):
+                    self._resolve_window(progress, plan, index, j, batch, removal)
+            else:
+                self._resolve_window(progress, plan, index, j, batch, event)
+            j = yield from self._mixed.run(progress, mixed, j + 1, self._slice, is_late=True)
 
-        They name blocks of main attention, which may come later in the batch.
+    def _resolve_window(
+        self, progress: BatchProgress, plan: Plan, index: int, j: int, batch: Batch, event: StoredWindow | Removed
+    ) -> None:
+        """Resolve event ``j`` of a batch, of a group with a window.
+
+        Such events name blocks of main attention, which may come later in the batch. So they are resolved after those.
         """
-        for j, event in late:
-            if self._slice.is_full(EVENT_WORK + len(event.engine_hashes)):
-                yield
-            if self._planner.skip_reason(plan, batch, event, index, j) is None:
-                name = self._planner.name(batch, event)
-                if isinstance(event, Removed):
-                    self._rules.windows.removed(progress, self.holders_of(name), event)
-                elif name in self.holders:
-                    self._rules.windows.stored(progress, self.holders[name], name.dp_rank, event)
-            progress.position += len(event.engine_hashes)
+        if self._planner.skip_reason(plan, batch, event, index, j) is None:
+            name = self._planner.name(batch, event)
+            if isinstance(event, Removed):
+                self._rules.windows.removed(progress, self.holders_of(name), event)
+            elif name in self.holders:
+                self._rules.windows.stored(progress, self.holders[name], name.dp_rank, event)
+        progress.position += len(event.engine_hashes)
 
     def _place_children(self, progress: BatchProgress) -> Slices[None]:
         """Place the stores that waited for a block of this batch.

@@ -7,7 +7,7 @@ size, and whether the publisher is a pool.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
@@ -39,6 +39,8 @@ from waymark.domain.slices import EVENT_WORK, Slice, Slices
 from waymark.domain.stream_blocks import StreamBlocks
 from waymark.domain.waiting import WaitingStore
 
+POSITION_MAX: Final = 2**62
+"""No event of a batch has this position."""
 _CHUNK_POSITIONS: Final = 2**28
 """From this position of a batch on, a removal removes only the last block of a chunk."""
 _LATE_POSITION: Final = 2**29
@@ -330,6 +332,12 @@ class WindowRule(Rule[StoredWindow, Removed]):
     token.
     """
 
+    def of_all(self, event: Removed) -> Sequence[Removed]:
+        """Return the removals of each group with a window. An engine that names no group removes a whole block, in all
+        groups.
+        """
+        return [replace(event, group=group) for group in sorted(self._state.facts.windows)]
+
     def stored(self, progress: BatchProgress, holder: int, rank: int, event: StoredWindow) -> None:
         if self._state.memory.blocks + len(event.engine_hashes) <= self._state.blocks_max:
             _store_by_hash(self._state, progress, holder, event)
@@ -355,11 +363,20 @@ class ChunkRule:
 
     def positions(self, position: int, event: Event) -> int:
         """Return how many positions an event at ``position`` takes in its batch, even if it is ignored."""
+        if isinstance(event, Cleared):
+            return 1
+        step, position_max = self.positions_of_hash(event)
+        return (step if position <= position_max else 1) * len(event.engine_hashes)
+
+    def positions_of_hash(self, event: StoreEvent | RemovalEvent) -> tuple[int, int]:
+        """Return how many positions each hash of an event takes, and up to which position of the event. Later, it takes
+        one.
+        """
         if isinstance(event, Stored | StoredWindow) and event.block_size > self._block_size:
-            return chunks.blocks_of(event, self._block_size) * len(event.engine_hashes)
-        if isinstance(event, Removed) and _may_be_chunks(position, event):
-            return CHUNK_BLOCKS_MAX * len(event.engine_hashes)
-        return 1 if isinstance(event, Cleared) else len(event.engine_hashes)
+            return chunks.blocks_of(event, self._block_size), POSITION_MAX
+        if isinstance(event, Removed) and _may_be_chunks(0, event):
+            return CHUNK_BLOCKS_MAX, _CHUNK_POSITIONS - 1
+        return 1, POSITION_MAX
 
     def stored(self, event: Stored) -> Iterator[Stored]:
         """Split a store of chunks into stores of blocks."""

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgpack
 
 from waymark.base.errors import Undecodable
-from waymark.domain.events import Batch, Cleared, Event, PlainEvents
+from waymark.domain.events import Batch, Cleared, Event, KeptEvents, PlainEvents
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices, finish
 from waymark.engines import plain
 from waymark.engines.long import (
@@ -359,7 +359,7 @@ _NO_SAMPLES: Final[dict[str, str]] = {}
 def plain_batch(read: PlainBatch) -> Batch:
     """Return the batch of a payload whose events are all plain."""
     events: Sequence[Event]
-    if type(read.events) is PlainEvents:
+    if isinstance(read.events, KeptEvents):
         events = read.events
     else:
         events = tuple(event for event in read.events if not isinstance(event, tuple))

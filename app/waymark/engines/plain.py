@@ -11,7 +11,17 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from waymark.base import native
-from waymark.domain.events import Batch, Cleared, Event, PlainEvents, Removed, Stored, StoredReference
+from waymark.domain.events import (
+    Batch,
+    Cleared,
+    Event,
+    MixedEvents,
+    PlainEvents,
+    Removed,
+    Stored,
+    StoredReference,
+    StoredWindow,
+)
 from waymark.domain.media import normal_medium
 
 _CLEARED = Cleared()
@@ -42,12 +52,14 @@ def read(payload: bytes, events_max: int, list_fields: ListFields = LIST_FIELDS)
     if loops is None:
         return None
     result = loops.read_batch(
-        payload, events_max, Stored, StoredReference, Removed, _CLEARED, normal_medium, *list_fields
+        payload, events_max, Stored, StoredReference, StoredWindow, Removed, _CLEARED, normal_medium, *list_fields
     )
     if result is None:
         return None
-    ts, events, rank, publisher_id, count = result
-    return PlainBatch(ts, events if isinstance(events, list) else PlainEvents(events), rank, publisher_id, count)
+    ts, events, rank, publisher_id, count, is_mixed = result
+    if not isinstance(events, list):
+        events = MixedEvents(events) if is_mixed else PlainEvents(events)
+    return PlainBatch(ts, events, rank, publisher_id, count)
 
 
 def go_on(

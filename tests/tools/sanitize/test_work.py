@@ -14,9 +14,9 @@ from typing import Any
 import msgpack
 import pytest
 
+from tools.sanitize.batches import EVENT_TYPES
 from tools.sanitize.build import VARIABLE
 from waymark.base import native
-from waymark.domain.events import Cleared, Removed, Stored, StoredReference
 from waymark.domain.known import COUNTS, MAY_REMOVE, MAY_REPEAT, MAY_STORE, Spot
 from waymark.domain.parts import Part
 from waymark.domain.rows import Place
@@ -50,7 +50,7 @@ def run_all(payload: bytes, *, is_odd: bool) -> None:
     """Run the events of a payload as a resolver does: it goes on behind each event that is not plain."""
     loops = native.selected
     assert loops is not None
-    read = loops.read_batch(payload, 10**6, Stored, StoredReference, Removed, Cleared(), lambda _: "GPU", 10, 3)
+    read = loops.read_batch(payload, 10**6, *EVENT_TYPES, lambda _: "GPU", 10, 3)
     assert read is not None
     events, places = read[1], loops.Places(Place, Spot)
     known, gone = loops.KnownBlocks(places, True), loops.KnownBlocks(places, False)
