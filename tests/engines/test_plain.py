@@ -16,9 +16,10 @@ from tests.engines.test_fuzz import captured, mutated
 from waymark.base import native
 from waymark.base.errors import Undecodable
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Removed, Stored
+from waymark.domain.events import MixedEvents, Removed, Stored
 from waymark.engines import Ceilings, OverCeiling, decoder, plain
 from waymark.engines.batches import PART_HASHES
+from waymark.engines.long import WINDOW_BYTES
 
 pytestmark = [
     pytest.mark.usefixtures("implementation_kept"),
@@ -367,3 +368,16 @@ def test_changed_frames_are_the_same_in_c_and_in_python(seed: int) -> None:
         assert in_c == in_python, payload
         plain_ones += plain.read(payload, 1000) is not None
     assert plain_ones > 500
+
+
+@pytest.mark.parametrize("blocks", [100, 1500])
+def test_a_long_payload_is_read_at_once_if_all_its_events_are_plain(blocks: int) -> None:
+    native.select(True)
+    hashes, token_ids = [*range(BIG, BIG + blocks)], [*range(100_000, 100_000 + 8 * blocks)]
+    main = stored(block_hashes=hashes, token_ids=token_ids, block_size=8)
+    decode = decoder(EngineKind.VLLM, seed=1337)
+    payload = msgpack.packb([1.5, [main, WINDOW | {"block_hashes": hashes, "token_ids": token_ids}]])
+    assert (len(payload) > WINDOW_BYTES) == (blocks == 1500)
+    assert isinstance(decode(payload).events, MixedEvents)
+    read = decode.plain(msgpack.packb([1.5, [main, main, OTHERS["a salt"]]]))
+    assert (read is None) == (blocks == 1500), "the others of a long payload are read in slices"

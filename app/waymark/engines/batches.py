@@ -50,6 +50,8 @@ PUBLISHER_ID_BYTES: Final = 16
 SHORT_BYTES: Final = 1024
 """A payload up to this size is read in one go."""
 _SHORT_EVENTS: Final = 16
+PLAIN_BYTES: Final = 4 * WINDOW_BYTES
+"""A payload up to this size is read at once if all of its events are plain, which takes less than a millisecond."""
 _COLLECTED_PARTS: Final = 16
 """The garbage collector runs each time this many parts were read, so that no single run has many new objects."""
 
@@ -174,9 +176,13 @@ class Decoder:
 
     def plain(self, payload: bytes) -> PlainBatch | None:
         """Read the plain events of a payload at once. Return None if it is too long, or its batch has another form."""
-        if self._list_fields is None or not self._may_be_plain(payload):
+        if self._list_fields is None or len(payload) > PLAIN_BYTES or not self._may_be_plain(b""):
             return None
-        return plain.read(payload, self.ceilings.batch_events, self._list_fields)
+        if len(payload) > self.ceilings.frame_bytes:
+            return None
+        batch = plain.read(payload, self.ceilings.batch_events, self._list_fields)
+        # The other events of a long payload are read in slices.
+        return batch if batch is None or not batch.others or len(payload) <= WINDOW_BYTES else None
 
     def _may_be_plain(self, payload: bytes) -> bool:
         return len(payload) <= self.plain_bytes_max and self.ceilings.event_hashes >= PART_HASHES
