@@ -93,8 +93,11 @@ static int find_in_generations(Run *run, const uint64_t *hashes, size_t count)
 /* The same as `collect`, in all generations. */
 int collect_in_all(KnownBlocks *known, Run *run, const uint64_t *hashes, size_t count, int *are_last)
 {
-    if (collect(known, hashes, count, run->blocks, run->numbers, are_last))
-        return memset(run->owners, 0, count * sizeof *run->owners), 1;
+    if (collect(known, hashes, count, run->blocks, run->numbers, are_last)) {
+        for (size_t i = 0; i < count; i++)
+            run->owners[i] = 0;
+        return 1;
+    }
     const int are_repeated = run->neighbours_count == 0 ? 1 : has_repeats(hashes, count);
     if (are_repeated != 0)
         return are_repeated < 0 ? -1 : 0;

@@ -290,3 +290,15 @@ def test_random_histories_have_frames_of_each_outcome(work_max: int, monkeypatch
     of_rests = outcomes[2:] if work_max > 0 else outcomes[:1:-1]
     assert of_rests[0] > 30, outcomes
     assert of_rests[1] == 0, outcomes
+
+
+def test_a_store_that_waits_ends_the_short_way_so_that_its_parent_finds_it() -> None:
+    straight, ordinary = StraightStream(waiting_blocks=20), Stream(is_native=True, is_whole=True, waiting_blocks=20)
+    for engine_hash, parent in ((1, None), (2, None), (4, 3), (3, None), (5, 4), (6, None)):
+        payload = packed_batch(store([engine_hash], parent, token_ids=[engine_hash] * BLOCK_SIZE))
+        for stream in (straight, ordinary):
+            stream.fold([payload])
+        assert straight.index.parts == ordinary.index.parts
+        assert straight.state == ordinary.state
+    assert straight.ruled == 1
+    assert straight.index.resolver.memory.blocks == 6

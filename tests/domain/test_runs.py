@@ -357,14 +357,21 @@ def test_random_histories_come_to_the_same_in_all_ways(seed: int, kind: EngineKi
 
 
 @pytest.mark.parametrize("removed", [[1, 1], [1, 2, 1], [2, 1, 2], [2, 1, 3], [1, 2]])
-def test_a_removal_over_generations_may_name_a_hash_twice_or_an_unknown_one(removed: list[int]) -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_removal_over_generations_may_be_of_copies_and_of_unknown_hashes(
+    removed: list[int], copies: int, *, is_left: bool
+) -> None:
     streams = [
         Stream(is_native=is_native, is_whole=is_native, bounds=BOUNDS[0], of=registration(EngineKind.VLLM))
         for is_native in (True, False)
     ]
     for number in (1, 2):
         for stream in streams:
-            stream.fold([packed_batch(store([number], None, token_ids=[number] * BLOCK_SIZE))])
+            for _ in range(copies + is_left):
+                stream.fold([packed_batch(store([number], None, token_ids=[number] * BLOCK_SIZE))])
+            if is_left:
+                stream.fold([packed_batch(REMOVAL | {"block_hashes": [number]})])
         pass_time(streams, 60)
     for stream in streams:
         stream.fold([packed_batch(REMOVAL | {"block_hashes": removed})])

@@ -21,6 +21,7 @@ from waymark.domain.alike_frames import ALIKE_HASHES_MAX
 from waymark.domain.engines import EngineKind
 from waymark.domain.generations import Generations
 from waymark.domain.hashing import extend, token_bytes
+from waymark.domain.life_facts import COPIES_DOUBTED
 from waymark.domain.rows import ROW_SLOTS
 from waymark.ingest.batch_decoder import SEQ_MAX
 from waymark.ingest.straight import StraightWay
@@ -665,6 +666,23 @@ async def test_a_frame_that_a_call_cannot_finish_wakes_the_stream(
     await publish(pod, stored(11, parent=2))
     assert ways.finished or bench.shards > 1
     assert len((await bench.held(pod.name))[0, "GPU"]) == 2 + 2 + 300
+
+
+async def test_a_doubt_about_copies_is_written_before_the_next_frame(
+    bench: Bench, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine removes a block once, after its last copy, as a frame shows: the task writes that down."""
+    monkeypatch.setattr("waymark.domain.held.RESTORED_MAX", 1)
+    _, *pods = await both(bench)
+    for pod in pods:
+        await publish(pod, stored(1))
+        await publish(pod, BlockRemoved((1,)))
+    assert len(ways.straight) == 2
+    for pod in pods:
+        await publish(pod, stored(1))
+    assert ways.finished == [str(pods[0].name)]
+    await agree(bench, *pods)
+    assert COPIES_DOUBTED in (await bench.record(pods[0].name))["flags"]
 
 
 async def test_a_reply_wakes_a_stream_that_waits_for_long(
