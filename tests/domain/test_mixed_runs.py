@@ -239,3 +239,37 @@ def test_an_offload_without_windows_and_a_model_whose_groups_are_not_read() -> N
     assert list(whole.index.parts) == list(pure.index.parts)
     assert whole.state == pure.state
     assert whole.index.resolver.ignored == {"other_attention": 7, "other_group": 120}
+
+
+def folded_in_both_ways(*frames: bytes) -> Stream:
+    streams = [Stream(is_native=is_native, is_whole=is_native, reads_windows=True) for is_native in (True, False)]
+    for frame in frames:
+        for stream in streams:
+            stream.fold([frame])
+        whole, pure = streams
+        assert list(whole.index.parts) == list(pure.index.parts)
+        assert whole.state == pure.state
+    return streams[0]
+
+
+def test_a_block_behind_an_unknown_one_does_not_continue_the_block_before() -> None:
+    first = packed_batch(stored(1, 2, 3, 4) | MAIN, window(1))
+    whole = folded_in_both_ways(first, packed_batch(window(1, 77, 2, 3)))
+    assert [(part.hashes, part.parent is None) for part in whole.index.parts] == [([1], True), ([2, 3], True)]
+
+
+def test_a_store_that_waits_for_a_block_of_a_mixed_batch_is_placed() -> None:
+    first, waiting = packed_batch(stored(1) | MAIN, window(1)), packed_batch(stored(5, parent=4) | MAIN, window(1))
+    whole = folded_in_both_ways(first, waiting, packed_batch(stored(4) | MAIN, window(4)))
+    assert whole.index.resolver.waiting.blocks == 0
+    assert [part.hashes for part in whole.index.parts] == [[4], [4], [5]]
+
+
+@pytest.mark.parametrize("medium", ["GPU", "CPU"])
+def test_a_removal_that_names_no_group_is_of_all_groups(medium: str) -> None:
+    first = packed_batch(stored(1, 2) | MAIN, window(1, 2), reference(1, 2))
+    gone = {"type": "BlockRemoved", "block_hashes": [2], "medium": medium}
+    whole = folded_in_both_ways(first, packed_batch(gone, window(1), removed(1, group_idx=1)))
+    kinds = [(part.kind, part.first) for part in whole.index.parts]
+    of_windows = [("-", 5), ("+", 7), ("*", 9)] if medium == "GPU" else [("+", 261), ("*", 263)]
+    assert kinds == [("-", 3), *of_windows]
