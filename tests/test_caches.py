@@ -20,8 +20,7 @@ from waymark.api.texts import PromptTokenizer
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.decide.asked_pools import AskedPools
-from waymark.decide.prompts import PromptOptions
-from waymark.decide.served import ServedNames
+from waymark.decide.served import PromptOptions, ServedNames
 from waymark.store.hot import HotRows
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers

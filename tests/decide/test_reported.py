@@ -17,8 +17,8 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.decide import reported
-from waymark.decide.prompts import PromptOptions
 from waymark.decide.reported import HolderMatch, Keyspace, ReportedPrompts
+from waymark.decide.served import PromptOptions
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
 from waymark.domain.known import Spot

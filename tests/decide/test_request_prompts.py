@@ -11,7 +11,6 @@ from waymark.base import native
 from waymark.base.bounded_json import VALUES_MAX, TooMuchJson, bounded_loads
 from waymark.base.errors import InvalidValue
 from waymark.chat.requests import Form, InferenceRequest, PackedTokens, Truncation, read_request
-from waymark.decide.prompts import PromptOptions
 from waymark.decide.request_prompts import (
     SEQUENCES_MAX,
     RequestPrompts,
@@ -22,7 +21,7 @@ from waymark.decide.request_prompts import (
     read_fields,
     unread_prompt,
 )
-from waymark.decide.served import ServedModel
+from waymark.decide.served import PromptOptions, ServedModel
 from waymark.domain.hashing import DEFAULT_SEED, block_keys, namespace
 from waymark.domain.names import GroupName
 from waymark.domain.packing import pack_tokens

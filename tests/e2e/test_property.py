@@ -31,7 +31,7 @@ from waymark.apply.options import ApplyOptions
 from waymark.apply.resuming import resumed
 from waymark.base.metrics import Metrics
 from waymark.decide.options import SelectionOptions
-from waymark.decide.prompts import PromptOptions
+from waymark.decide.served import PromptOptions
 from waymark.domain.hashing import DEFAULT_SEED, extend, token_bytes
 from waymark.domain.names import DEFAULT_TENANT, PublisherName
 from waymark.engines import decoder

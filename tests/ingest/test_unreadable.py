@@ -26,7 +26,7 @@ from waymark.api.options import ApiOptions
 from waymark.base.metrics import Metrics
 from waymark.base.shape import plain
 from waymark.decide.options import SelectionOptions
-from waymark.decide.prompts import PromptOptions
+from waymark.decide.served import PromptOptions
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import PublisherName

@@ -9,7 +9,7 @@ from waymark.api.options import ApiOptions
 from waymark.apply.options import ApplyOptions
 from waymark.base.settings import Settings
 from waymark.decide.options import SelectionOptions
-from waymark.decide.prompts import PromptOptions
+from waymark.decide.served import PromptOptions
 from waymark.epp.server import EppOptions
 from waymark.gateway.application import GatewayOptions
 from waymark.runtime import parts

@@ -19,8 +19,7 @@ from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer, text_of
 from waymark.base.metrics import Metrics
 from waymark.decide.asked_pools import AskedPools
-from waymark.decide.prompts import PromptOptions
-from waymark.decide.served import ServedNames
+from waymark.decide.served import PromptOptions, ServedNames
 from waymark.domain.hashing import block_keys, hash_keys, namespace
 from waymark.domain.match import (
     ConductorRow,

@@ -33,12 +33,11 @@ from waymark.contract.prompts import GaugesRow, ReleaseAnswer, ScoreAnswer, Scor
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed, StartupGate, cause_of
 from waymark.decide.policies.policy import Scored
 from waymark.decide.policies.presets import PRESETS
-from waymark.decide.prompts import PromptOptions
 from waymark.decide.question import HashedPrompt, PromptOf, Question, SelectedTarget
 from waymark.decide.request_prompts import estimate_tokens, unread_prompt
 from waymark.decide.reserve import target_headers
 from waymark.decide.selector import Selector
-from waymark.decide.served import ServedNames
+from waymark.decide.served import PromptOptions, ServedNames
 from waymark.decide.usual import UsualDecision, UsualTarget
 from waymark.domain.books import NO_USAGE, Usage, more_cached
 from waymark.domain.hashing import block_keys, hash_keys

@@ -20,7 +20,7 @@ from waymark.api.texts import PromptTokenizer, text_of
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.shape import plain
 from waymark.contract.inspections import Explanation, InspectAnswer, NoExplanation
-from waymark.decide.prompts import PromptOptions
+from waymark.decide.served import PromptOptions
 from waymark.domain.multimodal import check_blocks
 from waymark.domain.rows import PIECE_BLOCKS, Place
 from waymark.domain.table import only_block_size

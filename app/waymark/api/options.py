@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from waymark.apply.options import ApplyOptions
 from waymark.base.record import record
-from waymark.decide.prompts import PromptOptions
+from waymark.decide.served import PromptOptions
 
 ConductorShape: TypeAlias = Literal["auto", "published", "instances"]
 """The form of ``/query`` answers: the older one, the newer one, or the one implied by the format of the body."""

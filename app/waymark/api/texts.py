@@ -17,7 +17,7 @@ from waymark.api.http.fields import RequestBody
 from waymark.api.http.prompts import SeqHashKeys, TokenKeys, check_count, hashes_in, tokens_in
 from waymark.api.query_schemas import DetokenizeRequest, PromptFields, TextFields, TokenizeRequest
 from waymark.contract.prompts import DetokenizeAnswer, TokenizeAnswer
-from waymark.decide.prompts import PromptOptions
+from waymark.decide.served import PromptOptions
 from waymark.domain.multimodal import PromptItems, check_blocks
 from waymark.domain.names import GroupName
 from waymark.domain.packing import unpack_tokens

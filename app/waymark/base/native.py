@@ -4,7 +4,7 @@ The C module is built from ``native/`` if there is a compiler; a build without o
 both implementations behind one function: block keys in ``domain.hashing``, rows in ``domain.row_runs``, the knowledge
 of a stream in ``domain.pure_known``, parts in ``domain.parts`` and ``store.calls``, lists in ``api.http.bodies``,
 events in ``engines.plain``, requests in ``serving.request_reader``, orders in ``decide.pure_sums`` and
-``decide.policies.pure_columns``. Both give the same for every input, and the same tests run over both.
+``decide.policies.columns``. Both give the same for every input, and the same tests run over both.
 
 In a checkout, ``native/`` may change without a new build; a module built from other sources is refused.
 """

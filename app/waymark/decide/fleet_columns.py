@@ -11,9 +11,8 @@ from functools import cached_property
 from typing import TypeVar, overload
 
 from waymark.decide.fleet import Allowed, Fleet, FleetMember, PromptState, Shortlist, TargetSet
-from waymark.decide.policies.columns import CandidateColumns
+from waymark.decide.policies.columns import CandidateColumns, Column
 from waymark.decide.policies.policy import Candidate, Filter, RoutingRequest
-from waymark.decide.policies.pure_columns import Column
 from waymark.domain.targets import Gauges
 
 T = TypeVar("T")

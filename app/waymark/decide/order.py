@@ -42,8 +42,7 @@ from waymark.decide.policies.policy import (
     least_new,
     read_constants,
 )
-from waymark.decide.policies.ring import POINTS, LazyRing, Ring
-from waymark.decide.policies.without_tokens import by_prefix_key, home_of
+from waymark.decide.policies.ring import POINTS, LazyRing, Ring, by_prefix_key, home_of
 from waymark.decide.question import PolicyChoice, Question
 from waymark.decide.snapshot import GroupSnapshot
 from waymark.domain.match import TargetRow

@@ -18,9 +18,8 @@ from typing import Literal, NamedTuple
 from waymark.base.errors import InvalidValue
 from waymark.base.metrics import Metrics
 from waymark.decide.fleet import Fleet, FleetMember
-from waymark.decide.prompts import PromptOptions
 from waymark.decide.requests import RequestSelector
-from waymark.decide.served import ServedModel
+from waymark.decide.served import PromptOptions, ServedModel
 from waymark.domain import packing
 from waymark.domain.hashing import DEFAULT_SEED, extend_local, namespace, text_hash
 from waymark.domain.match import target_rows

@@ -12,9 +12,8 @@ from waymark.base.bounded_json import VALUES_MAX, bounded_loads
 from waymark.base.errors import InvalidValue
 from waymark.chat.prefix_key import text_of
 from waymark.chat.requests import Form, InferenceRequest, PackedTokens
-from waymark.decide.prompts import PromptOptions
 from waymark.decide.question import HashedPrompt, PromptOf
-from waymark.decide.served import ServedModel
+from waymark.decide.served import PromptOptions, ServedModel
 from waymark.domain.hashing import block_keys, namespace
 from waymark.domain.multimodal import PromptItems, block_keys_with, check_blocks
 from waymark.domain.packing import pack_tokens

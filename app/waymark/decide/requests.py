@@ -21,7 +21,6 @@ from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest, has_media
 from waymark.decide.fail_open import StartupGate
 from waymark.decide.policies.presets import DEFAULT, PRESETS
-from waymark.decide.prompts import PromptOptions
 from waymark.decide.question import (
     PolicyChoice,
     PromptOf,
@@ -40,7 +39,7 @@ from waymark.decide.request_prompts import (
     unread_prompt,
 )
 from waymark.decide.selector import Selector
-from waymark.decide.served import ServedModel, ServedNames
+from waymark.decide.served import PromptOptions, ServedModel, ServedNames
 from waymark.domain.answer_times import NO_TIMES, AskedTimes
 from waymark.domain.names import DEFAULT_TENANT, GroupName
 from waymark.store.claims import Claim

@@ -3,6 +3,8 @@
 A registration names its model once. An engine may serve that model under other names, too, and each of its adapters has
 a name that requests send as their model. The names are read from all registrations, and kept for a second, or until
 this process writes a registration.
+
+``PromptOptions`` is here because queries need it, and nothing else of decisions but this module (``api.first``).
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import NamedTuple
 
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.logs import fields
+from waymark.base.record import record
 from waymark.base.shown import SHOWN_MAX, shown
+from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.names import Adapter, GroupName, Registration
 from waymark.store.directory import Directory, PolledClaims
 from waymark.store.reader import Reader
@@ -28,6 +32,17 @@ log = logging.getLogger(__name__)
 _FRESH_SECONDS = 1.0
 #: The most names that an unknown one is compared with: a thousand take some milliseconds.
 _COMPARED_MAX = 1000
+
+
+@record(frozen=True, slots=True)
+class PromptOptions:
+    """The bounds of the prompts in requests, and the seed of their hashes."""
+
+    hash_seed: int = DEFAULT_SEED
+    tokens_max: int = 2**21
+    """The most tokens or hashes of one request."""
+    deadline_seconds: float = 1.0
+    """How long a question may read the index before it is answered from the blocks found so far."""
 
 
 class ServedModel(NamedTuple):

@@ -16,7 +16,7 @@ from waymark.base.asker import Asker, EngineKey
 from waymark.base.endpoints import AllowedEndpoints, is_loopback
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
-from waymark.decide.prompts import PromptOptions
+from waymark.decide.served import PromptOptions
 from waymark.store import keys, pacing
 from waymark.store.directory import EngineAddresses
 from waymark.store.hot import BYTES_MAX, MILLISECONDS, HotRows

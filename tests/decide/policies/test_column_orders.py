@@ -8,9 +8,8 @@ from random import Random
 import pytest
 
 from tests.decide.policies.conftest import busy, prompt, target
-from waymark.decide.policies.columns import CandidateColumns, ColumnSums, RankedColumns, columns_of
+from waymark.decide.policies.columns import CandidateColumns, Column, ColumnSums, RankedColumns, columns_of
 from waymark.decide.policies.policy import Candidate, RoutingRequest, Scored
-from waymark.decide.policies.pure_columns import Column
 from waymark.domain.targets import Gauges
 
 pytestmark = pytest.mark.usefixtures("implementation")

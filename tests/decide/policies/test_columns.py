@@ -10,17 +10,15 @@ import pytest
 
 from tests.decide.policies.conftest import prompt, target
 from waymark.base import native
-from waymark.decide.policies import pure_columns
-from waymark.decide.policies.columns import CandidateColumns, ColumnSums
+from waymark.decide.policies.columns import CandidateColumns, Column, ColumnSums, PureColumns
 from waymark.decide.policies.policy import Scored, ranked
-from waymark.decide.policies.pure_columns import Column
 
 pytestmark = pytest.mark.usefixtures("implementation_kept")
 
 
 def loops(kind: str) -> Any:
     if kind == "pure":
-        return pure_columns
+        return PureColumns
     if native.select(True) == "pure" or native.selected is None:
         pytest.skip("built without the C part")
     return native.selected
@@ -39,13 +37,13 @@ def test_both_implementations_give_the_same(seed: int) -> None:
 
     columns = [(random.choice((0.0, 0.3, 2)), [number() for _ in range(count)]) for _ in range(random.randint(1, 5))]
     for is_clamped in (True, False):
-        sums = [each.add_columns(columns, is_clamped) for each in (native_loops, pure_columns)]
+        sums = [each.add_columns(columns, is_clamped) for each in (native_loops, PureColumns)]
         assert list(map(repr, sums[0])) == list(map(repr, sums[1])), "to the last bit"
     values, draws = [[random.choice((0.0, 0.5, random.random())) for _ in range(count)] for _ in range(2)]
     for most in (0, 1, 8, 64, 65, count, 1000):
         for sign in (1.0, -1.0):
             places = native_loops.least_of(values, draws, most, sign)
-            assert places == pure_columns.least_of(values, draws, most, sign)
+            assert places == PureColumns.least_of(values, draws, most, sign)
             assert places == sorted(range(count), key=lambda place: (sign * values[place], draws[place]))[:most]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.decide.policies.conftest import prompt, target
 from waymark.decide.policies.policy import Candidate, Ranking, RoutingRequest, Scored
-from waymark.decide.policies.without_tokens import by_prefix_key, first_by_key, home_of
+from waymark.decide.policies.ring import by_prefix_key, first_by_key, home_of
 from waymark.domain.status import Decision
 
 KEY = b"k" * 32

@@ -22,9 +22,9 @@ from waymark.contract.dynamo import (
     DynamoOverlap,
     DynamoOverlapScores,
 )
-from waymark.decide.prompts import PromptOptions
 from waymark.decide.question import HashedPrompt, PolicyChoice, PromptOf, Question, RankedTargets
 from waymark.decide.selector import Selector
+from waymark.decide.served import PromptOptions
 from waymark.domain.hashing import block_keys, namespace
 from waymark.domain.match import DynamoRank, Walk, dynamo_rows
 from waymark.domain.names import GroupName

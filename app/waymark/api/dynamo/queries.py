@@ -38,7 +38,7 @@ from waymark.contract.dynamo import (
     TierHits,
 )
 from waymark.decide.asked_pools import AskedPools
-from waymark.decide.prompts import PromptOptions
+from waymark.decide.served import PromptOptions
 from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import block_keys, local_keys, namespace
 from waymark.domain.match import DynamoRank, Walk, matched_dynamo_rows, walk_with_pool

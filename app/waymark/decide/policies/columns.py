@@ -13,13 +13,39 @@ from random import Random
 from typing import TypeAlias, overload
 
 from waymark.base import native
-from waymark.decide.policies import pure_columns
 from waymark.decide.policies.policy import Candidate, Filter, RoutingRequest, Scored
-from waymark.decide.policies.pure_columns import Column
 from waymark.domain.targets import Gauges
 
+Column: TypeAlias = Sequence[float | None]
+"""A number of each candidate; None if it has none."""
 SumParts: TypeAlias = Mapping[str, tuple[float, Column]]
 """The parts of a sum by name: the weight of each, and its column."""
+
+
+class PureColumns:
+    """Sums over all candidates of a decision, and the least sums, in Python; see ``native/columns.c``."""
+
+    @staticmethod
+    def add_columns(columns: Sequence[tuple[float, Column]], is_clamped: bool, /) -> list[float]:
+        """Return the sum of each candidate, from the first column to the last, each times its weight; None adds
+        nothing.
+
+        With ``is_clamped`` a number below 0 counts as 0, and one above 1 as 1.
+        """
+        sums = [0.0] * len(columns[0][1])
+        for weight, column in columns:
+            if is_clamped:
+                column = [None if number is None else min(1.0, max(0.0, number)) for number in column]
+            sums = [
+                total if number is None else total + weight * number for total, number in zip(sums, column, strict=True)
+            ]
+        return sums
+
+    @staticmethod
+    def least_of(values: Sequence[float], draws: Sequence[float], most: int, sign: float, /) -> list[int]:
+        """Return the places of the least ``sign * value``, at most so many, least first; equal ones by their draws."""
+        entries = sorted(zip([sign * value for value in values], draws, range(len(values)), strict=True))
+        return [place for _, _, place in entries[: max(0, most)]]
 
 
 class CandidateColumns(Sequence[Candidate]):
@@ -143,7 +169,7 @@ class ColumnSums:
         """The candidates, by their places, that an answer shows in place of those of the sums."""
         self.values = [0.0] * len(columns)
         if parts:
-            self.values = (native.selected or pure_columns).add_columns(list(parts.values()), is_clamped)
+            self.values = (native.selected or PureColumns).add_columns(list(parts.values()), is_clamped)
 
     def scored(self, place: int) -> Scored:
         part = _clamped if self._is_clamped else _weighted
@@ -243,7 +269,7 @@ class RankedColumns(Sequence[Scored]):
 
     def _make(self, most: int) -> None:
         ahead = self._ahead
-        places = (native.selected or pure_columns).least_of(*self._keys, most + len(ahead), self._sign)
+        places = (native.selected or PureColumns).least_of(*self._keys, most + len(ahead), self._sign)
         if ahead:
             places = [*ahead, *(place for place in places if place not in ahead)]
         self._first += map(self._sums.scored, places[len(self._first) : most])

@@ -12,9 +12,8 @@ from random import Random
 from typing import NamedTuple, TypeAlias
 
 from waymark.base.record import record
-from waymark.decide.policies.columns import ColumnSums, RankedColumns, columns_of
+from waymark.decide.policies.columns import Column, ColumnSums, RankedColumns, columns_of
 from waymark.decide.policies.policy import Candidate, Filter, RoutingRequest, Scored
-from waymark.decide.policies.pure_columns import Column
 from waymark.decide.policies.scorers import Scores
 
 Picker: TypeAlias = Callable[[Sequence[float], Random], Sequence[float]]
