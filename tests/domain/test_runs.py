@@ -356,7 +356,7 @@ def test_random_histories_come_to_the_same_in_all_ways(seed: int, kind: EngineKi
     assert plain > 5
 
 
-@pytest.mark.parametrize("removed", [[1, 1], [1, 2, 1], [2, 1, 2], [2, 1, 3], [1, 2]])
+@pytest.mark.parametrize("removed", [[1], [1, 1], [1, 2, 1], [2, 1, 2], [2, 1, 3], [1, 2]])
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("is_left", [False, True])
 def test_a_removal_over_generations_may_be_of_copies_and_of_unknown_hashes(
