@@ -139,7 +139,8 @@ LARGE: dict[str, Callable[[], list[Any]]] = {
     "junk": lambda: [[]] * 60_000,
     "removals": lambda: [["BlockRemoved", [i]] for i in range(20_000)],
     "one store": lambda: [["BlockStored", [*range(1, 40_001)], None, [*range(160_000)], 4, None, "GPU"]],
-    "stores": lambda: [["BlockStored", [i + 1], None, [1, 2, 3, i], 4, None, "GPU"] for i in range(8_000)],
+    # More than is read at once, PLAIN_BYTES.
+    "stores": lambda: [["BlockStored", [i + 1], None, [1, 2, 3, i], 4, None, "GPU"] for i in range(9_000)],
 }
 
 
