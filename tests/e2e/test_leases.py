@@ -96,9 +96,9 @@ async def stream_of_the_first(pair: Pair, engines: Engines) -> tuple[str, Simula
 
 
 async def has_looked_twice(pair: Pair, since: float) -> bool:
-    """Whether the first worker has read the list of publishers twice since then."""
-    looks = [call for call in pair.proxy.calls if call.at > since and call.words[:2] == (b"HGETALL", b"wm:publishers")]
-    return len(looks) > 1
+    """Whether the first worker has asked twice since then whether the publishers have changed."""
+    asked = (b"GET", b"wm:version:{wm:publishers}")
+    return sum(call.at > since and call.words[:2] == asked for call in pair.proxy.calls) > 1
 
 
 @dataclass

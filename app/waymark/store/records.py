@@ -16,6 +16,7 @@ from typing import Any, TypedDict, TypeVar
 
 from waymark.base.errors import RecordDamaged
 from waymark.base.record import record
+from waymark.domain.media import UNNAMED
 from waymark.domain.names import Holder, HolderName
 from waymark.domain.parts import Commit
 from waymark.domain.status import RecordKind, StreamStatus
@@ -262,7 +263,7 @@ class Records:
             else [table_holder for table_holder in table.holders.values() if table_holder.publisher == grant.publisher]
         )
         args: list[str] = []
-        names = {holder_id: HolderName(0, "GPU", digest=str(holder_id)) for holder_id in told}
+        names = {holder_id: HolderName(0, UNNAMED, digest=str(holder_id)) for holder_id in told}
         names |= {
             holder.id: HolderName(holder.dp_rank, holder.medium, digest=str(holder.id)) for holder in lost_holders
         }
