@@ -132,14 +132,14 @@ def _until_right(server: Server, prompt: Prompt) -> None:
     def is_right() -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         try:
-            connection.request("POST", f"{server.prefix}/query", body, {"Content-Type": "application/json"})
+            connection.request("POST", "/query", body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             found = json.loads(answer.read()) if answer.status == 200 else {}
         except (OSError, http.client.HTTPException):
             return False
         finally:
             connection.close()
-        row = found.get("instances", {}).get(str(INSTANCE), {})
+        row = found.get("instances", found.get("default", {})).get(str(INSTANCE), {})
         return bool(row.get("longest_matched") == len(prompt) * PIECE_TOKENS)
 
     wait_until(is_right, f"{server.name} answers right", pause_seconds=0.005)
