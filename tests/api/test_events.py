@@ -204,6 +204,7 @@ async def test_what_is_the_same_as_before_reads_no_other_registration(
     await register("pool-2", type="standard", endpoint=None)
     assert await post(client, event(1, backend_id="pool-2")) == (200, {"applied": 1, "stale": 0})
     assert readings() == 1
+    assert (await client.post("/unregister", json={"instance_id": "pool-2"})).status_code == 200
 
 
 async def test_requests_at_the_same_time_lose_nothing(client: httpx.AsyncClient) -> None:
