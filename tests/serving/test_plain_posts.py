@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,8 @@ from tests.serving.wire import answers, connections, echo, served, wire
 from tests.unit import examples
 from waymark.base import native
 from waymark.serving.connection import protocol
+from waymark.serving.limits import Rejection
+from waymark.serving.request_reader import RequestReader
 
 USUAL = [
     b"Content-Type: application/json",
@@ -159,6 +162,41 @@ def test_what_comes_behind_a_body_in_pieces_is_read_too(then: bytes) -> None:
     head, body = PLAIN[0][:-3], PLAIN[0][-3:]
     for parts in ([head, body + then], [head + body[:1], body[1:] + then], [head, body[:1], body[1:] + then, PLAIN[0]]):
         assert read(parts, is_native=True) == read(parts, is_native=False)
+
+
+class Quiet:
+    """A connection that takes everything, and answers nothing."""
+
+    connections: Any = None
+
+    def take_whole(self, scope: dict[str, Any], body: bytes) -> bool:
+        return False
+
+    def take_head(self, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None: ...
+
+    def take_body(self, piece: bytes) -> None: ...
+
+    def request_begins(self) -> None: ...
+
+    def request_ends(self) -> None: ...
+
+    def reject(self, rejection: Rejection) -> None: ...
+
+
+@pytest.mark.usefixtures("loops")
+def test_a_request_is_open_until_its_body_is_there() -> None:
+    """An answer may come before, and the time for a body counts from then on."""
+    found = []
+    for is_native in (True, False):
+        before = native.implementation()
+        native.select(is_native)
+        reader, states = RequestReader(Quiet()), list[bool]()
+        for piece in (PLAIN[0][:-3], b"a", b"bc", PLAIN[0], PLAIN[0][:-1], b"c" + PLAIN[0][:-2]):
+            reader.feed(piece)
+            states.append(reader.is_open)
+        native.select(before == "native")
+        found.append(states)
+    assert found == [[True, True, False, False, True, True]] * 2
 
 
 @pytest.mark.parametrize("missing", [0, 1, 3])
