@@ -5,7 +5,7 @@
 
 #include "parts.h"
 
-/* The blocks of packed slots and engine hashes, in memory that is to be freed. NULL with an exception. */
+/* Read blocks from packed slots and engine hashes, into memory that the caller frees. NULL with an exception. */
 static PartBlock *read_blocks(PyObject *slots, PyObject *hashes, size_t *count)
 {
     char *slot, *hash;

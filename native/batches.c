@@ -44,7 +44,7 @@ static Outcome read_publisher(Reader *reader, PyObject **found)
 }
 
 /* Append all events to those of the batch, and store in *others how many of them are left to Python. UNUSUAL if the
- * payload ends before they do. */
+ * payload ends before the events do. */
 static Outcome read_list(Batch *batch, uint64_t count, Py_ssize_t *others)
 {
     Events *events = batch->events;
@@ -109,7 +109,7 @@ static Outcome read_all(Batch *batch, Py_ssize_t events_max, Head *head)
     return outcome == READ && batch->reader.at != batch->reader.end ? UNUSUAL : outcome;
 }
 
-/* As read_batch, of bytes in memory. */
+/* The same as read_batch, for bytes in memory. */
 static PyObject *read_payload(Batch *batch, Py_ssize_t events_max)
 {
     Head head = {0};
@@ -159,11 +159,12 @@ static int are_fields(long stored_fields, long removed_fields)
  *            stored_fields: int, removed_fields: int)
  *     -> tuple[float | int | None, list | Events, float | int | None, bytes | None, int, bool] | None
  *
- * The batch `[ts, events, rank?, publisher?, ...]`: ts, the events, the rank, the id of the publisher's process, how many
- * events are not plain, and whether the events are mixed. In place of an event that is not plain there is its position in
- * the payload, (start, end). Of an event that is a list, at most this many fields of a store, or of a removal, are read.
- * The events are Events if keep_together can keep them. None if the batch itself is not plain, or has more than `events_max` events. `medium` turns the name of a
- * medium, or None, into ours; None for one that is not a name.
+ * The batch `[ts, events, rank?, publisher?, ...]`: ts, the events, the rank, the id of the publisher's process, how
+ * many events are not plain, and whether the events are mixed. In place of an event that is not plain there is its
+ * position in the payload, (start, end). `stored_fields` and `removed_fields` are the most fields that are read of a
+ * store and of a removal that is a list. The events are Events if keep_together can keep them. None if the batch itself
+ * is not plain, or has more than `events_max` events. `medium` is called with the name of a medium, or None, and
+ * returns our name for it, or None if it is not a name.
  */
 PyObject *read_batch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -225,7 +226,8 @@ static int is_rank(PyObject *found, PyObject *rank)
     return PyLong_Check(found) ? PyObject_RichCompareBool(found, rank, Py_EQ) : 0;
 }
 
-/* Whether a batch differs from the one before in its blocks only, and fits. -1 with an exception. */
+/* Whether a batch differs from the one before in its blocks only, and its hashes are within the bound. -1 with an
+ * exception. */
 static int goes_on(const Going *going, const Events *events, const Head *head)
 {
     if (head->others > 0 || !are_in_order(going->ts, head->ts) ||
@@ -247,8 +249,8 @@ static void add_up(Going *going, const Events *events)
     }
 }
 
-/* The next batch: 1, and its events are in the list `found` and its time is *ts, a reference. 0 if it does not
- * continue, -1 with an exception. */
+/* Read the next batch: append its events to the list `found`, and set *ts to its time, a reference. 1, or 0 if the
+ * batch does not continue, or -1 with an exception. */
 static int read_next(Going *going, PyObject *payload, PyObject *found, PyObject **ts)
 {
     Input input;
@@ -283,8 +285,9 @@ static int read_next(Going *going, PyObject *payload, PyObject *found, PyObject 
  *     -> tuple[list[Events], float | None, int, int, int, int]
  *
  * The events of the batches in these payloads, up to the first that differs from this batch in more than its blocks;
- * ts, rank and publisher are those of this batch. Together they have at most `hashes_max` hashes. The ts of the last of
- * them, the stores and the blocks of all, the removals and theirs. The other arguments are those of read_batch.
+ * ts, rank and publisher are those of this batch. Together they have at most `hashes_max` hashes. After the events: the
+ * ts of the last batch, and how many stores, stored blocks, removals and removed blocks there are in all of them. The
+ * other arguments are those of read_batch.
  */
 PyObject *events_go_on(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -2,13 +2,13 @@
 
 #include "blocks.h"
 
-/* Of the index by engine hash. */
+/* The hash of a block for the index by engine hash. */
 static uint64_t hash_spread_of(const void *known, uint32_t number)
 {
     return spread(block_at(known, number)->hash);
 }
 
-/* Of the index by key. */
+/* The hash of a block for the index by key. */
 static uint64_t key_spread_of(const void *known, uint32_t number)
 {
     return spread(block_at(known, number)->key);
@@ -45,7 +45,7 @@ static int reserve_block(KnownBlocks *known)
     return 1;
 }
 
-/* A number that no block has, for which there is room. */
+/* The number for a new block; there is room for the block. */
 static uint32_t new_block(KnownBlocks *known)
 {
     if (known->free == 0)
@@ -55,7 +55,7 @@ static uint32_t new_block(KnownBlocks *known)
     return number;
 }
 
-/* Take a block out, which stays at its place. */
+/* Remove a block from the table; its place still counts it. */
 static void unlink_block(KnownBlocks *known, uint32_t number)
 {
     Block *block = block_at(known, number);

@@ -1,7 +1,7 @@
 /* The table behind KnownBlocks: engine hashes, and the block of each.
  *
  * A block takes 24 bytes, and its slots in one index or two. The blocks of a table are in chunks that never move, so a
- * pointer to one is good until the block goes. Numbers of blocks that went are used again.
+ * pointer to one is valid until the block is removed. Numbers of removed blocks are used again.
  */
 
 #ifndef WAYMARK_BLOCKS_H
@@ -15,12 +15,12 @@ enum { PIECE_BLOCKS = 32, CHUNK_BLOCKS = 256, RELEASED_CHUNKS = 128, COPIES_MAX 
 typedef struct {
     uint64_t hash; /* the engine hash; in a free block, 1 more than the number of the next free one */
     uint64_t key;
-    uint32_t place; /* NO_PLACE of a free one */
+    uint32_t place; /* NO_PLACE in a free block */
     uint32_t depth : 5;
     uint32_t is_first : 1;     /* whether it is the first hash of its block */
-    uint32_t is_collected : 1; /* for a removal that is being looked at */
+    uint32_t is_collected : 1; /* set while a removal is checked */
     uint32_t is_left : 1;      /* the last event about the block was a removal that left a copy */
-    uint32_t copies : 24;      /* of a block with this hash alone; 0: Python has its hashes and copies */
+    uint32_t copies : 24;      /* of a block with only this hash; 0: Python has its hashes and copies */
 } Block;
 
 typedef struct {
@@ -28,14 +28,14 @@ typedef struct {
     Places *places; /* a reference */
     Block **chunks;
     uint32_t count, chunks_count, used;
-    uint32_t free;   /* as of Places */
+    uint32_t free;   /* as in Places */
     uint32_t firsts; /* blocks that are found by their key */
     uint32_t left;   /* blocks with is_left */
     int has_keys;
     Index by_hash, by_key;
 } KnownBlocks;
 
-/* The block with a number, which is one of those that are here or free. */
+/* The block with this number, which is in use or free. */
 static inline Block *block_at(const KnownBlocks *known, uint32_t number)
 {
     return &known->chunks[number / CHUNK_BLOCKS][number % CHUNK_BLOCKS];
@@ -71,13 +71,13 @@ void fetch_blocks(const KnownBlocks *known, Index *index, const uint64_t *number
  * 0 with an exception; nothing has changed then. */
 int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth);
 
-/* The same with a block whose engine hash and key are not here. */
+/* The same for a block whose engine hash and key are not in the table. */
 int put_new_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth);
 
-/* Take a block out, by its number. */
+/* Remove a block by its number. */
 void remove_block(KnownBlocks *known, uint32_t number);
 
-/* A block that is alone under its hash has so many copies from now on. */
+/* Set the copies of a block with a single hash. */
 static inline void set_copies(KnownBlocks *known, Block *block, uint32_t copies, int is_left)
 {
     known->left += (uint32_t)(is_left != 0) - block->is_left;
@@ -85,25 +85,25 @@ static inline void set_copies(KnownBlocks *known, Block *block, uint32_t copies,
     block->is_left = is_left != 0;
 }
 
-/* Move a block to another table of the same places: as put_block. Its copies are forgotten. */
+/* Move a block to another table of the same places, as put_block adds one. Its copies are forgotten. */
 int move_block(KnownBlocks *known, uint32_t number, KnownBlocks *other);
 
-/* Take out those of these engine hashes that are here. */
+/* Remove the blocks of these engine hashes that are in the table. */
 void discard_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count);
 
 /* A block becomes the first of its key. 0 with an exception; nothing has changed then. */
 int lead_block(KnownBlocks *known, uint32_t number);
 
-/* Whether a number is there twice: 1 or 0, -1 with an exception. */
+/* Whether a number occurs twice: 1 or 0, -1 with an exception. */
 int has_repeats(const uint64_t *numbers, size_t count);
 
-/* Whether none of these is found, and none is there twice: 1 or 0, -1 with an exception. */
+/* Whether none of these numbers is found, and none occurs twice: 1 or 0, -1 with an exception. */
 int are_strange(KnownBlocks *known, const uint64_t *numbers, size_t count, Find *find);
 
 /* Free the last blocks of a table that is not used any more. Return whether some are left. */
 int release_blocks(KnownBlocks *known);
 
-/* Take all blocks out; there is room for as many then. */
+/* Remove all blocks; the table keeps room for as many. */
 void empty_blocks(KnownBlocks *known);
 
 /* Free the table; its blocks leave their places. */

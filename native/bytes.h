@@ -1,4 +1,4 @@
-/* Numbers in memory: of any alignment, in the byte order that the name says. */
+/* Reads and writes numbers in memory, of any alignment, in the byte order that the function's name says. */
 
 #ifndef WAYMARK_BYTES_H
 #define WAYMARK_BYTES_H
@@ -28,7 +28,7 @@ static inline uint64_t load_little64(const void *at)
     return as_little64(number);
 }
 
-/* The same of four bytes. */
+/* The same for four bytes. */
 static inline uint32_t load_little32(const void *at)
 {
     uint32_t number;
@@ -36,7 +36,7 @@ static inline uint32_t load_little32(const void *at)
     return as_little32(number);
 }
 
-/* Eight bytes, the lowest first, to `at`. */
+/* Write a number to `at` as eight bytes, the lowest first. */
 static inline void store_little64(void *at, uint64_t number)
 {
     number = as_little64(number);
@@ -58,7 +58,7 @@ static inline uint64_t load_big64(const void *at)
     return as_big64(number);
 }
 
-/* Eight bytes, the highest first, to `at`. */
+/* Write a number to `at` as eight bytes, the highest first. */
 static inline void store_big64(void *at, uint64_t number)
 {
     number = as_big64(number);

@@ -7,7 +7,7 @@ enum {
     BUCKETS = 1024, /* more than twice the rows of a call */
 };
 
-/* The end of the parts from `start` on that go together: one, and more within the bounds. */
+/* The end of the parts from `start` on that fit one call: one part, and more within the bounds. */
 static size_t end_of(const Parts *parts, size_t start, size_t parts_max, size_t blocks_max)
 {
     size_t end = start, blocks = 0;
@@ -19,7 +19,7 @@ static size_t end_of(const Parts *parts, size_t start, size_t parts_max, size_t 
     return end;
 }
 
-/* end(start: int, parts_max: int, blocks_max: int) -> int: the end of the parts from `start` on that go together */
+/* end(start: int, parts_max: int, blocks_max: int) -> int: the end of the parts from `start` on that fit one call */
 PyObject *parts_end(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     size_t bounds[3] = {0};
@@ -28,15 +28,16 @@ PyObject *parts_end(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     return PyLong_FromSize_t(end_of((Parts *)self, bounds[0], bounds[1], bounds[2]));
 }
 
-/* The numbers that a call gives to what its parts name, from 1, in the order in which they are named. */
+/* The numbers, from 1, that a call gives to the holders, seqs and rows of its parts, in the order in which the parts
+ * name them. */
 typedef struct {
     uint64_t holders[CALL_PARTS], seqs[CALL_PARTS];
-    Part rows[2 * CALL_PARTS]; /* only their places */
+    Part rows[2 * CALL_PARTS]; /* only the place is used */
     uint16_t holders_count, seqs_count, rows_count;
     uint16_t buckets[BUCKETS]; /* numbers of rows */
 } Call;
 
-/* The number of a holder or a seq, from 1, which is new if need be; there is room for one for each part. */
+/* The number of a holder or a seq, from 1; it gets one if it has none yet. There is room for one for each part. */
 static uint16_t number_of(uint64_t *numbers, uint16_t *count, uint64_t number)
 {
     for (uint16_t i = *count; i > 0; i--) /* mostly it is the last one */
@@ -46,7 +47,7 @@ static uint16_t number_of(uint64_t *numbers, uint16_t *count, uint64_t number)
     return *count;
 }
 
-/* The number of a place's row, which is new if need be; there is room for two for each part. */
+/* The number of a place's row; it gets one if it has none yet. There is room for two for each part. */
 static uint16_t number_of_row(Call *call, const Part *place)
 {
     size_t bucket = (size_t)((place->head ^ place->branch * 3 ^ place->place_kind) * 0x9E3779B97F4A7C15 >> 54);
@@ -119,7 +120,7 @@ static size_t bulk_size(size_t length)
     return 1 + digits_of(length) + 2 + length + 2;
 }
 
-/* Write what comes before the bytes of a word. Returns where these go. */
+/* Write the length that precedes the bytes of a word. Returns where the bytes go. */
 static char *begin_bulk(char *at, size_t length)
 {
     const size_t digits = digits_of(length);
@@ -130,7 +131,7 @@ static char *begin_bulk(char *at, size_t length)
     return at + 1 + digits + 2;
 }
 
-/* Write what comes behind the bytes of a word, which end here. Returns where the next word goes. */
+/* Write the end of line after the bytes of a word, which end here. Returns where the next word goes. */
 static char *end_bulk(char *at)
 {
     memcpy(at, "\r\n", 2);
@@ -171,7 +172,8 @@ static size_t part_size(const Body *body)
     return HEADER + body->namespace + body->parent + body->slots + body->hashes + (size_t)body->copied_size;
 }
 
-/* A part as lua/apply_rows.lua reads it, to `at`; the call has numbered what it names. Returns where it ends. */
+/* Write a part to `at` as lua/apply_rows.lua reads it; the call has numbered its holder, its seq and its rows. Returns
+ * where it ends. */
 static char *write_part(Call *call, const Parts *parts, const Part *part, const Body *body, char *at)
 {
     uint16_t row = 0, branch = 0;
@@ -260,8 +262,8 @@ static PyObject *list_numbers(const uint64_t *numbers, size_t count)
 
 /* pack(start: int, end: int, prefix: bytes) -> tuple[int, list[int], int, bytes, list[int], bytes]
  *
- * How many blocks, the holders, the rows and their keys, the seqs, and the parts, at most CALL_PARTS. Keys and parts are
- * bulk strings, one behind the other.
+ * Pack at most CALL_PARTS parts. Returns the number of blocks, the holders, the number of rows and their keys, the
+ * seqs, and the parts. Keys and parts are bulk strings, one after the other.
  */
 PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -305,7 +307,7 @@ static int is_reported(const Part *part)
     return part->kind == '+' && !part->is_known && !part->is_identity && part->place_kind != SINGLE;
 }
 
-/* A part's engine hashes, each with its block, to `at`. Returns where they end. */
+/* Write a part's engine hashes, each with its block, to `at`. Returns where they end. */
 static char *write_reported(const Parts *parts, const Part *part, char *at)
 {
     for (const PartBlock *block = parts->blocks + part->start, *end = block + part->count; block < end; block++) {

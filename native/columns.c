@@ -4,7 +4,7 @@
 
 #include <stdlib.h>
 
-/* Up to so many places are found by one look at each number; for more of them all numbers are sorted. */
+/* Up to this number of places are found in one pass over the numbers; for more places all numbers are sorted. */
 #define FEW 64
 
 /* The numbers of a sequence of `count`; `absent` stands for None, unless that is NULL. 0 with an exception. */
@@ -119,14 +119,14 @@ static int compare_entries(const void *one, const void *other)
     return a->place < b->place ? -1 : a->place > b->place;
 }
 
-/* Put the least `most` of the entries to their beginning, least first. */
+/* Move the least `most` entries to the beginning, least first. */
 static void sort_least(Entry *entries, Py_ssize_t count, Py_ssize_t most)
 {
     if (most > FEW) {
         qsort(entries, (size_t)count, sizeof *entries, compare_entries);
         return;
     }
-    Py_ssize_t found = 0; /* the least of those before i, in their order; they take the places of others before i */
+    Py_ssize_t found = 0; /* how many of the entries before i are kept, in order, in the first places */
     for (Py_ssize_t i = 0; i < count; i++) {
         const Entry entry = entries[i];
         if (found == most && compare_entries(&entry, &entries[most - 1]) > 0)
@@ -140,7 +140,7 @@ static void sort_least(Entry *entries, Py_ssize_t count, Py_ssize_t most)
 
 /* least_of(values, draws, most, sign) -> list[int]
  *
- * The places of the least sign * value, at most so many, least first; of equal ones the least draw comes first.
+ * The places of the least sign * value, at most `most`, least first; among equal ones the least draw comes first.
  */
 PyObject *least_of(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

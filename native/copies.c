@@ -55,8 +55,7 @@ static PyObject *text_of(uint32_t copies)
     return copies < 2 ? PyBytes_FromString("0") : PyBytes_FromFormat("%u", copies);
 }
 
-/* Add a single block that has this number of copies from now on; `add` is add_blocks or a similar function. 0 with an
- * exception. */
+/* Add a single block that has this number of copies from now on. 0 with an exception. */
 static int add_counted(Run *run, Part *part, int64_t position, const Block *block, uint32_t copies)
 {
     PyObject *text = text_of(copies);
@@ -98,7 +97,7 @@ int add_again(KnownBlocks *known, Run *run, const PlainEvent *event, Block *bloc
                            : add_counted(run, part, position, block, after);
 }
 
-/* Store a block of a store that is here, which has depth `depth`. 0 with an exception. */
+/* Store again a block of a store that is in the table, at `depth` in its piece. 0 with an exception. */
 static int store_repeated(KnownBlocks *known, Run *run, const PlainEvent *event, const Store *store, const uint64_t *above,
                           size_t i, int depth, int64_t position)
 {
@@ -134,7 +133,8 @@ int store_again(KnownBlocks *known, Run *run, const PlainEvent *event, Store *st
         if (!store_repeated(known, run, event, store, above, i, (int)((store->depth + i) % (size_t)run->piece_blocks),
                             position + (int64_t)i))
             return -1;
-    /* In the piece of a block that is here, the new ones come one by one: each is used on its shard. */
+    /* In the piece of the last known block, new blocks are added one by one, and each is marked as used on its shard.
+     * */
     Store one = *store;
     for (; at < store->count && depth > 0; at++, depth = (depth + 1) % run->piece_blocks) {
         one.count = at + 1;

@@ -1,11 +1,11 @@
-/* Decimal digits to numbers. A character that is no digit has to follow them in readable memory. */
+/* Turns decimal digits into numbers. A character that is not a digit must follow them in readable memory. */
 
 #ifndef WAYMARK_DIGITS_H
 #define WAYMARK_DIGITS_H
 
 #include "bytes.h"
 
-/* The digits from `at` as a number; *at goes behind them. -1 if there are none, or more than 10. */
+/* The digits from `at` as a number; *at moves to their end. -1 if there are none, or more than 10. */
 static inline int64_t read_number(const char **at)
 {
     const char *first = *at;
@@ -21,8 +21,8 @@ static inline int64_t read_number(const char **at)
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 /* 0 if all of eight bytes are digits; otherwise the lowest bit that is set is in the first byte that is not a digit.
  *
- * A digit is 0x30..0x39: its upper half is 3, and stays so with 6 added. A carry only reaches beyond a byte that is no
- * digit itself.
+ * A digit is 0x30..0x39: its upper half is 3, and stays so with 6 added. Only a byte that is not a digit carries into
+ * the next byte.
  */
 static inline uint64_t not_digits(uint64_t text)
 {
@@ -54,7 +54,7 @@ static inline int64_t read_short_number(const char **at)
     return (int64_t)eight_digits((text & 0x0F0F0F0F0F0F0F0F) << (64 - 8 * digits));
 }
 
-/* The digits from `at` as a number, eight at once, as long as there are eight; *at goes behind them. */
+/* The digits from `at` as a number, eight at once, as long as there are eight; *at moves to their end. */
 static inline uint64_t read_eights(const char **at, const char *end)
 {
     uint64_t number = 0, text;

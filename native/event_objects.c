@@ -119,7 +119,7 @@ static PyObject *make_stored(const Events *events, const PlainEvent *event)
     return build_owned(events->types.stored, stored_attributes, values, STORED_ATTRIBUTES, OWNED);
 }
 
-/* So many zeros, as a tuple. */
+/* A tuple of `count` zeros. */
 static PyObject *zeros(size_t count)
 {
     PyObject *found = PyTuple_New((Py_ssize_t)count);

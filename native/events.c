@@ -58,7 +58,7 @@ static const PlainEvent *first_of(const Events *events, uint8_t kind)
     return NULL;
 }
 
-/* Find the form of an event among those of the events before it, by the first event of each, or add one. Return whether
+/* Find the form of an event by a comparison with the first event of each form so far, or add a form. Return whether
  * there is room for it; -1 with an exception. */
 static int find_form(Events *events, PlainEvent *event, const PlainEvent **first)
 {
@@ -221,8 +221,8 @@ static int add_pattern(Events *events, const PlainEvent *event)
     return 1;
 }
 
-/* patterns(before: Events) -> Events: the first store and the first removal, each without its blocks; of a kind that is
- * not here, the first of those before */
+/* patterns(before: Events) -> Events: the first store and the first removal, each without its blocks; for a kind that
+ * these events lack, the first event of `before` */
 static PyObject *events_patterns(PyObject *self, PyObject *before)
 {
     const Events *events = (Events *)self, *others = as_events(before);

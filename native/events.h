@@ -23,14 +23,14 @@ typedef enum { UNTOLD, FROM_NEW, FROM_REUSE } Origin;
 typedef struct {
     PyObject *medium, *adapter; /* references; NULL if its kind has none */
     uint64_t parent, group;
-    size_t hashes, tokens; /* the positions of its first ones among those of all events */
+    size_t hashes, tokens; /* where its hashes and tokens begin among those of all events */
     uint32_t hashes_count, tokens_count, block_size;
     uint32_t window; /* of a window, in tokens; 0 if it is unknown */
     uint8_t kind, has_parent, has_group, tells_salts;
-    uint8_t is_dense;    /* of a store and of a window: it has the tokens of all its blocks */
+    uint8_t is_dense;    /* whether a store or a window has the tokens of all its blocks */
     uint8_t form;        /* the number of its form, if the events are kept together */
     uint8_t origin;      /* of a store: an Origin */
-    uint8_t leaves_none; /* of a removal: it says that no copy of any block is left */
+    uint8_t leaves_none; /* whether a removal says that no copy of any block is left */
     Py_ssize_t start, end; /* in the payload */
 } PlainEvent;
 
@@ -47,7 +47,7 @@ typedef struct {
     size_t hashes_count, hashes_capacity;
     uint32_t *tokens; /* little-endian */
     size_t tokens_count, tokens_capacity;
-    uint32_t block_size; /* of all stores, where the events are alike; 0 without a store */
+    uint32_t block_size; /* of all stores, if the events are alike; 0 without a store */
     size_t forms;        /* how many forms the events have, if they are kept together */
     EventTypes types;
 } Events;
@@ -83,12 +83,12 @@ int are_of_one_kind(const Events *events, const Events *more);
 
 enum { FORMS_MAX = 16 };
 
-/* How the events of a batch are kept: as objects; together, all stores with their tokens, which are alike, and removals
- * that are alike; or together, of several forms. */
+/* How the events of a batch are kept: as objects; together, if all stores have their tokens and are alike, and all
+ * removals are alike; or together, in several forms. */
 typedef enum { APART, ALIKE, MIXED } Keeping;
 
-/* How these events can be kept. Together, each has the number of its form: events of one form differ in their blocks only.
- * The block size of the first store is that of the events. -1 with an exception. */
+/* How these events can be kept. If they are kept together, each event gets the number of its form: events of one form
+ * differ in their blocks only. The events get the block size of the first store. -1 with an exception. */
 int keep_together(Events *events);
 
 /* run(at, position, hashes_max, parts, holders, forms, seed, full, piece_blocks, waves); mixed.c */

@@ -22,7 +22,7 @@ static const Name main_attention[] = {NAME("full_attention"), NAME("mla_attentio
 static const Name states = NAME("mamba");
 static const Name windows[] = {NAME("sliding_window"), NAME("sliding_window_mla")};
 
-/* ---- where they are ------------------------------------------------------------------------------ */
+/* ---- finding fields ------------------------------------------------------------------------------ */
 
 /* Whether a text is ASCII, so that Python and C read it alike. */
 static int is_ascii(const Value *value)
@@ -44,7 +44,7 @@ int skip_simple(Reader *reader)
     return read_value(reader, &value) && is_simple(&value);
 }
 
-/* The field with a name, FIELDS where there is none. */
+/* The field with a name; FIELDS if there is none. */
 static Field find_field(const Value *name)
 {
     Field field = 0;
@@ -82,7 +82,7 @@ int find_fields(Reader *reader, const Value *head, Event *event)
     return 1;
 }
 
-/* ---- what is in them ----------------------------------------------------------------------------- */
+/* ---- reading fields ------------------------------------------------------------------------------ */
 
 /* A hash as u64: an integer by its 64 bits, bytes by their last 8. */
 static int as_hash(const Value *value, uint64_t *hash)
@@ -100,7 +100,7 @@ static int as_hash(const Value *value, uint64_t *hash)
 
 Outcome read_hashes(const Batch *batch, const Event *fields, PlainEvent *event)
 {
-    uint16_t buckets[BUCKETS]; /* numbers of hashes, from 1; of a few hashes only a few buckets are used */
+    uint16_t buckets[BUCKETS]; /* numbers of hashes, from 1; a few hashes use only a few buckets */
     Events *events = batch->events;
     Reader inside;
     const Value list = value_at(batch, fields->at[BLOCK_HASHES], &inside);
@@ -183,7 +183,7 @@ Outcome read_group(const Batch *batch, const Event *fields, PlainEvent *event)
 
 Outcome read_medium(Batch *batch, const Event *fields, PlainEvent *event)
 {
-    /* Consecutive events nearly always have the same one. */
+    /* Consecutive events nearly always have the same medium. */
     Reader inside;
     const Value value = value_at(batch, fields->at[MEDIUM], &inside);
     const uint64_t size = value.kind == TEXT ? value.number : 0;
@@ -300,7 +300,7 @@ Outcome read_attention(const Batch *batch, const Event *fields, PlainEvent *even
         return UNUSUAL;
     if (value.kind == NIL || is_among(&value, main_attention, sizeof main_attention / sizeof *main_attention))
         return READ;
-    if (fields->elements > 0) /* a list may have the length of the window behind the fields that are read */
+    if (fields->elements > 0) /* a list may have the length of the window after the fields that are read */
         return UNUSUAL;
     event->kind = WINDOW;
     event->window = window_of(batch, fields, &value);

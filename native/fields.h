@@ -1,4 +1,4 @@
-/* Where the fields of an event stand in its payload, and what is in them, in vLLM's dialect.
+/* Finds and reads the fields of an event in its payload, in vLLM's dialect.
  *
  * A plain event needs no rule of app/waymark/engines: it has no salt, no image, and no part that must be rejected. All
  * others are UNUSUAL: they are left to Python, which has the sentences for rejections.
@@ -46,7 +46,7 @@ typedef struct {
     const unsigned char *begin;
     Events *events;
     uint64_t stored_fields, removed_fields; /* the fields to read of a store and of a removal that is a list */
-    PyObject *medium_of;     /* a name of the wire, or None, to that of its medium */
+    PyObject *medium_of;     /* called with a name of the wire, or None; returns the name of the medium */
     PyObject *medium;        /* of the last event that has one: a reference, or NULL */
     const unsigned char *medium_at; /* its name in the payload */
     uint64_t medium_size;
@@ -65,7 +65,7 @@ typedef struct {
 /* The outcome of reading. FAILED: with an exception. */
 typedef enum { FAILED = -1, UNUSUAL = 0, READ = 1 } Outcome;
 
-/* Whether a value is a text, and this one. */
+/* Whether a value is this text. */
 static inline int is_name(const Value *value, const Name *name)
 {
     return value->kind == TEXT && value->number == name->size && memcmp(value->start, name->text, name->size) == 0;
@@ -77,10 +77,10 @@ int is_simple(const Value *value);
 /* Skip an unused value. 0 if it is UNUSUAL. */
 int skip_simple(Reader *reader);
 
-/* Where the fields of an event are, whose head has been read; the reader is behind it then. 0 if it is UNUSUAL. */
+/* Find the fields of an event whose head has been read, and move the reader to its end. 0 if it is UNUSUAL. */
 int find_fields(Reader *reader, const Value *head, Event *event);
 
-/* The value at a place that is known to have a whole one; nil if there is no place. */
+/* The value at a place where a whole value is known to be; nil if there is no place. */
 static inline Value value_at(const Batch *batch, const unsigned char *at, Reader *inside)
 {
     Value value = {NIL, 0, NULL};
@@ -92,14 +92,14 @@ static inline Value value_at(const Batch *batch, const unsigned char *at, Reader
 
 /* ---- one field, into an event; the references of the event are released with it in any case ---------------- */
 
-/* Append the hashes of an event to those of all events. UNUSUAL if they are none, too many, or one of them comes twice.
- * The count of all goes up when the event is taken over. */
+/* Append the hashes of an event to those of all events. UNUSUAL if there are none, too many, or one of them twice. The
+ * count of all hashes is raised only when the event is kept. */
 Outcome read_hashes(const Batch *batch, const Event *fields, PlainEvent *event);
 
-/* The parent of a store: a hash that is none of its own, or nil. What 0 means depends on the engine. */
+/* The parent of a store: a hash other than those of the store, or nil. What 0 means depends on the engine. */
 Outcome read_parent(const Batch *batch, const Event *fields, PlainEvent *event);
 
-/* Token ids, behind those of all events, in the same way. */
+/* Append the token ids of an event to those of all events, in the same way. */
 Outcome read_tokens(const Batch *batch, const Event *fields, PlainEvent *event);
 
 /* An integer of at most `most`. */
@@ -108,13 +108,13 @@ Outcome read_integer(const Batch *batch, const unsigned char *at, uint64_t most,
 /* The group of an event, if it names one. */
 Outcome read_group(const Batch *batch, const Event *fields, PlainEvent *event);
 
-/* The medium of an event: asks medium_of for each that is not that of the last event. */
+/* The medium of an event; medium_of is called if it is not that of the last event. */
 Outcome read_medium(Batch *batch, const Event *fields, PlainEvent *event);
 
 /* The adapter: its name, else its id, else None. *name: the name, nil if it has none. */
 Outcome read_adapter(Batch *batch, const Event *fields, Value *name, PlainEvent *event);
 
-/* Whether the blocks were new, or only told again, if a store says so. */
+/* Whether the blocks were new, or only announced again, if a store says so. */
 Outcome read_origin(const Batch *batch, const Event *fields, PlainEvent *event);
 
 /* How many copies a removal leaves, if it says so. Only 0 copies of each block are plain. */
@@ -123,11 +123,11 @@ Outcome read_copy_counts(const Batch *batch, const Event *fields, PlainEvent *ev
 /* Whether the extra keys of `count` blocks name nothing but the adapter of the event. */
 int has_plain_keys(const Batch *batch, const Event *event, size_t count, const Value *adapter);
 
-/* Whether the blocks are of the attention that a prefix needs; the event may say nothing. Otherwise it becomes a
- * WINDOW. */
+/* Check that the blocks are of the attention that a prefix needs, or that the event says nothing about it. Otherwise
+ * the event becomes a WINDOW. */
 Outcome read_attention(const Batch *batch, const Event *fields, PlainEvent *event);
 
-/* The next event; UNUSUAL leaves the reader anywhere in it. */
+/* The next event. If it is UNUSUAL, the reader may stand anywhere in it. */
 Outcome read_event(Batch *batch, PlainEvent *found);
 
 #endif

@@ -9,7 +9,7 @@
 /* The lengths of the tuples that run_frames takes. */
 enum { READING = 7, RUNNING = 7 };
 
-/* Whether an argument is a tuple of so many objects. 0 with an exception. */
+/* Whether an argument is a tuple of `count` objects. 0 with an exception. */
 static int is_tuple_of(PyObject *object, Py_ssize_t count)
 {
     if (PyTuple_Check(object) && PyTuple_Size(object) == count)
@@ -27,7 +27,7 @@ static PyObject *read_frames(PyObject *events, PyObject *payloads, PyObject *ts,
     return events_go_on(events, args, 2 + READING);
 }
 
-/* The events of all frames, each with its seq, as run takes what follows. NULL with an exception. */
+/* The events of all frames, each with its seq, as the argument `following` of run. NULL with an exception. */
 static PyObject *list_following(PyObject *frames, uint64_t seq)
 {
     const Py_ssize_t count = PyList_Size(frames);
@@ -71,8 +71,8 @@ static int is_whole(PyObject *ran, PyObject *frames)
     return begun == count && (size_t)at == events && restored + miscounted == 0;
 }
 
-/* Put in place of each share of a wave how many parts it has and what pack makes of them. 1, or 0 if a call has no
- * room for a share, -1 with an exception. */
+/* Replace each share of a wave by the number of its parts and the result of pack for them. 1, or 0 if a call has no
+ * room for a share, or -1 with an exception. */
 static int pack_wave(PyObject *wave, PyObject *prefixes)
 {
     PyObject *shard, *share;
@@ -97,7 +97,7 @@ static int pack_wave(PyObject *wave, PyObject *prefixes)
     return 1;
 }
 
-/* The calls for all parts, of each wave by their shards; None if a call has no room. NULL with an exception. */
+/* The calls for all parts: for each wave, the calls by shard; None if a call has no room. NULL with an exception. */
 static PyObject *pack_all(PyObject *parts, PyObject *prefixes)
 {
     PyObject *shards = PyLong_FromSsize_t(PyTuple_Size(prefixes));
@@ -117,14 +117,15 @@ static PyObject *pack_all(PyObject *parts, PyObject *prefixes)
  *     -> tuple[tuple, tuple, list[dict[int, tuple[int, tuple]]] | None] | None
  *
  * Read the batches in these payloads, up to the first that differs from `events` in more than its blocks; `ts` is that
- * of `events`. Store and remove their blocks as a wave of their own, and write the words of the calls to Redis. `reading`
- * has the arguments of go_on after the ts; `running` is holder, seed, namespace, full, piece_blocks, waves and neighbours of run;
- * `parts` has none yet, `seq` is that of the first batch, and `prefixes` has the prefix of the keys of each shard.
+ * of `events`. Store and remove their blocks as a wave of their own, and write the words of the calls to Redis.
+ * `reading` has the arguments of go_on after the ts; `running` is holder, seed, namespace, full, piece_blocks, waves
+ * and neighbours of run; `parts` is empty, `seq` is that of the first batch, and `prefixes` has the prefix of the keys
+ * of each shard.
  *
- * None if the first batch differs in more; then nothing has changed. Otherwise the results of go_on and run, which counts
- * the first batch among those that have begun, and of shares, each share as the number of its parts and the result of
- * pack. None in place of the shares if the run ended before the last batch did, if copies must be judged, or if a call
- * has no room for all parts of a share. An exception may come after some blocks have changed.
+ * None if the first batch differs in more; then nothing has changed. Otherwise the results of go_on, run and shares:
+ * run counts the first batch among those that have begun, and in place of each share there is the number of its parts
+ * with the result of pack. None in place of the shares if the run ended before the last batch did, if copies must be
+ * judged, or if a call has no room for all parts of a share. An exception may come after some blocks have changed.
  */
 PyObject *known_run_frames(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

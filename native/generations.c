@@ -42,7 +42,7 @@ KnownBlocks *table_with(KnownBlocks *known, const Run *run, uint64_t hash)
     return NULL;
 }
 
-/* Whether none of some numbers is found in a table. */
+/* Whether none of these numbers is found in a table. */
 static int are_absent(KnownBlocks *known, const uint64_t *numbers, size_t count, Index *index, Find *find)
 {
     fetch_blocks(known, index, numbers, count);
@@ -66,7 +66,7 @@ int are_new_to_all(KnownBlocks *known, const Run *run, const Store *store, size_
     return are_new;
 }
 
-/* Find the blocks of hashes that the table itself does not have, in the generations, as `collect` does. Only blocks
+/* Find in the generations, as `collect` does, the blocks of hashes that the table itself does not have. Only blocks
  * with a single copy are found there. */
 static int find_in_generations(Run *run, const uint64_t *hashes, size_t count)
 {
@@ -121,7 +121,7 @@ KnownBlocks *owner_of(KnownBlocks *known, const Run *run, size_t at)
     return run->owners[at] == 0 ? known : run->neighbours[run->owners[at] - 1].known;
 }
 
-/* The end of the blocks from `start` on that go together: `end_of_group` in one table. */
+/* The end of the blocks from `start` on that one part can have: as `end_of_group`, within one table. */
 size_t end_of_owned(const Run *run, size_t start, size_t count)
 {
     size_t end = start + 1;

@@ -1,9 +1,9 @@
-/* Tokens to block keys, as app/waymark/domain/hashing.py describes them. */
+/* Turns tokens into block keys, as app/waymark/domain/hashing.py describes. */
 
 #include "input.h"
 #include "chain.h"
 
-/* A chain of blocks of `width` bytes. 0 with an exception. */
+/* Begin a chain of blocks of `width` bytes. 0 with an exception. */
 static int begin_chain(Chain *chain, size_t width, PyObject *seed, PyObject *parent)
 {
     xxh3_prepare(&chain->state, PyLong_AsUnsignedLongLong(seed), width);

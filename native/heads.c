@@ -1,4 +1,4 @@
-/* A request of HTTP whose head arrived at once, with nothing unusual in it. */
+/* Reads an HTTP request whose head arrived at once, with nothing unusual in it. */
 
 #include "input.h"
 
@@ -11,19 +11,19 @@ typedef struct {
     const char *start, *end;
 } Span;
 
-/* What a request has, as it is read. */
+/* The facts of a request that are collected while its fields are read. */
 typedef struct {
     int hosts, lengths;
     size_t length;
 } Facts;
 
-/* Whether a character is a letter of ASCII or a digit. */
+/* Whether a character is an ASCII letter or digit. */
 static inline int is_letter_or_digit(unsigned char c)
 {
     return (unsigned)(c - '0') < 10 || (unsigned)((c | 32) - 'a') < 26;
 }
 
-/* Whether a character may stand before and behind a value. */
+/* Whether a character may stand before or after a value. */
 static inline int is_blank(char c)
 {
     return c == ' ' || c == '\t';
@@ -73,7 +73,7 @@ static int is_plain_host(Span value)
     return at == value.end;
 }
 
-/* The number of a Content-Length into `length`; 0 if it is not plain. */
+/* Read the number of a Content-Length into `length`; 0 if it is not plain. */
 static int read_length(Span value, size_t *length)
 {
     *length = 0;
@@ -100,7 +100,8 @@ static int is_plain_field(Span name, Span value, Facts *facts)
              is_word(name, "proxy-connection"));
 }
 
-/* A field from `at` into `name` and `value`, and the beginning of the next line; NULL if it is not plain. */
+/* Read the field at `at` into `name` and `value`, and return the beginning of the next line; NULL if the field is not
+ * plain. */
 static const char *read_field(const char *at, const char *end, Span *name, Span *value)
 {
     name->start = at;
@@ -122,7 +123,7 @@ static const char *read_field(const char *at, const char *end, Span *name, Span 
 /* A new pair of a field's name in lower case and its value; NULL with an exception. */
 static PyObject *make_pair(Span name, Span value)
 {
-    /* Made without its bytes: with them, a name of one letter is the object that all of Python has for this byte. */
+    /* Made without its bytes, because Python shares one object for each single byte, and a name may have one letter. */
     PyObject *made = PyBytes_FromStringAndSize(NULL, name.end - name.start);
     if (made == NULL)
         return NULL;
@@ -134,8 +135,8 @@ static PyObject *make_pair(Span name, Span value)
     return Py_BuildValue("Ny#", made, value.start, value.end - value.start);
 }
 
-/* Append the fields from `at` to `fields`, and return the beginning of the body. NULL if they are not plain, and
- * with an exception. */
+/* Append the fields from `at` to `fields`, and return the beginning of the body. NULL if they are not plain, or with an
+ * exception. */
 static const char *read_fields(const char *at, const char *end, PyObject *fields, Facts *facts)
 {
     for (int count = 0; count <= FIELDS_MAX; count++) {
@@ -154,7 +155,7 @@ static const char *read_fields(const char *at, const char *end, PyObject *fields
     return NULL;
 }
 
-/* As plain_post, into the empty list `fields`; NULL if the request is not plain, and with an exception. */
+/* As plain_post, into the empty list `fields`; NULL if the request is not plain, or with an exception. */
 static PyObject *read_post(const Input *data, PyObject *fields)
 {
     static const char method[] = "POST ", version[] = " HTTP/1.1\r\n";
@@ -177,9 +178,9 @@ static PyObject *read_post(const Input *data, PyObject *fields)
 
 /* plain_post(data: bytes) -> tuple[bytes, list[tuple[bytes, bytes]], bytes, int] | None
  *
- * The path, the fields and the body of a POST, and how many bytes the body lacks, if `data` is one and nothing else,
- * with its whole head, and if this head means to any reader of HTTP just what it says: no coding, no expectation, no
- * other protocol, one Host, one length.
+ * The path, the fields and the body of a POST, and how many bytes the body lacks. None unless `data` is a single POST
+ * with its whole head, and every HTTP parser reads this head in the same way: no coding, no expectation, no other
+ * protocol, one Host, one length.
  */
 PyObject *plain_post(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

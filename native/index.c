@@ -6,7 +6,7 @@ uint64_t index_secret;
 
 int choose_secret(void)
 {
-    PyObject *word = PyUnicode_FromString("waymark"); /* its hash is another one in each process */
+    PyObject *word = PyUnicode_FromString("waymark"); /* its hash differs in each process */
     if (word == NULL)
         return 0;
     index_secret = (uint64_t)PyObject_Hash(word);

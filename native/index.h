@@ -1,12 +1,12 @@
 /* An index of numbered things by their hashes, in about six bytes for each thing.
  *
  * Open addressing with linear probing, in segments that grow and shrink one at a time: no insertion takes longer than a
- * millisecond, however many things there are. As a rule a large segment is between 0.57 and 0.8 full; one that
- * things leave keeps its memory, as their blocks do, until it is an eighth full.
+ * millisecond, however many things there are. As a rule a large segment is between 0.57 and 0.8 full; a segment that
+ * loses things keeps its memory until it is an eighth full, as tables keep that of their blocks.
  *
- * A slot has the number of its thing and how far the slot is from where the thing belongs. So a search looks at no
- * thing that belongs elsewhere, and a deletion at none: each look is a miss of the caches. Things are in the order of
- * the slots where they belong. So a search for an absent thing ends at the first thing that belongs to a later slot,
+ * A slot has the number of its thing and how far the slot is from where the thing belongs. So a search reads only
+ * things that belong to its slot, and a deletion reads none: each such read misses the caches. Things are in the order
+ * of the slots where they belong. So a search for an absent thing ends at the first thing that belongs to a later slot,
  * and a deletion moves things up only as far as the first that is where it belongs.
  */
 
@@ -16,7 +16,7 @@
 #include "native.h"
 #include "xxh3.h"
 
-/* Bits of a slot for the number of a thing. A test has fewer, so that it comes to the last number. */
+/* Bits of a slot for the number of a thing. A test defines fewer, so that it can use up the numbers. */
 #ifndef NUMBER_BITS
 #define NUMBER_BITS 27
 #endif
@@ -27,7 +27,7 @@ enum {
     CAPACITY_MIN = 8,
     CAPACITY_SMALL = 512, /* below it a segment grows to twice its size, then by two fifths */
     THINGS_MAX = (1 << NUMBER_BITS) - 1,
-    FAR = (1 << (32 - NUMBER_BITS)) - 1, /* that far away, or farther */
+    FAR = (1 << (32 - NUMBER_BITS)) - 1, /* this distance, or more */
 };
 
 typedef struct {
@@ -61,19 +61,19 @@ static inline Segment *segment_of(Index *index, uint64_t hash)
     return &index->segments[hash >> (64 - SEGMENT_BITS)];
 }
 
-/* Where a hash belongs in its segment: the bits behind those of the segment, scaled to the capacity. */
+/* Where a hash belongs in its segment: the bits after those of the segment, scaled to the capacity. */
 static inline uint32_t home_of(const Segment *segment, uint64_t hash)
 {
     return (uint32_t)(((unsigned __int128)(hash << SEGMENT_BITS) * segment->capacity) >> 64);
 }
 
-/* The slot behind `at`; the first one follows the last. */
+/* The slot after `at`; the first one follows the last. */
 static inline uint32_t next_slot(const Segment *segment, uint32_t at)
 {
     return at + 1 == segment->capacity ? 0 : at + 1;
 }
 
-/* The number of the thing in a slot, which has one. */
+/* The number of the thing in a slot that is not empty. */
 static inline uint32_t number_in(uint32_t slot)
 {
     return (slot & THINGS_MAX) - 1;
@@ -85,17 +85,17 @@ static inline uint32_t distance_bits(uint32_t steps)
     return (steps < FAR ? steps : FAR) << NUMBER_BITS;
 }
 
-/* Make a segment larger. 0 with an exception; it is as it was then. */
+/* Make a segment larger. 0 with an exception; the segment is unchanged then. */
 int grow_segment(Index *index, Segment *segment, HashOf *hash_of, const void *owner);
 
-/* Make room for one more thing with this hash. 0 with an exception; the index is as it was then. */
+/* Make room for one more thing with this hash. 0 with an exception; the index is unchanged then. */
 static inline int reserve_slot(Index *index, uint64_t hash, HashOf *hash_of, const void *owner)
 {
     Segment *segment = segment_of(index, hash);
     return segment->used + 1 <= (uint64_t)segment->capacity * 4 / 5 || grow_segment(index, segment, hash_of, owner);
 }
 
-/* How far the slot `at`, which has a thing, is from where that belongs. */
+/* How far the slot `at`, which is not empty, is from where its thing belongs. */
 static inline uint32_t steps_to(const Segment *segment, uint32_t at, HashOf *hash_of, const void *owner)
 {
     const uint32_t slot = segment->slots[at], steps = slot >> NUMBER_BITS;
@@ -105,7 +105,7 @@ static inline uint32_t steps_to(const Segment *segment, uint32_t at, HashOf *has
     return home <= at ? at - home : segment->capacity - home + at;
 }
 
-/* Put a thing where it belongs, before those that belong behind, which move down; there is room. */
+/* Put a thing where it belongs; things that belong to later slots move down. There is room. */
 static inline void place_in(Segment *segment, uint64_t hash, uint32_t number, HashOf *hash_of, const void *owner)
 {
     uint32_t at = home_of(segment, hash), steps = 0;
@@ -121,7 +121,7 @@ static inline void place_in(Segment *segment, uint64_t hash, uint32_t number, Ha
     segment->slots[at] = distance_bits(steps) | (number + 1);
 }
 
-/* Put a thing in, for which there is room, and which is not there. */
+/* Add a thing that is not in the index; there is room for it. */
 static inline void insert_slot(Index *index, uint64_t hash, uint32_t number, HashOf *hash_of, const void *owner)
 {
     Segment *segment = segment_of(index, hash);
@@ -129,13 +129,13 @@ static inline void insert_slot(Index *index, uint64_t hash, uint32_t number, Has
     segment->used++;
 }
 
-/* Take a thing out, which is there. There is room for another one with its hash then. */
+/* Remove a thing that is in the index. Then there is room for another thing with its hash. */
 void delete_slot(Index *index, uint64_t hash, uint32_t number, HashOf *hash_of, const void *owner);
 
-/* Take all things out of an index, which keeps its memory. */
+/* Remove all things from an index, which keeps its memory. */
 void empty_index(Index *index);
 
-/* Free what an index has; it is empty then. */
+/* Free the memory of an index, which is empty then. */
 void clear_index(Index *index);
 
 /* Have the caches fetch the slot where a thing with a hash belongs. */
@@ -146,27 +146,27 @@ static inline void fetch_slot(const Index *index, uint64_t hash)
         __builtin_prefetch(&segment->slots[home_of(segment, hash)]);
 }
 
-/* A search: every thing that belongs where a hash does, one after the other. */
+/* A search through the things that belong to the slot of a hash. */
 typedef struct {
     const Segment *segment;
     uint32_t at, steps;
 } Search;
 
-/* A search for a hash. It is over when the index changes. */
+/* Begin a search for a hash. A change of the index makes it invalid. */
 static inline Search begin_search(Index *index, uint64_t hash)
 {
     const Segment *segment = segment_of(index, hash);
     return (Search){segment, segment->capacity == 0 ? 0 : home_of(segment, hash), 0};
 }
 
-/* The number of the next thing, which may have the hash; -1 behind the last one. */
+/* The number of the next thing, which may have the hash; -1 after the last one. */
 static inline int64_t next_found(Search *search)
 {
     const Segment *segment = search->segment;
     while (segment->capacity > 0 && segment->slots[search->at] != 0) {
         const uint32_t slot = segment->slots[search->at], steps = search->steps < FAR ? search->steps : FAR;
         if (slot >> NUMBER_BITS < steps)
-            return -1; /* it belongs behind, and so do all that follow */
+            return -1; /* it belongs to a later slot, as do all that follow */
         search->at = next_slot(segment, search->at);
         search->steps++;
         if (slot >> NUMBER_BITS == steps)

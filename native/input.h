@@ -16,7 +16,7 @@ typedef struct {
     const char *start;
     Py_ssize_t size;
     Py_buffer view;   /* its obj is NULL for a bytes object */
-    PyObject *object; /* a bytes object, a reference: a list that had it may change meanwhile; else NULL */
+    PyObject *object; /* a reference to a bytes object, since a list with it may change meanwhile; else NULL */
 #ifdef WAYMARK_EXACT_INPUT
     char *copy;
 #endif
@@ -30,7 +30,7 @@ static inline void release_input(Input *input)
         PyBuffer_Release(&input->view);
 }
 
-/* `size` bytes of `input` and `terminator` after them, aligned as they were. 0 with an exception. */
+/* Copy the bytes of `input` and `terminator` bytes after them, with the same alignment. 0 with an exception. */
 static inline int copy_exactly(Input *input, size_t terminator)
 {
 #ifdef WAYMARK_EXACT_INPUT

@@ -27,7 +27,7 @@ static PyObject *make_spot(KnownBlocks *known, const Block *block)
     return build_named(known->places->spot_type, Py_BuildValue("NKiK", place, namespace, (int)block->depth, block->key));
 }
 
-/* The same of the block with a number; None if that is -1. */
+/* The same for the block with this number; None if it is -1. */
 static PyObject *spot_or_none(KnownBlocks *known, int64_t number)
 {
     return number < 0 ? Py_NewRef(Py_None) : make_spot(known, block_at(known, (uint32_t)number));
@@ -44,7 +44,7 @@ static int number_at(PyObject *numbers, Py_ssize_t i, uint64_t *number)
     return !PyErr_Occurred();
 }
 
-/* A sequence of numbers, whose length goes into *count, in memory that PyMem_Free frees. NULL with an exception. */
+/* Read a sequence of numbers into memory that PyMem_Free frees, and its length into *count. NULL with an exception. */
 uint64_t *read_numbers(PyObject *sequence, size_t *count)
 {
     const Py_ssize_t size = PySequence_Size(sequence);
@@ -64,7 +64,7 @@ uint64_t *read_numbers(PyObject *sequence, size_t *count)
     return numbers;
 }
 
-/* Whether none of a sequence is found, and none is there twice: 1 or 0, -1 with an exception. */
+/* Whether none of the numbers of a sequence is found, and none occurs twice: 1 or 0, -1 with an exception. */
 static int are_all_strange(KnownBlocks *known, PyObject *sequence, Find *find)
 {
     size_t count = 0;
@@ -74,7 +74,7 @@ static int are_all_strange(KnownBlocks *known, PyObject *sequence, Find *find)
     return outcome;
 }
 
-/* The number of a place that is given as an argument, with one block more in it. -1 with an exception. */
+/* The number of a place that is an argument; the place counts one more block. -1 with an exception. */
 static int64_t enter_given_place(KnownBlocks *known, PyObject *object, PyObject *namespace)
 {
     Place place;
@@ -131,7 +131,8 @@ static PyObject *known_are_new(PyObject *self, PyObject *const *args, Py_ssize_t
 
 /* ---- changes ------------------------------------------------------------------------------------- */
 
-/* Whether there are as many keys, depths and engine hashes, and the depths are those of a piece. 0 with an exception. */
+/* Whether there are equally many keys, depths and engine hashes, and each depth is one of a piece. 0 with an exception.
+ * */
 static int are_blocks(const size_t counts[3], const uint64_t *depths)
 {
     if (counts[0] != counts[1] || counts[0] != counts[2]) {

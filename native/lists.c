@@ -1,4 +1,4 @@
-/* A list of token ids or hashes out of a JSON text, without a Python object for each number. */
+/* Cuts a list of token ids or hashes out of a JSON text, without a Python object for each number. */
 
 #include "input.h"
 #include "digits.h"
@@ -10,10 +10,10 @@
 #define read_plain_tokens(at, close, out) 0
 #endif
 
-/* Members of an object that are looked at before giving up; a query has about ten. */
+/* The quotes at which the search for a name looks before it gives up; a query has about ten members. */
 #define QUOTES_MAX 256
 
-/* The first character from `at` that is no blank of JSON; `end` where there is none. */
+/* The first character from `at` that is not a JSON blank; `end` if there is none. */
 static inline const char *skip_blanks(const char *at, const char *end)
 {
     while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t'))
@@ -36,13 +36,13 @@ static const char *find_name(const char *at, const char *end, const char *name, 
     return NULL;
 }
 
-/* The tokens between `at` and the bracket at `close` into `out`; 0 if they are not `count` plain u32. */
+/* Read the tokens between `at` and the bracket at `close` into `out`; 0 if they are not `count` plain u32. */
 static int read_tokens(const char *at, const char *close, const char *end, Py_ssize_t count, unsigned char *out)
 {
     for (Py_ssize_t i = 0; i < count; i++) {
         at = skip_blanks(at, close);
         const char *first = at;
-        /* The bracket is no digit, so neither reads beyond it. */
+        /* The bracket is not a digit, so neither function reads beyond it. */
         const int64_t token = end - at >= 8 ? read_short_number(&at) : read_number(&at);
         if (token < 0 || token > UINT32_MAX || (*first == '0' && at - first > 1))
             return 0;
@@ -97,7 +97,7 @@ static Py_ssize_t count_commas(const char *at, const char *end)
 {
     Py_ssize_t count = 0;
     while (at < end) {
-        /* A short stretch at a time, in a byte: compilers make the most of that. */
+        /* Up to 255 characters are counted in a byte: compilers turn such a loop into the fastest code. */
         const char *pause = end - at > 255 ? at + 255 : end;
         unsigned char few = 0;
         for (; at < pause; at++)
@@ -177,11 +177,11 @@ static PyObject *cut_arguments(const char *function, PyObject *const *args, Py_s
 
 /* cut, cut_hashes(body: bytes, name: bytes, count_max: int) -> tuple[int, int, bytes] | None
  *
- * Exact by these facts: `name` comes once; there is no backslash outside the list, so in valid JSON every quote
- * begins or ends a string, and what stands before `:` in quotes is a key; the list holds digits, commas and blanks
- * only; one of hashes may also have signs, and quotes around digits. The caller reads body[:start] + b"[]" + body[end:]
- * with its JSON parser: if that is valid and has an empty list under the key, then the body is valid and has this list
- * under it.
+ * The result is exact because `name` comes once; because there is no backslash outside the list, so in valid JSON every
+ * quote begins or ends a string, and a text in quotes before `:` is a key; and because the list holds digits, commas
+ * and blanks only. A list of hashes may also have signs, and quotes around digits. The caller reads body[:start] +
+ * b"[]" + body[end:] with its JSON parser: if that is valid and has an empty list under the key, then the body is valid
+ * and has this list under it.
  */
 PyObject *cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

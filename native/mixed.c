@@ -1,14 +1,14 @@
-/* Runs of events of several forms: those of the groups of a hybrid model, and of several media.
+/* Runs of events of several forms, such as those of the groups of a hybrid model, or of several media.
  *
- * Each form has its way and its holder: app/waymark/domain/mixed_runs.py chooses them. Windows and references name blocks
- * that another holder of the rank has, or had. An event that does not fit its way is left to its rule in Python, with
- * nothing changed.
+ * app/waymark/domain/mixed_runs.py chooses for each form how its events are run, its way, and the holder of its blocks.
+ * Windows and references name blocks that another holder of the rank has, or had. An event that does not fit its way is
+ * left to its rule in Python, with nothing changed.
  */
 
 #include "objects.h"
 #include "runs.h"
 
-/* A block that is new to its holder, and one that no holder of the rank has, in place of its number. */
+/* In place of the number of a block: the block is new to its holder, or no holder of the rank has it. */
 #define NEW_BLOCK UINT32_MAX
 #define UNKNOWN_BLOCK (UINT32_MAX - 1)
 
@@ -22,13 +22,13 @@ typedef struct {
     Run run;
 } HolderRun;
 
-/* How the events of a form go. */
+/* How the events of a form are run. */
 typedef struct {
     long way;
-    HolderRun *holder; /* of a way that has one */
+    HolderRun *holder; /* NULL if the way needs none */
     uint64_t namespace;
     int64_t step, position_max; /* positions of each hash, and the last position of an event that is not left to its rule */
-    Py_ssize_t events, unknown; /* how many have gone, and how many blocks of these are unknown */
+    Py_ssize_t events, unknown; /* how many events were run, and how many of their blocks are unknown */
 } FormRun;
 
 /* The forms of a batch, and their holders. */
@@ -40,8 +40,8 @@ typedef struct {
 
 /* ---- stores by hash ------------------------------------------------------------------------------- */
 
-/* The block of a hash that the holder does not have: of the first neighbour that has it, or a gone one. NULL if there is
- * none. */
+/* The block of a hash that the holder does not have: from the first neighbour that has it, or else from the gone
+ * blocks. NULL if there is none. */
 static const Block *find_beside(const Run *run, uint64_t hash)
 {
     const size_t gone = (size_t)PyTuple_Size(run->gone);
@@ -56,8 +56,8 @@ static const Block *find_beside(const Run *run, uint64_t hash)
     return NULL;
 }
 
-/* The block of a hash, into *block, and its number in the table of the holder. 0 if the block has several hashes, or will
- * have. */
+/* Read the block of a hash into *block, and its number in the table of the holder into *number. 0 if the block has
+ * several hashes, or would get a second one. */
 static int look_up(const HolderRun *holder, uint64_t hash, Block *block, uint32_t *number)
 {
     const int64_t here = find_hash(holder->known, hash);
@@ -74,7 +74,8 @@ static int look_up(const HolderRun *holder, uint64_t hash, Block *block, uint32_
     return find_key(holder->known, block->key) < 0;
 }
 
-/* The blocks of a store, into the memory of the run. 1 if they can be stored, 0 if not, -1 with an exception. */
+/* Look up the blocks of a store, into the memory of the run. 1 if they can be stored, 0 if not, -1 with an
+ * exception. */
 static int look_up_all(HolderRun *holder, const FormRun *form, const uint64_t *hashes, size_t count)
 {
     Run *run = &holder->run;
@@ -84,7 +85,7 @@ static int look_up_all(HolderRun *holder, const FormRun *form, const uint64_t *h
         fetch_blocks(run->neighbours[i].known, &run->neighbours[i].known->by_hash, hashes, count);
     for (size_t i = 0; i < count; i++) {
         if (hashes[i] == UINT64_MAX || !look_up(holder, hashes[i], &run->blocks[i], &run->numbers[i]))
-            return 0; /* SAME_HASH, which an entry cannot contain, or a block with several */
+            return 0; /* SAME_HASH, which an entry cannot contain, or a block with several hashes */
         if (run->numbers[i] == UNKNOWN_BLOCK && form->way == KNOWN_HASHES)
             return 0;
         if (run->numbers[i] == NEW_BLOCK)
@@ -94,7 +95,7 @@ static int look_up_all(HolderRun *holder, const FormRun *form, const uint64_t *h
     return has_same < 0 ? -1 : !has_same;
 }
 
-/* The part of a block, which continues the block before it, or NULL. 0 with an exception. */
+/* Begin the part of a block, which continues the block `before`, unless that is NULL. 0 with an exception. */
 static int begin_part(const HolderRun *holder, const Block *block, const Block *before, Part *part)
 {
     const Run *run = &holder->run;
@@ -111,7 +112,7 @@ static int begin_part(const HolderRun *holder, const Block *block, const Block *
            use_block(run->waves, key ^ part->namespace, shard_of(run->waves, part->head));
 }
 
-/* A store of blocks that their hashes name: as run_store. */
+/* Run a store whose blocks are named by their hashes alone; the result is that of run_store. */
 static int store_by_hash(HolderRun *holder, FormRun *form, const PlainEvent *event, int64_t position)
 {
     KnownBlocks *known = holder->known;
@@ -158,7 +159,7 @@ static int has_none(KnownBlocks *known, const uint64_t *hashes, size_t count)
     return 1;
 }
 
-/* An event of a form. 1, 0 if it is left to its rule and nothing has changed, -1 with an exception. */
+/* Run an event of a form. 1, or 0 if it is left to its rule and nothing has changed, or -1 with an exception. */
 static int run_form(FormRun *form, const Events *events, const PlainEvent *event, int64_t position)
 {
     HolderRun *holder = form->holder;
@@ -181,7 +182,8 @@ static int run_form(FormRun *form, const Events *events, const PlainEvent *event
     }
 }
 
-/* The events from *at on, up to the first that is left to its rule, or after so many hashes. 0 with an exception. */
+/* Run the events from *at on, up to the first that is left to its rule, or until they have `hashes_max` hashes. 0 with
+ * an exception. */
 static int run_forms(MixedRun *mixed, const Events *events, size_t *at, int64_t *position, size_t hashes_max,
                      size_t *hashes)
 {
@@ -298,13 +300,13 @@ static PyObject *tell_counts(const MixedRun *mixed, const Events *events, size_t
  *     piece_blocks: int, waves: Waves)
  *     -> tuple[int, int, int, list[tuple[int, int, int, int, bool]], list[tuple[int, int]]]
  *
- * Store and remove what the events say from the one with number `at` on: their parts are added to `parts`. Ends before the
+ * Run the events from number `at` on: store and remove their blocks, and add the parts to `parts`. Ends before the
  * first event that is left to its rule, and after `hashes_max` hashes or somewhat more. A holder is (known, id, gone,
- * neighbours, may), as of KnownBlocks.run; a form is (way, number of its holder,
- * namespace, step, position_max). Returns the number of the next event, its position, how many hashes there were; for each
- * holder how many blocks came and went, of how many the copies were miscounted because a removal left one, and by the
- * engine's own count, and whether a copy that was left has been removed; and for each form how many events have gone, and
- * how many of their blocks nobody knows.
+ * neighbours, may), as for KnownBlocks.run; a form is (way, number of its holder, namespace, step, position_max).
+ * Returns the number of the next event, its position, how many hashes there were; for each holder how many blocks were
+ * stored and removed, of how many the copies were miscounted because a removal left one, of how many they were by the
+ * engine's own count, and whether a copy that was left has been removed; and for each form how many events were run,
+ * and how many of their blocks are unknown.
  */
 PyObject *events_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -12,7 +12,7 @@
  *     row_runs     block keys and rows  ->  runs of equal holders                                 row_runs.c
  *     piece_runs   the same for one piece, from all its values                                    row_runs.c
  *                  the value of a row                                                             rows.c
- *     rank_sums    targets and what is known of them  ->  the same, least cost first                  sums.c
+ *     rank_sums    targets, their rows and loads  ->  the same, least cost first                      sums.c
  *     offer_sums   the first of these  ->  offers, promises and words of a reservation                offers.c
  *     pack_sums    the same  ->  a packed call of reserve                                             offers.c
  *     add_columns  weighted columns of numbers  ->  the sum of each candidate                     columns.c
@@ -30,14 +30,15 @@
  *                  as objects                                                                     event_objects.c
  *                  its method for events of several forms                                         mixed.c
  *
- * The module is optional: app/waymark/base/native.py has the types and says where the same is done in Python; the same tests
- * run over both. No function raises for what a client sent: `cut` returns None
- * for anything but a plain list of plain numbers, and the JSON parser decides what is wrong with it.
+ * The module is optional: app/waymark/base/native.py has the types and says where the same is done in Python; the same
+ * tests run over both. No function raises because of a client's input: `cut` returns None for anything but a plain list
+ * of plain numbers, and the JSON parser decides what is wrong with it.
  */
 
 #include "native.h"
 
-/* The digest of the files that the module is built from: app/waymark/base/native.py refuses a module of other files. */
+/* The digest of the files that the module is built from: app/waymark/base/native.py refuses a module that was built
+ * from other files. */
 #ifndef WAYMARK_SOURCES
 #error "define WAYMARK_SOURCES, as hatch_build.py does"
 #endif

@@ -1,4 +1,4 @@
-/* Values of msgpack, as far as events have them: https://github.com/msgpack/msgpack/blob/master/spec.md */
+/* Reads the values of msgpack that events can have: https://github.com/msgpack/msgpack/blob/master/spec.md */
 
 #ifndef WAYMARK_MSGPACK_H
 #define WAYMARK_MSGPACK_H
@@ -16,14 +16,14 @@ typedef enum { NIL, BOOLEAN, INTEGER, NEGATIVE, FLOATING, TEXT, BINARY, LIST, MA
 
 typedef struct {
     Kind kind;
-    uint64_t number;            /* of an integer its 64 bits, of a float those of a double; of others their length */
+    uint64_t number;            /* the 64 bits of an integer, or of a float as a double; else the length */
     const unsigned char *start; /* of texts and binaries */
 } Value;
 
-/* Values inside of values; deeper ones are left to the library. */
+/* How deep values may be inside of values; deeper ones are left to the library. */
 enum { DEPTH_MAX = 16 };
 
-/* The number in so many bytes, up to 8, the highest first. */
+/* The number in `bytes` bytes, up to 8, the highest first. */
 static inline uint64_t big_endian(const unsigned char *at, int bytes)
 {
     uint64_t number = 0;
@@ -53,7 +53,8 @@ static inline int read_span(Reader *reader, Kind kind, Value *value)
     return 1;
 }
 
-/* A list or a map: only its head. Each of its values takes a byte at least, so no length is believed beyond that. */
+/* A list or a map: only its head. Each of its values takes at least a byte, so a length above the bytes that are left
+ * is refused. */
 static inline int read_length(Reader *reader, Kind kind, Value *value)
 {
     value->kind = kind;

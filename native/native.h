@@ -3,11 +3,12 @@
  * These rules hold for every function unless its comment says otherwise:
  *
  * - It runs with the GIL, and never releases it. Other Python code can run only if objects of the caller are compared,
- * called or read as a sequence, or if a Python object is made, which may collect garbage. - A PyObject that it takes is
- * borrowed; one that it returns is a new reference, or NULL with an exception. - A function that says "0 with an
- * exception" returns 1 else; one that says "-1 with an exception" has other answers.   The functions without these
- * words raise nothing. - Lengths are size_t, or Py_ssize_t where Python has them. A length from outside is bounded by
- * bytes that are there,   or PyMem_New refuses it.
+ *   called or read as a sequence, or if a Python object is made, which may collect garbage.
+ * - A PyObject that it takes is borrowed; one that it returns is a new reference, or NULL with an exception.
+ * - A function that says "0 with an exception" returns 1 otherwise; one that says "-1 with an exception" returns another
+ *   number otherwise. The functions without these words raise nothing.
+ * - Lengths are size_t, or Py_ssize_t where Python uses that. A length from outside is bounded by the bytes of its input,
+ *   or PyMem_New refuses it.
  */
 
 #ifndef WAYMARK_NATIVE_H
@@ -41,7 +42,7 @@ static inline int has_arguments(const char *name, Py_ssize_t nargs, Py_ssize_t c
     return nargs == count;
 }
 
-/* The same of a type that is called, which takes no argument by its name. */
+/* The same for the call of a type, which takes no argument by its name. */
 static inline int has_only_arguments(const char *name, PyObject *args, PyObject *names, Py_ssize_t count)
 {
     if (names != NULL && PyDict_Size(names) > 0) {

@@ -1,4 +1,4 @@
-/* Objects of Python types whose __init__ takes longer than all the rest. */
+/* Builds objects of Python types without their __init__, which would take most of the time. */
 
 #ifndef WAYMARK_OBJECTS_H
 #define WAYMARK_OBJECTS_H
@@ -45,7 +45,7 @@ static inline void free_object(PyObject *self)
     Py_DECREF(type);
 }
 
-/* Put the type of `spec` into a module, unless that is NULL. There is one in a process, however often the module is
+/* Add the type of `spec` to a module, unless that is NULL. A process has one such type, however often the module is
  * loaded: *type has a reference to it. -1 with an exception. */
 static inline int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject **type)
 {

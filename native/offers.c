@@ -19,7 +19,7 @@ typedef struct {
     PyObject *weight; /* None: each has its own */
 } Offered;
 
-/* The terms of one offer; two neighbours with equal ones share a word. */
+/* The terms of one offer; two consecutive offers with equal terms share a word. */
 typedef struct {
     long long tokens, amounts[ROW_FIELDS], expected;
     double handicap, weight;
@@ -159,9 +159,9 @@ static int read_offered(PyObject *const *args, Offered *of, Py_ssize_t *count)
 /* offer_sums(offer, sums, most, blocks, size, weight_new, available, reusable, random, handicap, weight)
  *     -> tuple[list[Offer], list[str], list[str]]
  *
- * The first `most` of the tuples of rank_sums as offers, what is promised of each, and the terms as `reserve` reads
- * them. `blocks` are those of the prompt; no row has all of them if it is 0. Each has the `handicap` in addition to its
- * own, and the `weight`; with None, its own weight.
+ * For the first `most` of the tuples of rank_sums: the offers, their promises, and the terms as `reserve` reads them.
+ * `blocks` is the number of blocks of the prompt; if it is 0, no row counts as having all of them. `handicap` is added
+ * to that of each offer. `weight` is the weight of each; with None, each has its own.
  */
 PyObject *offer_sums(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -190,7 +190,7 @@ PyObject *offer_sums(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 /* The longest word of terms: numbers of up to 20 digits, and two of up to 24 characters. */
 #define WORD_MAX 320
-/* The most bytes of a packed word beside it: its length, and the ends of two lines. */
+/* The most bytes that packing adds to a word: its length, and the ends of two lines. */
 #define BULK_MAX 16
 
 /* Text that has room for all that is put into it. */
@@ -199,20 +199,20 @@ typedef struct {
     size_t length;
 } Text;
 
-/* Put a word, as RESP has it. */
+/* Append a word in the form of RESP. */
 static void put_bulk(Text *text, const char *word, int length)
 {
     text->length += (size_t)sprintf(text->at + text->length, "$%d\r\n%.*s\r\n", length, length, word);
 }
 
-/* Put a number as a word. */
+/* Append a number as a word. */
 static void put_number(Text *text, long long number)
 {
     char word[32];
     put_bulk(text, word, snprintf(word, sizeof word, "%lld", number));
 }
 
-/* Put the terms of the target at a place, and of those behind it. 0 with an exception. */
+/* Append the terms of the target at a place, which hold for the following targets, too. 0 with an exception. */
 static int put_terms(Text *text, const Offered *of, const OfferTerms *terms, Py_ssize_t place)
 {
     char *handicap = PyOS_double_to_string(terms->handicap, 'r', 0, Py_DTSF_ADD_DOT_0, NULL);
@@ -229,7 +229,8 @@ static int put_terms(Text *text, const Offered *of, const OfferTerms *terms, Py_
     return weight != NULL;
 }
 
-/* Put the publisher of a sum, and its terms if they differ from *last: those of the one before. 0 with an exception. */
+/* Append the publisher of a sum, and its terms if they differ from *last, those of the sum before. 0 with an exception.
+ * */
 static int put_sum(Text *publishers, Text *words, long long *count, const Offered *of, PyObject *sum, Py_ssize_t place, OfferTerms *last)
 {
     OfferTerms terms = {0, {0}, 0, 0.0, 0.0, NULL};
@@ -254,8 +255,8 @@ static int put_sum(Text *publishers, Text *words, long long *count, const Offere
 
 /* pack_sums(head, words, sums, most, blocks, size, weight_new, available, reusable, random, handicap, weight) -> bytes
  *
- * A call of `reserve`, packed for Redis: its first `words` words are packed in `head`, and the publishers and terms that
- * offer_sums makes of the same arguments follow, each with their number before them.
+ * A call of `reserve`, packed for Redis: its first `words` words are packed in `head`, and the publishers and the terms
+ * that offer_sums makes of the same arguments follow, both preceded by their number.
  */
 PyObject *pack_sums(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

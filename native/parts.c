@@ -1,7 +1,8 @@
-/* The parts of a fold, one behind the other.
+/* The parts of a fold, one after the other.
  *
- * app/waymark/domain/parts.py says what a part is and has the same in Python. A part takes some hundred bytes here, and
- * a block 24; as objects they would be ten times as much, each a part of the time that an event of one block takes.
+ * app/waymark/domain/parts.py says what a part is and has the same in Python. A part takes about a hundred bytes here,
+ * and a block 24. As objects they would take ten times as much, and making each object would take a part of the time of
+ * an event with one block.
  */
 
 #include "parts.h"
@@ -34,7 +35,7 @@ static int make_room(Parts *parts, size_t more, size_t blocks)
            reserve((void **)&parts->blocks, &parts->blocks_capacity, parts->blocks_count, blocks, sizeof *parts->blocks);
 }
 
-/* Whether blocks go on from the last part: as PartList.add_packed has it. */
+/* Whether blocks continue the last part, by the rule of PartList.add_packed. */
 static int does_join(const Parts *parts, const Part *part, int64_t position, const PartBlock *blocks, size_t count)
 {
     const Part *last = parts->count == 0 ? NULL : &parts->parts[parts->count - 1];
@@ -235,7 +236,7 @@ PyObject *new_parts(PyTypeObject *type, PyObject *part_type, PyObject *place_typ
     return (PyObject *)parts;
 }
 
-/* cut(start: int, end: int) -> Parts: some of the parts, as others */
+/* cut(start: int, end: int) -> Parts: a copy of these parts */
 static PyObject *parts_cut(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     const Parts *parts = (Parts *)self;

@@ -26,8 +26,8 @@ typedef struct {
     uint64_t head, branch, namespace; /* its place */
     uint64_t parent;                  /* key of the block before, if has_parent */
     int64_t last;                     /* position of the last block */
-    PyObject *copies;                 /* a list of bytes, a reference, which parts of a cut may share; or NULL */
-    size_t start;                     /* of its blocks among those of all parts */
+    PyObject *copies;                 /* a reference to a list of bytes, which parts of a cut may share; or NULL */
+    size_t start;                     /* where its blocks begin among those of all parts */
     uint32_t count;
     char kind;
     uint8_t place_kind, is_known, is_identity, has_parent, waits;
@@ -64,7 +64,7 @@ static inline int refuse_positions(int64_t position, size_t count, uint32_t most
 
 /* Add blocks at consecutive positions, the first at `position`, to the last part or as a new one. `part` describes the
  * blocks, except its seq, last, start and count. `copies` has the copies of each block; NULL for none. 0 with an
- * exception; without memory for the copies the blocks are there, else nothing has changed. */
+ * exception; then nothing has changed, unless there was no memory for the copies: then the blocks are added. */
 int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlock *blocks, size_t count,
                  PyObject *copies);
 
@@ -94,7 +94,7 @@ PyObject *parts_reported(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 
 /* ---- what both files need --------------------------------------------------------------------------- */
 
-/* Whether two parts have one place, as Redis names it. */
+/* Whether two parts have the same place in Redis. */
 static inline int is_at_place_of(const Part *one, const Part *other)
 {
     return one->head == other->head && one->branch == other->branch && one->place_kind == other->place_kind;
@@ -117,14 +117,14 @@ static inline int is_range(const Parts *parts, size_t start, size_t end)
     return 0;
 }
 
-/* The slots of blocks, SLOT_CHARS each, to `at`. */
+/* Write the slots of blocks to `at`, SLOT_CHARS each. */
 static inline void write_slots(const PartBlock *blocks, size_t count, char *at)
 {
     for (size_t i = 0; i < count; i++)
         write_slot(at + SLOT_CHARS * i, blocks[i].key, blocks[i].depth);
 }
 
-/* Their engine hashes, 8 bytes each, to `at`. */
+/* Write the engine hashes of blocks to `at`, 8 bytes each. */
 static inline void write_hashes(const PartBlock *blocks, size_t count, char *at)
 {
     for (size_t i = 0; i < count; i++)

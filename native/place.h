@@ -5,7 +5,7 @@
 
 #include "objects.h"
 
-/* A branch row whose number is its head's in all but these leading digits is a shared one. */
+/* A branch row is shared if its number equals its head's except for this number of leading digits. */
 enum { SHARED_DIGITS = 2 };
 
 /* The kind of a place. FREE: no place of the stream has this number. */

@@ -18,7 +18,7 @@ static uint64_t hash_of_place(const Place *place)
     return spread(spread(place->head) ^ rotate_left(spread(place->branch), 16) ^ place->namespace ^ place->kind);
 }
 
-/* Of the index of places. */
+/* The hash of a place for the index of places. */
 static uint64_t place_hash_of(const void *places, uint32_t number)
 {
     return hash_of_place(&((const Places *)places)->places[number]);
@@ -94,7 +94,7 @@ void drop_place(Places *places, uint32_t number)
 
 PyObject *make_place(Places *places, uint32_t number)
 {
-    if (places->last == NULL || places->last_number != number) { /* neighbours are asked for together */
+    if (places->last == NULL || places->last_number != number) { /* mostly the place of the last call */
         const Place *place = &places->places[number];
         PyObject *made = build_place(places->place_type, place->head, place->branch, place->kind);
         if (made == NULL)
@@ -124,7 +124,7 @@ static PyObject *places_new(PyTypeObject *type, PyObject *args, PyObject *names)
     return (PyObject *)places;
 }
 
-/* Its KnownBlocks hold a reference each, so no block has a place of it. */
+/* Each of its KnownBlocks holds a reference, so no block has one of its places any more. */
 static void places_dealloc(PyObject *self)
 {
     Places *places = (Places *)self;

@@ -1,7 +1,7 @@
-/* The places of a stream, each of them once, by numbers.
+/* The places of a stream, each of them once, with numbers.
  *
- * A place is there as long as one of its blocks is; then its number goes to another one. It takes 40 bytes and a slot
- * of the index.
+ * A place exists as long as one of its blocks; then its number may be given to another place. It takes 40 bytes and a
+ * slot of the index.
  */
 
 #ifndef WAYMARK_PLACES_H
@@ -18,7 +18,7 @@ typedef struct {
     uint8_t kind;
 } Place;
 
-/* A pointer to one of `places` is good until the next place is new. */
+/* A pointer to one of `places` is valid until the next place is added. */
 typedef struct {
     PyObject_HEAD
     Place *places;
@@ -36,27 +36,27 @@ Places *as_places(PyObject *object);
 /* Read a Place of Python into a place without blocks, in a namespace. 0 with an exception. */
 int read_place_in(PyObject *object, PyObject *namespace, Place *place);
 
-/* The number of a place, which is new if need be. A new one has no block: enter it, or it stays forever. -1 with an
- * exception; nothing has changed then. */
+/* The number of a place, which is added if it is new. A new place has no block: it must be entered, or it is never
+ * removed. -1 with an exception; nothing has changed then. */
 int64_t number_of_place(Places *places, const Place *place);
 
-/* The place has one block more. */
+/* Count one more block at the place. */
 static inline void enter_place(Places *places, uint32_t number)
 {
     places->places[number].blocks++;
 }
 
-/* A place without blocks goes; its number is free. */
+/* Remove a place without blocks; its number is free then. */
 void drop_place(Places *places, uint32_t number);
 
-/* The place has one block less. It goes with its last block. */
+/* Count one block less at the place. It is removed with its last block. */
 static inline void leave_place(Places *places, uint32_t number)
 {
     if (--places->places[number].blocks == 0)
         drop_place(places, number);
 }
 
-/* The Place with a number, which is one of a place that is there. */
+/* The Place with this number, which is in use. */
 PyObject *make_place(Places *places, uint32_t number);
 
 #endif

@@ -1,4 +1,4 @@
-/* The short ways of KnownBlocks for plain events: the functions of stores.c, removals.c and runs.c for whole events. */
+/* The functions of KnownBlocks for whole plain events, in stores.c, removals.c and runs.c. */
 
 #ifndef WAYMARK_PLAIN_H
 #define WAYMARK_PLAIN_H
@@ -8,7 +8,7 @@
 
 /* ---- known.c -------------------------------------------------------------------------------------- */
 
-/* A sequence of numbers, whose length goes into *count, in memory that PyMem_Free frees. NULL with an exception. */
+/* Read a sequence of numbers into memory that PyMem_Free frees, and its length into *count. NULL with an exception. */
 uint64_t *read_numbers(PyObject *sequence, size_t *count);
 
 /* The object as KnownBlocks, borrowed. NULL with an exception. */
@@ -33,13 +33,13 @@ PyObject *known_left(PyObject *self, PyObject *ignored);
 typedef struct {
     uint64_t *hashes, *keys; /* `count` of each */
     size_t count;
-    int64_t place; /* of the first block, where it goes on in the piece of its parent; else -1 */
+    int64_t place; /* of the first block, if it continues the piece of its parent; else -1 */
     uint64_t parent, namespace;
     int depth; /* of the first block */
 } Store;
 
-/* Where a store goes on, into `store` and `chain`: 1 if that is plain, 0 if it is not, -1 with an exception.
- * `full`: a dict of the places where nothing goes on. */
+/* Read into `store` and `chain` where a store continues. 1 if that is plain, 0 if it is not, -1 with an exception.
+ * `full` is a dict of the places where no store continues. */
 int find_parent(KnownBlocks *known, const uint64_t *parent, PyObject *full, int piece_blocks, Store *store,
                 Chain *chain);
 
@@ -58,7 +58,7 @@ int64_t put_piece(KnownBlocks *known, const Store *store, int64_t place, size_t 
 /* Whether the place with a number is in a dict of places: 1 or 0, -1 with an exception. */
 int is_in(PyObject *full, Places *places, uint32_t number);
 
-/* The end of the piece of a store's block `start`, which has this depth: at most PIECE_BLOCKS further. */
+/* The end of the piece of a store's block `start`, which has this depth: at most PIECE_BLOCKS blocks later. */
 static inline size_t end_of_piece(const Store *store, size_t start, int depth, int piece_blocks)
 {
     const size_t end = start + (size_t)(piece_blocks - depth);
@@ -81,7 +81,7 @@ static inline int is_beside(const KnownBlocks *known, PyObject *other)
            ((KnownBlocks *)other)->places == known->places;
 }
 
-/* Take engine hashes out of all of a tuple. */
+/* Remove engine hashes from all tables of a tuple. */
 void discard_beside(PyObject *gone, const uint64_t *hashes, size_t count);
 
 /* Write the blocks of these hashes into `blocks`, and their numbers into `numbers`, if all are in the table, each once,

@@ -1,16 +1,16 @@
-/* One event of a batch in vLLM's dialect to a plain event.
+/* Turns one event of a batch in vLLM's dialect into a plain event.
  *
  * An event of an unusual form is left to Python.
  */
 
 #include "fields.h"
 
-enum { TELLS_SALTS_FROM = 9 }; /* elements of a list: with this many it has a place for salts */
+enum { TELLS_SALTS_FROM = 9 }; /* a list of this many elements, or more, has a place for salts */
 
 static const Name stored_tag = NAME("BlockStored"), removed_tag = NAME("BlockRemoved"),
                   cleared_tag = NAME("AllBlocksCleared"), local = NAME("LOCAL");
 
-/* Forget all of a store but what counts where hashes alone name its blocks. */
+/* Clear the fields of a store that have no meaning if its blocks are named by hashes alone. */
 static void keep_hashes(PlainEvent *event)
 {
     event->is_dense = event->is_dense && event->kind == WINDOW;
@@ -66,7 +66,7 @@ static Outcome read_removed(Batch *batch, const Event *fields, PlainEvent *event
     return outcome == READ ? read_copy_counts(batch, fields, event) : outcome;
 }
 
-/* The fields of a list as those of a removal, which are fewer. */
+/* Move the fields of a list to where a removal has them: a removal has fewer. */
 static void move_fields_of_removal(Event *event)
 {
     if (event->elements == 0)
@@ -76,7 +76,7 @@ static void move_fields_of_removal(Event *event)
     event->at[PARENT] = event->at[TOKEN_IDS] = NULL;
 }
 
-/* Leave out the fields of a list from this one on, which its dialect does not have. 0 if one is UNUSUAL: then it is
+/* Drop the fields of a list from this one on, since its dialect does not have them. 0 if one is UNUSUAL: then it is
  * unknown whether the library can read it. */
 static int cut_fields(const Batch *batch, Event *event, uint64_t fields)
 {
@@ -94,7 +94,7 @@ static int cut_fields(const Batch *batch, Event *event, uint64_t fields)
     return 1;
 }
 
-/* Whether an event has none of these fields, or nil. */
+/* Whether an event has none of these fields, or nil in them. */
 static int has_none_of(const Batch *batch, const Event *event, const Field *fields, int count)
 {
     Reader inside;

@@ -1,4 +1,4 @@
-/* Plain removals: blocks that are all here go together. */
+/* Plain removals: blocks that are all in the table are removed together. */
 
 #include "parts.h"
 #include "plain.h"
@@ -93,8 +93,8 @@ static PyObject *take_blocks(KnownBlocks *known, KnownBlocks *gone, const uint64
  *     -> list[tuple[Place, int, bytes, bytes]] | None
  *
  * Move the blocks of all these engine hashes to the first of `gone`, and take the hashes out of the others. Up to 64
- * consecutive blocks of one place are returned together. None if one of them is not here, comes twice, or has several
- * copies or hashes; nothing has changed then.
+ * consecutive blocks of one place are returned together. None if one of them is not in the table, comes twice, or has
+ * several copies or hashes; nothing has changed then.
  */
 PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

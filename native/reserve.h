@@ -7,7 +7,7 @@
 
 #include <stddef.h>
 
-/* Room for `more` things of `size` bytes behind the first `count`. 0 with an exception. */
+/* Make room for `more` things of `size` bytes after the first `count`. 0 with an exception. */
 static inline int reserve(void **things, size_t *capacity, size_t count, size_t more, size_t size)
 {
     if (*capacity - count >= more)

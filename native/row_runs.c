@@ -1,11 +1,11 @@
-/* Rows to runs of equal holders, as app/waymark/domain/row_runs.py describes them. */
+/* Turns rows into runs of equal holders, as app/waymark/domain/row_runs.py describes. */
 
 #include "rows.h"
 
 /* ---- runs ---------------------------------------------------------------------------------------- */
 
-/* The runs so far: a list, and the last one, which is not in it yet, because it may go on: its holders, or NULL, and how
- * many blocks it has. `text` has room for the holders of one block. */
+/* The runs so far: a list, and the last run, which is not in the list yet, because it may continue: its holders, or
+ * NULL, and the number of its blocks. `text` has room for the holders of one block. */
 typedef struct {
     PyObject *list, *value;
     Py_ssize_t count;
@@ -25,7 +25,7 @@ static int end_run(Runs *runs)
     return outcome == 0;
 }
 
-/* `count` blocks more, with the holders of this text. 0 with an exception. */
+/* Add `count` blocks with the holders of this text. 0 with an exception. */
 static int add_run(Runs *runs, const char *text, size_t size, Py_ssize_t count)
 {
     char *value;
@@ -98,7 +98,7 @@ static int add_runs(Runs *runs, const Holders *holders, int count)
     return at;
 }
 
-/* No runs yet. 0 with an exception. */
+/* Begin without runs. 0 with an exception. */
 static int begin_runs(Runs *runs)
 {
     memset(runs, 0, sizeof *runs);
@@ -124,7 +124,7 @@ static PyObject *finish_runs(Runs *runs, int is_whole)
  * the blocks. */
 typedef enum { FAILED = -1, GOES_ON, IS_OVER, UNDECIDED } Verdict;
 
-/* The runs of one piece by its row alone. */
+/* Add the runs of one piece, by its row alone. */
 static Verdict add_row(Runs *runs, Holders *holders, const Piece *piece, const Input *value)
 {
     Slots slots;
@@ -141,7 +141,7 @@ static Verdict add_row(Runs *runs, Holders *holders, const Piece *piece, const I
     return blocks < 0 ? FAILED : blocks == piece->count ? GOES_ON : IS_OVER;
 }
 
-/* As row_runs, for the values of a list. *pieces: how many decided by themselves. */
+/* As row_runs, for the values of a list. *pieces gets the number of pieces whose row decided alone. */
 static Verdict add_rows(Runs *runs, const Input *keys, PyObject *rows, Py_ssize_t *pieces)
 {
     Piece piece;
@@ -170,8 +170,8 @@ static Verdict add_rows(Runs *runs, const Input *keys, PyObject *rows, Py_ssize_
 
 /* row_runs(keys: bytes, rows: list[bytes | None]) -> tuple[list[tuple[bytes, int]], int, bool]
  *
- * The runs of a chain, as far as the row of each piece decides by itself; for how many pieces; whether the block after
- * them has no holder.
+ * The runs of a chain, as far as the row of each piece decides alone; the number of these pieces; and whether the block
+ * after them has no holder.
  */
 PyObject *row_runs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -195,7 +195,7 @@ PyObject *row_runs(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 /* ---- all values of one piece --------------------------------------------------------------------- */
 
-/* One of the values of a piece. 0 with an exception. */
+/* Add the holders of one of the values of a piece. 0 with an exception. */
 static int add_value(const Piece *piece, const Input *value, int is_row, Holders *holders, uint32_t *missing, int *is_bad)
 {
     Slots slots;

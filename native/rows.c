@@ -14,7 +14,7 @@ void open_piece(Piece *piece, const unsigned char *keys, Py_ssize_t count)
         write_slot(piece->slots + SLOT_CHARS * i, load_big64(keys + KEY * i), (unsigned)i);
 }
 
-/* Where each own block is among the slots. */
+/* Find each own block among the slots. */
 static void find_own(Slots *slots, const char *value, const Piece *piece)
 {
     slots->found = 0;
@@ -28,7 +28,7 @@ static void find_own(Slots *slots, const char *value, const Piece *piece)
     for (int i = 0; i < piece->count; i++) {
         const char *own = piece->slots + SLOT_CHARS * i;
         int slot = next < slots->count && memcmp(value + SLOT_CHARS * next, own, SLOT_CHARS) == 0 ? next : 0;
-        /* A chain is mostly in consecutive slots; a block that is not is searched from the first one on. */
+        /* A chain is mostly in consecutive slots; any other block is searched from the first slot on. */
         while (slot < slots->count && memcmp(value + SLOT_CHARS * slot, own, SLOT_CHARS) != 0)
             slot++;
         slots->slot_of[i] = (signed char)(slot < slots->count ? slot : -1);
@@ -63,7 +63,7 @@ int read_slots(const Input *value, const Piece *piece, Slots *slots, const char 
     const char *depth = memchr(depth_digits, start[HEX_DIGITS], PIECE);
     slots->first = depth == NULL ? PIECE : (int)(depth - depth_digits);
     if (slots->first >= piece->count || memcmp(start, piece->slots + SLOT_CHARS * slots->first, SLOT_CHARS) != 0) {
-        /* The first slot of a shared branch row is that of the head, but for its leading digits. */
+        /* The first slot of a shared branch row is that of the head, except for its leading digits. */
         if (memcmp(start + SHARED_DIGITS, piece->slots + SHARED_DIGITS, SLOT_CHARS - SHARED_DIGITS) != 0)
             return 0;
         slots->first = PIECE;
@@ -85,7 +85,7 @@ static uint32_t own_blocks(const Slots *slots, uint64_t bitmap)
     return blocks;
 }
 
-/* The value of a hex digit; -1 if it is none. */
+/* The value of a hex digit; -1 for any other character. */
 static int hex_digit(char digit)
 {
     if (digit >= '0' && digit <= '9')
@@ -93,7 +93,7 @@ static int hex_digit(char digit)
     return digit >= 'a' && digit <= 'f' ? digit - 'a' + 10 : -1;
 }
 
-/* One ` <holder>:<bitmap>` from *at; *at goes behind it. 0 if it cannot be read. A zero follows the value. */
+/* Read one ` <holder>:<bitmap>` at *at, and move *at to its end. 0 if it cannot be read. A zero follows the value. */
 static int read_holder(const char **at, const Slots *slots, Holder *holder)
 {
     const char *text = *at + 1, *next = text;
@@ -126,7 +126,7 @@ static int compare_ids(const void *one, const void *other)
     return (a > b) - (a < b);
 }
 
-/* Room for one more, behind the last. NULL with an exception. */
+/* Make room for one more holder, after the last. NULL with an exception. */
 static Holder *next_holder(Holders *holders)
 {
     if (holders->count == holders->room) {

@@ -32,20 +32,20 @@ typedef struct {
 
 /* The slots of a value. */
 typedef struct {
-    int count, is_marked, first; /* first: which own block is in the first slot; PIECE: that of a shared branch row */
+    int count, is_marked, first; /* first: the own block in the first slot; PIECE in a shared branch row */
     uint32_t found;              /* own blocks that are in a slot */
     int shift;                   /* own block i is in slot i - shift for each of them; -1: no such number */
-    signed char slot_of[PIECE];  /* -1: in none */
+    signed char slot_of[PIECE];  /* -1: in no slot */
 } Slots;
 
-/* The first blocks of a chain, at most PIECE, as a piece; `keys` has `count`. */
+/* Make a piece of the first blocks of a chain, at most PIECE; there are `count` keys. */
 void open_piece(Piece *piece, const unsigned char *keys, Py_ssize_t count);
 
-/* The slots of a value, and in *rest what follows them. 0 if they cannot be read. */
+/* Read the slots of a value; *rest gets the place where they end. 0 if they cannot be read. */
 int read_slots(const Input *value, const Piece *piece, Slots *slots, const char **rest);
 
-/* The holders of a value, from `at` to its end, behind those of `holders`, ascending; their texts stay in the value. 0
- * where they cannot be read, and then they are as they were; -1 with an exception. */
+/* Append the holders of a value, from `at` to its end, to `holders`, ascending; their texts stay in the value. 0 if
+ * they cannot be read, and `holders` is unchanged then; -1 with an exception. */
 int read_holders(const char *at, const char *end, const Slots *slots, Holders *holders);
 
 /* Bring the holders of several values into one order, each once. */

@@ -1,5 +1,4 @@
-/* Runs of plain events: each goes the short way of a store or of a removal, and its parts are added to the list for
- * Redis. */
+/* Runs of plain events: each is stored or removed as a whole, and its parts are added to the list for Redis. */
 
 #include "runs.h"
 
@@ -49,7 +48,7 @@ int make_event_room(Run *run, size_t hashes)
     return 0;
 }
 
-/* Whether a block of a store's piece, or the former one of its hash, has left another shard in this wave. */
+/* Whether a block of a store's piece, or the former block of its hash, has left another shard in this wave. */
 static int waits_for_others(const Run *run, const Store *store, size_t start, size_t end, int shard)
 {
     for (size_t i = start; i < end; i++) {
@@ -77,7 +76,7 @@ int note_stored(const Run *run, const Store *store, size_t start, size_t end, co
     return parent == NULL || use_block(run->waves, *parent, shard);
 }
 
-/* Add blocks that leave the place of a part, and which nothing on another shard uses. 0 with an exception. */
+/* Add blocks that leave the place of a part, and that no part on another shard uses. 0 with an exception. */
 static int add_leaving(Run *run, const Part *part, int64_t position, const Block *blocks, size_t count,
                        PyObject *copies)
 {
@@ -187,8 +186,8 @@ int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t p
     return 1;
 }
 
-/* The events from *at on, up to the first that is not plain, or whose hashes have no positions, or after so many hashes.
- * 0 with an exception, also where the first event has no positions. */
+/* Run the events from *at on, up to the first that is not plain, or whose hashes have no positions, or until they have
+ * `hashes_max` hashes. 0 with an exception, also if the first event has no positions. */
 static int run_events(KnownBlocks *known, Run *run, size_t *at, int64_t *position, size_t hashes_max)
 {
     const size_t first = *at;
@@ -214,8 +213,8 @@ static int run_events(KnownBlocks *known, Run *run, size_t *at, int64_t *positio
     return 1;
 }
 
-/* The next of the batches `following`, a list of (seq, events), if its events are of the kind of `events`: 1, and the run
- * is at its beginning. 0 if there is none or it is of another kind, -1 with an exception. */
+/* Begin the next of the batches `following`, a list of (seq, events), if its events are of the kind of `events`. 1, or
+ * 0 if there is none or it is of another kind, or -1 with an exception. */
 static int begin_next(Run *run, const Events *events, PyObject *following, Py_ssize_t next)
 {
     if (next == PyList_Size(following))
@@ -237,8 +236,8 @@ static int begin_next(Run *run, const Events *events, PyObject *following, Py_ss
     return is_of_kind;
 }
 
-/* The events of a batch from *at on, and then those of the batches that follow: as run_events. In *begun how many of
- * these have begun; *at and *position are of the last of them. 0 with an exception. */
+/* Run the events of a batch from *at on, and then those of the batches that follow, as run_events does. *begun counts
+ * the batches that follow and have begun; *at and *position are of the last of them. 0 with an exception. */
 static int run_batches(KnownBlocks *known, Run *run, size_t *at, int64_t *position, size_t hashes_max,
                        PyObject *following, Py_ssize_t *begun)
 {
@@ -267,13 +266,13 @@ static int run_batches(KnownBlocks *known, Run *run, size_t *at, int64_t *positi
  *     following: list[tuple[int, Events]], waves: Waves, neighbours: tuple[tuple[int, KnownBlocks, bool], ...])
  *     -> tuple[int, int, int, int, int, int, int, int, bool]
  *
- * Store and remove what the events say from the one with number `at` on: their parts are added to `parts`. `may` is of
- * the bits of `May`. Ends before the first event that is not plain, and after `hashes_max` hashes or somewhat more. At
- * the end of the events it goes on with those of the batches that follow, each with its seq, up to the first of another
- * kind. Returns the number of the next event, its position, how many stores there were, how many blocks came and went,
- * how many hashes the events have, how many of the batches that follow have begun, of how many blocks the copies were
- * miscounted because a removal left one, and by the engine's own count, and whether a copy that was left has been
- * removed; the number and the position are of the last batch that has begun.
+ * Run the events from number `at` on: store and remove their blocks, and add the parts to `parts`. `may` has bits of
+ * `May`. Ends before the first event that is not plain, and after `hashes_max` hashes or somewhat more. At the end of
+ * the events the run continues with those of the batches that follow, each with its seq, up to the first of another
+ * kind. Returns the number of the next event, its position, how many stores there were, how many blocks were stored and
+ * removed, how many hashes the events have, how many of the batches that follow have begun, of how many blocks the
+ * copies were miscounted because a removal left one, of how many they were by the engine's own count, and whether a
+ * copy that was left has been removed; the number and the position are of the last batch that has begun.
  */
 PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

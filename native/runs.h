@@ -20,14 +20,15 @@ enum May {
     REMOVED_EACH = 64,
 };
 
-/* Another table of the holder's rank. A generation is one of the same name: together they have a block once. */
+/* Another table of the holder's rank. A generation is a table of the same name, and no two tables of one name have the
+ * same block. */
 typedef struct {
     KnownBlocks *known;
     uint64_t holder;
     int is_generation;
 } Neighbour;
 
-/* The last position of a hash: that of its block in a part is STEP times as high, and 1 more. */
+/* The last position of a hash: the position of its block in a part is STEP times as high, plus 1. */
 #define HASH_POSITION_MAX ((POSITION_MAX - 1) / STEP)
 
 /* The common facts of all events of a run, and memory for one event. */
@@ -56,20 +57,20 @@ typedef struct {
 /* Return the fields of a part for the blocks at a place, except its kind. */
 Part part_at(const KnownBlocks *known, uint32_t number, uint64_t holder);
 
-/* Add blocks that follow each other in an event, the first at `position`; `copies` is said of each, NULL for nothing. 0
- * with an exception. */
+/* Add blocks that follow each other in an event, the first at `position`; `copies` are those of each block, NULL for
+ * none. 0 with an exception. */
 int add_blocks(Run *run, const Part *part, int64_t position, const Block *blocks, size_t count, PyObject *copies);
 
-/* The part stores a piece of a store that goes on from `parent`, the seq_hash of a block, or NULL: it may have to wait.
- * 0 with an exception. */
+/* Note that a part stores a piece which continues from `parent`, the seq_hash of a block, or NULL; the part may have to
+ * wait. 0 with an exception. */
 int note_stored(const Run *run, const Store *store, size_t start, size_t end, const uint64_t *parent, Part *part);
 
-/* Add blocks that leave the place of a part; they wait from the first that a part on another shard uses. As add_blocks
- * otherwise. */
+/* Add blocks that leave the place of a part. From the first that a part on another shard uses, they have to wait. The
+ * arguments are those of add_blocks. */
 int add_removed(Run *run, Part *part, int64_t position, const Block *blocks, size_t count, PyObject *copies);
 
-/* Put in the blocks of a store from `start` on, all of them new, and add their parts. The first has this depth, and goes
- * to the place with a number, or if that is -1 to a row of its own. 0 with an exception; some are in then. */
+/* Add the blocks of a store from `start` on, all of them new, and their parts. The first has this depth, and is put at
+ * the place with this number, or at a new row if it is -1. 0 with an exception; some blocks may be added then. */
 int store_new(KnownBlocks *known, Run *run, const Store *store, const uint64_t *above, size_t start, int64_t place,
               int depth, int64_t position);
 
@@ -92,17 +93,17 @@ int collect_in_all(KnownBlocks *known, Run *run, const uint64_t *hashes, size_t 
 /* The table with the collected block `at`. */
 KnownBlocks *owner_of(KnownBlocks *known, const Run *run, size_t at);
 
-/* The end of the collected blocks from `start` on that go together: as `end_of_group`, in one table. */
+/* The end of the collected blocks from `start` on that one part can have: as `end_of_group`, within one table. */
 size_t end_of_owned(const Run *run, size_t start, size_t count);
 
 /* Memory for the blocks of an event. 0 with an exception. */
 int make_event_room(Run *run, size_t hashes);
 
-/* Free it. */
+/* Free this memory. */
 void free_event_room(Run *run);
 
-/* A store of a run, at `position`. 1 if it was plain, 0 if not and nothing has changed, -1 with an exception; some of it
- * may be done then. */
+/* Run a store, at `position`. 1 if it was plain, 0 if not and nothing has changed, -1 with an exception; some of it may
+ * be done then. */
 int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position);
 
 /* The same with a removal. */
@@ -110,17 +111,18 @@ int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t p
 
 /* ---- copies.c ------------------------------------------------------------------------------------- */
 
-/* A store whose first blocks are here, and whose others are new; in *known_blocks how many are here. 1, 0 if it is
- * not so and nothing has changed, -1 with an exception; some of it may be done then. */
+/* Run a store whose first blocks are in the table, and whose others are new; *known_blocks gets the number of the
+ * first. 1, or 0 if it is another store and nothing has changed, or -1 with an exception; some of it may be done then.
+ * */
 int store_again(KnownBlocks *known, Run *run, const PlainEvent *event, Store *store, const uint64_t *above,
                 int64_t position, size_t *known_blocks);
 
-/* Store a block that is here, with a single hash, once more. `part` describes it, and says what it waits for. 0 with an
- * exception. */
+/* Store once more a block that is in the table with a single hash. `part` describes it, and says whether it has to
+ * wait. 0 with an exception. */
 int add_again(KnownBlocks *known, Run *run, const PlainEvent *event, Block *block, Part *part, int64_t position);
 
-/* A removal of the collected blocks, some of which have several copies, or one that a removal has left. 1, or -1 with
- * an exception; some of it may be done then. */
+/* Run a removal of the collected blocks, some of which have several copies, or one that a removal has left. 1, or -1
+ * with an exception; some of it may be done then. */
 int remove_copies(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position);
 
 #endif

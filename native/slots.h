@@ -9,33 +9,33 @@ enum { SLOT_CHARS = 17, HEX_DIGITS = 16, DEPTHS = 32 };
 
 static const char depth_digits[] = "0123456789abcdefghijklmnopqrstuv";
 
-/* The 8 hex digits of 32 bits, at once. */
+/* Write the 8 hex digits of 32 bits, at once. */
 static inline void write_hex32(char *out, uint32_t number)
 {
     /* Halved until each byte has four bits; the highest are in the lowest byte, which is written first. */
     uint64_t digits = number >> 16 | (uint64_t)(number & 0xFFFF) << 32;
     digits = (digits >> 8 & 0x000000FF000000FF) | (digits & 0x000000FF000000FF) << 16;
     digits = (digits >> 4 & 0x000F000F000F000F) | (digits & 0x000F000F000F000F) << 8;
-    /* 10 and more are letters: 39 characters behind the digits. */
+    /* From 10 on they are letters, which are 39 characters after the digits. */
     const uint64_t letters = (digits + 0x0606060606060606) >> 4 & 0x0101010101010101;
     store_little64(out, digits + 0x3030303030303030 + letters * 39);
 }
 
-/* The 16 hex digits of 64 bits. */
+/* Write the 16 hex digits of 64 bits. */
 static inline void write_hex(char *at, uint64_t number)
 {
     write_hex32(at, (uint32_t)(number >> 32));
     write_hex32(at + 8, (uint32_t)number);
 }
 
-/* The SLOT_CHARS of a slot, without a zero behind them. */
+/* Write the SLOT_CHARS of a slot, without a terminating zero. */
 static inline void write_slot(char *at, uint64_t key, unsigned depth)
 {
     write_hex(at, key);
     at[HEX_DIGITS] = depth_digits[depth & (DEPTHS - 1)];
 }
 
-/* The digit of a character, up to 31; -1 if it is none. */
+/* The digit of a character, up to 31; -1 if it is not a digit. */
 static inline int digit_of(char character)
 {
     if (character >= '0' && character <= '9')
@@ -43,7 +43,7 @@ static inline int digit_of(char character)
     return character >= 'a' && character <= 'v' ? character - 'a' + 10 : -1;
 }
 
-/* The key and the depth of a slot. 0 if the text is none. */
+/* Read the key and the depth of a slot. 0 if the text is not a slot. */
 static inline int read_slot(const char *at, uint64_t *key, unsigned *depth)
 {
     *key = 0;

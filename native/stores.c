@@ -133,8 +133,9 @@ static PyObject *extend(KnownBlocks *known, Store *store, Chain *chain, const In
  *        full: dict[Place, object], piece_blocks: int, gone: tuple[KnownBlocks, ...])
  *     -> list[tuple[Place, bytes, bytes, int, int | None]] | None
  *
- * A store of complete blocks that are all new, and go on from a block here at a place that is not full, or begin at the
- * root; their engine hashes leave the sets of gone hashes. None if it is not so; nothing has changed then.
+ * A store of complete blocks that are all new, and continue from a block of the table at a place that is not full, or
+ * begin at the root; their engine hashes leave the sets of gone hashes. None for any other store; nothing has changed
+ * then.
  */
 PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -163,7 +164,7 @@ PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     const uint64_t *above = args[0] == Py_None ? NULL : &parent;
     const size_t width = 4 * (size_t)block_size, complete = (size_t)tokens.size / width;
     PyObject *pieces = NULL;
-    /* Before the parent is looked for: a sequence of the caller's own may change what is known. */
+    /* Read before the parent is searched, since a sequence of the caller's own may change the table. */
     store.hashes = read_numbers(args[1], &store.count);
     const int is_plain =
         store.hashes == NULL ? -1 : find_parent(known, above, args[6], (int)piece_blocks, &store, &chain);

@@ -99,7 +99,7 @@ static PyObject *soon_of(const Terms *terms, PyObject *publisher)
     return PyErr_Occurred() ? NULL : PyLong_FromLong(0);
 }
 
-/* The sum of a member; without its tuple with an exception. */
+/* The sum of a member; its tuple is NULL with an exception. */
 static Sum sum_of(const Terms *terms, PyObject *member)
 {
     Sum sum = {0.0, 0.0, 0, NULL};
@@ -141,8 +141,9 @@ static PyObject *listed(Sum *sums, Py_ssize_t count)
 /* rank_sums(members, rows, loads, expected, draw, tokens, least, size, device_credit, host_credit, disk_credit,
  *           shared_credit, weight_new, weight_active) -> list[tuple]
  *
- * `rows`, `loads` and `expected` return what is known of a name, or of a publisher, or None; `expected` may be None.
- * `draw` returns the number by which equal targets are ordered, and is called once for each member, in their order.
+ * `rows` returns the row of a name, `loads` the load of a publisher, and `expected` its expected blocks, or None;
+ * `expected` may itself be None. `draw` returns the number by which equal targets are ordered, and is called once for
+ * each member, in their order.
  */
 PyObject *rank_sums(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -158,7 +159,7 @@ PyObject *rank_sums(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
         if (*numbers[i] == -1.0 && PyErr_Occurred())
             return NULL;
     }
-    PyObject *members = PySequence_Tuple(args[0]); /* a list could change while objects are called */
+    PyObject *members = PySequence_Tuple(args[0]); /* a list could change while methods of its objects run */
     if (members == NULL)
         return NULL;
     const Py_ssize_t count = PyTuple_Size(members);

@@ -1,4 +1,5 @@
-/* Token ids out of a JSON text, 64 characters at a time, for an x86-64 with AVX2 (Intel's since 2013, AMD's since 2015).
+/* Reads token ids from a JSON text, 64 characters at a time, for an x86-64 with AVX2 (Intel's since 2013, AMD's since
+ * 2015).
  *
  * Reading one number after the other has to find the end of each before it can begin with the next. Here the ends of all
  * numbers in 64 characters are found at once, and eight numbers are then read together; none waits for another. All 64
@@ -21,7 +22,7 @@ typedef struct {
     __m256i half[2];
 } Text;
 
-/* The first characters from `at`, of which `left` may be read; behind them commas. */
+/* The first characters from `at`, of which `left` may be read, followed by commas. */
 NEEDS_AVX2 static inline Text load_text(const char *at, Py_ssize_t left)
 {
     char few[64];
@@ -30,7 +31,7 @@ NEEDS_AVX2 static inline Text load_text(const char *at, Py_ssize_t left)
         memcpy(few, at, (size_t)left);
         at = few;
     }
-    /* Not as memcpy: it may store halves of what is loaded at once next, which then waits for the memory. */
+    /* Not by memcpy, which may store two halves that are then loaded as one: that load waits for the memory. */
     return (Text){{_mm256_loadu_si256((const __m256i *)(const void *)at),
                    _mm256_loadu_si256((const __m256i *)(const void *)(at + 32))}};
 }
@@ -61,8 +62,8 @@ NEEDS_AVX2 static inline uint64_t which_digits(Text text)
 
 enum { ENDS_MAX = 512 };
 
-/* The ends of some numbers, and before them that of the number before; each is so many characters from `base`. All
- * lengths so far, each less 1, are in `lengths`: below 8 where each is 1 to 8. */
+/* The ends of some numbers, after the end of the number before them; each end is counted in characters from `base`.
+ * `lengths` has all lengths so far, each less 1, joined by OR: it is below 8 if each length is 1 to 8. */
 typedef struct {
     const char *base;
     uint32_t gap; /* characters between two numbers */
@@ -76,7 +77,7 @@ NEEDS_AVX2 static inline void add_ends(Ends *ends, uint32_t from, uint64_t comma
 {
     uint32_t *out = ends->at + 1 + ends->count;
     ends->count += (uint32_t)__builtin_popcountll(commas);
-    /* Four at once, whether or not there are so many: how many there are cannot be guessed. */
+    /* Four at once, even if there are fewer, because the processor cannot predict their number. */
     for (; commas != 0; out += 4)
         for (int i = 0; i < 4; i++, commas = _blsr_u64(commas))
             out[i] = from + (uint32_t)_tzcnt_u64(commas);
@@ -119,14 +120,14 @@ NEEDS_AVX2 static inline uint32_t read_one(Ends *ends, uint32_t i)
     return (uint32_t)eight_digits(text & ~(uint64_t)0 << (64 - 8 * length) % 64);
 }
 
-/* The numbers that end there, into `out`, eight at a time, and with `is_last` the rest. */
+/* Read the numbers of these ends into `out`, eight at a time, and with `is_last` also the rest. */
 NEEDS_AVX2 static inline void read_ends(Ends *ends, unsigned char **out, int is_last)
 {
     uint32_t i = 0;
     for (; i + 8 <= ends->count; i += 8, *out += 32) {
         const __m256i fours = _mm256_packus_epi32(read_four(ends, i), read_four(ends, i + 4));
         const __m256i numbers = _mm256_madd_epi16(fours, _mm256_set1_epi32(1 << 16 | 10000));
-        /* The halves of a register were packed each for itself. */
+        /* The two halves of a register were packed separately. */
         _mm256_storeu_si256((__m256i *)(void *)*out, _mm256_permute4x64_epi64(numbers, _MM_SHUFFLE(3, 1, 2, 0)));
     }
     for (; is_last && i < ends->count; i++, *out += 4)
@@ -135,9 +136,9 @@ NEEDS_AVX2 static inline void read_ends(Ends *ends, unsigned char **out, int is_
     memmove(ends->at, ends->at + i, (1 + ends->count) * sizeof *ends->at);
 }
 
-/* The numbers between `at` and the bracket at `close` into `out`, one more than there are commas. 0 if they are not
- * plain: 1 to 8 digits each, which no u32 exceeds, without leading zeros, and either `,` or `, ` between all of them.
- * There are eight readable bytes before `at`. */
+/* Read the numbers between `at` and the bracket at `close` into `out`, one more than there are commas. 0 if they are
+ * not plain: each of 1 to 8 digits, so that it fits a u32, without leading zeros, and either `,` or `, ` between all of
+ * them. There are eight readable bytes before `at`. */
 NEEDS_AVX2 __attribute__((noinline)) /* inside its caller it runs out of registers and takes twice as long */
 static int read_plain_tokens(const char *at, const char *close, unsigned char *out)
 {

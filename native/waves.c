@@ -39,7 +39,7 @@ static const WaveBlock *find(const Waves *waves, uint64_t block)
     return found != NULL && found->wave == waves->wave ? found : NULL;
 }
 
-/* Make the table larger. 0 with an exception; it is as it was then. */
+/* Make the table larger. 0 with an exception; it is unchanged then. */
 static int grow(Waves *waves)
 {
     const Waves before = *waves;
@@ -58,7 +58,7 @@ static int grow(Waves *waves)
     return 1;
 }
 
-/* The block, which is new in this wave if need be. NULL with an exception. */
+/* The entry of the block, which is added if it is new in this wave. NULL with an exception. */
 static WaveBlock *enter(Waves *waves, uint64_t block)
 {
     if (2 * (waves->count + 1) > waves->capacity && !grow(waves))

@@ -36,16 +36,16 @@ static inline int shard_of(const Waves *waves, uint64_t head)
 /* Begin a fold, or a wave: Redis has everything before it. */
 void begin_wave(Waves *waves);
 
-/* A part on this shard is resolved with the block. 0 with an exception. */
+/* Note that a part on this shard is resolved with the block. 0 with an exception. */
 int use_block(Waves *waves, uint64_t block, int shard);
 
-/* A part takes the block, or a hash of it, out of a row on this shard. 0 with an exception. */
+/* Note that a part removes the block, or a hash of the block, from a row on this shard. 0 with an exception. */
 int leave_block(Waves *waves, uint64_t block, int shard);
 
 /* Whether a part of this wave on another shard is resolved with the block. */
 int is_used_elsewhere(const Waves *waves, uint64_t block, int shard);
 
-/* Whether a part of this wave takes the block out of a row on another shard. */
+/* Whether a part of this wave removes the block from a row on another shard. */
 int has_left_elsewhere(const Waves *waves, uint64_t block, int shard);
 
 #endif

@@ -57,7 +57,7 @@ typedef struct {
     unsigned char secret[SECRET_BYTES]; /* for inputs above MEDIUM_MAX only */
 } Xxh3;
 
-/* For inputs of up to `length_max` bytes. */
+/* Prepare the state for inputs of up to `length_max` bytes. */
 static inline void xxh3_prepare(Xxh3 *state, uint64_t seed, size_t length_max)
 {
     state->seed = seed;
@@ -219,7 +219,8 @@ static inline void scramble(Lanes *lanes, const unsigned char *secret)
 }
 #endif
 
-/* 241 bytes and more: stripes into lanes, with the secret 8 bytes further on for each; scrambled after 16 of them. */
+/* 241 bytes and more: stripes into lanes, with the secret 8 bytes further on for each; the lanes are scrambled after
+ * every 16 stripes. */
 static uint64_t hash_large(const unsigned char *input, size_t length, const unsigned char *secret)
 {
     uint64_t lane[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
