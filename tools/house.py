@@ -2,11 +2,11 @@
 
     python -m tools.house [TREE...] [--crumbs | --picture]
 
-A *room* is a package without the packages in it; ``waymark`` is one, and everybody may import the version in its
-``__init__``. An *arrow* is a room that imports from another one. A room that
-imports no other is on the first floor, and each room is one floor above the highest that it imports. With several
-trees there is a column for each. ``--crumbs`` lists the modules with exactly one importer, the smallest first.
-``--picture`` draws the rooms for docs/design.md.
+A *room* is a package without the packages in it; ``waymark`` is one, and every room may import the version in its
+``__init__``. An *arrow* is a room that imports from another one. A room that imports no other is on the first floor,
+and each room is one floor above the highest that it imports. With several trees there is a column for each.
+``--crumbs`` lists the modules with exactly one importer, the smallest first. ``--picture`` draws the rooms for
+docs/design.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TypeAlias
 ROOT = Path(__file__).parents[1]
 #: A function with more lines than this is long.
 FUNCTION_LINES = 40
-#: A module with at most so many lines and one importer is a crumb: it may belong into that importer.
+#: A module with at most this number of lines and one importer is a crumb: it may belong into that importer.
 CRUMB_LINES = 80
 #: Phrase -> its pattern. They are counted in docstrings and comments, for each 1,000 words; ``None`` is a value.
 PHRASES = {
@@ -35,7 +35,7 @@ PHRASES = {
     '"of it", "of them", "of these"': r"\bof (?:it|them|these)\b",
     '"if", "when"': r"\b(?:if|when)\b",
 }
-#: Words that are no nouns, although names are made of them: pronouns, prepositions and irregular participles.
+#: Words that are not nouns, although names are made of them: pronouns, prepositions and irregular participles.
 NO_NOUNS = frozenset(
     re.findall(
         r"\w+",
@@ -89,7 +89,7 @@ def read_modules(tree: Path) -> dict[str, Module]:
 
 
 def statements_of(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the statements in a node, and in these. To walk through the expressions takes ten times as long."""
+    """Yield the statements in a node, and those inside them. A walk through expressions takes ten times as long."""
     for field_name in ("body", "orelse", "finalbody", "handlers", "cases"):
         for statement in getattr(node, field_name, ()):
             yield statement
@@ -108,7 +108,7 @@ def _imported(tree: ast.Module, names: Collection[str]) -> Iterator[str]:
         for name in written:
             package, _, inner = name.partition(".")
             if package == "waymark":
-                # Of a module's own name, the longest part that is a module; the rest is a name in it.
+                # The longest part of the name that is a module; the rest is a name in that module.
                 yield inner if inner in names else inner.rpartition(".")[0]
 
 
@@ -283,7 +283,7 @@ def crumbs_table(tree: Path) -> str:
 def picture(tree: Path) -> str:
     """Return the rooms of a checkout as a Mermaid flowchart, one row for each floor, the highest first.
 
-    An arrow that a longer way says already is left out: all of them together cannot be read.
+    An arrow that follows from a longer path is left out: a picture with all arrows cannot be read.
     """
     arrows = arrows_of(read_modules(tree))
     floors = floors_of(arrows)

@@ -4,7 +4,7 @@
 
 Starts everything that it needs: a Redis of its own, ingest workers, query replicas, publishers, and dynamo.indexer as
 the peer. Absolute times mean little on a shared machine, so most bars are for a ratio of two things measured in turns
-in the same run, CPU time per unit of work, or bytes. Prints one table; a target that does not hold says so.
+in the same run, CPU time per unit of work, or bytes. Prints one table, which marks the targets that do not hold.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[fl
                 break
             except (Exception, SystemExit) as error:
                 progress.clear()
-                if not isinstance(error, SystemExit):  # which has a sentence; any other error needs its traceback
+                if not isinstance(error, SystemExit):  # that one has a sentence; any other error needs its traceback
                     traceback.print_exc()
                 failed.append(f"{part}: {str(error) or type(error).__name__}")
                 print(f"failed: {failed[-1]}", file=sys.stderr, flush=True)
@@ -198,7 +198,8 @@ def _about(options: Options) -> dict[str, Any]:
     }
 
 
-#: Entries of a chain within a core's first cache, and of one of 32 MiB; a multiplier 4n + 1 visits each entry once.
+#: The entries of a chain that fits a core's first cache, and of a chain of 32 MiB. A multiplier 4n + 1 visits each
+#: entry once.
 _CHAINS = (1 << 10, 1 << 22)
 _STEPS = 200_000
 _LOOPS = 1_000_000

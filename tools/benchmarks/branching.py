@@ -2,10 +2,10 @@
 
     python -m tools.benchmarks.branching [--trace FILE]... [--prompts 600] [--json FILE]
 
-A shared system prompt that does not end with a row and is followed by another tail in each prompt, and
-conversations with a few blocks put in front, so that they part inside rows. One engine has all prompts, or each of many
-has its share; each prompt is a call of its own, as an engine stores it. Then prompts, at most 1,000 of them, are asked
-for twice: without the rows that a replica keeps for a moment, and with them. Prints one table.
+The prompts have a shared system prompt that does not end with a row, followed by another tail in each prompt; or they
+are conversations with a few blocks put in front, so that they branch inside rows. One engine has all prompts, or each
+of many has its share; each prompt is a call of its own, as an engine stores it. Then at most 1,000 prompts are queried
+twice: without the rows that a replica keeps for a moment, and with them. Prints one table.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Found:
     """The number of blocks; a block counts once for each engine that has it."""
     bytes_a_block: float
     bytes_a_tail_block: float
-    """The same for the blocks behind the shared prompt; 0 for conversations."""
+    """The same for the blocks after the shared prompt; 0 for conversations."""
     marked: float
     """Share of rows that are marked."""
     in_branches: float
@@ -87,7 +87,7 @@ class Case:
     chains: list[Chain]
     engines: int = 1
     shared: int = 0
-    """Blocks that all prompts begin with; every engine has them before the figures begin."""
+    """Blocks that all prompts begin with; every engine has them before the measurement begins."""
 
 
 def cases(count: int, traces: Sequence[Path]) -> Iterator[Case]:
@@ -182,7 +182,7 @@ async def _store(engine: Engine, chain: Chain) -> None:
 
 
 def _used(redis: RedisServer) -> int:
-    """Return the bytes of all keys, and of the table that leads to them.
+    """Return the bytes of all keys, and of the table in which Redis finds them.
 
     The memory that Redis reports includes Lua, slow calls and connections, which take as much as hundreds of tails.
     """
@@ -233,7 +233,7 @@ async def _asked(redis: RedisServer, chains: Sequence[Chain], marked: MarkedRows
             reading = await reader.read(GROUP, BLOCK_SIZE, source, deadline_seconds=TIMEOUT_SECONDS)
             if reading is None or reading.walk.blocks != len(chain):
                 raise SystemExit("a prompt that is stored is not found whole")
-            # A request for keys that the source still had is one for rows.
+            # A request before the source has given all keys is one for rows.
             chunks = sum(KEY_BYTES * sum(sizes[:number]) < len(keys) for number in range(len(sizes)))
             more += redis.calls("mget") - asked > chunks
             met += _meets_mark(chain, marked)

@@ -3,9 +3,9 @@
     python -m tools.benchmarks.calls [--rounds 9] [--blocks 100000] [--calls 2000] [--holders 3200]
 
 Redis answers no other client while a script runs, so a call has a bar: 2 ms. Every case fills its calls as far as the
-ceilings allow, several times; Redis' own log of commands says how long each took. On a busy machine that contains the
-time in which Redis had no core, so a call counts with its shortest round. Prints tables: the calls, and a sweep of
-so many blocks at the pace of the default setting. A third one has the cost of a fleet of decoding engines, each of
+ceilings allow, several times; Redis' own log of commands says how long each took. On a busy machine that includes the
+time in which Redis had no core, so the shortest round of each call counts. Prints tables: the calls, and a sweep of
+``--blocks`` blocks at the pace of the default setting. A third one has the cost of a fleet of decoding engines, each of
 whose steps is a call.
 """
 

@@ -62,7 +62,7 @@ class Cost:
     redis: float = 0.0
     """The CPU of all nodes."""
     home: float = 0.0
-    """The part of it by which the node with the group's own keys exceeds each other node."""
+    """The part of ``redis`` by which the node with the group's own keys exceeds each other node."""
     replica: float = 0.0
     received: float = 0.0
     """The bytes that Redis receives."""
@@ -158,11 +158,13 @@ class Model:
     registered: Cost
     """A second of a stream for each further worker, which reads all registrations."""
     awake: Cost
-    """A second of a stream that got a frame within ``AWAKE_SECONDS``, beyond ``silent``: its looks at itself."""
+    """A second of a stream that got a frame within ``AWAKE_SECONDS``, beyond ``silent``: the worker looks at it more
+    often.
+    """
     report: Cost
     """The counters of a stream that are written, at most once in ``REPORT_SECONDS``."""
     frames: Mapping[str, Cost]
-    """A frame of each kind; a heartbeat has no events, but moves the watermark as any other."""
+    """A frame of each kind; a heartbeat has no events, but moves the watermark as any other frame does."""
     frame_bytes: Mapping[str, float]
     query: Cost
     """A query of 512 blocks that one engine has."""
@@ -228,7 +230,7 @@ def needs(model: Model, engines: int, share: float = 1.0) -> Needs:
     replicas = max(1, ceil((alone.replica - model.rest.replica) / (SHARE_USED * 1e6 - model.rest.replica)))
     # Each worker also reads all registrations, so less of it is left for its own streams in a large fleet.
     reading = model.rest.worker + model.registered.worker * engines
-    own = alone.worker - reading  # the first worker; the others have rests and readings, too
+    own = alone.worker - reading  # of the first worker; each other one has its rest and its reading, too
     left = SHARE_USED * 1e6 - reading
     workers = max(1, ceil(own / left)) if left > 0 else 0
     second = model.at(SHARE_USED, traffic, max(1, workers), replicas)

@@ -3,7 +3,7 @@
     python -m tools.benchmarks.clients [--requests 2000] --redis-url redis://127.0.0.1:6379/0
 
 The service is a process of its own, so only the caller's CPU is counted. "Alone" sends a prepared body and does not
-read the answer: the difference to a client is the packing of the tokens, the tries, and the reading.
+read the answer: a client takes longer by the packing of the tokens, the retries, and the reading.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ and refusals in both stretches, and how long it took until everything was in the
 On a machine with few cores most of the latency may be the wait for a core, which says nothing about Waymark. So each
 latency is given a second time, without the time in which the asking process, the replica and Redis were ready to run
 and had no core, as the kernel counts it. ``--real-time``, which needs root, gives all processes of the benchmark
-real-time priority, and these three the higher one. Because only one of them works for a query at a time, two cores are
-then enough, whatever else the machine does. If they use more than 95 % of a core, the kernel stops them for some 50 ms
-of each second; the figures without the wait for cores leave that out.
+real-time priority, and these three a higher one than the others. Because only one of them works for a query at a time,
+two cores are then enough, whatever else the machine does. If they use more than 95 % of a core, the kernel stops them
+for some 50 ms of each second; the figures without the wait for cores leave that out.
 """
 
 from __future__ import annotations

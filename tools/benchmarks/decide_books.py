@@ -47,7 +47,8 @@ class Decider(Protocol):
     async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
         """Return an engine for each job of one instant; the load of each job counts from now on.
 
-        In the order of the answers: a request is sent as soon as its engine is known, and engines serve in that order.
+        The engines are in the order of the answers: a request is sent as soon as its engine is known, and engines serve
+        in that order.
         """
 
     async def hear(self, changes: Sequence[Change]) -> None:

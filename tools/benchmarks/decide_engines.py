@@ -42,7 +42,7 @@ class Job:
     input_tokens: int
     output_tokens: int
     pieces: Sequence[int]
-    """The complete ones."""
+    """The complete pieces of the prompt."""
     hits: int = -1
     """Pieces that were in the cache when its prefill began."""
     computed: int = 0
@@ -140,7 +140,7 @@ class Engine:
         for at, piece in enumerate(kept):
             if piece not in self._cache:
                 self.changes.append(Change(self.now, self.number, piece, True, kept[at - 1] if at else None))
-        # From the last to the first, so that a piece never leaves before those behind it.
+        # From the last to the first, so that a piece is never evicted before the pieces after it.
         for piece in reversed(kept):
             self._cache[piece] = None
             self._cache.move_to_end(piece)

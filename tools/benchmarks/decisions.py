@@ -1,4 +1,4 @@
-"""P11: what ``/select`` costs beyond ``/query`` of the same length of prompt, with 8, 100 and 1,000 targets.
+"""P11: the cost of ``/select`` beyond ``/query`` for prompts of one length, with 8, 100 and 1,000 targets.
 
 Eight engines publish their blocks; then the worker ends, and more targets without blocks are registered. Every round
 asks a replica for as many decisions as queries, of prompts that an engine has and no request has named before. The

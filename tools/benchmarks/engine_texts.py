@@ -1,7 +1,7 @@
-"""P12 of an engine's own path to token ids: ``PYTHON -m tools.benchmarks.engine_texts FOLDER``.
+"""P12 for an engine's own path to token ids: ``PYTHON -m tools.benchmarks.engine_texts FOLDER``.
 
 ``python -m tools.benchmarks.texts FOLDER`` has written FOLDER, and PYTHON is that of an environment with sglang and
-transformers, without torch. Measured are the calls of transformers that vLLM's renderer makes for a chat, and SGLang's
+transformers, without torch. It measures the calls of transformers that vLLM's renderer makes for a chat, and SGLang's
 own handler of ``/tokenize`` from the bytes of a body on. Neither contains HTTP, and vLLM's own handler cannot be run
 without torch: so each figure is lower than the cost of a request to the engine.
 """

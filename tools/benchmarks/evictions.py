@@ -2,9 +2,9 @@
 
     python -m tools.benchmarks.evictions [--hours 24] [--prompts 400] [--capacity 8000] [--seed 0]
 
-An engine with a full cache answers prompts that share a system prompt and go on by themselves, decodes a few blocks of
-each, and evicts the least recently used blocks. The system prompt changes every four hours and ends inside a piece, so
-that rows are marked. Every eight hours the engine restarts, and its old blocks are swept. In the end the engine ends.
+An engine with a full cache answers prompts that share a system prompt and then differ, decodes a few blocks of each,
+and evicts the least recently used blocks. The system prompt changes every four hours and ends inside a piece, so that
+rows are marked. Every eight hours the engine restarts, and its old blocks are swept. In the end the engine ends.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sample:
     """The blocks stored since the beginning."""
     held: int
     places: int
-    """Rows and branch rows that the engine is in, as the worker knows them."""
+    """The rows and branch rows with blocks of the engine, as the worker knows them."""
     rows: int
     branch_rows: int
     marked: int

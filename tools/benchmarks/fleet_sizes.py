@@ -3,10 +3,10 @@
     python -m tools.benchmarks.fleet_sizes [--before TREE] [--targets 10,100,1000,5000] [--rounds 5]
         [--requests 200]
 
-Three engines publish the prompts; then the worker ends, and more targets without blocks are registered. A round is
-200 requests, four at a time, so that the readings of loads behind the decisions are in the figures. ``TREE`` is a
-checkout with an environment of its own in ``.venv``: each round asks both trees in turns. An old tree that needs a
-second for each request gets fewer of them by ``--requests``.
+Three engines publish the prompts; then the worker ends, and more targets without blocks are registered. A round is 200
+requests, four at a time, so that the figures include the reads of loads for the decisions. ``TREE`` is a checkout with
+an environment of its own in ``.venv``: each round asks both trees in turns. An old tree that needs a second for each
+request gets fewer of them by ``--requests``.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 
 A stream stores and removes 32,768 blocks twice in each round. A figure is the least of eight rounds, in microseconds of
 CPU a frame. The rest of a frame's cost is not in the first table: sockets, the order of frames, the calls of the
-script, and the work of a worker while no frames arrive. ``--shards`` are those of its index. With ``--generations``
-blocks have a bound on their age, and those of a round are stored once, in as many generations. The second table has all
-of it, of a worker with clocks around its steps (``hops``), which takes in the backlogs of ``streams``; a figure is the
-median of its rounds.
+script, and the work of a worker while no frames arrive. ``--shards`` is the number of shards of its index. With
+``--generations`` blocks have a bound on their age, and those of a round are stored once, in as many generations. The
+second table has the whole cost: a worker with clocks around its steps (``hops``) takes in the backlogs of ``streams``,
+and a figure is the median of its rounds.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m tools.benchmarks.instructions [--requests 200] [--only hash,new,select] [--pure] [--keep FILE]
 
-Counts what runs in user space, by instruction and not by time: a long copy counts for each byte. It shows which of two
+Counts the instructions in user space, and not their time: a long copy counts for each byte. It shows which of two
 states of the code does more, and ``callgrind_annotate`` of the kept file shows where. It does not show how long the
 code takes.
 """

@@ -2,8 +2,8 @@
 
 The publisher has 200,000 blocks when it clears its cache, restarts, or is unregistered. From then on a replica is asked
 until it does not count them any more. A reader in a process of its own meanwhile reads 512 blocks of another publisher
-from Redis, again and again. A wait is given as its length if the reader and Redis each have a core: the CPU time
-of both until the reply, Redis' with all its threads, and at most the time by the clock in which the reader was not in
+from Redis, again and again. A wait is given as it would be if the reader and Redis each had a core: the CPU time of
+both until the reply, of Redis with all its threads; but at most the time by the clock in which the reader was not in
 the scheduler's queue. This Redis writes to no disk. The wait by the clock, which is given as well, includes the time in
 which other processes and a hypervisor used the cores.
 """

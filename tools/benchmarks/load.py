@@ -2,8 +2,8 @@
 
     python -m tools.benchmarks.load PORT PATH BODIES CONNECTIONS
 
-Every body of the file is posted once, over so many kept connections, each with one request under way at a time. Prints
-``{"seconds", "failed", "overtaken", "latencies_ms": [...]}``. The file is made by ``write_bodies``.
+Every body of the file is posted once, over CONNECTIONS lasting connections, each with one request under way at a time.
+Prints ``{"seconds", "failed", "overtaken", "latencies_ms": [...]}``. The file is made by ``write_bodies``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ worker notes the moments at which a frame comes to each of its steps, by a clock
 the median of all frames, in microseconds by that clock. ``--real-time`` gives the processes a core whenever they want
 one, and keeps the other load of the machine away. ``--calls`` counts the calls of Python from the first moment to the
 last instead, which no other process changes. ``--of`` chooses the frames: those of a group with a bound on its blocks
-and ten generations, of a group with a pool, or frames whose blocks are there under other hashes.
+and ten generations, of a group with a pool, or frames whose blocks are known under other hashes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _BOUND, _LARGE = 10_240, 256
 
 def in_turn(sent: Sequence[int], moments: Mapping[int, Sequence[int]]) -> list[list[int]]:
     """Return for each frame the nanoseconds of each hop: a moment is the first of its kind after the one before. Kinds
-    without a moment are left out: a frame that goes the ordinary way does not come to them.
+    without a moment are left out: a frame that takes the ordinary way does not reach them.
     """
     found = []
     for at in sent:
@@ -87,7 +87,7 @@ def _noted(noted: list[int], function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _count_calls(counts: list[int]) -> None:
-    """Let ``counts`` have the number of calls of Python of each frame."""
+    """Write the number of calls of Python of each frame to ``counts``."""
     (owner, name, _), (last_owner, last_name, _) = MOMENTS[0], MOMENTS[-1]
     begin, end = getattr(owner, name), getattr(last_owner, last_name)
     calls = 0

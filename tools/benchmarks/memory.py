@@ -2,8 +2,8 @@
 
     python -m tools.benchmarks.memory [--engines 100] [--blocks 50000] [--turns 2] [--pure]
 
-Engines fill their caches, and then store as many blocks as they remove until each has replaced its whole cache so many
-times. An engine that stores 30 blocks a second does this in an hour. A real worker takes all of it from
+Engines fill their caches, and then store as many blocks as they remove until each has replaced its whole cache
+``--turns`` times. An engine that stores 30 blocks a second does this in an hour. A real worker takes all of it from
 sockets, and its resident memory is read before, between, and after.
 """
 
@@ -25,7 +25,7 @@ from tools.benchmarks.prompts import BLOCK_SIZE
 from tools.benchmarks.report import Row, table
 
 MIB = 2**20
-#: Blocks that a prompt has: its stores follow each other, and its blocks go together.
+#: The blocks of a prompt: its stores follow each other, and its blocks are removed together.
 PROMPT_BLOCKS = 4 * STORE_BLOCKS
 #: The most frames by which all publishers together are ahead of the worker; otherwise the figures would include its
 #: buffers.

@@ -2,8 +2,8 @@
 
     python -m tools.benchmarks.picked [--rounds 3]
 
-The requests come as Envoy sends them, each on a stream of its own, four at a time: headers, the body in pieces of
-64 KB, the head of the answer and its body. No engine has anything of the prompts. ``python -m tools.benchmarks.envoy``
+The requests come as Envoy sends them, each on a stream of its own, four at a time: headers, the body in pieces of 64
+KB, the head of the answer and its body. No engine has any block of the prompts. ``python -m tools.benchmarks.envoy``
 has a real Envoy in front of the picker, also one that does not send it the bodies of answers.
 """
 

@@ -1,8 +1,8 @@
 """placement: measures the cost of a drained engine, and the gain of a warmed one, in a simulated fleet.
 
-Eight caches of engines get the same documents as conversations do: few of them often, most of them rarely. A request
-goes to the engine that has most of its prompt, unless that one has too many requests. The caches are valued by the
-product's own ``Tally`` and ``Prompts``, as a worker does with the rows in Redis. Everything follows from the seed.
+Eight caches of engines get prompts with the instructions of agents: a few agents come often, most of them rarely. A
+request goes to the engine that has most of its prompt, unless that one has too many requests. The caches are valued by
+the product's own ``Tally`` and ``Prompts``, as a worker does with the rows in Redis. Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from waymark.simulator.encode import BlockRemoved, BlockStored, WireEvent
 
 ENGINES, SIZE, GPU_BLOCKS = 8, 16, 320
 AGENTS = 24
-#: Requests before the measurement, those of the last hour, of which every tenth is kept, and those after.
+#: The requests before the measurement; those of them in the last hour, of which every tenth is kept; and the requests
+#: after it.
 BEFORE, HOUR, KEPT, AFTER = 1200, 800, 10, 200
 #: An engine gets no request while it has more than this many times the mean of the last ones.
 CROWDED, LAST = 1.5, 64

@@ -99,7 +99,7 @@ def awake_cores() -> Iterator[None]:
     A hypervisor gives a core that sleeps to other guests, whose work empties its caches; and it takes time to wake.
     """
     loops = [
-        subprocess.Popen([sys.executable, "-Sc", _AWAKE, str(core)])  # in this session, which its priority is for
+        subprocess.Popen([sys.executable, "-Sc", _AWAKE, str(core)])  # in this session, where its priority counts
         for core in sorted(os.sched_getaffinity(0))
     ]
     try:
@@ -146,7 +146,7 @@ class Server:
     pid: int
     port: int
     prefix: str = ""
-    """Before the paths of Dynamo's API."""
+    """The text before the paths of Dynamo's API."""
 
     def cpu(self) -> float:
         return cpu_seconds(self.pid)
@@ -202,7 +202,7 @@ class RedisServer:
 
 
 def begin(command: Sequence[str], environ: Mapping[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start a process. Tests have a way that takes less time."""
+    """Start a process. Tests replace this by a faster start."""
     return subprocess.Popen(command, env=environ, stdout=output, stderr=output)
 
 

@@ -24,7 +24,7 @@ from tools.benchmarks.replicas import fill
 from tools.benchmarks.report import Row
 
 SIZES = (64, 512, 2048)
-#: Sentences of the rows of ingest, each with that of the row of P5 that has the microseconds of a block.
+#: The sentence of each row of ingest, and the sentence of the row of P5 that has the microseconds of a block.
 _INGEST = {
     "new blocks per second and Redis core": index.REDIS_STORED,
     "decoded blocks per second and Redis core": streams.REDIS_DECODED,

@@ -1,4 +1,4 @@
-"""Measures what many registered engines cost a worker and a replica that have nothing to do with most of them.
+"""Measures the cost of many registered engines for a worker and a replica that have nothing to do for most of them.
 
     python -m tools.benchmarks.registered [--engines 10000] [--rounds 5] [--beside PYTHON]
 

@@ -29,7 +29,7 @@ from waymark.store.store import Store
 
 PEER = "dynamo.indexer"
 INSTANCE = 7
-#: What a replica imports of others that it cannot do without, in two steps.
+#: The libraries that a replica needs in any case, in two steps.
 _MODULES = ("redis.asyncio", "redis.asyncio,pydantic.main,pydantic.types")
 #: The pieces of each prompt in the peer's index: 2,048 blocks.
 LONG_PIECES = 64

@@ -4,19 +4,19 @@
                                      [--workers N] [--replicas N] [--blocks 1024] [--model FILE]
                                      [--redis valkey-server] [--single] [--awake]
 
-Every engine does a ``share`` of the work of an engine of ``docs/capacity.md``: it stores, decodes and removes
-blocks, and gets queries. The first ``--ranked`` engines have eight ranks, each with a stream and a cache of its own,
-and each as busy as an engine. Engines publish over ZMQ from a few processes, with frames that were made before the run;
-workers, replicas and the nodes of the Cluster are processes of their own, as many as the model says if no number is
-given. The cost of each is its CPU time, so other processes on the machine hardly matter. The constants of
-the model are measured first, or read from a file that ``scale_model --json`` has written; each is measured by itself,
-with few engines, so the run shows whether their sum explains a fleet. All processes share the cores of this machine
-with the engines, which no fleet has there. So the run measures how long a process that is ready to run waits for a
-core, and the model uses it: frames that arrive meanwhile are applied together, which costs less. Answers are checked:
-the engine of a queried prompt has the whole prompt. Meanwhile a probe publishes, and looks by ``/query`` for the blocks
-that it has published. A share of 0 shows the cost of silent engines. ``--single`` is one Redis and no Cluster.
-``--awake`` keeps the cores awake, as those of a machine in use are: one that sleeps loses its caches to other guests of
-the host, and a frame costs up to twice as much.
+Every engine does a ``share`` of the work of an engine of ``docs/capacity.md``: it stores, decodes and removes blocks,
+and gets queries. The first ``--ranked`` engines have eight ranks, each with a stream and a cache of its own, and each
+as busy as an engine. Engines publish over ZMQ from a few processes, with frames that were made before the run; workers,
+replicas and the nodes of the Cluster are processes of their own, as many as the model says if no number is given. The
+cost of each is its CPU time, so other processes on the machine hardly matter. The constants of the model are measured
+first, or read from a file that ``scale_model --json`` has written; each is measured by itself, with few engines, so the
+run shows whether their sum explains a fleet. All processes share the cores of this machine with the engines; those of a
+fleet have their own machines. So the run measures how long a process that is ready to run waits for a core, and the
+model uses it: frames that arrive meanwhile are applied together, which costs less. Answers are checked: the engine of a
+queried prompt has the whole prompt. Meanwhile a probe publishes, and looks by ``/query`` for the blocks that it has
+published. A share of 0 shows the cost of silent engines. ``--single`` is one Redis and no Cluster. ``--awake`` keeps
+the cores awake, as those of a machine in use are: one that sleeps loses its caches to other guests of the host, and a
+frame costs up to twice as much.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace, workers: int, replicas: int) -> Measure
         engines.make(options.seconds, share=options.share, kinds=KINDS)
         askers = Askers(system.replicas, streams)
         where = f"{system.replicas[-1].port}/query"  # an answer of Dynamo's API has a row for each engine
-        probes = max(1, int(0.8 * _PROBES * options.seconds))  # each waits for its answer besides
+        probes = max(1, int(0.8 * _PROBES * options.seconds))  # each probe also waits for its answer
         with visible.probing(where, "query", probes, _PROBE_PAUSE_SECONDS, 1 / _PROBES) as probe:
             probe.register(system.replicas[0])
             before, began = system.spent(), monotonic()

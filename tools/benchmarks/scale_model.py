@@ -4,7 +4,8 @@
                                            [--redis valkey-server] [--awake] [--json FILE]
 
 On a Redis Cluster of three, or on one Redis, with one worker and one replica. The cost of idle parts is that of a step
-that adds one of them: a worker, a quarter of the engines, which are silent, the others, and last a second worker.
+that adds one of them: a worker, a quarter of the engines, which are silent, the other engines, and last a second
+worker.
 
 Frames of each kind, and queries, arrive at random times, at two rates. At 100 a second most of them find their process
 asleep. At the higher rate all processes share one core, and would fill it if each frame cost as much as at 100 a
@@ -65,7 +66,7 @@ _SETTLE_SECONDS, _SILENT_SECONDS = 8.0, 4.0
 #: The time in which frames of all kinds arrive before the measurement, so that no step is done for the first time in
 #: it.
 _WARM_SECONDS = 4.0
-#: One of this many streams is registered first, with the others afterwards: the difference that the others make is the
+#: One in this many streams is registered first, and the others afterwards: the difference that the others make is the
 #: cost of streams alone, without that of a worker.
 _PART = 4
 #: The number of blocks of a cache. All removed blocks were there from the beginning.

@@ -1,8 +1,8 @@
 """Routing by an index of the engines' events: how late it gets them, and what follows when it is killed.
 
 The blocks that an engine stores are visible ``lag_seconds`` later on the trace's clock and not before: its frames are
-held back so long, and no query is sent before all sent frames are visible. So a run does not depend on how fast the
-machine is.
+held back for that time, and no query is sent before all sent frames are visible. So a run does not depend on how fast
+the machine is.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Kill:
 class ByIndex:
     """Routes by the longest match that the index answers, and by ``fallback`` while it does not answer.
 
-    The real time of a restart is charged to the trace's clock: for so long no query is sent to the index.
+    The real time of a restart is charged to the trace's clock: for that time no query is sent to the index.
     """
 
     def __init__(

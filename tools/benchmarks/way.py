@@ -9,8 +9,8 @@ twice.
 
 ``hot`` repeats one query, so that the caches of the processor have all its data. ``--cold`` adds two columns. For
 ``cold`` the caches are emptied before each turn of a query: a request or a reply that arrives, and what follows until
-the next wait. ``waits`` has another process that sends each of them over a socket and takes what is sent back. So a
-turn is three system calls, and the process sleeps before each; the first rung is mostly the kernel.
+the next wait. For ``waits`` another process sends each of them over a socket, and receives the answer. So a turn is
+three system calls, and the process sleeps before each; the first rung is mostly the kernel.
 
 ``--calls`` prints the calls of the last rung in their order, with the microseconds from the beginning of a hot query.
 The cost of the tracing is subtracted, the same from each call and each return, so the figures of short calls are too
@@ -100,7 +100,7 @@ class Remembering(asyncio.Transport):
         self.written: list[bytes] = []
 
     def write(self, data: Any) -> None:
-        if data:  # a connection may have written already what it was about to write
+        if data:  # a connection may write nothing
             self.written.append(data)
 
     def is_closing(self) -> bool:
@@ -220,7 +220,7 @@ class Served:
 
 
 class AtOnce:
-    """A question that is answered without a look at it, at once or with the replies of Redis."""
+    """A question that is answered without being read, at once or with the replies of Redis."""
 
     def __init__(self, exchange: Exchange, redis: Sequence[ReadConnection] = ()) -> None:
         self._body = exchange.answer.partition(b"\r\n\r\n")[2]
@@ -481,15 +481,15 @@ def traced(server: Bare | Served) -> list[tuple[str, int, int]]:
 
 def calls_of(server: Bare | Served, seconds: float) -> list[Call]:
     """Return the calls of a query, each at its median moment, scaled to the time of the query without the tracing."""
-    gc.disable()  # what is noted would have it run, each time at the same call
+    gc.disable()  # the recorded events would make it run, each time at the same call
     several = [traced(server) for _ in range(QUERIES)]
     gc.enable()
-    names = [event[:2] for event in several[-1]]  # the first ones may have to make what the others remember
+    names = [event[:2] for event in several[-1]]  # the first queries may have to make objects that the later ones reuse
     alike = [events for events in several if [event[:2] for event in events] == names]
     steps = [[after[2] - before[2] for before, after in pairwise(events)] for events in alike]
     passed = [median(each) / 1e3 for each in zip(*steps, strict=True)]
     tracing, step = 0.0, max(passed)
-    for _ in range(30):  # a step takes no less than nothing, so the cost of the tracing is searched for
+    for _ in range(30):  # no step may take less than zero, so the cost of the tracing is found by trial
         step /= 2
         if sum(max(0.0, each - tracing - step) for each in passed) > 1e6 * seconds:
             tracing += step

@@ -1,4 +1,4 @@
-"""Registers engines, and sends the events of those that publish over HTTP, again and again while Redis is away.
+"""Registers engines, and sends the events of those that publish over HTTP, again and again while Redis is unavailable.
 
 It also knows which registrations may be gone: those that were made, or moved, shortly before a Redis lost writes,
 and all of them if it was emptied and every worker that remembered them has ended since.

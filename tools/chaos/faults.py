@@ -57,7 +57,7 @@ class Raw(Encoder):
 
 
 def hostile_payload(which: int, size: float) -> bytes:
-    """Return a batch that is costly to read, or a payload that is no batch."""
+    """Return a batch that is costly to read, or a payload that is not a batch."""
     count = int(1e6 + 3e6 * size)
     head = b"\x93\xcb" + bytes(8)
 

@@ -60,7 +60,7 @@ class Crew:
         """Return the replicas that answer."""
         return [replica for replica in self.replicas if replica not in self.down]
 
-    # ---- what is done to a process ---------------------------------------------------------------------
+    # ---- faults of a process ---------------------------------------------------------------------------
 
     async def kill(self, member: Member) -> None:
         self._leaves(member)
@@ -120,7 +120,7 @@ class Crew:
 
         await wait_until(is_so, f"{member.name} {what}", READY_SECONDS)
 
-    # ---- what is seen of them --------------------------------------------------------------------------
+    # ---- logs and ends ---------------------------------------------------------------------------------
 
     def said_of(self, name: str) -> list[str]:
         """Return the last lines of all workers' logs, also of killed ones, that name a stream, in order of time."""

@@ -68,8 +68,9 @@ class Neighbours:
         self._trace = trace
 
     async def compare(self) -> None:
-        """Check the progress of all streams. An honest frame behind a costly one is applied before that one is read,
-        and the stream of a frame above a ceiling goes on behind it, without any frame more."""
+        """Check the progress of all streams. An honest frame after a costly one is applied before that one is read, and
+        the stream of a frame above a ceiling continues after it, without a further frame.
+        """
         await self._wait_for_none()
         await self._goes_on_behind_a_refused_frame()
         # None of these frames comes again in a replay.
@@ -118,7 +119,9 @@ class Neighbours:
         return used
 
     async def _gone_on(self, publishers: Sequence[Publisher], after: str) -> None:
-        """Wait until all frames of these are applied. A worker that computes meanwhile, for long, is held up."""
+        """Wait until all frames of these publishers are applied. Raise ``Mismatch`` if a worker computes for long
+        meanwhile.
+        """
         used = {worker.pid: cpu_seconds(worker) for worker in self._crew.workers}
         deadline = Deadline(_SECONDS)
         while late := await self._late(publishers):
@@ -140,8 +143,9 @@ class Neighbours:
         )
 
     async def _goes_on_behind_a_refused_frame(self) -> None:
-        """Check that a stream continues behind a refused frame. An honest stream is the clock: this number of its
-        frames are applied in the time that is allowed."""
+        """Check that a stream continues after a refused frame. An honest stream is the clock: this number of its frames
+        are applied in the time that is allowed.
+        """
         self._hostile.socket.publish_payload(hostile_payload(0, 0.0))
         deadline, turns = Deadline(_TURN_SECONDS), 0
         while late := await self._late([self._hostile]):

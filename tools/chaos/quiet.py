@@ -187,7 +187,7 @@ class Quiet:
         return [line.replace(", of ", " of ", 1) for lines in await asyncio.gather(*tasks) for line in lines]
 
     async def _wrong_inside(self, bounds: Mapping[str, Bounds]) -> list[str]:
-        """Return the errors that no query can show: blocks behind missing ones."""
+        """Return the errors that no query can show: blocks after missing ones."""
         wrong: list[str] = []
         for tenant, inside in self._insides.items():
             blocks = sorted(bounds[tenant].blocks(), key=repr)

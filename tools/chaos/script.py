@@ -90,8 +90,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Round:
-    """Steps, followed by a quiet point; publishers that may have lost batches are exact again afterwards, or
-    continue."""
+    """Steps, followed by a quiet point; afterwards publishers that may have lost batches are restarted, so that they
+    are exact again, or continue.
+    """
 
     number: int
     steps: Sequence[Step]

@@ -259,8 +259,9 @@ class Session:
     # ---- at all times ----------------------------------------------------------------------------------
 
     async def _probe(self, crew: Crew) -> None:
-        """Send queries all the time: each is answered unless Redis is away, and no answer has blocks that an engine
-        never had."""
+        """Send queries all the time: each is answered unless Redis is unavailable, and no answer has blocks that an
+        engine never had.
+        """
         rng = random.Random(f"{self._options.seed}/probe")
         async with httpx.AsyncClient(timeout=patient(30.0), trust_env=False) as client:
             while True:

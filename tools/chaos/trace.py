@@ -11,8 +11,9 @@ _LINES_KEPT = 40
 
 
 class Trace:
-    """A trace, called with a line; ``lines`` has the last ones, ``all`` has every one. ``is_loud`` prints each at once,
-    and ``tell`` is called with each."""
+    """The trace of a session, called with each line; ``lines`` has the last lines, ``all`` has all of them. ``is_loud``
+    prints each at once, and ``tell`` is called with each.
+    """
 
     def __init__(self, *, is_loud: bool = False, tell: Callable[[str], None] | None = None) -> None:
         self.all: list[str] = []

@@ -5,10 +5,10 @@
 
 Nothing is downloaded: each option names a copy that is there already, and PYTHON is one that has what the clients
 import (fastapi, uvicorn, httpx, msgpack; for PyMotor requests, Pillow and what its requirements list). Each engine gets
-one prompt directly. Then each client is asked for both prompts, in an order that no turns would make, and must choose
-the engine that has the prompt, every time. What a client is given of its configuration is written here; its code is
-run as it is. ``--dynamo-python`` names a Python with ai-dynamo-runtime, whose services take Waymark for a peer to
-recover from: they must start, and know its groups.
+one prompt directly. Then each client is asked for both prompts, in an order that engines in turn would not produce, and
+must choose the engine that has the prompt, every time. The configuration of each client is written here; its code is
+run unchanged. ``--dynamo-python`` names a Python with ai-dynamo-runtime, whose services recover from Waymark as their
+peer: they must start, and know its groups.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TEXTS = tuple(" ".join(f"{letter}{n}" for n in range(200)) for letter in "ab")
 """Text i is the prompt that engine i has."""
 
 Chosen = list[int]
-"""The engine that the client chose for each request; -1 if it was none of the two."""
+"""The engine that the client chose for each request; -1 if it was neither of the two."""
 
 
 @dataclass(frozen=True, slots=True)

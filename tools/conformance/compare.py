@@ -1,11 +1,11 @@
-"""The Dynamo API held against ``dynamo.indexer`` itself: the same streams into both, the same questions to both.
+"""Compares the Dynamo API with ``dynamo.indexer`` itself: the same streams into both, the same questions to both.
 
     python -m tools.conformance.compare [--dynamo-python PYTHON] [--sessions N] [--output FILE]
 
 A session is random and has a seed: workers of several ranks and engines, with small caches, so that blocks move from
-GPU to CPU to disk and go; now and then a cache is cleared, a rank leaves. After every few prompts both are asked about
-all of them until they say the same or have had their time. An answer that stays different is a difference; those that
-are on purpose are named below, any other one ends the run with code 1.
+GPU to CPU to disk and are removed; now and then a cache is cleared, or a rank leaves. After every few prompts both are
+asked about all of them until their answers are the same or the time is over. An answer that stays different is a
+difference; those that are on purpose are named below, any other one ends the run with code 1.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ ON_PURPOSE = {
     "within one engine only",
     "unsigned hashes": "here `/query_by_hash` takes hashes from 2^63 on; there they must be negative numbers",
 }
-#: Sessions by turns: one in which everything must be equal, and ones with something in them that differs on purpose.
-#: If the answers to a query differ in those, ours must be equal to the engines' caches.
+#: The kinds of sessions, in turns: in the first everything must be equal; the others contain something that differs on
+#: purpose. If the answers to a query differ in those, ours must be equal to the engines' caches.
 KINDS = ("plain", "copies", "own hashes")
 
 
@@ -103,7 +103,7 @@ class Pair:
     ) -> None:
         """Send one question until the answers are the same or ``seconds`` are over.
 
-        They may differ where ``truth``, the answer that the engines' caches give, is ours, and ``on_purpose``.
+        They may differ if our answer is ``truth``, that of the engines' caches, and for the reason ``on_purpose``.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
@@ -173,7 +173,8 @@ async def session(seed: int, findings: Findings, python: str) -> None:
         prompts = conversations(seed, open_at_once=6, system_tokens=64, turn_tokens=(8, 64))
         for step, prompt in enumerate(islice(prompts, STEPS), 1):
             if kind != "copies":
-                # A prompt that is there already has its last block computed again, a copy. This one never is.
+                # The last block of a cached prompt would be computed again, as a copy. With these tokens no prompt is
+                # cached.
                 prompt = SimulatedPrompt(prompt.tokens + tuple(range(step << 16, (step << 16) + block_size)))
             asked.append(prompt)
             rank = rng.choice([rank for rank in ranks if rank.is_registered])

@@ -1,10 +1,11 @@
-"""What ``dynamo.indexer`` and Waymark answer differently on purpose, one small case each, played against both.
+"""The deliberate differences between the answers of ``dynamo.indexer`` and Waymark: a small case of each, run with
+both.
 
     python -m tools.conformance.differences [--dynamo-python PYTHON] [--only NAME] [--page FILE]
 
 ``compare`` looks for differences in random sessions; here each one that is known has a name, a reason and the shortest
-history that shows it. Both services are asked the same at the end of it. The answers are held against what is written
-here, of either service: a difference that goes away ends the run with code 1, too.
+history that shows it. Both services get the same request at the end of it. Their answers are compared with those that
+are written here: a difference that has disappeared also ends the run with code 1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from waymark.simulator.publisher import SimulatedPublisher
 
 RELEASE = "1.6.1"
 MODEL, BLOCK = "m", 4
-#: How long both are asked again, until they answer what is written here.
+#: How long the request is repeated until both give the answers that are written here.
 SETTLE_SECONDS = 10.0
 MARKS = ("<!-- differences -->", "<!-- /differences -->")
 

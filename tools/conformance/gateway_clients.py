@@ -6,9 +6,9 @@ The clients are installed into an environment of their own, which is made if it 
 program ends with code 3 and the reason. Each client has only its base URL changed. It must list the model, chat,
 stream, and get the error of its own kind for an unknown model; the second turn of a conversation must find the first
 one in the cache of its engine. With ``--suites`` the SDKs' own tests of these paths, from their source distributions,
-are run against the gateway, too, each file for so many seconds at most. They were written for a server that makes
-answers up from the SDKs' specifications, so some of them ask for what no engine does; the closing lines name them, with
-the errors that they got. Responses that these tests read were stored before, under the ids that they have.
+are run against the gateway, too, each file for SECONDS at most. They were written for a server that makes answers up
+from the SDKs' specifications, so some of them need features that no engine has; the closing lines name them, with the
+errors that they got. Responses that these tests read were stored before, under the ids that they have.
 """
 
 from __future__ import annotations

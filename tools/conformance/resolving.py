@@ -1,4 +1,4 @@
-"""Compares decoders and resolvers with those of a tree beside, over recorded and random frames, by digests.
+"""Compares decoders and resolvers with those of another tree, over recorded and random frames, by digests.
 
     python -m tools.conformance.resolving [--events 1000000] [--seed 1] [--beside TREE]
 
@@ -447,7 +447,7 @@ def recorded_sessions() -> Iterator[tuple[str, str, int]]:
 
 
 def sessions(seed: int, events: int) -> Iterator[tuple[str, str, int]]:
-    """Yield name, digest and number of events of each session, until there have been so many events."""
+    """Yield name, digest and number of events of each session, until there have been ``events`` events."""
     done = 0
     for found in recorded_sessions():
         done += found[2]

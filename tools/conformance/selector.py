@@ -1,9 +1,9 @@
-"""The Dynamo API's selector held against ``dynamo.select_service`` itself: the same calls to both.
+"""Compares the Dynamo API's selector with ``dynamo.select_service`` itself: the same calls to both.
 
     python -m tools.conformance.selector [--dynamo-python PYTHON] [--record FILE]
 
-The calls are chosen so that one worker is the only one, or the best by far: which of two equal workers is picked is
-chance in both. Two things differ on purpose and are not called: blocks that two requests share count for each of them
+The calls are chosen so that one worker is the only one, or the best by far: the choice between two equal workers is
+random in both. Two things differ on purpose and are not called: blocks that two requests share count for each of them
 here and once there, and a model whose last worker has left is not listed here any more. With ``--record`` the answers
 of the release are written, for the test that needs no download.
 """

@@ -1,4 +1,4 @@
-"""How exactly a time to live and a number of blocks are met, as answers show it.
+"""Measures how exactly a time to live and a number of blocks are kept, by the answers of queries.
 
     python -m tools.endurance.bounds [--seconds 30] [--ttl 10] [--entries 20000]
 

@@ -4,7 +4,7 @@
 
 Engines turn their caches over many times, restart, clear, are unregistered and registered again, while replicas are
 asked; with ``--only`` one of these happens alone. The memory of every process is sampled meanwhile. The table compares
-the last third of the time with the middle one: the first belongs to caches that fill. At the end everything is
+the last third of the time with the middle one: in the first the caches still fill. At the end everything is
 unregistered, and the remaining keys of Redis are shown: only tables that are never deleted may be left.
 """
 

@@ -2,7 +2,7 @@
 
     python -m tools.endurance.moves [--blocks 1000000] [--questions 2000] [--engines 8] [--shards 8]
 
-Engines publish that many blocks to ``waymark serve``, over a Redis of its own: prompts with shared beginnings. While
+Engines publish ``--blocks`` blocks to ``waymark serve``, over a Redis of its own: prompts with shared beginnings. While
 two of them go on publishing other prompts, ``waymark export`` writes a file. ``waymark import`` puts the file into a
 second Redis, with another number of shards and a prefix of keys, and both are asked the same questions: whole prompts,
 pieces of them, and prompts that no engine has. Prints how long it took, the size of the file, and how many answers

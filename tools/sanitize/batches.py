@@ -19,7 +19,7 @@ OF_MAPS = ["cache_salt", "block_mm_infos", "locality", "origin", "remaining_copy
 OF_MAPS += ["kv_cache_spec_sliding_window"]
 MAIN = ["full_attention", "mla_attention", "sink_full_attention"]
 HASHES_MAX, DEPTH_MAX, FORMS_MAX = 2048, 16, 16
-#: What ``read_batch`` makes of events.
+#: The types of the events that ``read_batch`` returns, and the object for a clear.
 EVENT_TYPES: tuple[type, type, type, type, object] = (Stored, StoredReference, StoredWindow, Removed, Cleared())
 #: The bytes of the number behind each head of msgpack.
 WIDTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2}

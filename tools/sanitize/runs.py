@@ -100,7 +100,7 @@ def use_frames(
 
 
 def _packed(parts: Any, prefixes: Sequence[bytes]) -> list[Any] | None:
-    """The parts of each shard, wave by wave, as the step packs them."""
+    """Return the parts of each shard, wave by wave, as the step packs them."""
     waves = parts.shares(len(prefixes))
     if any(len(share) > CALL_PARTS for wave in waves for share in wave.values()):
         return None

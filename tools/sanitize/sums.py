@@ -19,7 +19,7 @@ class _Weighted(NamedTuple):
 
 
 def _draws() -> Callable[[], float]:
-    """Return numbers, some of which are equal."""
+    """Return a function that draws numbers, some of which are equal."""
     numbers = iter(int(7919 * at % 13) / 13 for at in range(2**30))
     return lambda: next(numbers)
 

@@ -51,7 +51,7 @@ class Target:
         return found if self.use is None else partial(self.use, found)
 
 
-# ---- a request of HTTP ------------------------------------------------------------------------------
+# ---- an HTTP request --------------------------------------------------------------------------------
 
 POST = re.compile(rb"POST ((?:/[A-Za-z0-9_.-]+)+) HTTP/1\.1\r\n((?:[^\r\n]+\r\n)*)\r\n")
 FIELD = re.compile(rb"([A-Za-z0-9_-]+):[ \t]*((?:[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?)?)[ \t]*")
@@ -127,7 +127,7 @@ def _find_list(body: bytes, name: bytes) -> tuple[int, int] | None:
     start, close = opened.end() - 1, body.find(b"]", opened.end())
     if close < 0 or name in body[close:] or b"\\" in body[:start] + body[close:]:
         return None
-    # A quote that is nearer to the end than the name is long begins none.
+    # A quote closer to the end than the length of the name cannot begin it.
     behind = body[close : len(body) - len(name) + 1]
     if body[:at].count(b'"') >= QUOTES_MAX or behind.count(b'"') >= QUOTES_MAX:
         return None
@@ -310,7 +310,7 @@ def _row(own: list[bytes], value: bytes) -> tuple[int, bool, list[int | None], d
         return None
     slots = [found[1][at : at + 17] for at in range(0, len(found[1]), 17)]
     pairs = [(int(holder), int(bitmap, 16)) for holder, bitmap in (word.split(b":") for word in found[3].split())]
-    # The first slot of a shared branch row is that of the head, but for two digits.
+    # The first slot of a shared branch row is that of the head, except for two digits.
     is_read = slots[0] in own or slots[0][2:] == own[0][2:]
     if not is_read or len(dict(pairs)) < len(pairs) or any(bitmap >> len(slots) for _, bitmap in pairs):
         return None
