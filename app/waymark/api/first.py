@@ -81,7 +81,7 @@ class FirstQuestions:
         self.dependencies = dependencies_of(options, metrics, gate_of(options.access))
 
     def straight(self) -> StraightTable:
-        """Return the first questions. With an access log there is none: the application writes it."""
+        """Return the first questions. With an access log there are none, because the application writes that log."""
         conductor = self.conductor
         questions = (
             ("/query", Straight(_passing_on(conductor.query)), QUERY),

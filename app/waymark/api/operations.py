@@ -205,7 +205,7 @@ class Operation:
 
     def body(self, raw: bytes | None, body_format: Format, caller: Caller) -> Body:
         """Return the parsed body of a request; without one, ``raw`` is None. Raise ``Forbidden`` if the caller may not
-        ask it.
+        send it.
         """
         if raw is None:
             body = _NO_BODY

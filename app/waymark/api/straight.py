@@ -233,7 +233,7 @@ class _Request:
 
 
 class _WaitingRequest:
-    """The receiver of a place for a request. It stays in the queue until its turn, and the request need not."""
+    """Receives a place for a request. It stays in the queue until its turn, even if the request has ended."""
 
     __slots__ = ("request",)
 

@@ -58,7 +58,7 @@ class _Definition:
         self.made: Any = type(definition)(definition.__name__, definition.__bases__, namespace)
 
     def _completing(self, name: str) -> Callable[..., Any]:
-        """Return a method that completes the record, and then is the method of that name."""
+        """Return a method that completes the record, and then calls the record's own method of that name."""
 
         def method(self_: Any, *arguments: Any, **named: Any) -> Any:
             self.complete()

@@ -221,8 +221,8 @@ def parser_of(command: str) -> Parser:
 
 
 def _meant_by(word: str) -> Mapping[str, CliCommand]:
-    """Return the commands that a line may mean that begins with this word. A wrong word is told all commands; making
-    the parsers of all takes a tenth of the time of ``--version``.
+    """Return the commands that a line with this first word may mean. The error for a wrong word lists all commands;
+    their parsers take a tenth of the time of ``--version``.
     """
     if word in COMMANDS:
         return {word: COMMANDS[word]}

@@ -4,7 +4,7 @@ A registration names its model once. An engine may serve that model under other 
 a name that requests send as their model. The names are read from all registrations, and kept for a second, or until
 this process writes a registration.
 
-``PromptOptions`` is here because queries need it, and nothing else of decisions but this module (``api.first``).
+``PromptOptions`` is here because queries need it, and they import no other module of decisions (``api.first``).
 """
 
 from __future__ import annotations

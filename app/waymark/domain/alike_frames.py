@@ -106,7 +106,7 @@ class AlikeRun:
 
     @property
     def work_left(self) -> int:
-        """At most so much work is left, as slices have it."""
+        """The most work that may be left, in the unit of slices."""
         _, _, stores, blocks, removals, removed = self._read
         work: int = EVENT_WORK * (stores + removals) + blocks + removed - self.ran.hashes
         return work
@@ -120,7 +120,7 @@ class AlikeRun:
 
 
 class AlikeFrames:
-    """The short way of the frames of one stream that differ in their blocks only.
+    """Takes the frames of one stream that differ in their blocks only, without a plan.
 
     It ends with any other event of the stream; ``may_go_on`` says whether a run of its own has ended it.
     """
@@ -158,7 +158,7 @@ class AlikeFrames:
         seed: int,
         resolve: Resolve,
     ) -> Self | None:
-        """Return the short way of frames like ``batch``; see ``Resolver.alike``. ``resolve`` is the resolver's."""
+        """Return the object for frames like ``batch``; see ``Resolver.alike``. ``resolve`` is the resolver's."""
         is_counted = batch.rejected or batch.ignored
         if is_counted or runs.has_rules() or state.placer.is_behind or not _has_room(state):
             return None
@@ -169,11 +169,11 @@ class AlikeFrames:
         return cls(state, runs, batch, plain, reading, seed, resolve) if plain.may == wanted else None
 
     def take(self, seq: int, payloads: tuple[bytes, ...], prefixes: tuple[bytes, ...]) -> AlikeRun | None:
-        """Read and resolve frames from seq ``seq`` on, up to the first that says something else. ``prefixes`` has that
-        of the keys of rows for each shard.
+        """Read and resolve frames from seq ``seq`` on, up to the first that differs in more than its blocks.
+        ``prefixes`` has the prefix of the keys of rows for each shard.
 
-        Return None if the first one says something else, or its blocks belong to another generation; nothing has
-        changed then.
+        Return None if the first one differs in more than its blocks, or if these belong to another generation; nothing
+        has changed then.
         """
         if self._state.generations.are_bounded:
             payloads = payloads[: self._takes(len(payloads))]

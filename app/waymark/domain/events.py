@@ -204,7 +204,7 @@ Event: TypeAlias = StoreEvent | RemovalEvent | Cleared
 EngineEvent: TypeAlias = Stored | StoredReference | StoredWindow | Removed | Cleared
 """The events that engines send themselves; the others have an envelope."""
 PlainEvent: TypeAlias = Stored | StoredReference | StoredWindow | Removed
-"""Those that the C module keeps, besides clears."""
+"""The events that the C module keeps, besides clears."""
 STORES: Final = (Stored, StoredReference, StoredIdentity, StoredObject, StoredWindow)
 REMOVALS: Final = (Removed, RemovedIdentity, RemovedObject)
 

@@ -283,8 +283,8 @@ class HeldBlocks:
     ) -> EventRun | None:
         """Store and remove the blocks of the plain events ``loop``, in order; see ``KnownBlocks``.
 
-        ``may`` has the bits ``MAY_STORE``, ``MAY_REMOVE`` and ``MAY_REPEAT``; ``generations`` are the other ones of the
-        holder's name.
+        ``may`` has the bits ``MAY_STORE``, ``MAY_REMOVE`` and ``MAY_REPEAT``; ``generations`` are the other generations
+        of the holder's name.
         """
         blocks = self._held[holder]
         result = blocks.known.run(

@@ -272,11 +272,11 @@ class KnownBlocks(Protocol):
 
         ``ts`` is that of the frame before, ``seq`` that of the first frame, and ``parts`` are empty. ``reading`` has
         the arguments of ``Events.go_on`` from the rank on; ``running`` has the holder, the seed, the namespace, the
-        full places, the blocks of a piece, the waves, which begin anew, and the neighbours. ``prefixes`` has that of
-        the keys of rows for each shard.
+        full places, the blocks of a piece, the waves, which start from empty ones, and the neighbours. ``prefixes`` has
+        the prefix of the keys of rows for each shard.
 
         Return the results of ``go_on`` and of ``run``, which counts the first frame among those that have begun; and
         the parts, each wave as a ``PackedWave``. These are None if the run stopped before the end, if copies have to be
         judged, or if a call has no room for all parts of a shard. Return None, without a change, if the first frame
-        says something else, or as ``extend`` does.
+        differs in more than its blocks, or as ``extend`` does.
         """

@@ -53,7 +53,7 @@ class FormWay(NamedTuple):
     position_max: int = POSITION_MAX
     """Events at later positions are left to their rule."""
     reason: str | None = None
-    """Why ignored events are counted."""
+    """The reason under which ignored events are counted."""
 
 
 _LEFT: Final = FormWay(LEFT_TO_RULE)
@@ -193,7 +193,7 @@ class MixedRuns:
         return not isinstance(event, Removed) and event.is_reused is True and state.has_missing
 
     def _note(self, progress: BatchProgress, mixed: MixedRun, start: int, ran: MixedProgress, *, is_late: bool) -> None:
-        """Count what the events from index ``start`` on have come to."""
+        """Count the results of the events from index ``start`` on."""
         state, stores = self._state, 0
         for form, pair, (events, unknown) in zip(mixed.events.forms, mixed.ways, ran.forms, strict=True):
             way = pair[is_late]

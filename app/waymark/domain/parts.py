@@ -183,10 +183,12 @@ class PackedParts(Sequence[Part]):
     def pack(  # type: ignore[empty-body]
         self, start: int, end: int, prefix: bytes, /
     ) -> tuple[int, list[int], int, bytes, list[int], bytes]:
-        """Return the fields of an ``ApplyCall``, with the number of rows before them; these and parts are packed."""
+        """Return the fields of an ``ApplyCall``, with the number of rows before the rows; rows and parts are packed."""
 
     def reported(self, start: int, blocks_max: int, /) -> tuple[int, int, bytes]:  # type: ignore[empty-body]
-        """Return the end of parts with few blocks, and how many of these are to be kept, with their packed entries."""
+        """Return the end of the parts whose blocks are within the bound, how many of the blocks are to be kept, and
+        their packed entries.
+        """
 
 
 Parts: TypeAlias = list[Part] | PackedParts

@@ -394,7 +394,7 @@ class Spaces:
         return self._adapter(event.envelope.adapter), event.envelope.salts or self._salts
 
     def at_root(self, event: Stored | StoredIdentity) -> int:
-        """Return the same, and remember its adapter."""
+        """Return the namespace of an event at the root, and remember its adapter."""
         adapter, salts = self._names(event)
         ns = namespace(adapter, salts)
         if ns not in self._adapters:

@@ -369,8 +369,8 @@ class ChunkRule:
         return (step if position <= position_max else 1) * len(event.engine_hashes)
 
     def positions_of_hash(self, event: StoreEvent | RemovalEvent) -> tuple[int, int]:
-        """Return how many positions each hash of an event takes, and up to which position of the event. Later, it takes
-        one.
+        """Return how many positions each hash of an event takes, and up to which position of the event. At later
+        positions a hash takes one.
         """
         if isinstance(event, Stored | StoredWindow) and event.block_size > self._block_size:
             return chunks.blocks_of(event, self._block_size), POSITION_MAX

@@ -126,8 +126,8 @@ class RegisteredRanks:
 
 
 class ListedClaims:
-    """What a poll has to know about a list of claims. It is computed once for the list, because for ten thousand claims
-    it holds up the streams of a worker for tens of milliseconds.
+    """The facts about a list of claims that a poll needs. It is computed once for the list, because for ten thousand
+    claims it holds up the streams of a worker for tens of milliseconds.
     """
 
     def __init__(self, claims: Sequence[Claim]) -> None:

@@ -1,9 +1,9 @@
 """The application of a process that answers its first questions before the application is imported.
 
 ``/query`` and ``/query_by_hash`` need half of the modules of a replica, and go the straight way. So a replica listens
-with these alone, and imports the rest in a thread: that takes a third of a second, in which the loop turns. Every other
-request waits until the application is made, ``/health`` and ``/ready`` among them, so nothing takes the replica for
-ready before. If an import fails, the process ends with the error, as if it had failed before.
+with these alone, and imports the rest in a thread: that takes a third of a second, during which the loop runs. Every
+other request waits until the application is made, ``/health`` and ``/ready`` among them, so nothing takes the replica
+for ready before. If an import fails, the process ends with the error, as if it had failed before.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ async def _serve(
     stop: asyncio.Event,
     completion: Coroutine[Any, Any, None],
 ) -> None:
-    """Serve the sockets, with ``background`` beside it, until ``stop`` is set or the server ends.
+    """Serve the sockets, and run ``background``, until ``stop`` is set or the server ends.
 
     ``completion`` is not cancelled: requests may wait for it, which are answered before the server ends.
     """

@@ -43,7 +43,7 @@ class PureColumns:
 
     @staticmethod
     def least_of(values: Sequence[float], draws: Sequence[float], most: int, sign: float, /) -> list[int]:
-        """Return the places of the least ``sign * value``, at most so many, least first; equal ones by their draws."""
+        """Return the places of the least ``sign * value``, at most ``most``, least first; equal ones by their draws."""
         entries = sorted(zip([sign * value for value in values], draws, range(len(values)), strict=True))
         return [place for _, _, place in entries[: max(0, most)]]
 
