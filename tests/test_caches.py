@@ -42,6 +42,7 @@ ELSEWHERE = {
     "api.probes:Probes._constant_warnings": "a warning about the settings",
     "api.contract:_schemas_of": "documentation",
     "api.decisions:_usual_text": "texts, which follow from their arguments alone",
+    "api.first:LaterApplication": "the operations of the process",
     "api.http.answers:Answer": "one answer",
     "api.http.access:Doc": "documentation",
     "api.http.tokens_file:TokensFile._callers": "what a file says",

@@ -93,7 +93,7 @@ def test_a_command_imports_what_it_needs(words: str, needless: set[str]) -> None
     assert imported(*words.split(), *redis) & needless == set()
 
 
-#: What no replica needs. What it needs for its first answer is in ``tests/runtime/test_later.py``.
+#: What no replica needs. What it needs for its first answer is in ``tests/api/test_first.py``.
 OF_OTHERS = {
     "aiohttp", "bson", "fakeredis", "grpc", "httpx", "minijinja", "prometheus_client", "pydantic_settings", "pymongo",
     "rich", "tokenizers", "yaml", "zmq",

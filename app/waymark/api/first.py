@@ -1,15 +1,21 @@
-"""The questions with which a replica begins: ``/query`` and ``/query_by_hash``.
+"""The questions that a replica answers before its application is imported: ``/query`` and ``/query_by_hash``.
 
-They are answered while the modules of all other operations are still being imported (``runtime.later``). So this module
-and those that it imports need none of them: ``tests/cli/test_cli_process.py`` lists their rooms. Until the application
-is there, a query that needs more than the index, such as one with a text or with ``explain``, is passed on to it, and
-waits for it.
+They need half of the modules of a replica, and go the straight way. So a replica listens with these alone, and imports
+the rest in a thread: that takes a third of a second, during which the loop runs. This module and those that it imports
+need none of the rest: ``tests/api/test_first.py`` lists their rooms. Every other request waits until the application is
+made, and so does a query that needs more than the index, such as one with a text or with ``explain``. ``/health`` and
+``/ready`` wait, too, so nothing takes the replica for ready before. If an import fails, the process ends with the
+error, as if it had failed before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, get_args
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, get_args
 
 from waymark.api.conductor import Conductor
 from waymark.api.http.access import Doc, Gate, Queue
@@ -22,7 +28,7 @@ from waymark.api.options import AccessOptions, ApiOptions
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.straight import Straight, StraightOperation
 from waymark.api.texts import PromptTokenizer
-from waymark.base.asgi import StraightTable
+from waymark.base.asgi import AsgiApplication, AsgiReceive, AsgiScope, AsgiSend, StraightQuestion, StraightTable
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
 from waymark.contract.prompts import QueryAnswer
@@ -33,6 +39,14 @@ from waymark.store.steps import Steps
 from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Engines, Tokenizers
 
+if TYPE_CHECKING:
+    from waymark.decide.options import SelectionOptions
+
+#: How long the thread may hold the interpreter while the loop has work. Python's default is ten times as long, and a
+#: query needs the interpreter a few times.
+_HOLD_SECONDS = 0.0005
+#: How long the imports wait for the queries that have come since the port was opened.
+_FIRST_SECONDS = 0.05
 PARTIAL = {
     "X-Waymark-Partial": "true if the query reached its deadline, so that the real numbers may be higher; else absent"
 }
@@ -125,3 +139,54 @@ def _tokenizers(store: Store, metrics: Metrics, asker: Asker) -> Tokenizers:
     """Return tokenizers without sources, so that engines are asked."""
     engines = Engines(EngineAddresses(store.directory, store.polled_claims), asker, {})
     return Tokenizers({}, None, metrics, engines=engines)
+
+
+class LaterApplication:
+    """An ASGI application whose requests wait until it is made."""
+
+    def __init__(
+        self, first: FirstQuestions, selection: Callable[[], SelectionOptions], stopping: asyncio.Event
+    ) -> None:
+        self.straight: dict[bytes, StraightQuestion] = dict(first.straight())
+        """The straight questions: at the beginning the first ones."""
+        self.failure: Exception | None = None
+        """Why the application cannot be made."""
+        self._first = first
+        self._selection = selection
+        self._stopping = stopping
+        self._app: AsgiApplication | None = None
+        self._made: asyncio.Future[AsgiApplication] = asyncio.get_running_loop().create_future()
+
+    async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
+        # A request whose client leaves is cancelled, and must not cancel what the others wait for.
+        app = self._app
+        if app is None:
+            app = await asyncio.shield(self._made)
+        await app(scope, receive, send)
+
+    async def make(self) -> None:
+        """Import the application, and make it. If it cannot be made, note the failure, and stop the process."""
+        await asyncio.sleep(_FIRST_SECONDS)
+        try:
+            with _short_holds():
+                application = await asyncio.to_thread(import_module, "waymark.api.application")
+            app = application.app_with(self._first, self._selection(), self._stopping)
+        except Exception as exc:
+            self.failure = exc
+            self._made.set_exception(exc)
+            self._made.exception()  # there may be no request that waits for it
+            self._stopping.set()
+        else:
+            self._app = app
+            self.straight.update(app.straight)
+            self._made.set_result(app)
+
+
+@contextmanager
+def _short_holds() -> Iterator[None]:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(_HOLD_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from waymark.api.first import FirstQuestions
+from waymark.api.first import FirstQuestions, LaterApplication
 from waymark.base import native
 from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
@@ -27,7 +27,6 @@ from waymark.base.metrics import Metrics
 from waymark.base.record import record
 from waymark.base.settings import Settings
 from waymark.runtime import parts
-from waymark.runtime.later import LaterApplication
 from waymark.serving.connection import protocol
 from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
 from waymark.serving.listening import listen
@@ -157,7 +156,7 @@ class ProcessParts:
         """Return the API of a replica."""
         options = parts.api_options(self.settings)
         first = FirstQuestions(self.store, options, self.metrics, self.tokenizers, self.asker)
-        return LaterApplication(first, self.settings, self.stop)
+        return LaterApplication(first, lambda: parts.selection_options(self.settings), self.stop)
 
     def gateway(self, bounds: ServerBounds) -> tuple[uvicorn.Server, GatewayRole]:
         """Return the server of a gateway, and its role."""

@@ -12,9 +12,10 @@ import pytest
 
 from tests.patience import patient, within
 from tests.store.factories import registration
+from waymark.api import first
 from waymark.base.errors import SettingsError
 from waymark.base.settings import Settings
-from waymark.runtime import later, replica
+from waymark.runtime import replica
 from waymark.store.store import Store
 
 pytestmark = pytest.mark.outside
@@ -25,17 +26,18 @@ FIRST = """
 import asyncio, json, os, signal, sys, threading, urllib.error, urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from waymark.base.settings import Settings
-from waymark.runtime import later, replica
+from waymark.api import first
+from waymark.runtime import replica
 
 port, seconds, is_stopped, has_log = map(int, sys.argv[2:])
 may_import, threads = threading.Event(), ThreadPoolExecutor(16)
-imported = later.import_module
+imported = first.import_module
 
 def import_when_told(name):
     assert may_import.wait(seconds)
     return imported(name)
 
-later.import_module = import_when_told
+first.import_module = import_when_told
 
 def ask(path, **fields):
     body = json.dumps({"model": "m", "block_size": 16} | fields).encode() if fields else None
@@ -146,7 +148,7 @@ async def test_an_application_that_cannot_be_made_ends_the_process(
     def failing(_: str) -> Any:
         raise error
 
-    monkeypatch.setattr(later, "import_module", failing)
+    monkeypatch.setattr(first, "import_module", failing)
     monkeypatch.setattr(replica, "freeze_heap", lambda: None)
     settings = Settings(port=free_port, host="127.0.0.1")
     sockets = replica.open_port(settings, has_api=True)
