@@ -136,12 +136,9 @@ class Decisions:
         if at_hand is None:
             return False
         prompt = _whole(self._given, body, decision_body.namespace, at_hand[0].block_size)
-        general = partial(self._after_usual, decision_body, body)
-        UsualDecision(usual, at_hand, question, prompt).begin(QuickAnswer(_quick_answer, general, receiver))
+        answer = QuickAnswer(_quick_answer, lambda _: self._select_generally(decision_body, body), receiver)
+        UsualDecision(usual, at_hand, question, prompt).begin(answer)
         return True
-
-    def _after_usual(self, decision_body: DecisionBody, body: Body, _: UsualDecision) -> Steps[Answer | Paused]:
-        return self._select_generally(decision_body, body)
 
     def _select_generally(self, decision_body: DecisionBody, body: Body) -> Steps[Answer | Paused]:
         if not self._gate.is_open:

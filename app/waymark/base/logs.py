@@ -63,7 +63,8 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         pairs = (f" {name}={_text(value)}" for name, value in _fields(record).items())
-        line = f"{_time(record)} {record.levelname} {record.name}: {_one_line(record.getMessage())}{''.join(pairs)}"
+        sentence = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+        line = f"{_time(record)} {record.levelname} {record.name}: {sentence}{''.join(pairs)}"
         trace = _traceback(self, record)
         return _safe(f"{line}\n{trace}" if trace else line)
 
@@ -102,10 +103,6 @@ def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
 def _text(value: object) -> str:
     text = str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
-
-
-def _one_line(text: str) -> str:
-    return text.replace("\r", "\\r").replace("\n", "\\n")
 
 
 def _safe(line: str) -> str:

@@ -41,18 +41,15 @@ class Progress:
             self._file.write(_CLEAR)
             self._file.flush()
 
-    def step(self, sentence: str) -> None:
-        """Begin a new step of the work."""
-        self._write(sentence)
-
     def count(self, sentence: str) -> None:
         """Show the progress; it may be called as often as needed."""
         now = time.monotonic()
         if now >= self._next_count:
             self._next_count = now + (_TERMINAL_SECONDS if self._is_terminal else _OTHER_SECONDS)
-            self._write(sentence)
+            self.step(sentence)
 
-    def _write(self, sentence: str) -> None:
+    def step(self, sentence: str) -> None:
+        """Begin a new step of the work."""
         line = f"{self._name}: {sentence}"
         self._file.write(f"{_CLEAR}{line}" if self._is_terminal else f"{line}\n")
         self._file.flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from email.message import Message
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -243,15 +243,11 @@ def _model_part(body: bytes, content_type: bytes) -> slice | None:
     if not isinstance(boundary, str) or not boundary:
         return None
     delimiter = b"--" + re.escape(boundary.encode("latin-1"))
-    for head in _part_heads(delimiter, body):
+    for head in re.finditer(delimiter + rb"\r\n((?:[^\r\n]{1,1024}\r\n){1,16})\r\n", body):
         if re.search(rb'(?i)^content-disposition:[^\r\n]*[; ]name="?model"?\s*(;|$)', head[1], re.MULTILINE):
             end = re.compile(rb"\r\n" + delimiter).search(body, head.end())
             return None if end is None else slice(head.end(), end.start())
     return None
-
-
-def _part_heads(delimiter: bytes, body: bytes) -> Iterator[re.Match[bytes]]:
-    return re.finditer(delimiter + rb"\r\n((?:[^\r\n]{1,1024}\r\n){1,16})\r\n", body)
 
 
 def with_cache_control(body: InferenceBody, original: bytes) -> bytes:

@@ -59,7 +59,7 @@ def room_for(streams_max: int, replays_max: int, *, part: float = 1.0) -> Worker
     open files if that helps.
     """
     wanted = _files(streams_max, replays_max)
-    already = _open_files()
+    already = len(os.listdir("/dev/fd"))
     limit = _raised(already + int(wanted / part))
     room = fit(streams_max, replays_max, int((limit - already) * part))
     if room.is_limited:
@@ -88,10 +88,6 @@ def fit(streams_max: int, replays_max: int, files: int) -> WorkerCapacity:
 def _files(streams: int, replays: int) -> int:
     calls = min(streams, Store.CONNECTIONS)
     return FILES_PER_STREAM * streams + calls + FILES_PER_REPLAY * replays + OTHER_FILES
-
-
-def _open_files() -> int:
-    return len(os.listdir("/dev/fd"))
 
 
 def _raised(wanted: int) -> int:

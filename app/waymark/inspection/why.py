@@ -298,7 +298,7 @@ async def explain(
     claims: Sequence[Claim],
 ) -> PromptExplanation:
     """Look up a prompt. ``claims`` are the group's claims; a reason may name any group of ``groups``."""
-    table = await inspector.table(group) or _empty_table(group)
+    table = await inspector.table(group) or HolderTable(b"", group.name, {}, {})  # the group's own has gone
     holding = await hold(inspector, group, table, prompt, block_size)
     states = await inspector.states(claims)
     instance_reasons = of_instances(holding, states)
@@ -307,11 +307,6 @@ async def explain(
     await asyncio.sleep(0)
     reasons = [] if holding.best else await of_prompt(inspector, prompt, holding, table, groups, states)
     return PromptExplanation(group.name, prompt.count, holding, instance_reasons, reasons)
-
-
-def _empty_table(group: InspectedGroup) -> HolderTable:
-    """Return a table for a group whose own has gone."""
-    return HolderTable(b"", group.name, {}, {})
 
 
 def described(

@@ -258,7 +258,7 @@ class ClaimWriter:
         else:
             is_withdrawn = True  # also if the reply is lost, because then no other call finds the claim to note it
             try:
-                is_withdrawn = await self._withdraw(claim)
+                is_withdrawn = await self._write(claim.registration.name, claim.raw, b"")
             finally:
                 if is_withdrawn:
                     self._note(ActivityKind.UNREGISTERED, **about(claim.registration))
@@ -290,10 +290,6 @@ class ClaimWriter:
         raw = claim.encode()
         is_set = await self._write(name, expected, raw, is_restored=is_restored)
         return replace(claim, raw=raw) if is_set else None
-
-    async def _withdraw(self, claim: Claim) -> bool:
-        """Delete a claim, if it has not changed since it was read."""
-        return await self._write(claim.registration.name, claim.raw, b"")
 
     async def _write(self, name: PublisherName, expected: bytes, raw: bytes, *, is_restored: bool = False) -> bool:
         outcome = await self._scripts.claim_publisher(

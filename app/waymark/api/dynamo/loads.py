@@ -193,7 +193,7 @@ class DynamoLoadHandlers:
         rows = []
         for group in groups:
             _, block_size = await finished(self._inputs.workers(group))
-            question = Question(group, _empty_prompt, self._inputs.policy(None), block_size)
+            question = Question(group, lambda _: HashedPrompt(0, b""), self._inputs.policy(None), block_size)
             ranked = await self._selector.score(question)
             if ranked is None:
                 continue
@@ -225,10 +225,6 @@ class DynamoLoadHandlers:
         if ranked is None:
             return [], None, prompts[block_size], block_size
         return _loads(ranked), ranked.walk, prompts[block_size], block_size
-
-
-def _empty_prompt(_: int) -> HashedPrompt:
-    return HashedPrompt(0, b"")
 
 
 def _loads(ranked: RankedTargets) -> list[WorkerLoad]:
