@@ -40,6 +40,7 @@ from waymark.gateway.shapes import rejected_by
 from waymark.runtime import parts
 from waymark.store.directory import PolledClaims
 from waymark.store.reservations import Offer, ReservationPart, ReservationTerms
+from waymark.store.steps import finished
 from waymark.store.store import Store
 from waymark.store.workers import Heartbeats
 
@@ -290,7 +291,7 @@ async def test_a_gate_that_was_never_open_is_closed_without_redis(make_selector:
     requests = make_selector(store)
     question = (await requests.prepare(read_request("/v1/completions", {"model": "m", "prompt": [1]}))).question
     with pytest.raises(Starting):
-        await requests.selector.select_open(question, gate, without=Cause.NO_REDIS)
+        await finished(requests.selector.selecting(question, gate, without=Cause.NO_REDIS))
     await store.close()
 
 

@@ -28,7 +28,7 @@ from waymark.domain.status import Decision
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.targets import Role, Target
 from waymark.store.reservations import Reservation, ReservationPart
-from waymark.store.steps import Steps, Waiting
+from waymark.store.steps import Steps, Waiting, finished
 from waymark.store.store import Store
 
 GROUP = GroupName("t", "m")
@@ -373,7 +373,7 @@ async def test_only_a_redis_that_is_away_is_done_without(
         assert (await selector.select_open(asked(), open_gate())).is_degraded
         selector._limit._away_until = 0.0
         with pytest.raises(type(error)):
-            await selector.select_open(asked(), open_gate(), passed_on=Cause.NO_REDIS)
+            await finished(selector.selecting(asked(), open_gate(), passed_on=Cause.NO_REDIS))
     else:
         with pytest.raises(type(error)):
             await selector.select_open(asked(), open_gate())
@@ -404,7 +404,7 @@ async def test_a_cause_that_the_caller_knows_asks_redis_for_nothing(
 ) -> None:
     selector = await informed_selector(store, metrics)
     monkeypatch.setattr(selector, "_select", away)
-    assert (await selector.select_open(asked(), open_gate(), without=Cause.NO_REDIS)).is_degraded
+    assert (await finished(selector.selecting(asked(), open_gate(), without=Cause.NO_REDIS))).is_degraded
 
 
 async def test_a_gate_that_was_never_open_is_closed_without_redis(

@@ -146,32 +146,20 @@ class Selector:
 
     # ---- with one ----------------------------------------------------------------------------------
 
-    async def select_open(
-        self,
-        question: Question,
-        gate: StartupGate,
-        *,
-        without: Cause | None = None,
-        passed_on: Cause | None = None,
-    ) -> SelectedTarget:
+    async def select_open(self, question: Question, gate: StartupGate) -> SelectedTarget:
         """Take a target, or do whatever ``FAIL_OPEN`` says. Raise NoTarget (UnknownModel if the model has no engine),
         Saturated, Starting, or StoreUnavailable if no target of the model is known; then there is no reservation.
+        """
+        return await finished(self.selecting(question, gate), unwanted=self._drop)
+
+    def selecting(
+        self, question: Question, gate: StartupGate, *, without: Cause | None = None, passed_on: Cause | None = None
+    ) -> Steps[SelectedTarget]:
+        """Return the steps of ``select_open``.
 
         ``without`` is a cause that the caller knows already; the error of the cause ``passed_on`` is raised in any
         case, for a caller that asks again.
         """
-        steps = self.selecting(question, gate, without=without, passed_on=passed_on)
-        return await finished(steps, unwanted=self._drop)
-
-    def selecting(
-        self,
-        question: Question,
-        gate: StartupGate,
-        *,
-        without: Cause | None = None,
-        passed_on: Cause | None = None,
-    ) -> Steps[SelectedTarget]:
-        """Return the steps of ``select_open``."""
         if gate.watch is not None and gate.watch.finds_none and FAIL_OPEN[Cause.NO_INDEX] is Deed.BY_PREFIX:
             question = question._replace(has_index=False)
         if without is None:
