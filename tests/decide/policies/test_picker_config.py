@@ -161,7 +161,6 @@ def test_encoding_is_a_stage_of_its_own_for_requests_with_images() -> None:
         each.candidate.instance_id for each in config.run(prompt(8, is_multimodal=True), some, Random(1)).encode
     ] == ["e"]
     assert config.run(prompt(8), some, Random(1)).encode == ()
-    assert config.has_headers
 
 
 def test_labels_lengths_and_several_endpoints() -> None:
@@ -684,7 +683,7 @@ def test_a_stage_has_the_decider_that_its_handler_names(
         assert (name is None) == (decider is None) == (expected is None)
         if decider is not None:
             assert (decider(NEW, HAVING), decider(PICTURE, HAVING)) == expected
-    assert (config.decode, config.has_headers) == ("decode", True)
+    assert config.decode == "decode"
 
 
 @pytest.mark.parametrize(
@@ -722,13 +721,11 @@ def test_the_log_says_what_a_handler_has_that_is_older_or_elsewhere(text: str, n
     assert found[-len(notes) :] == notes if notes else not any("older names" in note for note in found)
 
 
-def test_fields_beside_plugins_are_noted_and_headers_known_of_a_single_profile() -> None:
+def test_fields_beside_plugins_and_a_handler_that_is_not_needed_are_noted() -> None:
     config = read_picker_config(
         "data: {}\nsaturationDetector: {}\nplugins: [{type: prefill-header-handler}]\nschedulingProfiles: [{name: a}]"
     )
-    assert config.has_headers
     assert [note.partition(":")[0] for note in config.notes] == ["prefill-header-handler", "data", "saturationDetector"]
-    assert not read_picker_config("schedulingProfiles: [{name: a}]").has_headers
 
 
 @pytest.mark.parametrize("name", SCORERS)

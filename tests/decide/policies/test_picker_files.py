@@ -180,7 +180,7 @@ def test_an_empty_file_is_no_mapping(text: str) -> None:
 @pytest.mark.parametrize("top", ["", "kind: EndpointPickerConfig", "apiVersion: v9", "featureGates: [a, b]"])
 def test_a_file_needs_no_more_than_a_profile(top: str) -> None:
     config = read_picker_config(f"{top}\nschedulingProfiles: [{{name: a}}]")
-    assert (list(config.profiles), config.notes, config.has_headers) == (["a"], (), False)
+    assert (list(config.profiles), config.notes) == (["a"], ())
     assert (config.speculation, config.history, config.needs_gauges, config.needs_answer_times) == (
         None,
         None,

@@ -266,7 +266,7 @@ def test_a_file_needs_what_any_scorer_of_any_profile_needs(needs: dict[str, bool
     }
     found = PickerConfig(profiles, "one")
     assert (found.needs_gauges, found.needs_answer_times) == expected
-    assert (found.speculation, found.history, found.has_headers) == (None, None, False)
+    assert (found.speculation, found.history) == (None, None)
 
 
 def test_terms_say_what_they_are() -> None:

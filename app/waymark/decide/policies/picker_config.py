@@ -269,9 +269,6 @@ def _handled(
     if len(handlers) > 1:
         names = ", ".join(plugin.name for plugin in handlers)
         raise InvalidValue(f"plugins has several profile handlers ({names}); keep one")
-    has_headers = any(
-        plugin.type in ("disagg-headers-handler", "prefill-header-handler") for plugin in declared.values()
-    )
     handler = handlers[0] if handlers else None
     if handler is None or handler.type == "single-profile-handler":
         if len(profiles) > 1:
@@ -279,7 +276,7 @@ def _handled(
                 f"schedulingProfiles has {len(profiles)} profiles ({', '.join(profiles)}), and a single profile runs "
                 "without disagg-profile-handler; declare it, or keep one profile"
             )
-        return PickerConfig(profiles, next(iter(profiles)), has_headers=has_headers, notes=notes)
+        return PickerConfig(profiles, next(iter(profiles)), notes=notes)
     parameters = handler.parameters
     nested, asked = parameters.get("profiles", {}), parameters.get("deciders", {})
     decode = str(nested.get("decode", parameters.get("decodeProfile", "decode")))
@@ -294,7 +291,8 @@ def _handled(
     first = parameters.get("prefillDeciderPluginName", parameters.get("deciderPluginName", default))
     prefill_decider = _decider(declared, asked.get("prefill", first), handler.where)
     encode_decider = _decider(declared, asked.get("encode", parameters.get("encodeDeciderPluginName")), handler.where)
-    if (prefill_decider or encode_decider) and not has_headers:
+    header_handlers = ("disagg-headers-handler", "prefill-header-handler")
+    if (prefill_decider or encode_decider) and not any(plugin.type in header_handlers for plugin in declared.values()):
         raise InvalidValue(f"{handler.type} with a decider needs disagg-headers-handler among plugins; add it")
     for name, is_needed in ((decode, True), (prefill, prefill_decider), (encode, encode_decider)):
         if is_needed and name not in profiles:
@@ -307,7 +305,6 @@ def _handled(
         encode if encode_decider else None,
         prefill_decider,
         encode_decider,
-        has_headers,
         notes,
     )
 

@@ -174,8 +174,6 @@ class PickerConfig:
     encode: str | None = None
     prefill_decider: Decider | None = None
     encode_decider: Decider | None = None
-    has_headers: bool = False
-    """Whether the targets of the other stages go into request headers."""
     notes: tuple[str, ...] = field(default=())
     """Sentences for the log at start about fields that belong elsewhere."""
     speculation: Speculation | None = None
