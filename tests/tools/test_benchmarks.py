@@ -22,12 +22,15 @@ import msgpack
 import pytest
 
 from tests.patience import patient
+from tests.ports import unused_port
 from tools.benchmarks import __main__ as benchmarks
 from tools.benchmarks import (
     branching,
     capacity,
     compare,
     fleet_sizes,
+    floor,
+    floor_visible,
     gateway,
     hybrid,
     lone,
@@ -56,7 +59,7 @@ from tools.benchmarks.capacity import (
     read_model,
     write_model,
 )
-from tools.benchmarks.feed import payloads
+from tools.benchmarks.feed import heartbeat, payloads, publishers
 from tools.benchmarks.processes import Server, cpu_seconds, redis_server, wait_until
 from tools.benchmarks.report import Row, against, beside, table, write_json, write_markdown
 from waymark.domain.hashing import extend, token_bytes
@@ -216,6 +219,34 @@ def test_the_probe_sees_what_was_stored(tmp_path: Path) -> None:
 
         assert is_kept()
         assert not is_other()
+
+
+@pytest.mark.outside
+def test_the_floor_forwards_the_number_of_the_newest_frame_and_answers_with_it(tmp_path: Path) -> None:
+    port = unused_port()
+    with (
+        redis_server(tmp_path) as redis,
+        publishers(1) as (engine,),
+        floor_visible.floor(tmp_path, redis, engine.endpoint, port),
+    ):
+        wait_until(engine.has_subscriber, "the floor has subscribed")
+        server = Server("floor", 0, port)
+        assert server.post("/query") == floor_visible.newest(redis) == -1
+        for _ in range(20):
+            engine.send(heartbeat())
+        wait_until(lambda: floor_visible.newest(redis) == 19, "the last frame is forwarded")
+        assert server.post("/query") == 19
+
+
+@pytest.mark.outside
+@pytest.mark.parametrize("trips", [1, 2])
+def test_the_floor_asks_redis_once_for_a_question_and_twice_for_a_decision(tmp_path: Path, trips: int) -> None:
+    with redis_server(tmp_path) as redis:
+        asyncio.run(replicas.fill(redis, list(islice(prompts.fresh(), 1)), 0))
+        with floor.floor(tmp_path, redis, trips=trips) as server:
+            before = redis.calls("mget")
+            assert [server.post("/select") for _ in range(2)] == [server.post("/query")] * 2
+            assert redis.calls("mget") == before + 3 * trips
 
 
 @pytest.mark.long

@@ -1,13 +1,14 @@
 """The minimum cost of a query in a Python server: parse a head, ask Redis for rows, send a fixed answer.
 
-    python -m tools.benchmarks.floor PORT REDIS_SOCKET MODULES ROW...
+    python -m tools.benchmarks.floor PORT REDIS_SOCKET MODULES TRIPS ROW...
 
 It uses the same libraries as a replica, uvloop, httptools and hiredis, and does nothing else: it neither reads a body
 nor looks at a row. So the CPU that a replica takes beyond it is the work of a query. No Python server that waits for
 Redis in an event loop can take less than this one.
 
 ``MODULES`` are imported before it starts, with commas between them. With those that every replica has, the time from
-its start to its first answer is the least that a replica can need.
+its start to its first answer is the least that a replica can need. It asks for the rows TRIPS times, one after the
+other: a question needs one round trip, and a decision two.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import hiredis
 import httptools
@@ -36,11 +37,14 @@ _ROWS = 16
 _BODY = b'{"default":{"1":{"longest_matched":8192,"GPU":8192,"DP":{"0":8192},"CPU":0,"DISK":0}}}'
 #: What ``waymark`` sets before it imports pydantic.
 _LIKE_WAYMARK = {"PYDANTIC_DISABLE_PLUGINS": "__all__"}
-_ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+_ANSWER = HEAD % len(_BODY) + _BODY
 
 
 @contextmanager
-def floor(folder: Path, redis: RedisServer, modules: str = "", *, is_awaited: bool = True) -> Iterator[Server]:
+def floor(
+    folder: Path, redis: RedisServer, modules: str = "", *, trips: int = 1, is_awaited: bool = True
+) -> Iterator[Server]:
     """Start the server. It asks for rows that are in the index now."""
     # The server itself must not import what starts it.
     from tests.ports import unused_port
@@ -50,7 +54,7 @@ def floor(folder: Path, redis: RedisServer, modules: str = "", *, is_awaited: bo
     if len(rows) < _ROWS:
         raise SystemExit(f"the index has {len(rows)} rows; the floor asks for {_ROWS}")
     port = unused_port()
-    words = (str(port), redis.path, modules, *(row.decode() for row in rows))
+    words = (str(port), redis.path, modules, str(trips), *(row.decode() for row in rows))
     with running(folder, NAME, sys.executable, "-m", "tools.benchmarks.floor", *words, **_LIKE_WAYMARK) as process:
         server = Server(NAME, process.pid, port)
         if is_awaited:
@@ -58,34 +62,39 @@ def floor(folder: Path, redis: RedisServer, modules: str = "", *, is_awaited: bo
         yield server
 
 
-class _Redis(asyncio.Protocol):
+class _Waiting(Protocol):
+    def answer(self, reply: Any, /) -> None: ...
+
+
+class FloorRedis(asyncio.Protocol):
     """The connection to Redis, and the clients that wait for its replies, in their order."""
 
     def __init__(self) -> None:
-        self._waiting: deque[_Client] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._reader = hiredis.Reader(notEnoughData=...)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
 
-    def ask(self, client: _Client, packed: bytes) -> None:
+    def ask(self, client: _Waiting, packed: bytes) -> None:
         self._waiting.append(client)
         self._transport.write(packed)
 
     def data_received(self, data: bytes) -> None:
         self._reader.feed(data)
-        while self._reader.gets() is not ...:
-            self._waiting.popleft().answer()
+        while (reply := self._reader.gets()) is not ...:
+            self._waiting.popleft().answer(reply)
 
 
-class _Client(asyncio.Protocol):
-    def __init__(self, redis: _Redis, packed: bytes) -> None:
+class FloorClient(asyncio.Protocol):
+    def __init__(self, redis: FloorRedis, packed: bytes, trips: int = 1) -> None:
         self._redis = redis
         self._packed = packed
+        self._trips = self._left = trips
         self._parser = httptools.HttpRequestParser(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
@@ -93,15 +102,20 @@ class _Client(asyncio.Protocol):
     def on_message_complete(self) -> None:
         self._redis.ask(self, self._packed)
 
-    def answer(self) -> None:
-        self._transport.write(_ANSWER)
+    def answer(self, reply: Any) -> None:
+        self._left -= 1
+        if self._left:
+            self._redis.ask(self, self._packed)
+        else:
+            self._left = self._trips
+            self.transport.write(_ANSWER)
 
 
-async def _serve(port: int, path: str, rows: Sequence[str]) -> None:
+async def _serve(port: int, path: str, trips: int, rows: Sequence[str]) -> None:
     loop = asyncio.get_running_loop()
-    _, redis = await loop.create_unix_connection(_Redis, path)
+    _, redis = await loop.create_unix_connection(FloorRedis, path)
     packed = hiredis.pack_command(cast("Any", ("MGET", *rows)))
-    server = await loop.create_server(lambda: _Client(redis, packed), "127.0.0.1", port)
+    server = await loop.create_server(lambda: FloorClient(redis, packed, trips), "127.0.0.1", port)
     await server.serve_forever()
 
 
@@ -109,4 +123,4 @@ if __name__ == "__main__":
     gc.disable()
     for name in filter(None, sys.argv[3].split(",")):
         import_module(name)
-    uvloop.run(_serve(int(sys.argv[1]), sys.argv[2], sys.argv[4:]))
+    uvloop.run(_serve(int(sys.argv[1]), sys.argv[2], int(sys.argv[4]), sys.argv[5:]))

@@ -12,18 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count, islice, pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tests.ports import unused_port
 from tools.benchmarks import prompts
 from tools.benchmarks.feed import publishers, wait_for
+from tools.benchmarks.floor import floor
 from tools.benchmarks.load import run, write_bodies
 from tools.benchmarks.options import Options
 from tools.benchmarks.processes import RedisServer, Server, redis_server, running, wait_until, waymark
 from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, Prompt
-from tools.benchmarks.report import Row
+from tools.benchmarks.report import Row, against
 
+PEER = "dynamo.select_service"
 ENGINES = 8
 TARGETS = (10, 100, 1_000)
 #: The bound, as a share of the peer's CPU.
@@ -47,53 +48,50 @@ def measure(options: Options) -> list[Row]:
         asked = list(islice(prompts.fresh(), len(TARGETS) * len(BARS) * rounds * size + 20))
         _fill(folder, replica, redis, peer, asked)
         _check(replica, peer, asked[0])
+        least = stack.enter_context(floor(folder, redis, trips=2))
         left = iter(asked)
         warm = list(islice(left, 20))
         for before, targets in pairwise((ENGINES, *TARGETS)):
             for number in range(before + 1, targets + 1):
                 _register(replica, peer, number, f"tcp://127.0.0.1:{10_000 + number}")
             for by in BARS:
-                _round(folder, replica, redis, peer, warm, by)
-                found = [_round(folder, replica, redis, peer, list(islice(left, size)), by) for _ in range(rounds)]
-                rows.append(_row(found, targets, by))
+                _round(folder, replica, redis, peer, least, warm, by)
+                each = (
+                    _round(folder, replica, redis, peer, least, list(islice(left, size)), by) for _ in range(rounds)
+                )
+                ours, theirs, floors = zip(*each, strict=True)
+                what = f"{targets:,} targets, 512 blocks by {by}, an engine has them: CPU of"
+                rows.append(against("P11", f"/select, {what} replica and Redis", "ms", ours, theirs, PEER, BARS[by]))
+                what = f"the least of a decision, {what} a server that waits twice, and Redis (floor)"
+                rows.append(against("P11", what, "ms", floors, theirs, PEER))
     return rows
 
 
-def _row(found: Sequence[tuple[float, float]], targets: int, by: str) -> Row:
-    ours, theirs = (median(each) for each in zip(*found, strict=True))
-    return Row(
-        "P11",
-        f"/select, {targets:,} targets, 512 blocks by {by}, an engine has them: CPU of replica and Redis",
-        ours,
-        "ms",
-        theirs,
-        "dynamo.select_service",
-        median(one / other for one, other in found),
-        bar=BARS[by],
-    )
-
-
 def _round(
-    folder: Path, replica: Server, redis: RedisServer, peer: Server, asked: Sequence[Prompt], by: str
-) -> tuple[float, float]:
-    """Return the CPU of one decision in ms: of the replica and Redis, and of the peer."""
+    folder: Path, replica: Server, redis: RedisServer, peer: Server, least: Server, asked: Sequence[Prompt], by: str
+) -> tuple[float, float, float]:
+    """Return the CPU of one decision in ms: of the replica and Redis, of the peer, and of the floor and Redis."""
     (folder / "ours").unlink(missing_ok=True)
+    bodies = write_bodies(folder / "ours", map(_OURS[by], asked))
+    before = least.cpu() + redis.cpu()
+    run(least.port, "/select", bodies)
+    floors = (least.cpu() + redis.cpu() - before) / len(asked) * 1e3
     before = replica.cpu() + redis.cpu()
-    run(replica.port, "/select", write_bodies(folder / "ours", map(_OURS[by], asked)))
+    run(replica.port, "/select", bodies)
     ours = (replica.cpu() + redis.cpu() - before) / len(asked) * 1e3
     kept = (name for kind in ("reservations", "load", "changes") for name in redis.client.keys(f"wm:*:{kind}"))
     redis.client.delete(*kept)
     names = [f"bench-{next(_ids)}" for _ in asked]
-    bodies = [
+    asked_of_peer = [
         json.dumps(_THEIRS[by](prompt) | {"model_name": MODEL, "selection_id": name}).encode()
         for prompt, name in zip(asked, names, strict=True)
     ]
     before = peer.cpu()
-    run(peer.port, "/select_and_reserve", write_bodies(folder / "theirs", bodies))
+    run(peer.port, "/select_and_reserve", write_bodies(folder / "theirs", asked_of_peer))
     theirs = (peer.cpu() - before) / len(asked) * 1e3
     for name in names:
         peer.ask("DELETE", f"/reservations/{name}")
-    return ours, theirs
+    return ours, theirs, floors
 
 
 _OURS: dict[str, Callable[[Prompt], bytes]] = {"tokens": prompts.by_tokens, "hashes": prompts.by_hash}

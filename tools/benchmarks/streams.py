@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import TypeAlias
 
-from tools.benchmarks import feed, index, prompts, visible
+from tests.ports import unused_port
+from tools.benchmarks import feed, floor_visible, index, prompts, visible
 from tools.benchmarks.feed import Publisher, publishers
 from tools.benchmarks.options import Options
 from tools.benchmarks.processes import RedisServer, Server, dynamo, redis_server, wait_until, waymark
@@ -93,8 +94,14 @@ def measure(options: Options) -> list[Row]:
     redis_us: dict[str, list[float]] = {}
     peer_us: dict[str, list[float]] = {}
     plain_us: list[float] = []
+    least_us: dict[str, list[float]] = {}
     trips: dict[str, float] = {}
-    with started(options) as bench, publishers(2) as (ours, theirs):
+    with (
+        started(options) as bench,
+        publishers(3) as (ours, theirs, forwarded),
+        floor_visible.floor(bench.folder, bench.redis, forwarded.endpoint, unused_port()) as floor,
+    ):
+        wait_until(forwarded.has_subscriber, "the floor has subscribed")
         ours.register(bench.replica)
         if bench.peer is not None:
             theirs.register(bench.peer)
@@ -107,6 +114,7 @@ def measure(options: Options) -> list[Row]:
                     worker_us.setdefault(name, []).append(worker / total * 1e6)
                     redis_us.setdefault(name, []).append(redis / total * 1e6)
                     trips[name] = calls / len(backlog)
+                    least_us.setdefault(name, []).append(_forwarded(bench, floor, forwarded, backlog) / total * 1e6)
                     if name == STORED:
                         plain_us.append(index.plain_commands(bench.redis, index.keys(number, blocks)))
                     if peer is not None:
@@ -114,12 +122,15 @@ def measure(options: Options) -> list[Row]:
     rows = []
     for name, ours_us in worker_us.items():
         what = f"worker's CPU per block, {name}, from the socket on"
+        least = f"the least per block, {name}: frames received, and their numbers forwarded (floor)"
         if not peer_us:
             rows.append(Row("P5", what, median(ours_us), "us"))
+            rows.append(Row("P5", least, median(least_us[name]), "us"))
         else:
             rows.append(against("P5", what, "us", ours_us, peer_us[name], PEER, BARS.get(what)))
             both = [sum(each) for each in zip(ours_us, redis_us[name], strict=True)]
             rows.append(against("P5", what + ", and Redis'", "us", both, peer_us[name], PEER))
+            rows.append(against("P5", least, "us", least_us[name], peer_us[name], PEER))
     rows.append(against("P5", REDIS_STORED, "us", redis_us[STORED], plain_us, index.PLAIN, 0.3))
     rows.append(Row("P5", REDIS_DECODED, median(redis_us[DECODE]), "us"))
     rows.append(Row("P5", "round trips per batch of 64 blocks, of a backlog", trips[STORED], "calls"))
@@ -193,6 +204,15 @@ def taken_in(bench: Bench, publisher: Publisher, backlog: list[Payload]) -> tupl
     return worker_after - worker, redis_after - redis, bench.redis.calls("evalsha") - calls
 
 
+def _forwarded(bench: Bench, floor: Server, publisher: Publisher, backlog: list[Payload]) -> float:
+    """Return the CPU seconds of the floor until it has forwarded the backlog."""
+    before = floor.cpu()
+    for payload, _ in backlog:
+        publisher.send(payload)
+    wait_until(lambda: floor_visible.newest(bench.redis) == publisher.seq - 1, "the floor has forwarded the backlog")
+    return floor.cpu() - before
+
+
 def _taken_in_by_peer(peer: Server, publisher: Publisher, backlog: list[Payload]) -> float:
     """Return the CPU seconds of the peer until it has the last store, a separate prompt that is published after the
     rest."""
@@ -221,6 +241,16 @@ def visibility(options: Options) -> Iterator[Row]:
             theirs = median(_probed(bench, "peer", probes))
             what = "published to visible by /query, idle: p50"
             yield Row("P8", what, by_query, "ms", theirs, PEER, by_query / theirs, 1.4)
+            least = median(_of_floor(bench, probes))
+            yield Row(
+                "P8",
+                "the least: a frame's number forwarded, and asked for (floor)",
+                least,
+                "ms",
+                theirs,
+                PEER,
+                least / theirs,
+            )
         for publisher in load:
             publisher.register(bench.replica)
         backlog = new_stores(loaded * RATE * 64 // 1000)
@@ -257,6 +287,16 @@ def _probed(bench: Bench, how: str, probes: int, load: Sequence[Publisher] = ())
     with visible.probing(where, "redis" if how == "redis" else "query", probes) as probe:
         probe.register(server)
         _publish_steadily(load, backlog, probe.is_done)
+        wait_until(probe.is_done, "the probe is done")
+        return probe.latencies_ms()
+
+
+def _of_floor(bench: Bench, probes: int) -> list[float]:
+    port = unused_port()
+    with (
+        visible.probing(str(port), "floor", probes) as probe,
+        floor_visible.floor(bench.folder, bench.redis, probe.endpoint, port),
+    ):
         wait_until(probe.is_done, "the probe is done")
         return probe.latencies_ms()
 

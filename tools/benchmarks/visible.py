@@ -4,13 +4,15 @@
 
 This is a separate process. It binds a socket, prints its endpoint, waits for a subscriber, and then publishes one store
 of four new blocks at a time, and asks until the last of them is there: in Redis itself (HOW ``redis``, WHERE its unix
-socket), or by a server's ``/query`` (HOW ``query``, WHERE ``<port><path>``). PAUSE is between two questions, GAP on
-average between two stores, in seconds. Prints the milliseconds of each as a list, and how often it asked.
+socket), by a server's ``/query`` (HOW ``query``, WHERE ``<port><path>``), or by the answer of the floor, which is the
+number of the newest frame (HOW ``floor``, WHERE a port). PAUSE is between two questions, GAP on average between two
+stores, in seconds. Prints the milliseconds of each as a list, and how often it asked.
 """
 
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import random
 import subprocess
@@ -43,7 +45,7 @@ class Probe:
         self._output = process.stdout
         self._errors = process.stderr
         self._number = number
-        self._endpoint = process.stdout.readline().strip()
+        self.endpoint = process.stdout.readline().strip()
         self.asked = 0
         """The number of its queries; known with the latencies."""
 
@@ -53,7 +55,7 @@ class Probe:
             instance_id=self._number,
             model_name=MODEL,
             block_size=BLOCK_SIZE,
-            endpoint=self._endpoint,
+            endpoint=self.endpoint,
             dp_rank=0,
         )
 
@@ -91,7 +93,7 @@ def probing(
 def main() -> None:
     how, where, probes = sys.argv[1], sys.argv[2], int(sys.argv[3])
     pause_seconds, gap_seconds = map(float, sys.argv[4:])
-    is_there = in_redis(where) if how == "redis" else _by_query(where)
+    is_there = {"redis": in_redis, "query": _by_query, "floor": _by_floor}[how](where)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     publisher = Publisher(context, 0)
     print(publisher.endpoint, flush=True)
@@ -148,6 +150,23 @@ def _by_query(where: str) -> Callable[[list[int]], Callable[[], bool]]:
             answer = json.loads(connection.getresponse().read())
             tenants = [answer["instances"]] if "instances" in answer else answer.values()  # of Dynamo's API
             return any(row["longest_matched"] == len(tokens) for rows in tenants for row in rows.values())
+
+        return is_there
+
+    return look_for
+
+
+def _by_floor(where: str) -> Callable[[list[int]], Callable[[], bool]]:
+    connection = http.client.HTTPConnection("127.0.0.1", int(where), timeout=_PROBE_SECONDS)
+    numbers = itertools.count()
+
+    def look_for(tokens: list[int]) -> Callable[[], bool]:
+        body = json.dumps({"model_name": MODEL, "token_ids": tokens})
+        seq = next(numbers)
+
+        def is_there() -> bool:
+            connection.request("POST", "/query", body, {"Content-Type": "application/json"})
+            return bool(json.loads(connection.getresponse().read()) >= seq)
 
         return is_there
 
