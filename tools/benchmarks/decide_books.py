@@ -21,7 +21,7 @@ from waymark.decide.policies.policy import (
     Preset,
     RoutingRequest,
     Values,
-    new_tokens,
+    count_new,
     read_constants,
 )
 from waymark.decide.policies.ring import Ring
@@ -196,7 +196,7 @@ class Fast:
                     best, least = before, cost
         number = best.publisher
         has_credits = CREDITS[0] in self._preset.constants
-        tokens = int(new_tokens(request, best, self._values if has_credits else _CREDITS))
+        tokens = int(count_new(request, self._values if has_credits else _CREDITS)(best))
         load = books.loads[number]
         load.tokens += tokens
         load.requests += 1

@@ -26,7 +26,6 @@ from waymark.decide.policies.policy import (
     least_is_one,
     least_new,
     nearest,
-    new_tokens,
     ranked,
     read_constants,
 )
@@ -183,7 +182,7 @@ def test_a_cached_token_is_worth_what_its_place_is(overrides: dict[str, float], 
     values = read_constants(CREDITS, overrides, "overrides")
     some = target("a", **PLACES)
     assert count_credits(values)(some) == pytest.approx(expected)
-    assert new_tokens(prompt(1000), some, values) == pytest.approx(1000 - expected)
+    assert count_new(prompt(1000), values)(some) == pytest.approx(1000 - expected)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.decide.policies.conftest import busy, prompt, target
 from waymark.base.errors import InvalidValue
 from waymark.base.settings import Settings
 from waymark.decide.policies import policy as policies
-from waymark.decide.policies.policy import Candidate, Inputs, Ranking, RoutingRequest, Scored, new_tokens
+from waymark.decide.policies.policy import Candidate, Inputs, Ranking, RoutingRequest, Scored, count_new
 from waymark.decide.policies.presets import DEFAULT, PRESETS, preset
 from waymark.decide.policies.ring import Ring, bound
 from waymark.domain.answer_times import AnswerTimes, AskedTimes, TimeSums
@@ -273,14 +273,14 @@ def test_a_target_of_twice_the_weight_waits_half_as_long() -> None:
 def test_somebody_always_computes_what_is_behind_the_last_block_boundary(
     tokens: int, device: int, expected: int
 ) -> None:
-    assert new_tokens(prompt(tokens), target("a", device=device), preset("least-work").values({})) == expected
+    assert count_new(prompt(tokens), preset("least-work").values({}))(target("a", device=device)) == expected
 
 
 def test_what_a_target_will_hold_counts_as_if_it_were_there() -> None:
     constants = preset("least-work").values({})
 
-    assert new_tokens(prompt(8192), target("a", expected=4096), constants) == 4096
-    assert new_tokens(prompt(8192), target("a", expected=4096, device=6144), constants) == 2048
+    assert count_new(prompt(8192), constants)(target("a", expected=4096)) == 4096
+    assert count_new(prompt(8192), constants)(target("a", expected=4096, device=6144)) == 2048
 
 
 def test_longest_passes_over_a_queue_that_is_too_long() -> None:
@@ -471,7 +471,7 @@ def test_a_linear_cost_is_what_redis_computes_again(name: str, request: RoutingR
 
     def cost(each: Scored) -> float:
         load = (each.candidate.wait + linear.active * each.candidate.active) / each.candidate.weight
-        return load + linear.new * new_tokens(request, each.candidate, constants) + each.parts.get("over", 0.0)  # type: ignore[operator]
+        return load + linear.new * count_new(request, constants)(each.candidate) + each.parts.get("over", 0.0)  # type: ignore[operator]
 
     for each in policy.rank(Inputs(request, some, constants, Random(1))).scored:
         assert cost(each) == pytest.approx(each.value)

@@ -338,11 +338,6 @@ def count_new(request: RoutingRequest, values: Values) -> Callable[[Candidate], 
     return new
 
 
-def new_tokens(request: RoutingRequest, candidate: Candidate, values: Values) -> float:
-    """Return the tokens that the candidate would have to compute."""
-    return count_new(request, values)(candidate)
-
-
 def least_is_one(costs: Sequence[float]) -> list[float]:
     """Return 1 for the least cost and 0 for the greatest; all equal ones get 1."""
     least, most = min(costs), max(costs)
