@@ -7,8 +7,7 @@ import pytest
 from waymark.decide.policies.picker_config import read_picker_config
 from waymark.decide.policies.policy import Linear
 from waymark.decide.policies.presets import PRESETS
-from waymark.decide.question import CopySource, GivenValues, PolicyChoice, RankedTargets, SelectParameters
-from waymark.domain.status import Decision
+from waymark.decide.question import CopySource, GivenValues, PolicyChoice, SelectParameters
 
 ADDRESS = "http://10.0.0.1:8000"
 
@@ -108,4 +107,4 @@ def test_a_choice_of_nothing_needs_nothing() -> None:
 )
 def test_the_values_of_an_answer_are_costs_or_scores(name: str | None, is_cost: bool) -> None:
     policy = PolicyChoice(None) if name is None else PolicyChoice.of(PRESETS[name])
-    assert RankedTargets([], policy, Decision.KV_AWARE, 0, 16, None).is_cost is is_cost
+    assert policy.is_cost is is_cost

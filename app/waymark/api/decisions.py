@@ -94,7 +94,7 @@ class Decisions:
             check_known(question.given, set() if ranked is None else ranked.there)
         if decision_body.request.by == "address":
             candidates = best_by_address(candidates)
-        is_cost = question.policy.preset is not None and question.policy.preset.is_cost
+        is_cost = question.policy.is_cost
         return Answer(
             ScoreAnswer(
                 policy=question.policy.name,
@@ -380,7 +380,7 @@ def _usual_text(name: tuple[str, int], address: str | None, policy: str, decisio
 
 def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
     prompt_tokens = selected.tokens
-    is_cost = selected.policy.preset is not None and selected.policy.preset.is_cost
+    is_cost = selected.policy.is_cost
 
     def row(scored: Scored) -> ScoreRow:
         return score_row(scored, prompt_tokens, 0, is_cost=is_cost, explain=request.explain)

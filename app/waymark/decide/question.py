@@ -64,6 +64,8 @@ class PolicyChoice:
     """The content of an ``EndpointPickerConfig``, if ``preset`` is None."""
     name: str = field(init=False)
     needs_gauges: bool = field(init=False)
+    is_cost: bool = field(init=False)
+    """Whether the least value is the best."""
     linear: Linear | None = field(init=False)
     """The formula by which Redis ranks the best few again; None if there is none."""
 
@@ -72,6 +74,7 @@ class PolicyChoice:
         policy = self.preset or self.file
         object.__setattr__(self, "name", "endpoint-picker-config" if self.preset is None else self.preset.name)
         object.__setattr__(self, "needs_gauges", policy is not None and policy.needs_gauges)
+        object.__setattr__(self, "is_cost", self.preset is not None and self.preset.is_cost)
         make = None if self.preset is None else self.preset.linear
         object.__setattr__(self, "linear", None if make is None or self.values is None else make(self.values))
 
@@ -149,11 +152,9 @@ class RankedTargets:
     """All candidates, best first."""
 
     scored: Sequence[Scored]
-    policy: PolicyChoice
     decision: Decision
     tokens: int
     block_size: int
-    prefix_key: bytes | None
     is_partial: bool = False
     walk: Walk | None = None
     """The walk over the prompt's blocks."""
@@ -161,10 +162,6 @@ class RankedTargets:
     """Instance and rank of the given targets that exist, including those that a file's filters leave out."""
     is_degraded: bool = False
     """Whether the only targets left are ones whose engines cannot be reached."""
-
-    @property
-    def is_cost(self) -> bool:
-        return self.policy.preset is not None and self.policy.preset.is_cost
 
 
 class CopySource(NamedTuple):

@@ -133,11 +133,9 @@ class Selector:
         self._metrics.decisions.labels(policy=question.policy.name, decision=found.decision).inc()
         return RankedTargets(
             found.scored,
-            question.policy,
             found.decision,
             matches.request.tokens,
             matches.request.block_size,
-            matches.request.prefix_key,
             matches.is_partial,
             matches.walk,
             frozenset() if question.given is None else snapshot.fleet.names & question.given.keys(),
