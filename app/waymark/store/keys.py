@@ -270,11 +270,6 @@ def block_prefix(group_id: int, shard: int) -> bytes:
     return f"{_root}{_tag(group_id, shard)}:".encode()
 
 
-def blocks(group_id: int) -> str:
-    """Return the form of all block keys of a group, for messages to people."""
-    return f"{_root}{{{group_id}}}:<block>"
-
-
 def group_field(group: GroupName) -> bytes:
     return orjson.dumps([group.tenant_id, group.model_name])
 
