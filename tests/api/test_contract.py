@@ -173,7 +173,7 @@ async def test_views_are_what_the_contract_says(
     assert grant is not None
     await store.index.apply(grant, [], Moves(HeldBlocks()), Commit(2, 1.5, 1.5, "0" * 16))
     assert await store.records.write(grant, {"status": "failed", "last_error": "e"}, {"gaps": 3})
-    await store.heartbeats.alive("worker-1", keep_seconds=60)
+    await store.heartbeats.report("worker-1", keep_seconds=60)
     assert (await client.post("/dynamo/register_peer", json={"url": "http://10.0.0.2:1"})).status_code == 201
     await check(2)
     for path in ("/services", "/workers", "/global_view", "/dynamo/workers", "/dynamo/dump", "/dynamo/peers"):

@@ -85,7 +85,7 @@ async def test_workers_tells_publishers_and_ingest_workers(
     await register("a")
     await register("b", dp_rank=1)
     await hold("a", [1, 2, 3, 4])
-    await store.heartbeats.alive("worker-1", keep_seconds=60)
+    await store.heartbeats.report("worker-1", keep_seconds=60)
     view = (await client.get("/workers")).json()
     first, second = view["publishers"]
     assert (first["instance_id"], first["tenant_id"], first["dp_rank"]) == ("a", "default", 0)
@@ -156,7 +156,7 @@ async def test_workers_tells_what_was_written_of_a_publisher(
     grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
     assert grant is not None
     await store.index.apply(grant, [], Moves(HeldBlocks()), Commit(1, 1.0, 1.0, "0" * 16))
-    await store.heartbeats.alive("worker-1", keep_seconds=60)
+    await store.heartbeats.report("worker-1", keep_seconds=60)
     for status in ("starting", "active", "replaying", "degraded", "lost", "failed"):
         facts: Facts = {"status": status, "last_error": "no_replay: none"}
         assert await store.records.write(grant, facts, {"gaps": 3, "restarts": 2})
@@ -178,7 +178,7 @@ async def test_what_is_wrong_with_a_stream_is_said(
 
     await register("a", endpoint="tcp://10.0.0.1:5557")
     assert await complaints() == {"a": "no ingest worker applies it"}
-    await store.heartbeats.alive("worker-1", keep_seconds=60)
+    await store.heartbeats.report("worker-1", keep_seconds=60)
     for claim in await store.directory.claims():
         grant = await store.leases.take(claim, "worker-1", 60.0, force=True)
         assert grant is not None

@@ -235,7 +235,7 @@ async def test_the_commands_of_a_block_and_a_holder_show_the_same(streams: list[
 
 
 async def test_the_keys_of_a_group_are_all_there_is_but_rows(streams: list[Stream], redis: Redis, waymark: Run) -> None:
-    await streams[0].store.heartbeats.alive("worker-1", keep_seconds=60)
+    await streams[0].store.heartbeats.report("worker-1", keep_seconds=60)
     await streams[0].store.read_incarnation()
     text = await waymark("inspect", "keys")
     answers = ran(text)

@@ -42,7 +42,7 @@ HELD = {"blocks.GPU": 5, "blocks.CPU": 2}
 @pytest.fixture
 async def streams(store: Store, redis: Redis) -> list[Stream]:
     """Three publishers of two groups under worker-1, which lives: active, degraded with a loss, and lost."""
-    await store.heartbeats.alive("worker-1", keep_seconds=60)
+    await store.heartbeats.report("worker-1", keep_seconds=60)
     made = [
         await stream_of(store, redis, registration("pod-1")),
         await stream_of(store, redis, registration("pod-2", dp_rank=3, endpoint="tcp://10.0.0.2:5557")),
@@ -240,7 +240,7 @@ async def test_a_terminal_has_colours_and_groups(streams: list[Stream], waymark:
 
 @pytest.mark.usefixtures("terminal")
 async def test_an_error_of_many_streams_is_shown_once(store: Store, redis: Redis, waymark: Run) -> None:
-    await store.heartbeats.alive("worker-1", keep_seconds=60)
+    await store.heartbeats.report("worker-1", keep_seconds=60)
     for number in range(8):
         stream = await stream_of(store, redis, registration(f"pod-{number}", endpoint=f"tcp://10.0.1.{number}:5557"))
         await store.records.write(stream.grant, {"status": "degraded", "last_error": "batches_lost: some"}, {})
@@ -389,7 +389,7 @@ def test_the_embedded_redis_of_another_process_cannot_be_looked_at(
 
 async def test_a_stream_for_which_no_worker_has_room_says_so(streams: list[Stream], store: Store, waymark: Run) -> None:
     await store.registry.register(registration("pod-9", endpoint="tcp://10.0.0.9:5557"))
-    await store.heartbeats.alive("worker-1", keep_seconds=60, is_leaving=True)
+    await store.heartbeats.report("worker-1", keep_seconds=60, is_leaving=True)
     await store.heartbeats.report("worker-1", keep_seconds=60, streams_max=3)
     text = await waymark("status")
     (worker,) = table(text, "WORKER")

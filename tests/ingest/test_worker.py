@@ -199,7 +199,7 @@ async def test_a_worker_that_is_told_to_stop_gives_its_leases_back_at_once(any_b
     await first.stop()
     assert await any_bench.redis.get(lease) is None
     assert (await pod.state()).worker is None
-    assert await any_bench.store.heartbeats.alive("", keep_seconds=60) == []
+    assert list(await any_bench.store.heartbeats.report("", keep_seconds=60)) == []
     await any_bench.worker("worker-2", lease_seconds=60.0)
     await pod.work(2)
     await pod.agrees()

@@ -81,7 +81,7 @@ async def live_and_end(store: Store, shards: int) -> None:
     further = registration("pod-1", endpoint="tcp://10.0.0.1:6557", is_further=True)
     assert await store.registry.register(further)
     assert await store.directory.group(GROUP) == GroupEntry(1, shards)
-    assert await store.heartbeats.alive("worker-1", keep_seconds=30) == ["worker-1"]
+    assert list(await store.heartbeats.report("worker-1", keep_seconds=30)) == ["worker-1"]
 
     one, other = await granted(store, "pod-1"), await granted(store, "pod-2")
     (gpu, cpu), (others,) = await begun(store, one, "0 GPU", "0 CPU"), await begun(store, other, "0 GPU")

@@ -116,7 +116,7 @@ async def live(client: RedisClient, redis: Redis) -> None:
     """Everything that happens to publishers, on one shard and on three."""
     one, three = Store(client), Store(client, shards=3)
     await one.read_incarnation()
-    await one.heartbeats.alive("worker-1", keep_seconds=HOUR_SECONDS)
+    await one.heartbeats.report("worker-1", keep_seconds=HOUR_SECONDS)
     state = Discovery(worker="worker-1", registered=2, waiting=1, problems=("pod a: it has no block_size",))
     assert await one.discovery.hold(state, HOUR_SECONDS)
     assert await one.discovery.state() == state
@@ -142,7 +142,7 @@ async def live(client: RedisClient, redis: Redis) -> None:
         await claim_comes
     await redis.hdel(keys.PUBLISHERS, keys.publisher_field(lost.claim.registration.name).decode())
     assert await one.unclaimed.end(UnclaimedPublisher(lost.publisher, lost.group_id, lost.shards))
-    await one.heartbeats.alive("worker-1", keep_seconds=HOUR_SECONDS, is_leaving=True)
+    await one.heartbeats.report("worker-1", keep_seconds=HOUR_SECONDS, is_leaving=True)
 
 
 async def unmarked(grant: Grant, store: Store) -> None:
@@ -480,7 +480,7 @@ async def test_every_command_of_the_tour_answers_something(redis_url: str) -> No
         client = RedisClient(redis, redis_url)
         store = Store(client)
         await store.read_incarnation()
-        await store.heartbeats.alive("worker-1", keep_seconds=HOUR_SECONDS)
+        await store.heartbeats.report("worker-1", keep_seconds=HOUR_SECONDS)
         stream = await stream_of(store, redis, ids_above=28114406051233)
         (gpu, cpu) = await stream.begin("0 GPU", "0 CPU")
         await stream.apply(stored(gpu, [0xCB39AC69B63E3C9C]))

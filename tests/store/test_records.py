@@ -114,10 +114,10 @@ async def test_without_publishers_there_is_nothing_to_tell(store: Store) -> None
 
 
 async def test_workers_that_are_alive_know_of_each_other(store: Store) -> None:
-    assert await store.heartbeats.alive("a", keep_seconds=60) == ["a"]
-    assert await store.heartbeats.alive("b", keep_seconds=60) == ["a", "b"]
-    assert await store.heartbeats.alive("a", keep_seconds=60, is_leaving=True) == ["b"]
-    assert await store.heartbeats.alive("", keep_seconds=60) == ["b"]
+    assert list(await store.heartbeats.report("a", keep_seconds=60)) == ["a"]
+    assert list(await store.heartbeats.report("b", keep_seconds=60)) == ["a", "b"]
+    assert list(await store.heartbeats.report("a", keep_seconds=60, is_leaving=True)) == ["b"]
+    assert list(await store.heartbeats.report("", keep_seconds=60)) == ["b"]
 
 
 async def test_a_redis_that_came_back_empty_has_another_incarnation(store: Store, redis: Redis) -> None:

@@ -21,5 +21,5 @@ def test_a_limit_that_cannot_be_read_is_none(limit: str) -> None:
 async def test_workers_know_each_others_limits(store: Store) -> None:
     await store.heartbeats.report("a", keep_seconds=60, streams_max=5)
     assert await store.heartbeats.report("b", keep_seconds=60) == {"a": 5, "b": None}
-    assert await store.heartbeats.alive("", keep_seconds=60) == ["a", "b"]
+    assert list(await store.heartbeats.report("", keep_seconds=60)) == ["a", "b"]
     assert await store.heartbeats.report("a", keep_seconds=60, streams_max=5, is_leaving=True) == {"b": None}

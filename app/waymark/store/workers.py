@@ -59,10 +59,6 @@ class Heartbeats:
         )
         return dict(map(Heartbeat.of, members))
 
-    async def alive(self, worker: str, *, keep_seconds: int, is_leaving: bool = False) -> list[str]:
-        """Do what ``report`` does for a worker without a limit, and return only the ids."""
-        return list(await self.report(worker, keep_seconds=keep_seconds, is_leaving=is_leaving))
-
 
 class DiscoveryLease:
     def __init__(self, client: RedisClient, scripts: Scripts) -> None:
