@@ -61,7 +61,7 @@ async def test_a_picker_that_ends_says_so_takes_what_comes_and_finishes_what_it_
     options = EppOptions("127.0.0.1", 0, 0, has_tls=False, drain_seconds=3.0, finish_seconds=60.0)
     epp = await start_epp(store, options=options)
     health = HealthStub(epp.channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
-    await wait_until(lambda: epp.server.is_ready, "it is ready")
+    await wait_until(lambda: epp.server._health.is_ready, "it is ready")
     running = epp.stream()
     destinations(await running.ask(CHAT))
     await running.request_back()

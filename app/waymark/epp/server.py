@@ -148,10 +148,6 @@ class EppServer:
         await self._server.stop(0)
         await self._health_server.stop(0)
 
-    @property
-    def is_ready(self) -> bool:
-        return self._health.is_ready
-
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` is set; then report that, accept late requests for a while, and finish those that have
         begun.
