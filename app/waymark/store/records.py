@@ -155,8 +155,6 @@ class StreamRecord:
     """How many calls each shard but the first had acknowledged when the watermark was written."""
     counters: Mapping[str, int]
     status: StreamStatus
-    change: str
-    """The nonce of the last change of holders under the present token; '' before the first change."""
     last_event_id: str = ""
     """For an event stream over HTTP: the ``id`` of the last event that was applied."""
     has_staged: bool = False
@@ -209,16 +207,16 @@ class Records:
         raw_fields = await self._client.hgetall(grant.record)
         if raw_fields.get(b"token") != grant.token.encode():
             return None
-        return self._decoded(grant.claim, raw_fields, grant.token)
+        return self._decoded(grant.claim, raw_fields)
 
     async def peek(self, claim: Claim) -> StreamRecord | None:
         """Return the record, whichever worker has the stream; None if it is gone. Raise RecordDamaged as ``read``
         does.
         """
         raw_fields = await self._client.hgetall(keys.record(claim.group_id, claim.publisher))
-        return self._decoded(claim, raw_fields, "") if raw_fields else None
+        return self._decoded(claim, raw_fields) if raw_fields else None
 
-    def _decoded(self, claim: Claim, raw_fields: Mapping[bytes, bytes], token: str) -> StreamRecord:
+    def _decoded(self, claim: Claim, raw_fields: Mapping[bytes, bytes]) -> StreamRecord:
         record = keys.record(claim.group_id, claim.publisher)
         fields = StreamFields(self._parser, record, raw_fields)
         if not fields.is_of_this_format():
@@ -226,7 +224,6 @@ class Records:
                 f"the record {record} is of another release; run its stream with that one, or unregister "
                 f"publisher {claim.registration.name} there"
             )
-        worker, _, change = fields.text("turn").partition(" ")
         holders = fields.integers(HOLDER, HolderName.parse)
         event_ids = fields.integers(EVENT, holder_id, bits=64)
         shard_calls = fields.integers(SHARD, int)
@@ -244,7 +241,6 @@ class Records:
             shard_calls=shard_calls,
             counters=fields.integers(COUNTER, str),
             status=fields.status(),
-            change=change if worker == token else "",
             last_event_id=fields.text("last_event_id"),
             has_staged=fields.has_any(STAGED),
             is_damaged=fields.is_damaged(("watermark", "main_groups", HOLDER, EVENT, SHARD)),
