@@ -6,7 +6,7 @@ key is what the index finds it by, ``keys("AB")``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from waymark.base.shape import parse, plain
@@ -27,6 +27,7 @@ from waymark.domain.events import (
 )
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import Registration
+from waymark.domain.rows import DEPTHS, PIECE_BLOCKS
 
 BLOCK_SIZE = 4
 SEED = 1337
@@ -126,3 +127,8 @@ def envelope(event_id: int, **fields: Any) -> Envelope:
 
 def batch(*events: Event, rank: int | None = None, ts: float | None = 1.0) -> Batch:
     return Batch(ts, events, rank)
+
+
+def slots_of(block_keys: Iterable[int], depth: int) -> bytes:
+    """The slots of consecutive blocks, the first block at ``depth``."""
+    return b"".join(b"%016x%c" % (key, DEPTHS[at % PIECE_BLOCKS]) for at, key in enumerate(block_keys, depth))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.factories import slots_of
 from waymark.apply.applier import portions_of
 from waymark.domain.packing import pack
 from waymark.domain.parts import Part
-from waymark.domain.rows import Place, slots_of
+from waymark.domain.rows import Place
 from waymark.store.calls import CALL_BLOCKS
 
 

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from tests.domain.rows import format_entry, format_row
+from tests.factories import slots_of
 from waymark.domain.rows import (
     DEPTHS,
     FORMAT,
@@ -16,7 +17,6 @@ from waymark.domain.rows import (
     parse,
     parse_entry,
     parse_field,
-    slots_of,
 )
 
 VALUE = b"cb39ac69b63e3c9c044a2ff17f2e7ad0c10c68d3be8f6e10752e7b15c00d4f93aa42 17:f 21:b"

@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
+from tests.factories import slots_of
 from waymark.domain.names import GroupName, Holder, Window
-from waymark.domain.rows import Row, slots_of
+from waymark.domain.rows import Row
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.worth import CacheWorth, PrefixUse, Prompts, Tally
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.conftest import wait_until
+from tests.factories import slots_of
 from tests.ingest.conftest import WITHOUT_PROBES, Bench
 from tests.ingest.test_unreadable import BLOCKS, QUERY, Scene, scene_of
-from waymark.domain.rows import slots_of
 
 SLOTS = slots_of(BLOCKS, 0)
 ROWS = {

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from tests.domain.rows import format_row
 from tests.domain.test_row_runs import runs
+from tests.factories import slots_of
 from waymark.domain.packing import KEY_BYTES, pack, unpack
 from waymark.domain.row_runs import Runs
-from waymark.domain.rows import PIECE_BLOCKS, Row, slots_of
+from waymark.domain.rows import PIECE_BLOCKS, Row
 from waymark.store.chain import Chain, KeySource, ValueName, WantedValues
 from waymark.store.directory import GroupEntry
 from waymark.store.hot import HotRows

@@ -15,11 +15,11 @@ from random import Random
 from statistics import mean, median
 from typing import NamedTuple
 
+from tests.factories import slots_of
 from tools.benchmarks.report import Row
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.names import GroupName, Holder
 from waymark.domain.rows import Row as BlockRow
-from waymark.domain.rows import slots_of
 from waymark.domain.table import HolderTable, PublisherRow
 from waymark.domain.worth import CacheWorth, Prompts, Tally
 from waymark.simulator.cache import Prefix, PrefixCache

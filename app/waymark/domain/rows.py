@@ -19,7 +19,7 @@ A block's key is ``seq_hash XOR namespace``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from waymark.base.record import record
@@ -146,11 +146,6 @@ def parse(value: bytes, slots_max: int = ROW_SLOTS) -> Row:
     if holders and max(holders.values()) >> count:
         raise ValueError("a bitmap has a bit beyond the slots")
     return Row(slots, bool(mark), holders)
-
-
-def slots_of(block_keys: Iterable[int], depth: int) -> bytes:
-    """Return the slots of consecutive blocks, the first block at ``depth``."""
-    return b"".join(b"%016x%c" % (key, DEPTHS[at % PIECE_BLOCKS]) for at, key in enumerate(block_keys, depth))
 
 
 def keys_of(slots: bytes) -> list[int]:
