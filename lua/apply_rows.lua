@@ -5,8 +5,8 @@
 --
 -- KEYS  fence      hash    `<publisher>`: the highest lease token seen here; `holder`: the highest holder id;
 --                          `calls:<publisher>`: how many calls of its stream were made here; `first:<publisher>`:
---                          the highest `first` of them; `holders:<publisher>`: the last 32 holders that have had blocks
---                          here. These two are not on shard 0
+--                          the highest `first` of them; `blocks:<holder>`: its publisher, from its first block here until
+--                          it is swept. These two are not on shard 0
 --       engine*    hash    one for each holder in the call. Its fields: an entry for each row that has the holder;
 --                          `*<key>`, the copies of a block; `applied`, see below
 --       row*       string  rows, branch rows and singles, in the order in which the parts need them; then the rows that
@@ -69,7 +69,6 @@
 local LONG = 4096 -- in a longer row a new holder is appended, and only the entry shows whether the row has the holder
 local GAP = 8 -- a holder is not appended to a shared branch row that has this many slots beyond the holder's last hash
 local SWEPT = '9007199254740991 0' -- `applied` after end_holder; no block has position 0
-local HOLDERS = 32 -- how many holders of a publisher are remembered
 local DEAD = 2048 -- with more bytes of holders, no slot without a holder is searched for
 -- A local is cheaper than a global.
 local KEYS, ARGV, byte, sub, find, match, format =
@@ -714,12 +713,8 @@ if highest then counted[3], counted[4] = 'holder', format('%.0f', highest) end
 if (tonumber(ARGV[8]) or 0) > (tonumber(seen[4] or 0) or 0) then -- a late call has a lower one
   counted[#counted + 1], counted[#counted + 2] = 'first:' .. publisher, ARGV[8]
 end
-if #new > 0 then -- if shard 0 loses the beginning of a holder, only this shows that its blocks are to be swept
-  local ids = {}
-  for id in (redis.call('HGET', fence, 'holders:' .. publisher) or ''):gmatch('%d+') do ids[#ids + 1] = id end
-  for _, id in ipairs(new) do ids[#ids + 1] = id end
-  counted[#counted + 1], counted[#counted + 2] =
-    'holders:' .. publisher, table.concat(ids, ' ', math.max(1, #ids - HOLDERS + 1))
+for _, id in ipairs(new) do -- if shard 0 loses a holder, only this shows that its blocks are to be swept
+  counted[#counted + 1], counted[#counted + 2] = 'blocks:' .. id, publisher
 end
 redis.call('HSET', fence, unpack(counted))
 

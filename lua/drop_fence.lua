@@ -5,14 +5,12 @@
 --
 -- KEYS  fence      hash  the fence of the shard
 -- ARGV  publisher  its integer id
---       token      the token under which it was ended; '' for any, if its record is known to be gone. Shard 0 may have
---                  lost the record, so the holders that have had blocks here stay known
+--       token      the token under which it was ended; '' for any, if its record is known to be gone
 --
--- {'applied', 0}  the fence no longer has anything else about the publisher
+-- {'applied', 0}  the fence no longer has anything about the publisher, except holders that are still to be swept
 -- {'fenced', 0}   the fence has another token; nothing written
 
 local seen = redis.call('HGET', KEYS[1], ARGV[1])
 if seen and ARGV[2] ~= '' and seen ~= ARGV[2] then return {'fenced', 0} end
 redis.call('HDEL', KEYS[1], ARGV[1], 'calls:' .. ARGV[1], 'first:' .. ARGV[1])
-if ARGV[2] ~= '' then redis.call('HDEL', KEYS[1], 'holders:' .. ARGV[1]) end
 return {'applied', 0}

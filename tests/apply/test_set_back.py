@@ -15,7 +15,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import Stream, blocks_of, found_hashes, hgetall, stream_of
-from tests.store.flow import swept
+from tests.store.flow import searched, swept
 from waymark.apply.applier import Applier, Incoming
 from waymark.apply.options import ApplyOptions
 from waymark.apply.redis_calls import Fenced
@@ -362,6 +362,7 @@ async def test_blocks_of_a_holder_whose_beginning_shard_0_has_lost_are_swept(red
     await worker.run()
     state = await store.records.read(worker.stream.grant)
     assert state is not None
+    await searched(store, worker.stream.entry)
     await swept(store, worker.stream.entry)
     assert {holder for ids in (await blocks_of(redis)).values() for holder in ids} == set(state.holders.values())
 

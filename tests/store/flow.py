@@ -71,6 +71,13 @@ async def swept(store: Store, entry: GroupEntry) -> None:
             pass
 
 
+async def searched(store: Store, entry: GroupEntry) -> None:
+    """Search the fences of all shards."""
+    place = await store.leftovers.look(entry)
+    while place != (0, 0):
+        place = await store.leftovers.look(entry, place)
+
+
 async def live_and_end(store: Store, shards: int) -> None:
     """Register, store, ask, remove, clear, take over, unregister, sweep; nothing of it is left in an answer."""
     assert await store.check() == []

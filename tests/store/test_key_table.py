@@ -235,6 +235,10 @@ async def publish_and_unregister(stream: Stream) -> None:
     assert await store.records.ask_repair(grant.claim)
     await store.leases.forget_told(replace(grant, calls={}))
     await store.registry.unregister([grant.claim.registration.name])
+    group_id = grant.group_id
+    await store.scripts.end_lost(
+        holders=keys.holders(group_id), record=grant.record, dead=keys.dead(group_id), holder=left
+    )
     while (holder := await store.sweeper.pick(stream.entry)) is not None:
         async for _ in store.sweeper.steps(stream.entry, holder):
             pass

@@ -1,10 +1,13 @@
-"""The places of single blocks by the rows in Redis, also of blocks that no query reaches."""
+"""The places of single blocks by the rows in Redis, also of those that no query reaches, and what the dead left."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from redis import Redis
 
 from tests.model import Place, Space, Tokens
 from tools.chaos.backend import Backend
@@ -23,6 +26,9 @@ from waymark.store.store import Store
 _REDIS_SECONDS = 20.0
 _VALUES = 512
 _ROW_NAME = re.compile(rb".*:[0-9a-f]{16}(:[bs])?")
+#: Keys and fields that name a holder, or a publisher.
+_HOLDER = re.compile(rb"(?:.*:engine|blocks):([0-9]+)")
+_PUBLISHER = re.compile(rb"(?:(?:.*:(?:publisher|history)|calls|first|health|drift):)?([0-9]+)")
 
 
 class Inside:
@@ -54,16 +60,42 @@ class Inside:
             await client.close()
         counts: Counter[Place] = Counter()
         for shard in range(group.entry.shards):
-            prefix = keys.block_prefix(group.id, shard).decode()
-            with self._backend.of(prefix).admin() as admin:
-                found = admin.scan_iter(f"{prefix}*", count=1000, _type="string")
-                names = sorted({name for name in found if _ROW_NAME.fullmatch(name)})
-                for start in range(0, len(names), _VALUES):
-                    for value in admin.mget(names[start : start + _VALUES]):
-                        row = parse(value or b"")  # a row that has just been swept is None
-                        for each in row.holders.keys() & table.holders.keys():
-                            counts[_place(table, table.holders[each])] += row.holders[each].bit_count()
+            with self._admin(group, shard) as admin:
+                for holder, blocks in _blocks(admin, keys.block_prefix(group.id, shard)).items():
+                    if holder in table.holders:
+                        counts[_place(table, table.holders[holder])] += blocks
         return counts
+
+    async def leftovers(self) -> list[str]:
+        """Return what holders have left that are neither live nor to be swept, and publishers that are gone."""
+        client = RedisClient.open(self._backend.url, timeout_seconds=_REDIS_SECONDS)
+        try:
+            group, _ = await self._read(Inspector(Store(client)))
+        finally:
+            await client.close()
+        holders, publishers = set[tuple[int, str]](), set[tuple[int, str]]()
+        for shard in range(group.entry.shards):
+            prefix = keys.block_prefix(group.id, shard)
+            with self._admin(group, shard) as admin:
+                blocks = _blocks(admin, prefix)
+                holders |= {(holder, f"{count} blocks on shard {shard}") for holder, count in blocks.items()}
+                for place, name in _names(admin, prefix):
+                    for pattern, found in ((_HOLDER, holders), (_PUBLISHER, publishers)):
+                        if match := pattern.fullmatch(name):
+                            found.add((int(match[1]), f"{place} {name.decode()} on shard {shard}"))
+        # Shard 0 is read last, because it knows all of them before they have a block or a fence.
+        with self._admin(group, 0) as admin:
+            table = admin.hkeys(keys.holders(group.id))
+            there = {int(name[10:]) for name in table if name.startswith(b"publisher:")}
+            records = [admin.hgetall(keys.record(group.id, publisher)) for publisher in there]
+            staged = [value for each in records for name, value in each.items() if name.startswith(b"staged:")]
+            dead = admin.smembers(keys.dead(group.id))
+        known = {int(each) for each in (*filter(bytes.isdigit, table), *staged, *dead)}
+        lines = [f"holder {each}: {where}" for each, where in sorted(holders) if each not in known]
+        return lines + [f"publisher {each}: {where}" for each, where in sorted(publishers) if each not in there]
+
+    def _admin(self, group: InspectedGroup, shard: int) -> Redis:
+        return self._backend.of(keys.fence(group.id, shard)).admin()
 
     async def _read(self, inspector: Inspector) -> tuple[InspectedGroup, HolderTable]:
         name = GroupName(self._tenant, MODEL_NAME)
@@ -71,6 +103,29 @@ class Inside:
         table = await inspector.table(group)
         assert table is not None, f"{self._tenant} has no table"
         return group, table
+
+
+def _blocks(admin: Redis, prefix: bytes) -> Counter[int]:
+    """Return the number of blocks of each holder in all rows of a shard."""
+    counts = Counter[int]()
+    found = admin.scan_iter(prefix + b"*", count=1000, _type="string")
+    names = sorted({name for name in found if _ROW_NAME.fullmatch(name)})
+    for start in range(0, len(names), _VALUES):
+        values: Any = admin.mget(names[start : start + _VALUES])
+        for value in values:
+            for holder, bitmap in parse(value or b"").holders.items():  # a row that has just been swept is None
+                counts[holder] += bitmap.bit_count()
+    return counts
+
+
+def _names(admin: Redis, prefix: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield the keys that do not expire, and the fields that name holders or publishers, each with what it is."""
+    for name in {*admin.scan_iter(prefix + b"*", count=1000)}:
+        if not _ROW_NAME.fullmatch(name) and admin.ttl(name) == -1:
+            yield "key", name
+    for key in (b"fence", b"entries", b"load"):
+        fields: Any = admin.hkeys(prefix + key)
+        yield from ((f"field of {key.decode()}", name) for name in fields)
 
 
 def _place(table: HolderTable, holder: Holder) -> Place:

@@ -20,6 +20,8 @@ from tools.chaos.trace import Deadline, Trace
 
 SETTLE_SECONDS = 30.0
 ANSWER_SECONDS = 4.0
+#: Workers search the fences of the shards of all groups in this time.
+LEFTOVERS_SECONDS = 40.0
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _AT_ONCE = 8
@@ -77,6 +79,18 @@ class Quiet:
             if publisher not in unknown:
                 publisher.is_exact_now()
         return unknown
+
+    async def is_clean(self) -> None:
+        """Wait until nothing is left of holders and publishers that are gone, except holders that are to be swept."""
+        deadline = Deadline(LEFTOVERS_SECONDS)
+        while True:
+            found = {tenant: await inside.leftovers() for tenant, inside in self._insides.items()}
+            lines = [f"  {tenant}: {line}" for tenant, of_tenant in found.items() for line in of_tenant]
+            if not lines:
+                return
+            if deadline.is_over:
+                raise Mismatch(f"{len(lines)} things are left of the dead", *lines[:_TOLD])
+            await asyncio.sleep(_POLL_SECONDS * 5)
 
     # ---- until all is applied --------------------------------------------------------------------------
 

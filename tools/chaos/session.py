@@ -164,6 +164,8 @@ class Session:
                     await neighbours.compare()
                 if prober.done():
                     prober.result()
+            await quiet.is_clean()
+            trace("nothing is left of the dead")
         return self.outcome
 
     def _keeping(self, crew: Crew, redis: Backend) -> Callable[..., Awaitable[None]]:

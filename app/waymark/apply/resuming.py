@@ -129,7 +129,7 @@ async def resumed(
     if state is None:
         raise Fenced
     # Every call from here on is counted, and could hide a loss.
-    has_lost, has_lost_life = grant.has_lost(state.shard_calls), grant.has_lost_life
+    has_lost, has_lost_first = grant.has_lost(state.shard_calls), grant.has_lost_first
     memory = None if kept is None else kept.take(grant, state)
     resolver = _resolver(grant, state, options, registered_ranks, memory)
     has_skipped = is_swept = False
@@ -152,7 +152,7 @@ async def resumed(
     about = fields(stream=str(grant.claim.registration.name))
     # A new publisher has no fence either, as if a shard had lost it.
     has_begun = state.watermark is not None or bool(state.event_ids)
-    if has_lost_life or (has_begun and has_lost):
+    if has_lost_first or (has_begun and has_lost):
         log.warning("redis has lost writes; the stream begins a new life", extra=about)
         state = await _begun_anew(applier, store, grant, state)
     elif state.is_damaged or is_swept:
@@ -164,7 +164,7 @@ async def resumed(
         # applied again, so their hashes would stay missing. Without the flag all hashes are written again.
         resolver.flags.discard(KEPT)
         await applier.keep_facts()
-    if has_lost_life:  # otherwise each worker would begin another life until shard 0 has made as many calls again
+    if has_lost_first:  # otherwise each worker would begin another life until shard 0 has made as many calls again
         await applier.calls.answered(lambda: store.leases.forget_told(grant))
     await applier.bounding.check(at_once=True)
     return applier, state
@@ -172,8 +172,7 @@ async def resumed(
 
 async def _begun_anew(applier: Applier, store: Store, grant: Grant, damaged: StreamRecord) -> StreamRecord:
     """Begin a new life, and return its record. Raises Fenced if there is none."""
-    # Shard 0 may have lost the beginning of holders, whose blocks on other shards would never be swept.
-    await store.records.adopt(grant, damaged, grant.told_holders)
+    await store.records.adopt(grant, damaged)
     await applier.new_life()
     applier.resolver.resume({}, frozenset(), None, {})
     state = await store.records.read(grant)

@@ -5,8 +5,9 @@ Dead holders are swept out of blocks in steps, and caches are valued in steps, b
 same work twice, which is harmless; only one worker at a time values a group. A worker runs one step of each at a time,
 so a reader waits for at most two steps of each worker.
 
-Publishers in a group's holder table without a claim are ended, too. Each poll reads the table of one group, in turn.
-The workers share the groups, so a poll costs each worker one command, however many groups there are.
+Publishers in a group's holder table without a claim are ended, too, and so are holders and fences that the table does
+not know. Each poll reads the table and a part of a fence of one group, in turn. The workers share the groups, so a poll
+costs each worker three commands, however many groups there are.
 
 Overdue reservations end here in groups that get no requests, for example because their only replica was killed. Each
 group has one worker that looks after it. Two workers that end the same reservation change the load once.
@@ -29,7 +30,7 @@ from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 from waymark.store.reservations import OVERDUE_MAX
 from waymark.store.store import Store
-from waymark.store.sweep import TableState, UnclaimedPublisher
+from waymark.store.sweep import FencePlace, TableState, UnclaimedPublisher
 from waymark.store.worth import LEASE_SECONDS, STEP_BLOCKS
 
 log = logging.getLogger(__name__)
@@ -154,7 +155,8 @@ async def _if_reached(step: Coroutine[None, None, int]) -> int:
 
 
 class UnclaimedWatch:
-    """Ends a publisher after it had no claim for two polls and for ``patience_seconds``.
+    """Ends a publisher after it had no claim for two polls and for ``patience_seconds``. Also ends holders and fences
+    that the table of their group does not know.
 
     In this time every live worker polls, and restores a claim that it knows and Redis has lost.
     """
@@ -170,6 +172,8 @@ class UnclaimedWatch:
         self._claims: Sequence[Claim] = ()
         self._claimed: set[int] = set()
         """The publishers of ``_claims``."""
+        self._places: dict[int, FencePlace] = store.incarnation.cache({})
+        """How far the fences of each group are searched."""
         self._whole: dict[int, TableState] = store.incarnation.cache({})
         """The groups whose table had only publishers of ``_claims``, with the state of the table."""
 
@@ -181,6 +185,8 @@ class UnclaimedWatch:
             return
         try:
             await self._check(entry, claims, {group_entry.group_id for group_entry in share})
+            place = self._places.get(entry.group_id, (0, 0))
+            self._places[entry.group_id] = await self._store.leftovers.look(entry, place)
         except StoreUnavailable as exc:
             # Readers of the table log this, too. A group that cannot be searched does not delay the others.
             log.debug("group cannot be searched", extra=fields(group=entry.group_id, error=exc.sentence))

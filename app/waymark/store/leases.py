@@ -112,8 +112,6 @@ class Grant:
     """The highest number of calls of shard 0 that another shard was told of. If shard 0 has counted fewer, it has lost
     writes.
     """
-    told_holders: frozenset[int] = frozenset()
-    """The last holders of the publisher with blocks on the other shards. Shard 0 may have lost some of them."""
 
     def acknowledged(self, shard: int, calls: int) -> None:
         """Note that a shard has answered a call. Answers to calls that ran at the same time come in any order."""
@@ -136,17 +134,16 @@ class Grant:
         return outcome.is_applied
 
     @property
-    def has_lost_life(self) -> bool:
-        """Return whether shard 0 has lost writes, maybe with the holders that they began, or the whole record."""
-        return self.first_calls < self.first_told or (self.is_forgotten and bool(self.told_holders))
+    def has_lost_first(self) -> bool:
+        """Whether shard 0 has lost writes, maybe with the holders that they began."""
+        return self.first_calls < self.first_told
 
     def has_lost(self, shard_calls: Mapping[int, int]) -> bool:
         """Return whether a shard lost writes: when its fence was raised, it had counted fewer calls than the record
         says, or shard 0 fewer than another shard was told.
         """
-        has_lost_first = self.first_calls < self.first_told
         has_lost_other = any(self.calls.get(shard, 0) < calls for shard, calls in shard_calls.items())
-        return self.is_forgotten or has_lost_first or has_lost_other
+        return self.is_forgotten or self.has_lost_first or has_lost_other
 
     @property
     def has_news(self) -> bool:
@@ -206,7 +203,7 @@ class Leases:
 
         ``force`` takes the lease even if another worker has it.
         """
-        is_forgotten, told_holders = await self._told(claim)
+        is_forgotten = await self._is_forgotten(claim)
         lease = await self.take_for(claim, worker, seconds, force=force)
         if lease is None:
             return None
@@ -217,7 +214,6 @@ class Leases:
             lease.calls,
             is_forgotten=is_forgotten,
             first_told=lease.first_told,
-            told_holders=told_holders,
         )
 
     async def take_for(
@@ -239,7 +235,7 @@ class Leases:
                 force="1" if force else "",
             )
             if outcome.verdict is Verdict.GONE:
-                await self._forget(ids)
+                await self.forget(ids)
             if not outcome.is_applied:
                 return None
             own = f"{outcome.numbers[0]}.{random}"
@@ -254,20 +250,11 @@ class Leases:
         worker = await self._client.hget(keys.record(claim.group_id, claim.publisher), "worker")
         return lenient_text(worker) if worker else None
 
-    async def _told(self, claim: Claim) -> tuple[bool, frozenset[int]]:
-        """Return whether a shard other than the first has no token, and the last holders that have had blocks on such
-        shards. Called before fences are raised.
-        """
-        other_shards = range(1, claim.shards)
-        if not other_shards:
-            return False, frozenset()
-        found = await self._client.several(
-            ("HMGET", keys.fence(claim.group_id, shard), claim.publisher, f"holders:{claim.publisher}")
-            for shard in other_shards
-        )
-        words = [word for _, told in found if told for word in told.split()]
-        holders = frozenset(int(word) for word in words if word.isdigit() and len(word) < 17)
-        return any(token is None for token, _ in found), holders
+    async def _is_forgotten(self, claim: Claim) -> bool:
+        """Return whether a shard other than the first has no token. Called before fences are raised."""
+        fences = [keys.fence(claim.group_id, shard) for shard in range(1, claim.shards)]
+        tokens = await self._client.several(("HGET", fence, claim.publisher) for fence in fences) if fences else ()
+        return any(token is None for token in tokens)
 
     async def _raise_fences(
         self, ids: PublisherIds, token: str, first: int | str = ""
@@ -352,9 +339,9 @@ class Leases:
         """Release the lease, so that another worker can take it at once."""
         outcome = await self._scripts.drop_lease(lease=grant.lease, record=grant.record, token=grant.token)
         if outcome.verdict is Verdict.GONE:
-            await self._forget(grant.claim)
+            await self.forget(grant.claim)
 
-    async def _forget(self, ids: PublisherIds) -> None:
+    async def forget(self, ids: PublisherIds) -> None:
         """Delete the fences of a publisher without a record. No worker has a valid token for that publisher.
 
         There are such fences if the publisher ended, or a worker stopped, between taking the lease and raising the
@@ -394,7 +381,7 @@ class Leases:
             return False
         if not (await self._end(ids, "", "gone", holders_of(fields, ids.publisher))).is_applied:
             return False
-        await self._forget(ids)
+        await self.forget(ids)
         return True
 
     async def _end(self, ids: PublisherIds, token: str, only: str, holders: Sequence[int] = ()) -> Outcome:

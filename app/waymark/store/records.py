@@ -10,13 +10,12 @@ is checked by itself: an unreadable one does not affect the others.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, TypedDict, TypeVar
 
 from waymark.base.errors import RecordDamaged
 from waymark.base.record import record
-from waymark.domain.media import UNNAMED
 from waymark.domain.names import Holder, HolderName
 from waymark.domain.parts import Commit
 from waymark.domain.status import RecordKind, StreamStatus
@@ -246,26 +245,17 @@ class Records:
             is_damaged=fields.is_damaged(("watermark", "main_groups", HOLDER, EVENT, SHARD)),
         )
 
-    async def adopt(self, grant: Grant, state: StreamRecord, told: Iterable[int]) -> None:
+    async def adopt(self, grant: Grant, state: StreamRecord) -> None:
         """Add to a damaged record the live holders of its publisher that it does not name, so that ``new_life`` ends
-        them; also those that other shards have been ``told`` of.
+        them.
         """
         key = keys.holders(grant.group_id)
         table = decode_table(await self._client.hgetall(key), self._parser, key)
         ids = set(state.holders.values())
-        lost_holders = (
-            []
-            if table is None
-            else [table_holder for table_holder in table.holders.values() if table_holder.publisher == grant.publisher]
-        )
         args: list[str] = []
-        names = {holder_id: HolderName(0, UNNAMED, digest=str(holder_id)) for holder_id in told}
-        names |= {
-            holder.id: HolderName(holder.dp_rank, holder.medium, digest=str(holder.id)) for holder in lost_holders
-        }
-        for holder_id, name in names.items():
-            if holder_id not in ids:
-                args += (f"{HOLDER}{name}", str(holder_id))
+        for holder in () if table is None else table.holders.values():
+            if holder.publisher == grant.publisher and holder.id not in ids:
+                args += (f"{HOLDER}{HolderName(holder.dp_rank, holder.medium, digest=str(holder.id))}", str(holder.id))
         if args:
             await self._write(grant, args)
 

@@ -446,8 +446,11 @@ class Scripts:
     ) -> Outcome:
         return await self._run("sweep_rows", locals())
 
-    async def end_holder(self, *, engine: str, dead: str | None, holder: int, is_swept: int) -> Outcome:
+    async def end_holder(self, *, engine: str, fence: str, dead: str | None, holder: int, is_swept: int) -> Outcome:
         return await self._run("end_holder", locals())
+
+    async def end_lost(self, *, holders: str, record: str, dead: str, holder: int) -> Outcome:
+        return await self._run("end_lost", locals())
 
     async def keep_worth(
         self, *, valuing: str, worth: str, walk: str, milliseconds: int, keep: int, value: bytes

@@ -44,7 +44,7 @@ from waymark.store.responses import ReplicaCounts, StoredAnswers, StoredResponse
 from waymark.store.scripts import Scripts
 from waymark.store.selections import Selections
 from waymark.store.speculative import Placements, PromptHistories, Speculative
-from waymark.store.sweep import Sweeper, UnclaimedPublishers
+from waymark.store.sweep import Leftovers, Sweeper, UnclaimedPublishers
 from waymark.store.takeover import Takeover
 from waymark.store.workers import DiscoveryLease, Heartbeats
 from waymark.store.worth import Valuations
@@ -102,6 +102,7 @@ class Store:
             client, self.records, self.leases, self.directory, self.claim_writer, note=self.activity.note
         )
         self.unclaimed = UnclaimedPublishers(client, self.scripts, self.leases, self.directory)
+        self.leftovers = Leftovers(client, self.scripts, self.leases)
         self.discovery = DiscoveryLease(client, self.scripts)
         self.pacer = Pacer(apply_blocks_max)
         self.index = Index(client, self.scripts, self.pacer)

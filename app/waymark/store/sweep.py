@@ -1,4 +1,5 @@
-"""Sweeping: removes a dead holder from its rows in small steps, and ends publishers without a claim.
+"""Sweeping: removes a dead holder from its rows in small steps, and ends publishers without a claim, and holders and
+fences that shard 0 does not know.
 
 No query waits for a sweep: readers ignore a holder from the end of its life. A step is one bounded call, so it delays a
 reader only a little. A crash between two steps loses no holder, because the id stays in ``dead`` until every shard is
@@ -119,6 +120,7 @@ class Sweeper:
             return True
         ended = await self._scripts.end_holder(
             engine=keys.engine(entry.group_id, shard, holder),
+            fence=keys.fence(entry.group_id, shard),
             dead=None if shard else keys.dead(entry.group_id),
             holder=holder,
             is_swept=int(is_swept),
@@ -234,3 +236,67 @@ class UnclaimedPublishers:
     def _is_of(self, ids: UnclaimedPublisher, name: bytes, raw: bytes) -> bool:
         claim = self._directory.decode(name, raw)
         return claim is None or claim.publisher == ids.publisher
+
+
+#: The beginnings of the fields of a publisher, without the colon.
+_OF_PUBLISHER = (b"", b"calls", b"first")
+
+FencePlace: TypeAlias = tuple[int, int]
+"""How far the fences of a group are searched: a shard, and the cursor of its hash."""
+
+
+class Leftovers:
+    """Finds holders and publishers in the fences of a group's shards that shard 0 does not know.
+
+    Each shard knows which holders have blocks on it. Shard 0 knows which of them live, and which are to be swept. If it
+    comes back empty or without its last writes, or another shard comes back with blocks that were swept, no other code
+    would remove these blocks. A worker that stops while it takes a lease may leave the fences of a publisher that has
+    ended meanwhile.
+    """
+
+    def __init__(self, client: RedisClient, scripts: Scripts, leases: Leases) -> None:
+        self._client = client
+        self._scripts = scripts
+        self._leases = leases
+
+    async def look(self, entry: GroupEntry, place: FencePlace = (0, 0)) -> FencePlace:
+        """Search a part of a fence, and return the place of the next part, which is (0, 0) after the last one.
+
+        Holders and publishers are known to shard 0 before they get into a fence, which is read first. So those that
+        it does not know have ended or are lost.
+        """
+        group_id, (shard, cursor) = entry.group_id, place
+        cursor, fields = await self._client.hscan(keys.fence(group_id, shard), cursor, SCAN_ENTRIES)
+        owners: dict[bytes, bytes] = {}
+        """The publisher of each holder that has blocks."""
+        publishers: set[bytes] = set()
+        for field, value in fields.items():
+            kind, _, number = field.rpartition(b":")
+            if number.isdigit() and len(number) < 17:
+                if kind == b"blocks":
+                    owners[number] = value
+                elif kind in _OF_PUBLISHER:
+                    publishers.add(number)
+        rows = {number: _ROW + number for number in publishers}
+        names = [*owners, *rows.values()]
+        if names:
+            table, dead = keys.holders(group_id), keys.dead(group_id)
+            (found,) = await self._client.several([("HMGET", table, *names)])
+            unknown = {name for name, value in zip(names, found, strict=True) if value is None}
+            lost = list(owners.keys() & unknown)
+            (are_dead,) = await self._client.several([("SMISMEMBER", dead, *lost)]) if lost else ((),)
+            for holder in (holder for holder, is_dead in zip(lost, are_dead, strict=True) if not is_dead):
+                await self._scripts.end_lost(
+                    holders=table,
+                    record=keys.record(group_id, _publisher_of(owners[holder])),
+                    dead=dead,
+                    holder=int(holder),
+                )
+            for publisher in (int(number) for number, row in rows.items() if row in unknown):
+                if await self._client.hget(keys.record(group_id, publisher), "life") is None:
+                    await self._leases.forget(UnclaimedPublisher(publisher, group_id, entry.shards))
+        return (shard, cursor) if cursor else ((shard + 1) % entry.shards, 0)
+
+
+def _publisher_of(value: bytes) -> int:
+    return int(value) if value.isdigit() and len(value) < 17 else 0
