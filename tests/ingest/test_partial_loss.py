@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from redis.crc import key_slot
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Pod
@@ -51,6 +52,22 @@ async def test_registrations_that_redis_has_lost_are_put_back_as_they_were(bench
 
     await wait_until(are_back, "the same registration stands", PATIENCE_SECONDS)
     await pod.work(2)
+    await pod.agrees()
+
+
+async def test_a_primary_with_the_registrations_and_a_group_comes_back_empty(bench: Bench) -> None:
+    """Nothing else that Redis has says that it lost anything."""
+    await bench.worker()
+    pod = await at_work(bench)
+    slots = {key_slot(name.encode()) for name in (keys.PUBLISHERS, keys.holders(1))}
+    names: Any = await bench.redis.keys("wm:*")
+    await bench.redis.delete(*[name for name in names if key_slot(name) in slots])
+
+    async def is_back() -> bool:
+        return [each.name for each in await bench.store.directory.registrations()] == [pod.name]
+
+    await wait_until(is_back, "the publisher is registered again", PATIENCE_SECONDS)
+    await pod.caught_up()
     await pod.agrees()
 
 

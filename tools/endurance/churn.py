@@ -43,7 +43,7 @@ SETTINGS = {"lease_seconds": 2}
 #: The keys that are never deleted, whatever is unregistered.
 LASTING = {
     b"wm:groups",
-    b"wm:birth",
+    b"wm:birth:{wm:publishers}",
     b"wm:workers",
     b"wm:discovery",
     b"wm:activity",

@@ -27,8 +27,8 @@ _NONCES_MAX = 4096
 class Incarnation:
     """The nonces that the process has read, and its caches.
 
-    The key ``wm:birth`` has the nonce of the whole Redis. Each holder table has its own nonce, because a single primary
-    of a Cluster can come back empty.
+    A key in the slot of the registrations has the nonce of the whole Redis. Each holder table has its own, because
+    a single primary of a Cluster can come back empty.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Incarnation:
     def saw(self, owner: int | str, nonce: bytes) -> None:
         """Note a nonce that Redis has returned. All caches are cleared if ``owner`` had another nonce before.
 
-        ``owner`` is the id of a group, for the nonce of its holder table, or the key ``wm:birth``.
+        ``owner`` is the id of a group, for the nonce of its holder table, or ``keys.INCARNATION``.
         """
         last_nonce = self._nonces.get(owner)
         if last_nonce is None:

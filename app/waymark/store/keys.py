@@ -54,6 +54,7 @@ RESPONSES_DUE: str
 RESPONSES_COPIED: str
 RESPONSES_QUEUE: str
 INCARNATION: str
+"""The nonce of the incarnation, in the slot of ``PUBLISHERS``, so that both are lost together."""
 SNAPSHOTS: str
 """The places for snapshots of engines; the keys of the sockets that were asked are in its slot."""
 CONTROL: str
@@ -91,7 +92,7 @@ def use_prefix(prefix: str) -> None:
     RESPONSES_DUE = f"{root}responses:due:{{{RESPONSES}}}"
     RESPONSES_COPIED = f"{root}responses:copied:{{{RESPONSES}}}"
     RESPONSES_QUEUE = f"{root}responses:queue:{{{RESPONSES}}}"
-    INCARNATION = f"{root}birth"
+    INCARNATION = f"{root}birth:{{{PUBLISHERS}}}"
     SNAPSHOTS = f"{root}snapshots"
     CONTROL = f"{root}control"
     for function in (record, fence, engine, branches, block_prefix):
