@@ -23,8 +23,9 @@ local present = redis.call('HGET', KEYS[1], ARGV[1]) or ''
 if present == ARGV[3] and (present ~= '' or redis.call('GET', KEYS[3]) == ARGV[5]) then return {'applied', 0} end
 if present ~= ARGV[2] then return {'stale', 0} end
 if ARGV[4] == '1' and redis.call('ZSCORE', KEYS[2], ARGV[1]) then return {'gone', 0} end
--- The version comes first: workers that see a new one read the registrations for nothing at worst, and a registration
--- without a new version would be seen late.
+-- A removal comes first (rule 3), because an unregistered publisher frees memory. The version comes next: workers that see
+-- a new one read the registrations for nothing at worst, and a registration without a new version would be seen late.
+redis.call('ZREM', KEYS[2], ARGV[1])
 if present ~= ARGV[3] then redis.call('SET', KEYS[3], ARGV[5]) end
 if ARGV[3] == '' then
   redis.call('HDEL', KEYS[1], ARGV[1])
@@ -34,6 +35,5 @@ if ARGV[3] == '' then
   end
 else
   redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-  redis.call('ZREM', KEYS[2], ARGV[1])
 end
 return {'applied', 0}

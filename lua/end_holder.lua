@@ -23,6 +23,7 @@ if is_swept then
   redis.call('UNLINK', engine)
   redis.call('HDEL', fence, 'blocks:' .. ARGV[1])
 end
+redis.call('PERSIST', engine) -- also if Redis is full: see rule 3
 redis.call('HSET', engine, 'applied', swept)
 if redis.call('HLEN', engine) == 1 then
   redis.call('PEXPIREAT', engine, string.format('%.0f', (redis.call('TIME')[1] + 3600) * 1000))

@@ -39,11 +39,11 @@ else
   if ARGV[4] == 'unclaimed' and not unclaimed then return {'stale', 0} end
 end
 
+redis.call('HDEL', KEYS[1], 'publisher:' .. ARGV[1], 'target:' .. ARGV[1])
 for _, id in ipairs(ids) do -- one by one: a standard publisher may have more holders than `unpack` can return
   redis.call('SADD', KEYS[4], id)
   redis.call('HDEL', KEYS[1], id)
 end
-redis.call('HDEL', KEYS[1], 'publisher:' .. ARGV[1], 'target:' .. ARGV[1])
 redis.call('HSET', KEYS[1], 'version', ARGV[3])
 redis.call('HDEL', KEYS[5], ARGV[1], 'health:' .. ARGV[1], 'drift:' .. ARGV[1])
 redis.call('ZREM', KEYS[6], ARGV[1])

@@ -40,6 +40,7 @@ end
 if seen[1] and seen[1] ~= ARGV[2] and counter_of(seen[1]) >= counter_of(ARGV[2]) then
   return {'fenced', counter_of(seen[1]), holder, calls, first}
 end
+redis.call('HDEL', KEYS[1], ARGV[1]) -- also if Redis is full: see rule 3
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 if first > (tonumber(ARGV[3]) or first) then
   first = tonumber(ARGV[3])

@@ -61,6 +61,7 @@ while done < count and bytes_read <= BYTES do
   done = to
 end
 
+redis.call('PERSIST', KEYS[1]) -- also if Redis is full: see rule 3
 if #kept > 0 then redis.call('MSET', unpack(kept)) end
 if #gone > 0 then redis.call('DEL', unpack(gone)) end
 for head, each in pairs(left) do

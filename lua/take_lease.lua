@@ -27,7 +27,7 @@ local digits = state[2] and state[2]:match('^(%d+)%.') or '0'
 local last = #digits < 16 and tonumber(digits) or 0 -- if the token cannot be read, raising the fences finds a larger one
 local counter = math.max(last, tonumber(ARGV[5])) + 1
 local token = string.format('%.0f.%s', counter, ARGV[2])
+redis.call('HDEL', KEYS[2], 'late') -- a late call has an older token from now on
 redis.call('SET', KEYS[1], token, 'PX', ARGV[4])
 redis.call('HSET', KEYS[2], 'token', token, 'worker', ARGV[3])
-redis.call('HDEL', KEYS[2], 'late') -- a late call has an older token from now on
 return {'applied', counter}

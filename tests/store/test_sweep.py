@@ -89,6 +89,20 @@ async def test_a_dead_holder_leaves_every_block_and_takes_nobody_along(
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
 @SHARDS
+async def test_a_full_redis_lets_publishers_go(store: Store, redis: Redis, neighbour: Stream, shards: int) -> None:
+    """Otherwise its memory stayed full, whatever is unregistered."""
+    await redis.config_set("maxmemory", "1")
+    try:
+        assert await store.registry.unregister([neighbour.grant.claim.registration.name])
+        while (holder := await store.sweeper.pick(neighbour.entry)) is not None:
+            assert sum([blocks async for blocks in store.sweeper.steps(neighbour.entry, holder)])
+    finally:
+        await redis.config_set("maxmemory", "0")
+    assert await blocks_of(redis) == {}
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+@SHARDS
 @pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("script", "call"),
