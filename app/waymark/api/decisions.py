@@ -104,7 +104,7 @@ class Decisions:
                 block_size=block_size,
                 degraded=ranked is not None and ranked.is_degraded,
                 scores=[
-                    score_row(candidate, tokens, block_size, is_cost=is_cost, explain=decision_body.request.explain)
+                    score_row(candidate, tokens, is_cost=is_cost, explain=decision_body.request.explain)
                     for candidate in candidates
                 ],
             ),
@@ -308,7 +308,7 @@ def best_by_address(scored: list[Scored]) -> list[Scored]:
     return list(best.values())
 
 
-def score_row(scored: Scored, tokens: int, block_size: int, *, is_cost: bool, explain: bool) -> ScoreRow:
+def score_row(scored: Scored, tokens: int, *, is_cost: bool, explain: bool) -> ScoreRow:
     """Return the row of a target. With ``is_cost`` the value is a cost, and otherwise a score."""
     candidate = scored.candidate
     matched = candidate.device + candidate.host + candidate.disk + candidate.shared
@@ -383,7 +383,7 @@ def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
     is_cost = selected.policy.is_cost
 
     def row(scored: Scored) -> ScoreRow:
-        return score_row(scored, prompt_tokens, 0, is_cost=is_cost, explain=request.explain)
+        return score_row(scored, prompt_tokens, is_cost=is_cost, explain=request.explain)
 
     by_address = request.by == "address"
     source = selected.source
