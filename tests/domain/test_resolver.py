@@ -281,18 +281,18 @@ def test_copies_are_of_the_block_whatever_its_hash(index: Index) -> None:
 def test_how_copies_count_is_the_registrations_word(kind: EngineKind, mode: str) -> None:
     index = Index(registration(kind, copies=mode))
     index.events(stored([1], "A"), stored([1], "A"), removed(1))
-    assert index.resolver.mode(1) == mode
+    assert index.resolver.mode() == mode
     assert index.has(*(keys("A") if mode == "count" else []))
 
 
 def test_after_a_lost_gap_a_removal_takes_the_block_whatever_its_count(index: Index) -> None:
     index.events(stored([1], "A"), stored([1], "A"))
     index.resolver.flags.add(UNTRUSTED)
-    assert index.resolver.mode(1) == "all"
+    assert index.resolver.mode() == "all"
     index.events(removed(1))
     assert index.has()
     index.end("*")
-    assert index.resolver.mode(1) == "count"
+    assert index.resolver.mode() == "count"
 
 
 def test_after_a_lost_gap_a_block_that_is_told_again_has_one_copy(index: Index) -> None:
@@ -333,7 +333,7 @@ def test_a_report_of_nearly_all_blocks_leaves_none_missing(index: Index, missing
 def test_sets_stay_sets_after_a_lost_gap() -> None:
     index = Index(registration(copies="set"))
     index.resolver.flags.add(UNTRUSTED)
-    assert index.resolver.mode(1) == "set"
+    assert index.resolver.mode() == "set"
 
 
 # ---- copies, as the engine says them ----------------------------------------------------------------

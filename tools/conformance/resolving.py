@@ -330,7 +330,10 @@ class Session:
         self._note(
             sorted(resolver.doubts), sorted(resolver.take_event_ids().items()), sorted(resolver.event_ids.items())
         )
-        self._note(sorted((str(name), holder, resolver.mode(holder)) for name, holder in resolver.holders.items()))
+        mode: Any = resolver.mode
+        # In an older tree it has the holder as a parameter.
+        mode = mode(0) if signature(mode).parameters else mode()
+        self._note(sorted((str(name), holder, mode) for name, holder in resolver.holders.items()))
         resolver.flags.update(resolver.doubts)
         resolver.doubts.clear()
         self._note([resolver.memory.blocks_of(holder) for holder in resolver.holders.values()])

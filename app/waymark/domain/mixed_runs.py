@@ -91,7 +91,7 @@ class MixedRuns:
             return None
         ways = [self._ways(plan, index, batch, form.pattern) for form in events.forms]
         holders = dict.fromkeys(way.holder for pair in ways for way in pair if way.way > COUNTED)
-        modes = [(holder, state.mode(holder)) for holder in holders]
+        modes = [(holder, state.mode()) for holder in holders]
         return MixedRun(events, ways, modes, self._planner.rank(batch, events.forms[0].pattern))
 
     # ---- the ways of a form ------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class PlainRuns:
             planner.rank(batch, first),
             namespace,
             MAY_STORE * may_store | MAY_REMOVE * may_remove,
-            state.mode(holder),
+            state.mode(),
             is_unsalted,
         )
 

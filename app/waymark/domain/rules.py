@@ -90,7 +90,7 @@ class Rule(Generic[StoreT, RemovalT]):
         may_take = not state.waiting.blocks and len(holders) == 1 and not state.is_shared
         if may_take and not any(copies_left or ()) and state.placer.plain.take(parts, newest, position, hashes):
             return
-        mode = state.mode(newest)
+        mode = state.mode()
         for i, h in enumerate(hashes):
             copies = None if copies_left is None else copies_left[i]
             if state.waiting.blocks and not copies and self._leaves_waiting(holders, h, mode):
@@ -153,7 +153,7 @@ class TokenRule(Rule[Stored, Removed]):
     def place(self, progress: BatchProgress, position: int, waiting: WaitingStore, parent: Spot | None) -> None:
         """Place the blocks of a store that continues ``parent``, or begins at the root."""
         event, state = waiting.event, self._state
-        if waiting.removed and state.mode(waiting.holder) != "count":
+        if waiting.removed and state.mode() != "count":
             # A block that the holder has now was stored again after its removal.
             waiting.removed = {h for h in waiting.removed if state.memory.held(waiting.holder, h) is None}
         ns = self._spaces.at_root(event) if parent is None else parent.namespace
@@ -177,7 +177,7 @@ class TokenRule(Rule[Stored, Removed]):
                     parent,
                     keys,
                     hashes,
-                    mode=state.mode(waiting.holder),
+                    mode=state.mode(),
                     is_reused=event.is_reused is True,
                 )
                 self._remove_waited(progress, position, waiting, len(hashes))
@@ -236,7 +236,7 @@ class TokenRule(Rule[Stored, Removed]):
         position += len(waiting.event.engine_hashes)
         for i, h in enumerate(waiting.event.engine_hashes[:count], position):
             if h in waiting.removed:
-                mode = self._state.mode(waiting.holder)
+                mode = self._state.mode()
                 self._state.placer.remove(progress.parts, waiting.holder, i, h, mode=mode)
 
     def _needs_no_parent(self, holder: int, event: Stored) -> bool:
@@ -272,7 +272,7 @@ class IdentityRule(Rule[StoredIdentity, RemovedIdentity]):
             parent,
             [h ^ ns for h in event.engine_hashes] if ns else event.engine_hashes,
             event.engine_hashes,
-            mode=self._state.mode(holder),
+            mode=self._state.mode(),
             is_identity=True,
             is_deep=event.is_deep or (event.parent is not None and parent is None),
         )
@@ -316,7 +316,7 @@ class ObjectRule(ReferenceRule):
         state = self._state
         spot = state.memory.find(holder, engine_hash) or state.reported.get(engine_hash)
         if spot is not None and state.objects.take(holder, engine_hash, state.facts.shards):
-            state.placer.block(parts, holder, position, engine_hash, spot, mode=state.mode(holder))
+            state.placer.block(parts, holder, position, engine_hash, spot, mode=state.mode())
 
     def _was_waiting(self, holder: int, event: Removed | RemovedObject, engine_hash: int) -> bool:
         state, shard = self._state, _shard(event)
@@ -348,7 +348,7 @@ class WindowRule(Rule[StoredWindow, Removed]):
             holder = state.holder_with(holders, h)
             if holder is not None:
                 copies = None if event.copies_left is None else event.copies_left[i]
-                mode = state.mode(holder)
+                mode = state.mode()
                 state.placer.remove(progress.parts, holder, progress.position + i, h, mode=mode, copies_left=copies)
 
 
@@ -404,7 +404,7 @@ class ChunkRule:
         state = self._state
         for position, holders, hashes in progress.rests:
             for number, chunk in enumerate(hashes, position):
-                is_there = any(state.mode(holder) != "count" and state.memory.held(holder, chunk) for holder in holders)
+                is_there = state.mode() != "count" and any(state.memory.held(holder, chunk) for holder in holders)
                 if number < _LATE_CHUNKS and not is_there:  # otherwise the batch has stored it again
                     self._remove_rest(progress.parts, _LATE_POSITION + number * CHUNK_BLOCKS_MAX, holders, chunk)
                 if work.is_full(EVENT_WORK):
@@ -417,7 +417,7 @@ class ChunkRule:
                 continue
             holder = state.holder_with(holders, h)
             if holder is not None:
-                state.placer.remove(parts, holder, i, h, mode=state.mode(holder))
+                state.placer.remove(parts, holder, i, h, mode=state.mode())
 
 
 class Rules:
@@ -485,5 +485,5 @@ def _store_known(
         return None
     if parent is not None and (parent.place.head != spot.place.head or parent.depth + 1 != spot.depth):
         parent = None
-    mode, is_reused = state.mode(holder), event.is_reused is True
+    mode, is_reused = state.mode(), event.is_reused is True
     return state.placer.block(parts, holder, position, engine_hash, spot, parent, mode=mode, is_reused=is_reused)

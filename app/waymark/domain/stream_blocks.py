@@ -271,8 +271,8 @@ class StreamBlocks:
 
     # ---- copies ------------------------------------------------------------------------------------
 
-    def mode(self, holder: int) -> Mode:
-        """Return the way in which copies of this holder count now."""
+    def mode(self) -> Mode:
+        """Return the way in which copies count now."""
         if self.is_snapshot:
             return "count"
         if self.registration.copies == "set":
