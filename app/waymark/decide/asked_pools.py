@@ -262,26 +262,26 @@ async def _ended(asking: asyncio.Future[int]) -> int:
     return await asking
 
 
-def _longest(body: bytes) -> int:
-    """Return the most tokens that an instance of LMCache has. Raise Unanswered if the answer is of another form."""
+def _object_in(body: bytes, name: str) -> Mapping[str, Any]:
+    """Return the object under ``name`` in an answer. Raise Unanswered if the answer is of another form."""
     try:
         answer: Any = bounded_loads(body)
     except ValueError:
         raise Unanswered("its answer is not JSON") from None
-    layout = answer.get("layout_info") if isinstance(answer, Mapping) else None
-    if not isinstance(layout, Mapping):
-        raise Unanswered("its answer has no object in layout_info")
-    counts = [entry[1] for entry in layout.values() if isinstance(entry, list) and len(entry) == 2]
+    found = answer.get(name) if isinstance(answer, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise Unanswered(f"its answer has no object in {name}")
+    return found
+
+
+def _longest(body: bytes) -> int:
+    """Return the most tokens that an instance of LMCache has."""
+    entries = _object_in(body, "layout_info").values()
+    counts = [entry[1] for entry in entries if isinstance(entry, list) and len(entry) == 2]
     return max((count for count in counts if type(count) is int), default=0)
 
 
 def _there(body: bytes) -> frozenset[str]:
-    """Return the keys that the master has. Raise Unanswered if the answer is of another form."""
-    try:
-        answer: Any = bounded_loads(body)
-    except ValueError:
-        raise Unanswered("its answer is not JSON") from None
-    data = answer.get("data") if isinstance(answer, Mapping) else None
-    if not isinstance(data, Mapping):
-        raise Unanswered("its answer has no object in data")
-    return frozenset(key for key, entry in data.items() if isinstance(entry, Mapping) and entry.get("ok") is True)
+    """Return the keys that the master has."""
+    entries = _object_in(body, "data").items()
+    return frozenset(key for key, entry in entries if isinstance(entry, Mapping) and entry.get("ok") is True)
