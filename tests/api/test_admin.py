@@ -87,7 +87,7 @@ async def test_names_and_nesting_are_those_that_are_published(client: httpx.Asyn
 @pytest.mark.usefixtures("fleet")
 @pytest.mark.slow
 async def test_counts_are_of_all_replicas(client: httpx.AsyncClient, store: Store, make_client: MakeClient) -> None:
-    other = await make_client(Store(store._client))
+    other = await make_client(Store(store.client))
     await report(store, "vllm-1", HASH, Change.HOT, 100)
     for number in range(6):
         body = {"model": "m", "prefix_hash": f"{number % 3:064x}", "policy": "sticky"}

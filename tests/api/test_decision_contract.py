@@ -29,7 +29,7 @@ SpecTimes = Callable[[], Awaitable[list[int]]]
 
 
 async def ask(store: Store, *command: str | bytes) -> Any:
-    return (await store._client.several([command]))[0]
+    return (await store.client.several([command]))[0]
 
 
 @pytest.fixture

@@ -181,13 +181,13 @@ async def test_a_record_that_was_set_back_is_read_again(
     assert await store_one(client, 1) == 200
     (claim,) = await store.directory.claims()
     record = keys.record(claim.group_id, claim.publisher)
-    before = await store._client.hgetall(record)
+    before = await store.client.hgetall(record)
     assert await store_one(client, 2) == 200
-    now = await store._client.hgetall(record)
+    now = await store.client.hgetall(record)
     names = [name for name in now if name.startswith(b"event:")]
     assert names
     assert before[b"token"] != now[b"token"]
-    await store._client.several([("HSET", record, name, before[name]) for name in names])
+    await store.client.several([("HSET", record, name, before[name]) for name in names])
     assert await store_one(client, 2) == 200, "not stale: the record does not have it"
     assert len(fills) == 2
 
@@ -205,13 +205,13 @@ async def test_a_shard_that_was_set_back_is_read_again(
             )
         assert len(fills) == 1
         (claim,) = await store.directory.claims()
-        record = await store._client.hgetall(keys.record(claim.group_id, claim.publisher))
+        record = await store.client.hgetall(keys.record(claim.group_id, claim.publisher))
         (holder,) = (int(value) for name, value in record.items() if name.startswith(b"holder:"))
         engines = [keys.engine(claim.group_id, shard, holder) for shard in range(1, 4)]
-        marks = await store._client.several([("HGET", engine, "applied") for engine in engines])
+        marks = await store.client.several([("HGET", engine, "applied") for engine in engines])
         shard, engine = next((i, engines[i - 1]) for i, mark in enumerate(marks, 1) if mark is not None)
         calls = ("HSET", keys.fence(claim.group_id, shard), f"calls:{claim.publisher}", "0")
-        await store._client.several([("HSET", engine, "applied", "0 1"), calls])
+        await store.client.several([("HSET", engine, "applied", "0 1"), calls])
         assert await store_one(client, 9, token_ids=[9, 99], base_block_idx=0, parent_hash=None) == 200
         assert len(fills) == 2
     finally:

@@ -205,7 +205,7 @@ async def _bring_about(cause: Cause, store: Store, requests: RequestSelector) ->
         for publisher in publishers:
             await store.reservations.reserve(entry.group_id, [Offer(publisher, 1)], terms)
     elif cause is Cause.FORGOTTEN:
-        await store._client.several([("FLUSHALL",)])
+        await store.client.several([("FLUSHALL",)])
     elif cause is Cause.NO_INDEX:
         watch = IngestWatch(store.heartbeats)
         await watch.look()

@@ -584,14 +584,14 @@ async def ends_at(store: Store) -> float:
     """When the first reservation of the group is over, in ms of Redis; 0 where there is none."""
     entry = await store.directory.group(GroupName("default", "llama"))
     assert entry is not None
-    found = await store._client.several([("ZRANGE", f"wm:{{{entry.group_id}}}:reservations", 0, 0, "WITHSCORES")])
+    found = await store.client.several([("ZRANGE", f"wm:{{{entry.group_id}}}:reservations", 0, 0, "WITHSCORES")])
     assert isinstance(found[0], list)
     return float(found[0][1]) if found[0] else 0.0
 
 
 async def now(store: Store) -> float:
     """The time of Redis in ms."""
-    seconds, microseconds = (int(each) for each in (await store._client.several([("TIME",)]))[0])
+    seconds, microseconds = (int(each) for each in (await store.client.several([("TIME",)]))[0])
     return 1000 * seconds + microseconds / 1000
 
 

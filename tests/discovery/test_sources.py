@@ -152,7 +152,7 @@ async def test_a_new_life_or_a_lost_stream_asks_the_engine_again(
     async def found(status: str, life: str) -> bool:
         """Whether the engine counts as restarted, or as out of reach, after its stream reports this."""
         record = keys.record(claim.group_id, claim.publisher)
-        await store._client.several([("HSET", record, "life", life, "status", status)])
+        await store.client.several([("HSET", record, "life", life, "status", status)])
         return await restarts.since_last("url") == {Origin("url", engine.url)}
 
     assert not await found("active", "a" * 16)

@@ -196,7 +196,7 @@ async def test_a_rule_holds_from_the_socket_to_redis(bench: Bench, rule: Rule) -
 
 async def held(bench: Bench, record: str) -> Held:
     """The block keys of each live holder, by its name, read from the rows themselves."""
-    fields = {key.decode(): value for key, value in (await bench.store._client.hgetall(record)).items()}
+    fields = {key.decode(): value for key, value in (await bench.store.client.hgetall(record)).items()}
     found: Held = {name[7:]: set() for name in fields if name.startswith("holder:")}
     ids = {int(value): name[7:] for name, value in fields.items() if name.startswith("holder:")}
     for key, holders in (await blocks_of(bench.redis)).items():

@@ -65,7 +65,7 @@ async def test_the_oldest_go_where_a_group_has_too_many(store: Store, redis: Red
 async def test_what_was_renewed_meanwhile_is_not_dropped(store: Store) -> None:
     await place(store, range(2), ms=1000)
     names = [f"wm:{{1}}:placement:{n:016x}" for n in range(2)]
-    last = (await store._client.several([("ZRANGE", "wm:{1}:placements", 0, 0, "WITHSCORES")]))[0]
+    last = (await store.client.several([("ZRANGE", "wm:{1}:placements", 0, 0, "WITHSCORES")]))[0]
     score = float(last[0][1] if isinstance(last[0], list | tuple) else last[1])
     await place(store, range(1), ms=HOUR)
     outcome = await store.scripts.drop_placements(

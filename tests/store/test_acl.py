@@ -53,7 +53,7 @@ async def test_the_documented_user_may_do_all_that_the_roles_do(credentials: Cre
         store = Store.open(server.url + "/1", server.url + "/1", credentials=credentials)
         async with store.hints():
             await live_and_end(store, 1)
-        assert len(await store._client.infos()) == 1
+        assert len(await store.client.infos()) == 1
         await store.close()
         check_nothing_was_refused(server)
 

@@ -45,17 +45,17 @@ async def test_what_ends_already_is_not_counted_when_more_is_chosen(redis: Redis
 
 
 async def test_one_caller_at_a_time_chooses(store: Store, stream: Stream) -> None:
-    found = await store._client.run("note_entries", *_call(stream, 200))
+    found = await store.client.run("note_entries", *_call(stream, 200))
     assert found[1:] == [200, 1, 0, 1]
-    found = await store._client.run("note_entries", *_call(stream, 201))
+    found = await store.client.run("note_entries", *_call(stream, 201))
     assert found[1:] == [201, 1, 0, 0]
 
 
 async def test_a_turn_that_nobody_used_ends(redis: Redis, store: Store, stream: Stream) -> None:
-    await store._client.run("note_entries", *_call(stream, 200))
+    await store.client.run("note_entries", *_call(stream, 200))
     for turn in ("1", "99999999999999"):  # it is over; a clock was set back
         await redis.hset(keys.entries(stream.grant.group_id), "turn", turn)
-        assert (await store._client.run("note_entries", *_call(stream, 200)))[4] == 1
+        assert (await store.client.run("note_entries", *_call(stream, 200)))[4] == 1
 
 
 async def test_values_that_nobody_wrote_count_as_nothing(redis: Redis, store: Store, stream: Stream) -> None:

@@ -214,7 +214,7 @@ async def world(redis_url: str, request: pytest.FixtureRequest) -> AsyncIterator
             client.chance = chance
             stack.push_async_callback(client.close)
             stores.append(Store(client))
-        yield World(stores, stores[0]._client, chance)
+        yield World(stores, stores[0].client, chance)
 
 
 @pytest.mark.parametrize("world", seeds(16), indirect=True)

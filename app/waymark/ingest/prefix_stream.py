@@ -205,7 +205,7 @@ class PrefixStream:
         assert registration.endpoint is not None
         interval = registration.prefixes.reconnect_interval_ms
         self.status = StreamStatus.STARTING
-        self._applier = applier
+        self.applier = applier
         self._store = store
         self._metrics = metrics
         self._backend = metrics.backend(registration.instance_id)
@@ -237,10 +237,6 @@ class PrefixStream:
         self._counts: dict[str, int] = {}
         self._seen = {"received": 0, "dropped": 0, "too_long": 0}
         self._logged: set[str] = set()
-
-    @property
-    def applier(self) -> Applier:
-        return self._applier
 
     @property
     def buffered(self) -> tuple[int, int]:
@@ -285,7 +281,7 @@ class PrefixStream:
 
     async def _begin(self) -> None:
         """Begin the holders that do not exist yet."""
-        registration, claim = self._registration, self._applier.grant.claim
+        registration, claim = self._registration, self.applier.grant.claim
         new_holders = {
             name: Holder(
                 0,
@@ -298,10 +294,10 @@ class PrefixStream:
                 registration.scope,
             )
             for name in map(self._holder_name, (HOT, WARM))
-            if name not in self._applier.resolver.holders
+            if name not in self.applier.resolver.holders
         }
         if new_holders:
-            await self._applier.begin(new_holders)
+            await self.applier.begin(new_holders)
 
     def _holder_name(self, medium: str) -> HolderName:
         return HolderName(self._registration.dp_rank, medium)
@@ -321,7 +317,7 @@ class PrefixStream:
         if not events:
             return
         changes: list[PrefixChange] = []
-        slices = self._applier.slices
+        slices = self.applier.slices
         slices.begin()
         for event in events:
             change = self._change(event)
@@ -361,7 +357,7 @@ class PrefixStream:
         self._metrics.events_ignored.labels(reason=reason).inc()
 
     async def _write(self, changes: list[PrefixChange]) -> None:
-        applier, options = self._applier, self._options
+        applier, options = self.applier, self._options
         hot, warm = (applier.resolver.holders[self._holder_name(medium)] for medium in (HOT, WARM))
         prefixes, grant = self._store.prefixes, applier.grant
 
@@ -388,7 +384,7 @@ class PrefixStream:
 
     async def _tick(self) -> None:
         now, source = time.monotonic(), self._source
-        await self._applier.check_lease()
+        await self.applier.check_lease()
         self._count_source()
         self._reasons = {reason: end for reason, end in self._reasons.items() if end > now}
         await self._note_health(now)
@@ -396,14 +392,14 @@ class PrefixStream:
             self._down_since = None
             if self._is_lost:
                 self._is_lost = False
-                await self._applier.set_lost(is_lost=False)
+                await self.applier.set_lost(is_lost=False)
                 log.info("publisher reconnected", extra=fields(stream=self._name))
         elif self._down_since is None:
             self._down_since = now
         elif self._publisher_timeout and not self._is_lost and now - self._down_since > self._publisher_timeout:
             self._is_lost = True
-            await self._applier.write({"status": StreamStatus.LOST}, {})
-            await self._applier.set_lost(is_lost=True)
+            await self.applier.write({"status": StreamStatus.LOST}, {})
+            await self.applier.set_lost(is_lost=True)
             log.warning("publisher lost", extra=fields(stream=self._name))
         status = self._current_status()
         if status != self.status or now - self._reported > _REPORT_SECONDS:
@@ -415,10 +411,10 @@ class PrefixStream:
         if self._source.is_connected:
             if self._down_since is not None or self._noted != float("-inf"):
                 self._noted = float("-inf")
-                await self._applier.note_health(0)
+                await self.applier.note_health(0)
         elif self._is_away(now) and not self._is_lost and now - self._noted > UNREACHABLE_NOTE_SECONDS / 3:
             self._noted = now
-            await self._applier.note_health(int(1000 * UNREACHABLE_NOTE_SECONDS))
+            await self.applier.note_health(int(1000 * UNREACHABLE_NOTE_SECONDS))
 
     def _is_away(self, now: float) -> bool:
         """Return whether the source has been disconnected, or has refused requests, for long enough to report it."""
@@ -444,7 +440,7 @@ class PrefixStream:
         if new["dropped"]:
             self._degrade(EVENTS_DROPPED)
         if new["received"]:
-            self._applier.counters["last_event_at"] = int(time.time())
+            self.applier.counters["last_event_at"] = int(time.time())
 
     def _current_status(self) -> StreamStatus:
         if self._is_lost:
@@ -462,15 +458,15 @@ class PrefixStream:
             self.status = status
         error = self._source.error or "; ".join(f"{reason}: {REASONS[reason]}" for reason in sorted(self._reasons))
         facts: Facts = {"status": status, "last_error": error, "last_event_id": self._last_event_id}
-        counts = {name: n for name, n in self._applier.counters.items() if self._counts.get(name) != n}
+        counts = {name: n for name, n in self.applier.counters.items() if self._counts.get(name) != n}
         if facts != self._facts or counts:
-            await self._applier.write(facts if facts != self._facts else {}, counts)
+            await self.applier.write(facts if facts != self._facts else {}, counts)
             self._facts = facts
             self._counts |= counts
 
     def _note_reachability(self, before: StreamStatus, now: StreamStatus) -> None:
         """Note in the activity that the connection is lost, is lost for long, or is back."""
-        happened, endpoint = self._applier.happened, self._registration.endpoint
+        happened, endpoint = self.applier.happened, self._registration.endpoint
         if now is StreamStatus.UNREACHABLE:
             happened(ActivityKind.UNREACHABLE, f"no connection to {endpoint}: {self._source.error or 'it has ended'}")
         elif now is StreamStatus.LOST:
@@ -490,7 +486,7 @@ class PrefixStream:
 
     def _count(self, name: PrefixCounter, n: int = 1) -> None:
         if n:
-            self._applier.counters[name] += n
+            self.applier.counters[name] += n
 
     def _count_reason(self, name: PrefixCounterByReason, reason: str) -> None:
-        self._applier.counters[f"{name}.{reason}"] += 1
+        self.applier.counters[f"{name}.{reason}"] += 1

@@ -78,7 +78,7 @@ class Store:
         self.incarnation = Incarnation()
         """Registers every cache of the process, and clears them when Redis has come back empty."""
         self._background: set[asyncio.Task[Any]] = set()
-        self._client = client
+        self.client = client
         self._read_client = read_client
         self._answers_client = answers_client
         self.parser = self.incarnation.cache(RecordParser(metrics))
@@ -181,16 +181,11 @@ class Store:
     @property
     def url(self) -> str:
         """The URL of Redis, without its password."""
-        return self._client.url
-
-    @property
-    def client(self) -> RedisClient:
-        """The connection to the primary."""
-        return self._client
+        return self.client.url
 
     def server_of(self, group_id: int) -> object:
         """Return an object that identifies the server of a group's first shard, as far as it is known."""
-        return self._client.server_of(keys.block_prefix(group_id, 0))
+        return self.client.server_of(keys.block_prefix(group_id, 0))
 
     async def read_incarnation(self) -> str:
         """Return the nonce of this incarnation of Redis, and clear caches of another one."""
@@ -217,29 +212,29 @@ class Store:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        await self._client.close()
+        await self.client.close()
         for other_client in (self._read_client, self._answers_client):
             if other_client is not None:
                 await other_client.close()
 
     def hints(self) -> AbstractAsyncContextManager[Subscription]:
         """Subscribe to the channel on which changes of registrations, and streams without a worker, are announced."""
-        return self._client.subscription(keys.CONTROL)
+        return self.client.subscription(keys.CONTROL)
 
     async def announce_free(self) -> None:
         """Announce that this worker has released streams, so that the worker to which they now belong takes them at
         once.
         """
-        await self._client.publish(keys.CONTROL, "released")
+        await self.client.publish(keys.CONTROL, "released")
 
     async def other_format(self) -> str | None:
         """Return why this release cannot use the index in this Redis, as a sentence; None if it can."""
         words = [("HGET", keys.GROUPS, field) for field in _FORMAT_FIELDS]
-        return _complaint_of_format(*await self._client.several(words))
+        return _complaint_of_format(*await self.client.several(words))
 
     async def reset(self) -> int:
         """Delete every key of Waymark in this Redis; return how many there were. No role may be running."""
-        return await self._client.unlink_all(keys.ALL)
+        return await self.client.unlink_all(keys.ALL)
 
     @property
     def answers_url(self) -> str | None:
@@ -267,7 +262,7 @@ class Store:
     async def check(self) -> list[str]:
         """Return why queries and events cannot be served, as sentences; empty if Redis answers and has the scripts."""
         try:
-            await self._client.load_scripts()
+            await self.client.load_scripts()
             # A failed Cluster accepts scripts and pings, and refuses every key.
             other_version = await self.other_format()
             if other_version is not None:

@@ -213,7 +213,7 @@ async def test_a_worker_is_reserved_at_a_replica_that_has_selected_none(replica:
 async def test_an_output_block_keeps_a_reservation(store: Store, replica: httpx.AsyncClient) -> None:
     assert (await replica.post("/dynamo/workers", json=WORKER)).status_code == 201
     assert (await replica.post("/dynamo/select_and_reserve", json=PROMPT | {"selection_id": "one"})).status_code == 200
-    client: RedisClient = store._client
+    client: RedisClient = store.client
     (members,) = await client.several([("ZRANGE", keys.reservations(1), 0, -1)])
     (before,) = await client.several([("ZSCORE", keys.reservations(1), members[0])])
 

@@ -144,12 +144,12 @@ async def test_scripts_are_on_every_primary_and_come_back_where_they_were_forgot
 
 
 async def test_scripts_that_may_repeat_share_one_connection_to_each_primary(cluster: Cluster, store: Store) -> None:
-    await store._client.load_scripts()
+    await store.client.load_scripts()
     words = ["1", "no such token", *[""] * 6, "64", "65536", "0", "0", "0"]
     tags = [f"{{1.{shard}}}" for shard in range(SHARDS)]
 
     async def fenced(tag: str) -> bool:
-        reply = await store._client.run("apply_rows", [f"wm:{tag}:fence", f"wm:{tag}:branches"], words)
+        reply = await store.client.run("apply_rows", [f"wm:{tag}:fence", f"wm:{tag}:branches"], words)
         return bool(reply[0] == b"fenced")
 
     def connections(node: Server) -> list[str]:
@@ -167,7 +167,7 @@ async def test_scripts_that_may_repeat_share_one_connection_to_each_primary(clus
 
 
 async def test_every_primary_tells_of_itself(cluster: Cluster, store: Store) -> None:
-    infos = await store._client.infos()
+    infos = await store.client.infos()
     assert sorted(info["tcp_port"] for info in infos) == sorted(node.port for node in cluster.primaries)
 
 
@@ -198,7 +198,7 @@ async def test_a_cluster_that_is_down_is_not_ready_though_its_nodes_answer(clust
 
 
 async def test_a_word_said_anywhere_is_heard(cluster: Cluster, store: Store) -> None:
-    async with store._client.subscription(keys.CONTROL) as subscription, within(20):
+    async with store.client.subscription(keys.CONTROL) as subscription, within(20):
         await subscription.get_message(seconds=5)  # the subscription itself
         for node in cluster.primaries:
             node.ask("PUBLISH", keys.CONTROL, f"from {node.port}")
@@ -225,7 +225,7 @@ async def test_a_slot_that_moves_is_followed(cluster: Cluster, store: Store) -> 
 async def test_a_key_that_has_gone_ahead_of_its_slot_is_found_there(cluster: Cluster, store: Store) -> None:
     """ASK: while a slot moves, a key is at the one node or at the other."""
     await held(store)
-    client = store._client
+    client = store.client
     key = keys.holders(1)
     source = cluster.primaries[cluster.of(key)]
     target = cluster.primaries[(cluster.of(key) + 1) % 3]
@@ -251,15 +251,15 @@ async def test_a_primary_that_says_nothing_costs_a_bounded_time_and_no_other_sha
     frozen = cluster.primaries[2]
     theirs = next(f"wm:{{{i}}}:x" for i in range(99) if cluster.of(f"wm:{{{i}}}:x") == 2)
     others = next(f"wm:{{{i}}}:x" for i in range(99) if cluster.of(f"wm:{{{i}}}:x") == 0)
-    assert await store._client.hget(others, "f") is None
+    assert await store.client.hget(others, "f") is None
     frozen.pause()
     try:
         async with within(10):
             with pytest.raises(StoreUnavailable):
-                await hasty._client.hget(theirs, "f")
+                await hasty.client.hget(theirs, "f")
             with pytest.raises(StoreUnavailable):
-                await hasty._client.several([("HGET", theirs, "f"), ("HGET", others, "f")])
-            assert await store._client.hget(others, "f") is None
+                await hasty.client.several([("HGET", theirs, "f"), ("HGET", others, "f")])
+            assert await store.client.hget(others, "f") is None
             assert len(await hasty.check()) == 1
     finally:
         frozen.resume()

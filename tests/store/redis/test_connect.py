@@ -77,7 +77,7 @@ def test_a_url_that_cannot_be_used_names_the_setting_and_the_way_out_and_no_secr
 
 async def test_a_store_reads_from_another_kind_of_redis_than_it_writes_to() -> None:
     store = Store.open("redis://cache", "redis+cluster://a:7000?role=replica")
-    assert not isinstance(store._client._redis, Cluster)
+    assert not isinstance(store.client._redis, Cluster)
     assert store._read_client is not None
     assert isinstance(store._read_client._redis, Cluster)
     await store.close()
