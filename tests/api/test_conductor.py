@@ -19,7 +19,7 @@ from tests.domain.prompts import BLOCK_SIZE, holder, publisher, table, value, wa
 from tests.masters import started_master
 from tests.patience import patient
 from waymark.api import conductor
-from waymark.api.conductor import AnswerCache, UnmatchedRows, match_rows
+from waymark.api.conductor import AnswerCache, MatchRows, UnmatchedRows
 from waymark.base.metrics import Metrics
 from waymark.decide import asked_pools
 from waymark.domain.hashing import extend, namespace, token_bytes
@@ -426,7 +426,7 @@ def test_rows_without_a_match_stand_between_those_with_one(seed: int) -> None:
         chosen = random.sample(list(publishers), random.choice([0, 1, 2, 8]))
         found = walk(of, [value(*chosen)] * 2 + [value(*chosen[:1])] * 2)
         rows = {name: in_tokens(row, BLOCK_SIZE) for name, row in conductor_rows(found).items()}
-        answer = match_rows(found, UnmatchedRows(found.view))
+        answer = MatchRows(found, UnmatchedRows(found.view))
         assert answer.json == orjson.dumps(rows)
         assert list(answer.rows.items()) == list(rows.items())
 
@@ -476,7 +476,7 @@ def test_the_rows_that_answers_share_are_made_once(monkeypatch: pytest.MonkeyPat
 
 def test_an_answer_without_room_takes_none_from_others() -> None:
     of = of_holders(20)
-    rows = AnswerCache(24_000, Metrics())
+    rows = AnswerCache(12_000, Metrics())
     kept, large = rows.of_walk(walk(of, [value(1)])), [value(*range(1, 21))]
     for _ in range(2):
         assert rows.of_walk(walk(of, large)).rows == counted(walk(of, large))

@@ -52,8 +52,8 @@ BYTES_MAX = 8 * 2**20
 microseconds.
 """
 
-#: The approximate size of a row.
-_ROW_BYTES = 1200
+#: The approximate sizes of a row, and of its place in the answer of an instance.
+_ROW_BYTES, _PLACE_BYTES = 1200, 100
 
 
 class UnmatchedRows:
@@ -66,6 +66,8 @@ class UnmatchedRows:
         """The row of each instance. Rows must not be changed, because instances with the same ranks share one."""
         self.texts: list[bytes] = []
         """The JSON of each instance, with its name."""
+        self.keys: list[bytes] = []
+        """How each of the texts begins: with the name and a colon."""
         if view is None:
             return
         by_ranks: dict[tuple[int, ...], tuple[dict[str, Any], bytes]] = {}
@@ -75,21 +77,29 @@ class UnmatchedRows:
                 row = in_tokens(unmatched_row(view, number), 1)
                 known = by_ranks[ranks] = row, orjson.dumps(row)
             self.rows.append(known[0])
-            self.texts.append(b"%b:%b" % (orjson.dumps(self.names[number]), known[1]))
+            self.keys.append(orjson.dumps(self.names[number]) + b":")
+            self.texts.append(self.keys[number] + known[1])
 
 
 class MatchRows:
     """The rows of a walk. They must not be changed."""
 
-    __slots__ = ("_matched", "_unmatched", "blocks", "instances", "json")
+    __slots__ = ("_matched", "_size", "_unmatched", "blocks", "instances", "json")
 
-    def __init__(self, walk: Walk | None, matched: dict[int, dict[str, Any]], unmatched: UnmatchedRows) -> None:
-        """``matched`` has the rows of the instances with a match, by their indexes."""
-        self._matched, self._unmatched = matched, unmatched
+    def __init__(self, walk: Walk | None, unmatched: UnmatchedRows) -> None:
+        """Compute the rows. ``walk`` is None if there are no instances; ``unmatched`` has the rows of its view."""
+        matched: dict[int, dict[str, Any]] = {}
         texts = unmatched.texts[:]
-        for number, row in matched.items():
-            texts[number] = orjson.dumps({unmatched.names[number]: row})[1:-1]
+        block_size, different = (0, []) if walk is None else (walk.view.block_size, matched_rows(walk))
+        for row, instances in different:
+            in_answer = in_tokens(row, block_size)
+            text = orjson.dumps(in_answer)
+            for number in instances:
+                matched[number] = in_answer
+                texts[number] = unmatched.keys[number] + text
+        self._matched, self._unmatched = matched, unmatched
         self.json = b"{%b}" % b",".join(texts)
+        self._size = _ROW_BYTES * (1 + len(different)) + _PLACE_BYTES * len(matched) + len(self.json)
         self.blocks = 0 if walk is None else walk.blocks
         self.instances: InTokens | None = None
         """The counts in the form ``instances``, if ``AnswerCache.instances`` has kept them."""
@@ -102,7 +112,7 @@ class MatchRows:
     @property
     def bytes(self) -> int:
         """The approximate size, without the rows that all answers share."""
-        return _ROW_BYTES * (1 + len(self._matched)) + len(self.json)
+        return self._size
 
     @property
     def rows(self) -> InTokens:
@@ -134,16 +144,10 @@ class AnswerCache(KnownRuns[MatchRows]):
         unmatched = self._unmatched.get(walk.view)
         if unmatched is None:
             unmatched = self._unmatched[walk.view] = UnmatchedRows(walk.view)
-        return match_rows(walk, unmatched)
+        return MatchRows(walk, unmatched)
 
 
-def match_rows(walk: Walk, unmatched: UnmatchedRows) -> MatchRows:
-    """Compute the rows of a walk. ``unmatched`` has those of its view."""
-    matched = {number: in_tokens(row, walk.view.block_size) for number, row in matched_rows(walk).items()}
-    return MatchRows(walk, matched, unmatched)
-
-
-NO_ROWS = MatchRows(None, {}, UnmatchedRows(None))
+NO_ROWS = MatchRows(None, UnmatchedRows(None))
 
 GeneralWay: TypeAlias = Callable[[Body, Start], Steps[Answer] | Paused]
 """Returns the remaining steps of a query that a quick read has begun."""

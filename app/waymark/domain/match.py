@@ -10,10 +10,10 @@ numbers, from a bitmap of blocks for each rank and medium: bit i is block i.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from waymark.base.record import record
 from waymark.domain.media import BEST, DEVICE, HOST, IN_EVERY_ANSWER, STORAGE
@@ -82,16 +82,20 @@ def _coverage(view: View, runs: Sequence[tuple[Presence, int]], blocks: int) -> 
     for presence, length in runs:
         ids = presence.ids
         if ids is not previous:
-            dropped_ids = previous - ids
-            for id in dropped_ids:
-                bitmaps[id] = bitmaps.get(id, 0) | (1 << position) - (1 << starts.pop(id, 0))
+            dropped = previous - ids
+            ended = dropped & steady  # in a large group most holders have only a common beginning
+            bitmaps.update(dict.fromkeys(ended, (1 << position) - 1))
+            for id in dropped - ended:
+                bitmaps[id] = bitmaps.get(id, 0) | (1 << position) - (1 << starts.pop(id))
             starts.update(dict.fromkeys(ids - previous, position))
-            steady, previous = steady - dropped_ids, ids
+            steady, previous = steady - ended, ids
         position += length
     for id, first in starts.items():
         bitmaps[id] = bitmaps.get(id, 0) | whole + 1 - (1 << first)
     bitmaps.update(dict.fromkeys(steady, whole))
     places = view.places
+    if not view.windows and not any(presence.has_pool for presence, _ in runs):
+        return Coverage(list(zip(map(places.__getitem__, bitmaps), bitmaps.values(), strict=True)), {})
     holders: list[tuple[HolderPlace, int]] = []
     pool: dict[str, int] = {}
     windows = [0] * len(view.windows)
@@ -140,8 +144,9 @@ class DynamoRank:
 
 
 def conductor_rows(walk: Walk) -> dict[str, ConductorRow]:
-    """Return one row for every instance of the group."""
-    view, rows = walk.view, matched_rows(walk)
+    """Return one row for every instance of the group. Instances whose rows are equal share one."""
+    view = walk.view
+    rows = {instance: row for row, instances in matched_rows(walk) for instance in instances}
     return {name: rows.get(i) or unmatched_row(view, i) for i, name in enumerate(view.instances)}
 
 
@@ -150,77 +155,102 @@ def unmatched_row(view: View, instance: int) -> ConductorRow:
     return ConductorRow(ranks=dict.fromkeys(view.registered_ranks[instance], 0))
 
 
-def matched_rows(walk: Walk) -> dict[int, ConductorRow]:
-    """Return the rows of the instances with a match, by their numbers in the view. If a pool has blocks, every instance
-    has a match.
+def matched_rows(walk: Walk) -> list[tuple[ConductorRow, list[int]]]:
+    """Return the different rows of the instances with a match, each with their numbers in the view. If a pool has
+    blocks, every instance has a match.
 
     ``longest``: the number of consecutive blocks that the instance has, on any medium and rank. ``media``: of those,
     how many are on that medium, on any rank, contiguous or not. ``ranks``: of those, how many that rank has on any
     medium; a shared pool's blocks belong to no rank.
     """
-    view, (holders, pool) = walk.view, walk.coverage
-    rows = {instance: unmatched_row(view, instance) for instance in (range(len(view.instances)) if pool else ())}
-    for (instance, dp_rank, medium), bitmap in holders:  # bitmaps first, numbers below
-        row = rows.get(instance)
-        if row is None:
-            row = rows[instance] = unmatched_row(view, instance)
-        media, ranks = row.media, row.ranks
+    pool = walk.coverage.pool
+    alike = _alike_instances(walk, has_all=bool(pool))
+    return [(_conductor_row(registered, held, pool), instances) for registered, held, instances in alike]
+
+
+_Held: TypeAlias = tuple[int, str, int]
+"""Blocks of a rank: the rank, the medium, the bitmap."""
+
+
+def _alike_instances(walk: Walk, *, has_all: bool) -> Iterator[tuple[tuple[int, ...], Sequence[_Held], list[int]]]:
+    """Yield registered ranks, the blocks that ranks of an instance hold, and the instances which are alike in both:
+    those with a block, or all instances.
+
+    In a large group most instances have the same beginning of a prompt and no other block, so that their rows are
+    computed once.
+    """
+    registered = walk.view.registered_ranks
+    held: dict[int, list[_Held]] = {instance: [] for instance in (range(len(registered)) if has_all else ())}
+    for (instance, dp_rank, medium), bitmap in walk.coverage.holders:
+        of_instance = held.get(instance)
+        if of_instance is None:
+            held[instance] = [(dp_rank, medium, bitmap)]
+        else:
+            of_instance.append((dp_rank, medium, bitmap))
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for instance, of_instance in held.items():
+        alike.setdefault((registered[instance], *of_instance), []).append(instance)
+    for (ranks, *of_instance), instances in alike.items():
+        yield ranks, of_instance, instances
+
+
+def _conductor_row(registered: Collection[int], held: Iterable[_Held], pool: Mapping[str, int]) -> ConductorRow:
+    media = dict(pool)
+    ranks = dict.fromkeys(registered, 0)
+    for dp_rank, medium, bitmap in held:
         media[medium] = media.get(medium, 0) | bitmap
         ranks[dp_rank] = ranks.get(dp_rank, 0) | bitmap
-    last_bitmap = longest = mask = 0
-    for instance, row in rows.items():
-        media, ranks = row.media, row.ranks
-        for medium, bitmap in pool.items():
-            media[medium] = media.get(medium, 0) | bitmap
-        if not media:
-            continue
-        union = _any(media)
-        if union != last_bitmap:  # neighbours mostly have the same blocks
-            last_bitmap, longest = union, _prefix(union)
-            mask = (1 << longest) - 1
-        row.longest = longest
-        row.media = {medium: count for medium, bitmap in media.items() if (count := (bitmap & mask).bit_count())}
-        for dp_rank in ranks:
-            ranks[dp_rank] = (ranks[dp_rank] & mask).bit_count()
-        registered = view.registered_ranks[instance]
-        if len(ranks) > len(registered):  # a further rank is named only if it matches
-            row.ranks = {dp_rank: count for dp_rank, count in ranks.items() if count or dp_rank in registered}
-    return rows
+    longest = _prefix(_any(media))
+    mask = (1 << longest) - 1
+    return ConductorRow(
+        longest,
+        {medium: count for medium, bitmap in media.items() if (count := (bitmap & mask).bit_count())},
+        # A further rank is named only if it matches.
+        {
+            dp_rank: count
+            for dp_rank, bitmap in ranks.items()
+            if (count := (bitmap & mask).bit_count()) or dp_rank in registered
+        },
+    )
 
 
 def dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
-    """Return, per instance, each rank registered or seen in the walk, with its unbroken prefixes."""
+    """Return, per instance, each rank registered or seen in the walk, with its unbroken prefixes. Instances whose rows
+    are equal share them.
+    """
     view, matched = walk.view, matched_dynamo_rows(walk)
-    return {name: matched.get(name) or _unmatched_ranks(view, i) for i, name in enumerate(view.instances)}
-
-
-def _unmatched_ranks(view: View, instance: int) -> dict[int, DynamoRank]:
-    return {dp_rank: DynamoRank() for dp_rank in view.registered_ranks[instance]}
+    unmatched = {ranks: {dp_rank: DynamoRank() for dp_rank in ranks} for ranks in set(view.registered_ranks)}
+    named = zip(view.instances, view.registered_ranks, strict=True)
+    return {name: matched.get(name) or unmatched[ranks] for name, ranks in named}
 
 
 def matched_dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
     """Return the rows of the instances with a match, in order. If a pool has blocks, every instance has a match.
+    Instances whose rows are equal share them.
 
     ``gpu`` counts blocks on the device, ``cpu`` those on device or host, ``disk`` those anywhere. A shared
     pool's blocks count for every rank.
     """
-    view, (holders, pool) = walk.view, walk.coverage
-    rows = {instance: _unmatched_ranks(view, instance) for instance in (range(len(view.instances)) if pool else ())}
-    for (instance, dp_rank, medium), bitmap in holders:  # bitmaps first, numbers below
-        ranks = rows.get(instance)
-        if ranks is None:
-            ranks = rows[instance] = _unmatched_ranks(view, instance)
+    pool = walk.coverage.pool
+    rows: dict[int, dict[int, DynamoRank]] = {}
+    for registered, held, instances in _alike_instances(walk, has_all=bool(pool)):
+        rows |= dict.fromkeys(instances, _dynamo_ranks(registered, held, pool))
+    names = walk.view.instances
+    return {names[instance]: rows[instance] for instance in sorted(rows)}
+
+
+def _dynamo_ranks(registered: Iterable[int], held: Iterable[_Held], pool: Mapping[str, int]) -> dict[int, DynamoRank]:
+    ranks = {dp_rank: DynamoRank() for dp_rank in registered}
+    for dp_rank, medium, bitmap in held:
         row = ranks.get(dp_rank)
         if row is None:
             row = ranks[dp_rank] = DynamoRank()
         _add(row, medium, bitmap)
-    for ranks in rows.values():
-        for row in ranks.values():
-            for medium, bitmap in pool.items():
-                _add(row, medium, bitmap)
-            if row.disk:
-                row.gpu, row.cpu, row.disk = _prefix(row.gpu), _prefix(row.cpu), _prefix(row.disk)
-    return {view.instances[instance]: rows[instance] for instance in sorted(rows)}
+    for row in ranks.values():
+        for medium, bitmap in pool.items():
+            _add(row, medium, bitmap)
+        row.gpu, row.cpu, row.disk = _prefix(row.gpu), _prefix(row.cpu), _prefix(row.disk)
+    return ranks
 
 
 def _add(row: DynamoRank, medium: str, bitmap: int) -> None:
@@ -254,7 +284,9 @@ def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
 
 def instances_in_tokens(rows: Mapping[str, Mapping[int, DynamoRank]], block_size: int) -> dict[str, dict[str, Any]]:
     """Return instances in the newer format: unbroken prefixes by rank, cumulative from tier to tier; ranks as texts."""
-    return {instance_id: _by_ranks(ranks, block_size) for instance_id, ranks in rows.items()}
+    shared = {id(ranks): ranks for ranks in rows.values()}
+    entries = {key: _by_ranks(ranks, block_size) for key, ranks in shared.items()}
+    return {instance_id: entries[id(ranks)] for instance_id, ranks in rows.items()}
 
 
 def _by_ranks(ranks: Mapping[int, DynamoRank], block_size: int) -> dict[str, Any]:
@@ -297,32 +329,36 @@ def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
     for the first registered rank of its instance, because a router can pick only registered ranks. ``asked`` is a
     bitmap of the blocks that a pool says it has.
     """
-    view, coverage = walk.view, walk.coverage
-    pool = coverage.in_pool | asked
-    on_device: dict[tuple[int, int], int] = {}
-    on_host: dict[tuple[int, int], int] = {}
-    on_disk: dict[tuple[int, int], int] = {}
-    for (instance, dp_rank, medium), bitmap in coverage.holders:
-        registered = view.registered_ranks[instance]
-        key = instance, dp_rank if dp_rank in registered else registered[0]
-        tier = on_device if medium in DEVICE else on_host if medium in HOST else on_disk
-        tier[key] = tier.get(key, 0) | bitmap
-    targets: Iterable[tuple[int, int]] = on_device | on_host | on_disk if on_host or on_disk else on_device
-    if pool & 1:  # a rank without its own copy can continue, too
-        targets = [(i, dp_rank) for i, ranks in enumerate(view.registered_ranks) for dp_rank in ranks]
+    pool = walk.coverage.in_pool | asked
+    names = walk.view.instances
     rows: dict[tuple[str, int], TargetRow] = {}
-    last_bitmap = blocks = mask = 0
-    for key in targets:
-        device, host = on_device.get(key, 0), on_host.get(key, 0)
-        union = device | host | on_disk.get(key, 0) | pool
-        if union != last_bitmap:  # neighbours mostly have the same blocks
-            last_bitmap, blocks = union, _prefix(union)
-            mask = (1 << blocks) - 1
+    # If a pool has the first block, a rank without its own copy can continue, too.
+    for registered, held, instances in _alike_instances(walk, has_all=bool(pool & 1)):
+        of_ranks = _target_rows(registered, held, pool)
+        for instance in instances:
+            for dp_rank, row in of_ranks:
+                rows[names[instance], dp_rank] = row
+    return rows
+
+
+def _target_rows(registered: Sequence[int], held: Iterable[_Held], pool: int) -> list[tuple[int, TargetRow]]:
+    """Return the rows of the registered ranks of an instance that have a block."""
+    devices: dict[int, int] = {}
+    hosts: dict[int, int] = {}
+    disks: dict[int, int] = {}
+    for dp_rank, medium, bitmap in held:
+        rank = dp_rank if dp_rank in registered else registered[0]
+        tier = devices if medium in DEVICE else hosts if medium in HOST else disks
+        tier[rank] = tier.get(rank, 0) | bitmap
+    rows = []
+    for rank in registered:
+        device, host = devices.get(rank, 0), hosts.get(rank, 0)
+        blocks = _prefix(device | host | disks.get(rank, 0) | pool)
         if blocks:
-            devices = (device & mask).bit_count()
-            hosts = (host & mask & ~device).bit_count() if host else 0
-            shared = (pool & mask & ~device & ~host).bit_count() if pool else 0
-            rows[view.instances[key[0]], key[1]] = TargetRow(devices, hosts, shared, blocks - devices - hosts - shared)
+            mask = (1 << blocks) - 1
+            on_device, on_host = (device & mask).bit_count(), (host & mask & ~device).bit_count()
+            shared = (pool & mask & ~device & ~host).bit_count()
+            rows.append((rank, TargetRow(on_device, on_host, shared, blocks - on_device - on_host - shared)))
     return rows
 
 

@@ -6,7 +6,7 @@ This API sees the same blocks as the root API. A row is an instance whose id is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -294,24 +294,35 @@ def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> Dynamo
     """Return the answer to a query, which has only the workers and ranks with a match."""
     scores: dict[str, dict[str, int]] = {}
     instances: dict[str, DynamoInstance] = {}
+    made: dict[int, DynamoInstance | None] = {}  # by the identity of ranks, because alike instances share them
     for instance_id, ranks in rows.items():
-        matched = [(rank, row) for rank, row in sorted(ranks.items()) if row.disk]
-        if not matched or not is_worker_id(instance_id):
+        if not is_worker_id(instance_id):
             continue
-        device = {str(rank): row.gpu * block_size for rank, row in matched}
-        gpu = max(device.values())
-        disk = max([row.disk for _, row in matched]) * block_size
-        instances[instance_id] = quick(
-            DynamoInstance,
-            longest_matched=disk,
-            gpu=gpu,
-            dp=device,
-            cpu=max([row.cpu for _, row in matched]) * block_size,
-            disk=disk,
-        )
-        if gpu:
-            scores[instance_id] = {rank: tokens for rank, tokens in device.items() if tokens}
+        if id(ranks) not in made:
+            made[id(ranks)] = _instance(ranks, block_size)
+        instance = made[id(ranks)]
+        if instance is not None:
+            instances[instance_id] = instance
+            if instance.gpu:
+                scores[instance_id] = {rank: tokens for rank, tokens in instance.dp.items() if tokens}
     return DynamoQueryAnswer(scores=scores, frequencies=(), instances=instances)
+
+
+def _instance(ranks: Mapping[int, DynamoRank], block_size: int) -> DynamoInstance | None:
+    """Return the entry of an instance, with the ranks that have a match; None if no rank has one."""
+    matched = [(rank, row) for rank, row in sorted(ranks.items()) if row.disk]
+    if not matched:
+        return None
+    device = {str(rank): row.gpu * block_size for rank, row in matched}
+    disk = max([row.disk for _, row in matched]) * block_size
+    return quick(
+        DynamoInstance,
+        longest_matched=disk,
+        gpu=max(device.values()),
+        dp=device,
+        cpu=max([row.cpu for _, row in matched]) * block_size,
+        disk=disk,
+    )
 
 
 def in_tiers(rows: dict[str, dict[int, DynamoRank]]) -> DynamoTiers:
