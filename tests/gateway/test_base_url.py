@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from tests.gateway.conftest import Running, Start, chat
+from waymark.base.errors import InvalidValue
 from waymark.chat.requests import Form
 from waymark.gateway.shapes import FURTHER, body_of_request, engine_error, with_model
 
@@ -81,6 +83,16 @@ def test_a_form_may_quote_its_boundary_and_must_have_one(content_type: bytes) ->
     found = body_of_request("/v1/audio/speech", body, content_type)
     assert found.request.model == "m"
     assert with_model(found, body, "longer", content_type) == body.replace(b"\r\nm\r\n", b"\r\nlonger\r\n")
+
+
+def test_a_form_has_its_model_among_its_first_parts() -> None:
+    """To look at each of the millions of lines that look like a part would take the loop for seconds."""
+    model = b'--a\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n'
+    other = b'--a\r\nContent-Disposition: form-data; name="other"\r\n\r\nm\r\n'
+    for before, is_found in ((other * 255, True), (other * 256, False)):
+        body, content_type = before + model + b"--a--\r\n", b"multipart/form-data; boundary=a"
+        with nullcontext() if is_found else pytest.raises(InvalidValue, match="names no model"):
+            assert body_of_request("/v1/audio/speech", body, content_type).request.model == "m"
 
 
 async def test_an_alias_stays_when_the_model_changes(start: Start) -> None:

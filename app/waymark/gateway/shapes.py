@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from email.message import Message
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +35,10 @@ FURTHER: Final = frozenset(
         *("/v1/images/edits", "/v1/images/generations", "/v1/images/variations"),
     }
 )
+#: Parts of a form among which the model is looked for: a body may have millions of lines that look like one.
+_FORM_PARTS_MAX = 256
+_PART_HEAD = re.compile(rb"((?:[^\r\n]{1,1024}\r\n){1,16})\r\n")
+_IS_MODEL = re.compile(rb'(?im)^content-disposition:[^\r\n]*[; ]name="?model"?\s*(;|$)')
 #: Statuses of a server without a path, and what such a server says in JSON.
 WITHOUT_PATH: Final = frozenset({404, 405, 501})
 _NO_PATH_SAID = ("Not Found", "Method Not Allowed")
@@ -236,15 +241,16 @@ def with_model(body: InferenceBody, original: bytes, model: str, content_type: b
 
 
 def _model_part(body: bytes, content_type: bytes) -> slice | None:
-    """Return the place of the field ``model`` in a form (RFC 7578); None if it is missing."""
+    """Return the place of the field ``model`` in a form (RFC 7578); None if it is not among the first parts."""
     header = Message()
     header["content-type"] = content_type.decode("latin-1")
     boundary = header.get_param("boundary")
     if not isinstance(boundary, str) or not boundary:
         return None
     delimiter = b"--" + re.escape(boundary.encode("latin-1"))
-    for head in re.finditer(delimiter + rb"\r\n((?:[^\r\n]{1,1024}\r\n){1,16})\r\n", body):
-        if re.search(rb'(?i)^content-disposition:[^\r\n]*[; ]name="?model"?\s*(;|$)', head[1], re.MULTILINE):
+    for line in islice(re.finditer(delimiter + rb"\r\n", body), _FORM_PARTS_MAX):
+        head = _PART_HEAD.match(body, line.end())
+        if head is not None and _IS_MODEL.search(head[1]):
             end = re.compile(rb"\r\n" + delimiter).search(body, head.end())
             return None if end is None else slice(head.end(), end.start())
     return None
