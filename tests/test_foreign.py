@@ -50,6 +50,7 @@ BORROWED: dict[tuple[str, str], tuple[str, str]] = {
 WATCHED = ("aiohttp", "redis", "uvicorn")
 #: Their modules whose names are all documented. Of every other module only those are that ``__all__`` has.
 DOCUMENTED_MODULES = {
+    "aiohttp.abc",
     "aiohttp.web",
     "redis.asyncio.retry",
     "redis.asyncio.sentinel",

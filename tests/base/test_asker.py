@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -15,6 +18,9 @@ from aiohttp import web
 
 from tests.conftest import wait_until
 from tests.listening import listening, port_of
+from tests.patience import patient
+from waymark.base import asker as module
+from waymark.base import endpoints
 from waymark.base.asker import Asker, EngineKey, HttpReply
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, SettingsError, Unanswered
@@ -49,6 +55,51 @@ async def asker() -> AsyncIterator[Asker]:
     asker = Asker(key=EngineKey("secret"))
     yield asker
     await asker.close()
+
+
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names that are looked up: ``engine.test`` has an address, and nobody answers for any other."""
+    asked: list[str] = []
+    over = threading.Event()
+
+    def looked_up(host: str, port: int | None, *_: Any, **__: Any) -> list[Any]:
+        asked.append(host)
+        if host != "engine.test":
+            over.wait(600)
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port or 0))]
+
+    for each in (socket, endpoints):
+        monkeypatch.setattr(each, "getaddrinfo", looked_up, raising=False)
+    yield asked
+    over.set()
+
+
+async def test_names_that_nobody_answers_for_hold_up_no_other_name(
+    serve: Serve, asker: Asker, lookups: list[str]
+) -> None:
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.Response(text="here")
+
+    url = (await serve(answer)).replace("127.0.0.1", "engine.test")
+    silent = [asyncio.ensure_future(asker.ask(f"http://{n}.test", seconds=600, bytes_max=9)) for n in range(64)]
+    await wait_until(lambda: lookups.count("0.test") == 1, "the first name is looked up")
+    assert await asker.ask(url, seconds=patient(10), bytes_max=9) == HttpReply(200, b"here")
+    for each in silent:
+        each.cancel()
+
+
+async def test_a_name_that_nobody_answers_for_is_looked_up_once_at_a_time(
+    asker: Asker, lookups: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "LOOKUP_SECONDS", 0.05)
+    for _ in range(3):
+        with pytest.raises(Unanswered, match="its host has no address, or no name server answers"):
+            await asker.ask("http://0.test", seconds=600, bytes_max=9)
+    monkeypatch.setattr(endpoints, "LOOKUPS_MAX", 1)
+    assert await endpoints.addresses_of("engine.test") == ()
+    assert lookups == ["0.test"]
 
 
 async def test_an_engine_is_asked_with_its_key(serve: Serve, asker: Asker) -> None:
@@ -230,7 +281,7 @@ async def test_a_call_whose_connections_are_closed_is_unanswered_and_not_cancell
         looks.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", slowly)
+    monkeypatch.setattr(module, "addresses_of", slowly)
     calls = [asyncio.create_task(asker.ask("http://engine:8000", seconds=60, bytes_max=100)) for _ in range(2)]
     await looks.wait()
     await asyncio.sleep(0)

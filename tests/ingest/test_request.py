@@ -69,6 +69,13 @@ async def test_an_answer_without_an_end_ends_the_request(
             await ask(context, endpoint)
 
 
+@pytest.mark.parametrize("ask", [replayed, snapshot_of, records_of])
+async def test_a_request_to_a_name_without_an_address_is_an_error(context: ZmqContext, ask: Ask) -> None:
+    async with within(30):
+        with pytest.raises(OSError, match=r"_endpoint tcp://no-such-host\.invalid:1: its host has no address, or"):
+            await ask(context, "tcp://no-such-host.invalid:1")
+
+
 async def test_an_answer_that_is_read_late_is_taken(context: ZmqContext, answering: Answering) -> None:
     """Its messages are whole, however many wait."""
     message = b"\x01\x00" + b"\x02" + PART_MAX.to_bytes(8, "big") + bytes(PART_MAX)
@@ -76,7 +83,7 @@ async def test_an_answer_that_is_read_late_is_taken(context: ZmqContext, answeri
         asking = PublisherRequest(
             context, endpoint, "replay_endpoint", b"x", part_max=PART_MAX, message_max=2 * PART_MAX
         )
-        with asking:
+        async with asking:
             async with within(30):
                 for _ in range(30):
                     await asking.readable(1.0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +18,7 @@ import zmq
 from tests.conftest import wait_until
 from tests.listening import listening, port_of
 from tests.patience import patient, within
+from waymark.base import endpoints
 from waymark.base.errors import InvalidValue
 from waymark.ingest import sockets
 from waymark.ingest import subscriber as module
@@ -412,6 +415,40 @@ async def test_an_endpoint_that_cannot_be_read_is_refused(context: ZmqContext, e
     assert refused.value.field == "endpoint"
     assert endpoint in refused.value.sentence
     assert others.absent == 0, "each poll of a worker tries it again, and would delay all new publishers more"
+
+
+async def test_libzmq_looks_up_no_name(
+    context: ZmqContext, publish: Callable[[str], Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would do it in a thread that reads the sockets of other engines, too."""
+    answers = {"engine.test": [(socket.AF_INET6, 0, 0, "", ("::1", 0)), (socket.AF_INET, 0, 0, "", ("127.0.0.1", 0))]}
+    is_answered = threading.Event()
+
+    def looked_up(host: str, *_: Any, **__: Any) -> list[Any]:
+        if not is_answered.wait(0.2 if host == "engine.test" else 600) or host not in answers:
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return answers[host]
+
+    monkeypatch.setattr(endpoints, "getaddrinfo", looked_up, raising=False)
+    monkeypatch.setattr(endpoints, "LOOKUP_SECONDS", 0.05, raising=False)
+    publisher = publish("tcp://127.0.0.1:*")
+    port = publisher.endpoint.rpartition(":")[2]
+    async with (
+        subscriber_of(context, f"tcp://silent.test:{port}") as silent,
+        subscriber_of(context, f"tcp://engine.test:{port}") as subscriber,
+    ):
+        for each in (silent, subscriber):
+            await wait_until(partial(_is_unresolved, each), "nobody answers")
+        is_answered.set()
+        await wait_until(lambda: subscriber.is_connected, "it is connected")
+        assert subscriber.failure is None
+        await wait_until(publisher.has_subscriber, "subscribed")
+        publisher.send(1)
+        assert [frame.seq for frame in await take_all(subscriber, 1)] == [1]
+
+
+def _is_unresolved(subscriber: Subscriber) -> bool:
+    return subscriber.failure is ConnectionFailure.UNRESOLVED
 
 
 async def test_a_name_that_does_not_resolve_is_only_a_peer_that_is_not_there(context: ZmqContext) -> None:

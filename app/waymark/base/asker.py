@@ -19,13 +19,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from waymark.base.endpoints import AllowedEndpoints, place_of
+from waymark.base.endpoints import AllowedEndpoints, addresses_of, place_of
 from waymark.base.errors import InvalidValue, SettingsError, Unanswered
 from waymark.base.shown import shown
 from waymark.base.watched_file import WatchedFile
 
 if TYPE_CHECKING:
     import aiohttp
+    from aiohttp.abc import AbstractResolver
 
 #: The most connections to all engines together. The time of a call includes its wait for a connection.
 _CONNECTIONS_MAX = 256
@@ -225,9 +226,30 @@ class Asker:
         import aiohttp
 
         return open_session(
-            aiohttp.TCPConnector(limit=connections_max, socket_factory=_kept_alive),
+            aiohttp.TCPConnector(limit=connections_max, socket_factory=_kept_alive, resolver=resolver()),
             headers={"Accept-Encoding": "identity"},
         )
+
+
+def resolver() -> AbstractResolver:
+    """Return what finds the addresses of engines for a session."""
+    from aiohttp.abc import AbstractResolver, ResolveResult
+
+    class EngineResolver(AbstractResolver):
+        async def resolve(self, host: str, port: int = 0, family: int = 0) -> list[ResolveResult]:
+            found = await addresses_of(host)
+            if not found:
+                raise OSError(None, "its host has no address, or no name server answers")
+            return [
+                ResolveResult(hostname=host, host=address, port=port, family=own, proto=0, flags=0)
+                for own, address in found
+                if family in (0, own)
+            ]
+
+        async def close(self) -> None:
+            """Do no work: a lookup ends by itself."""
+
+    return EngineResolver()
 
 
 def open_session(

@@ -1,11 +1,19 @@
-"""The places to which connections may be opened, whether a registration, a file or an engine names them."""
+"""The places to which connections may be opened, whether a registration, a file or an engine names them, and the
+addresses of their hosts.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from socket import SOCK_STREAM, getaddrinfo
+from threading import Thread
+from typing import TypeAlias
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
@@ -82,9 +90,55 @@ def is_loopback(host: str) -> bool:
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
+def is_address(host: str) -> bool:
+    """Return whether a host of an endpoint is an address, and no name."""
+    return _address(host.strip("[]")) is not None
+
+
 def _address(host: str) -> IPv4Address | IPv6Address | None:
     try:
         address = ip_address(host)
     except ValueError:
         return None  # a name
     return getattr(address, "ipv4_mapped", None) or address
+
+
+# The addresses of host names. A name server that does not answer takes ten seconds or more of the thread that asks it,
+# and an event loop has few threads for that: two such names would delay all others, with that of Redis among them. So
+# each name is looked up in a thread of its own.
+
+HostAddresses: TypeAlias = Sequence[tuple[int, str]]
+"""Addresses with their families, in the order in which the system wants them tried."""
+
+LOOKUPS_MAX = 256
+"""The most names that a process looks up at once."""
+LOOKUP_SECONDS = 10.0
+"""How long the answer for a name is waited for. A further question waits for the same answer."""
+_lookups: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Future[HostAddresses]]] = WeakKeyDictionary()
+
+
+async def addresses_of(host: str) -> HostAddresses:
+    """Return the addresses of a host; none if it has none, or they are not known in time."""
+    loop = asyncio.get_running_loop()
+    under_way = _lookups.setdefault(loop, {})
+    lookup = under_way.get(host)
+    if lookup is None:
+        if len(under_way) >= LOOKUPS_MAX:
+            return ()
+        lookup = under_way[host] = loop.create_future()
+        lookup.add_done_callback(lambda _: under_way.pop(host))
+        # It is a daemon, so that the end of the process does not wait for it.
+        Thread(target=_look_up, args=(host, loop, lookup), name="lookup", daemon=True).start()
+    try:
+        async with asyncio.timeout(LOOKUP_SECONDS):
+            return await asyncio.shield(lookup)
+    except TimeoutError:
+        return ()
+
+
+def _look_up(host: str, loop: asyncio.AbstractEventLoop, lookup: asyncio.Future[HostAddresses]) -> None:
+    found: list[tuple[int, str]] = []
+    with suppress(OSError, UnicodeError):
+        found = [(int(family), str(place[0])) for family, *_, place in getaddrinfo(host, None, type=SOCK_STREAM)]
+    with suppress(RuntimeError):  # the loop has ended meanwhile
+        loop.call_soon_threadsafe(lookup.set_result, found)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import field
 from ipaddress import ip_address
@@ -19,7 +18,7 @@ from urllib.parse import urlsplit
 
 from waymark.base.asker import Asker, HttpReply, in_pieces
 from waymark.base.bounded_json import bounded_loads
-from waymark.base.endpoints import AllowedEndpoints, is_loopback
+from waymark.base.endpoints import AllowedEndpoints, addresses_of, is_loopback
 from waymark.base.errors import InvalidValue, RemoteUnavailable, Unanswered
 from waymark.base.record import record
 from waymark.base.samples import SampleParser
@@ -492,7 +491,6 @@ async def _is_same(host: str, asked_at: str) -> bool:
     if is_loopback(host) and is_loopback(asked_at):
         return True
     try:
-        addresses = await asyncio.get_running_loop().getaddrinfo(asked_at, None, type=socket.SOCK_STREAM)
-        return ip_address(host) in {ip_address(info[4][0]) for info in addresses}
-    except (OSError, ValueError):
+        return ip_address(host) in {ip_address(address) for _, address in await addresses_of(asked_at)}
+    except ValueError:
         return False

@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
-from waymark.base.asker import EngineKey, TrustedCertificates, is_framed, open_session
+from waymark.base.asker import EngineKey, TrustedCertificates, is_framed, open_session, resolver
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, SettingsError
 
@@ -151,7 +151,7 @@ class Upstream:
 
     def _open(self) -> aiohttp.ClientSession:
         # As many connections as there are requests; these have a bound of their own.
-        connector = _Connector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
+        connector = _Connector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, resolver=resolver())
         return open_session(connector, connect_seconds=_CONNECT_SECONDS)
 
 

@@ -86,14 +86,14 @@ class Replay:
         )
 
     async def __aenter__(self) -> Self:
-        """Send the request. Raises InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free."""
-        self._request.__enter__()
+        """Send the request. Raises the errors of ``PublisherRequest``."""
+        await self._request.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._request.__exit__(kind, error, trace)
+        await self._request.__aexit__(kind, error, trace)
 
     async def batches(self, limit: int) -> list[ReplayedBatch]:
         """Return the next replies, in order of arrival: at least one, and at most ``limit``.

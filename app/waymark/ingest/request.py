@@ -14,7 +14,7 @@ from typing import Self
 
 import zmq
 
-from waymark.ingest.sockets import PublisherSocket, ZmqContext, readable
+from waymark.ingest.sockets import ConnectionFailure, PublisherSocket, ZmqContext, has_name, looked_up, readable
 from waymark.ingest.unfinished import (
     LOOK_SECONDS,
     MEMORY_BYTES_MAX,
@@ -37,8 +37,8 @@ class EndlessMessage(OSError):
 class PublisherRequest:
     """One request. ``field`` is the field of the registration with the endpoint.
 
-    ``message_max`` bounds the bytes of a message of the answer, and ``part_max`` those of each of its parts. ``with``
-    sends the request, and closes the socket before the context is terminated.
+    ``message_max`` bounds the bytes of a message of the answer, and ``part_max`` those of each of its parts.
+    ``async with`` sends the request, and closes the socket before the context is terminated.
     """
 
     def __init__(
@@ -52,9 +52,14 @@ class PublisherRequest:
         self._message_max = message_max
         self._is_ended = False
 
-    def __enter__(self) -> Self:
-        """Send the request. Raises InvalidValue if libzmq cannot read the endpoint, OSError if no socket is free."""
-        self._link = PublisherSocket(self._context, zmq.DEALER, self._endpoint, self._field, self._part_max)
+    async def __aenter__(self) -> Self:
+        """Send the request. Raises InvalidValue if libzmq cannot read the endpoint, OSError if its host has no address
+        or no socket is free.
+        """
+        endpoint = await looked_up(self._endpoint) if has_name(self._endpoint) else self._endpoint
+        if endpoint is None:
+            raise OSError(f"{self._field} {self._endpoint}: {ConnectionFailure.UNRESOLVED}")
+        self._link = PublisherSocket(self._context, zmq.DEALER, endpoint, self._field, self._part_max)
         self.socket = self._link.socket
         self.messages = self._link.messages
         """The messages of the answer."""
@@ -63,7 +68,7 @@ class PublisherRequest:
         self.socket.send_multipart([b"", self._payload], zmq.NOBLOCK)
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._is_ended:

@@ -92,7 +92,7 @@ async def ask(
     request = PublisherRequest(
         context, endpoint, "snapshot_endpoint", REQUEST, part_max=message_bytes_max, message_max=BYTES_MAX + _HEAD_BYTES
     )
-    with request:
+    async with request:
         while (seconds_left := deadline - time.monotonic()) > 0:
             try:
                 return parse(await _receive(request.socket))
@@ -156,7 +156,7 @@ async def ask_records(
             context, endpoint, "snapshot_endpoint", request, part_max=message_bytes_max, message_max=longest
         )
         try:
-            with asking:
+            async with asking:
                 while (left := until - time.monotonic()) > 0:
                     try:
                         parts = asking.messages.receive()

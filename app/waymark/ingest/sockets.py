@@ -10,12 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
+from socket import AF_INET
 from typing import Any, TypeAlias
 
 import zmq
 
+from waymark.base.endpoints import addresses_of, is_address
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
+from waymark.domain.names import is_endpoint
 
 ZmqContext: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
@@ -39,8 +42,7 @@ _REST_PER_CALL = 8
 _NOBLOCK, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
 _NEVER_MILLISECONDS = 24 * 3600 * 1000
 _UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
-# The first of these events ends a connection, or an attempt at one. If a name does not resolve, only the last one is
-# reported.
+# The first of these events ends a connection, or an attempt at one.
 _OVER = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -84,6 +86,27 @@ def connect(socket: zmq.Socket[bytes], endpoint: str, field: str) -> None:
             f"{field} {shown(endpoint)} cannot be connected to ({error.strerror}); give tcp://host:port or ipc://path"
         )
         raise InvalidValue(sentence, field=field) from error
+
+
+def has_name(endpoint: str) -> bool:
+    """Return whether an endpoint has a host name in place of an address."""
+    return endpoint.startswith("tcp://") and is_endpoint(endpoint) and not is_address(_host_of(endpoint))
+
+
+async def looked_up(endpoint: str) -> str | None:
+    """Return an endpoint with an address of its host in place of the name; None if none is known in time.
+
+    libzmq would look it up in a thread that reads sockets, and the streams of other engines would wait meanwhile.
+    """
+    found = await addresses_of(_host_of(endpoint))
+    if not found:
+        return None
+    family, address = next((each for each in found if each[0] == AF_INET), found[0])
+    return f"tcp://{address if family == AF_INET else f'[{address}]'}:{endpoint.rpartition(':')[2]}"
+
+
+def _host_of(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0]
 
 
 async def readable(socket: zmq.Socket[bytes], seconds: float) -> None:
@@ -258,7 +281,6 @@ class LiveConnection(PublisherSocket):
 #
 # | Reported | What has happened |
 # |---|---|
-# | CONNECT_RETRIED alone | the name has no address |
 # | CLOSED, without CONNECTED | refused; after the time for an attempt, no answer |
 # | CONNECTED, DISCONNECTED, and no retry | a ZMQ socket of another type, which libzmq has left permanently |
 # | CONNECTED, HANDSHAKE_FAILED_PROTOCOL or _AUTH | a ZMQ socket with another security mechanism |
@@ -268,7 +290,10 @@ class LiveConnection(PublisherSocket):
 class ConnectionFailure(StrEnum):
     """The reason why a connection failed. Each value is the end of a sentence that begins with the endpoint."""
 
-    UNRESOLVED = "its host has no address; register a name that the ingest workers can resolve, or a numeric address"
+    UNRESOLVED = (
+        "its host has no address, or no name server answers; register a name that the ingest workers can resolve, or a "
+        "numeric address"
+    )
     REFUSED = (
         "it is refused, as nothing listens there; start the engine with its KV events enabled, or register the port "
         "that it publishes on"
@@ -328,4 +353,4 @@ class Attempt:
         if event == zmq.EVENT_CLOSED:
             is_late = now - self._started > 0.9 * self._seconds_max
             return ConnectionFailure.UNANSWERED if is_late else ConnectionFailure.REFUSED
-        return ConnectionFailure.UNRESOLVED if event == zmq.EVENT_CONNECT_RETRIED else None
+        return None

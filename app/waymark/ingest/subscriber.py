@@ -29,7 +29,14 @@ import zmq
 from waymark.apply.slices import LoopTurns
 from waymark.base.errors import InvalidValue
 from waymark.ingest.frames import Frame, FrameBuffer, FrameRoom, PayloadFacts, parse_live
-from waymark.ingest.sockets import MESSAGE_BYTES_MAX, ConnectionFailure, LiveConnection, ZmqContext
+from waymark.ingest.sockets import (
+    MESSAGE_BYTES_MAX,
+    ConnectionFailure,
+    LiveConnection,
+    ZmqContext,
+    has_name,
+    looked_up,
+)
 from waymark.ingest.subscribers import Subscribers
 
 FRAMES_PER_READ = 500
@@ -104,7 +111,7 @@ class Subscriber:
         self._buffer = FrameBuffer(buffer_bytes, buffer_frames, room or FrameRoom(buffer_bytes))
         self._loop: asyncio.AbstractEventLoop
         self._link: LiveConnection | None = None
-        self._dialling: asyncio.Handle | None = None
+        self._dialling: asyncio.Handle | asyncio.Task[None] | None = None
         self._is_read_due = False
         self._pause = RECONNECT_SECONDS
         self._waiter: asyncio.Future[None] | None = None
@@ -129,7 +136,7 @@ class Subscriber:
         self._loop = asyncio.get_running_loop()
         self._set_absent(True)
         try:
-            self._open_link()
+            self._dial(self._open_link)
         except (InvalidValue, OSError):
             self.close()
             raise
@@ -205,8 +212,31 @@ class Subscriber:
 
     # ---- the sockets' side -------------------------------------------------------------------------
 
-    def _open_link(self) -> None:
-        link = LiveConnection(self._context, self.endpoint, self._message_bytes_max)
+    def _dial(self, open_link: Callable[[str], None]) -> None:
+        """Begin to connect by ``open_link``, or to look up the host."""
+        if has_name(self.endpoint):
+            self._dialling = self._loop.create_task(self._look_up())
+        else:
+            open_link(self.endpoint)
+
+    async def _look_up(self) -> None:
+        endpoint = await looked_up(self.endpoint)
+        self._dialling = None
+        if endpoint is None:
+            self.failure = ConnectionFailure.UNRESOLVED
+            self._dial_later()
+        else:
+            self._open_or_retry(endpoint)
+
+    def _open_or_retry(self, endpoint: str) -> None:
+        try:
+            self._open_link(endpoint)
+        except OSError:
+            # Without a free socket ``is_connected`` stays false, as with an absent peer.
+            self._dial_later()
+
+    def _open_link(self, endpoint: str) -> None:
+        link = LiveConnection(self._context, endpoint, self._message_bytes_max)
         self._link = link
         self._subscribers.enter(link, read=self.read, refuse=self._refuse)
         messages, monitor = link.descriptors
@@ -234,11 +264,7 @@ class Subscriber:
                 self._refuse()
                 return
         self._close_link()
-        try:
-            self._open_link()
-        except OSError:
-            # Without a free socket ``is_connected`` stays false, as with an absent peer.
-            self._dial_later()
+        self._dial(self._open_or_retry)
 
     def _refuse(self) -> None:
         """Close the connection, and reconnect later, because the publisher would soon send the same bytes again."""
