@@ -170,9 +170,7 @@ class Admin:
                     anthropic_cache_control_injection=self._injects_cache_control,
                 ),
                 routing_decisions=PrefixRoutingDecisions(
-                    total=total,
-                    **decided,
-                    overflow_rate=f"{decided['overflow'] / total if total else 0:.4f}",
+                    total=total, **decided, overflow_rate=f"{decided['overflow'] / total if total else 0:.4f}"
                 ),
                 backend_distribution=await self._distribution(body),
                 unique_prefixes=distinct,

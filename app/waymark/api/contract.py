@@ -116,10 +116,7 @@ def openapi(operations: Sequence[Operation]) -> dict[str, Any]:
             "description": "Waymark reports which inference engine already has a prefix in its KV cache.",
         },
         "paths": paths,
-        "components": {
-            "schemas": schemas,
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": schemas, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
     }
 
 

@@ -108,8 +108,7 @@ class DecisionRequest(Named, PromptFields):
     )
     block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
     policy: str | None = Field(
-        default=None,
-        description=f"one of {', '.join(PRESETS)}; the default is set by WAYMARK_POLICY",
+        default=None, description=f"one of {', '.join(PRESETS)}; the default is set by WAYMARK_POLICY"
     )
     overrides: dict[str, Any] = Field(default={}, description="an object: constants of the policy by name")
     explain: bool = Field(

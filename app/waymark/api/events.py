@@ -189,14 +189,7 @@ class Events:
             await asyncio.sleep(0.02)
 
     async def _apply_under(self, grant: Grant, events: Sequence[Event], progress: _AppliedEvents) -> None:
-        applier, _ = await resumed(
-            grant,
-            self._store,
-            self._metrics,
-            self._options,
-            is_patient=False,
-            kept=self._kept,
-        )
+        applier, _ = await resumed(grant, self._store, self._metrics, self._options, is_patient=False, kept=self._kept)
         try:
             await self._apply_next(applier, events, progress)
             await self._kept.keep(grant, applier.resolver)

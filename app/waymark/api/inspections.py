@@ -173,7 +173,6 @@ def _wanted(parameters: Mapping[str, str]) -> PublisherFilter:
     for word in statuses:
         if word not in names:
             raise InvalidValue(
-                f"status is {shown(word)}; send one or more of {', '.join(names)}, separated by commas",
-                field="status",
+                f"status is {shown(word)}; send one or more of {', '.join(names)}, separated by commas", field="status"
             )
     return PublisherFilter(parameters.get("tenant_id") or None, parameters.get("model") or None, statuses)

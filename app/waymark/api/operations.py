@@ -231,10 +231,7 @@ class Operation:
 
     def _method_not_allowed(self, method: str) -> Answer:
         methods = " or ".join(name for name in self.allowed if name != "HEAD")
-        error = {
-            "error": f"{self.path} does not know {method[:16]}; send {methods}",
-            "reason": "method_not_allowed",
-        }
+        error = {"error": f"{self.path} does not know {method[:16]}; send {methods}", "reason": "method_not_allowed"}
         return Answer(self._error(error), 405, {"Allow": ", ".join(self.allowed)})
 
     def _error(self, body: dict[str, Any]) -> dict[str, Any]:

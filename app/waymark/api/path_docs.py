@@ -29,10 +29,7 @@ _NOTE = {"X-Waymark-Note": "explains why Waymark needs no dump and no peers: the
 HEALTH = Doc("Answers 200 while the process is alive.", answer=publishers.HealthAnswer, needs_redis=False, reach="none")
 READY = Doc("Answers 200 when the process can answer queries.", answer=publishers.ReadyAnswer, reach="none")
 DYNAMO_HEALTH = Doc(
-    "Answers 200 without a body while the process is alive.",
-    media_type=_TEXT,
-    needs_redis=False,
-    reach="none",
+    "Answers 200 without a body while the process is alive.", media_type=_TEXT, needs_redis=False, reach="none"
 )
 METRICS = Doc("Returns the metrics as Prometheus text.", media_type=_TEXT, needs_redis=False)
 DYNAMO_METRICS = Doc(
@@ -87,11 +84,7 @@ PAGE = Doc(
     reach="none",
 )
 PAGE_FILE = Doc(
-    "Returns a file of the page.",
-    media_type="text/javascript",
-    errors=(404,),
-    needs_redis=False,
-    reach="none",
+    "Returns a file of the page.", media_type="text/javascript", errors=(404,), needs_redis=False, reach="none"
 )
 ACTIVITY = Doc(
     "Streams the activity as server-sent events: registrations, drains, restarts, losses, takeovers and sweeps.",
@@ -288,18 +281,10 @@ DUMP = Doc(
     reach="filtered",
 )
 REGISTER_PEER = Doc(
-    "Adds a peer to a list that all replicas share.",
-    dynamo_bodies.PeerRequest,
-    dynamo.DynamoStatus,
-    201,
-    headers=_NOTE,
+    "Adds a peer to a list that all replicas share.", dynamo_bodies.PeerRequest, dynamo.DynamoStatus, 201, headers=_NOTE
 )
 DEREGISTER_PEER = Doc(
-    "Removes a peer from the list.",
-    dynamo_bodies.PeerRequest,
-    dynamo.DynamoStatus,
-    errors=(404,),
-    headers=_NOTE,
+    "Removes a peer from the list.", dynamo_bodies.PeerRequest, dynamo.DynamoStatus, errors=(404,), headers=_NOTE
 )
 PEERS = Doc("Lists the base URLs of the peers, as they were registered.", answer=list[str], headers=_NOTE)
 ADD_WORKER = Doc(
@@ -309,10 +294,7 @@ ADD_WORKER = Doc(
     201,
 )
 CHANGE_WORKER = Doc(
-    "Changes the description of a worker.",
-    dynamo_bodies.WorkerPatch,
-    dynamo.DynamoWorkerDescription,
-    errors=(404, 409),
+    "Changes the description of a worker.", dynamo_bodies.WorkerPatch, dynamo.DynamoWorkerDescription, errors=(404, 409)
 )
 REMOVE_WORKER = Doc("Removes a worker and its blocks.", answer=dynamo.DynamoWorkerDescription, errors=(400, 404, 409))
 DYNAMO_SELECT = Doc(

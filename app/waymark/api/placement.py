@@ -65,8 +65,7 @@ class PlacementView:
         parts = await asyncio.gather(*(self._targets(group, valuations.get(group.entry.group_id)) for group in groups))
         return Answer(
             PlacementAnswer(
-                models=[model for model, _ in parts],
-                targets=[target for _, targets in parts for target in targets],
+                models=[model for model, _ in parts], targets=[target for _, targets in parts for target in targets]
             )
         )
 

@@ -32,8 +32,7 @@ class TextFields(RequestBody):
         default=None, description="a text; the model needs a tokenizer, or an engine with an address"
     )
     messages: list[Any] | None = Field(
-        default=None,
-        description="a list of messages as in a chat request of OpenAI; tokenized as prompt is",
+        default=None, description="a list of messages as in a chat request of OpenAI; tokenized as prompt is"
     )
     system: System = Field(
         default=None,

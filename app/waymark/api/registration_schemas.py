@@ -13,15 +13,7 @@ from pydantic_core import PydanticCustomError
 from waymark.api.http.fields import RANK, BlockSize, NonEmptyName, OptionalName, RankNumber, RequestBody, Root
 from waymark.discovery.drafts import MUST_BE, Draft
 from waymark.domain.engines import KINDS, Copies, EngineKind, Scope, kinds_where
-from waymark.domain.names import (
-    BLOCK_SIZE,
-    DEFAULT_TENANT,
-    ENDPOINT,
-    NAME,
-    OPTIONAL_NAME,
-    SeqCounter,
-    is_endpoint,
-)
+from waymark.domain.names import BLOCK_SIZE, DEFAULT_TENANT, ENDPOINT, NAME, OPTIONAL_NAME, SeqCounter, is_endpoint
 from waymark.domain.pool_keys import FORMS, are_forms
 from waymark.domain.prefixes import (
     DEFAULT,

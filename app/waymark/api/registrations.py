@@ -22,13 +22,7 @@ from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, NotFound
 from waymark.base.shown import shown
-from waymark.contract.publishers import (
-    RegisterAnswer,
-    RegisteredRank,
-    RepairAnswer,
-    UnregisterAnswer,
-    WeightAnswer,
-)
+from waymark.contract.publishers import RegisterAnswer, RegisteredRank, RepairAnswer, UnregisterAnswer, WeightAnswer
 from waymark.discovery.describe import Describer, base_of
 from waymark.discovery.drafts import WantedEngine
 from waymark.discovery.engines import EngineRegistrations
@@ -79,9 +73,7 @@ class Registrations:
         self._store.reader.forget_rows()
         return Answer(
             RegisterAnswer(
-                status="registered successfully",
-                instance_id=sockets[0].instance_id,
-                warnings=_warnings(sockets[:1]),
+                status="registered successfully", instance_id=sockets[0].instance_id, warnings=_warnings(sockets[:1])
             )
         )
 

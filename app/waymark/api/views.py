@@ -32,13 +32,7 @@ from waymark.store.workers import WORKER_SECONDS
 
 #: The statuses of targets that get requests, unless their last requests have failed.
 _UNDER_WAY = frozenset(
-    {
-        StreamStatus.NO_EVENTS,
-        StreamStatus.STARTING,
-        StreamStatus.ACTIVE,
-        StreamStatus.REPLAYING,
-        StreamStatus.DEGRADED,
-    }
+    {StreamStatus.NO_EVENTS, StreamStatus.STARTING, StreamStatus.ACTIVE, StreamStatus.REPLAYING, StreamStatus.DEGRADED}
 )
 _FAILING = (
     "its last requests have failed, so decisions leave it out and try it with single requests; "

@@ -98,12 +98,7 @@ def _is_same(old: StreamRecord, now: StreamRecord) -> bool:
     """Return whether the record is unchanged since the memory was kept. Else Redis lost writes, or a new life began."""
     if old.is_damaged or now.is_damaged:
         return False
-    return (old.life, old.holders, old.event_ids, old.flags) == (
-        now.life,
-        now.holders,
-        now.event_ids,
-        now.flags,
-    )
+    return (old.life, old.holders, old.event_ids, old.flags) == (now.life, now.holders, now.event_ids, now.flags)
 
 
 log = logging.getLogger(__name__)

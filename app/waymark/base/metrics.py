@@ -98,8 +98,7 @@ class Metrics:
     )
     reservations_expired = counter("How many reservations expired without a release.")
     prefill_released = counter(
-        "How many prefills of reservations ended, by what ended them: `index`, `estimate`, `caller` or `end`.",
-        "by",
+        "How many prefills of reservations ended, by what ended them: `index`, `estimate`, `caller` or `end`.", "by"
     )
     speculative_tokens = counter("How many tokens speculative entries added to the cached tokens of chosen targets.")
 
@@ -352,11 +351,7 @@ class Metrics:
         "How many keys each primary of Redis has evicted since it started.", "primary", over="max"
     )
     build_info = gauge(
-        "Which version and role this process has; the value is always 1.",
-        "version",
-        "python",
-        "role",
-        "native",
+        "Which version and role this process has; the value is always 1.", "version", "python", "role", "native"
     )
 
     def __init__(self, *, role: str = "none", is_native: bool = False, models_max: int = MODELS_MAX) -> None:

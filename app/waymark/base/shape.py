@@ -5,17 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import (
-    Any,
-    ClassVar,
-    NamedTuple,
-    TypeVar,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, ClassVar, NamedTuple, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 S = TypeVar("S", bound="AnswerShape")
 _PartReader = Callable[[Any, str], Any]

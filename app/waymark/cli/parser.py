@@ -96,9 +96,7 @@ GROUPS: dict[str, dict[str, CliCommand]] = {
         "simulate": CliCommand("trials", "run simulated engines that publish events as real ones do"),
         "bench": CliCommand("trials", "run the benchmarks in a checkout; 'waymark bench --help' lists them"),
     },
-    "your shell": {
-        "completion": CliCommand("completion", "print the completion script for your shell"),
-    },
+    "your shell": {"completion": CliCommand("completion", "print the completion script for your shell")},
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 

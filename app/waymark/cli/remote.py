@@ -240,11 +240,7 @@ def print_answer(
 
 
 def _watch(
-    service: RemoteService,
-    arguments: argparse.Namespace,
-    screen: Screen,
-    command: Command,
-    parts: Drawing,
+    service: RemoteService, arguments: argparse.Namespace, screen: Screen, command: Command, parts: Drawing
 ) -> int:
     """Print the answer again and again, until Ctrl-C. A service and its Redis may be unavailable for a while."""
     import asyncio

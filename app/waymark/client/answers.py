@@ -20,13 +20,7 @@ import msgpack
 from waymark.base.record import record
 from waymark.base.shape import parse
 from waymark.contract.prompts import ScoreAnswer
-from waymark.contract.publishers import (
-    EventsAnswer,
-    Publisher,
-    RegisterAnswer,
-    ServicesAnswer,
-    WorkersAnswer,
-)
+from waymark.contract.publishers import EventsAnswer, Publisher, RegisterAnswer, ServicesAnswer, WorkersAnswer
 from waymark.domain.media import BEST, IN_EVERY_ANSWER
 from waymark.domain.status import Decision
 

@@ -62,10 +62,7 @@ def parts_of_status(
 
     ``drains`` has the word of each stream with weight 0, as ``waymark publishers`` shows it, if it is known.
     """
-    screen_parts: list[ScreenPart] = [
-        _server(status.redis),
-        *(ScreenWarning.of(line) for line in status.warnings),
-    ]
+    screen_parts: list[ScreenPart] = [_server(status.redis), *(ScreenWarning.of(line) for line in status.warnings)]
     screen_parts += [text(line, "bold red") for line in _unreadable(status.unreadable)]
     screen_parts += [text(line, "yellow") for line in _discovery(status.discovery)]
     screen_parts += [_streams(status), text("")]
@@ -78,11 +75,7 @@ def parts_of_status(
     for group_id, group in groupby(status.publishers, key=lambda stream: stream.group):
         streams = tuple(group)
         name = GroupName(streams[0].tenant_id, streams[0].model_name)
-        screen_parts += [
-            joined(text(name.text, "bold"), f", group {group_id}"),
-            _group(streams, drains),
-            text(""),
-        ]
+        screen_parts += [joined(text(name.text, "bold"), f", group {group_id}"), _group(streams, drains), text("")]
     return screen_parts[:-1]
 
 
@@ -168,10 +161,7 @@ def _row(stream: StreamState, drains: Mapping[tuple[str, str, str, int], str]) -
         text(stream.instance_id + (" (pool)" if stream.scope == "shared" else "")),
         text(stream.dp_rank),
         text(stream.type),
-        text(
-            stream.status + (f", {drain}" if drain else ""),
-            STATUS_STYLES.get(stream.status, ""),
-        ),
+        text(stream.status + (f", {drain}" if drain else ""), STATUS_STYLES.get(stream.status, "")),
         worker,
         text("none" if stream.watermark is None else stream.watermark),
         text("" if stream.lag_seconds is None else seconds_text(stream.lag_seconds)),

@@ -144,11 +144,7 @@ class AskedPools:
                 asking.cancel()
 
     def _ask_for(
-        self,
-        table: HolderTable | None,
-        size_of: Callable[[HolderTable], int | None],
-        keys_of: KeysOf,
-        salt: str | None,
+        self, table: HolderTable | None, size_of: Callable[[HolderTable], int | None], keys_of: KeysOf, salt: str | None
     ) -> asyncio.Future[int] | None:
         """Begin to ask. Return None if there is no pool to ask, or no block to ask for."""
         pools = () if table is None else self.of(table)

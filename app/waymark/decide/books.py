@@ -39,12 +39,7 @@ class Choices(NamedTuple):
 
     @classmethod
     def of_file(
-        cls,
-        file: PickerConfig,
-        scored: Sequence[Scored],
-        request: RoutingRequest,
-        targets: TargetSet,
-        allowed: Allowed,
+        cls, file: PickerConfig, scored: Sequence[Scored], request: RoutingRequest, targets: TargetSet, allowed: Allowed
     ) -> Self:
         """Return the targets that pass the filters of a picker file; ``scored`` are those that it has ranked."""
         profile = file.profiles[file.decode]
@@ -121,12 +116,7 @@ def _held(state: PromptState, name: _Name, size: int) -> tuple[int, int, int, in
     opaque = state.prefixes.get(name) if state.prefixes else None
     if opaque is None:
         return size * device, size * host, size * disk, size * shared
-    return (
-        max(size * device, opaque.hot),
-        size * host,
-        max(size * disk, opaque.warm - opaque.hot),
-        size * shared,
-    )
+    return (max(size * device, opaque.hot), size * host, max(size * disk, opaque.warm - opaque.hot), size * shared)
 
 
 _NO_ROW = TargetRow()

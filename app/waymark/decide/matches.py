@@ -66,11 +66,7 @@ class _Aside(NamedTuple):
 
 class MatchReader:
     def __init__(
-        self,
-        store: Store,
-        options: SelectionOptions,
-        snapshots: SnapshotKeeper,
-        pools: AskedPools | None = None,
+        self, store: Store, options: SelectionOptions, snapshots: SnapshotKeeper, pools: AskedPools | None = None
     ) -> None:
         """``pools`` asks pools without events; None: no pool is asked."""
         self._pools = pools
@@ -97,12 +93,7 @@ class MatchReader:
         raise Contended("the registrations of this model change all the time; try again in a moment")
 
     def _read_with(
-        self,
-        question: Question,
-        entry: GroupEntry | None,
-        fleet: Fleet | None,
-        prompt: HashedPrompt,
-        block_size: int,
+        self, question: Question, entry: GroupEntry | None, fleet: Fleet | None, prompt: HashedPrompt, block_size: int
     ) -> Steps[tuple[tuple[GroupSnapshot, PromptMatches] | None, HolderTable | None]]:
         """Return the result, and the table of that moment; there is no result if another block size is needed."""
         reader = self._store.reader

@@ -17,16 +17,7 @@ from waymark.base import native
 from waymark.decide import pure_sums
 from waymark.decide.books import Choices
 from waymark.decide.fail_open import FAIL_OPEN, Cause, Deed
-from waymark.decide.fleet import (
-    Allowed,
-    Fleet,
-    FleetMember,
-    PromptState,
-    Shortlist,
-    StagePart,
-    TargetSet,
-    candidate_of,
-)
+from waymark.decide.fleet import Allowed, Fleet, FleetMember, PromptState, Shortlist, StagePart, TargetSet, candidate_of
 from waymark.decide.fleet_columns import FleetColumns, candidates_of
 from waymark.decide.matches import PromptMatches
 from waymark.decide.policies.columns import RankedColumns

@@ -21,14 +21,7 @@ from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest, has_media
 from waymark.decide.fail_open import StartupGate
 from waymark.decide.policies.presets import DEFAULT, PRESETS
-from waymark.decide.question import (
-    PolicyChoice,
-    PromptOf,
-    Question,
-    RankedTargets,
-    SelectedTarget,
-    SelectParameters,
-)
+from waymark.decide.question import PolicyChoice, PromptOf, Question, RankedTargets, SelectedTarget, SelectParameters
 from waymark.decide.request_prompts import (
     SEQUENCES_MAX,
     RequestPrompts,

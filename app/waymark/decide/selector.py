@@ -15,14 +15,7 @@ from random import Random
 from time import perf_counter
 from typing import Any, TypeVar
 
-from waymark.base.errors import (
-    NoTarget,
-    Saturated,
-    Starting,
-    StoreUnavailable,
-    UnknownModel,
-    nothing_registered,
-)
+from waymark.base.errors import NoTarget, Saturated, Starting, StoreUnavailable, UnknownModel, nothing_registered
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
 from waymark.decide.asked_pools import AskedPools

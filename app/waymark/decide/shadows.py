@@ -34,14 +34,7 @@ from waymark.decide.question import PolicyChoice, Question, SelectedTarget
 from waymark.decide.snapshot import GroupSnapshot, ReadingKind, SnapshotKeeper
 from waymark.domain.books import Usage
 from waymark.domain.packing import KEY_BYTES
-from waymark.store.kept_decisions import (
-    BLOCKS_MAX,
-    TARGETS_MAX,
-    KeptDecision,
-    KeptDecisions,
-    KeptTarget,
-    ShadowChoice,
-)
+from waymark.store.kept_decisions import BLOCKS_MAX, TARGETS_MAX, KeptDecision, KeptDecisions, KeptTarget, ShadowChoice
 from waymark.store.reservations import Reservation
 from waymark.store.steps import StartTask
 

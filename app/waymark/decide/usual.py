@@ -34,14 +34,7 @@ from waymark.decide.order import (
     shortlist,
 )
 from waymark.decide.policies.policy import Linear, Scored, tokens_behind
-from waymark.decide.question import (
-    HashedPrompt,
-    PolicyChoice,
-    ProfileName,
-    Question,
-    SelectedTarget,
-    SelectParameters,
-)
+from waymark.decide.question import HashedPrompt, PolicyChoice, ProfileName, Question, SelectedTarget, SelectParameters
 from waymark.decide.reserve import TargetReserver
 from waymark.decide.shadows import ShadowedDecision, Shadows
 from waymark.decide.snapshot import GroupSnapshot, SnapshotKeeper
@@ -55,15 +48,7 @@ from waymark.store.chain import PackedKeys
 from waymark.store.directory import GroupEntry
 from waymark.store.quick import KnownRuns, QuickPlan, QuickRead, Start
 from waymark.store.reader import Reading
-from waymark.store.reservations import (
-    CANDIDATES_MAX,
-    NO_LOAD,
-    Load,
-    Offer,
-    Reservation,
-    ReservationTerms,
-    ReserveCall,
-)
+from waymark.store.reservations import CANDIDATES_MAX, NO_LOAD, Load, Offer, Reservation, ReservationTerms, ReserveCall
 from waymark.store.scripts import PackedReserve
 from waymark.store.steps import LimitedStep, RedisLimit, StepsReceiver, StepsRun, run
 from waymark.store.store import Store

@@ -65,13 +65,7 @@ class DiscoveryOptions:
 
 
 class EngineDiscovery:
-    def __init__(
-        self,
-        store: Store,
-        metrics: Metrics,
-        options: DiscoveryOptions,
-        describer: Describer,
-    ) -> None:
+    def __init__(self, store: Store, metrics: Metrics, options: DiscoveryOptions, describer: Describer) -> None:
         self._store = store
         self._metrics = metrics
         self._options = options

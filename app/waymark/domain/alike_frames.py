@@ -150,13 +150,7 @@ class AlikeFrames:
 
     @classmethod
     def like(
-        cls,
-        state: StreamBlocks,
-        runs: PlainRuns,
-        batch: Batch,
-        reading: tuple[Any, ...],
-        seed: int,
-        resolve: Resolve,
+        cls, state: StreamBlocks, runs: PlainRuns, batch: Batch, reading: tuple[Any, ...], seed: int, resolve: Resolve
     ) -> Self | None:
         """Return the object for frames like ``batch``; see ``Resolver.alike``. ``resolve`` is the resolver's."""
         is_counted = batch.rejected or batch.ignored

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from waymark.domain.events import (
-    STORES,
-    Batch,
-    MixedEvents,
-    PlainEvent,
-    Removed,
-    Stored,
-    StoredReference,
-    StoredWindow,
-)
+from waymark.domain.events import STORES, Batch, MixedEvents, PlainEvent, Removed, Stored, StoredReference, StoredWindow
 from waymark.domain.known import MixedProgress
 from waymark.domain.media import DEVICE
 from waymark.domain.parts import Mode

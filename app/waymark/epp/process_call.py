@@ -24,15 +24,7 @@ from waymark.base.bounded_json import TooMuchJson
 from waymark.base.errors import InvalidValue, WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.base.record import record
-from waymark.chat.requests import (
-    SESSION,
-    Form,
-    InferenceRequest,
-    check_places,
-    form_of,
-    read_request,
-    session_of,
-)
+from waymark.chat.requests import SESSION, Form, InferenceRequest, check_places, form_of, read_request, session_of
 from waymark.decide.question import SelectParameters
 from waymark.decide.request_prompts import read_fields
 from waymark.decide.requests import RequestSelector, RoutedRequest
@@ -223,10 +215,7 @@ class ProcessCall:
     async def _pick(self) -> dict[str, str] | ImmediateAnswer:
         """Return the headers that name the targets."""
         parameters = SelectParameters(
-            only=self._subset,
-            count=_TARGETS_MAX,
-            milliseconds=self._picker.under_way.reserved_ms,
-            needs_address=True,
+            only=self._subset, count=_TARGETS_MAX, milliseconds=self._picker.under_way.reserved_ms, needs_address=True
         )
         try:
             routed = await self._routed(self._said(), parameters)

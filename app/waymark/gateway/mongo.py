@@ -113,13 +113,7 @@ class MongoArchive:
         except (PyMongoError, ValueError) as error:
             raise SettingsError(f"WAYMARK_RESPONSES_MONGO_URL cannot be used: {error}") from None
         collection = client.get_default_database(_DATABASE)[COLLECTION]
-        return cls(
-            store.responses,
-            collection,
-            metrics,
-            ttl_seconds=options.ttl_seconds,
-            milliseconds=milliseconds,
-        )
+        return cls(store.responses, collection, metrics, ttl_seconds=options.ttl_seconds, milliseconds=milliseconds)
 
     async def find(self, name: str) -> bytes | None:
         """Return a response that Redis no longer has. Raise RemoteUnavailable if MongoDB is unavailable."""

@@ -116,11 +116,7 @@ class EngineAnswer(NamedTuple):
 
 class Proxy:
     def __init__(
-        self,
-        selector: RequestSelector,
-        under_way: RequestsUnderWay,
-        upstream: Upstream,
-        metrics: Metrics,
+        self, selector: RequestSelector, under_way: RequestsUnderWay, upstream: Upstream, metrics: Metrics
     ) -> None:
         self._avoided = Avoided(AVOID_SECONDS)
         self._selector = selector

@@ -372,12 +372,7 @@ def _answers(options: CacheOptions, metrics: Metrics, store: Store) -> AnswerSto
     bounds = (options.entries_max, options.bytes_max, options.ttl_seconds)
     if options.place == "memory":
         return MemoryAnswers(*bounds, metrics)
-    in_memory = MemoryAnswers(
-        FALLBACK_ENTRIES,
-        options.bytes_max,
-        FALLBACK_TTL_SECONDS,
-        metrics,
-    )
+    in_memory = MemoryAnswers(FALLBACK_ENTRIES, options.bytes_max, FALLBACK_TTL_SECONDS, metrics)
     entries_max, bytes_max, ttl_seconds = bounds
     return SharedAnswers(
         store.answers,

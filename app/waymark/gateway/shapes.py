@@ -197,9 +197,7 @@ def _error(rejected: RequestRejected, api: Form | None) -> dict[str, Any]:
     openai, anthropic = _TYPES.get(rejected.status, _TYPES[400 if rejected.status < 500 else 500])
     if api is Form.MESSAGES:
         return {"type": "error", "error": {"type": anthropic, "message": rejected.sentence}}
-    return {
-        "error": {"message": rejected.sentence, "type": openai, "param": rejected.field, "code": rejected.code},
-    }
+    return {"error": {"message": rejected.sentence, "type": openai, "param": rejected.field, "code": rejected.code}}
 
 
 # Bodies of requests as the gateway reads and changes them.

@@ -289,12 +289,7 @@ class Poller:
         self.is_away = error is not None and not is_defect
 
     async def _for_each(
-        self,
-        action: str,
-        claims: Iterable[Claim],
-        step: Callable[[Claim], Awaitable[Any]],
-        *,
-        may_wait: bool = True,
+        self, action: str, claims: Iterable[Claim], step: Callable[[Claim], Awaitable[Any]], *, may_wait: bool = True
     ) -> list[Any]:
         """Run ``step`` for each claim, and return the results. A step that fails is logged once, and delays no other.
 
@@ -464,8 +459,7 @@ class Poller:
             self._are_some_left = bool(count)
             if count:
                 log.warning(
-                    "no ingest worker has room for some streams; add ingest workers",
-                    extra=fields(streams=count),
+                    "no ingest worker has room for some streams; add ingest workers", extra=fields(streams=count)
                 )
             else:
                 log.info("every stream has an ingest worker again")

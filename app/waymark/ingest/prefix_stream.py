@@ -215,12 +215,7 @@ class PrefixStream:
         self._publisher_timeout = publisher_timeout
         self._last_event_id = state.last_event_id
         pause = PAUSE_SECONDS if interval is None else interval / 1000
-        self._source = EventSource(
-            asker,
-            registration.endpoint,
-            last_event_id=state.last_event_id,
-            pause_seconds=pause,
-        )
+        self._source = EventSource(asker, registration.endpoint, last_event_id=state.last_event_id, pause_seconds=pause)
         self._connection = 0
         self._away_seconds = max(UNREACHABLE_SECONDS, 2 * pause)
         """After this time without a connection, the source has failed twice, and decisions skip the engine."""

@@ -83,14 +83,7 @@ class Stream:
         self._straight = StraightWay(life, self._subscriber, self._received, metrics)
         self._rank_streams = RankStreams(life, on_gap=options.on_gap)
         self._replaying = Replaying(
-            life,
-            context,
-            places,
-            metrics,
-            self._received,
-            options,
-            tick=self._tick,
-            wake=self._subscriber.wake,
+            life, context, places, metrics, self._received, options, tick=self._tick, wake=self._subscriber.wake
         )
         self._snapshots = snapshots and Snapshots(life, snapshots, context, self._received, options, tick=self._tick)
         self._pauses = ReplayPauses(options.probe_seconds)

@@ -159,10 +159,7 @@ class Worker:
     async def _leave(self) -> None:
         try:
             await self._store.heartbeats.report(
-                self._options.worker_id,
-                keep_seconds=60,
-                streams_max=self._options.streams_max,
-                is_leaving=True,
+                self._options.worker_id, keep_seconds=60, streams_max=self._options.streams_max, is_leaving=True
             )
             await self._store.announce_free()
         except StoreUnavailable as exc:

@@ -81,12 +81,7 @@ async def import_from(
     """Put the index of a file into Redis."""
     async with _store(settings) as store:
         return await import_index(
-            store,
-            IndexFile.read(path),
-            hash_seed=settings.hash_seed,
-            model=model,
-            tenant=tenant,
-            replaces=replaces,
+            store, IndexFile.read(path), hash_seed=settings.hash_seed, model=model, tenant=tenant, replaces=replaces
         )
 
 

@@ -119,9 +119,7 @@ def bodies_bytes_max(settings: Settings) -> int:
 
 def prompt_options(settings: Settings) -> PromptOptions:
     return PromptOptions(
-        hash_seed=settings.hash_seed,
-        tokens_max=settings.max_tokens,
-        deadline_seconds=settings.query_deadline_ms / 1000,
+        hash_seed=settings.hash_seed, tokens_max=settings.max_tokens, deadline_seconds=settings.query_deadline_ms / 1000
     )
 
 

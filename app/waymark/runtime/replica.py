@@ -201,12 +201,7 @@ class FormatCheck:
 
 
 async def run(
-    settings: Settings,
-    *,
-    has_api: bool,
-    has_worker: bool,
-    sockets: Sequence[socket.socket],
-    has_gateway: bool = False,
+    settings: Settings, *, has_api: bool, has_worker: bool, sockets: Sequence[socket.socket], has_gateway: bool = False
 ) -> None:
     """Run one process, until a signal ends it. Raise ``SettingsError`` if the file of publishers is wrong.
 

@@ -29,11 +29,7 @@ class SimulatedEngine:
     """
 
     def __init__(
-        self,
-        publisher: SimulatedPublisher,
-        caches: Sequence[PrefixCache],
-        *,
-        clock: Callable[[], float] = time.time,
+        self, publisher: SimulatedPublisher, caches: Sequence[PrefixCache], *, clock: Callable[[], float] = time.time
     ) -> None:
         self.publisher = publisher
         self.caches = tuple(caches)

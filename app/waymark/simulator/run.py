@@ -254,12 +254,7 @@ def _started(
 ) -> EngineStarted:
     publisher = engine.publisher
     return EngineStarted(
-        _instance(options, i),
-        publisher.endpoint,
-        publisher.replay_endpoint,
-        options.dialect,
-        is_registered,
-        http_url,
+        _instance(options, i), publisher.endpoint, publisher.replay_endpoint, options.dialect, is_registered, http_url
     )
 
 

@@ -230,12 +230,7 @@ class SentCall:
     """Ends the wait until it is sent."""
 
     def __init__(
-        self,
-        shard: int,
-        share: PackedShare | None,
-        commit: Commit | None = None,
-        *,
-        entries: PackedWords | None = None,
+        self, shard: int, share: PackedShare | None, commit: Commit | None = None, *, entries: PackedWords | None = None
     ) -> None:
         """``share`` is what the call applies. Without it, the call keeps ``entries``, or only moves the watermark."""
         self.shard, self.share, self.commit, self.entries = shard, share, commit, entries

@@ -9,21 +9,8 @@ import orjson
 
 from waymark.base.record import record
 from waymark.domain.engines import Copies, EngineKind, Scope
-from waymark.domain.names import (
-    BY_CLIENT,
-    U32_MAX,
-    Origin,
-    OriginKind,
-    Registration,
-    SeqCounter,
-)
-from waymark.domain.prefixes import (
-    ENTRIES_MAX,
-    ENTRIES_MIN,
-    RECONNECT_MILLISECONDS_MAX,
-    TTL_SECONDS_MAX,
-    PrefixSource,
-)
+from waymark.domain.names import BY_CLIENT, U32_MAX, Origin, OriginKind, Registration, SeqCounter
+from waymark.domain.prefixes import ENTRIES_MAX, ENTRIES_MIN, RECONNECT_MILLISECONDS_MAX, TTL_SECONDS_MAX, PrefixSource
 from waymark.domain.waiting import SHARDS_MAX as OBJECT_SHARDS_MAX
 from waymark.store import keys
 from waymark.store.holder_tables import changed_fields, target_of

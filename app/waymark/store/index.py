@@ -112,22 +112,14 @@ class Index:
     async def _commit(self, grant: Grant, commit: Commit | None, events: list[Arg]) -> Verdict:
         """Move the watermark, which is on shard 0. The other shards have applied their parts before."""
         outcome = await self._scripts.commit_batch(
-            **grant.fenced_call,
-            **commit_words(commit),
-            shards=grant.moved_calls,
-            event=events,
+            **grant.fenced_call, **commit_words(commit), shards=grant.moved_calls, event=events
         )
         if outcome.verdict is not Verdict.FENCED:
             grant.committed(outcome.numbers[-1])
         return outcome.verdict
 
     async def _apply_wave(
-        self,
-        grant: Grant,
-        by_shard: dict[int, Sequence[Part]],
-        moves: Moves,
-        hold: HoldLease | None,
-        is_staged: bool,
+        self, grant: Grant, by_shard: dict[int, Sequence[Part]], moves: Moves, hold: HoldLease | None, is_staged: bool
     ) -> Verdict:
         """Apply parts, given by their shards: on shard 0, and then on the others in parallel."""
         # Shard 0 has the watermark and the holders. If it has lost writes, no other shard may receive later ones.

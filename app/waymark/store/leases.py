@@ -208,12 +208,7 @@ class Leases:
         if lease is None:
             return None
         return Grant(
-            claim,
-            lease.token,
-            lease.above,
-            lease.calls,
-            is_forgotten=is_forgotten,
-            first_told=lease.first_told,
+            claim, lease.token, lease.above, lease.calls, is_forgotten=is_forgotten, first_told=lease.first_told
         )
 
     async def take_for(

@@ -92,10 +92,7 @@ class RecordParser:
         if (key, name) not in self._places:
             if len(self._places) >= _PLACES_MAX:
                 return
-            log.warning(
-                "unreadable record skipped",
-                extra=fields(kind=str(kind), key=key, field=name, reason=reason),
-            )
+            log.warning("unreadable record skipped", extra=fields(kind=str(kind), key=key, field=name, reason=reason))
         self._places[key, name] = UnreadableRecord(kind=kind, key=key, field=name, reason=reason)
         if kind is RecordKind.BLOCK:
             self._rows.pop((key, name), None)  # the dictionary is in order of time

@@ -86,10 +86,7 @@ class DiscoveryLease:
             fields = orjson.loads(report)
             problems = tuple(str(problem) for problem in fields["problems"])
             return Discovery(
-                worker=worker,
-                registered=int(fields["registered"]),
-                waiting=int(fields["waiting"]),
-                problems=problems,
+                worker=worker, registered=int(fields["registered"]), waiting=int(fields["waiting"]), problems=problems
             )
         except (ValueError, KeyError, TypeError):
             # Another release wrote the report, and it cannot be read.

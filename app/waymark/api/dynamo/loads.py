@@ -15,13 +15,7 @@ from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.prompts import LocalHashKeys, hashes_in, tokens_in
 from waymark.base.errors import InvalidValue, NoTarget
-from waymark.contract.dynamo import (
-    NO_SHARED_CACHE,
-    DynamoGroupLoads,
-    DynamoLoad,
-    DynamoOverlap,
-    DynamoOverlapScores,
-)
+from waymark.contract.dynamo import NO_SHARED_CACHE, DynamoGroupLoads, DynamoLoad, DynamoOverlap, DynamoOverlapScores
 from waymark.decide.question import HashedPrompt, PolicyChoice, PromptOf, Question, RankedTargets
 from waymark.decide.selector import Selector
 from waymark.decide.served import PromptOptions

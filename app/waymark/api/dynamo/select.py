@@ -11,11 +11,7 @@ import logging
 from uuid import uuid4
 
 from waymark.api.dynamo.loads import NO_BLOCKS, DynamoInputs, none_schedulable, recorded
-from waymark.api.dynamo.schemas import (
-    DynamoReservationRequest,
-    DynamoSelectRequest,
-    OutputBlockRequest,
-)
+from waymark.api.dynamo.schemas import DynamoReservationRequest, DynamoSelectRequest, OutputBlockRequest
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.base.errors import Conflict, InvalidValue, NoTarget, NotFound, StoreUnavailable

@@ -43,12 +43,7 @@ class Gate:
     """
 
     def __init__(
-        self,
-        token: str | None,
-        *,
-        protect_reads: bool,
-        tokens: TokensFile | None = None,
-        is_closed: bool = False,
+        self, token: str | None, *, protect_reads: bool, tokens: TokensFile | None = None, is_closed: bool = False
     ) -> None:
         """Create a gate. With ``is_closed``, operations that need a token are closed if the settings have none."""
         self._is_closed = is_closed

@@ -98,11 +98,7 @@ def unfit(error: ValidationError, model: type[BaseModel], spelled: Mapping[str, 
         text = kind(value)
     else:
         text = shown_url(value) if name in _URLS and isinstance(value, str) else shown(value)
-    return InvalidBody(
-        f"{field} is {text}; it must be {wanted}",
-        reason=_slug(first["type"], value),
-        field=field,
-    )
+    return InvalidBody(f"{field} is {text}; it must be {wanted}", reason=_slug(first["type"], value), field=field)
 
 
 def _slug(pydantic_type: str, value: Any) -> str:

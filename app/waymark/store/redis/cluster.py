@@ -22,14 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from redis.asyncio import Redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
-from redis.exceptions import (
-    AskError,
-    AuthenticationError,
-    ClusterDownError,
-    MovedError,
-    RedisError,
-    TryAgainError,
-)
+from redis.exceptions import AskError, AuthenticationError, ClusterDownError, MovedError, RedisError, TryAgainError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 

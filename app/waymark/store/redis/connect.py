@@ -14,13 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import hiredis
-from redis.asyncio import (
-    BlockingConnectionPool,
-    Connection,
-    Redis,
-    SSLConnection,
-    UnixDomainSocketConnection,
-)
+from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import (
