@@ -68,7 +68,8 @@ static uint16_t number_of_piece(Call *call, const Part *branch_row)
     return number_of_row(call, &row);
 }
 
-/* Number what the parts name, holders and seqs in their order; rows that only a branch row needs come last. */
+/* Number the holders, the seqs and the rows of the parts, in the order of the parts; rows that only a branch row needs
+ * come last. */
 static void number_all(Call *call, const Part *parts, size_t count)
 {
     memset(call->buckets, 0, sizeof call->buckets);

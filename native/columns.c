@@ -34,7 +34,7 @@ static int read_numbers(PyObject *sequence, double *numbers, Py_ssize_t count, c
 /* Add a pair of a weight and a column to the sums; `numbers` is room for the column. 0 with an exception. */
 static int add_column(PyObject *pair, int is_clamped, double *sums, double *numbers, Py_ssize_t count)
 {
-    static const double nothing = 0.0; /* a sum stays the same */
+    static const double nothing = 0.0; /* for None: the sum stays the same */
     if (!PyTuple_Check(pair) || PyTuple_Size(pair) != 2) {
         PyErr_SetString(PyExc_TypeError, "a part is a weight and a column");
         return 0;

@@ -55,7 +55,7 @@ typedef struct {
 /* The object as Events, borrowed. NULL with an exception. */
 Events *as_events(PyObject *object);
 
-/* Events without any yet, which become objects of these types. */
+/* New Events, which are empty; their events become objects of these types. */
 Events *new_events(const EventTypes *types);
 
 /* Release the references of an event. */

@@ -71,7 +71,7 @@ int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlo
 /* Append the parts `start` to `end` of another. 0 with an exception; nothing has changed then. */
 int append_parts(Parts *parts, const Parts *other, size_t start, size_t end);
 
-/* Parts without any yet. NULL with an exception. */
+/* New Parts, which are empty. NULL with an exception. */
 PyObject *new_parts(PyTypeObject *type, PyObject *part_type, PyObject *place_type, uint64_t seq);
 
 /* add(kind, holder, position, place, namespace, slots, hashes, is_known, is_identity, parent, copies, waits); adding.c */

@@ -14,7 +14,7 @@ int has_fields(PyObject *object, Py_ssize_t count, const char *what)
     return 0;
 }
 
-/* The numbers of the first fields of a tuple, or zeros of None. 0 with an exception. */
+/* The numbers of the first fields of a tuple; zeros for None. 0 with an exception. */
 static int read_fields(PyObject *tuple, double *numbers, int count, const char *what)
 {
     for (int i = 0; i < count; i++)

@@ -42,7 +42,7 @@ def publishers(service: RemoteService, arguments: argparse.Namespace) -> dict[st
         and (not arguments.bad or publisher.complaint or publisher.status in _BAD)
         and (not arguments.status or {publisher.status, drain_of(publisher)} & {*arguments.status})
     ]
-    # With further flags, publishers that they leave out may be unwell.
+    # With further flags, some publishers that the flags leave out may have something wrong.
     is_bad = arguments.bad and not (arguments.status or arguments.model)
     registered = sum(arguments.tenant_id in (None, row.tenant_id) for row in answer.publishers)
     return vars(answer) | {

@@ -230,7 +230,8 @@ class LoadOrder(_LoadFollower):
             first, second, draw, publisher = entries[index if index >= equal else (index + begin) % equal]
             total = cost_of(first, second)
             if total >= worst:
-                # So does each target behind it with the same first part; the others cost no less than this.
+                # The same is true of each later target with the same first part; the others cost at least as much as
+                # this.
                 if worst <= cost_of(first, self._least_second):
                     break
                 index = bisect_right(entries, (first, math.inf, 0.0, 0), index)

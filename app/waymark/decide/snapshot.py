@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 #: How old gauges and times to a first token may be. Loads may be as old as the settings say.
 _SIDE_SECONDS = 0.25
-#: How long after the last decision a reading is repeated as often as its age asks for.
+#: How long after the last decision a reading is repeated each time that it is too old.
 _ASKED_SECONDS = 2.0
 #: How often overdue reservations are looked for, and idle groups read.
 _OVERDUE_SECONDS = 1.0

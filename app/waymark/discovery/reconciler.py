@@ -51,7 +51,7 @@ class _KnownEngine:
 
 
 class _Ready(NamedTuple):
-    """An engine that was asked, if it is to be asked, and is not registered yet."""
+    """An engine that can be registered now: it needed no question, or has answered it."""
 
     known: _KnownEngine
     registrations: Sequence[Registration]
@@ -97,7 +97,7 @@ class Reconciler:
         return sum(bool(known_engine.registrations) for known_engine in self._known.values())
 
     def ask_again(self, origins: Iterable[Origin]) -> None:
-        """Ask these engines at the next chance, behind those that were never asked: they have restarted."""
+        """Ask these engines at the next chance, after those that were never asked: they have restarted."""
         restarted, now = set(origins), monotonic()
         for known_engine in self._known.values():
             if known_engine.wanted.origin in restarted and not known_engine.failures:

@@ -55,7 +55,7 @@ class EngineTraits:
     is_opaque: bool = False
     """Whether it names prefixes by its own hashes, in an event stream over HTTP, so that their blocks are unknown."""
     may_alias: bool = True
-    """Whether even on a device one of its hashes can change to another block."""
+    """Whether one of its hashes can come to name another block even on a device."""
     names_salts_off_device: bool = False
     """Whether stores off the device name their salt. For other engines, a store that names none may still have one."""
     is_asked_by_hash: bool = False

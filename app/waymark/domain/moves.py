@@ -75,7 +75,7 @@ class Moves:
         self._planned.append((parts, start, end))
 
     def stopped_before(self, parts: Sequence[Part]) -> None:
-        """Note that Redis has applied none of ``parts``, which were sent behind a block that it refused."""
+        """Note that Redis has applied none of ``parts``, which were sent after a block that it refused."""
         self._note_planned()
         self._sent.difference_update([(part.holder, part.seq, part.last) for part in parts])
 

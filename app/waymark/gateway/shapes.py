@@ -255,7 +255,7 @@ def _model_part(body: bytes, content_type: bytes) -> slice | None:
 
 
 def with_cache_control(body: InferenceBody, original: bytes) -> bytes:
-    """Return the body with a mark behind its system prompt, up to which Anthropic's API caches; unchanged if it has a
+    """Return the body with a mark after its system prompt, up to which Anthropic's API caches; unchanged if it has a
     mark.
 
     The mark is on the last text block: all blocks before it are cached with it, and a request may have four marks.

@@ -171,7 +171,7 @@ def _is_answer(response: aiohttp.ClientResponse) -> bool:
 
 
 class _AnswerReader(ResponseHandler):
-    """A reader of one connection that refuses whitespace behind the status line.
+    """A reader of one connection that refuses whitespace after the status line.
 
     The parser takes the rest for a header, and RFC 9112 (2.2) requires a server to refuse or ignore it.
     """
@@ -192,7 +192,7 @@ class _AnswerReader(ResponseHandler):
         super().data_received(data)
 
     def _is_sane(self) -> bool:
-        """Return whether the status lines received so far are free of whitespace behind them."""
+        """Return whether the status lines received so far are free of whitespace at their ends."""
         head, self._head = self._head or b"", None
         while (line := _STATUS_LINE.match(head)) is not None:
             if line[2] in b" \t":

@@ -194,7 +194,7 @@ class Life:
 
     @property
     def commit(self) -> Commit:
-        """The watermark behind the open fold."""
+        """The watermark after the open fold."""
         order = self.order
         assert order.watermark is not None
         return Commit(order.watermark, self._fold[-1].batch.ts, order.newest_ts, order.digest)

@@ -146,7 +146,7 @@ class ReplayPlaces:
             return YieldReason.SLOW
         if place.seconds < self.patience_seconds:
             return None
-        # Each stream takes one place after too long a wait: that of a slow replay first, then of the oldest.
+        # Each stream that has waited too long takes one place: first those of slow replays, then the oldest ones.
         takers_before = sum(
             holder.server == place.server
             and holder.seconds >= self.patience_seconds

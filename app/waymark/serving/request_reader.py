@@ -169,11 +169,11 @@ class RequestReader:
         self._head_bytes += len(name) + len(value)
         if self._head_fields > HEAD_FIELDS_MAX or self._head_bytes > HEAD_BYTES_MAX:
             self._stop(HEAD)
-        if self._is_after_head:  # behind the body: an unwanted line, which must not pass for a part of the head
+        if self._is_after_head:  # after the body: an unwanted line, which must not pass for a part of the head
             self._connection.connections.count_trailer_field()
         else:
             name = name.lower()
-            # RFC 9112, 5.1: whitespace behind a value does not belong to it, and the parser leaves it there. Behind a
+            # RFC 9112, 5.1: whitespace after a value does not belong to it, and the parser leaves it there. After a
             # transfer coding the parser knows blanks only, so a tab stays, and the coding is refused.
             self._headers.append((name, value.rstrip(b" " if name == b"transfer-encoding" else b" \t")))
 

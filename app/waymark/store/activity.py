@@ -114,7 +114,7 @@ class Activity:
         return entries[::-1]
 
     async def _read(self, command: str, start: str, end: str, count: int) -> tuple[list[ActivityEntry], str | None]:
-        """Return the readable entries, and the id of the last entry if there may be more behind it."""
+        """Return the readable entries, and the id of the last entry if there may be more after it."""
         (reply,) = await self._client.several([(command, keys.ACTIVITY, start, end, "COUNT", count)])
         entries = [entry for item in reply if (entry := _entry(item)) is not None]
         return entries, reply[-1][0].decode() if len(reply) == count else None

@@ -132,7 +132,7 @@ class Sweeper:
 
         On the others it is checked before the script. In between, a failover of shard 0 may lose the end of the holder.
         If this call then begins the sweep, its mark makes the next batch of the holder begin a new life. Rows are only
-        swept behind such a mark.
+        swept after such a mark.
         """
         return not shard or bool(await self._client.sismember(keys.dead(entry.group_id), holder))
 

@@ -383,7 +383,7 @@ class LocalTokenizer:
         return result
 
     def _added_around(self) -> tuple[bytes, bytes]:
-        """Return the tokenizer's additions before and behind a text with special tokens."""
+        """Return the tokenizer's additions before and after a text with special tokens."""
         (bare,), (full,) = self._encoder.encoded_first(["a"]), self._encoder.encoded_first(["a"], adds=True)
         start = full.find(bare)
         while start % 4 and start >= 0:

@@ -27,7 +27,7 @@ _TOKEN_MAX, _STEPS_MAX, _PIECES_MAX = 128, 512, 2**16
 
 
 class Pieces(NamedTuple):
-    """A text at its added tokens: an ordinary text before each token, and one behind the last. Texts may be empty."""
+    """A text at its added tokens: an ordinary text before each token, and one after the last. Texts may be empty."""
 
     texts: list[str]
     keys: list[bytes]
@@ -101,7 +101,7 @@ class Splitter:
         """Yield a text and a token by turns; the last is a text."""
         start = last_end = 0
         while start < len(text):
-            # A token that begins in this window may end behind it.
+            # A token that begins in this window may end after it.
             end = min(len(text), start + _WINDOW + self._longest)
             match = pattern.search(text, start, end)
             if match is not None and (match.start() < start + _WINDOW or end == len(text)):

@@ -86,7 +86,7 @@ class ChatTemplate:
         return beginning
 
     def behind(self, prompt: ChatPrompt) -> str:
-        """Return the text that the engine encodes on its own behind the rendered one: with SGLang, the message to
+        """Return the text that the engine encodes on its own after the rendered one: with SGLang, the message to
         continue.
         """
         if not (self._is_for_sglang and prompt.continue_final_message):

@@ -317,12 +317,12 @@ def count_credits(values: Values) -> Callable[[Candidate], float]:
 
 
 def least_new(request: RoutingRequest) -> int:
-    """Return the tokens that every target computes: those behind the last block boundary before the prompt's end."""
+    """Return the tokens that every target computes: those after the last block boundary before the prompt's end."""
     return tokens_behind(request.tokens, request.block_size)
 
 
 def tokens_behind(tokens: int, block_size: int) -> int:
-    """Return how many tokens of a prompt are behind the last block boundary before its end."""
+    """Return how many tokens of a prompt are after the last block boundary before its end."""
     return tokens - max(0, tokens - 1) // block_size * block_size
 
 
