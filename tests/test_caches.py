@@ -147,7 +147,8 @@ ELSEWHERE = {
     "ingest.polling:Poller._wanted": "as of the present list of claims",
     "ingest.sweeping:UnclaimedWatch._claimed": "as of the present list of claims",
     "store.directory:PolledClaims._of_instances": "good for as long as _claims",
-    "store.directory:PolledClaims._claims": "good for as long as Redis has the same version, which an empty one lacks",
+    "store.directory:PolledClaims._by_field": "good for as long as Redis has the last change, which an empty one lacks",
+    "store.directory:PolledClaims._claims": "good for as long as _by_field",
     "store.directory:Directory._decoded": "each good for as long as Redis has the same bytes",
     "store.store:Store._background": "work under way",
 }

@@ -10,14 +10,13 @@ from typing import Any, cast
 import pytest
 
 from tests.conftest import wait_until
-from tests.store.factories import registration
+from tests.store.factories import Readings, registration
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.shown import SHOWN_MAX
 from waymark.decide import served
 from waymark.decide.served import ServedModel, ServedNames
 from waymark.domain.names import GroupName, Registration
 from waymark.domain.targets import Target
-from waymark.store.claims import Claim
 from waymark.store.directory import Directory, PolledClaims
 from waymark.store.reader import Reader
 from waymark.store.store import Store
@@ -305,7 +304,7 @@ async def test_a_name_up_to_the_length_of_an_error_has_a_nearest_one(length: int
 async def test_names_are_read_again_only_when_a_registration_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "_FRESH_SECONDS", 0.0)
     store = Store.open("memory://")
-    reads, read = 0, store.directory.claims
+    readings = Readings(store, monkeypatch)
     computed, compute = list[int](), served._names_of
 
     def counted_names(registrations: Sequence[Registration]) -> dict[GroupName, frozenset[ServedModel]]:
@@ -314,20 +313,14 @@ async def test_names_are_read_again_only_when_a_registration_has_changed(monkeyp
 
     monkeypatch.setattr(served, "_names_of", counted_names)
 
-    async def counted() -> list[Claim]:
-        nonlocal reads
-        reads += 1
-        return await read()
-
-    monkeypatch.setattr(store.directory, "claims", counted)
     names = ServedNames(store.directory, store.polled_claims, store.reader, store.begin, 30.0)
     await Store(store.client).registry.register(pod("pod-1", aliases=("alias",)))
     for _ in range(5):
         assert await names.of(group("unknown")) is None
-    assert (await names.of(group("alias")), reads) == (ServedModel(group("base")), 1)
+    assert (await names.of(group("alias")), readings()) == (ServedModel(group("base")), 1)
     await Store(store.client).registry.register(pod("pod-2", aliases=("alias", "other")))
     assert await names.of(group("other")) == ServedModel(group("base"))
-    assert (reads, computed) == (2, [1, 2])
+    assert (readings(), computed) == (1, [1, 2])
     names.clear()
     assert await names.of(group("other")) == ServedModel(group("base"))
     assert computed == [1, 2, 2]

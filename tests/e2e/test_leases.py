@@ -97,7 +97,7 @@ async def stream_of_the_first(pair: Pair, engines: Engines) -> tuple[str, Simula
 
 async def has_looked_twice(pair: Pair, since: float) -> bool:
     """Whether the first worker has asked twice since then whether the publishers have changed."""
-    asked = (b"GET", b"wm:version:{wm:publishers}")
+    asked = (b"XREVRANGE", b"wm:changes:{wm:publishers}")
     return sum(call.at > since and call.words[:2] == asked for call in pair.proxy.calls) > 1
 
 

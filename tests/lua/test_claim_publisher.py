@@ -25,7 +25,7 @@ async def claim(
         await scripts.claim_publisher(
             publishers=keys.PUBLISHERS,
             unregistered=keys.UNREGISTERED,
-            version=keys.PUBLISHERS_VERSION,
+            changes=keys.PUBLISHERS_CHANGES,
             publisher=name,
             expected=expected,
             registration=registration,
@@ -63,21 +63,21 @@ async def test_a_claim_whose_reply_was_lost_is_written(redis: Redis, scripts: Sc
     assert await claim(scripts, b'{"a":1}', b"") is Verdict.STALE, "another caller may have unregistered it"
 
 
-async def test_each_change_has_a_version_and_nothing_else_has(redis: Redis, scripts: Scripts) -> None:
-    async def version() -> Any:
-        return await redis.get(keys.PUBLISHERS_VERSION)
+async def test_each_change_is_noted_and_nothing_else_is(redis: Redis, scripts: Scripts) -> None:
+    async def changes() -> Any:
+        entries: Any = await redis.xrange(keys.PUBLISHERS_CHANGES)
+        return [entry for _, entry in entries]
 
-    versions = {await version()}
     for expected, wanted in [(b"", b'{"a":1}'), (b'{"a":1}', b'{"a":2}'), (b'{"a":2}', b""), (b"", b'{"a":1}')]:
         assert await claim(scripts, expected, wanted) is Verdict.APPLIED
-        versions.add(await version())
-    assert len(versions) == 5
-    last = await version()
+    last = await changes()
+    assert [entry[b"publisher"] for entry in last] == [NAME] * 4
+    assert len({entry[b"nonce"] for entry in last}) == 4
     await claim(scripts, b"", b'{"a":1}')
     await claim(scripts, b'{"b":1}', b'{"b":2}')
     await claim(scripts, b"", b"", OTHER)
     await claim(scripts, b"", b'{"b":1}', OTHER, restores="1")
-    assert await version() == last
+    assert await changes() == last
 
 
 async def test_what_was_unregistered_is_not_put_back(redis: Redis, scripts: Scripts) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -77,17 +77,25 @@ def client_of(redis: Redis) -> RedisClient:
 
 
 class Readings:
-    """How often a store has read all claims since the last look."""
+    """How often a store has read claims since the last look: all of them, or those that have changed."""
 
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self._count = 0
-        read = store.directory.claims
+        self.names: list[bytes] = []
+        """The names of the claims of the last reading of some."""
+        by_field, some = store.directory.by_field, store.directory.some
 
-        async def counted() -> list[Claim]:
+        async def all_counted() -> dict[bytes, Claim | None]:
             self._count += 1
-            return await read()
+            return await by_field()
 
-        monkeypatch.setattr(store.directory, "claims", counted)
+        async def some_counted(fields: Collection[bytes]) -> dict[bytes, Claim | None]:
+            self._count += 1
+            self.names = sorted(fields)
+            return await some(fields)
+
+        monkeypatch.setattr(store.directory, "by_field", all_counted)
+        monkeypatch.setattr(store.directory, "some", some_counted)
 
     def __call__(self) -> int:
         count, self._count = self._count, 0

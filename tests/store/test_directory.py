@@ -1,15 +1,17 @@
-"""A worker that polls reads all registrations when one has changed, and otherwise two short replies."""
+"""A worker that polls reads the registrations that have changed, and otherwise two short replies."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
 
 from tests.store.factories import Readings, claim_of, registration
-from waymark.domain.names import GroupName
+from waymark.domain.names import GroupName, Registration
 from waymark.domain.targets import Target
 from waymark.store import directory, keys
 from waymark.store.claims import Claim
@@ -45,32 +47,84 @@ async def test_a_poll_without_a_change_reads_no_claim(store: Store, readings: Re
 
 
 async def test_every_change_is_seen_by_the_next_poll(store: Store, readings: Readings) -> None:
-    other = Store(store.client)
+    other, second = Store(store.client), registration("pod-2")
 
-    async def seen() -> list[Claim]:
+    async def seen(of: Registration) -> list[Claim]:
         claims = await store.polled_claims.poll()
-        assert readings() == 1
+        assert (readings(), readings.names) == (1, [keys.publisher_field(of.name)])
         await store.polled_claims.poll()
         assert readings() == 0, "once for each change"
         assert claims == await other.directory.claims()
+        for each in (POD, second):
+            of_instance = [claim.registration for claim in claims if claim.registration.name == each.name]
+            kept = [
+                registration for registration in of_instance if registration in await other.directory.registrations()
+            ]
+            assert await store.polled_claims.registrations_of(each.instance_id, each.tenant_id) == kept
         return claims
 
-    second = registration("pod-2")
     await other.registry.register(second)
-    assert [claim.registration for claim in await seen()] == [POD, second]
+    assert [claim.registration for claim in await seen(second)] == [POD, second]
     assert await other.registry.set_weight(second.name, 0)
-    assert [claim.registration.target.weight for claim in await seen()] == [1, 0]
+    assert [claim.registration.target.weight for claim in await seen(second)] == [1, 0]
     await other.registry.register(replace(second, target=Target(address="http://10.0.0.1:8000")))
-    await seen()
+    await seen(second)
     await other.registry.register(replace(POD, endpoint="tcp://10.0.0.9:1"))
-    assert [claim.publisher for claim in await seen()] == [2, 3]
+    assert [claim.publisher for claim in await seen(POD)] == [2, 3]
     claim = await claim_of(other, POD)
     assert await other.claim_writer.replace(POD.name, claim.raw, replace(claim, is_leaving=True)) is not None
-    assert [claim.is_leaving for claim in await seen()] == [False, True]
+    assert [claim.is_leaving for claim in await seen(POD)] == [False, True]
     await other.claim_writer.finish(await claim_of(other, POD))
-    assert [claim.registration.instance_id for claim in await seen()] == ["pod-2"]
+    assert [claim.registration.instance_id for claim in await seen(POD)] == ["pod-2"]
     await other.registry.unregister([second.name])
-    assert await seen() == []
+    assert await seen(second) == []
+
+
+@pytest.mark.parametrize(("most", "count", "names"), [(1000, 9, 9), (5, 9, 0)])
+async def test_several_changes_are_seen_by_one_poll(
+    store: Store, readings: Readings, monkeypatch: pytest.MonkeyPatch, most: int, count: int, names: int
+) -> None:
+    """All registrations are read if too many have changed."""
+    monkeypatch.setattr(directory, "_CHANGES_MAX", most)
+    for number in range(count):
+        await Store(store.client).registry.register(registration(f"pod-{number + 2}"))
+    assert len(await store.polled_claims.poll()) == 1 + count
+    assert (readings(), len(readings.names)) == (1, names)
+
+
+async def test_polls_at_the_same_time_miss_nothing(
+    store: Store, readings: Readings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A poll that reads all may take longer than others that begin after it."""
+    other, dice = Store(store.client), random.Random(5)
+    by_field, some = store.directory.by_field, store.directory.some
+
+    async def slowly(reading: Awaitable[dict[bytes, Claim | None]]) -> dict[bytes, Claim | None]:
+        claims = await reading
+        for _ in range(dice.randrange(200)):
+            await asyncio.sleep(0)
+        return claims
+
+    monkeypatch.setattr(store.directory, "by_field", lambda: slowly(by_field()))
+    monkeypatch.setattr(store.directory, "some", lambda fields: slowly(some(fields)))
+    monkeypatch.setattr(directory, "monotonic", lambda: float(dice.random() < 0.2))
+    monkeypatch.setattr(directory, "_WHOLE_SECONDS", 1.0)
+
+    async def change() -> None:
+        each = registration(f"pod-{dice.randrange(9)}")
+        if dice.random() < 0.8:
+            await other.registry.register(replace(each, target=Target(weight=dice.random())))
+        else:
+            await other.registry.unregister([each.name])
+
+    async def several(call: Callable[[], Awaitable[object]]) -> None:
+        for _ in range(12):
+            await call()
+
+    for _ in range(12):
+        polls = [several(store.polled_claims.poll) for _ in range(3)]
+        await asyncio.gather(several(change), *polls)
+        assert await store.polled_claims.poll() == await other.directory.claims()
 
 
 async def test_a_claim_that_was_deleted_by_hand_is_missed_at_once(
@@ -129,7 +183,7 @@ async def test_a_redis_that_came_back_empty_is_read_by_each_poll(
 
 async def test_a_redis_that_lost_its_last_writes_is_read_again(store: Store, readings: Readings, redis: Redis) -> None:
     """As after a failover: the version comes back that was before, and with it the claims of then."""
-    before = {key: await redis.dump(key) for key in (keys.PUBLISHERS, keys.PUBLISHERS_VERSION)}
+    before = {key: await redis.dump(key) for key in (keys.PUBLISHERS, keys.PUBLISHERS_CHANGES)}
     await Store(store.client).registry.register(registration("pod-2"))
     assert len(await store.polled_claims.poll()) == 2
     for key, value in before.items():
@@ -143,11 +197,11 @@ async def test_a_reading_that_fails_is_made_up_for(
 ) -> None:
     await Store(store.client).registry.register(registration("pod-2"))
 
-    async def fails() -> list[Claim]:
+    async def fails(*fields: object) -> dict[bytes, Claim | None]:
         raise ValueError("a defect")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.directory, "claims", fails)
+        patch.setattr(store.directory, "some", fails)
         for _ in range(2):
             with pytest.raises(ValueError, match="a defect"):
                 await store.polled_claims.poll()

@@ -40,7 +40,7 @@ class RedisCli:
         return [
             *self.groups(),
             *self.publishers(),
-            self.line("GET", keys.PUBLISHERS_VERSION),
+            self.line("XREVRANGE", keys.PUBLISHERS_CHANGES, "+", "-", "COUNT", 20),
             self.line("ZRANGE", keys.WORKERS, 0, -1, "WITHSCORES"),
             self.line("GET", keys.INCARNATION),
             self.line("XREVRANGE", keys.ACTIVITY, "+", "-", "COUNT", 20),

@@ -295,7 +295,7 @@ class ClaimWriter:
         outcome = await self._scripts.claim_publisher(
             publishers=keys.PUBLISHERS,
             unregistered=keys.UNREGISTERED,
-            version=keys.PUBLISHERS_VERSION,
+            changes=keys.PUBLISHERS_CHANGES,
             publisher=keys.publisher_field(name),
             expected=expected,
             registration=raw,

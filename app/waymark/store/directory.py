@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import takewhile
 from time import monotonic
 from typing import Generic, NamedTuple, TypeVar
 
@@ -20,13 +22,15 @@ from waymark.domain.status import RecordKind
 from waymark.store import keys
 from waymark.store.claims import SHARDS_MAX, Claim
 from waymark.store.holder_tables import decode_group
-from waymark.store.parsing import Malformed, RecordParser, integer_of, names_of
+from waymark.store.parsing import Malformed, RecordParser, integer_of, names_of, pairs
 from waymark.store.redis.client import RedisClient
 
 T = TypeVar("T")
 
 #: The claims decoded in one turn of the event loop; ten thousand take a third of a second.
 _SLICE_CLAIMS = 256
+#: A process that polls asks for so many changes, and for more if it has missed some.
+_FEW_CHANGES, _CHANGES_MAX = 4, 1000
 #: A process that polls reads all claims again after half to all of this time, even without a change.
 _WHOLE_SECONDS = 60.0
 #: How long ``EngineAddresses`` uses the registrations that it has read.
@@ -44,7 +48,7 @@ class Directory:
     def __init__(self, client: RedisClient, parser: RecordParser) -> None:
         self._client = client
         self._parser = parser
-        self._decoded: dict[bytes, Claim] = {}
+        self._decoded: dict[bytes, Claim | None] = {}
         """The claims of the last list, by their bytes in Redis."""
         self._tenants = _Tenants()
         self.writes = 0
@@ -72,19 +76,29 @@ class Directory:
 
     async def claims(self) -> list[Claim]:
         """Return every claim that can be read, including those of leaving publishers, in order of registration."""
+        return _in_order((await self.by_field()).values())
+
+    async def by_field(self) -> dict[bytes, Claim | None]:
+        """Return all claims by the names of their fields; None for one that cannot be read."""
         raw_claims = await self._client.hgetall(keys.PUBLISHERS)
         self._parser.forget(keys.PUBLISHERS, raw_claims.keys())
-        cache, decoded = self._decoded, dict[bytes, Claim]()
+        cache, decoded = self._decoded, dict[bytes, Claim | None]()
         for number, (field, raw) in enumerate(raw_claims.items(), 1):
             claim = cache.get(field)
             if claim is None or claim.raw != raw:
                 claim = self.decode(field, raw)
                 if number % _SLICE_CLAIMS == 0:
                     await asyncio.sleep(0)
-            if claim is not None:
-                decoded[field] = claim
+            decoded[field] = claim
         self._decoded = decoded
-        return sorted(decoded.values(), key=lambda claim: claim.publisher)
+        return decoded
+
+    async def some(self, fields: Collection[bytes]) -> dict[bytes, Claim | None]:
+        """Return the claims in these fields, as ``by_field`` does."""
+        (raw_claims,) = await self._client.several([("HMGET", keys.PUBLISHERS, *fields)]) if fields else ((),)
+        return {
+            field: self.decode(field, raw) for field, raw in zip(fields, raw_claims, strict=True) if raw is not None
+        }
 
     async def registrations(self) -> list[Registration]:
         """Return every registration, in order."""
@@ -134,57 +148,120 @@ class _Tenants:
 
 
 class PolledClaims:
-    """All claims, for callers that poll, and for requests: they are read again when one has changed, so that a poll
-    costs two short replies, however many claims there are.
+    """All claims, for callers that poll, and for requests: one is read again when it has changed, so that a poll costs
+    two short replies, however many claims there are.
 
-    Each write of a claim replaces the nonce in ``wm:version:{wm:publishers}``. The number of claims shows a claim that
-    was deleted by hand. Once a minute all claims are read without a reason, in case one was changed by hand or by an
-    earlier release.
+    Each write of a claim adds its name to ``wm:changes:{wm:publishers}``, with a nonce. If the nonce of the last poll
+    is not there, Redis came back empty or without its last writes, or has changed too much; then all claims are read.
+    The number of claims shows a claim that was deleted by hand. Once a minute all claims are read without a reason, in
+    case one was changed by hand.
     """
 
     def __init__(self, client: RedisClient, directory: Directory) -> None:
         self._client = client
         self._directory = directory
-        self._state: list[bytes | int | None] = [None, 0]
-        """The version and the number of claims before the last reading."""
+        self._nonce: bytes | None = None
+        """The nonce of the last change before the last reading."""
+        self._by_field: dict[bytes, Claim | None] = {}
         self._claims: list[Claim] = []
+        """The claims that can be read, in order of registration."""
         self._until = float("-inf")
         """When they are read again."""
-        self._registrations: Sequence[Registration] = ()
-        self._of_instances: dict[tuple[str, str], list[Registration]] | None = None
-        """The registrations by instance and tenant, once they were asked for."""
+        self._registrations: tuple[Sequence[Claim], Sequence[Registration]] = (), ()
+        """The claims when all registrations were last asked for, and these."""
+        self._of_instances: dict[tuple[str, str], dict[bytes, Claim]] | None = None
+        """The claims by instance and tenant, and then by field, once they were asked for."""
 
     async def poll(self) -> list[Claim]:
         """Return every claim that can be read, including those of leaving publishers, in order of registration. The
         list stays the same one until a claim has changed.
         """
-        state = await self._client.several((("GET", keys.PUBLISHERS_VERSION), ("HLEN", keys.PUBLISHERS)))
-        # A Redis that came back empty has no version, and neither has one that only an earlier release has written to.
-        if state != self._state or state[0] is None or monotonic() >= self._until:
-            claims = await self._directory.claims()
-            if state != self._state or claims != self._claims:
-                self._claims = claims
-                self._registrations = [claim.registration for claim in claims if not claim.is_leaving]
-                self._of_instances = None
-            self._state = state
+        changes, count = await self._last_changes(_FEW_CHANGES)
+        # A Redis that came back empty has no changes.
+        if not changes or monotonic() >= self._until or not await self._read_changed(changes, count):
+            self._by_field = dict(await self._directory.by_field())
+            claims, nonce = _in_order(self._by_field.values()), next(iter(changes), None)
+            if nonce != self._nonce or claims != self._claims:
+                self._claims = claims  # another list also if a Redis that came back empty has the same claims again
+            self._nonce, self._of_instances = nonce, None
             # Workers see a change at the same time, and should not all read the claims again at the same time.
             self._until = monotonic() + random.uniform(_WHOLE_SECONDS / 2, _WHOLE_SECONDS)
         return self._claims
 
+    async def _last_changes(self, most: int) -> tuple[dict[bytes, bytes], int]:
+        """Return the names of the claims that were changed last, by the nonces of the changes, newest first, and the
+        number of claims.
+        """
+        entries, count = await self._client.several(
+            (("XREVRANGE", keys.PUBLISHERS_CHANGES, "+", "-", "COUNT", most), ("HLEN", keys.PUBLISHERS))
+        )
+        changes = (dict(pairs(entry)) for _, entry in entries)
+        return {change[b"nonce"]: change[b"publisher"] for change in changes}, count
+
+    async def _read_changed(self, changes: Mapping[bytes, bytes], count: int) -> bool:
+        """Read the claims that have changed since the last reading. Return False if all must be read."""
+        last_nonce = self._nonce
+        if last_nonce not in changes:
+            changes, count = await self._last_changes(_CHANGES_MAX)
+        if last_nonce not in changes:
+            return False
+        names = {name for _, name in takewhile(lambda change: change[0] != last_nonce, changes.items())}
+        if names:
+            present = await self._directory.some(names)
+            if self._nonce == last_nonce:  # else another call has read claims, and the next one reads these again
+                self._nonce = next(iter(changes))
+            claims = self._claims.copy()
+            for name in names:
+                self._change(claims, name, present)
+            if claims != self._claims:
+                self._claims = claims
+        return count == len(self._by_field)
+
+    def _change(self, claims: list[Claim], name: bytes, present: Mapping[bytes, Claim | None]) -> None:
+        """Replace one claim, also in ``claims``, by that in ``present``, if there is one."""
+        old, new = self._by_field.pop(name, None), present.get(name)
+        if name in present:
+            self._by_field[name] = new
+        if old is not None:
+            del claims[claims.index(old, bisect_left(claims, old.publisher, key=_publisher_of))]
+        if new is not None:
+            insort(claims, new, key=_publisher_of)
+        if self._of_instances is not None:
+            if old is not None:
+                del self._of_instances[_instance_of(old)][name]
+            if new is not None:
+                self._of_instances.setdefault(_instance_of(new), {})[name] = new
+
     async def registrations(self) -> Sequence[Registration]:
         """Return every registration, in order, as ``Directory`` does. The list stays the same one as in ``poll``."""
-        await self.poll()
-        return self._registrations
+        claims = await self.poll()
+        if claims is not self._registrations[0]:
+            self._registrations = claims, [claim.registration for claim in claims if not claim.is_leaving]
+        return self._registrations[1]
 
     async def registrations_of(self, instance_id: str, tenant_id: str) -> Sequence[Registration]:
         """Return the registrations of an instance, in order."""
         await self.poll()
         if self._of_instances is None:
             self._of_instances = {}
-            for registration in self._registrations:
-                of_instance = self._of_instances.setdefault((registration.instance_id, registration.tenant_id), [])
-                of_instance.append(registration)
-        return self._of_instances.get((instance_id, tenant_id), ())
+            for name, claim in self._by_field.items():
+                if claim is not None:
+                    self._of_instances.setdefault(_instance_of(claim), {})[name] = claim
+        claims = _in_order(self._of_instances.get((instance_id, tenant_id), {}).values())
+        return [claim.registration for claim in claims if not claim.is_leaving]
+
+
+def _in_order(claims: Iterable[Claim | None]) -> list[Claim]:
+    """Return the claims that can be read, in order of registration."""
+    return sorted(filter(None, claims), key=_publisher_of)
+
+
+def _publisher_of(claim: Claim) -> int:
+    return claim.publisher
+
+
+def _instance_of(claim: Claim) -> tuple[str, str]:
+    return claim.registration.instance_id, claim.registration.tenant_id
 
 
 class FromClaims(Generic[T]):

@@ -25,8 +25,8 @@ GROUPS: str
 PUBLISHERS: str
 UNREGISTERED: str
 """The unregistered names, in the slot of ``PUBLISHERS``, so that one script can write both keys."""
-PUBLISHERS_VERSION: str
-"""The nonce of the last change of ``PUBLISHERS``, in its slot."""
+PUBLISHERS_CHANGES: str
+"""The last changes of ``PUBLISHERS``, in its slot."""
 WORKERS: str
 COUNTS: str
 SEEN: str
@@ -68,13 +68,13 @@ def use_prefix(prefix: str) -> None:
     """
     global _root, ALL, GROUPS, PUBLISHERS, UNREGISTERED, WORKERS, COUNTS, SEEN, CATALOG, PEERS, ASKED, VALUED
     global DISCOVERY, ACTIVITY, ANSWERS, ANSWERS_KEPT, ANSWERS_DUE, RESPONSES, RESPONSES_KEPT, RESPONSES_DUE
-    global RESPONSES_COPIED, RESPONSES_QUEUE, INCARNATION, SNAPSHOTS, CONTROL, PUBLISHERS_VERSION
+    global RESPONSES_COPIED, RESPONSES_QUEUE, INCARNATION, SNAPSHOTS, CONTROL, PUBLISHERS_CHANGES
     _root = root = f"{prefix}wm:"
     ALL = f"{root}*"
     GROUPS = f"{root}groups"
     PUBLISHERS = f"{root}publishers"
     UNREGISTERED = f"{root}unregistered:{{{PUBLISHERS}}}"
-    PUBLISHERS_VERSION = f"{root}version:{{{PUBLISHERS}}}"
+    PUBLISHERS_CHANGES = f"{root}changes:{{{PUBLISHERS}}}"
     WORKERS = f"{root}workers"
     COUNTS = f"{root}counts"
     SEEN = f"{root}seen:{{{COUNTS}}}"

@@ -347,7 +347,7 @@ class Scripts:
         *,
         publishers: str,
         unregistered: str,
-        version: str,
+        changes: str,
         publisher: bytes,
         expected: Arg,
         registration: Arg,
