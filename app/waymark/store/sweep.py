@@ -284,7 +284,7 @@ class Leftovers:
             (found,) = await self._client.several([("HMGET", table, *names)])
             unknown = {name for name, value in zip(names, found, strict=True) if value is None}
             lost = list(owners.keys() & unknown)
-            (are_dead,) = await self._client.several([("SMISMEMBER", dead, *lost)]) if lost else ((),)
+            are_dead = await self._client.several([("SISMEMBER", dead, holder) for holder in lost]) if lost else ()
             for holder in (holder for holder, is_dead in zip(lost, are_dead, strict=True) if not is_dead):
                 await self._scripts.end_lost(
                     holders=table,
