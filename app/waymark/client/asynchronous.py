@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import replace
 from functools import wraps
 from time import perf_counter
 from types import TracebackType
@@ -163,26 +162,14 @@ class AsyncClient:
                 outcome = httpx.ReadTimeout("the whole of the answer is late")
 
 
-class AsyncSelecting:
+class AsyncSelecting(calls.TargetInUse["AsyncClient"]):
     """A target while its request is under way; the result of ``select``.
 
     ``async with`` reserves it for as long as its block takes. A router that works by callbacks calls ``begin`` and
     ``end``.
     """
 
-    __slots__ = ("_began", "_call", "_client", "_fallback", "_first_token_at", "_usage", "selection")
-
-    selection: Selection
-    """The decision; it is set when the block begins, or when ``begin`` returns."""
-
-    def __init__(
-        self, client: AsyncClient, call: calls.ClientCall[Selection], fallback: Callable[[], str] | None = None
-    ) -> None:
-        self._client = client
-        self._call = call
-        self._fallback = fallback
-        self._usage: calls.Usage = {}
-        self._first_token_at: float | None = None
+    __slots__ = ()
 
     async def __aenter__(self) -> Self:
         return await self.begin()
@@ -225,27 +212,7 @@ class AsyncSelecting:
         The user waits for this token, so the deadline of ``select`` bounds this call, too.
         """
         if self.selection.reservation is not None:
-            if self._first_token_at is None:
-                self._first_token_at = perf_counter()
-            ttft_ms = 1e3 * (self._first_token_at - self._began)
-            call = calls.release(self.selection.reservation, part="prefill", ttft_ms=ttft_ms)
-            await self._client._send(replace(call, deadline=self._call.deadline))
-
-    def used(
-        self,
-        cached_tokens: int | None = None,
-        *,
-        prompt_tokens: int | None = None,
-        completion_tokens: int | None = None,
-    ) -> None:
-        """Note the usage that the engine reports: the tokens, and how many of the prompt were not computed.
-
-        The usage is sent with the end, for the books. After ``first_token`` the tokens of the answer also tell how long
-        each took. Raise Refused for numbers that no request can have; the reservation ends without them.
-        """
-        self._usage = calls.usage_of(
-            cached_tokens=cached_tokens, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
-        )
+            await self._client._send(self._prefilled(self.selection.reservation))
 
     async def renew(self) -> None:
         """Renew the reservation of a request that takes longer."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import wraps
 from time import perf_counter
 from types import TracebackType
@@ -150,25 +149,13 @@ class Client:
                 outcome = error
 
 
-class Selecting:
+class Selecting(calls.TargetInUse["Client"]):
     """A target while its request is under way; the result of ``select``.
 
     ``with`` reserves it for as long as its block takes. A router that works by callbacks calls ``begin`` and ``end``.
     """
 
-    __slots__ = ("_began", "_call", "_client", "_fallback", "_first_token_at", "_usage", "selection")
-
-    selection: Selection
-    """The decision; it is set when the block begins, or when ``begin`` returns."""
-
-    def __init__(
-        self, client: Client, call: calls.ClientCall[Selection], fallback: Callable[[], str] | None = None
-    ) -> None:
-        self._client = client
-        self._call = call
-        self._fallback = fallback
-        self._usage: calls.Usage = {}
-        self._first_token_at: float | None = None
+    __slots__ = ()
 
     def __enter__(self) -> Self:
         return self.begin()
@@ -211,27 +198,7 @@ class Selecting:
         The user waits for this token, so the deadline of ``select`` bounds this call, too.
         """
         if self.selection.reservation is not None:
-            if self._first_token_at is None:
-                self._first_token_at = perf_counter()
-            ttft_ms = 1e3 * (self._first_token_at - self._began)
-            call = calls.release(self.selection.reservation, part="prefill", ttft_ms=ttft_ms)
-            self._client._send(replace(call, deadline=self._call.deadline))
-
-    def used(
-        self,
-        cached_tokens: int | None = None,
-        *,
-        prompt_tokens: int | None = None,
-        completion_tokens: int | None = None,
-    ) -> None:
-        """Note the usage that the engine reports: the tokens, and how many of the prompt were not computed.
-
-        The usage is sent with the end, for the books. After ``first_token`` the tokens of the answer also tell how long
-        each took. Raise Refused for numbers that no request can have; the reservation ends without them.
-        """
-        self._usage = calls.usage_of(
-            cached_tokens=cached_tokens, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
-        )
+            self._client._send(self._prefilled(self.selection.reservation))
 
     def renew(self) -> None:
         """Renew the reservation of a request that takes longer."""

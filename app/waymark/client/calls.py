@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, Final, Generic, Literal, TypedDict, TypeVar, Unpack, cast
 
@@ -55,6 +56,7 @@ from waymark.domain.engines import UNNAMED
 from waymark.domain.hashing import DEFAULT_SEED, token_bytes
 from waymark.domain.multimodal import items_of, seq_hashes_with
 
+C = TypeVar("C")
 T = TypeVar("T")
 
 _IN_JSON = {"Content-Type": "application/json"}
@@ -375,6 +377,46 @@ def _selected(
 ) -> ClientCall[Selection]:
     body = {"model": model} | prompt | fields
     return ClientCall("POST", "/select", read_selection, body, is_retried=False, deadline=deadline, is_named=True)
+
+
+class TargetInUse(Generic[C]):
+    """The parts of ``Selecting`` and ``AsyncSelecting`` that send nothing."""
+
+    __slots__ = ("_began", "_call", "_client", "_fallback", "_first_token_at", "_usage", "selection")
+
+    _began: float
+    selection: Selection
+    """The decision; it is set when the block begins, or when ``begin`` returns."""
+
+    def __init__(self, client: C, call: ClientCall[Selection], fallback: Callable[[], str] | None = None) -> None:
+        self._client = client
+        self._call = call
+        self._fallback = fallback
+        self._usage: Usage = {}
+        self._first_token_at: float | None = None
+
+    def _prefilled(self, reservation: str) -> ClientCall[None]:
+        """Return the call that reports the first token."""
+        if self._first_token_at is None:
+            self._first_token_at = perf_counter()
+        ttft_ms = 1e3 * (self._first_token_at - self._began)
+        return replace(release(reservation, part="prefill", ttft_ms=ttft_ms), deadline=self._call.deadline)
+
+    def used(
+        self,
+        cached_tokens: int | None = None,
+        *,
+        prompt_tokens: int | None = None,
+        completion_tokens: int | None = None,
+    ) -> None:
+        """Note the usage that the engine reports: the tokens, and how many of the prompt were not computed.
+
+        The usage is sent with the end, for the books. After ``first_token`` the tokens of the answer also tell how long
+        each took. Raise Refused for numbers that no request can have; the reservation ends without them.
+        """
+        self._usage = usage_of(
+            cached_tokens=cached_tokens, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens
+        )
 
 
 def block_hashes(
