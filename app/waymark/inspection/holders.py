@@ -23,7 +23,7 @@ from waymark.contract.inspections import (
     RowOfHolder,
 )
 from waymark.domain.names import Holder
-from waymark.domain.rows import Place, Row, parse_field
+from waymark.domain.rows import Place, Row, find_field_place, parse_field
 from waymark.domain.table import HolderTable
 from waymark.inspection.holding import not_counted
 from waymark.inspection.inspector import InspectedGroup, Inspector, places_that_begin_with
@@ -73,9 +73,8 @@ def kind_of(field: bytes) -> str:
     """Return the kind of a field of an engine hash: one of four, or ``""`` if it is neither a place nor a copy."""
     if field.startswith(b"*"):
         return "copies"
-    try:
-        place = parse_field(field)
-    except ValueError:
+    place = find_field_place(field)
+    if place is None:
         return ""
     return "singles" if place.is_single else "rows" if place.branch is None else "branch rows"
 
@@ -274,7 +273,7 @@ class Search:
                 return []
             cursor, fields = await self._inspector.client.hscan(engine, cursor or 0, _STEP_ROWS)
             self._left -= len(fields)
-            values = await self._listing(group, [place for place in map(_place, fields) if place is not None])
+            values = await self._listing(group, [place for place in map(find_field_place, fields) if place is not None])
             if values:
                 return values
         return []
@@ -287,11 +286,3 @@ class Search:
             for place, row in zip(places, rows, strict=True)
             if row is not None and self._key in row.keys and row.holders
         ]
-
-
-def _place(field: bytes) -> Place | None:
-    """Return the place that a field of an engine hash names; None for a mark or a count."""
-    try:
-        return parse_field(field)
-    except ValueError:
-        return None

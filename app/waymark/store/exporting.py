@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 from waymark.base.errors import InvalidValue
 from waymark.base.record import record
 from waymark.domain.hashing import DEFAULT_SEED
-from waymark.domain.rows import ROW_SLOTS, SLOT_CHARS, Place, parse_field
+from waymark.domain.rows import ROW_SLOTS, SLOT_CHARS, find_field_place
 from waymark.domain.status import StreamStatus
 from waymark.store import keys
 from waymark.store.claims import Claim
@@ -189,8 +189,8 @@ class _Export:
                     content.copies[name[1:]] = value
                 elif name != b"applied":
                     content.entries[name] = value
-        prefix, names = keys.block_prefix(self._claim.group_id, shard), [_place(name) for name in content.entries]
-        rows = [prefix + (b"" if place is None else place.name) for place in names]
+        prefix, places = keys.block_prefix(self._claim.group_id, shard), map(find_field_place, content.entries)
+        rows = [prefix + (b"" if place is None else place.name) for place in places]
         portions = await self._client.several(
             [("MGET", *rows[start : start + _ROWS]) for start in range(0, len(rows), _ROWS)]
         )
@@ -201,7 +201,7 @@ class _Export:
         """Write the blocks of a holder. Return how many there were."""
         blocks, rows = 0, list[SavedRow]()
         for (name, entry), value in zip(source.entries.items(), source.values, strict=True):
-            place = _place(name)
+            place = find_field_place(name)
             of_holder = None if value is None or place is None else _holder_blocks(value, entry, source.holder)
             if place is None or of_holder is None:
                 self._report.unreadable += place is None or value is not None
@@ -216,13 +216,6 @@ class _Export:
         if rows:
             self._writer.rows(source.number, rows)
         return blocks
-
-
-def _place(name: bytes) -> Place | None:
-    try:
-        return parse_field(name)
-    except ValueError:
-        return None
 
 
 def _is_in_batch(state: StreamRecord, holders: Sequence[tuple[int, SavedHolder]]) -> bool:
