@@ -66,8 +66,8 @@ if last ~= ARGV[4] or calls < tonumber(ARGV[3]) then return {'fenced'} end
 
 for name, id in pairs(live) do
   if unit == '*' or name == unit or (unit ~= '' and name:sub(1, #unit + 1) == unit .. ' ') then
+    redis.call('HDEL', holders, id) -- a removal comes first (rule 3)
     redis.call('SADD', dead, id)
-    redis.call('HDEL', holders, id)
     redis.call('HDEL', record, 'holder:' .. name, 'event:' .. id)
     live[name] = nil
   end

@@ -123,7 +123,7 @@ COUNTED = (
     "write_record",
 )
 """Their effect is not to be lost unseen. ``apply_rows`` is another one."""
-FREEING = {"drop_fence", "drop_lease", "end_publisher", "raise_fence"}
+FREEING = {"drop_fence", "drop_lease", "end_publisher", "new_life", "raise_fence"}
 """They help to free memory, so Redis lets them even when its memory is full."""
 
 

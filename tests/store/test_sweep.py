@@ -91,8 +91,11 @@ async def test_a_dead_holder_leaves_every_block_and_takes_nobody_along(
 @SHARDS
 async def test_a_full_redis_lets_publishers_go(store: Store, redis: Redis, neighbour: Stream, shards: int) -> None:
     """Otherwise its memory stayed full, whatever is unregistered."""
+    (gpu,) = await neighbour.begin("0 GPU")
     await redis.config_set("maxmemory", "1")
     try:
+        assert await store.registry.clear(neighbour.grant.claim)
+        assert b"%d" % gpu not in await hgetall(redis, keys.holders(1))
         assert await store.registry.unregister([neighbour.grant.claim.registration.name])
         while (holder := await store.sweeper.pick(neighbour.entry)) is not None:
             assert sum([blocks async for blocks in store.sweeper.steps(neighbour.entry, holder)])
