@@ -207,6 +207,13 @@ class Faults:
         await asyncio.sleep(0.2 + 2.5 * fault.size)
         node.thaw()
 
+    async def _redis_full(self, fault: Fault) -> None:
+        """Let Redis refuse what may need memory."""
+        node = self._node(fault)
+        await self._ask(node, "CONFIG", "SET", "maxmemory", 1)
+        await asyncio.sleep(0.1 + 2.5 * fault.size)
+        await self._ask(node, "CONFIG", "SET", "maxmemory", 0)
+
     async def _redis_killed(self, fault: Fault) -> None:
         await self._restart_redis(fault, "all")
 

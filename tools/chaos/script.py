@@ -33,6 +33,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], int]] = {
     "redis killed": (("redis",), 2),
     "redis killed and emptied": (("redis",), 2),
     "redis set back": (("redis",), 3),
+    "redis full": (("redis",), 2),
     "redis flushed": (("redis",), 2),
     "redis flushed twice": (("redis",), 3),
     "redis flushed in a sweep": (("redis", "engine big"), 3),
