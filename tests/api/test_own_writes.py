@@ -11,14 +11,14 @@ import pytest
 from tests.api.conftest import MakeClient
 from tests.discovery.conftest import Engine, engine, start_engine
 from waymark.domain.hashing import extend, token_bytes
-from waymark.store.hot import HotRows
+from waymark.store.hot import HOLDERS_MIN, HotRows
 from waymark.store.store import Store
 
 __all__ = ["engine", "start_engine"]
 
 TOKENS = list(range(1, 65))
 HASHES = extend(None, token_bytes(TOKENS), 2)
-HOLDERS = 9
+HOLDERS = HOLDERS_MIN + 1
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from waymark.domain.row_runs import Runs
 from waymark.domain.rows import PIECE_BLOCKS, Row
 from waymark.store.chain import Chain, KeySource, ValueName, WantedValues
 from waymark.store.directory import GroupEntry
-from waymark.store.hot import HotRows
+from waymark.store.hot import HOLDERS_MIN, HotRows
 
 Values = dict[bytes, bytes]
 Held = Mapping[int, Iterable[int]]
@@ -221,8 +221,8 @@ def test_a_row_in_the_cache_that_is_another_by_now_costs_a_request() -> None:
 
 def test_rows_with_many_holders_are_not_asked_for_again() -> None:
     hot = HotRows(60.0, 1 << 20)
-    values = whole(CHAIN[:64], *range(1, 9)) | whole(CHAIN[64:128], 1)
-    ids = b"1 2 3 4 5 6 7 8"
+    values = whole(CHAIN[:64], *range(1, HOLDERS_MIN + 1)) | whole(CHAIN[64:128], 1)
+    ids = b" ".join(b"%d" % each for each in range(1, HOLDERS_MIN + 1))
     for requests in ([4], [2], [2]):
         followed = Followed(CHAIN[:128], values, hot=hot)
         assert followed.holders == [ids] * 64 + [b"1"] * 64
@@ -234,7 +234,7 @@ def test_rows_with_many_holders_are_not_asked_for_again() -> None:
 @pytest.mark.parametrize("has_singles", [False, True])
 def test_no_row_is_used_longer_than_it_may_be_kept(has_singles: bool) -> None:
     hot = HotRows(60.0, 1 << 20)
-    many, none = whole(CHAIN[:64], *range(1, 20)), whole(CHAIN[:64], 1)
+    many, none = whole(CHAIN[:64], *range(1, HOLDERS_MIN + 1)), whole(CHAIN[:64], 1)
     Followed(CHAIN[:64], many, hot=hot, has_singles=has_singles)
     assert Followed(CHAIN[:64], none, hot=hot, has_singles=has_singles, now=59.0).holders[0].startswith(b"1 2 ")
     assert Followed(CHAIN[:64], none, hot=hot, has_singles=has_singles, now=61.0).holders == [b"1"] * 64
@@ -242,7 +242,7 @@ def test_no_row_is_used_longer_than_it_may_be_kept(has_singles: bool) -> None:
 
 def test_a_row_that_was_asked_for_before_a_write_was_acknowledged_is_not_kept() -> None:
     hot = HotRows(60.0, 1 << 20)
-    values = {name(CHAIN[0]): value(CHAIN[:1], 0, {each: [CHAIN[0]] for each in range(1, 20)})}
+    values = {name(CHAIN[0]): value(CHAIN[:1], 0, {each: [CHAIN[0]] for each in range(1, HOLDERS_MIN + 1)})}
     chain = Chain(source_of(CHAIN[:1]), hot)
     for is_written in (True, False):
         chain.begin(GroupEntry(1, 1))
@@ -410,13 +410,13 @@ def test_the_holders_of_each_block_are_those_that_have_it(
 @pytest.mark.parametrize(("seconds", "size"), [(0.0, 1000), (1.0, 0)])
 def test_nothing_is_kept_where_it_is_off(seconds: float, size: int) -> None:
     hot = HotRows(seconds, size)
-    hot.keep(1, b"the head", [value([1], 0, {each: [1] for each in range(1, 20)})], now=0.0)
+    hot.keep(1, b"the head", [value([1], 0, {each: [1] for each in range(1, HOLDERS_MIN + 1)})], now=0.0)
     assert len(hot) == 0
 
 
 def test_what_is_kept_is_bounded_in_time_and_in_bytes() -> None:
     hot = HotRows(10.0, 4000)
-    crowd = value([1], 0, {each: [1] for each in range(1, 20)})
+    crowd = value([1], 0, {each: [1] for each in range(1, HOLDERS_MIN + 1)})
     marked = value([1], 0, {1: [1]}, is_marked=True)
     heads = b"".join(b"%08d" % number for number in range(4))
     hot.keep(1, heads, [crowd, value([1], 0, {1: [1]}), marked, None], now=0.0)

@@ -14,14 +14,14 @@ from waymark.domain.names import GroupName
 from waymark.domain.packing import pack
 from waymark.store import keys
 from waymark.store.fetch import Fetched
-from waymark.store.hot import HotRows
+from waymark.store.hot import HOLDERS_MIN, HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.redis.client import RedisClient
 from waymark.store.steps import Step, Steps, Waiting, finished
 from waymark.store.store import Store
 
 CHAIN = list(range(1, 601))
-CROWD = 25
+CROWD = HOLDERS_MIN
 """Holders of each block: enough for a value that is kept."""
 
 

@@ -15,7 +15,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.packing import pack
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.store.chain import PackedKeys
-from waymark.store.hot import HotRows
+from waymark.store.hot import HOLDERS_MIN, HotRows
 from waymark.store.quick import FirstPortions, KnownPlans, KnownRuns, QuickPlan, QuickRead, Start
 from waymark.store.reader import Reader
 from waymark.store.steps import finished
@@ -139,14 +139,14 @@ def hot(store: Store) -> HotRows:
 async def test_a_row_of_many_holders_is_not_read_again_for_a_moment(
     implementation: str, store: Store, stream: Stream, plan: QuickPlan, hot: HotRows
 ) -> None:
-    holders = await stream.begin(*[f"{rank} GPU" for rank in range(8)])
+    holders = await stream.begin(*[f"{rank} GPU" for rank in range(HOLDERS_MIN)])
     await stream.apply(*[stored(holder, CHAIN[:PIECE_BLOCKS], seq=2) for holder in holders[1:]])
     await read(store.reader, CHAIN[:BLOCKS])
     hot.clear()
     plan = store.reader.quick.plan(GROUP, 16) or plan
     reads = [await result(store.reader, plan, CHAIN[: BLOCKS + 1]) for _ in range(2)]
     assert [each.start.asked.heads for each in reads] == [pack(CHAIN[:65:32]), pack(CHAIN[32:65:32])]
-    crowd, one = (b" ".join(b"%d" % holder for holder in holders[:count]) for count in (8, 1))
+    crowd, one = (b" ".join(b"%d" % holder for holder in holders[:count]) for count in (HOLDERS_MIN, 1))
     for each in reads:
         assert each.runs == ((crowd, PIECE_BLOCKS), (one, PIECE_BLOCKS))
         assert (each.blocks, each.is_over) == (BLOCKS + 1, True)
@@ -155,7 +155,7 @@ async def test_a_row_of_many_holders_is_not_read_again_for_a_moment(
     assert (hot_alone.start.asked.heads, hot_alone.runs, hot_alone.is_over) == (b"", ((crowd, 5),), True)
 
 
-@pytest.mark.parametrize("value", [b"+" + b" 1:1" * 8, b"+"], ids=["marked", "a hint"])
+@pytest.mark.parametrize("value", [b"+" + b" 1:1" * HOLDERS_MIN, b"+"], ids=["marked", "a hint"])
 async def test_a_hot_row_that_does_not_list_all_is_left_to_the_general_way(
     store: Store, plan: QuickPlan, hot: HotRows, value: bytes
 ) -> None:

@@ -15,7 +15,7 @@ from waymark.base.metrics import Metrics
 from waymark.domain.names import GroupName
 from waymark.store import keys
 from waymark.store.directory import Directory
-from waymark.store.hot import HotRows
+from waymark.store.hot import HOLDERS_MIN, HotRows
 from waymark.store.incarnation import Incarnation
 from waymark.store.parsing import RecordParser
 from waymark.store.reader import Reader
@@ -155,7 +155,7 @@ async def test_singles_count_in_a_group_that_says_that_it_has_some(
 async def test_hot_rows_are_not_asked_for_again_and_ended_holders_vanish_at_once(
     client: RedisClient, redis: Redis, stream: Stream
 ) -> None:
-    gpu, *others = await stream.begin(*(f"{rank} GPU" for rank in range(9)))
+    gpu, *others = await stream.begin(*(f"{rank} GPU" for rank in range(HOLDERS_MIN + 1)))
     await put(stream, whole(CHAIN, gpu, *others))
     metrics = Metrics()
     reader = reader_of(client, HotRows(60.0, 1 << 20, metrics))
@@ -165,18 +165,18 @@ async def test_hot_rows_are_not_asked_for_again_and_ended_holders_vanish_at_once
     assert (longest(reading), reading.round_trips) == ({"pod-1": 300}, 1), "the version alone"
     assert metrics.registry.get_sample_value("waymark_hot_block_hits_total") == 10
     assert (metrics.registry.get_sample_value("waymark_hot_block_bytes") or 0) > 0
-    assert rows(reading)["pod-1"].ranks == dict.fromkeys(range(9), 300)
+    assert rows(reading)["pod-1"].ranks == dict.fromkeys(range(HOLDERS_MIN + 1), 300)
     await stream.end("*")
     assert longest(await read(reader, CHAIN)) == {"pod-1": 0}
 
 
-@pytest.mark.parametrize("holders", [7, 8])
-async def test_only_rows_that_eight_holders_share_may_be_old(client: RedisClient, stream: Stream, holders: int) -> None:
+@pytest.mark.parametrize("holders", [HOLDERS_MIN - 1, HOLDERS_MIN])
+async def test_only_rows_that_many_holders_share_may_be_old(client: RedisClient, stream: Stream, holders: int) -> None:
     ids = await stream.begin(*(f"{rank} GPU" for rank in range(holders)))
     await put(stream, whole(CHAIN, *ids))
     hot = HotRows(60.0, 1 << 20, Metrics())
     await read(reader_of(client, hot), CHAIN)
-    assert bool(len(hot)) == (holders == 8)
+    assert bool(len(hot)) == (holders == HOLDERS_MIN)
 
 
 async def test_another_redis_never_gives_another_tenants_row(redis: Redis, client: RedisClient) -> None:
@@ -189,7 +189,7 @@ async def test_another_redis_never_gives_another_tenants_row(redis: Redis, clien
         for tenant in names:
             stream = await stream_of(store, redis, registration(f"pod-of-{tenant}", tenant_id=tenant))
             (gpu,) = await stream.begin("0 GPU")
-            await put(stream, whole(CHAIN[: 200 if tenant == names[0] else 100], gpu, *range(1, 20)))
+            await put(stream, whole(CHAIN[: 200 if tenant == names[0] else 100], gpu, *range(1, HOLDERS_MIN + 1)))
         assert longest(await read(store_reader, CHAIN, mine)) == {"pod-of-default": expected}
         assert longest(await read(store_reader, CHAIN, theirs)) == {"pod-of-other": 300 - expected}
 

@@ -82,13 +82,13 @@ def _coverage(view: View, runs: Sequence[tuple[Presence, int]], blocks: int) -> 
     for presence, length in runs:
         ids = presence.ids
         if ids is not previous:
-            dropped = previous - ids
-            ended = dropped & steady  # in a large group most holders have only a common beginning
-            bitmaps.update(dict.fromkeys(ended, (1 << position) - 1))
-            for id in dropped - ended:
+            lost_ids = previous - ids
+            short_ids = lost_ids & steady  # in a large group most holders have only a common beginning
+            bitmaps.update(dict.fromkeys(short_ids, (1 << position) - 1))
+            for id in lost_ids - short_ids:
                 bitmaps[id] = bitmaps.get(id, 0) | (1 << position) - (1 << starts.pop(id))
             starts.update(dict.fromkeys(ids - previous, position))
-            steady, previous = steady - ended, ids
+            steady, previous = steady - short_ids, ids
         position += length
     for id, first in starts.items():
         bitmaps[id] = bitmaps.get(id, 0) | whole + 1 - (1 << first)
@@ -165,14 +165,14 @@ def matched_rows(walk: Walk) -> list[tuple[ConductorRow, list[int]]]:
     """
     pool = walk.coverage.pool
     alike = _alike_instances(walk, has_all=bool(pool))
-    return [(_conductor_row(registered, held, pool), instances) for registered, held, instances in alike]
+    return [(_conductor_row(registered, holdings, pool), instances) for registered, holdings, instances in alike]
 
 
-_Held: TypeAlias = tuple[int, str, int]
-"""Blocks of a rank: the rank, the medium, the bitmap."""
+_Holding: TypeAlias = tuple[int, str, int]
+"""Blocks that a rank holds: the rank, the medium, the bitmap."""
 
 
-def _alike_instances(walk: Walk, *, has_all: bool) -> Iterator[tuple[tuple[int, ...], Sequence[_Held], list[int]]]:
+def _alike_instances(walk: Walk, *, has_all: bool) -> Iterator[tuple[tuple[int, ...], Sequence[_Holding], list[int]]]:
     """Yield registered ranks, the blocks that ranks of an instance hold, and the instances which are alike in both:
     those with a block, or all instances.
 
@@ -180,24 +180,24 @@ def _alike_instances(walk: Walk, *, has_all: bool) -> Iterator[tuple[tuple[int, 
     computed once.
     """
     registered = walk.view.registered_ranks
-    held: dict[int, list[_Held]] = {instance: [] for instance in (range(len(registered)) if has_all else ())}
+    holdings: dict[int, list[_Holding]] = {instance: [] for instance in (range(len(registered)) if has_all else ())}
     for (instance, dp_rank, medium), bitmap in walk.coverage.holders:
-        of_instance = held.get(instance)
+        of_instance = holdings.get(instance)
         if of_instance is None:
-            held[instance] = [(dp_rank, medium, bitmap)]
+            holdings[instance] = [(dp_rank, medium, bitmap)]
         else:
             of_instance.append((dp_rank, medium, bitmap))
     alike: dict[tuple[Any, ...], list[int]] = {}
-    for instance, of_instance in held.items():
+    for instance, of_instance in holdings.items():
         alike.setdefault((registered[instance], *of_instance), []).append(instance)
     for (ranks, *of_instance), instances in alike.items():
         yield ranks, of_instance, instances
 
 
-def _conductor_row(registered: Collection[int], held: Iterable[_Held], pool: Mapping[str, int]) -> ConductorRow:
+def _conductor_row(registered: Collection[int], holdings: Iterable[_Holding], pool: Mapping[str, int]) -> ConductorRow:
     media = dict(pool)
     ranks = dict.fromkeys(registered, 0)
-    for dp_rank, medium, bitmap in held:
+    for dp_rank, medium, bitmap in holdings:
         media[medium] = media.get(medium, 0) | bitmap
         ranks[dp_rank] = ranks.get(dp_rank, 0) | bitmap
     longest = _prefix(_any(media))
@@ -233,15 +233,17 @@ def matched_dynamo_rows(walk: Walk) -> dict[str, dict[int, DynamoRank]]:
     """
     pool = walk.coverage.pool
     rows: dict[int, dict[int, DynamoRank]] = {}
-    for registered, held, instances in _alike_instances(walk, has_all=bool(pool)):
-        rows |= dict.fromkeys(instances, _dynamo_ranks(registered, held, pool))
+    for registered, holdings, instances in _alike_instances(walk, has_all=bool(pool)):
+        rows |= dict.fromkeys(instances, _dynamo_ranks(registered, holdings, pool))
     names = walk.view.instances
     return {names[instance]: rows[instance] for instance in sorted(rows)}
 
 
-def _dynamo_ranks(registered: Iterable[int], held: Iterable[_Held], pool: Mapping[str, int]) -> dict[int, DynamoRank]:
+def _dynamo_ranks(
+    registered: Iterable[int], holdings: Iterable[_Holding], pool: Mapping[str, int]
+) -> dict[int, DynamoRank]:
     ranks = {dp_rank: DynamoRank() for dp_rank in registered}
-    for dp_rank, medium, bitmap in held:
+    for dp_rank, medium, bitmap in holdings:
         row = ranks.get(dp_rank)
         if row is None:
             row = ranks[dp_rank] = DynamoRank()
@@ -284,8 +286,8 @@ def in_tokens(row: ConductorRow, block_size: int) -> dict[str, Any]:
 
 def instances_in_tokens(rows: Mapping[str, Mapping[int, DynamoRank]], block_size: int) -> dict[str, dict[str, Any]]:
     """Return instances in the newer format: unbroken prefixes by rank, cumulative from tier to tier; ranks as texts."""
-    shared = {id(ranks): ranks for ranks in rows.values()}
-    entries = {key: _by_ranks(ranks, block_size) for key, ranks in shared.items()}
+    by_identity = {id(ranks): ranks for ranks in rows.values()}
+    entries = {key: _by_ranks(ranks, block_size) for key, ranks in by_identity.items()}
     return {instance_id: entries[id(ranks)] for instance_id, ranks in rows.items()}
 
 
@@ -333,20 +335,20 @@ def target_rows(walk: Walk, asked: int = 0) -> dict[tuple[str, int], TargetRow]:
     names = walk.view.instances
     rows: dict[tuple[str, int], TargetRow] = {}
     # If a pool has the first block, a rank without its own copy can continue, too.
-    for registered, held, instances in _alike_instances(walk, has_all=bool(pool & 1)):
-        of_ranks = _target_rows(registered, held, pool)
+    for registered, holdings, instances in _alike_instances(walk, has_all=bool(pool & 1)):
+        of_ranks = _target_rows(registered, holdings, pool)
         for instance in instances:
             for dp_rank, row in of_ranks:
                 rows[names[instance], dp_rank] = row
     return rows
 
 
-def _target_rows(registered: Sequence[int], held: Iterable[_Held], pool: int) -> list[tuple[int, TargetRow]]:
+def _target_rows(registered: Sequence[int], holdings: Iterable[_Holding], pool: int) -> list[tuple[int, TargetRow]]:
     """Return the rows of the registered ranks of an instance that have a block."""
     devices: dict[int, int] = {}
     hosts: dict[int, int] = {}
     disks: dict[int, int] = {}
-    for dp_rank, medium, bitmap in held:
+    for dp_rank, medium, bitmap in holdings:
         rank = dp_rank if dp_rank in registered else registered[0]
         tier = devices if medium in DEVICE else hosts if medium in HOST else disks
         tier[rank] = tier.get(rank, 0) | bitmap

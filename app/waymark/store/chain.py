@@ -16,7 +16,7 @@ from waymark.domain.packing import KEY_BYTES
 from waymark.domain.row_runs import Runs, piece_runs, row_runs
 from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, shared_places
 from waymark.store.directory import GroupEntry
-from waymark.store.hot import HotRow, HotRows, is_crowd
+from waymark.store.hot import HotRow, HotRows, crowd_blocks
 
 KeySource: TypeAlias = Callable[[int], bytes]
 """Returns the next n block keys of a prompt (seq_hash XOR namespace), packed; fewer at its end."""
@@ -169,7 +169,7 @@ class Chain:
                 continue
             runs, count, self._is_at_end = row_runs(self._keys[_PIECE_BYTES * piece :], self._rows[piece:])
             self._add(certain, piece, runs)
-            self.may_be_hot |= any(map(is_crowd, runs))
+            self.may_be_hot |= crowd_blocks(runs) > 0
             piece += count
             if piece < len(self._rows) and not self._is_at_end:
                 self._settle(certain, piece)

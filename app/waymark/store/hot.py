@@ -8,27 +8,27 @@ branch rows of the blocks that the copy did not list.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from waymark.base.metrics import Metrics
-from waymark.domain.packing import KEY_BYTES
 
-#: A row with at least this many holders is hot. A row with fewer is read from Redis each time.
-_HOLDERS_MIN = 8
+HOLDERS_MIN = 32
+"""A row with at least this many holders is hot. To read a row with fewer costs less than to keep it."""
 #: The approximate bytes of a row besides its value: a dictionary slot, a key, a place in the queue.
 _ROW_BYTES = 300
 
 
-def is_crowd(run: tuple[bytes, int]) -> bool:
-    """Return whether a run of blocks has enough holders to make its row hot."""
-    return run[0].count(b" ") >= _HOLDERS_MIN - 1
+def crowd_blocks(runs: Iterable[tuple[bytes, int]]) -> int:
+    """Return how many blocks of runs have enough holders to make their rows hot."""
+    return sum([length for value, length in runs if value.count(b" ") >= HOLDERS_MIN - 1])
 
 
 MILLISECONDS = 200
 """How long a replica keeps a row. The last engine to store its blocks may be missing from the copy, but a choice among
-the eight others that it names is as good. A longer time saves little, because a busy replica reads each such row only
+the others that it names is as good. A longer time saves little, because a busy replica reads each such row only
 five times a second.
 """
 BYTES_MAX = 64 * 2**20
@@ -45,15 +45,16 @@ class HotRow(NamedTuple):
 
 
 class HotRows:
-    """Rows by (group id, packed key of the head), at most ``bytes_max`` and ``seconds`` old. Times are monotonic."""
+    """Rows by group id and head, at most ``bytes_max`` and ``seconds`` old. Times are monotonic."""
 
     def __init__(self, seconds: float, bytes_max: int, metrics: Metrics | None = None) -> None:
         self._metrics = metrics or Metrics()
         self._metrics.hot_block_bytes.set_function(lambda: self.bytes)
         self._seconds = seconds
         self._bytes_max = bytes_max if seconds > 0 else 0
-        self._rows: dict[tuple[int, bytes], HotRow] = {}
-        self._queue: deque[tuple[float, tuple[int, bytes]]] = deque()
+        self._rows: dict[int, dict[int, HotRow]] = {}
+        """By group id and head, a number."""
+        self._queue: deque[tuple[float, int, int]] = deque()
         self.bytes = 0
         self.clearings = 0
         """How often all rows were dropped. A row may be kept only if this has not changed since the row was
@@ -61,7 +62,7 @@ class HotRows:
         """
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._queue)
 
     def expire(self, now: float) -> bool:
         """Drop the outdated rows. Return whether any row remains."""
@@ -70,47 +71,44 @@ class HotRows:
         return bool(self._rows)
 
     def find(self, group_id: int, heads: bytes) -> dict[int, HotRow]:
-        """Return the rows of packed ``heads``, by the index of the head."""
-        rows, hits = self._rows, {}
-        for index in range(len(heads) // KEY_BYTES):
-            row = rows.get((group_id, heads[KEY_BYTES * index : KEY_BYTES * (index + 1)]))
-            if row is not None:
-                hits[index] = row
-        self._metrics.hot_block_hits.inc(len(hits))
-        return hits
+        """Return the rows of packed ``heads``, by the index of the head, in order."""
+        found = self._find(group_id, array("Q", heads))
+        self._metrics.hot_block_hits.inc(len(found))
+        return found
 
-    def find_whole(self, group_id: int, heads: bytes) -> dict[int, bytes] | None:
-        """Return rows as ``find`` does, if each of them is enough and unmarked; otherwise None."""
-        rows, values = self._rows, {}
-        for index in range(len(heads) // KEY_BYTES):
-            row = rows.get((group_id, heads[KEY_BYTES * index : KEY_BYTES * (index + 1)]))
-            if row is not None:
-                value, is_enough, is_marked = row
-                if is_marked or not is_enough:
-                    return None
-                values[index] = value
-        self._metrics.hot_block_hits.inc(len(values))
-        return values
+    def find_whole(self, group_id: int, heads: array[int]) -> dict[int, bytes] | None:
+        """Return the values of rows as ``find`` does, if each of them is enough and unmarked; otherwise None."""
+        found = self._find(group_id, heads)
+        if any(row.is_marked or not row.is_enough for row in found.values()):
+            return None
+        self._metrics.hot_block_hits.inc(len(found))
+        return {index: row.value for index, row in found.items()}
+
+    def _find(self, group_id: int, heads: array[int]) -> dict[int, HotRow]:
+        rows = self._rows.get(group_id)
+        if rows is None or rows.keys().isdisjoint(heads):
+            return {}
+        return {index: rows[head] for index, head in enumerate(heads) if head in rows}
 
     def keep(self, group_id: int, heads: bytes, values: Sequence[bytes | None], now: float) -> None:
         """Keep the hot and the marked rows among those of packed ``heads``."""
-        for index, value in enumerate(values):
+        for head, value in zip(array("Q", heads), values, strict=True):
             if value is None:
                 continue
-            is_enough, is_marked = value.count(b":") >= _HOLDERS_MIN, b"+" in value
+            is_enough, is_marked = value.count(b":") >= HOLDERS_MIN, b"+" in value
             if is_enough or is_marked:
-                head = heads[KEY_BYTES * index : KEY_BYTES * (index + 1)]
-                self._keep((group_id, head), HotRow(value, is_enough, is_marked), now)
+                self._keep(group_id, head, HotRow(value, is_enough, is_marked), now)
 
-    def _keep(self, key: tuple[int, bytes], row: HotRow, now: float) -> None:
-        if self._bytes_max == 0 or key in self._rows:
+    def _keep(self, group_id: int, head: int, row: HotRow, now: float) -> None:
+        rows = self._rows.get(group_id, {})
+        if self._bytes_max == 0 or head in rows:
             return
         size = _ROW_BYTES + len(row.value)
         while self._queue and self.bytes + size > self._bytes_max:
             self._drop_oldest()
         if size <= self._bytes_max:
-            self._rows[key] = row
-            self._queue.append((now + self._seconds, key))
+            self._rows.setdefault(group_id, {})[head] = row
+            self._queue.append((now + self._seconds, group_id, head))
             self.bytes += size
 
     def clear(self) -> None:
@@ -121,5 +119,8 @@ class HotRows:
         self.bytes = 0
 
     def _drop_oldest(self) -> None:
-        _, key = self._queue.popleft()
-        self.bytes -= _ROW_BYTES + len(self._rows.pop(key).value)
+        _, group_id, head = self._queue.popleft()
+        rows = self._rows[group_id]
+        self.bytes -= _ROW_BYTES + len(rows.pop(head).value)
+        if not rows:
+            del self._rows[group_id]

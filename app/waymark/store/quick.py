@@ -27,7 +27,7 @@ from waymark.domain.table import HolderTable, View
 from waymark.store.chain import WantedValues
 from waymark.store.directory import GroupEntry
 from waymark.store.fetch import Fetch, Fetched, Fetcher
-from waymark.store.hot import HotRows, is_crowd
+from waymark.store.hot import HotRows, crowd_blocks
 from waymark.store.incarnation import Incarnation
 from waymark.store.redis.read_connection import ReplyReceiver
 from waymark.store.steps import Steps, never, run
@@ -150,7 +150,7 @@ class QuickRead(Fetch):
                 if is_at_end or pieces == len(values):
                     self.runs = tuple(runs)
                     self.is_over |= is_at_end
-                    if any(map(is_crowd, runs)):
+                    if crowd_blocks(runs) > PIECE_BLOCKS * len(self._hot):
                         reads.hot.keep(plan.entry.group_id, self.asked.heads, fetched.values, time.monotonic())
         self._receiver.set_result(self)
 
@@ -169,9 +169,11 @@ class QuickRead(Fetch):
 
 
 def _with_hot(values: list[bytes | None], hot: Mapping[int, bytes]) -> list[bytes | None]:
-    """Return all rows of a portion: those that were read, and between them the hot ones, by their index."""
-    cold = iter(values)
-    return [hot[index] if index in hot else next(cold) for index in range(len(values) + len(hot))]
+    """Return all rows of a portion: those that were read, and between them the hot ones, by their index, in order."""
+    rows = values[:]
+    for index, value in hot.items():
+        rows.insert(index, value)
+    return rows
 
 
 class QuickReads:
@@ -222,17 +224,17 @@ class QuickReads:
         ``keys`` has the packed keys of these pieces, or more. ``is_whole``: the chain ends with them. The read fails
         with StoreUnavailable, after ``seconds`` at the latest.
         """
-        heads = array("Q", keys[: KEY_BYTES * PIECE_BLOCKS * pieces])[::PIECE_BLOCKS].tobytes()
-        group_id, pieces = plan.entry.group_id, len(heads) // KEY_BYTES
-        hot = _NO_ROWS
+        heads = array("Q", keys[: KEY_BYTES * PIECE_BLOCKS * pieces])[::PIECE_BLOCKS]
+        pieces, hot = len(heads), _NO_ROWS
         if self.hot.bytes and self.hot.expire(time.monotonic()):
-            hot_rows = self.hot.find_whole(group_id, heads)
-            if hot_rows is None:
+            found = self.hot.find_whole(plan.entry.group_id, heads)
+            if found is None:
                 return None
-            if hot_rows:
-                hot, cold = hot_rows, (index for index in range(pieces) if index not in hot_rows)
-                heads = b"".join([heads[KEY_BYTES * index : KEY_BYTES * (index + 1)] for index in cold])
-        return QuickRead(self, plan, keys, pieces, WantedValues(heads, []), hot, is_whole, seconds)
+            if found:
+                hot = found
+                for index in reversed(found):
+                    del heads[index]
+        return QuickRead(self, plan, keys, pieces, WantedValues(heads.tobytes(), []), hot, is_whole, seconds)
 
 
 #: The most plans to keep, one for each group and block size.
