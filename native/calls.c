@@ -7,8 +7,7 @@ enum {
     BUCKETS = 1024, /* more than twice the rows of a call */
 };
 
-/* The end of the parts from `start` on that fit one call: one part, and more within the bounds. */
-static size_t end_of(const Parts *parts, size_t start, size_t parts_max, size_t blocks_max)
+size_t end_of_parts(const Parts *parts, size_t start, size_t parts_max, size_t blocks_max)
 {
     size_t end = start, blocks = 0;
     for (; end < parts->count; end++) {
@@ -25,7 +24,7 @@ PyObject *parts_end(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     size_t bounds[3] = {0};
     if (!has_arguments("end", nargs, 3) || !read_bounds(args, 3, bounds))
         return NULL;
-    return PyLong_FromSize_t(end_of((Parts *)self, bounds[0], bounds[1], bounds[2]));
+    return PyLong_FromSize_t(end_of_parts((Parts *)self, bounds[0], bounds[1], bounds[2]));
 }
 
 /* The numbers, from 1, that a call gives to the holders, seqs and rows of its parts, in the order in which the parts
@@ -261,28 +260,18 @@ static PyObject *list_numbers(const uint64_t *numbers, size_t count)
     return list;
 }
 
-/* pack(start: int, end: int, prefix: bytes) -> tuple[int, list[int], int, bytes, list[int], bytes]
- *
- * Pack at most CALL_PARTS parts. Returns the number of blocks, the holders, the number of rows and their keys, the
- * seqs, and the parts. Keys and parts are bulk strings, one after the other.
- */
-PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+PyObject *pack_call(const Parts *parts, size_t start, size_t end, PyObject *prefix)
 {
-    const Parts *parts = (Parts *)self;
-    size_t bounds[2] = {0}, blocks = 0;
-    char *prefix;
+    char *text;
     Py_ssize_t length;
-    if (!has_arguments("pack", nargs, 3) || !read_bounds(args, 2, bounds) || !is_range(parts, bounds[0], bounds[1]) ||
-        PyBytes_AsStringAndSize(args[2], &prefix, &length) < 0)
+    if (PyBytes_AsStringAndSize(prefix, &text, &length) < 0)
         return NULL;
-    const size_t start = bounds[0], count = bounds[1] - start;
-    if (count > CALL_PARTS)
-        return PyErr_Format(PyExc_ValueError, "a call has at most %d parts", CALL_PARTS);
     Call call;
-    number_all(&call, parts->parts + start, count);
-    for (size_t i = 0; i < count; i++)
-        blocks += parts->parts[start + i].count;
-    PyObject *words = pack_parts(&call, parts, start, bounds[1]), *rows = pack_rows(&call, prefix, (size_t)length);
+    number_all(&call, parts->parts + start, end - start);
+    size_t blocks = 0;
+    for (size_t i = start; i < end; i++)
+        blocks += parts->parts[i].count;
+    PyObject *words = pack_parts(&call, parts, start, end), *rows = pack_rows(&call, text, (size_t)length);
     PyObject *holders = list_numbers(call.holders, call.holders_count), *seqs = list_numbers(call.seqs, call.seqs_count);
     if (words != NULL && rows != NULL && holders != NULL && seqs != NULL)
         return Py_BuildValue("nNnNNN", (Py_ssize_t)blocks, holders, (Py_ssize_t)call.rows_count, rows, seqs, words);
@@ -291,6 +280,22 @@ PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     Py_XDECREF(holders);
     Py_XDECREF(seqs);
     return NULL;
+}
+
+/* pack(start: int, end: int, prefix: bytes) -> tuple[int, list[int], int, bytes, list[int], bytes]
+ *
+ * Pack at most CALL_PARTS parts. Returns the number of blocks, the holders, the number of rows and their keys, the
+ * seqs, and the parts. Keys and parts are bulk strings, one after the other.
+ */
+PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    size_t bounds[2] = {0};
+    if (!has_arguments("pack", nargs, 3) || !read_bounds(args, 2, bounds) ||
+        !is_range((Parts *)self, bounds[0], bounds[1]))
+        return NULL;
+    if (bounds[1] - bounds[0] > CALL_PARTS)
+        return PyErr_Format(PyExc_ValueError, "a call has at most %d parts", CALL_PARTS);
+    return pack_call((Parts *)self, bounds[0], bounds[1], args[2]);
 }
 
 /* ---- engine hashes ------------------------------------------------------------------------------- */

@@ -71,47 +71,6 @@ static int is_whole(PyObject *ran, PyObject *frames)
     return begun == count && (size_t)at == events && restored + miscounted == 0;
 }
 
-/* Replace each share of a wave by the number of its parts and the result of pack for them. 1, or 0 if a call has no
- * room for a share, or -1 with an exception. */
-static int pack_wave(PyObject *wave, PyObject *prefixes)
-{
-    PyObject *shard, *share;
-    Py_ssize_t next = 0;
-    while (PyDict_Next(wave, &next, &shard, &share)) {
-        const size_t count = ((Parts *)share)->count;
-        if (count > CALL_PARTS)
-            return 0;
-        PyObject *start = PyLong_FromLong(0), *end = PyLong_FromSize_t(count), *words = NULL;
-        if (start != NULL && end != NULL) {
-            PyObject *args[] = {start, end, PyTuple_GetItem(prefixes, PyLong_AsSsize_t(shard))};
-            words = parts_pack(share, args, sizeof args / sizeof *args);
-        }
-        Py_XDECREF(start);
-        Py_XDECREF(end);
-        PyObject *packed = words == NULL ? NULL : Py_BuildValue("nN", (Py_ssize_t)count, words);
-        const int is_done = packed != NULL && PyDict_SetItem(wave, shard, packed) == 0;
-        Py_XDECREF(packed);
-        if (!is_done)
-            return -1;
-    }
-    return 1;
-}
-
-/* The calls for all parts: for each wave, the calls by shard; None if a call has no room. NULL with an exception. */
-static PyObject *pack_all(PyObject *parts, PyObject *prefixes)
-{
-    PyObject *shards = PyLong_FromSsize_t(PyTuple_Size(prefixes));
-    PyObject *waves = shards == NULL ? NULL : parts_shares(parts, shards);
-    int is_packed = 1;
-    for (Py_ssize_t i = 0; is_packed == 1 && waves != NULL && i < PyList_Size(waves); i++)
-        is_packed = pack_wave(PyList_GetItem(waves, i), prefixes);
-    Py_XDECREF(shards);
-    if (is_packed == 1)
-        return waves;
-    Py_XDECREF(waves);
-    return is_packed == 0 ? Py_NewRef(Py_None) : NULL;
-}
-
 /* run_frames(events: Events, payloads: tuple[bytes, ...], ts: float | None, reading: tuple, parts: Parts, seq: int,
  *            running: tuple, gone: tuple[KnownBlocks, ...], may: int, prefixes: tuple[bytes, ...])
  *     -> tuple[tuple, tuple, list[dict[int, tuple[int, tuple]]] | None] | None
@@ -122,10 +81,9 @@ static PyObject *pack_all(PyObject *parts, PyObject *prefixes)
  * and neighbours of run; `parts` is empty, `seq` is that of the first batch, and `prefixes` has the prefix of the keys
  * of each shard.
  *
- * None if the first batch differs in more; then nothing has changed. Otherwise the results of go_on, run and shares:
- * run counts the first batch among those that have begun, and in place of each share there is the number of its parts
- * with the result of pack. None in place of the shares if the run ended before the last batch did, if copies must be
- * judged, or if a call has no room for all parts of a share. An exception may come after some blocks have changed.
+ * None if the first batch differs in more; then nothing has changed. Otherwise the results of go_on, run and calls; run
+ * counts the first batch among those that have begun. None in place of the calls if the run ended before the last batch
+ * did, or if copies must be judged. An exception may come after some blocks have changed.
  */
 PyObject *known_run_frames(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -149,7 +107,7 @@ PyObject *known_run_frames(PyObject *self, PyObject *const *args, Py_ssize_t nar
     begin_wave(waves);
     ran = run_read(self, args[0], frames, PyTuple_GetItem(args[3], 3), args[4], seq, args[6], args[7], args[8]);
     if (ran != NULL)
-        calls = is_whole(ran, frames) ? pack_all(args[4], args[9]) : Py_NewRef(Py_None);
+        calls = is_whole(ran, frames) ? parts_calls(args[4], args[9]) : Py_NewRef(Py_None);
     if (calls != NULL)
         return Py_BuildValue("NNN", read, ran, calls);
     Py_DECREF(read);

@@ -306,6 +306,7 @@ static PyMethodDef parts_methods[] = {
     METHOD("end", parts_end, METH_FASTCALL,
            "end($self, start, parts_max, blocks_max, /)\n--\n\nThe end of the parts that go together."),
     METHOD("shares", parts_shares, METH_O, "shares($self, shards, /)\n--\n\nEach wave, as the parts of its shards."),
+    METHOD("calls", parts_calls, METH_O, "calls($self, prefixes, /)\n--\n\nThe calls for all parts, wave by wave."),
     METHOD("cut", parts_cut, METH_FASTCALL, "cut($self, start, end, /)\n--\n\nSome of the parts."),
     METHOD("pack", parts_pack, METH_FASTCALL, "pack($self, start, end, prefix, /)\n--\n\nParts as Redis reads them."),
     METHOD("reported", parts_reported, METH_FASTCALL,

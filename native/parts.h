@@ -9,9 +9,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The difference between the positions of consecutive blocks, the most blocks of a part, and the most parts of a call.
- * A part needs two rows at most. */
-enum { STEP = 2, PART_BLOCKS = 64, CALL_PARTS = 128 };
+/* The difference between the positions of consecutive blocks, the most blocks of a part, and the most parts and blocks
+ * of a call. A part needs two rows at most. */
+enum { STEP = 2, PART_BLOCKS = 64, CALL_PARTS = 128, CALL_BLOCKS = 3584 };
 
 /* The last position that a part may have: it takes 32 bits in a call. */
 #define POSITION_MAX UINT32_MAX
@@ -82,6 +82,15 @@ PyObject *parts_add_block(PyObject *self, PyObject *const *args, Py_ssize_t narg
 
 /* shares(shards: int) -> list[dict[int, Parts]]; shares.c */
 PyObject *parts_shares(PyObject *self, PyObject *shards_given);
+
+/* calls(prefixes: tuple[bytes, ...]) -> list[dict[int, tuple[int, tuple]]]; shares.c */
+PyObject *parts_calls(PyObject *self, PyObject *prefixes);
+
+/* The end of the parts from `start` on that fit one call: one part, and more within the bounds; calls.c */
+size_t end_of_parts(const Parts *parts, size_t start, size_t parts_max, size_t blocks_max);
+
+/* The parts `start` to `end`, at most CALL_PARTS, as pack returns them; calls.c. NULL with an exception. */
+PyObject *pack_call(const Parts *parts, size_t start, size_t end, PyObject *prefix);
 
 /* end(start: int, parts_max: int, blocks_max: int) -> int; calls.c */
 PyObject *parts_end(PyObject *self, PyObject *const *args, Py_ssize_t nargs);

@@ -1,6 +1,7 @@
 /* Which parts each shard gets, wave by wave; app/waymark/domain/parts.py says what a wave is. */
 
 #include "parts.h"
+#include "waves.h"
 
 /* Put the parts from `start` on, up to the next one that waits, into a dict by their shards. The end of these parts, or
  * -1 with an exception. */
@@ -46,4 +47,54 @@ PyObject *parts_shares(PyObject *self, PyObject *shards_given)
         Py_XDECREF(wave);
     } while (waves != NULL && (size_t)start < parts->count);
     return waves;
+}
+
+/* The next call of each shard for the parts of a wave; done[shard] of its parts are packed already. A dict, empty if none
+ * is left. NULL with an exception. */
+static PyObject *next_calls(PyObject *wave, PyObject *prefixes, size_t *done)
+{
+    PyObject *calls = PyDict_New(), *number, *share;
+    Py_ssize_t next = 0;
+    while (calls != NULL && PyDict_Next(wave, &next, &number, &share)) {
+        const Parts *parts = (Parts *)share;
+        const Py_ssize_t shard = PyLong_AsSsize_t(number);
+        const size_t start = done[shard], end = end_of_parts(parts, start, CALL_PARTS, CALL_BLOCKS);
+        if (start == end)
+            continue;
+        PyObject *words = pack_call(parts, start, end, PyTuple_GetItem(prefixes, shard));
+        PyObject *call = words == NULL ? NULL : Py_BuildValue("nN", (Py_ssize_t)(end - start), words);
+        if (call == NULL || PyDict_SetItem(calls, number, call) < 0)
+            Py_CLEAR(calls);
+        Py_XDECREF(call);
+        done[shard] = end;
+    }
+    return calls;
+}
+
+/* calls(prefixes: tuple[bytes, ...]) -> list[dict[int, tuple[int, tuple]]]
+ *
+ * The calls for all parts: as shares, each share as the number of its parts and the result of pack. If a share is longer
+ * than a call, the rest of its wave is another one. `prefixes` has the prefix of the keys of each shard.
+ */
+PyObject *parts_calls(PyObject *self, PyObject *prefixes)
+{
+    const Py_ssize_t shards = PyTuple_Check(prefixes) ? PyTuple_Size(prefixes) : 0;
+    if (shards < 1 || shards > SHARDS_MAX)
+        return PyErr_Format(PyExc_TypeError, "there must be a tuple of the prefixes of 1 to %d shards", SHARDS_MAX);
+    PyObject *number = PyLong_FromSsize_t(shards);
+    PyObject *waves = number == NULL ? NULL : parts_shares(self, number), *all = waves == NULL ? NULL : PyList_New(0);
+    Py_XDECREF(number);
+    for (Py_ssize_t i = 0; all != NULL && i < PyList_Size(waves); i++) {
+        size_t done[SHARDS_MAX] = {0};
+        Py_ssize_t left = 1;
+        for (int is_first = 1; all != NULL && left > 0; is_first = 0) {
+            PyObject *calls = next_calls(PyList_GetItem(waves, i), prefixes, done);
+            left = calls == NULL ? 0 : PyDict_Size(calls);
+            if (calls == NULL || ((is_first || left > 0) && PyList_Append(all, calls) < 0))
+                Py_CLEAR(all);
+            Py_XDECREF(calls);
+        }
+    }
+    Py_XDECREF(waves);
+    return all;
 }

@@ -9,6 +9,7 @@ import importlib.util
 import re
 import struct
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +338,24 @@ def test_a_call_has_128_parts_at_most(tables: Tables) -> None:
             assert [len(list(PackedWords(rows, keys))), len(list(words(tables.parts, count)))] == [rows, count]
 
 
+def test_calls_have_128_parts_and_3584_blocks_at_most(loops: native.NativeFunctions) -> None:
+    prefixes = b"wm:0", b"wm:1"
+    assert loops.Parts(Part, Place, 1).calls(prefixes) == [{}]
+    for blocks, count in ((1, 300), (60, 121), (64, 231)):
+        parts, most = loops.Parts(Part, Place, 1), min(128, 3584 // blocks)
+        for number in range(count):
+            slots = b"".join(b"%016x0" % (64 * number + each) for each in range(blocks))
+            parts.add("+", number, 1, Place(number), 0, slots, bytes(8 * blocks), False, False, None, b"", False)
+        for shard, share in parts.shares(2)[0].items():
+            packed = [wave[shard] for wave in parts.calls(prefixes) if shard in wave]
+            ends = [*range(0, len(share), most), len(share)]
+            cuts = [(end - start, share.pack(start, end, prefixes[shard])) for start, end in pairwise(ends)]
+            assert packed == cuts
+    for bad in ((), [b"wm:"], (b"wm:",) * 257, (7, 7)):
+        with pytest.raises(TypeError):
+            parts.calls(bad)
+
+
 def test_blocks_of_a_piece_are_32_at_most(loops: native.NativeFunctions) -> None:
     for blocks in range(40):
         if 1 <= blocks <= 32:
@@ -534,7 +553,7 @@ def test_a_frame_that_says_something_else_changes_nothing(
     assert tables.state == (0, 0, 0, 0, 0)
 
 
-def test_frames_that_are_not_done_or_have_too_many_parts_have_no_words(
+def test_frames_that_are_not_done_have_no_words_and_many_parts_are_several_calls(
     loops: native.NativeFunctions, tables: Tables
 ) -> None:
     events = read(loops, EVENTS)
@@ -542,12 +561,13 @@ def test_frames_that_are_not_done_or_have_too_many_parts_have_no_words(
     run_frames, *arguments = frames_call(tables, events, (unknown,))
     _, ran, packed = run_frames(*arguments)
     assert (ran[0], ran[1], packed) == (2, 6, None)
-    for count in (128, 129):
+    for count, calls in ((128, [128]), (129, [128, 1]), (300, [128, 128, 44])):
         tables = Tables(loops)
         stores = [STORE | {"block_hashes": [each], "token_ids": [each, 1]} for each in range(count)]
-        run_frames, *arguments = frames_call(tables, events, (packed_frame(*stores[:64]), packed_frame(*stores[64:])))
+        frames = [packed_frame(*stores[start : start + 64]) for start in range(0, count, 64)]
+        run_frames, *arguments = frames_call(tables, events, tuple(frames))
         _, ran, packed = run_frames(*arguments)
-        assert (ran[3], packed is None) == (count, count > 128)
+        assert (ran[3], [wave[0][0] for wave in packed]) == (count, calls)
 
 
 @pytest.mark.parametrize(
@@ -736,6 +756,7 @@ def test_without_memory_a_call_fails_and_the_next_one_is_right(loops: native.Nat
             (parts.shares, 2),
             (list, parts),
             (parts.pack, 0, len(parts), b"wm:"),
+            (parts.calls, (b"wm:0", b"wm:1")),
             (parts.reported, 0, 99),
             (list, events),
             (events.hashes, 0, 3),

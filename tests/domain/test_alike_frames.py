@@ -8,7 +8,7 @@ call are those that Python packs.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -23,11 +23,12 @@ from waymark.domain.alike_frames import ALIKE_HASHES_MAX, AlikeFrames, AlikeRun,
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
 from waymark.domain.generations import BlockBounds
-from waymark.domain.parts import Part, shares_of
+from waymark.domain.held import HeldBlocks
+from waymark.domain.parts import Part, blocks_of, shares_of
 from waymark.domain.placing import Placer
 from waymark.domain.resolver import Plan
 from waymark.domain.slices import finish
-from waymark.store.calls import ApplyCall, pack
+from waymark.store.calls import CALL_BLOCKS, CALL_PARTS, ApplyCall, pack
 from waymark.store.redis.words import PackedWords
 
 pytestmark = [
@@ -186,6 +187,23 @@ def unpacked(wave: PackedWave) -> dict[int, ApplyCall]:
     return calls
 
 
+def calls_of(wave: Mapping[int, Sequence[Part]]) -> list[dict[int, ApplyCall]]:
+    """The calls of a wave, as Python packs them: the first one of each shard, the second ones, and so on."""
+    cuts: dict[int, list[list[Part]]] = {}
+    for shard, share in wave.items():
+        cuts[shard] = [[]]
+        for part in share:
+            last = cuts[shard][-1]
+            if len(last) == CALL_PARTS or blocks_of(last) + part.count > CALL_BLOCKS:
+                cuts[shard].append(last := [])
+            last.append(part)
+    count = max(map(len, cuts.values()), default=1)
+    return [
+        {shard: pack(cut[number], PREFIXES[shard]) for shard, cut in cuts.items() if number < len(cut)}
+        for number in range(count)
+    ]
+
+
 @pytest.fixture(autouse=True)
 def rests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In some histories each rest of a run is left to the task, however little it is."""
@@ -231,8 +249,8 @@ def history(
             first = min((call.seqs[0] for wave in waves for call in wave.values()), default=0)
             start = next(i for i, part in enumerate(rest) if part.seq == first) if count else 0
             shares = shares_of(rest[start : start + count], shards)
-            assert waves == [{shard: pack(share, PREFIXES[shard]) for shard, share in wave.items()} for wave in shares]
-            straight.waves += len(waves) > 1
+            assert waves == [calls for wave in shares for calls in calls_of(wave)]
+            straight.waves += len(shares) > 1
             rest = rest[start + count :]
         if parts[0] and chance.random() < 0.1:
             place = chance.choice(parts[0]).place
@@ -276,6 +294,14 @@ def test_random_histories_of_short_pieces_go_straight_in_several_waves(
     assert stream.waves > 0
 
 
+@pytest.mark.parametrize("seed", seeds(8))
+def test_random_histories_that_forget_gone_hashes_go_straight(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_blocks, "HeldBlocks", partial(HeldBlocks, 8))
+    chance = random.Random(f"gone {seed}")
+    stream = history(chance, EngineKind.VLLM, OrdinaryEngine(chance), 60, shards=1 + seed % 2)
+    assert stream.straight > 20
+
+
 @pytest.mark.parametrize("work_max", [512, -1])
 def test_random_histories_have_frames_of_each_outcome(work_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alike_frames, "_WORK_MAX", work_max)
@@ -302,3 +328,22 @@ def test_a_store_that_waits_ends_the_short_way_so_that_its_parent_finds_it() -> 
         assert straight.state == ordinary.state
     assert straight.ruled == 1
     assert straight.index.resolver.memory.blocks == 6
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_long_frames_go_straight_in_as_many_calls_as_they_need(shards: int) -> None:
+    straight, ordinary = StraightStream(shards=shards), Stream(is_native=True, is_whole=True, shards=shards)
+    chains = [list(range(100 * number, 100 * number + (64 if number > 400 else 1))) for number in range(1, 440)]
+    tokens = [[chain[0]] * (BLOCK_SIZE * len(chain)) for chain in chains]
+    stores = [store(chain, token_ids=token_ids) for chain, token_ids in zip(chains, tokens, strict=True)]
+    removals = [REMOVAL | {"block_hashes": chain} for chain in chains]
+    for events in ([stores[0], removals[0]], stores, removals):
+        for stream in (straight, ordinary):
+            stream.fold([packed_batch(*events)])
+        assert straight.index.parts == ordinary.index.parts
+        assert straight.state == ordinary.state
+        for _, calls in straight.sent_at_once:
+            waves = shares_of(straight.index.parts, shards)
+            assert calls == [each for wave in waves for each in calls_of(wave)]
+            assert len(calls) >= 4 // shards
+    assert straight.straight == 2

@@ -183,7 +183,9 @@ async def test_counters_of_batches_are_those_up_to_the_watermark(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, stalls_at: int
 ) -> None:
     """Whatever apply a worker ends in: what it counted of batches is what the batches up to the watermark come to."""
-    monkeypatch.setattr("waymark.ingest.life.CALL_BLOCKS", 1)  # so that each frame has an apply of its own
+    # So that each frame has an apply of its own.
+    monkeypatch.setattr("waymark.ingest.life.CALL_BLOCKS", 1)
+    monkeypatch.setattr("waymark.ingest.straight.StraightWay.take", lambda _: False)
     first = await bench.worker("worker-1", options=WITHOUT_PROBES, fold_batches=1)
     pod = await bench.pod(has_replay=False)
     await pod.caught_up()

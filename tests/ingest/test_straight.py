@@ -221,9 +221,12 @@ UNUSUAL: dict[str, list[WireEvent]] = {
     "a removal between others": [stored(93, parent=2), BlockRemoved((94,)), stored(92, parent=93)],
     "many blocks": [stored(1000 + each) for each in range(200)],
     "many hashes": [BlockRemoved(tuple(range(5000, 5001 + ALIKE_HASHES_MAX)))],
+    "many removals of unknown blocks": [BlockRemoved((5000 + each,)) for each in range(40)],
 }
-FINISHED = {"many blocks"}
+FINISHED = {"many removals of unknown blocks"}
 """Those whose frames begin to go straight, and are finished by the task."""
+SEVERAL = {"many blocks"}
+"""Those whose frames go straight in several calls."""
 RULED = {
     "a removal of an unknown block",
     "a store behind an unknown block",
@@ -243,9 +246,8 @@ async def test_an_unusual_frame_between_others_comes_to_the_same(bench: Bench, w
     assert ways.straight == [str(pods[0].name)]
     for pod in pods:
         await publish(pod, *UNUSUAL[unusual])
-    has_room = unusual == "many blocks" and bench.shards > 1
-    assert ways.finished == [str(pods[0].name)] * (unusual in FINISHED and not has_room)
-    if unusual in RULED or has_room:
+    assert ways.finished == [str(pods[0].name)] * (unusual in FINISHED)
+    if unusual in RULED | SEVERAL:
         assert len(ways.straight) == 2
     await go_on(bench, ways, pods, waits=unusual == "a store behind an unknown block")
     assert worker.metric("leases_lost_total") == 0
@@ -282,16 +284,18 @@ async def test_an_unusual_payload_between_others_comes_to_the_same(bench: Bench,
 
 
 @EVERYWHERE
-async def test_frames_that_wait_go_straight_together_or_the_ordinary_way(bench: Bench, ways: Ways) -> None:
+async def test_frames_that_wait_go_straight_together(bench: Bench, ways: Ways) -> None:
+    """Also if they fill several calls."""
     _, *pods = await both(bench)
-    for count in (3, 8, 40):
+    for count in (3, 8, 300):
         for pod in pods:
             for each in range(count):
-                pod.publisher.publish([stored(1000 * count + each, parent=2)], ts=pod.clock())
+                pod.publisher.publish([*spread(5000 * count + 10 * each, 2 + each % 3)], ts=pod.clock())
             await pod.at_watermark(pod.last_seq)
             await publish(pod, stored(1000 * count + 999))
     await agree(bench, *pods)
-    await pods[0].counted(batches=2 + 3 + 8 + 40 + 3)
+    assert len(ways.straight) > 2 + 3 + 8 + 3, "some of those that waited"
+    await pods[0].counted(batches=2 + 3 + 8 + 300 + 3)
 
 
 async def test_a_frame_beyond_the_highest_seq_is_not_applied(bench: Bench, ways: Ways) -> None:
@@ -662,10 +666,10 @@ async def test_a_frame_that_a_call_cannot_finish_wakes_the_stream(
     await wait_until(lambda: len(opened) > before, "the stream waits for a long tick", PATIENCE_SECONDS)
     await publish(pod, stored(10, parent=2))
     assert ways.straight
-    await publish(pod, *[stored(1000 + each) for each in range(300)])
+    await publish(pod, *UNUSUAL["many removals of unknown blocks"])
     await publish(pod, stored(11, parent=2))
-    assert ways.finished or bench.shards > 1
-    assert len((await bench.held(pod.name))[0, "GPU"]) == 2 + 2 + 300
+    assert ways.finished
+    assert len((await bench.held(pod.name))[0, "GPU"]) == 2 + 2
 
 
 async def test_a_doubt_about_copies_is_written_before_the_next_frame(

@@ -19,7 +19,7 @@ from waymark.domain.rows import Place
 
 HOLDER, FIRST, SEED, SEQ = 7, 1, 1337, 2**53
 PREFIX = b"wm:{1}:"
-EVENTS_MAX, JOINED_MAX, CALL_PARTS = 99, 64, 128
+EVENTS_MAX, JOINED_MAX, CALL_PARTS, CALL_BLOCKS = 99, 64, 128, 3584
 U64_MAX = 2**64 - 1
 _MAY = MAY_STORE | MAY_REMOVE
 
@@ -99,15 +99,20 @@ def use_frames(
     assert outcomes[0] == outcomes[1]
 
 
-def _packed(parts: Any, prefixes: Sequence[bytes]) -> list[Any] | None:
-    """Return the parts of each shard, wave by wave, as the step packs them."""
-    waves = parts.shares(len(prefixes))
-    if any(len(share) > CALL_PARTS for wave in waves for share in wave.values()):
-        return None
-    return [
-        {shard: (len(share), share.pack(0, len(share), prefixes[shard])) for shard, share in wave.items()}
-        for wave in waves
-    ]
+def _packed(parts: Any, prefixes: Sequence[bytes]) -> list[Any]:
+    """The calls of each shard, wave by wave, as the step packs them."""
+    calls: list[Any] = []
+    for wave in parts.shares(len(prefixes)):
+        done, is_first = dict.fromkeys(wave, 0), True
+        while is_first or any(done[shard] < len(share) for shard, share in wave.items()):
+            calls.append({})
+            for shard, share in wave.items():
+                start, end = done[shard], share.end(done[shard], CALL_PARTS, CALL_BLOCKS)
+                if start < end:
+                    calls[-1][shard] = end - start, share.pack(start, end, prefixes[shard])
+                done[shard] = end
+            is_first = False
+    return calls
 
 
 _Block: TypeAlias = tuple[int, int, int]

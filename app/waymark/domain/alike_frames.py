@@ -14,7 +14,7 @@ from waymark.base import native
 from waymark.domain.events import Batch, PlainEvents
 from waymark.domain.known import MAY_REMOVE, MAY_REPEAT, MAY_STORE, EventRun
 from waymark.domain.names import HolderName
-from waymark.domain.parts import PackedPartList, PackedParts, Part, Parts, packed
+from waymark.domain.parts import PackedCall, PackedPartList, PackedParts, Part, Parts, packed
 from waymark.domain.plain_runs import PlainRun, PlainRuns
 from waymark.domain.plan import Plan
 from waymark.domain.rows import Place
@@ -22,19 +22,19 @@ from waymark.domain.rules import BatchProgress
 from waymark.domain.slices import EVENT_WORK, SLICE_WORK, Slices, finish
 from waymark.domain.stream_blocks import StreamBlocks
 
-ALIKE_HASHES_MAX: Final = 512
-"""The most hashes of frames that are resolved at once, in a quarter of a millisecond. Other streams wait meanwhile."""
+ALIKE_HASHES_MAX: Final = 3584
+"""The most hashes of frames to resolve at once: as many blocks as a call may have, in about a millisecond. Other
+streams wait meanwhile.
+"""
 
 _WORK_MAX: Final = SLICE_WORK // 2
 """The most work of a rest to be resolved at once, less than a slice."""
-CALL_PARTS: Final = 128
-"""The most parts of a call, as the C module has it."""
 
 Resolve: TypeAlias = "Callable[[Plan, Sequence[tuple[int, Batch]], BegunFrames], Slices[Parts]]"
-PackedShare: TypeAlias = tuple[int, tuple[int, list[int], int, bytes, list[int], bytes]]
-"""How many parts a shard gets at once, and what ``PackedParts.pack`` returns for them."""
+PackedShare: TypeAlias = tuple[int, PackedCall]
+"""How many parts a shard gets in a call, and the call."""
 PackedWave: TypeAlias = dict[int, PackedShare]
-"""The share of each shard in a wave; see ``waymark.domain.parts``."""
+"""The share of each shard in a wave, or the next piece of it; see ``waymark.domain.parts``."""
 
 
 class BegunFrames(NamedTuple):
@@ -173,6 +173,10 @@ class AlikeFrames:
             payloads = payloads[: self._takes(len(payloads))]
             if not payloads:
                 return None
+        memory = self._state.memory
+        if memory.is_over:
+            finish(memory.trim())
+            _, self._former = memory.tables(self.holder)
         parts = self._new_parts(Part, Place, seq)
         result = self._run(
             self._plain.events.loop,
@@ -191,7 +195,7 @@ class AlikeFrames:
         read, numbers, waves = result
         ran = EventRun(*numbers)
         self._ts = read[1]
-        self._state.memory.note_run(self.holder, ran)
+        memory.note_run(self.holder, ran)
         if self._plain.is_unsalted:
             self._state.unsalted += ran.stores
         run = AlikeRun(self._batch, seq, read, ran, parts, waves, self._epochs)
@@ -205,13 +209,7 @@ class AlikeFrames:
         parts = packed(run.rest)
         if parts is None or parts.singles or self._state.doubts:
             return
-        run.parts = parts
-        waves = parts.shares(len(prefixes))
-        if all(len(share) <= CALL_PARTS for wave in waves for share in wave.values()):
-            run.waves = [
-                {shard: (len(share), share.pack(0, len(share), prefixes[shard])) for shard, share in wave.items()}
-                for wave in waves
-            ]
+        run.parts, run.waves = parts, parts.calls(prefixes)
 
     def _takes(self, frames: int) -> int:
         """Return how many of some frames belong to the same generation as the last ones. A frame is never split, and a
@@ -238,6 +236,5 @@ class AlikeFrames:
 
 
 def _has_room(state: StreamBlocks) -> bool:
-    """Return whether a stream may store as many blocks as are resolved at once, and has no hashes to forget."""
-    memory = state.memory
-    return not memory.is_over and memory.blocks + ALIKE_HASHES_MAX <= state.blocks_max
+    """Return whether a stream may store as many blocks as are resolved at once."""
+    return state.memory.blocks + ALIKE_HASHES_MAX <= state.blocks_max

@@ -276,7 +276,7 @@ class KnownBlocks(Protocol):
         the prefix of the keys of rows for each shard.
 
         Return the results of ``go_on`` and of ``run``, which counts the first frame among those that have begun; and
-        the parts, each wave as a ``PackedWave``. These are None if the run stopped before the end, if copies have to be
-        judged, or if a call has no room for all parts of a shard. Return None, without a change, if the first frame
-        differs in more than its blocks, or as ``extend`` does.
+        those of ``PackedParts.calls``. These are None if the run stopped before the end, or if copies have to be
+        judged. Return None, without a change, if the first frame differs in more than its blocks, or as ``extend``
+        does.
         """

@@ -180,17 +180,17 @@ class PackedParts(Sequence[Part]):
     def shares(self, shards: int, /) -> list[dict[int, PackedParts]]:  # type: ignore[empty-body]
         """Return what ``shares_of`` returns for these parts."""
 
-    def pack(  # type: ignore[empty-body]
-        self, start: int, end: int, prefix: bytes, /
-    ) -> tuple[int, list[int], int, bytes, list[int], bytes]:
+    def calls(self, prefixes: tuple[bytes, ...], /) -> list[Any]:  # type: ignore[empty-body]
+        """Return the calls for these parts as ``PackedWave``s; ``prefixes`` has that of the row keys of each shard."""
+
+    def pack(self, start: int, end: int, prefix: bytes, /) -> PackedCall:  # type: ignore[empty-body]
         """Return the fields of an ``ApplyCall``, with the number of rows before the rows; rows and parts are packed."""
 
     def reported(self, start: int, blocks_max: int, /) -> tuple[int, int, bytes]:  # type: ignore[empty-body]
-        """Return the end of the parts whose blocks are within the bound, how many of the blocks are to be kept, and
-        their packed entries.
-        """
+        """Return the end of parts within the bound, how many of their blocks to keep, and their packed entries."""
 
 
+PackedCall: TypeAlias = tuple[int, list[int], int, bytes, list[int], bytes]
 Parts: TypeAlias = list[Part] | PackedParts
 _IN_PYTHON: Final = (list, tuple)
 

@@ -25,12 +25,12 @@ from waymark.ingest.received import ReceivedFrames
 from waymark.ingest.subscriber import Subscriber
 from waymark.store.alike_calls import SentCalls
 
-_FRAMES_MAX: Final = 8
-"""More waiting frames are a backlog, which costs less in the ordinary way."""
+_FRAMES_MAX: Final = 128
+"""The most frames to read at once. Each has parts of its own, and a call has no room for more."""
 _PAUSE_MAX: Final = 16
 """While each frame says something else, a straight way is looked for after so many ordinary batches at least."""
-_BYTES_MAX: Final = 65_536
-"""The most bytes of frames that are read at once."""
+_BYTES_MAX: Final = 262_144
+"""The most bytes of frames to read at once, in about a millisecond."""
 
 
 class StraightWay:
@@ -42,7 +42,8 @@ class StraightWay:
         self._life, self._subscriber, self._received, self._metrics = life, subscriber, received, metrics
         registration = life.applier.grant.claim.registration
         self._is_plain = registration.sequence == "publisher" and registration.topic is None
-        self._bytes_max = min(_BYTES_MAX, life.decoder.plain_bytes_max)
+        self._bytes_max = life.decoder.plain_bytes_max
+        """The bytes of the longest frame that goes straight."""
         self._last: Batch | None = None
         """The last batch that was applied in the ordinary way, until it is known whether others can follow it."""
         subscriber.on_frames = self.take
@@ -86,8 +87,6 @@ class StraightWay:
         """
         life, applier = self._life, self._life.applier
         self._wakes = wakes
-        if self._subscriber.buffered_frames:
-            return
         last, self._last = self._last, None
         if last is not None and self._is_due():
             reading = life.decoder.reading_of(last, ALIKE_HASHES_MAX) if self._is_plain else None
@@ -148,18 +147,17 @@ class StraightWay:
             return False
 
     def _payloads(self) -> Sequence[bytes]:
-        """Return the payloads of the buffered frames that continue the order, or none if there are many frames."""
-        order, payloads = self._life.order, list[bytes]()
-        frames = [*islice(self._subscriber.waiting, _FRAMES_MAX + 1)]
-        first, seq = frames[0], order.next_seq
-        if len(frames) > _FRAMES_MAX or (order.last_live is not None and first.seq <= order.last_live):
+        """Return the payloads of the first buffered frames that continue the order."""
+        order, payloads, waiting = self._life.order, list[bytes](), self._subscriber.waiting
+        first, seq, connection, room = next(iter(waiting)), order.next_seq, self._received.connection, _BYTES_MAX
+        if order.last_live is not None and first.seq <= order.last_live:
             return ()
-        room = self._bytes_max
-        for frame in frames:
+        for frame in islice(waiting, _FRAMES_MAX):
             payload = frame.payload
-            room -= len(payload)
-            is_next = frame.seq == seq <= SEQ_MAX and frame.connection == self._received.connection
-            if not is_next or frame.topic != first.topic or room < 0 or isinstance(payload, PayloadFacts):
+            size = len(payload)
+            room -= size
+            is_next = frame.seq == seq <= SEQ_MAX and frame.connection == connection and frame.topic == first.topic
+            if not is_next or room < 0 or size > self._bytes_max or isinstance(payload, PayloadFacts):
                 break
             payloads.append(payload)
             seq += 1

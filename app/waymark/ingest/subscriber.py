@@ -203,7 +203,7 @@ class Subscriber:
         return self._buffer
 
     def _has_news(self) -> bool:
-        return bool(self._buffer) or self.state_version != self._seen_version
+        return self.state_version != self._seen_version or not self._offer()
 
     def wake(self) -> None:
         """End the present wait, whether or not there is anything new."""

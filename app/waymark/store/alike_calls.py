@@ -73,7 +73,7 @@ class AlikeCalls:
         is_alone = len(self.prefixes) == 1
         steps = [[SentCall(0, None, entries=each)] for each in entries]
         for wave in waves:
-            steps.append([SentCall(0, wave.pop(0, _NO_SHARE), commit if is_alone else None)])
+            steps.append([SentCall(0, wave.pop(0, _NO_SHARE), commit if is_alone and wave is waves[-1] else None)])
             if wave:
                 steps.append([SentCall(shard, share) for shard, share in wave.items()])
         if not is_alone:
