@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from sys import getsizeof
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from waymark.base.record import record
 from waymark.domain.copies import SEVERAL_BYTES, HolderCopies
-from waymark.domain.known import EventRun, KnownBlocks, Neighbour, NewBlocks, Places, RunChanges, Spot, TakenBlocks
-from waymark.domain.parts import NO_COPIES, UNCHANGED, Mode, PackedParts, Waves
+from waymark.domain.known import KnownBlocks, Neighbour, Places, RunChanges, Spot, TakenBlocks
+from waymark.domain.parts import NO_COPIES, UNCHANGED, Mode
 from waymark.domain.pure_known import PurePlaces, new_known, new_places
-from waymark.domain.rows import SHARED_BLOCKS, SLOT_CHARS, Place, shared_places
+from waymark.domain.rows import SHARED_BLOCKS, Place, shared_places
 from waymark.domain.slices import SLICE_WORK, Slices
 
 # Engine hashes of one rank whose blocks have left. A child or a placeholder may still name them.
@@ -70,10 +70,6 @@ class GoneHashes:
         emptied = self._old if len(self._old) <= entries_max else new_known(self._places, has_keys=False)
         emptied.clear()
         self._old, self._new = self._new, emptied
-
-
-RUN_HASHES: Final = 2048
-"""A run ends with the event that reaches this number of hashes, after a millisecond or two."""
 
 
 class RemovedCopy(NamedTuple):
@@ -227,35 +223,6 @@ class HeldBlocks:
         self.blocks += len(keys)
         self._gone[blocks.dp_rank].discard(hashes)
 
-    def extend(
-        self,
-        holder: int,
-        parent: int | None,
-        engine_hashes: Sequence[int],
-        tokens: bytes,
-        block_size: int,
-        seed: int,
-        namespace: int,
-        piece_blocks: int,
-    ) -> list[NewBlocks] | None:
-        """Hash and store the blocks of a plain store, whose tokens fill the blocks; see ``KnownBlocks``."""
-        blocks = self._held[holder]
-        pieces = blocks.known.extend(
-            parent,
-            engine_hashes,
-            tokens,
-            block_size,
-            seed,
-            namespace,
-            self.full.places,
-            piece_blocks,
-            self._gone[blocks.dp_rank].sets,
-        )
-        if pieces:
-            _, slots, _, start, _ = pieces[-1]
-            self.blocks += start + len(slots) // SLOT_CHARS
-        return pieces
-
     def take(self, holder: int, engine_hashes: Sequence[int]) -> list[TakenBlocks] | None:
         """Remove the blocks of a plain removal; see ``KnownBlocks``."""
         blocks = self._held[holder]
@@ -264,58 +231,14 @@ class HeldBlocks:
             self.blocks -= len(engine_hashes)
         return groups
 
-    def run(
-        self,
-        holder: int,
-        loop: Any,
-        at: int,
-        position: int,
-        parts: PackedParts,
-        *,
-        seed: int,
-        namespace: int,
-        piece_blocks: int,
-        may: int,
-        mode: Mode,
-        following: list[tuple[int, Any]],
-        waves: Waves,
-        generations: Sequence[int],
-    ) -> EventRun | None:
-        """Store and remove the blocks of the plain events ``loop``, in order; see ``KnownBlocks``.
-
-        ``may`` has the bits ``MAY_STORE``, ``MAY_REMOVE`` and ``MAY_REPEAT``; ``generations`` are the other generations
-        of the holder's name.
+    def tables_of_run(
+        self, holder: int, mode: Mode, generations: Sequence[int] = ()
+    ) -> tuple[KnownBlocks, int, tuple[KnownBlocks, ...], tuple[Neighbour, ...], int]:
+        """Return what a run of events takes of a holder: its table, its id, the gone hashes of its rank, the
+        neighbours, and the bits of the run. ``generations`` are the other generations of the holder's name.
         """
         blocks = self._held[holder]
-        result = blocks.known.run(
-            loop,
-            at,
-            position,
-            RUN_HASHES,
-            parts,
-            holder,
-            seed,
-            namespace,
-            self.full.places,
-            piece_blocks,
-            self._gone[blocks.dp_rank].sets,
-            may | blocks.copies.bits(mode),
-            following,
-            waves,
-            self.neighbours(holder, generations),
-        )
-        if result is None:
-            return None
-        ran = EventRun(*result)
-        self.note_run(holder, ran)
-        return ran
-
-    def tables_of_run(self, holder: int, mode: Mode) -> tuple[Any, ...]:
-        """Return what ``Events.run`` takes of a holder: its table, its id, the gone hashes of its rank, the neighbours,
-        and the bits of ``run``.
-        """
-        blocks = self._held[holder]
-        former, neighbours = self._gone[blocks.dp_rank].sets, self.neighbours(holder, ())
+        former, neighbours = self._gone[blocks.dp_rank].sets, self.neighbours(holder, generations)
         return blocks.known, holder, former, neighbours, blocks.copies.bits(mode)
 
     def note_run(self, holder: int, ran: RunChanges) -> None:

@@ -11,13 +11,16 @@ the holder's blocks has no effect; the caller then stores or removes block by bl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from waymark.domain.held import RUN_HASHES, HeldBlocks, RemovedCopy
+from waymark.domain.held import HeldBlocks, RemovedCopy
 from waymark.domain.known import EventRun, HolderChanges, MixedProgress, Spot
 from waymark.domain.packing import KEY_BYTES
 from waymark.domain.parts import STEP, Mode, PartKind, PartList, Waves, new_part_list, new_waves, packed
 from waymark.domain.rows import PIECE_BLOCKS, SAME_HASH, SLOT_CHARS, Place, keys_of
+
+RUN_HASHES: Final = 2048
+"""A run ends with the event that reaches this number of hashes, after a millisecond or two."""
 
 
 class PlainPlacer:
@@ -47,10 +50,13 @@ class PlainPlacer:
         previous = self._memory.held(holder, parent) if self._waves.is_needed and parent is not None else None
         has_left = self._waves.has_left
         former = self._memory.gone_blocks(holder, hashes) if has_left else []
-        pieces = self._memory.extend(holder, parent, hashes, tokens, block_size, seed, namespace, self._piece_blocks)
+        known, gone = self._memory.tables(holder)
+        rest = seed, namespace, self._memory.full.places, self._piece_blocks, gone
+        pieces = known.extend(parent, hashes, tokens, block_size, *rest)
         if pieces is None:
             return False
         for place, slots, some_hashes, start, previous_key in pieces:
+            self._memory.blocks += len(slots) // SLOT_CHARS
             waits = False
             if has_left:
                 keys = keys_of(slots)
@@ -103,27 +109,21 @@ class PlainPlacer:
     ) -> EventRun | None:
         """Store and remove the blocks of the plain events ``loop`` from index ``at`` on, and return the progress.
 
-        ``following`` has the seqs and events of the next batches. Return None if the events cannot be placed in this
-        way. See ``HeldBlocks.run``.
+        ``may`` has the bits ``MAY_STORE``, ``MAY_REMOVE`` and ``MAY_REPEAT``. ``following`` has the seqs and events of
+        the next batches. ``generations`` are the other generations of the holder's name. Return None if the events
+        cannot be placed in this way. See ``KnownBlocks.run``.
         """
-        packed_parts = packed(parts.parts)
+        memory, packed_parts = self._memory, packed(parts.parts)
         if packed_parts is None or self._applied.marks:
             return None
-        return self._memory.run(
-            holder,
-            loop,
-            at,
-            position,
-            packed_parts,
-            seed=seed,
-            namespace=namespace,
-            piece_blocks=self._piece_blocks,
-            may=may,
-            mode=mode,
-            following=following,
-            waves=self._waves,
-            generations=generations,
-        )
+        known, _, gone, neighbours, bits = memory.tables_of_run(holder, mode, generations)
+        rest = seed, namespace, memory.full.places, self._piece_blocks, gone, may | bits, following, self._waves
+        result = known.run(loop, at, position, RUN_HASHES, packed_parts, holder, *rest, neighbours)
+        if result is None:
+            return None
+        ran = EventRun(*result)
+        memory.note_run(holder, ran)
+        return ran
 
     def run_mixed(
         self,
