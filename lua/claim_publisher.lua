@@ -17,7 +17,7 @@
 
 -- Above this number the oldest unregistered name is dropped.
 local MOST = 10000
--- About so many changes are kept. A process that has missed more reads all registrations.
+-- About this many changes are kept. A process that has missed more reads all registrations.
 local CHANGES = 1000
 
 local present = redis.call('HGET', KEYS[1], ARGV[1]) or ''

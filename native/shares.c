@@ -73,8 +73,8 @@ static PyObject *next_calls(PyObject *wave, PyObject *prefixes, size_t *done)
 
 /* calls(prefixes: tuple[bytes, ...]) -> list[dict[int, tuple[int, tuple]]]
  *
- * The calls for all parts: as shares, each share as the number of its parts and the result of pack. If a share is longer
- * than a call, the rest of its wave is another one. `prefixes` has the prefix of the keys of each shard.
+ * The calls for all parts: as shares, each share as the number of its parts and the result of pack. If a share needs
+ * several calls, its wave has as many dicts. `prefixes` has the prefix of the keys of each shard.
  */
 PyObject *parts_calls(PyObject *self, PyObject *prefixes)
 {

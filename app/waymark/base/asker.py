@@ -232,7 +232,7 @@ class Asker:
 
 
 def resolver() -> AbstractResolver:
-    """Return what finds the addresses of engines for a session."""
+    """Return the resolver of the addresses of engines for a session."""
     from aiohttp.abc import AbstractResolver, ResolveResult
 
     class EngineResolver(AbstractResolver):

@@ -91,7 +91,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_address(host: str) -> bool:
-    """Return whether a host of an endpoint is an address, and no name."""
+    """Return whether a host of an endpoint is an address, and not a name."""
     return _address(host.strip("[]")) is not None
 
 

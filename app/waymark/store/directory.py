@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 #: The claims decoded in one turn of the event loop; ten thousand take a third of a second.
 _SLICE_CLAIMS = 256
-#: A process that polls asks for so many changes, and for more if it has missed some.
+#: A process that polls asks for this many changes, and for more if it has missed some.
 _FEW_CHANGES, _CHANGES_MAX = 4, 1000
 #: A process that polls reads all claims again after half to all of this time, even without a change.
 _WHOLE_SECONDS = 60.0
