@@ -12,11 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.routing import Route
 
 from tests.api.conftest import Hold, MakeClient
 from tests.patience import patient
 from waymark.api import probes
-from waymark.api.application import _admin_rows, _ApiParts, _by_path, _operations
+from waymark.api.application import _admin_rows, _ApiParts, _application, _operations
 from waymark.api.first import FirstQuestions
 from waymark.api.http.tokens_file import Caller, TokensFile
 from waymark.api.operations import Operation, Resource
@@ -323,7 +324,8 @@ def paths() -> list[tuple[str, str]]:
     first = FirstQuestions(store, options, metrics)
     rows = _ApiParts(first, SelectionOptions()).rows() + _admin_rows(store, options)
     operations = _operations(rows, first.dependencies)
-    assert all(isinstance(each, Operation | Resource) for each in _by_path(operations).values())
+    routes = _application(operations, metrics, str).routes
+    assert all(isinstance(each, Route) and isinstance(each.endpoint, Operation | Resource) for each in routes)
     # Its answer has no end; test_activity.py asks it.
     return [(operation.method, operation.path) for operation in operations if operation.path != "/activity"]
 

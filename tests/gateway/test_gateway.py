@@ -279,8 +279,10 @@ async def test_paths_that_are_none(start: Start) -> None:
     assert (await running.client.post("/v1/audio/none", json={})).json()["error"]["code"] == "not_found"
     assert (await running.client.get("/health")).json() == {"status": "ok"}
     assert (await running.client.get("/ready")).json()["status"] == "ready"
-    # Nothing of a gateway registers anything.
-    assert (await running.client.post("/register", json={})).status_code == 404
+    # Nothing of a gateway registers anything, and a command that was given its URL has to say so.
+    other = await running.client.post("/register", json={})
+    assert (other.status_code, other.json()["reason"]) == (404, "not_found")
+    assert "give the URL of a query replica ('waymark query')" in other.json()["error"]
 
 
 async def test_the_models_are_read_again_when_a_registration_has_changed(

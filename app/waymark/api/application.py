@@ -271,20 +271,12 @@ def app_with(
     operations = _operations(rows, first.dependencies)
     parts.contract.describe(operations)
 
-    async def not_routed(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        metrics.http_requests.labels(route="none", method="other", status=str(error.status_code)).inc()
-        sentence = "there is no such path; GET /docs lists the paths that exist"
-        if gateway is None and request.url.path.startswith("/v1/"):
-            sentence = "this is no gateway: 'waymark gateway' has the paths under /v1; GET /docs lists the paths here"
-        content = encode({"error": sentence, "reason": "not_found"}, Format.JSON)
-        return Response(content, error.status_code, media_type="application/json")
+    def unknown(path: str) -> str:
+        if gateway is None and path.startswith("/v1/"):
+            return "this is no gateway: 'waymark gateway' has the paths under /v1; GET /docs lists the paths here"
+        return "there is no such path; GET /docs lists the paths that exist"
 
-    app = Starlette(
-        routes=[Route(path, endpoint) for path, endpoint in _by_path(operations).items()],
-        exception_handlers={HTTPException: not_routed},
-    )
-    app.router.redirect_slashes = False
+    app = _application(operations, metrics, unknown)
     routed = Shortcut(app, {operation.path: operation for operation in operations if operation.path in _QUERIES})
     return AccessLog(routed) if options.has_access_log else routed
 
@@ -304,14 +296,26 @@ def _operations(rows: Iterable[_PathRow], dependencies: Dependencies) -> list[Op
     ]
 
 
-def _by_path(operations: Sequence[Operation]) -> dict[str, Operation | Resource]:
+def _application(operations: Sequence[Operation], metrics: Metrics, unknown: Callable[[str], str]) -> Starlette:
+    """Return the application of these operations. ``unknown`` returns the sentence about any other path."""
     several: dict[str, list[Operation]] = {}
     for operation in operations:
         several.setdefault(operation.path, []).append(operation)
-    return {
-        path: operations_of_path[0] if len(operations_of_path) == 1 else Resource(operations_of_path)
-        for path, operations_of_path in several.items()
-    }
+
+    async def not_routed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        metrics.http_requests.labels(route="none", method="other", status=str(error.status_code)).inc()
+        content = encode({"error": unknown(request.url.path), "reason": "not_found"}, Format.JSON)
+        return Response(content, error.status_code, media_type="application/json")
+
+    app = Starlette(
+        routes=[
+            Route(path, of_path[0] if len(of_path) == 1 else Resource(of_path)) for path, of_path in several.items()
+        ],
+        exception_handlers={HTTPException: not_routed},
+    )
+    app.router.redirect_slashes = False
+    return app
 
 
 class Shortcut:
@@ -373,7 +377,9 @@ def create_inspections(store: Store, options: ApiOptions, metrics: Metrics, toke
 
 def _routed(rows: Iterable[_PathRow], options: ApiOptions, metrics: Metrics, gate: Gate) -> Starlette:
     operations = _operations(rows, dependencies_of(options, metrics, gate))
-    return Starlette(routes=[Route(operation.path, operation) for operation in operations])
+    paths = ", ".join(sorted({operation.path for operation in operations}))
+    sentence = f"there is no such path here; give the URL of a query replica ('waymark query'). Here are only {paths}"
+    return _application(operations, metrics, lambda _: sentence)
 
 
 def create_gateway_admin(store: Store, options: ApiOptions, metrics: Metrics, gateway: GatewayParts) -> Starlette:
