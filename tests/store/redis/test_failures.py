@@ -94,7 +94,7 @@ LETS_IN = "WAYMARK_REDIS_PASSWORD_FILE"
 ERRORS = {
     "READONLY You can't write against a read only replica.": "READONLY",
     "LOADING Redis is loading the dataset in memory": "loading the dataset",
-    "OOM command not allowed when used memory > 'maxmemory'.": "OOM",
+    "OOM command not allowed when used memory > 'maxmemory'.": "raise its maxmemory",
     "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.": "MASTERDOWN",
     "NOSCRIPT No matching script. Please use EVAL.": "No matching script",
     "CLUSTERDOWN The cluster is down": "CLUSTERDOWN",

@@ -46,6 +46,11 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
                 f"Redis at {url} does not permit this ({cause}): give the user of {variable} the permissions that "
                 "docs/configuration.md lists, or set another one in WAYMARK_REDIS_USERNAME"
             )
+        if isinstance(cause, OutOfMemoryError):
+            return StoreUnavailable(
+                f"Redis at {url} has no memory left ({_kind(cause)}: {cause}): raise its maxmemory, or spread the "
+                "blocks over a Cluster"
+            )
         if isinstance(cause, ssl.SSLError):
             return StoreUnavailable(
                 f"Redis at {url} has no trusted TLS certificate ({cause}): check WAYMARK_REDIS_TLS_FILES, "
