@@ -81,6 +81,11 @@ UNDOCUMENTED: dict[tuple[str, str], tuple[str, str]] = {
         "redis",
         "the class that all kinds of connections share; commands are packed in C",
     ),
+    ("store/redis/connect.py", "AbstractConnection._connect"): (
+        "redis",
+        "the host is looked up in a thread that no loop waits for at its end",
+    ),
+    ("store/redis/connect.py", "AsyncMaintNotificationsAbstractConnection.host"): ("redis", "as _connect"),
     ("store/redis/connect.py", "AbstractConnection.pack_command"): ("redis", "as AbstractConnection itself"),
     ("store/redis/connect.py", "AbstractConnection.read_response"): (
         "redis",

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from waymark.base.endpoints import AllowedEndpoints, addresses_of, place_of
+from waymark.base.endpoints import UNKNOWN_HOST, AllowedEndpoints, addresses_of, place_of
 from waymark.base.errors import InvalidValue, SettingsError, Unanswered
 from waymark.base.shown import shown
 from waymark.base.watched_file import WatchedFile
@@ -239,7 +239,7 @@ def resolver() -> AbstractResolver:
         async def resolve(self, host: str, port: int = 0, family: int = 0) -> list[ResolveResult]:
             found = await addresses_of(host)
             if not found:
-                raise OSError(None, "its host has no address, or no name server answers")
+                raise OSError(None, UNKNOWN_HOST)
             return [
                 ResolveResult(hostname=host, host=address, port=port, family=own, proto=0, flags=0)
                 for own, address in found

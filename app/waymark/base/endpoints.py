@@ -5,18 +5,20 @@ addresses of their hosts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from socket import SOCK_STREAM, getaddrinfo
+from socket import AF_INET, AF_INET6, SOCK_STREAM, getaddrinfo
 from threading import Thread
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import shown
+
+T = TypeVar("T")
 
 
 class AllowedEndpoints:
@@ -110,6 +112,7 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
 HostAddresses: TypeAlias = Sequence[tuple[int, str]]
 """Addresses with their families, in the order in which the system wants them tried."""
 
+UNKNOWN_HOST = "its host has no address, or no name server answers"
 LOOKUPS_MAX = 256
 """The most names that a process looks up at once."""
 LOOKUP_SECONDS = 10.0
@@ -119,6 +122,9 @@ _lookups: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Future[
 
 async def addresses_of(host: str) -> HostAddresses:
     """Return the addresses of a host; none if it has none, or they are not known in time."""
+    address = _address(host)
+    if address is not None:
+        return ((AF_INET if address.version == 4 else AF_INET6, host),)
     loop = asyncio.get_running_loop()
     under_way = _lookups.setdefault(loop, {})
     lookup = under_way.get(host)
@@ -134,6 +140,19 @@ async def addresses_of(host: str) -> HostAddresses:
             return await asyncio.shield(lookup)
     except TimeoutError:
         return ()
+
+
+async def connected(host: str, connect: Callable[[str], Awaitable[T]]) -> T:
+    """Return the first connection that ``connect`` makes to an address of a host. Raise OSError without any."""
+    failure = OSError(UNKNOWN_HOST)
+    for _, address in await addresses_of(host):
+        try:
+            return await connect(address)
+        except TimeoutError:
+            raise
+        except OSError as exc:
+            failure = exc
+    raise failure
 
 
 def _look_up(host: str, loop: asyncio.AbstractEventLoop, lookup: asyncio.Future[HostAddresses]) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
 from tests.conftest import wait_until
 from tests.listening import listening, port_of
-from tests.patience import within
+from tests.patience import patient, within
 from tests.proxy import proxy_to
 from tests.store.factories import GROUP, registration
 from tests.topologies import Server, farm, follow
+from waymark.base import endpoints
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.redis.address import parse
@@ -66,6 +70,36 @@ async def test_a_redis_that_says_nothing_is_unavailable_in_bounded_time(silent_p
     store = Store.open(f"redis://127.0.0.1:{silent_port}", timeout_seconds=0.05)
     await check_unavailable(store)
     await store.close()
+
+
+async def test_the_name_of_redis_is_looked_up_as_those_of_engines_are(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event loop has few threads for it, waits for them when it ends, and asks again where nobody answers."""
+    asked: list[str] = []
+    is_over = threading.Event()
+
+    def looked_up(host: str, *_: object, **__: object) -> list[Any]:
+        asked.append(host)
+        if host == "silent.test":
+            is_over.wait(600)
+        # Nothing listens at the first one.
+        return [(socket.AF_INET, 0, 0, "", (address, 0)) for address in ("127.0.0.9", "127.0.0.1")]
+
+    for module in (socket, endpoints):
+        monkeypatch.setattr(module, "getaddrinfo", looked_up, raising=False)
+    silent = Store.open("redis://silent.test:6379", timeout_seconds=0.05)
+    store = Store.open(redis_url.replace("127.0.0.1", "redis.test"), timeout_seconds=patient(2.0))
+    try:
+        for _ in range(3):
+            await check_unavailable(silent)
+        assert asked == ["silent.test"]
+        assert await store.directory.registrations() == []
+        assert await store.reader.read(GROUP, 16, lambda n: b"", deadline_seconds=patient(5.0)) is None
+    finally:
+        is_over.set()
+        await silent.close()
+        await store.close()
 
 
 async def test_an_error_that_redis_answers_is_unavailable_too(redis: Redis, store: Store) -> None:

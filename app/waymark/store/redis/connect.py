@@ -28,6 +28,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 
+from waymark.base.endpoints import connected
 from waymark.base.shown import shown
 from waymark.store.redis.address import Address, HostPort
 from waymark.store.redis.credentials import Credentials
@@ -65,11 +66,36 @@ class Packing(AbstractConnection):
             raise error from None
 
 
-class _Tcp(Packing, Connection):
+class _ByAddress(Packing):
+    """A connection to an address of its host, which is looked up as those of engines are."""
+
+    host: str
+    socket_connect_timeout: float
+
+    async def _connect(self) -> None:
+        self._name = self.host
+        try:
+            async with asyncio.timeout(self.socket_connect_timeout):
+                await connected(self._name, self._connect_to)
+        finally:
+            self.host = self._name
+
+    async def _connect_to(self, address: str) -> None:
+        self.host = address
+        await super()._connect()  # type: ignore[no-untyped-call,safe-super]
+
+    def _connection_arguments(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = dict(super()._connection_arguments())  # type: ignore[misc]
+        if "ssl" in arguments:  # a certificate has the name
+            arguments["server_hostname"] = self._name
+        return arguments
+
+
+class _Tcp(_ByAddress, Connection):
     pass
 
 
-class _Tls(Packing, SSLConnection):
+class _Tls(_ByAddress, SSLConnection):
     pass
 
 
@@ -178,11 +204,11 @@ class _BoundedConnect:
             raise MasterNotFoundError(f"the Sentinels named no server that answers within {bound:g} s") from None
 
 
-class _SentinelTcp(_BoundedConnect, Packing, SentinelManagedConnection):
+class _SentinelTcp(_BoundedConnect, _ByAddress, SentinelManagedConnection):
     pass
 
 
-class _SentinelTls(_BoundedConnect, Packing, SentinelManagedSSLConnection):
+class _SentinelTls(_BoundedConnect, _ByAddress, SentinelManagedSSLConnection):
     pass
 
 

@@ -23,6 +23,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from waymark.base.endpoints import connected
 from waymark.base.record import record
 from waymark.store.redis.address import Address, HostPort
 from waymark.store.redis.credentials import Credentials
@@ -334,7 +335,12 @@ class Dialer:
         if endpoint is None:
             _, connection = await loop.create_unix_connection(make, self.address.path)
             return connection
-        transport, connection = await loop.create_connection(make, *endpoint, ssl=self._context())
+        host, port = endpoint
+        context = self._context()
+        name = None if context is None else host
+        transport, connection = await connected(
+            host, lambda address: loop.create_connection(make, address, port, ssl=context, server_hostname=name)
+        )
         opened: socket.socket = transport.get_extra_info("socket")
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return connection
