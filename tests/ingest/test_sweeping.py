@@ -222,6 +222,19 @@ async def test_a_group_that_is_away_delays_the_sweep_of_no_other(redis: Redis, a
     assert await store.sweeper.left(streams[0].entry) == 1
 
 
+async def test_a_fence_that_cannot_be_read_does_not_end_the_search(redis: Redis) -> None:
+    """Of four polls, each one searches another shard."""
+    store = Store(RedisClient(redis, "redis://test"), shards=4)
+    stream = await stream_of(store, redis)
+    await redis.set(keys.fence(1, 1), "some")  # of another type
+    await redis.hset(keys.fence(1, 3), "blocks:77", str(stream.grant.publisher))
+    claims, watch = await store.directory.claims(), UnclaimedWatch(store, Metrics(), 3600.0)
+    for _ in range(4):
+        await watch.check_next([stream.entry], claims)
+    assert await redis.smembers(keys.dead(1)) == {b"77"}
+    await redis.delete(keys.fence(1, 1))
+
+
 async def test_a_publisher_without_a_claim_has_some_time(redis: Redis) -> None:
     """A worker that knows its claim may put it back."""
     store = Store(RedisClient(redis, "redis://test"))

@@ -186,6 +186,7 @@ class UnclaimedWatch:
         try:
             await self._check(entry, claims, {group_entry.group_id for group_entry in share})
             place = self._places.get(entry.group_id, (0, 0))
+            self._places[entry.group_id] = (place[0] + 1) % entry.shards, 0  # if this one cannot be searched
             self._places[entry.group_id] = await self._store.leftovers.look(entry, place)
         except StoreUnavailable as exc:
             # Readers of the table log this, too. A group that cannot be searched does not delay the others.
