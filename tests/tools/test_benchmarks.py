@@ -41,6 +41,7 @@ from tools.benchmarks import (
     scale,
     scale_engines,
     scale_model,
+    shared,
     visible,
 )
 from tools.benchmarks.__main__ import main
@@ -60,6 +61,7 @@ from tools.benchmarks.capacity import (
     write_model,
 )
 from tools.benchmarks.feed import heartbeat, payloads, publishers
+from tools.benchmarks.options import Options
 from tools.benchmarks.processes import Server, cpu_seconds, redis_server, wait_until
 from tools.benchmarks.report import Row, against, beside, table, write_json, write_markdown
 from waymark.domain.hashing import extend, token_bytes
@@ -309,7 +311,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(capsys: pytest.Cap
 
     assert ended.value.code == 2
     assert (
-        "'P99' is none of P1, P2, P3, P3b, P4, P5, P6, P5b, P6b, P7, P8, P9, P10, P11, sizes, messages, P12, P13, "
+        "'P99' is none of P1, P2, P3, P3b, P4, P5, P6, P5b, shared, P6b, P7, P8, P9, P10, P11, sizes, messages, P12, P13, "
         "P14, books, long, capacity" in capsys.readouterr().err
     )
 
@@ -736,6 +738,16 @@ def test_a_gateway_is_measured_without_its_decision_and_with_many_chunks_whole()
     assert rows["gateway, ratio without the decision, a whole answer"].bar == 1.3
     assert rows["gateway, an answer of 1,000 chunks"].ratio == pytest.approx(4.2)
     assert rows["gateway, an answer of 1,000 chunks"].bar == 1.2
+
+
+@pytest.mark.outside
+def test_a_system_prompt_of_all_engines_is_asked_for_with_what_one_engine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "ENGINES", (2,))
+
+    (row,) = shared.measure(Options(is_quick=True, trace=None, peer_python=None, paths=("native",)))
+
+    assert row.target == "shared"
+    assert row.figure > 0
 
 
 def test_a_hybrid_model_is_measured_beside_a_plain_one() -> None:

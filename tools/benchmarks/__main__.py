@@ -37,6 +37,7 @@ from tools.benchmarks import (
     rates,
     replicas,
     selector,
+    shared,
     streams,
     texts,
 )
@@ -79,6 +80,7 @@ PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], Iterable[R
     (("P5", "P6"), lambda options, _: index.measure(options)),
     (("P5",), lambda options, _: streams.measure(options)),
     (("P5b",), lambda options, _: hot.measure(options)),
+    (("shared",), lambda options, _: shared.measure(options)),
     (("P6b",), lambda options, _: memory.measure(options)),
     (("P7",), lambda options, _: replicas.measure_start(options)),
     (("P8",), lambda options, _: streams.visibility(options)),
