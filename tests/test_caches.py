@@ -93,6 +93,7 @@ ELSEWHERE = {
     "store.holder_tables:decode_holder": "what a record says, by its bytes",
     "store.index_file:IndexFile.publishers": "of one file, which was read whole",
     "store.holder_tables:_row": "what a record says, by its bytes",
+    "store.holder_tables:_target": "what a record says, by its bytes",
     "decide.fail_open:OwnReservations": "what was decided while Redis is away",
     "decide.snapshot:SnapshotKeeper._readings": "made by the incarnation",
     "decide.snapshot:SnapshotKeeper._last": "what was known last, to decide by while Redis is away",

@@ -311,8 +311,8 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(capsys: pytest.Cap
 
     assert ended.value.code == 2
     assert (
-        "'P99' is none of P1, P2, P3, P3b, P4, P5, P6, P5b, shared, P6b, P7, P8, P9, P10, P11, sizes, messages, P12, P13, "
-        "P14, books, long, capacity" in capsys.readouterr().err
+        "'P99' is none of P1, P2, P3, P3b, P4, P5, P6, P5b, shared, P6b, P7, P8, P9, P10, P11, sizes, messages, P12, "
+        "P13, P14, books, long, capacity" in capsys.readouterr().err
     )
 
 

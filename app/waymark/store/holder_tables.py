@@ -49,8 +49,8 @@ def target_of(document: Document) -> Target:
     )
 
 
-#: The most parsed rows in the cache, about 10 MB. The keys of the cache are the bytes of the rows: a table is read
-#: again after each change, and most of its rows have the same bytes as before.
+#: The most parsed rows of each kind in a cache, about 10 MB. The keys of the cache are the bytes of the rows, because a
+#: table is read again after each change, and most of its rows have the same bytes as before.
 _ROWS_MAX = 16_384
 
 _SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -142,6 +142,7 @@ def _row(name: bytes, raw: bytes) -> tuple[int, PublisherRow]:
     return integer_of(name.removeprefix(b"publisher:"), "the publisher's id"), row
 
 
+@lru_cache(_ROWS_MAX)
 def _target(name: bytes, raw: bytes) -> tuple[int, Target, bool, bool]:
     document = Document(raw)
     publisher = integer_of(name.removeprefix(b"target:"), "the publisher's id")
