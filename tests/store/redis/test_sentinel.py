@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.conftest import wait_until
 from tests.store.factories import registration, stored
 from tests.store.flow import BLOCKS, applied, asked, begun, granted, live_and_end
 from tests.topologies import Sentinels, farm, start_sentinels
+from waymark.base import endpoints
 from waymark.base.errors import StoreUnavailable
 from waymark.store.redis.client import RedisClient
 from waymark.store.redis.credentials import Credentials
@@ -50,6 +52,16 @@ async def test_sentinels_ask_for_a_password_of_their_own(watched: Sentinels) -> 
     client = RedisClient.open(watched.url)
     with pytest.raises(StoreUnavailable, match="WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"):
         await client.ping()
+    await client.close()
+
+
+async def test_the_names_of_sentinels_are_looked_up_as_those_of_engines_are(
+    watched: Sentinels, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(endpoints, "getaddrinfo", lambda *_, **__: found)
+    client = RedisClient.open(watched.url.replace("127.0.0.1", "sentinel.test"), credentials=credentials)
+    await client.ping()
     await client.close()
 
 

@@ -14,7 +14,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import hiredis
-from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio import (
+    BlockingConnectionPool,
+    Connection,
+    ConnectionPool,
+    Redis,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import (
@@ -269,12 +276,12 @@ def found_by(redis: Redis, address: Address) -> FindServers:
 
 def behind_sentinels(address: Address, credentials: Credentials, *, timeout_seconds: float, connections: int) -> Redis:
     """Return a client of the primary, or of its replicas. It connects on the first command."""
-    sentinels = _Sentinels(  # type: ignore[no-untyped-call]
-        address.endpoints,
-        sentinel_kwargs=common_options(timeout_seconds, retries=0)
-        | {"ssl": address.is_tls}
-        | credentials.sentinel_options(address),
-    )
+    kind, common = _Tls if address.is_tls else _Tcp, common_options(timeout_seconds, retries=0)
+    options = {"connection_class": kind, **common, **credentials.sentinel_options(address)}
+    sentinels = _Sentinels([])  # type: ignore[no-untyped-call]
+    sentinels.sentinels = [
+        Redis.from_pool(ConnectionPool(host=host, port=port, **options)) for host, port in address.endpoints
+    ]
     pool = _SentinelPool(  # type: ignore[no-untyped-call]
         address.name,
         sentinels,
