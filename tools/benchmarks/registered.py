@@ -4,8 +4,8 @@
 
 All engines are of one group and send their events over HTTP, so no socket is open. The figures are CPU time of the
 whole process: of a worker and of Redis in a second in which nothing happens, and of a replica for an event of one
-engine, and for a registration that repeats an earlier one. Each is the median of the rounds. ``--beside`` is the Python
-of another environment, whose processes take turns with this one's.
+engine, for a registration that repeats an earlier one, and for a new one. Each is the median of the rounds.
+``--beside`` is the Python of another environment, whose processes take turns with this one's.
 """
 
 from __future__ import annotations
@@ -87,10 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 between = replica.cpu()
                 for instance in range(_REQUESTS):
                     replica.post("/register", instance_id=str(instance), **_STANDARD)
+                repeated = replica.cpu()
+                for instance in range(_REQUESTS):
+                    replica.post("/register", instance_id=f"{python} {number} {instance}", **_STANDARD)
                 if number:  # the first round warms up
                     found = figures[python]
                     found["a replica, an event, ms"].append(1000 * (between - before) / _REQUESTS)
-                    found["a replica, a repeated registration, ms"].append(1000 * (replica.cpu() - between) / _REQUESTS)
+                    found["a replica, a repeated registration, ms"].append(1000 * (repeated - between) / _REQUESTS)
+                    found["a replica, a new registration, ms"].append(1000 * (replica.cpu() - repeated) / _REQUESTS)
         for python in pythons:
             with waymark(folder, "ingest", redis.url, command=(python, "-m", "waymark")) as worker:
                 time.sleep(_SETTLED_SECONDS)
