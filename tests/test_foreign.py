@@ -60,6 +60,11 @@ DOCUMENTED_MODULES = {
 }
 #: As ``BORROWED``: undocumented names of these packages, and methods and attributes of their classes that ours replace.
 UNDOCUMENTED: dict[tuple[str, str], tuple[str, str]] = {
+    ("gateway/upstream.py", "BaseConnector.connect"): (
+        "aiohttp",
+        "a request that a kept connection has lost is sent again, and only such a one",
+    ),
+    ("gateway/upstream.py", "aiohttp.connector.Connection"): ("aiohttp", "a name for types: connect returns it"),
     ("gateway/upstream.py", "BaseConnector._factory"): ("aiohttp", "the only way to a reader of our own"),
     ("gateway/upstream.py", "aiohttp.client_proto.ResponseHandler"): (
         "aiohttp",

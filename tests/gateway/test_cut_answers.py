@@ -7,7 +7,7 @@ import json
 import socket
 import struct
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 import pytest
@@ -125,3 +125,25 @@ async def test_what_is_not_an_answer_is_an_error_of_the_engine(start: Start, sen
         got = await running.post()
         assert (got.status_code, got.json()["error"]["code"]) == (502, "no_answer")
         assert "x-folded" not in got.headers
+
+
+@pytest.mark.parametrize("closes_first", [False, True])
+async def test_a_kept_connection_that_is_closed_just_now_costs_no_try(start: Start, closes_first: bool) -> None:
+    """One that was opened for the request is another thing: the engine cannot answer it."""
+    running = await start(0)
+    opened: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        opened.append(await reader.readuntil(b"\r\n\r\n"))
+        if not closes_first:
+            writer.write(answer(JSON, kind=b"application/json", lines=LENGTH % len(JSON)))
+            with suppress(asyncio.IncompleteReadError):
+                await reader.readuntil(b"POST ")  # the next request has begun
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await running.store.registry.register(registration(url, 0))
+        statuses = [(await running.post(chat("a"))).status_code for _ in range(3)]
+    assert statuses == 3 * [502 if closes_first else 200]
+    assert len(opened) == 3

@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
 from yarl import URL
 
 from waymark.base.asker import EngineKey, TrustedCertificates, is_framed, open_session, resolver
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue, SettingsError
 
-#: Below the five seconds after which engines close an idle connection: one closed just now costs a try.
+#: Below the five seconds after which engines close an idle connection: a request may meet one that is closed just now.
 _KEEP_ALIVE_SECONDS = 4.0
 _CONNECT_SECONDS = 5.0
 CONNECT = "connect"
 
 
+#: Whether the last connection of this task was kept from an earlier request.
+_was_kept: ContextVar[bool] = ContextVar("_was_kept", default=False)
 #: The status line of an answer, and the bytes after it.
 _STATUS_LINE = re.compile(rb"(?s)[\r\n]*HTTP/[0-9.]+ ([0-9]*)[^\n]*\n(.)")
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
@@ -108,11 +112,22 @@ class Upstream:
             raise SettingsError(f"WAYMARK_ENGINE_CA_FILE: {error}") from None
         if self._session is None:
             self._session = self._open()
+        session = self._session
+
+        async def post() -> aiohttp.ClientResponse:
+            return await session.post(
+                URL(url, encoded=True), data=body, headers=[*headers, *own], allow_redirects=False, ssl=trusted
+            )
+
         try:
             async with asyncio.timeout(self._first_byte_seconds):
-                response = await self._session.post(
-                    URL(url, encoded=True), data=body, headers=[*headers, *own], allow_redirects=False, ssl=trusted
-                )
+                try:
+                    response = await post()
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                    if not _was_kept.get():
+                        raise
+                    # The engine has closed a kept connection, and has not begun to answer on it.
+                    response = await post()
         except TimeoutError:
             raise Unreachable("timeout") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -177,8 +192,11 @@ class _AnswerReader(ResponseHandler):
     """
 
     _head: bytes | None = None
+    had_request = False
+    """Whether the connection was used before."""
 
     def set_response_params(self, **params: Any) -> None:
+        self.had_request = True
         self._head = b""
         super().set_response_params(**params)
 
@@ -213,3 +231,9 @@ class _Connector(aiohttp.TCPConnector):
         super().__init__(**options)
         # aiohttp has no other way; the tests fail if it changes.
         self._factory = partial(_AnswerReader, loop=self._loop)  # type: ignore[assignment]
+
+    async def connect(self, *arguments: Any, **options: Any) -> Connection:
+        _was_kept.set(False)
+        connection = await super().connect(*arguments, **options)
+        _was_kept.set(isinstance(connection.protocol, _AnswerReader) and connection.protocol.had_request)
+        return connection
