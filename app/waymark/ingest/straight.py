@@ -29,8 +29,8 @@ _FRAMES_MAX: Final = 128
 """The most frames to read at once. Each has parts of its own, and a call has no room for more."""
 _PAUSE_MAX: Final = 16
 """While each frame says something else, a straight way is looked for after so many ordinary batches at least."""
-_BYTES_MAX: Final = 262_144
-"""The most bytes of frames to read at once, in about a millisecond."""
+_BYTES_MAX: Final = 327_680
+"""The most bytes of frames to read at once: those of a call that stores blocks, in about a millisecond."""
 
 
 class StraightWay:
