@@ -7,6 +7,7 @@ import errno
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -166,6 +167,22 @@ async def test_a_source_that_cannot_be_opened_is_tried_again(
         await tokenizers.tokens("a", HI)
     small.directory(tmp_path / "a")
     assert await ids(tokenizers, "a") == expected()
+
+
+async def test_no_process_waits_at_its_end_for_a_source_that_does_not_open(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub may take minutes, and Python waits for the threads of its pools."""
+    is_over = threading.Event()
+    monkeypatch.setattr(face, "directory_of", lambda _: is_over.wait(600))
+    tokenizers = make({"m": "hf://org/m"}, seconds=0.1)
+    try:
+        with pytest.raises(TokenizerUnavailable, match="was not tokenized within"):
+            await tokenizers.tokens("m", TextPrompt("a"))
+        opening = [each for each in threading.enumerate() if each.name.startswith("open")]
+        assert [each.daemon for each in opening] == [True]
+    finally:
+        is_over.set()
 
 
 async def test_a_process_that_cannot_be_started_is_tried_again(

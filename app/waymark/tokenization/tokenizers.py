@@ -12,11 +12,12 @@ import asyncio
 import json
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from threading import Thread
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
@@ -102,7 +103,7 @@ class Tokenizers:
         metrics.tokens_cache_bytes.set_function(lambda: self._memo.bytes + self._prompts.bytes)
         metrics.tokenizers_whole.set_function(lambda: len(self._whole()))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
-        self._openers = ThreadPoolExecutor(OPENINGS_MAX, thread_name_prefix="open")
+        self._places_to_open = asyncio.Semaphore(OPENINGS_MAX)
         self._openings: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Held while the source of a model is opened."""
         self._renderers = Renderers(metrics)
@@ -186,8 +187,7 @@ class Tokenizers:
             await source.close()
         if self._engines is not None:
             await self._engines.asker.close()
-        for pool in (self._pool, self._openers):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._renderers.close()
         self._places.close()
 
@@ -305,7 +305,8 @@ class Tokenizers:
     async def _try_to_open(self, model: str, url: str) -> Source:
         began = monotonic()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._openers, self._opened, model, url)
+            async with self._places_to_open:
+                return await _in_daemon(partial(self._opened, model, url))
         except NoPlace:
             raise  # a place becomes free when another text has its answer
         except (InvalidValue, TokenizerUnavailable) as failure:
@@ -354,3 +355,19 @@ def _digest(model: str, prompt: Prompt, tenant_id: str) -> bytes:
             f"messages have a value that is not JSON: {str(error)[:100]}; send JSON", field="messages"
         ) from None
     return blake2b(text.encode(), digest_size=32).digest()
+
+
+def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run ``work`` in a thread that the end of the process does not wait for: the hub may take minutes."""
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()
+    Thread(target=_run, args=(work, result), name="open", daemon=True).start()
+    return asyncio.wrap_future(result)
+
+
+def _run(work: Callable[[], T], result: Future[T]) -> None:
+    try:
+        result.set_result(work())
+    except BaseException as error:
+        result.set_exception(error)
+        del work, result  # the error refers to this frame, as above
