@@ -47,6 +47,7 @@ LASTING = {
     b"wm:workers",
     b"wm:discovery",
     b"wm:activity",
+    b"wm:changes:{wm:publishers}",
     b"wm:unregistered:{wm:publishers}",
 }
 
@@ -116,8 +117,9 @@ class Churn:
             await self._fleet.replicas[0].post("/unregister", tenant_id=self._engines.tenant_id, instance_id=name)
 
     async def left(self) -> list[str]:
-        """Return the keys that are left, besides those that are never deleted."""
-        return [key.decode() async for key in self._redis.scan_iter() if key not in LASTING]
+        """Return the keys that are left, besides those that expire and those that are never deleted."""
+        names = [key async for key in self._redis.scan_iter() if key not in LASTING]
+        return [key.decode() for key in names if await self._redis.ttl(key) == -1]
 
     async def fields(self, key: str) -> str:
         if await self._redis.type(key) != b"hash":
