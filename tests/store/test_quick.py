@@ -155,6 +155,20 @@ async def test_a_row_of_many_holders_is_not_read_again_for_a_moment(
     assert (hot_alone.start.asked.heads, hot_alone.runs, hot_alone.is_over) == (b"", ((crowd, 5),), True)
 
 
+async def test_further_rows_of_many_holders_are_kept_beside_those_that_are_hot(
+    store: Store, stream: Stream, plan: QuickPlan, hot: HotRows
+) -> None:
+    holders = await stream.begin(*[f"{rank} GPU" for rank in range(HOLDERS_MIN)])
+    await stream.apply(*[stored(holder, CHAIN[:BLOCKS], seq=2) for holder in holders[1:]])
+    await read(store.reader, CHAIN[:PIECE_BLOCKS])
+    hot.clear()
+    plan = store.reader.quick.plan(GROUP, 16) or plan
+    await result(store.reader, plan, CHAIN[:PIECE_BLOCKS])
+    reads = [await result(store.reader, plan, CHAIN[: BLOCKS + 1]) for _ in range(2)]
+    assert [each.start.asked.heads for each in reads] == [pack(CHAIN[32:65:32]), pack(CHAIN[64:65])]
+    assert [each.runs for each in reads] == [((b" ".join(b"%d" % holder for holder in holders), BLOCKS),)] * 2
+
+
 @pytest.mark.parametrize("value", [b"+" + b" 1:1" * HOLDERS_MIN, b"+"], ids=["marked", "a hint"])
 async def test_a_hot_row_that_does_not_list_all_is_left_to_the_general_way(
     store: Store, plan: QuickPlan, hot: HotRows, value: bytes
