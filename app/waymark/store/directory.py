@@ -10,7 +10,7 @@ import asyncio
 import random
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import takewhile
+from itertools import islice
 from time import monotonic
 from typing import Generic, NamedTuple, TypeVar
 
@@ -200,21 +200,26 @@ class PolledClaims:
 
     async def _read_changed(self, changes: Mapping[bytes, bytes], count: int) -> bool:
         """Read the claims that have changed since the last reading. Return False if all must be read."""
-        last_nonce = self._nonce
-        if last_nonce not in changes:
-            changes, count = await self._last_changes(_CHANGES_MAX)
-        if last_nonce not in changes:
-            return False
-        names = {name for _, name in takewhile(lambda change: change[0] != last_nonce, changes.items())}
-        if names:
+        while True:
+            last_nonce = self._nonce
+            if last_nonce not in changes:
+                changes, count = await self._last_changes(_CHANGES_MAX)
+            if last_nonce not in changes:
+                return False
+            names = set(islice(changes.values(), list(changes).index(last_nonce)))
+            if not names:
+                return count == len(self._by_field)
             present = await self._directory.some(names)
-            if self._nonce == last_nonce:  # else another call has read claims, and the next one reads these again
-                self._nonce = next(iter(changes))
-            claims = self._claims.copy()
-            for name in names:
-                self._change(claims, name, present)
-            if claims != self._claims:
-                self._claims = claims
+            if self._nonce == last_nonce:
+                break
+            # Another call was faster. Its claims may be newer than these, and it may not know the last changes.
+            changes, count = await self._last_changes(_FEW_CHANGES)
+        claims = self._claims.copy()
+        for name in names:
+            self._change(claims, name, present)
+        self._nonce = next(iter(changes))
+        if claims != self._claims:
+            self._claims = claims
         return count == len(self._by_field)
 
     def _change(self, claims: list[Claim], name: bytes, present: Mapping[bytes, Claim | None]) -> None:
