@@ -15,6 +15,7 @@ from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.held import HeldBlocks
+from waymark.domain.placing import PlainPlacer
 from waymark.store import keys
 from waymark.store.index import Index
 from waymark.store.store import Store
@@ -140,8 +141,8 @@ async def test_what_a_request_knew_that_ran_out_of_memory_is_not_used(
     client, _ = two
     assert await store_one(client, 1) == 200
     with monkeypatch.context() as patch:
-        for name in ("extend", "store"):
-            patch.setattr(HeldBlocks, name, out_of_memory_after(getattr(HeldBlocks, name)))
+        patch.setattr(PlainPlacer, "extend", out_of_memory_after(PlainPlacer.extend))
+        patch.setattr(HeldBlocks, "store", out_of_memory_after(HeldBlocks.store))
         assert await store_one(client, 2) == 500
     assert await matched(client) == 2
     assert await store_one(client, 2) == 200
@@ -153,9 +154,9 @@ def out_of_memory_after(method: Callable[..., Any]) -> Callable[..., Any]:
     """As a call of the C module whose last allocation fails."""
 
     def failing(*args: Any, **named: Any) -> Any:
-        if method(*args, **named) is not None or method.__name__ == "store":
+        if method(*args, **named) is not False:
             raise MemoryError
-        return None
+        return False
 
     return failing
 

@@ -248,7 +248,7 @@ async def test_a_stream_that_runs_out_of_memory_begins_again_with_new_tables(
 
         return once
 
-    for name in ("note_run", "extend", "store"):
+    for name in ("note_run", "store"):
         monkeypatch.setattr(HeldBlocks, name, failing(getattr(HeldBlocks, name)))
     more = (*TOKENS, 5, 6, 7, 8)
     await publish(pod, stored(78, 77, more[4:]))

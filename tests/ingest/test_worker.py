@@ -452,7 +452,7 @@ async def test_a_round_that_fails_ends_neither_the_worker_nor_its_streams(
     hand = await bench.worker(options=WITHOUT_PROBES)
     pod, later = await bench.pod("pod-1"), await bench.pod("pod-2", is_registered=False)
     await pod.caught_up()
-    directory, rounds = hand.worker.poller._store.directory, 0
+    claims, rounds = hand.worker.poller._store.polled_claims, 0
 
     async def fails() -> list[Claim]:
         nonlocal rounds
@@ -464,7 +464,7 @@ async def test_a_round_that_fails_ends_neither_the_worker_nor_its_streams(
         return rounds >= 3 or hand.task.done()
 
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "claims", fails)
+        patch.setattr(claims, "poll", fails)
         await wait_until(are_three, "rounds fail", PATIENCE_SECONDS)
         assert not hand.task.done()
         await pod.work(2)

@@ -204,7 +204,7 @@ class PolledClaims:
             last_nonce = self._nonce
             if last_nonce not in changes:
                 changes, count = await self._last_changes(_CHANGES_MAX)
-            if last_nonce not in changes:
+            if last_nonce is None or last_nonce not in changes:
                 return False
             names = set(islice(changes.values(), list(changes).index(last_nonce)))
             if not names:
