@@ -127,6 +127,45 @@ async def test_polls_at_the_same_time_miss_nothing(
         assert await store.polled_claims.poll() == await other.directory.claims()
 
 
+async def test_a_poll_that_another_one_set_back_reads_again(
+    store: Store, readings: Readings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow reading of all claims ends between the two steps of a poll that reads what has changed."""
+    other, claims = Store(store.client), store.polled_claims
+    by_field, some, gates = store.directory.by_field, store.directory.some, (asyncio.Event(), asyncio.Event())
+    have_read = asyncio.Semaphore(0)
+
+    async def late(reading: Awaitable[dict[bytes, Claim | None]], gate: asyncio.Event) -> dict[bytes, Claim | None]:
+        found = await reading
+        have_read.release()
+        await gate.wait()
+        return found
+
+    async def weigh(weight: float, number: int) -> None:
+        each = registration(f"pod-{number}")
+        await other.registry.register(replace(each, target=Target(weight=weight)))
+
+    await weigh(0.1, 1)
+    await weigh(0.1, 2)
+    await claims.poll()
+    with monkeypatch.context() as patch:
+        patch.setattr(store.directory, "by_field", lambda: late(by_field(), gates[0]))
+        claims._until = float("-inf")
+        slow = asyncio.create_task(claims.poll())
+        await have_read.acquire()
+        claims._until = float("inf")
+        await weigh(0.2, 1)
+        await claims.poll()
+        await weigh(0.2, 2)
+        patch.setattr(store.directory, "some", lambda fields: late(some(fields), gates[1]))
+        poll = asyncio.create_task(claims.poll())
+        await have_read.acquire()
+        for gate, task in zip(gates, (slow, poll), strict=True):
+            gate.set()
+            await task
+    assert await claims.poll() == await other.directory.claims()
+
+
 async def test_a_claim_that_was_deleted_by_hand_is_missed_at_once(
     store: Store, readings: Readings, redis: Redis
 ) -> None:
