@@ -132,10 +132,8 @@ def _query(kind: str, part: Sequence[Prompt], folder: Path) -> Ask:
     bodies = write_bodies(folder / "bodies", map(body, part))
 
     def ask(contender: Contender) -> dict[str, float]:
-        replica = contender.replica
-        before = replica.cpu()
-        load = run(replica.port, path, bodies)
-        cpu = (replica.cpu() - before) / load.requests
+        load = run(contender.replica.port, path, bodies, of=(contender.replica,))
+        cpu = sum(load.cpu) / load.requests
         return {f"{what}: CPU of the replica": cpu * 1e6, f"{what}: p50": load.p50_ms * 1e3}
 
     return ask
@@ -144,17 +142,15 @@ def _query(kind: str, part: Sequence[Prompt], folder: Path) -> Ask:
 def _select(part: Sequence[Prompt], folder: Path, sizes: Sizes) -> Ask:
     """Ask for as many decisions as queries of the same prompts.
 
-    Each prompt comes several times: the loads are read each 80 ms, also while the load generator starts.
+    Each prompt comes several times, so that a round is as long as some readings of the loads, one each 80 ms.
     """
     asked = islice(cycle(part), sizes.turns * len(part))
     bodies = write_bodies(folder / "bodies", map(prompts.by_tokens, asked))
 
     def cost(contender: Contender, path: str) -> tuple[float, float]:
-        replica, redis = contender.replica, contender.redis
-        before = replica.cpu(), redis.cpu()
-        load = run(replica.port, path, bodies)
-        after = replica.cpu(), redis.cpu()
-        return (after[0] - before[0]) / load.requests * 1e6, (after[1] - before[1]) / load.requests * 1e6
+        load = run(contender.replica.port, path, bodies, of=(contender.replica, contender.redis))
+        of_replica, of_redis = (seconds / load.requests * 1e6 for seconds in load.cpu)
+        return of_replica, of_redis
 
     def ask(contender: Contender) -> dict[str, float]:
         query, select = cost(contender, "/query"), cost(contender, "/select")
@@ -178,10 +174,8 @@ def _crowd(kind: str, part: Sequence[Prompt], folder: Path, sizes: Sizes) -> Ask
     what = f"/query, {connections} connections"
 
     def ask(contender: Contender) -> dict[str, float]:
-        replica = contender.replica
-        before = replica.cpu()
-        load = run(replica.port, "/query", bodies, connections)
-        cpu = (replica.cpu() - before) / load.requests
+        load = run(contender.replica.port, "/query", bodies, connections, of=(contender.replica,))
+        cpu = sum(load.cpu) / load.requests
         return {f"{what}: CPU of the replica": cpu * 1e6, f"{what}: p99": load.percentile_ms(99) * 1e3}
 
     return ask

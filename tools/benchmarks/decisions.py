@@ -16,14 +16,14 @@ from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 from threading import Event, Thread
-from time import time
+from time import sleep, time
 from typing import NamedTuple
 
 from redis import Redis
 
 from tools.benchmarks import prompts
 from tools.benchmarks.feed import publishers, wait_for
-from tools.benchmarks.load import run, write_bodies
+from tools.benchmarks.load import Generator, write_bodies
 from tools.benchmarks.options import Options
 from tools.benchmarks.processes import RedisServer, Server, redis_server, waymark
 from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, Prompt
@@ -35,6 +35,7 @@ REPLICA_MS = 0.15
 REDIS_MS = 0.12
 #: The time of a decision with all speculative entries of a prompt of 512 blocks.
 REDIS_COLD_MS = 0.20
+_BEHIND_SECONDS = 4.0
 
 
 class _Cost(NamedTuple):
@@ -55,8 +56,10 @@ class _Bench:
 
     def cost(self, path: str, body: Callable[[Prompt], bytes], asked: Sequence[Prompt]) -> _Cost:
         file = write_bodies(self.folder / "bodies", map(body, asked))
+        generator = Generator(self.replica.port, path, file)
         before = self._counts()
-        run(self.replica.port, path, file)
+        generator.begin()
+        generator.end()
         after = self._counts()
         replica, redis, reads, scripts = ((b - a) / len(asked) for a, b in zip(before, after, strict=True))
         return _Cost(replica * 1e3, redis * 1e3, reads, scripts)
@@ -88,7 +91,24 @@ def measure(options: Options) -> list[Row]:
             bench.cost("/select", prompts.by_tokens, warm)
             rows += _rows(bench, f"{count:,} targets", [_part(left, size) for _ in range(rounds)], is_cold=False)
             rows += _rows(bench, f"{count:,} targets", [_part(fresh, size) for _ in range(rounds)], is_cold=True)
+        rows.append(_behind(bench, list(islice(fresh, 4 * size)), _BEHIND_SECONDS))
     return rows
+
+
+def _behind(bench: _Bench, asked: Sequence[Prompt], seconds: float) -> Row:
+    """Return what a replica does behind decisions: it reads the loads for a while, and looks whether the targets have
+    the prompts, which they never get here.
+    """
+    sleep(3 * seconds)  # the decisions before are looked at rarely by now
+    before = bench.replica.cpu()
+    sleep(seconds)
+    idle = bench.replica.cpu() - before
+    bench.cost("/select", prompts.by_tokens, asked)
+    before = bench.replica.cpu()
+    sleep(seconds)
+    what = f"behind a /select of {len(asked)}, prompts that nobody has: the replica's CPU in the next {seconds:g} s"
+    forget_reservations(bench.redis.client)
+    return Row("P11", what, (bench.replica.cpu() - before - idle) / len(asked) * 1e3, "ms")
 
 
 def _part(of: Iterator[Prompt], size: int) -> tuple[list[Prompt], list[Prompt]]:

@@ -95,9 +95,8 @@ class _Contender:
 
     def cost_ms(self, question: str, bodies: Path) -> float:
         replica = self.with_file if question in _OF_FILE else self.replica
-        before = replica.cpu() + self.redis.cpu()
-        load = run(replica.port, "/select", bodies, _CONNECTIONS)
-        cost = (replica.cpu() + self.redis.cpu() - before) / load.requests * 1e3
+        load = run(replica.port, "/select", bodies, _CONNECTIONS, of=(replica, self.redis))
+        cost = sum(load.cpu) / load.requests * 1e3
         client = self.redis.client  # otherwise the loads would grow, and the next decisions would depend on them
         names = [name for kind in ("reservations", "load", "changes") for name in client.keys(f"wm:*:{kind}")]
         if not names:

@@ -2,8 +2,9 @@
 
     python -m tools.benchmarks.load PORT PATH BODIES CONNECTIONS
 
-Every body of the file is posted once, over CONNECTIONS lasting connections, each with one request under way at a time.
-Prints ``{"seconds", "failed", "overtaken", "latencies_ms": [...]}``. The file is made by ``write_bodies``.
+It prints ``ready`` when its CONNECTIONS lasting connections are open, and waits for a line. Then every body of the file
+is posted once, over connections with one request under way at a time each. It prints ``{"seconds", "failed",
+"overtaken", "latencies_ms": [...]}``. The file is made by ``write_bodies``.
 """
 
 from __future__ import annotations
@@ -16,12 +17,20 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Protocol
 
 _ANSWER_SECONDS = 60.0
+
+
+class Counted(Protocol):
+    """A server whose CPU is counted."""
+
+    def cpu(self) -> float:
+        """Return the CPU of all threads since the start, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,8 @@ class Load:
     latencies_ms: list[float]
     overtaken: int = 0
     """The number of answers that arrived after the answer to a later request."""
+    cpu: Sequence[float] = ()
+    """The CPU that each counted server has used for the requests, in seconds."""
 
     @property
     def p50_ms(self) -> float:
@@ -54,24 +65,47 @@ def write_bodies(path: Path, bodies: Iterable[bytes]) -> Path:
     return path
 
 
-def start(port: int, path: str, bodies: Path, connections: int) -> subprocess.Popen[bytes]:
-    command = (sys.executable, "-m", "tools.benchmarks.load", str(port), path, str(bodies), str(connections))
-    return subprocess.Popen(command, stdout=subprocess.PIPE)
+class Generator:
+    """A load generator whose connections are open, and which waits for its beginning."""
+
+    def __init__(self, port: int, path: str, bodies: Path, connections: int = 1) -> None:
+        command = (sys.executable, "-m", "tools.benchmarks.load", str(port), path, str(bodies), str(connections))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._line()
+
+    def begin(self) -> None:
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+
+    def end(self, cpu: Callable[[], Sequence[float]] = tuple) -> Load:
+        """Return the result, with what ``cpu`` returns after the last answer. Raise SystemExit if an answer was not
+        200.
+        """
+        found = json.loads(self._line())
+        after = cpu()
+        self._process.communicate()
+        if found["failed"]:
+            raise SystemExit(f"{found['failed']} requests were not answered with 200, such as {found['sample']}")
+        latencies = found["latencies_ms"]
+        return Load(found["seconds"], len(latencies), latencies, found["overtaken"], after)
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.communicate()
+            raise SystemExit("the load generator failed")
+        return line
 
 
-def finish(process: subprocess.Popen[bytes]) -> Load:
-    """Return the result of a started run. Raise SystemExit if an answer was not 200."""
-    output, _ = process.communicate(timeout=600)
-    if process.returncode:
-        raise SystemExit("the load generator failed")
-    found = json.loads(output)
-    if found["failed"]:
-        raise SystemExit(f"{found['failed']} requests were not answered with 200, such as {found['sample']}")
-    return Load(found["seconds"], len(found["latencies_ms"]), found["latencies_ms"], found["overtaken"])
-
-
-def run(port: int, path: str, bodies: Path, connections: int = 1) -> Load:
-    return finish(start(port, path, bodies, connections))
+def run(port: int, path: str, bodies: Path, connections: int = 1, *, of: Sequence[Counted] = ()) -> Load:
+    """Post all bodies. The CPU of the servers ``of`` is counted from the time at which all connections are open, so
+    without what they do while the load generator starts.
+    """
+    generator = Generator(port, path, bodies, connections)
+    before = [server.cpu() for server in of]
+    generator.begin()
+    return generator.end(lambda: [server.cpu() - earlier for server, earlier in zip(of, before, strict=True)])
 
 
 # ---- the process -----------------------------------------------------------------------------------
@@ -127,13 +161,18 @@ def main() -> None:
     numbers, newest, overtaken = count(), -1, 0
     with selectors.DefaultSelector() as selector:
         opened = [_Connection(port) for _ in range(connections)]
+        print("ready", flush=True)
+        sys.stdin.readline()
         began = time.perf_counter()
         for connection in opened:
             if waiting:
                 selector.register(connection.socket, selectors.EVENT_READ, connection)
                 connection.send(waiting.popleft(), next(numbers))
         while selector.get_map():
-            for key, _ in selector.select(_ANSWER_SECONDS):
+            ready = selector.select(_ANSWER_SECONDS)
+            if not ready:
+                raise SystemExit(f"no answer within {_ANSWER_SECONDS:g} s")
+            for key, _ in ready:
                 connection = key.data
                 answer = connection.answer()
                 if answer is None:

@@ -40,11 +40,9 @@ def measure(options: Options) -> list[Row]:
                     for name, some in (("", plain), (f", of which {instances * RANKS} have the first 125", long)):
                         for connections in (1, 8):
                             file = write_bodies(folder / "bodies", map(prompts.by_tokens, some))
-                            before, redis_before = replica.cpu(), redis.cpu()
-                            load = run(replica.port, "/query", file, connections)
+                            load = run(replica.port, "/query", file, connections, of=(replica, redis))
                             what = f"/query, 512 blocks{name}, {connections} at a time ({path}): "
-                            cpu = (replica.cpu() - before) / load.requests * 1e3
-                            of_redis = (redis.cpu() - redis_before) / load.requests * 1e3
+                            cpu, of_redis = (seconds / load.requests * 1e3 for seconds in load.cpu)
                             rows.append(Row("long", what + "CPU", cpu, "ms"))
                             rows.append(Row("long", what + "Redis' CPU", of_redis, "ms"))
     return rows

@@ -127,9 +127,8 @@ def _of_replica(replica: Server, redis: RedisServer, folder: Path, rounds: int) 
     for number in range(rounds + 1):
         chats = range(number * _CHATS, (number + 1) * _CHATS)
         bodies = write_bodies(folder / "bodies", map(_chat, chats))
-        before = replica.cpu() + redis.cpu()
-        run(replica.port, "/select", bodies, _AT_ONCE)
-        costs.append((replica.cpu() + redis.cpu() - before) / _CHATS * 1e3)
+        load = run(replica.port, "/select", bodies, _AT_ONCE, of=(replica, redis))
+        costs.append(sum(load.cpu) / _CHATS * 1e3)
         settled(redis)
     return median(costs[1:])  # the first round warms up
 

@@ -197,12 +197,11 @@ def _ask(question: Question, name: str, server: Server, redis: RedisServer, fold
     is_peer = name == PEER
     body = question.peer_body if is_peer else question.body
     file = write_bodies(folder / "bodies", map(body, question.asked))
-    before, redis_before = server.cpu(), redis.cpu()
     path = question.peer_path if is_peer else question.path
-    load = run(server.port, path, file, question.connections)
-    key = (question.name, name)
-    figures.cpu_ms[key].append((server.cpu() - before) / load.requests * 1e3)
-    figures.redis_ms[key].append((redis.cpu() - redis_before) / load.requests * 1e3)
+    load = run(server.port, path, file, question.connections, of=(server, redis))
+    key, (cpu, of_redis) = (question.name, name), load.cpu
+    figures.cpu_ms[key].append(cpu / load.requests * 1e3)
+    figures.redis_ms[key].append(of_redis / load.requests * 1e3)
     figures.p50_ms[key].append(load.p50_ms)
     figures.each_ms[key].append(1e3 / load.per_second)
     figures.p99_ms[key].append(load.percentile_ms(99))

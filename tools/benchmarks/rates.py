@@ -73,11 +73,10 @@ def _queries(options: Options) -> tuple[dict[int, float], dict[int, float]]:
                     count = blocks // size
                     part = some[number * count : (number + 1) * count]
                     file = write_bodies(folder / "bodies", map(prompts.by_tokens, part))
-                    before, redis_before = replica.cpu(), redis.cpu()
-                    run(replica.port, "/query", file)
+                    load = run(replica.port, "/query", file, of=(replica, redis))
                     if number:
-                        replica_ms[size].append((replica.cpu() - before) / count * 1e3)
-                        redis_ms[size].append((redis.cpu() - redis_before) / count * 1e3)
+                        for figures, seconds in zip((replica_ms, redis_ms), load.cpu, strict=True):
+                            figures[size].append(seconds / count * 1e3)
     return (
         {size: median(figures) for size, figures in replica_ms.items()},
         {size: median(figures) for size, figures in redis_ms.items()},

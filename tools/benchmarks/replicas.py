@@ -19,7 +19,7 @@ from statistics import median
 from tools.benchmarks import index, prompts
 from tools.benchmarks.feed import publishers, wait_for
 from tools.benchmarks.floor import floor
-from tools.benchmarks.load import Load, finish, start, write_bodies
+from tools.benchmarks.load import Generator, Load, write_bodies
 from tools.benchmarks.options import Options
 from tools.benchmarks.processes import RedisServer, Server, dynamo, redis_server, wait_until, waymark
 from tools.benchmarks.prompts import PIECE_TOKENS, Prompt
@@ -185,8 +185,11 @@ def measure_more(options: Options) -> list[Row]:
 
 def _loaded(replicas: Sequence[Server], redis: RedisServer, file: Path) -> tuple[tuple[float, float], list[Load]]:
     """Return the CPU per request of the replicas and of Redis, in ms, and the result of each replica's load."""
+    generators = [Generator(replica.port, "/query", file, 4) for replica in replicas]
     before, redis_before = sum(replica.cpu() for replica in replicas), redis.cpu()
-    loads = [finish(each) for each in [start(replica.port, "/query", file, 4) for replica in replicas]]
+    for generator in generators:
+        generator.begin()
+    loads = [generator.end() for generator in generators]
     requests = sum(load.requests for load in loads)
     spent = sum(replica.cpu() for replica in replicas) - before
     return (spent / requests * 1e3, (redis.cpu() - redis_before) / requests * 1e3), loads

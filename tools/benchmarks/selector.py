@@ -73,12 +73,10 @@ def _round(
     """Return the CPU of one decision in ms: of the replica and Redis, of the peer, and of the floor and Redis."""
     (folder / "ours").unlink(missing_ok=True)
     bodies = write_bodies(folder / "ours", map(_OURS[by], asked))
-    before = least.cpu() + redis.cpu()
-    run(least.port, "/select", bodies)
-    floors = (least.cpu() + redis.cpu() - before) / len(asked) * 1e3
-    before = replica.cpu() + redis.cpu()
-    run(replica.port, "/select", bodies)
-    ours = (replica.cpu() + redis.cpu() - before) / len(asked) * 1e3
+    floors, ours = (
+        sum(run(server.port, "/select", bodies, of=(server, redis)).cpu) / len(asked) * 1e3
+        for server in (least, replica)
+    )
     kept = (name for kind in ("reservations", "load", "changes") for name in redis.client.keys(f"wm:*:{kind}"))
     redis.client.delete(*kept)
     names = [f"bench-{next(_ids)}" for _ in asked]
@@ -86,9 +84,8 @@ def _round(
         json.dumps(_THEIRS[by](prompt) | {"model_name": MODEL, "selection_id": name}).encode()
         for prompt, name in zip(asked, names, strict=True)
     ]
-    before = peer.cpu()
-    run(peer.port, "/select_and_reserve", write_bodies(folder / "theirs", asked_of_peer))
-    theirs = (peer.cpu() - before) / len(asked) * 1e3
+    file = write_bodies(folder / "theirs", asked_of_peer)
+    theirs = sum(run(peer.port, "/select_and_reserve", file, of=(peer,)).cpu) / len(asked) * 1e3
     for name in names:
         peer.ask("DELETE", f"/reservations/{name}")
     return ours, theirs, floors

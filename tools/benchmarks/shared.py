@@ -73,9 +73,6 @@ def _measured(options: Options, count: int, rounds: int, size: int) -> Row:
 
 
 def _cpu_ms(folder: Path, server: Server, redis: RedisServer | None, asked: list[Prompt]) -> float:
-    def cpu() -> float:
-        return server.cpu() + (0 if redis is None else redis.cpu())
-
-    file, before = write_bodies(folder / "bodies", map(prompts.by_tokens, asked)), cpu()
-    run(server.port, "/query", file)
-    return (cpu() - before) / len(asked) * 1e3
+    file = write_bodies(folder / "bodies", map(prompts.by_tokens, asked))
+    load = run(server.port, "/query", file, of=(server,) if redis is None else (server, redis))
+    return sum(load.cpu) / len(asked) * 1e3
