@@ -26,7 +26,7 @@ from waymark.domain.hashing import namespace
 from waymark.domain.match import ConductorRow, conductor_rows
 from waymark.domain.names import GroupName
 from waymark.domain.packing import pack
-from waymark.store import keys
+from waymark.store import keys, reader
 from waymark.store.reader import Reader, Reading
 from waymark.store.redis.client import RedisClient
 from waymark.store.store import Store
@@ -235,6 +235,41 @@ async def test_800_holders_of_one_prompt(store: Store, redis: Redis) -> None:
     assert rows(reading)["pod-3"].ranks == {rank: 560 - rank for rank in range(80)}
 
 
+# ---- the last block of a prompt -------------------------------------------------------------------
+
+
+async def test_the_holders_of_last_blocks_are_found_in_rows_branch_rows_and_singles(
+    store: Store, stream: Stream, redis: Redis
+) -> None:
+    (gpu,) = await stream.begin("0 GPU")
+    # Rows have 64 slots, so the last of these chains has a branch row.
+    chains = [[1, *range(start, start + 30)] for start in (100, 200, 300)]
+    await stream.apply(*(stored(gpu, chain, seq=seq) for seq, chain in enumerate(chains, 1)))
+    absent = [[1, 2], [7, 8, 9]]
+    pieces = [pack(chain) for chain in (*chains, *absent, chains[0][:1])]
+    await read(store.reader, chains[0])
+    found = await store.reader.last_holders(stream.entry, pieces)
+    assert found == [{gpu}, {gpu}, {gpu}, set(), set(), {gpu}]
+    await redis.set(stream.key(9) + b":s", value([9], 0, {gpu: [9]}))
+    await store.records.keep_singles(stream.grant)
+    await read(store.reader, chains[0])
+    assert await store.reader.last_holders(stream.entry, [pack([9]), pack([10])]) == [{gpu}, set()]
+
+
+async def test_rows_without_the_last_block_are_not_parsed(
+    store: Store, held: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_row(value: bytes | None) -> None:
+        raise AssertionError(f"{value!r} was parsed")
+
+    await read(store.reader, CHAIN)
+    monkeypatch.setattr("waymark.store.places.read_row", read_row)
+    pieces = [pack([*CHAIN[:3], 99_999]), pack([CHAIN[32], 99_998]), pack([99_997])]
+    assert await store.reader.last_holders(held.entry, pieces) == [set(), set(), set()]
+    with pytest.raises(AssertionError, match="was parsed"):
+        await store.reader.last_holders(held.entry, [pack(CHAIN[:32])])
+
+
 # ---- deadline --------------------------------------------------------------------------------------
 
 
@@ -264,14 +299,16 @@ async def test_what_was_walked_by_the_deadline_is_answered(
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
 async def test_without_any_answer_by_the_deadline_redis_is_away(
-    store: Store, held: Stream, paused: Callable[[], None]
+    store: Store, held: Stream, paused: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(reader, "_LAST_SECONDS", 0.05)
     paused()
     with pytest.raises(StoreUnavailable, match=r"within 0\.05 s"):
         await store.reader.read(GROUP, 16, Source(CHAIN), deadline_seconds=0.05)
     for asking in (
         store.reader.table(GROUP, deadline_seconds=0.05),
         store.reader.is_tenant_known(GROUP.tenant_id, deadline_seconds=0.05),
+        store.reader.last_holders(held.entry, [pack(CHAIN[:1])]),
     ):
         with pytest.raises(StoreUnavailable, match=r"within 0\.05 s"):
             await asking

@@ -434,7 +434,7 @@ class _WatchedPrefill:
     def __init__(self, reservation: WatchedReservation, now: float) -> None:
         self.of = reservation
         self.began_at = now
-        self.next_at = now
+        self.next_at = now if reservation.done_at is None else reservation.done_at
 
 
 class PrefillProgress:
@@ -490,13 +490,13 @@ class PrefillProgress:
         finished: dict[str, list[WatchedReservation]] = {}
         by_group: dict[GroupName, list[WatchedReservation]] = {}
         looked_up = 0
-        for watch in list(self._watched.values()):
+        for watch in [each for each in self._watched.values() if each.next_at <= now]:
             watched = watch.of
             if watched.ends_at <= now:
                 del self._watched[watched.reservation.nonce]
-            elif watched.done_at is not None and watched.done_at <= now:
+            elif watched.done_at is not None:
                 finished.setdefault(watched.by, []).append(watched)
-            elif watched.piece is not None and watch.next_at <= now and looked_up < _LOOKED_UP_MAX:
+            elif looked_up < _LOOKED_UP_MAX:
                 looked_up += 1
                 by_group.setdefault(watched.group, []).append(watched)
                 watch.next_at = now + _SHARE * (now - watch.began_at)

@@ -29,7 +29,7 @@ from waymark.domain.packing import KEY_BYTES
 PIECE_BLOCKS = 32
 ROW_SLOTS = 64
 FORMAT = f"rows {PIECE_BLOCKS} {ROW_SLOTS}"
-"""The format of rows. The two numbers are constants of the format; functions take them as parameters for
+"""The value of ``wm:format``. The two numbers are constants of the format; functions take them as parameters for
 tests."""
 
 SHARED_DIGITS = (1, 2)
@@ -154,6 +154,11 @@ def parse(value: bytes, slots_max: int = ROW_SLOTS) -> Row:
     if holders and max(holders.values()) >> count:
         raise ValueError("a bitmap has a bit beyond the slots")
     return Row(slots, bool(mark), holders)
+
+
+def may_have(value: bytes, key: bytes) -> bool:
+    """Return whether a row, or one of its branch rows, may have the block with the packed ``key``."""
+    return b"+" in value or key.hex().encode() in value
 
 
 def keys_of(slots: bytes) -> list[int]:

@@ -19,12 +19,14 @@ from waymark.base.instruments import Counter
 from waymark.base.metrics import NO_MODEL, Metrics
 from waymark.domain.match import Walk
 from waymark.domain.names import GroupName
+from waymark.domain.packing import KEY_BYTES
 from waymark.domain.pool_keys import PromptIds
 from waymark.domain.row_runs import Runs
+from waymark.domain.rows import may_have
 from waymark.domain.status import RecordKind
 from waymark.domain.table import HolderTable
 from waymark.store import keys
-from waymark.store.chain import Chain, KeySource
+from waymark.store.chain import Chain, KeySource, WantedValues
 from waymark.store.directory import Directory, GroupEntry
 from waymark.store.fetch import Fetcher
 from waymark.store.holder_tables import decode_table
@@ -43,6 +45,8 @@ _PORTION = 64
 _STARTS_MAX = 3
 
 _UNREADABLE = "the row cannot be read: slots of 17 characters, a plus where it is marked, <holder>:<bitmap> ..."
+#: How long the rows of watched prompts are waited for.
+_LAST_SECONDS = 2.0
 #: The most groups and tables cached; one more drops the oldest.
 _GROUPS_MAX = 1024
 
@@ -196,11 +200,31 @@ class Reader:
 
     async def last_holders(self, entry: GroupEntry, pieces: Sequence[bytes]) -> list[set[int]]:
         """Return the holder ids of the last block of each of ``pieces``, which are packed keys from the piece's head
-        on.
+        on; there is at least one. Raise StoreUnavailable.
+
+        Mostly nobody has the block yet, and then the bytes of its row say so: other rows are not parsed.
         """
         table = self._tables.get(entry.group_id)
         has_singles = table is not None and table.has_singles
-        return [ids[-1] for ids in await holders_of(self._client, entry, pieces, has_singles=has_singles)]
+        indexes: Sequence[int] = range(len(pieces))
+        if not has_singles:
+            heads = b"".join([piece[:KEY_BYTES] for piece in pieces])
+            try:
+                rows = await finished(self._rows(entry, heads))
+            except TimeoutError:
+                raise self.silent(_LAST_SECONDS) from None
+            indexes = [i for i, row in enumerate(rows) if row is not None and may_have(row, pieces[i][-KEY_BYTES:])]
+        result = [set[int]() for _ in pieces]
+        found = await holders_of(self._client, entry, [pieces[i] for i in indexes], has_singles=has_singles)
+        for i, ids in zip(indexes, found, strict=True):
+            result[i] = ids[-1]
+        return result
+
+    def _rows(self, entry: GroupEntry, heads: bytes) -> Steps[Sequence[bytes | None]]:
+        until = asyncio.get_running_loop().time() + _LAST_SECONDS
+        fetched = yield self._fetcher.fetch(entry, WantedValues(heads, []), with_version=False, until=until)
+        values: Sequence[bytes | None] = fetched.values
+        return values
 
     async def is_tenant_known(self, tenant_id: str, *, deadline_seconds: float | None = None) -> bool:
         """Return whether the tenant has a registration, of any model."""
