@@ -27,6 +27,7 @@ from tests.conftest import _wait_for_server, wait_until
 from tests.patience import patient
 from tests.store.factories import blocks_of
 from waymark.base.errors import StoreUnavailable
+from waymark.base.exposition import family
 from waymark.base.instruments import rows
 from waymark.base.metrics import Metrics
 from waymark.domain.engines import EngineKind
@@ -279,9 +280,14 @@ class Hand:
     client: Mortal
 
     def metric(self, name: str, **labels: str) -> float:
-        """A sample; 0 where a series has counted nothing yet. A name that is no metric's fails the test."""
-        assert any(row.full_name == f"waymark_{name}" for row in rows(Metrics)), f"there is no metric {name}"
-        return self.metrics.registry.get_sample_value(f"waymark_{name}", labels) or 0.0
+        """A sample; 0 where a series has counted nothing yet. A name that is no metric's fails the test.
+
+        Only this metric is read: tests wait for a number by asking again and again.
+        """
+        row = next((row for row in rows(Metrics) if row.full_name == f"waymark_{name}"), None)
+        assert row is not None, f"there is no metric {name}"
+        samples = family(row, getattr(self.metrics, row.name)).samples
+        return next((each.value for each in samples if (each.name, each.labels) == (row.full_name, labels)), 0.0)
 
     @contextlib.contextmanager
     def without_places(self) -> Iterator[None]:
