@@ -77,11 +77,12 @@ def load() -> helm_python.Chart:
 
 def render(values: Mapping[str, Any], *, name: str = RELEASE) -> dict[str, list[dict[str, Any]]]:
     """The documents of each template by its path below ``templates/``; raises what Helm raises."""
-    return {
-        path: [document for document in yaml.load_all(text, Loader=yaml.CSafeLoader) if document]
-        for path, text in texts(values, name=name).items()
-        if path.endswith(".yaml")
-    }
+    return {path: parsed(text) for path, text in texts(values, name=name).items() if path.endswith(".yaml")}
+
+
+def parsed(text: str) -> list[dict[str, Any]]:
+    """The documents of a template."""
+    return [document for document in yaml.load_all(text, Loader=yaml.CSafeLoader) if document]
 
 
 def texts(values: Mapping[str, Any], *, name: str = RELEASE) -> dict[str, str]:

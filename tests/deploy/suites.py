@@ -15,7 +15,7 @@ from typing import Any
 import helm_python
 import yaml
 
-from tests.deploy.chart import CHART, at, merged, render
+from tests.deploy.chart import CHART, at, merged, parsed, texts
 
 _MISSING = object()
 #: One step of a path: ``name``, ``[0]`` or ``["a/b.c"]``.
@@ -44,7 +44,8 @@ def run(case: Case) -> None:
     failure: str | None = None
     documents: list[dict[str, Any]] = []
     try:
-        documents = render(case.values, name=case.release)[case.template]
+        text = texts(case.values, name=case.release)[case.template]
+        documents = parsed(text)
     except helm_python.HelmError as exc:
         failure = str(exc)
     for each in case.asserts:
