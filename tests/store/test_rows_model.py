@@ -135,12 +135,10 @@ async def test_random_histories_of_long_rows_agree_with_the_model(
     assert kind == "emulated" or rows_model.seen.get("apart", 0) > 0
 
 
+# The real Redis is faster, and the scripts are the same.
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
 @pytest.mark.parametrize("defect", DEFECTS)
-async def test_a_defect_of_a_script_is_caught(
-    redis: Redis, kind: str, monkeypatch: pytest.MonkeyPatch, defect: str
-) -> None:
-    if kind == "emulated":
-        pytest.skip("the real Redis is faster, and the scripts are the same")
+async def test_a_defect_of_a_script_is_caught(redis: Redis, monkeypatch: pytest.MonkeyPatch, defect: str) -> None:
     monkeypatch.setattr(moves, "REFUSALS_MAX", 1000)
     change(monkeypatch, *DEFECTS[defect])
     if "long" in defect:
@@ -150,11 +148,10 @@ async def test_a_defect_of_a_script_is_caught(
     assert any(note.startswith("history ") for note in caught.value.__notes__)
 
 
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
 async def test_parts_that_do_not_wait_for_other_shards_are_caught(
-    redis: Redis, kind: str, monkeypatch: pytest.MonkeyPatch
+    redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if kind == "emulated":
-        pytest.skip("the real Redis is faster")
     monkeypatch.setattr(placing, "new_waves", lambda _: new_waves(1))
     with pytest.raises(Exception) as caught:  # noqa: PT011
         await run_histories(redis, range(200))
