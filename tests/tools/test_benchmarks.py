@@ -113,7 +113,7 @@ def test_short_tails_of_one_engine_take_less_than_a_row_each(
 ) -> None:
     monkeypatch.setattr(branching, "CROWD", 3)
     found = tmp_path / "found.json"
-    assert branching.main(["--prompts", "200", "--json", str(found)]) == 0
+    assert branching.main(["--prompts", "100", "--json", str(found)]) == 0
     cases = json.loads(found.read_text())
     printed = capsys.readouterr().out
     assert all(each["case"] in printed for each in cases)
