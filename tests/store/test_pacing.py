@@ -8,7 +8,8 @@ import random
 import pytest
 
 from tests.conftest import wait_until
-from waymark.store.pacing import _CALL_COST, Pacer
+from tests.patience import within
+from waymark.store.pacing import _CALL_COST, EndCall, Pacer
 
 FULL = 512
 BLOCKS_MAX = 2 * (FULL + _CALL_COST)
@@ -112,20 +113,54 @@ async def test_a_workers_share_is_by_how_many_there_are_and_never_nothing(worker
     assert sorted(calls.ended) == list(range(10))
 
 
-async def test_a_worker_with_less_than_a_call_pauses_after_each() -> None:
+async def test_a_worker_with_less_than_a_call_takes_the_pauses_of_several_calls_together() -> None:
     now = 0.0
     pacer = Pacer(FULL + _CALL_COST, clock=lambda: now)
     pacer.workers = 5
-    async with pacer.admit(None, FULL):
-        now = 0.01
+    for _ in range(2):
+        async with within(5), pacer.admit(None, FULL):
+            now += 0.01
     waiting = asyncio.create_task(Calls(pacer).call(0))
     await settled()
     assert pacer.waiting == 1
-    # Four times as long as the call took: then all five together keep one under way.
-    now = 0.01 + 0.04 + 0.001
+    # Four times as long as both calls took: then all five together keep one under way.
+    now += 0.079
+    await settled()
+    assert pacer.waiting == 1
+    now += 0.002
     await wait_until(lambda: pacer.waiting == 0, "the pause is over")
     waiting.cancel()
     await asyncio.wait([waiting])
+
+
+async def test_a_worker_owes_no_pause_for_calls_that_were_far_enough_apart() -> None:
+    now = 0.0
+    pacer = Pacer(FULL + _CALL_COST, clock=lambda: now)
+    pacer.workers = 5
+    for _ in range(20):
+        async with within(5), pacer.admit(None, FULL):
+            now += 0.01
+        now += 0.041
+
+
+@pytest.mark.parametrize("workers", [2, 5, 20])
+async def test_a_worker_sends_its_share_on_average_and_little_more_at_first(workers: int) -> None:
+    now = busy = ahead = 0.0
+    pacer = Pacer(FULL + _CALL_COST, clock=lambda: now)
+    pacer.workers = workers
+    seconds = random.Random(workers)
+    for _ in range(400):
+        ends: list[EndCall] = []
+        while not ends:
+            give_up = pacer.admit_soon(None, FULL, ends.append)
+            give_up()
+            now += 0 if ends else 0.001
+        took = 0.0005 + 0.001 * seconds.random()
+        now, busy = now + took, busy + took
+        ends[0](True)
+        ahead = max(ahead, busy * workers - now)
+    assert busy * workers == pytest.approx(now, rel=0.1)
+    assert 0 < ahead < 0.05 + 0.0015 * workers
 
 
 async def test_the_share_shrinks_while_calls_are_slow_and_grows_again() -> None:

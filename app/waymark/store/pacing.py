@@ -2,8 +2,8 @@
 
 All ingest workers together send a bounded number of blocks at once to each server, and each worker has an equal share.
 Further calls wait in the worker, in order of arrival, where they cannot delay a query. A worker whose share is smaller
-than one call pauses after each call. The share shrinks while calls take much longer than the fastest recent ones,
-because Redis is busy then.
+than one call owes a pause for each call, and takes several pauses together: its caches are cold after each. The share
+shrinks while calls take much longer than the fastest recent ones, because Redis is busy then.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ _FACTOR_MIN, _SHRINK, _GROW = 0.25, 0.9, 1.02
 #: How long the lowest average is remembered, at least.
 _QUICKEST_SECONDS = 30.0
 _PAUSE_SECONDS_MAX = 0.25
+#: A worker pauses once it owes pauses of more than this time. A short backlog is over before, and a long one has few
+#: pauses, of which none is much longer. This is the time within which a block becomes visible under load.
+_OWED_SECONDS_MAX = 0.05
 #: Servers of a Cluster come and go. Beyond this number, idle ones are forgotten.
 _SERVERS_MAX = 256
 
@@ -154,6 +157,8 @@ class _ServerQueue:
         self._clock = clock
         self._under_way = 0
         self._not_before = 0.0
+        self._paid_at = 0.0
+        """When no pause is owed any more. Time in which no call was sent counts as a pause."""
         self._timer: asyncio.TimerHandle | None = None
         self._factor = 1.0
         self._average: float | None = None
@@ -224,8 +229,10 @@ class _ServerQueue:
             self._learn(seconds / cost)
         share = self.share * self._factor
         if cost > share:
-            pause = min(_PAUSE_SECONDS_MAX, seconds * (cost / share - 1))
-            self._not_before = self._clock() + pause
+            pause, now = min(_PAUSE_SECONDS_MAX, seconds * (cost / share - 1)), self._clock()
+            self._paid_at = max(now, self._paid_at + seconds) + pause
+            if self._paid_at > now + _OWED_SECONDS_MAX:
+                self._not_before = self._paid_at
         self._let_through()
 
     def _learn(self, seconds: float) -> None:
