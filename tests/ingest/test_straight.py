@@ -29,6 +29,7 @@ from waymark.simulator.encode import AllBlocksCleared, BlockRemoved, BlockStored
 from waymark.store import keys
 from waymark.store.alike_calls import SentCall, SentCalls
 from waymark.store.hashes import KEPT
+from waymark.store.pacing import Pacer
 from waymark.store.redis.cluster import Cluster as ClusterClient
 from waymark.store.redis.read_connection import Replies
 
@@ -309,6 +310,26 @@ async def test_frames_that_wait_go_straight_together(bench: Bench, ways: Ways, m
     await agree(bench, *pods)
     assert ways.together > 1
     await pods[0].counted(batches=2 + sum(counts) + len(counts))
+
+
+@EVERYWHERE
+async def test_while_calls_wait_the_frames_of_a_stream_wait_for_its_turn(bench: Bench, ways: Ways) -> None:
+    """They go the ordinary way, and then straight again."""
+    await working(bench)
+    pod = await steady(bench)
+    before = len(ways.ordinary)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pacer, "is_crowded", lambda *_: True)
+        for each in range(200):
+            pod.publisher.publish([stored(1000 + each, parent=2)], ts=pod.clock())
+        await pod.at_watermark(pod.last_seq)
+        # The first may go straight, as they did before.
+        assert len(ways.ordinary) > before + 100
+    straight = len(ways.straight)
+    for each in range(10, 14):
+        await publish(pod, stored(each, parent=2))
+    assert len(ways.straight) > straight
+    await pod.counted(batches=206)
 
 
 async def test_a_frame_beyond_the_highest_seq_is_not_applied(bench: Bench, ways: Ways) -> None:

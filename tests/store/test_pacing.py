@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import wait_until
 from tests.patience import within
+from waymark.store import pacing
 from waymark.store.pacing import _CALL_COST, EndCall, Pacer
 
 FULL = 512
@@ -257,3 +258,121 @@ async def test_cancellations_and_errors_leave_no_room_behind(seed: int) -> None:
         assert len(calls.under_way) == 2
         for number in range(3):
             calls.end(number)
+
+
+# ---- turns -----------------------------------------------------------------------------------------
+
+
+class Streams:
+    """Streams that make a call each, at their turn."""
+
+    def __init__(self, pacer: Pacer) -> None:
+        self.calls = Calls(pacer)
+        self.begun: list[int] = []
+        self.ticks = 0
+
+    async def _tick(self) -> None:
+        self.ticks += 1
+
+    async def make(self, number: int, *, calls: bool = True, instead: asyncio.Event | None = None) -> None:
+        async with self.calls.pacer.turn(None, self._tick):
+            self.begun.append(number)
+            if instead is not None:
+                await instead.wait()
+            if calls:
+                await self.calls.call(number)
+
+
+async def test_while_calls_wait_a_stream_does_not_make_another_one() -> None:
+    streams = Streams(Pacer(FULL + _CALL_COST))
+    pacer, calls = streams.calls.pacer, streams.calls
+    async with within(20), asyncio.TaskGroup() as tasks:
+        for number in range(6):
+            tasks.create_task(streams.make(number))
+        await settled()
+        assert (streams.begun, calls.under_way, pacer.waiting) == ([0, 1, 2], [0], 5)
+        for number in range(6):
+            calls.end(number)
+            await settled()
+            assert streams.begun == list(range(min(6, number + 4))), "one more for each call that waits no longer"
+    assert calls.ended == list(range(6))
+    assert pacer.waiting == 0
+    assert not pacer.is_crowded(None)
+
+
+async def test_a_turn_without_a_call_is_given_to_the_next_stream() -> None:
+    streams = Streams(Pacer(FULL + _CALL_COST))
+    async with within(20), asyncio.TaskGroup() as tasks:
+        for number in range(9):
+            tasks.create_task(streams.make(number, calls=number in (0, 1, 2, 8)))
+        await settled()
+        assert streams.begun == [0, 1, 2]
+        for number in (0, 1, 2):
+            streams.calls.end(number)
+        await settled()
+        assert streams.begun == list(range(9))
+        streams.calls.end(8)
+
+
+async def test_a_stream_passes_its_turn_on_before_something_long() -> None:
+    streams, long = Streams(Pacer(FULL + _CALL_COST)), asyncio.Event()
+    async with within(20), asyncio.TaskGroup() as tasks:
+        for number in range(8):
+            tasks.create_task(streams.make(number, instead=long if number > 2 else None))
+        await settled()
+        streams.calls.pacer.pass_turn(None)
+        await settled()
+        assert streams.begun == [0, 1, 2], "the next call does so"
+        for number in range(3):
+            streams.calls.end(number)
+        await settled()
+        assert streams.begun == list(range(7))
+        streams.calls.pacer.pass_turn(None)
+        await settled()
+        assert streams.begun == list(range(8))
+        long.set()
+        for number in range(8):
+            streams.calls.end(number)
+
+
+async def test_a_long_turn_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacing, "_WAITING_SECONDS", 0.01)
+    streams, long = Streams(Pacer(FULL + _CALL_COST)), asyncio.Event()
+    async with within(20), asyncio.TaskGroup() as tasks:
+        for number in range(8):
+            tasks.create_task(streams.make(number, instead=long if number > 2 else None))
+        await settled()
+        assert len(streams.begun) == 3
+        for number in range(3):
+            streams.calls.end(number)
+        await wait_until(lambda: len(streams.begun) == 8, "all have their turn")
+        assert streams.ticks > 0
+        long.set()
+        for number in range(8):
+            streams.calls.end(number)
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_cancelled_streams_leave_their_turns_to_others(seed: int) -> None:
+    chosen, streams = random.Random(seed), Streams(Pacer(FULL + _CALL_COST))
+    for number in range(60):
+        streams.calls.end(number)
+    tasks = [asyncio.create_task(streams.make(number, calls=chosen.random() < 0.7)) for number in range(60)]
+    async with within(20):
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            if chosen.random() < 0.5:
+                chosen.choice(tasks).cancel()
+    assert streams.calls.pacer.waiting == 0
+    await streams.make(0)
+
+
+async def test_without_a_bound_it_is_always_everybodys_turn() -> None:
+    streams = Streams(Pacer())
+    async with within(20), asyncio.TaskGroup() as tasks:
+        for number in range(6):
+            tasks.create_task(streams.make(number))
+        await settled()
+        assert len(streams.calls.under_way) == 6
+        for number in range(6):
+            streams.calls.end(number)

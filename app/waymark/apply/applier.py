@@ -22,6 +22,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -130,6 +131,14 @@ class Applier:
     def server(self) -> object:
         """An object that identifies the server of its group, as far as it is known."""
         return self._store.server_of(self.grant.group_id)
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """Wait until it is this stream's turn to apply frames; see ``Pacer.turn``."""
+        return self._store.pacer.turn(self.server, self.check_lease)
+
+    def pass_turn(self) -> None:
+        """Let another stream have its turn; see ``Pacer.pass_turn``."""
+        self._store.pacer.pass_turn(self.server)
 
     async def spots_of(self, batch: Batch) -> dict[int, Spot]:
         """Return the blocks that hashes of the batch stand for, as this life or its group's engines reported them."""

@@ -93,9 +93,8 @@ class StraightWay:
             if reading is not None and life.is_proven and not (life.is_open or life.is_lost):
                 pattern = self._pattern_with(last)
                 self._frames, self._ranks = applier.alike(pattern, reading), applier.resolver.registered_ranks
-        if self._frames is not None:
-            is_same = applier.resolver.registered_ranks == self._ranks
-            self._is_open = is_same and self._frames.may_send
+        if self._may_send:
+            self._is_open = applier.resolver.registered_ranks == self._ranks
 
     def _is_due(self) -> bool:
         """Return whether to look for a straight way now. Looking is wasted while each frame says something else."""
@@ -139,12 +138,18 @@ class StraightWay:
         """Take the buffered frames, if they may go straight. Return whether the task may go on waiting."""
         if not self._is_open or self._run is not None:
             return self._calls is not None  # their replies come first
+        if self._subscriber.buffered_frames > 1 and not self._may_send:
+            return False
         try:
             payloads = self._payloads()
             return bool(payloads) and self._go(tuple(payloads))
         except Exception as error:  # the task raises it, because the tables may be half changed
             self._error, self._is_open = error, False
             return False
+
+    @property
+    def _may_send(self) -> bool:
+        return self._frames is not None and self._frames.may_send
 
     def _payloads(self) -> Sequence[bytes]:
         """Return the payloads of the first buffered frames that continue the order."""

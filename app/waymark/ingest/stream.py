@@ -123,8 +123,10 @@ class Stream:
                     self._news, self._heard = max(self._news, heard), max(self._heard, heard)
                     if self._replaying.is_due or self._is_beginning_due:
                         await self._run_replay()
-                    if self._received.take(self._options.fold_batches):
-                        await self._live()
+                    if self._subscriber.buffered_frames:
+                        async with self._life.applier.turn():
+                            self._received.take(self._options.fold_batches)
+                            await self._live()
                     elif self._subscriber.is_connected and self._subscriber.connection != self._received.connection:
                         await self._connected(self._subscriber.connection)
                     elif self._is_probe_due():
@@ -417,6 +419,7 @@ class Stream:
             return
         if self._pauses.is_silent:
             return
+        life.applier.pass_turn()
         old_watermark, life_begun = life.order.watermark, life.begun
         try:
             outcome = await self._replaying.run(endpoint, needed_by=needed_by)

@@ -4,6 +4,8 @@ All ingest workers together send a bounded number of blocks at once to each serv
 Further calls wait in the worker, in order of arrival, where they cannot delay a query. A worker whose share is smaller
 than one call owes a pause for each call, and takes several pauses together: its caches are cold after each. The share
 shrinks while calls take much longer than the fastest recent ones, because Redis is busy then.
+
+While calls wait, a stream does not make another one yet: it waits for its turn, and then has more frames for its call.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TypeAlias
 
 from waymark.base.record import record
@@ -23,6 +25,8 @@ from waymark.base.record import record
 BLOCKS_MAX = 896
 #: The fixed cost of a call, in blocks.
 _CALL_COST = 32
+#: So many calls may wait before further streams wait for their turn: one to be sent next, and one behind it.
+_CALLS_READY = 2
 #: The seconds between two calls of ``while_waiting``.
 _WAITING_SECONDS = 0.5
 #: Redis counts as busy if calls take this many times as long as the fastest recent calls.
@@ -67,8 +71,32 @@ class Pacer:
 
     @property
     def waiting(self) -> int:
-        """The number of waiting calls."""
-        return sum(len(queue.waiting) for queue in self._queues.values())
+        """The number of waiting calls, and of streams that wait for their turn to make one."""
+        return sum(len(queue.waiting) + len(queue.turns) for queue in self._queues.values())
+
+    def is_crowded(self, server: object) -> bool:
+        """Return whether a stream would have to wait for its turn now."""
+        return self._blocks_max > 0 and self._queue(server).is_crowded
+
+    @asynccontextmanager
+    async def turn(self, server: object, while_waiting: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """Wait until few calls to ``server`` wait; the body of the ``async with`` may make another one.
+
+        ``while_waiting`` is called every half second of the wait.
+        """
+        if not self._blocks_max:
+            yield
+            return
+        queue = self._queue(server)
+        await queue.take_turn(while_waiting)
+        try:
+            yield
+        finally:
+            queue.pass_turn()
+
+    def pass_turn(self, server: object) -> None:
+        """Let another stream have its turn, because one that has its own goes on with something that takes long."""
+        self._queue(server).pass_turn()
 
     def admit(
         self, server: object, blocks: int, while_waiting: Callable[[], Awaitable[None]] | None = None
@@ -154,6 +182,8 @@ class _ServerQueue:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.share = 0.0
         self.waiting: deque[_WaitingCall] = deque()
+        self.turns: deque[_WaitingCall] = deque()
+        """The streams that wait for their turn, as calls without a cost."""
         self._clock = clock
         self._under_way = 0
         self._not_before = 0.0
@@ -168,7 +198,45 @@ class _ServerQueue:
 
     @property
     def is_idle(self) -> bool:
-        return not self._under_way and not self.waiting
+        return not (self._under_way or self.waiting or self.turns)
+
+    @property
+    def is_crowded(self) -> bool:
+        return bool(self.turns) or len(self.waiting) >= _CALLS_READY
+
+    async def take_turn(self, while_waiting: Callable[[], Awaitable[None]]) -> None:
+        if not self.is_crowded:
+            return
+
+        async def meanwhile() -> None:
+            await while_waiting()
+            self.pass_turn()
+
+        turn = _WaitingCall(0, asyncio.get_running_loop().create_future())
+        self.turns.append(turn)
+        try:
+            await _let_in(turn, meanwhile)
+        except BaseException:
+            if turn.is_let_through:
+                self.pass_turn()
+            else:
+                self.turns.remove(turn)
+            raise
+
+    def pass_turn(self) -> None:
+        """Give the next stream its turn if no call waits. Otherwise the call that is sent next does so.
+
+        This is called at the end of each turn, because no call may have been made in it, and before something that
+        takes long. Anything else may take long, too, so the streams that wait call it now and then.
+        """
+        if not self.waiting:
+            self._call_up()
+
+    def _call_up(self) -> None:
+        if self.turns:
+            turn = self.turns.popleft()
+            turn.is_let_through = True
+            turn.wake()
 
     def enter_at_once(self, cost: int) -> bool:
         """Admit a call if no other waits and there is room. Return whether it is admitted."""
@@ -203,23 +271,12 @@ class _ServerQueue:
     async def enter(self, cost: int, while_waiting: Callable[[], Awaitable[None]] | None) -> None:
         if self.enter_at_once(cost):
             return
-        loop = asyncio.get_running_loop()
-        call = _WaitingCall(cost, loop.create_future())
+        call = _WaitingCall(cost, asyncio.get_running_loop().create_future())
         self.waiting.append(call)
         self._let_through()
-        timer: asyncio.TimerHandle | None = None
         try:
-            while not call.is_let_through:
-                timer = loop.call_later(_WAITING_SECONDS, call.wake)
-                await call.woken
-                timer.cancel()
-                if not call.is_let_through:
-                    call.woken = loop.create_future()
-                    if while_waiting is not None:
-                        await while_waiting()
+            await _let_in(call, while_waiting)
         except BaseException:
-            if timer is not None:
-                timer.cancel()
             self._end_wait(call)
             raise
 
@@ -254,15 +311,15 @@ class _ServerQueue:
     def _let_through(self) -> None:
         while self.waiting:
             call = self.waiting[0]
-            if call.is_over:
-                self.waiting.popleft()
-            elif self._has_room(call.cost):
-                self.waiting.popleft()
+            if not (call.is_over or self._has_room(call.cost)):
+                break
+            self.waiting.popleft()
+            if not call.is_over:
                 self._under_way += call.cost
                 call.is_let_through = True
                 call.wake()
-            else:
-                break
+            if len(self.waiting) < _CALLS_READY:
+                self._call_up()
         if self.waiting and not self._under_way and self._timer is None:
             # Only the pause blocks the queue. A call that was sent calls this method again when it ends.
             pause = max(0.0, self._not_before - self._clock())
@@ -271,3 +328,21 @@ class _ServerQueue:
     def _after_pause(self) -> None:
         self._timer = None
         self._let_through()
+
+
+async def _let_in(call: _WaitingCall, while_waiting: Callable[[], Awaitable[None]] | None) -> None:
+    """Wait until a call is let through."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+    try:
+        while not call.is_let_through:
+            timer = loop.call_later(_WAITING_SECONDS, call.wake)
+            await call.woken
+            timer.cancel()
+            if not call.is_let_through:
+                call.woken = loop.create_future()
+                if while_waiting is not None:
+                    await while_waiting()
+    finally:
+        if timer is not None:
+            timer.cancel()
