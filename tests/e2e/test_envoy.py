@@ -275,9 +275,11 @@ USUAL = (
 
 @pytest.mark.long
 @both_modes
-async def test_usual_requests_pass_through_envoy(fleet: Fleet) -> None:
+async def test_usual_requests_pass_through_envoy_and_an_engine_that_misbehaves_harms_nobody(fleet: Fleet) -> None:
     for check in USUAL:
         await check(fleet)
+    await an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet)
+    await an_engine_says_nothing_in_our_name(fleet)
 
 
 async def test_one_picker_serves_several_pools(fleet: Fleet, tmp_path: Path) -> None:
@@ -372,12 +374,6 @@ async def an_engine_says_nothing_in_our_name(fleet: Fleet) -> None:
     assert answer.headers.get_list("x-decoder-host-port") == [engine.url.removeprefix("http://")]
     assert "x-gateway-destination-endpoint-served" not in answer.headers
     assert len(answer.headers.get_list("x-session-token")) == 1
-
-
-@both_modes
-async def test_an_engine_that_misbehaves_harms_nobody(fleet: Fleet) -> None:
-    await an_engine_that_dies_in_an_answer_ends_it_and_leaves_nothing(fleet)
-    await an_engine_says_nothing_in_our_name(fleet)
 
 
 @pytest.mark.parametrize("response_body", ["FULL_DUPLEX_STREAMED"])
