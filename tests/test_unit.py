@@ -151,18 +151,22 @@ def test_it_leaves_out_directories_and_marked_tests() -> None:
     assert "test_what_is_outside" in done.stdout
 
 
-def test_a_test_process_reports_no_set_up_that_says_nothing() -> None:
+@pytest.mark.parametrize("verbose", [0, 1])
+def test_a_test_process_reports_no_set_up_that_says_nothing(verbose: int) -> None:
     process, sent = object.__new__(WorkerInteractor), list[Any]()
     process.log = lambda *_: None
     process.channel = SimpleNamespace(send=sent.append)
     plugins = SimpleNamespace(get_plugins=lambda: {process, unit})
-    unit.pytest_sessionstart(cast("pytest.Session", SimpleNamespace(config=SimpleNamespace(pluginmanager=plugins))))
+    config = SimpleNamespace(pluginmanager=plugins, option=SimpleNamespace(verbose=verbose))
+    unit.pytest_sessionstart(cast("pytest.Session", SimpleNamespace(config=config)))
     silent = {"when": "setup", "outcome": "passed", "sections": []}
     told = [silent | more for more in ({"when": "call"}, {"outcome": "failed"}, {"sections": [("out", "text")]})]
     for report in (silent, *told, silent | {"when": "teardown"}):
         process.sendevent("testreport", data=report)
     process.sendevent("runtest_protocol_complete", item_index=1)
     assert [fields.get("data") for _, fields in sent] == [*told, None]
+    process.sendevent("logstart", nodeid="a test")
+    assert len(sent) == len(told) + 1 + verbose
 
 
 @pytest.mark.parametrize(

@@ -97,17 +97,18 @@ def seeds(count: int) -> list[Any]:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Let a test process report a set-up or a tear-down only if it says something: to read the reports of 14,000 tests
-    takes the main process 20 s of CPU, and two of three reports are these.
+    """Let a test process report a set-up or a tear-down only if it says something, and the start of a test only with
+    ``-v``, which shows it: to read the reports of 14,000 tests takes the main process 20 s of CPU, and most are these.
     """
+    shows_starts = session.config.option.verbose > 0
     for plugin in session.config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "WorkerInteractor":
-            plugin.sendevent = partial(_send_if_needed, plugin.sendevent)
+            plugin.sendevent = partial(_send_if_needed, plugin.sendevent, shows_starts)
 
 
-def _send_if_needed(send: Callable[..., None], name: str, **fields: Any) -> None:
+def _send_if_needed(send: Callable[..., None], shows_starts: bool, name: str, **fields: Any) -> None:
     report = fields.get("data")
-    if name == "testreport" and is_silent(report):
+    if (name == "logstart" and not shows_starts) or (name == "testreport" and is_silent(report)):
         return
     send(name, **fields)
 
