@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -24,14 +25,15 @@ pytestmark = pytest.mark.outside
 ROOT = Path(__file__).parents[1]
 
 
-#: Questions that our own server answers on its straight way: a prompt, and a key of the answer.
-STRAIGHT: dict[str, tuple[dict[str, list[int]], str]] = {
+#: Questions that our own server answers on its straight way: a prompt or a reservation, and a key of the answer.
+STRAIGHT: dict[str, tuple[dict[str, Any], str]] = {
     "/query": ({"token_ids": [1, 2, 3, 4]}, "default"),
     "/query_by_hash": ({"seq_hashes": [1, 2]}, "default"),
     "/dynamo/query": ({"token_ids": [1, 2, 3, 4]}, "scores"),
     "/dynamo/query_by_hash": ({"block_hashes": [1, 2]}, "scores"),
     "/select": ({"token_ids": [1, 2, 3, 4]}, "target"),
     "/score": ({"token_ids": [1, 2, 3, 4]}, "scores"),
+    "/release": ({"reservation": "1.1.3.3.5f0c2a9e11d04b7c"}, "gone"),
     "/dynamo/select": ({"token_ids": [1, 2, 3, 4]}, "worker_id"),
     "/dynamo/select_and_reserve": ({"token_ids": [1, 2, 3, 4]}, "worker_id"),
 }

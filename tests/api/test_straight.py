@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -417,6 +417,59 @@ async def test_every_decision_has_the_same_answer_on_both_ways(store: Store, mon
     assert straight.said.count("replied") > 0.8 * straight.said.count("begun")
 
 
+RELEASE, GONE = "/release", "1.1.3.3.5f0c2a9e11d04b7c"
+#: Releases in turn, each of new reservations: ``@R`` is the first one, and ``@S`` another one of the same target.
+RELEASES: list[Any] = [
+    {"reservation": "@R"},
+    {"reservation": "@R", "part": "prefill", "ttft_ms": 20},
+    {"reservation": "@R", "part": "renew", "timeout_seconds": 60},
+    {"reservation": "@R", "outcome": "failed"},
+    {"reservation": "@R", "tpot_ms": 2.5, "cached_tokens": 500, "prompt_tokens": 600, "completion_tokens": 20},
+    {"reservations": ["@R", "@S"]},
+    {"reservations": ["@R", GONE, "@S", "@R"]},
+    {"reservations": []},
+    {"reservation": GONE},
+    {"reservation": "@R @S"},
+    {"reservation": "@R", "reservations": ["@S"]},
+    {"reservation": "@R", "part": "renew", "ttft_ms": 20},
+    {"reservations": ["@R"], "ttft_ms": 20},
+    {"reservation": "@R", "part": "prefill", "cached_tokens": 5},
+    {"reservation": "@R", "ttft_ms": -1},
+    {"reservation": "@R", "timeout_seconds": 0},
+    {"reservation": "@R", "part": "none"},
+    {"reservation": "@R", "unknown": [1]},
+    {"reservation": "größer"},
+    {"reservation": 7},
+    {"reservations": ["@R"] * 1001},
+    {},
+    [],
+    7,
+]
+
+
+@pytest.mark.parametrize("as_bytes", [json.dumps, msgpack.packb], ids=["json", "msgpack"])
+async def test_every_release_has_the_same_answer_on_both_ways(
+    ways: tuple[Way, Way], as_bytes: Callable[[Any], Any]
+) -> None:
+    lines = (b"content-type: application/msgpack",) if as_bytes is msgpack.packb else ()
+    seen = set()
+    for asked in RELEASES:
+        answers = []
+        for each in ways:
+            made = request("/select", json.dumps({"model": "m", "token_ids": [9, 9, 9], "only": ["a"]}).encode())
+            names = [re.findall(rb'"reservation":"([^"]+)', await each.ask(made))[0].decode() for _ in "RS"]
+            sent = as_bytes(json.loads(json.dumps(asked).replace("@R", names[0]).replace("@S", names[1])))
+            sent = sent if isinstance(sent, bytes) else sent.encode()
+            answers.append([_ID.sub(b"x-request-id", await each.ask(request(RELEASE, sent, *lines))) for _ in range(2)])
+            for name in names:  # what an error has left
+                await each.ask(request(RELEASE, json.dumps({"reservation": name}).encode()))
+        straight, ordinary = answers
+        assert straight == ordinary, asked
+        seen |= {straight[0][9:12], straight[1][9:12]}
+    assert seen == {b"200", b"400"}
+    assert ways[0].said.count("replied") == ways[0].said.count("begun")
+
+
 DYNAMO_DECISIONS = ("/dynamo/select", "/dynamo/select_and_reserve")
 #: Fields of a decision of the Dynamo API beside its prompt.
 OF_DYNAMO: list[dict[str, Any]] = [
@@ -591,17 +644,25 @@ async def test_the_callers_of_a_tokens_file_are_the_same_on_both_ways(store: Sto
     file = tmp_path / "tokens.json"
     file.write_text(json.dumps([entry | {"sha256": sha256(entry["name"].encode()).hexdigest()} for entry in entries]))
     given = {"api_token": "root", "api_tokens_file": str(file)}
-    prompts = {"/query_by_hash": {"seq_hashes": HASHES}, "/dynamo/query_by_hash": {"block_hashes": LOCAL}}
+    prompts: dict[str, Any] = {
+        "/query_by_hash": {"seq_hashes": HASHES},
+        "/dynamo/query_by_hash": {"block_hashes": LOCAL},
+    }
+    prompts[RELEASE] = {"reservation": GONE}  # of a tenant that nobody may see
+    writes = ("/select", RELEASE)
     async with way(store, is_straight=True, **given) as straight, way(store, is_straight=False, **given) as ordinary:
         for token in ("root", "all", "reads", "own", "other", "nobody", ""):
-            for path in (*PATHS, *DECISIONS):
+            for path in (*PATHS, *DECISIONS, RELEASE):
                 straight.said.clear()
                 lines = [b"authorization: Bearer %b" % token.encode()] if token else []
                 asked = {"model": "m", "model_name": "m", "reserve": False} | prompts.get(path, {"token_ids": TOKENS})
                 status = (await same((straight, ordinary), path, json.dumps(asked).encode(), *lines))[9:12]
-                may_not = {"other": b"403", "reads": b"403" if path == "/select" else b"200"}
+                may_not = {
+                    "other": b"200" if path == RELEASE else b"403",
+                    "reads": b"403" if path in writes else b"200",
+                }
                 assert status == (b"401" if token in ("nobody", "") else may_not.get(token, b"200")), (token, path)
-                is_taken = token not in ("nobody", "") and (token, path) != ("reads", "/select")
+                is_taken = token not in ("nobody", "") and (token != "reads" or path not in writes)
                 assert straight.said == (["begun", "replied"] if is_taken else []), (token, path)
 
 
@@ -641,6 +702,7 @@ USUAL: dict[str, tuple[dict[str, Any], bytes]] = {
     "/query_by_hash": ({"seq_hashes": HASHES}, b'"longest_matched":600'),
     "/select": ({"token_ids": TOKENS}, b'"device_tokens":600'),
     "/score": ({"token_ids": TOKENS}, b'"a"'),
+    RELEASE: ({"reservation": GONE}, b'"gone":1'),
     "/dynamo/query": ({"token_ids": TOKENS}, b'"longest_matched":300'),
     "/dynamo/query_by_hash": ({"block_hashes": LOCAL}, b'"longest_matched":300'),
     "/dynamo/select": ({"token_ids": TOKENS}, b'"longest_matched":300'),
@@ -655,7 +717,7 @@ async def test_every_straight_question_is_compared_and_served_by_other_servers(s
     app = create_app(store, parts.api_options(settings), parts.selection_options(settings), Metrics(), asker=asker)
     await asker.close()
     straight = {path.decode() for path in app.straight}
-    assert straight == {*USUAL, NAMED} == {*PATHS, *DECISIONS, *DYNAMO_DECISIONS} == STRAIGHT.keys()
+    assert straight == {*USUAL, NAMED} == {*PATHS, *DECISIONS, RELEASE, *DYNAMO_DECISIONS} == STRAIGHT.keys()
 
 
 @pytest.mark.parametrize("path", USUAL)

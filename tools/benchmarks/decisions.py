@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -54,14 +54,14 @@ class _Bench:
     redis: RedisServer
     folder: Path
 
-    def cost(self, path: str, body: Callable[[Prompt], bytes], asked: Sequence[Prompt]) -> _Cost:
-        file = write_bodies(self.folder / "bodies", map(body, asked))
+    def cost(self, path: str, bodies: Sequence[bytes]) -> _Cost:
+        file = write_bodies(self.folder / "bodies", bodies)
         generator = Generator(self.replica.port, path, file)
         before = self._counts()
         generator.begin()
         generator.end()
         after = self._counts()
-        replica, redis, reads, scripts = ((b - a) / len(asked) for a, b in zip(before, after, strict=True))
+        replica, redis, reads, scripts = ((b - a) / len(bodies) for a, b in zip(before, after, strict=True))
         return _Cost(replica * 1e3, redis * 1e3, reads, scripts)
 
     def _counts(self) -> tuple[float, float, float, float]:
@@ -87,12 +87,22 @@ def measure(options: Options) -> list[Row]:
         warm = list(islice(left, 40))
         for before, count in pairwise((ENGINES, *TARGETS)):
             register_idle_targets(replica, range(before + 1, count + 1))
-            bench.cost("/query", prompts.by_tokens, warm)
-            bench.cost("/select", prompts.by_tokens, warm)
+            bench.cost("/query", list(map(prompts.by_tokens, warm)))
+            bench.cost("/select", list(map(prompts.by_tokens, warm)))
             rows += _rows(bench, f"{count:,} targets", [_part(left, size) for _ in range(rounds)], is_cold=False)
             rows += _rows(bench, f"{count:,} targets", [_part(fresh, size) for _ in range(rounds)], is_cold=True)
+        rows += _releases(bench, list(islice(fresh, rounds * size)))
         rows.append(_behind(bench, list(islice(fresh, 4 * size)), _BEHIND_SECONDS))
     return rows
+
+
+def _releases(bench: _Bench, asked: Sequence[Prompt]) -> Iterator[Row]:
+    """Yield the cost of a ``/release`` with a time to the first token."""
+    made = [bench.replica.ask("POST", "/select", json.loads(prompts.by_tokens(prompt))) for prompt in asked]
+    bodies = [json.dumps({"reservation": each["reservation"], "ttft_ms": 20}).encode() for each in made]
+    cost = bench.cost("/release", bodies)
+    yield Row("P11", "/release of a whole request: the replica's CPU", cost.replica_ms, "ms")
+    yield Row("P11", "/release of a whole request: Redis' CPU", cost.redis_ms, "ms")
 
 
 def _behind(bench: _Bench, asked: Sequence[Prompt], seconds: float) -> Row:
@@ -103,7 +113,7 @@ def _behind(bench: _Bench, asked: Sequence[Prompt], seconds: float) -> Row:
     before = bench.replica.cpu()
     sleep(seconds)
     idle = bench.replica.cpu() - before
-    bench.cost("/select", prompts.by_tokens, asked)
+    bench.cost("/select", list(map(prompts.by_tokens, asked)))
     before = bench.replica.cpu()
     sleep(seconds)
     what = f"behind a /select of {len(asked)}, prompts that nobody has: the replica's CPU in the next {seconds:g} s"
@@ -178,8 +188,8 @@ def _rows(
 ) -> list[Row]:
     beyond: list[_Cost] = []
     for queried, selected in parts:
-        query = bench.cost("/query", prompts.by_tokens, queried)
-        select = bench.cost("/select", prompts.by_tokens, selected)
+        query = bench.cost("/query", list(map(prompts.by_tokens, queried)))
+        select = bench.cost("/select", list(map(prompts.by_tokens, selected)))
         beyond.append(_Cost(*(a - b for a, b in zip(select, query, strict=True))))
         forget_reservations(bench.redis.client)
     found = _Cost(*map(median, zip(*beyond, strict=True)))

@@ -149,7 +149,7 @@ class _ApiParts:
             _PathRow("POST", "/query", "read", query, QUERY),
             _PathRow("POST", "/query_by_hash", "read", query_by_hash, QUERY_BY_HASH),
             _PathRow("POST", "/select", "write", select, docs.SELECT, decisions.select_without_redis),
-            _PathRow("POST", "/release", "write", decisions.release, docs.RELEASE),
+            _PathRow("POST", "/release", "write", Straight(decisions.release), docs.RELEASE),
             _PathRow("POST", "/score", "read", explained(decisions.score), docs.SCORE),
             _PathRow("POST", "/dynamo/query", "read", Straight(dynamo.query, dynamo.quick_query), docs.DYNAMO_QUERY),
             _PathRow("POST", "/dynamo/query_by_hash", "read", by_hash, docs.DYNAMO_QUERY_BY_HASH),

@@ -170,7 +170,7 @@ class Decisions:
         # The decision follows from the prefix key alone.
         return await finished(self._with_prompt(decision_body, body, selected, is_sticky=True))
 
-    async def release(self, body: Body) -> Answer:
+    def release(self, body: Body) -> Steps[Answer]:
         request = ReleaseRequest.of(body.fields)
         if (request.reservation is None) == (request.reservations is None):
             raise InvalidBody(
@@ -202,9 +202,9 @@ class Decisions:
         part = {"prefill": ReservationPart.PREFILL, "renew": ReservationPart.RENEW}.get(
             request.part
         ) or ReservationPart(request.outcome)
-        own = parsed if body.caller.tenants is None else await self._own(parsed, body.caller)
+        own = parsed if body.caller.tenants is None else (yield Waiting(self._own(parsed, body.caller)))
         milliseconds = int(1000 * request.timeout_seconds)
-        released, missing = await self._selector.release(
+        released, missing = yield from self._selector.release_steps(
             own, part, milliseconds=milliseconds, ttft_ms=request.ttft_ms, tpot_ms=request.tpot_ms, usage=usage
         )
         return Answer(ReleaseAnswer(released=released, gone=missing + len(parsed) - len(own)))

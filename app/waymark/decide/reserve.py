@@ -490,7 +490,7 @@ class PrefillProgress:
         finished: dict[str, list[WatchedReservation]] = {}
         by_group: dict[GroupName, list[WatchedReservation]] = {}
         looked_up = 0
-        for watch in [each for each in self._watched.values() if each.next_at <= now]:
+        for watch in [watch for watch in self._watched.values() if watch.next_at <= now]:
             watched = watch.of
             if watched.ends_at <= now:
                 del self._watched[watched.reservation.nonce]

@@ -38,7 +38,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.status import Decision
 from waymark.domain.table import PublisherRow
 from waymark.store.reservations import Offer, Reservation, ReservationPart, ReservationTerms
-from waymark.store.steps import RedisLimit, Steps, Waiting, Within, finished
+from waymark.store.steps import RedisLimit, Steps, Waiting, Within, finished, in_task
 from waymark.store.store import Store
 
 T = TypeVar("T")
@@ -107,15 +107,10 @@ class Selector:
 
     # ---- without a reservation ---------------------------------------------------------------------
 
-    async def score(self, question: Question) -> RankedTargets | None:
-        """Return all candidates, best first, or None if the group has no registration.
-
-        Raise StoreUnavailable if Redis is unavailable.
-        """
-        return await finished(self.scoring(question))
-
     def scoring(self, question: Question) -> Steps[RankedTargets | None]:
-        """Return the steps of ``score``."""
+        """Return the steps that find all candidates, best first, or None if the group has no registration. They raise
+        StoreUnavailable if Redis is unavailable.
+        """
         began = perf_counter()
         read = yield from self._matches.reading(question)
         if read is None:
@@ -134,6 +129,8 @@ class Selector:
             frozenset() if question.given is None else snapshot.fleet.names & question.given.keys(),
             found.is_degraded,
         )
+
+    score = in_task(scoring)
 
     # ---- with one ----------------------------------------------------------------------------------
 
@@ -343,7 +340,7 @@ class Selector:
                 raise result
         return tuple(result for result in results if isinstance(result, Reservation))
 
-    async def release(
+    def release_steps(
         self,
         reservations: Sequence[Reservation],
         part: ReservationPart,
@@ -352,8 +349,9 @@ class Selector:
         ttft_ms: float | None = None,
         tpot_ms: float | None = None,
         usage: Usage = NO_USAGE,
-    ) -> tuple[int, int]:
-        """End reservations, or a part of them. Return how many existed, and how many did not.
+    ) -> Steps[tuple[int, int]]:
+        """Return the steps that end reservations, or a part of them. Their result is how many existed, and how many did
+        not.
 
         ``ttft_ms`` and ``tpot_ms`` are the times of the answer, and ``usage`` is what the engine says of the request.
         """
@@ -362,7 +360,7 @@ class Selector:
         if not others:
             return own, 0
         self._progress.told(others, part, milliseconds)
-        released, gone = await self._store.reservations.release(
+        released, gone = yield from self._store.reservations.release_steps(
             others,
             part,
             milliseconds=milliseconds,
@@ -376,6 +374,8 @@ class Selector:
         if released:
             self._shadows.ended(others, ttft_ms, usage)
         return own + released, gone
+
+    release = in_task(release_steps)
 
 
 def _none_allowed(fleet: Fleet, question: Question) -> str:

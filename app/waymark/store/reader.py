@@ -36,7 +36,7 @@ from waymark.store.parsing import RecordParser
 from waymark.store.places import holders_of
 from waymark.store.quick import FirstPortions, QuickReads, Start
 from waymark.store.redis.client import RedisClient
-from waymark.store.steps import Steps, Waiting, finished
+from waymark.store.steps import Steps, Waiting, finished, in_task
 
 #: The rows in a later portion: a match beyond the first portion is mostly much longer.
 _PORTION = 64
@@ -106,15 +106,6 @@ class Reader:
             self._fetcher, incarnation, hot, self._groups, self._tables, self._portions, self.silent
         )
 
-    async def read(
-        self, group: GroupName, block_size: int, source: KeySource, *, deadline_seconds: float
-    ) -> Reading | None:
-        """Walk the chain to the last block with a holder. Return None if the group never had a registration.
-
-        Raise StoreUnavailable if Redis is unavailable, or sends no reply within the deadline.
-        """
-        return await finished(self.reading(group, block_size, source, deadline_seconds=deadline_seconds))
-
     def reading(
         self,
         group: GroupName,
@@ -124,7 +115,11 @@ class Reader:
         deadline_seconds: float,
         start: Start | None = None,
     ) -> Steps[Reading | None]:
-        """Return the steps of ``read``. ``start`` is the beginning, from a quick read."""
+        """Return the steps that walk the chain to the last block with a holder. Their result is None if the group never
+        had a registration. ``start`` is the beginning, from a quick read.
+
+        They raise StoreUnavailable if Redis is unavailable, or sends no reply within the deadline.
+        """
         query = _Query(block_size, Chain(source, self._hot))
         deadline = asyncio.get_running_loop().time() + deadline_seconds if start is None else start.deadline
         try:
@@ -158,6 +153,8 @@ class Reader:
             if partial is None:
                 raise self.silent(deadline_seconds) from None
             return partial
+
+    read = in_task(reading)
 
     def silent(self, seconds: float | None) -> StoreUnavailable:
         """Return the error of a query that Redis has not answered within its deadline."""
@@ -215,14 +212,14 @@ class Reader:
                 raise self.silent(_LAST_SECONDS) from None
             indexes = [i for i, row in enumerate(rows) if row is not None and may_have(row, pieces[i][-KEY_BYTES:])]
         result = [set[int]() for _ in pieces]
-        found = await holders_of(self._client, entry, [pieces[i] for i in indexes], has_singles=has_singles)
-        for i, ids in zip(indexes, found, strict=True):
+        holders = await holders_of(self._client, entry, [pieces[i] for i in indexes], has_singles=has_singles)
+        for i, ids in zip(indexes, holders, strict=True):
             result[i] = ids[-1]
         return result
 
     def _rows(self, entry: GroupEntry, heads: bytes) -> Steps[Sequence[bytes | None]]:
-        until = asyncio.get_running_loop().time() + _LAST_SECONDS
-        fetched = yield self._fetcher.fetch(entry, WantedValues(heads, []), with_version=False, until=until)
+        deadline = asyncio.get_running_loop().time() + _LAST_SECONDS
+        fetched = yield self._fetcher.fetch(entry, WantedValues(heads, []), with_version=False, until=deadline)
         values: Sequence[bytes | None] = fetched.values
         return values
 

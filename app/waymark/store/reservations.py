@@ -25,7 +25,7 @@ from waymark.domain.books import NO_USAGE, PROMISE, Usage
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient, Reply
 from waymark.store.scripts import PackedReserve, PlainReserve, ScriptCall, Scripts, Verdict
-from waymark.store.steps import StartTask, Steps, finished
+from waymark.store.steps import StartTask, Steps, Waiting, finished, in_task
 
 #: How many of the best candidates Redis ranks again. The caller ranks all candidates before.
 CANDIDATES_MAX = 8
@@ -356,16 +356,12 @@ class Reservations:
         self._plain: dict[tuple[Any, ...], PlainReserve] = {}
         """Calls without candidates, by the arguments that further calls have in common with them."""
 
-    async def reserve(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Reserved:
-        """Send a prompt to the best of at most ``CANDIDATES_MAX`` targets, in one round trip.
+    def reserving(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Steps[Reserved]:
+        """Return the steps that send a prompt to the best of at most ``CANDIDATES_MAX`` targets, in one round trip.
 
         If no reply comes, no caller knows the reservation, so a background task ends it as soon as Redis answers. A
         reservation with a ``request_id`` is kept: the next attempt gets it, or it expires.
         """
-        return await finished(self.reserving(group_id, offers, terms))
-
-    def reserving(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> Steps[Reserved]:
-        """Return the steps of ``reserve``."""
         call = self.call(group_id, offers, terms)
         try:
             reply = yield call.step
@@ -376,6 +372,8 @@ class Reservations:
             call.lost()
             raise
         return call.reserved(reply)
+
+    reserve = in_task(reserving)
 
     def call(self, group_id: int, offers: Sequence[Offer], terms: ReservationTerms) -> ReserveCall:
         """Return the call of ``reserve``, for a caller that takes its steps itself."""
@@ -468,7 +466,7 @@ class Reservations:
             except StoreUnavailable:
                 await asyncio.sleep(_TAKE_BACK_SECONDS)
 
-    async def release(
+    def release_steps(
         self,
         reservations: Sequence[Reservation],
         part: ReservationPart,
@@ -480,8 +478,9 @@ class Reservations:
         drift_max: float = 1.0,
         saw: SawLoad | None = None,
         booked: Booked | None = None,
-    ) -> tuple[int, int]:
-        """End reservations, or a part of each. Return how many existed, and how many did not.
+    ) -> Steps[tuple[int, int]]:
+        """Return the steps that end reservations, or a part of each. Their result is how many existed, and how many
+        did not.
 
         ``ttft_ms`` is the time to the first token. It counts for the first target that computed a prompt. ``tpot_ms``
         is the time of each further token. It counts for the target of the first reservation, which answered. ``usage``
@@ -498,9 +497,9 @@ class Reservations:
         # Several requests share one usage, and the share of each is unknown.
         promise = promised[0] if len(promised) == 1 else None
 
-        async def one(reservation: Reservation) -> bool:
+        def one(reservation: Reservation) -> Steps[bool]:
             cached, prompt, completion = usage if reservation is promise else NO_USAGE
-            outcome = await self._scripts.release(
+            outcome = yield from self._scripts.release(
                 load=keys.load(reservation.group_id),
                 changes=keys.load_changes(reservation.group_id),
                 reservations=keys.reservations(reservation.group_id),
@@ -520,7 +519,7 @@ class Reservations:
                 completion="" if completion is None else completion,
                 drift_max=drift_max,
                 tpot=repr(tpot_ms) if tpot_ms is not None and reservation is reservations[0] else "",
-            )
+            ).outcome()
             drift = -1
             if outcome.numbers:
                 tokens, requests, in_context, drift = outcome.numbers
@@ -531,12 +530,20 @@ class Reservations:
                 booked(reservation, None if drift < 0 else drift / 1000)
             return outcome.is_applied
 
-        released = 0
-        for start in range(0, len(reservations), _RELEASES_AT_ONCE):
-            released += sum(
-                await asyncio.gather(*(one(entry) for entry in reservations[start : start + _RELEASES_AT_ONCE]))
-            )
+        async def release_all() -> int:
+            released = 0
+            for start in range(0, len(reservations), _RELEASES_AT_ONCE):
+                chunk = reservations[start : start + _RELEASES_AT_ONCE]
+                released += sum(await asyncio.gather(*(finished(one(entry)) for entry in chunk)))
+            return released
+
+        if len(reservations) == 1:
+            released: int = yield from one(reservations[0])
+        else:
+            released = yield Waiting(release_all())
         return released, len(reservations) - released
+
+    release = in_task(release_steps)
 
     async def under_way(self, groups: Sequence[int]) -> list[int]:
         """Return the groups with reservations, in one round trip.

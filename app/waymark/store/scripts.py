@@ -18,7 +18,7 @@ from waymark.base.metrics import Metrics
 from waymark.store.parsing import lenient_text
 from waymark.store.redis.client import SCRIPTS, RedisClient, Reply
 from waymark.store.redis.read_connection import Replies, ReplyReceiver
-from waymark.store.steps import Waiting
+from waymark.store.steps import Steps, Waiting
 
 _ONE_REPLY = Replies(1)
 
@@ -61,6 +61,11 @@ class Outcome(NamedTuple):
     numbers: tuple[int, ...]
     """The numbers in the reply, which the header of the script describes."""
 
+    @classmethod
+    def of(cls, reply: Reply) -> Outcome:
+        verdict, *numbers = reply
+        return cls(_VERDICTS.get(verdict) or Verdict(verdict.decode()), tuple(numbers))
+
     @property
     def is_applied(self) -> bool:
         return self.verdict is Verdict.APPLIED
@@ -88,6 +93,14 @@ class ScriptCall:
             self._run()
             return
         connection.send(self._pack(), _ONE_REPLY, self, connection.silent_at())
+
+    def outcome(self) -> Steps[Outcome]:
+        """Return the steps of the call."""
+        try:
+            return Outcome.of((yield self))
+        except GeneratorExit:
+            self.lost()
+            raise
 
     def set_result(self, replies: Reply) -> None:
         reply = replies[0] if self._again is None else replies
@@ -191,8 +204,7 @@ class Scripts:
         self._metrics = metrics or Metrics()
 
     async def _run(self, name: str, values: Mapping[str, Any]) -> Outcome:
-        verdict, *numbers = await self._call(name, values)
-        return Outcome(_VERDICTS.get(verdict) or Verdict(verdict.decode()), tuple(numbers))
+        return Outcome.of(await self._call(name, values))
 
     async def _call(self, name: str, values: Mapping[str, Any]) -> Reply:
         """Return a script's raw reply, timed and counted. A call without a reply has the verdict ``none``.
@@ -490,7 +502,7 @@ class Scripts:
         """
         return ScriptCall(self, "reserve", *SCRIPTS["reserve"].words(locals()))
 
-    async def release(
+    def release(
         self,
         *,
         load: str,
@@ -512,8 +524,9 @@ class Scripts:
         completion: Arg,
         drift_max: float,
         tpot: Arg,
-    ) -> Outcome:
-        return await self._run("release", locals())
+    ) -> ScriptCall:
+        """Return a call, without beginning it."""
+        return ScriptCall(self, "release", *SCRIPTS["release"].words(locals()))
 
     async def end_overdue(self, *, load: str, changes: str, reservations: str, most: int) -> Outcome:
         return await self._run("end_overdue", locals())

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from functools import wraps
+from typing import Any, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from waymark.base.errors import StoreUnavailable
 from waymark.store.redis.read_connection import ReplyReceiver
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 StepsReceiver = ReplyReceiver
@@ -221,6 +223,16 @@ async def finished(steps: Steps[T], unwanted: Callable[[T], None] | None = None)
         raise
     finally:
         del future, at_work  # they refer to the error, and through it to this frame and all values of the caller
+
+
+def in_task(steps_of: Callable[P, Steps[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Return the coroutine function for callers in a task that does what the steps of ``steps_of`` do."""
+
+    @wraps(steps_of)
+    async def run_in_task(*args: P.args, **options: P.kwargs) -> T:
+        return await finished(steps_of(*args, **options))
+
+    return run_in_task
 
 
 class StepsRun(Generic[T]):
