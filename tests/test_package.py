@@ -60,6 +60,14 @@ class Build(NamedTuple):
     before: list[str]
 
 
+def compiler_that(directory: Path, command: str) -> Path:
+    """A compiler that makes its target by a command of the shell."""
+    compiler = directory / "compiler"
+    compiler.write_text(f"#!/bin/sh\nfor target; do :; done\n{command}\n")
+    compiler.chmod(0o755)
+    return compiler
+
+
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """The build of the checkout: the one of ``make wheel``, or our own."""
@@ -67,7 +75,10 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     if directory := os.environ.get(DIST):
         return Build(Path(directory), None, before)
     made = tmp_path_factory.mktemp("built")
-    done = run(sys.executable, "-m", "hatchling", "build", "-d", made)
+    # The module of the checkout is of the same sources, and was compiled by the same hook when it was installed.
+    here = ROOT / "app" / MODULE
+    link = str(compiler_that(tmp_path_factory.mktemp("compiler"), f'cp {here} "$target"')) if here.exists() else ""
+    done = run(sys.executable, "-m", "hatchling", "build", "-d", made, LDSHARED=link or os.environ.get("LDSHARED", ""))
     return Build(made, done.stdout + done.stderr, before)
 
 
@@ -229,9 +240,7 @@ def test_a_wheel_of_the_sdist_is_the_wheel_of_the_checkout(built: Path, tmp_path
     names = sorted(zipfile.ZipFile(wheel).namelist())
     assert sources_of(root) == sources_of(ROOT)
     # The same C is not compiled once more: here the compiler writes an empty module.
-    compiler = tmp_path / "compiler"
-    compiler.write_text('#!/bin/sh\nfor target; do :; done\n: >"$target"\n')
-    compiler.chmod(0o755)
+    compiler = compiler_that(tmp_path, ': >"$target"')
     is_native = any(name.startswith("waymark/_native") for name in names)
     link = str(compiler) if is_native else os.environ.get("LDSHARED", "")
     run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path / "again", cwd=root, LDSHARED=link)
