@@ -1,14 +1,11 @@
-"""The README shows what the demo prints, and every file that a page names exists."""
+"""The figures of the README are those of the pages, and every file that a page names exists."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 import pytest
-
-from tests import forked
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -24,15 +21,6 @@ PAGES = [
 
 def test_the_readme_has_at_most_150_lines() -> None:
     assert len(README.splitlines()) <= 150
-
-
-@pytest.mark.outside
-async def test_the_readme_shows_what_the_demo_prints() -> None:
-    shown = re.search(r"prints the table below\. .*?\n\n```\n(.*?)```", README, re.MULTILINE | re.DOTALL)
-    assert shown is not None
-    code, printed, said = await forked.run(["demo"], dict(os.environ), ROOT)
-    assert code == 0, said
-    assert printed.strip().splitlines() == shown[1].strip().splitlines()
 
 
 def test_the_first_screen_says_what_it_is_worth_with_the_figures_of_the_pages_that_measured_it() -> None:

@@ -35,10 +35,14 @@ pytestmark = pytest.mark.outside
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_demo_ends_well_and_shows_what_each_engine_has() -> None:
+def test_the_demo_ends_well_and_shows_what_each_engine_has_as_the_readme_does() -> None:
     command = [sys.executable, "-m", "waymark", "demo"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=patient(60))
     assert done.returncode == cli.EXIT_OK, done.stderr
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = re.search(r"prints the table below\. .*?\n\n```\n(.*?)```", readme, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    assert done.stdout.strip().splitlines() == table[1].strip().splitlines()
     rows = [line.split("  ") for line in done.stdout.splitlines() if re.search(r"engine-\d", line)]
     shown = [tuple(cell.strip() for cell in row if cell.strip())[:6] for row in rows]
     assert len(shown) == 12
