@@ -38,6 +38,14 @@ HEADER = re.compile(
     ),
     re.IGNORECASE,
 )
+#: Each header has one of them. To try the pattern at each character of the repository takes three seconds.
+PARTS = ("copyri", "spdx-", "licen", "under the ter", "permission is", "redistribution and", "all rights", "@auth")
+
+
+def header_in(text: str) -> re.Match[str] | None:
+    """Return the first header of a foreign licence in a text."""
+    lower = text.lower()
+    return HEADER.search(text) if any(part in lower for part in PARTS) else None
 
 
 def files() -> list[Path]:
@@ -57,7 +65,7 @@ def test_no_file_has_the_header_of_a_foreign_licence() -> None:
     found = []
     for path in files():
         name = str(path.relative_to(ROOT))
-        if name not in OWN and (header := HEADER.search(path.read_text(encoding="utf-8", errors="replace"))):
+        if name not in OWN and (header := header_in(path.read_text(encoding="utf-8", errors="replace"))):
             found.append(f"{name}: {header[0]!r}")
     assert found == [], "write it anew, or depend on the package that has it"
 
@@ -80,7 +88,11 @@ def test_no_file_is_a_licence_but_our_own() -> None:
         " * BSD 2"
         + "-Clause License (https://opensource.org)\n * Redistribution and u"
         + "se in source and binary forms",
+        "distributed under the ter" + "ms of something",
+        "All rights re" + "served.",
+        "GNU General Pub" + "lic Licen" + "se",
+        " * @auth" + "or Somebody",
     ],
 )
 def test_a_foreign_header_would_be_found(header: str) -> None:
-    assert HEADER.search(header)
+    assert header_in(header)
