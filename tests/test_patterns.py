@@ -17,8 +17,8 @@ from waymark.tokenization.segments import Splitter
 APP = Path(__file__).parents[1] / "app" / "waymark"
 #: Their patterns read the words and files of the person who starts the process.
 OPERATORS = ("cli", "console", "remote", "cli/demonstration.py", "base/settings.py", "simulator")
-#: A pattern that tries again at each character needs some seconds of CPU for so many, others less than a millisecond.
-LENGTH, SECONDS = 2**15, 0.1
+#: A pattern that tries again at each character needs a second of CPU for so many, others less than a millisecond.
+LENGTH, SECONDS = 2**14, 0.1
 _FLAGS: dict[str, int] = {"ASCII": re.ASCII, "DOTALL": re.DOTALL, "MULTILINE": re.MULTILINE}
 
 
