@@ -11,16 +11,18 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgpack
 import pytest
 
+from tests import forked
 from tests.patience import patient
 from tests.ports import unused_port
 from tools.benchmarks import __main__ as benchmarks
@@ -44,6 +46,7 @@ from tools.benchmarks import (
     shared,
     visible,
 )
+from tools.benchmarks import processes as benchmark_processes
 from tools.benchmarks.__main__ import main
 from tools.benchmarks.capacity import (
     HEARTBEAT,
@@ -317,15 +320,24 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(capsys: pytest.Cap
 
 
 @pytest.mark.outside
-def test_two_trees_are_measured_in_turns(tmp_path: Path) -> None:
-    for name in ("now", "before"):
-        scripts = tmp_path / name / ".venv" / "bin"
-        scripts.mkdir(parents=True)
-        (scripts / "waymark").symlink_to(Path(sys.executable).parent / "waymark")
+def test_two_trees_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    real = benchmark_processes.begin
+
+    def begin(command: Sequence[str], environ: Mapping[str, str], output: BinaryIO) -> Any:
+        """Start the process of a tree. The trees of this test have no files."""
+        program, *words = command
+        if not Path(program).is_relative_to(tmp_path):
+            return real(command, environ, output)
+        begun.append(f"{Path(program).relative_to(tmp_path)} {words[0]}")
+        return forked.start(words, environ, output, Path.cwd())
+
+    monkeypatch.setattr(benchmark_processes, "begin", begin)
     sizes = compare.Sizes(1, queries=4, turns=1, frames=32, blocks_max=1024, live_frames=4)
 
     rows = compare.measure([tmp_path / "now", tmp_path / "before"], compare.KINDS, sizes)
 
+    assert begun == [f"{tree}/.venv/bin/waymark {role}" for tree in ("now", "before") for role in ("ingest", "query")]
     assert len(rows) == 2 * len(compare.KINDS) + 3, "a decision has three more, of what it costs beyond a query"
     assert all(row.figure > 0 and row.other and row.other > 0 and row.ratio for row in rows if "beyond" not in row.what)
     assert {row.bar for row in rows if "CPU of the" in row.what or "p50" in row.what} == {compare.BAR}
