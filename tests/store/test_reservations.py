@@ -20,6 +20,7 @@ from tests.store.factories import Stream, claim_of, registration, snapshot, stre
 from tests.store.histories import Fleet, History
 from tests.unit import seeds
 from waymark.base.errors import InvalidValue
+from waymark.base.metrics import Metrics
 from waymark.decide.group_loads import GroupLoads
 from waymark.decide.order import PLACE_HANDICAP, PLACE_WEIGHT
 from waymark.domain.answer_times import AnswerTimes, TimeSums
@@ -284,18 +285,20 @@ async def test_a_list_is_released_at_once(fleet: Fleet) -> None:
 
 
 class _Held(RedisClient):
-    """A Redis whose decisions wait, each as one that is sent again over a connection that is still opened."""
+    """A Redis whose decisions wait, each as one that is sent again over a connection that is still opened; or another
+    script."""
 
-    def __init__(self, redis: Redis) -> None:
+    def __init__(self, redis: Redis, script: str = "reserve") -> None:
         super().__init__(redis, "redis://test")
         self.may_decide = asyncio.Event()
+        self._script = script
         self.asked: list[str] = []
         self.ended: list[str] = []
 
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
         self.asked.append(name)
         try:
-            if name == "reserve":
+            if name == self._script:
                 await self.may_decide.wait()
             return await super().run(name, keys, args)
         finally:
@@ -314,6 +317,20 @@ async def test_a_decision_that_nobody_waits_for_is_not_sent_behind_its_end(fleet
     await wait_until(lambda: "reserve" in client.ended, "it is over")
     assert await fleet.loads() == [Load(), Load(), Load()]
     assert await fleet.redis.zcard(keys.reservations(fleet.group_id)) == 0
+
+
+async def test_a_release_whose_caller_is_gone_is_counted_and_not_repeated(fleet: Fleet) -> None:
+    metrics, client = Metrics(), _Held(fleet.redis, "release")
+    found = await fleet.reserve(9)
+    assert found.reservation is not None
+    ending = asyncio.create_task(
+        Reservations(client, Scripts(client, metrics)).release([found.reservation], ReservationPart.OK)
+    )
+    await wait_until(lambda: client.asked == ["release"], "it is under way")
+    ending.cancel()
+    await wait_until(lambda: client.ended == ["release"], "the call ends, too")
+    assert metrics.script_replies.labels(script="release", verdict="none").value == 1
+    assert await fleet.redis.zcard(keys.reservations(fleet.group_id)) == 1
 
 
 # ---- targets that cannot be reached ----------------------------------------------------------------
