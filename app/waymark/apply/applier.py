@@ -27,8 +27,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from waymark.apply.bounding import Bounding
-from waymark.apply.counts import Counts
+from waymark.apply.counts import Bounding, Counts
 from waymark.apply.pool_hashes import PoolHashes
 from waymark.apply.redis_calls import Fenced, RedisCalls
 from waymark.apply.slices import SliceRunner

@@ -5,8 +5,7 @@ If anything is unusual, the applier's ``finish`` goes on with the same parts, as
 
 from __future__ import annotations
 
-from waymark.apply.bounding import Bounding
-from waymark.apply.counts import Counts
+from waymark.apply.counts import Bounding, Counts
 from waymark.apply.pool_hashes import PoolHashes
 from waymark.domain.alike_frames import AlikeFrames, AlikeRun
 from waymark.domain.events import Batch

@@ -21,7 +21,7 @@ from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.names import PublisherName, Registration
 from waymark.domain.status import StreamStatus
-from waymark.ingest.gauges import ServedPair, WorkerGauges
+from waymark.ingest.counters import ServedPair, WorkerGauges
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.running import Running, StreamRunner
 from waymark.ingest.scraping import Scraper

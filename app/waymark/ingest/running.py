@@ -27,9 +27,8 @@ from waymark.domain.names import PublisherName
 from waymark.domain.resolver import Resolver
 from waymark.domain.status import StreamStatus
 from waymark.engines import Ceilings, decoder
-from waymark.ingest.counters import JOINED_LATE
+from waymark.ingest.counters import JOINED_LATE, ServedStream
 from waymark.ingest.frames import FrameRoom
-from waymark.ingest.gauges import ServedStream
 from waymark.ingest.life import Life
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.prefix_stream import PrefixStream
