@@ -9,7 +9,8 @@ from itertools import groupby, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
-from waymark.base.settings import PREFIX, Settings, default_text, type_text
+from waymark.base.setting_types import default_text, model_of, type_text
+from waymark.base.settings import PREFIX, Settings
 
 
 class Described(NamedTuple):
@@ -28,7 +29,7 @@ def describe() -> list[Described]:
     sentences, groups = _sentences(), _groups()
     return [
         Described(PREFIX + name.upper(), type_text(field), default_text(field), sentences[name], groups[name])
-        for name, field in Settings.model_fields.items()
+        for name, field in model_of(Settings).model_fields.items()
     ]
 
 

@@ -10,7 +10,7 @@ from tests.live import start
 from tests.settings_table import markdown_table
 from tools.benchmarks import capacity as capacity_model
 from tools.conformance import differences
-from waymark.base.settings import FORMER, RENAMED, Settings
+from waymark.base.settings import FORMER, RENAMED, SETTINGS
 from waymark.store.hot import HOLDERS_MIN, MILLISECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -191,6 +191,6 @@ def test_each_row_of_the_ages_of_answers_has_a_test_and_names_what_is_true() -> 
         assert f"def {name}" in (ROOT / "tests" / f"{file}.py").read_text()
     named = set(re.findall(r"`WAYMARK_([A-Z_]+)`", table))
     assert named == {"PUBLISHER_TIMEOUT", "REDIS_READ_URL"}
-    assert named <= {name.upper() for name in Settings.model_fields}
+    assert named <= {name.upper() for name in SETTINGS}
     assert table.count(f"within {MILLISECONDS} ms |") == 2
     assert table.count(f"in rows that {HOLDERS_MIN} or more holders share") == 2

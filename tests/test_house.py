@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from tools import house
 from waymark.apply import applier
 from waymark.apply.options import ApplyOptions
-from waymark.base.settings import Settings
+from waymark.base.settings import SETTINGS, Settings
 from waymark.cli import demonstration as demo
 from waymark.domain.status import StreamStatus
 from waymark.runtime import parts
@@ -61,7 +61,7 @@ def test_options_of_the_pipeline_are_settings() -> None:
         "pool_hashes_max",
         "entry_ttl_seconds",
     }
-    assert set(ApplyOptions.__slots__) - others <= set(Settings.model_fields)
+    assert set(ApplyOptions.__slots__) - others <= set(SETTINGS)
 
 
 def test_the_applier_lists_its_states() -> None:
@@ -98,7 +98,7 @@ def test_a_value_of_a_stranger_is_shown_by_one_function() -> None:
         *("store/calls.py", "store/reservations.py"),  # numbers, as Redis has them
         *("simulator/cache.py", "tokenization/tokenizers.py"),  # what is hashed
         *("discovery/reconciler.py", "ingest/polling.py", "ingest/running.py"),  # defects, in a log or an activity
-        *("base/record.py", "domain/events.py"),  # a __repr__
+        *("base/record.py", "base/settings.py", "domain/events.py"),  # a __repr__
         *("console/drain.py", "inspection/redis_cli.py"),  # commands to run
         "cli/demonstration.py",  # its own prompts
     }

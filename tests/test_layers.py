@@ -88,7 +88,7 @@ NOT_COMPUTING: dict[str, dict[str, str]] = {
 LIBRARIES: dict[str, set[str]] = {
     "aiohttp": {"base.asker", "gateway", "simulator"},
     "argcomplete": {"cli"},
-    "annotated_types": {"base.settings"},
+    "annotated_types": {"base.setting_types"},
     "cryptography": {"epp.server"},
     "envoy": {"epp"},
     "fakeredis": {"store"},
@@ -117,7 +117,7 @@ LIBRARIES: dict[str, set[str]] = {
     "prometheus_client": {"base.exposition", "base.metrics"},
     "bson": {"gateway.mongo"},
     "pymongo": {"gateway.mongo"},
-    "pydantic": {"base.settings", "api", "simulator"},
+    "pydantic": {"base.setting_types", "base.settings", "api", "simulator"},
     "pydantic_core": {"api"},
     "redis": {"store"},
     "rich": {"console"},

@@ -12,7 +12,7 @@ import pytest
 from tests.base.test_metrics import EXPORTED
 from tests.neighbours import NAMES
 from tests.trees import tree_of
-from waymark.base.settings import Settings
+from waymark.base.settings import SETTINGS
 from waymark.cli.parser import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +58,7 @@ def words() -> frozenset[str]:
 def is_here(name: str) -> bool:
     """Whether a name that a page gives stands for something."""
     if name.startswith("WAYMARK_"):
-        return name.removeprefix("WAYMARK_").lower() in Settings.model_fields
+        return name.removeprefix("WAYMARK_").lower() in SETTINGS
     if name.startswith("waymark_"):
         return name in {each.partition("{")[0] for each in EXPORTED}
     if name.startswith("waymark "):

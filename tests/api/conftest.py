@@ -17,7 +17,7 @@ from tests.store.factories import Change, apply_changes
 from tests.tokenization.bounds import be_patient
 from waymark.api.application import create_app
 from waymark.base.metrics import Metrics
-from waymark.base.settings import Settings
+from waymark.base.settings import SETTINGS, Settings
 from waymark.domain.hashing import extend, namespace, token_bytes
 from waymark.domain.names import Adapter, Holder, HolderName
 from waymark.runtime import parts
@@ -55,7 +55,7 @@ async def make_client(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakeClie
     async with AsyncExitStack() as stack:
 
         async def make(store: Store, *, metrics: Metrics | None = None, **settings: Any) -> httpx.AsyncClient:
-            own = {name: settings.pop(name) for name in settings.keys() - Settings.model_fields.keys()}
+            own = {name: settings.pop(name) for name in settings.keys() - set(SETTINGS)}
             given = Settings(**patient_settings() | settings)
             options = replace(parts.selection_options(given), **own)
             asker = parts.asker(given)

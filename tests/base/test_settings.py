@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.settings_table import describe
 from waymark.base.errors import SettingsError
-from waymark.base.settings import FORMER, RENAMED, Settings
+from waymark.base.setting_types import validated
+from waymark.base.settings import _NUMBERS, _TEXTS, _URLS, _WORDS, FORMER, RENAMED, SETTINGS, Settings, _plain
 from waymark.base.shown import hide_password
 
 
@@ -106,7 +109,7 @@ def test_a_former_setting_is_warned_of_and_what_it_names_is_there(caplog: pytest
         if found is None:
             followed = {name.removeprefix("WAYMARK_").lower() for name in re.findall(r"WAYMARK_\w+", constant)}
             assert followed, variable
-            assert followed <= set(Settings.model_fields), variable
+            assert followed <= set(SETTINGS), variable
             continue
         value, name, module = found.groups()
         number, _, unit = value.partition(" ")
@@ -165,7 +168,7 @@ def test_a_renamed_setting_has_its_value_under_the_new_name(
 
 
 def test_what_a_renamed_setting_is_called_now_is_a_setting() -> None:
-    settings = {f"WAYMARK_{name.upper()}" for name in Settings.model_fields}
+    settings = {f"WAYMARK_{name.upper()}" for name in SETTINGS}
     assert {new for new, _ in RENAMED.values()} <= settings
     assert RENAMED.keys() & (settings | FORMER.keys()) == set()
 
@@ -263,7 +266,7 @@ def test_a_password_in_a_url_is_hidden(url: str, shown: str) -> None:
 
 
 def test_settings_are_frozen_and_closed() -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(AttributeError):
         Settings().port = 1  # type: ignore[misc]
     with pytest.raises(ValidationError):
         Settings(prot=1)  # type: ignore[call-arg]
@@ -275,7 +278,7 @@ def test_two_processes_on_one_host_have_different_worker_ids() -> None:
 
 def test_every_setting_is_described_by_a_sentence() -> None:
     described = describe()
-    assert len(described) == len(Settings.model_fields)
+    assert len(described) == len(SETTINGS)
     for variable, kind, default, sentence, group in described:
         assert group, variable
         assert variable.startswith("WAYMARK_")
@@ -284,3 +287,41 @@ def test_every_setting_is_described_by_a_sentence() -> None:
         assert sentence[0].isupper(), variable
         assert sentence.endswith("."), variable
         assert "|" not in kind + default + sentence, "it would break the table"
+
+
+#: The settings that some values need no pydantic for, and texts that are values of one of them, or nearly.
+PLAIN = sorted({*_TEXTS, *_URLS, *_WORDS, *_NUMBERS})
+TEXTS = (
+    "",
+    "0",
+    "07",
+    "+7",
+    "7.0",
+    "1_0",
+    "٣",
+    "true",
+    "TRUE",
+    "info",
+    "INFO",
+    "redis://h",
+    "redis:",
+    "memory://",
+    "\ud800",
+)
+
+
+@given(
+    name=st.sampled_from(PLAIN), text=st.sampled_from(TEXTS) | st.integers(0, 2**65).map(str) | st.text() | st.none()
+)
+def test_a_plain_value_is_what_pydantic_makes_of_it(name: str, text: str | None) -> None:
+    plain = _plain(name, text)
+    if plain is not None:
+        value = validated(Settings, {name: text})[name]
+        assert (type(plain), plain) == (type(value), value)
+
+
+@pytest.mark.parametrize(("name", "most"), _NUMBERS.items())
+def test_a_plain_number_has_the_bound_of_its_setting(name: str, most: int) -> None:
+    assert (_plain(name, str(most)), _plain(name, str(most + 1))) == (most, None)
+    with pytest.raises(ValidationError, match=f"less than or equal to {most}"):
+        validated(Settings, {name: most + 1})

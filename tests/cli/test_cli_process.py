@@ -135,7 +135,8 @@ def test_pydantic_looks_for_no_plugins_of_its_own(chosen: str | None, looks: boo
 import importlib.metadata, waymark.__main__
 looked = []
 importlib.metadata.distributions = lambda **_: looked.append(True) or []
-import waymark.base.settings
+from waymark.base.settings import Settings
+Settings(port=1)
 raise SystemExit(bool(looked))
 """
     environ = {name: value for name, value in os.environ.items() if name != "PYDANTIC_DISABLE_PLUGINS"}

@@ -135,8 +135,9 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "picker.yaml"
     path.write_bytes(b"\xff\xfe")
     for variable, settings in (("WAYMARK_POLICY", "policy"), ("WAYMARK_SHADOW", "shadow")):
+        given: dict[str, Any] = {settings: str(path)}
         with pytest.raises(SettingsError, match=rf"{variable} .*picker\.yaml cannot be used: .*utf-8"):
-            parts.selection_options(Settings(**{settings: str(path)}))
+            parts.selection_options(Settings(**given))
 
 
 def test_an_unknown_policy_is_named_with_the_nearest_one() -> None:

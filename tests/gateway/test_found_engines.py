@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -136,7 +137,7 @@ async def test_an_engine_that_is_registered_by_its_url_is_served(start: Start, e
 
 
 @asynccontextmanager
-async def given(running: Running, *engines: Engine, **settings: str) -> AsyncIterator[None]:
+async def given(running: Running, *engines: Engine, **settings: Any) -> AsyncIterator[None]:
     """``--engine`` for each of them, until all are registered."""
     allowed = AllowedEndpoints()
     asker = parts.asker(Settings(redis_url="memory://", **settings))

@@ -57,7 +57,7 @@ class Bound:
     @property
     def value(self) -> int:
         """The bound as the code has it; the default of a setting."""
-        return int(Settings.model_fields[self.source].default) if isinstance(self.source, str) else self.source
+        return int(getattr(Settings, self.source)) if isinstance(self.source, str) else self.source
 
 
 _BYTES, _SECONDS = "bytes", "s"

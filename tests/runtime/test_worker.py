@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from waymark.apply.options import ApplyOptions
-from waymark.base.settings import Settings
+from waymark.base.settings import SETTINGS, Settings
 from waymark.ingest.options import StreamOptions
 from waymark.runtime.worker import worker_options
 
@@ -33,5 +33,5 @@ def test_options_of_streams_are_settings() -> None:
     names = {each.name for each in fields(StreamOptions)} - {"message_bytes_max"}
     names -= {"snapshot_answer_seconds", "snapshot_seconds", "snapshot_pause_seconds", "replay_bytes_per_second_min"}
     names -= {"fold_batches", "stream_buffer_frames", "replay_seconds", "replay_idle_seconds"}
-    assert names <= set(Settings.model_fields)
+    assert names <= set(SETTINGS)
     assert worker_options(Settings()).apply == ApplyOptions()

@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=2000, help="of one engine that decodes")
     parser.add_argument("--holders", type=int, default=3200, help="of the row that everybody has")
     given = parser.parse_args(arguments)
-    per_second = Settings.model_fields["sweep_blocks_per_second"].default
+    per_second = Settings.sweep_blocks_per_second
     with tempfile.TemporaryDirectory(prefix="wm-") as folder, redis_server(Path(folder)) as redis:
         print(table(asyncio.run(calls(redis, given.rounds, given.holders))))
         print()

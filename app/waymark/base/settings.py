@@ -4,36 +4,48 @@ The variable of a field is ``WAYMARK_`` and the field's name in capitals. Settin
 ``waymark.runtime`` fills the options of all other rooms from them, and no other room knows them. A wrong or unknown
 variable stops the process with a sentence for each, and one of ``FORMER`` is named in a warning: it must not stop an
 upgrade. Passwords and the token are in no ``repr`` and in no error. The comment above a group is its title in the docs.
+
+pydantic validates the settings. A process whose variables are all plain, such as ``WAYMARK_PORT=8080``, starts without
+it, because a new replica imports pydantic after its first answers.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import logging
 import os
 import re
-import secrets
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args, get_origin
-
-from annotated_types import Ge, Le
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    model_validator,
-)
-from pydantic.fields import FieldInfo
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, dataclass_transform
 
 from waymark.base.errors import SettingsError
-from waymark.base.shown import hide_password, shown
+from waymark.base.shown import hide_password
+
+if TYPE_CHECKING:
+    from pydantic import Field, SecretStr
+
+    from waymark.base.setting_types import (
+        AnswersBytes,
+        AnswersTtl,
+        EngineUrl,
+        KeyPrefix,
+        Limit,
+        Lower,
+        MediumName,
+        ParsedSources,
+        Port,
+        RedisUrl,
+        Split,
+        SplitKeys,
+        SplitSeconds,
+        SplitValues,
+        Token,
+        TokenSource,
+        Ttl,
+        ZeroOrHundred,
+    )
 
 PREFIX = "WAYMARK_"
 
@@ -41,192 +53,108 @@ log = logging.getLogger(__name__)
 
 _MIB = 2**20
 _DAY = 86_400
-
-
-# ---- types of their own ----------------------------------------------------------------------------
-
-
-def _checked_url(url: str) -> str:
-    if not re.match(r"[a-z][a-z0-9+.-]*://", url):
-        raise ValueError("it has no scheme: give a URL such as redis://host:6379/0")
-    return url
-
-
-def _checked_prefix(prefix: str) -> str:
-    # A brace would be a hash tag of a Cluster, and the pattern of one Waymark's keys must match no key of another.
-    if not re.fullmatch(r"[A-Za-z0-9_.:/-]{0,64}", prefix) or "wm:" in prefix:
-        raise ValueError(
-            "keys may begin with at most 64 letters, digits and characters of _.:/- without 'wm:' among them, "
-            "such as staging:"
-        )
-    return prefix
-
-
-def _checked_token(token: SecretStr) -> SecretStr:
-    # A file's last newline is the usual way for a blank to get in; such a token would match no header.
-    if not re.fullmatch(r"[!-~]+", token.get_secret_value()):
-        raise ValueError("a token is one or more printable ASCII characters without blanks")
-    return token
-
-
-def _split(text: Any) -> Any:
-    return tuple(part.strip() for part in text.split(",") if part.strip()) if isinstance(text, str) else text
-
-
-def _zero_or_hundred(number: int) -> int:
-    if 0 < number < 100:
-        raise ValueError("it must be 0, or at least 100")
-    return number
-
-
-def _split_values(text: Any) -> Any:
-    """Return ``a=1,b=2`` as a dict; a part without ``=`` or a name given twice is refused."""
-    if not isinstance(text, str):
-        return text
-    values: dict[str, str] = {}
-    for part in _split(text):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        if not name or not value or name in values:
-            raise ValueError(f"{shown(part)} is not NAME=VALUE with a name given once")
-        values[name] = value
-    return values
-
-
-def _split_seconds(text: Any) -> Any:
-    return _split_values(text.upper() if isinstance(text, str) else text)
-
-
-def _split_keys(text: Any) -> Any:
-    """Return ``HOST=KEY,HOST=KEY`` as a dict. No error shows a part: it may be a key."""
-    if not isinstance(text, str):
-        return text
-    keys: dict[str, str] = {}
-    for number, part in enumerate(_split(text), 1):
-        host, _, key = part.partition("=")
-        if not host or not re.fullmatch(r"[!-~]+", key) or host in keys:
-            raise ValueError(f"entry {number} is not HOST=KEY with a host named once and a key of printable ASCII")
-        keys[host] = key
-    return keys
-
-
-def _parsed_sources(text: Any) -> Any:
-    """Parse a JSON object of URLs by model; the parser's message becomes the error's."""
-    if not isinstance(text, str):
-        return text
-    try:
-        sources = json.loads(text)
-    except ValueError:
-        sources = None
-    if not isinstance(sources, dict):
-        raise ValueError("it is no JSON object with a URL for each model")
-    return sources
-
-
-def _checked_source(url: str) -> str:
-    if not re.match(r"(file:///|hf://[^/]+/[^/]|https?://[^/]|unix:///|engine:$)", url):
-        raise ValueError(
-            f"{shown(hide_password(url))} is no source of tokens: give file:///..., hf://org/name, http://host, "
-            "unix:///... or engine:"
-        )
-    query = re.match(r"(?:file|hf):[^?]*\?(.*)", url)
-    if query is not None and query[1] not in ("engine=vllm", "engine=sglang"):
-        raise ValueError(
-            f"{shown(hide_password(url))} has {shown(query[1])} after its '?'; use engine=vllm or engine=sglang"
-        )
-    return url
-
-
-def _checked_engine(url: str) -> str:
-    if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", url):
-        raise ValueError(f"{shown(hide_password(url))} is no URL of an engine: give http://host:port")
-    return url
-
-
-def _lower(text: Any) -> Any:
-    return text.lower() if isinstance(text, str) else text
+_NOTHING: Any = MappingProxyType({})
 
 
 def _new_worker_id() -> str:
     host = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname())[:64] or "host"
-    return f"{host}.{os.getpid()}.{secrets.token_hex(4)}"
+    return f"{host}.{os.getpid()}.{os.urandom(4).hex()}"
 
 
-_RedisUrl = Annotated[str, AfterValidator(_checked_url)]
-_KeyPrefix = Annotated[str, AfterValidator(_checked_prefix)]
-_EngineUrl = Annotated[str, AfterValidator(_checked_engine)]
-_TokenSource = Annotated[str, AfterValidator(_checked_source)]
-_MediumName = Annotated[str, Field(pattern=r"^([A-Z0-9_]{1,32}|\*)$")]
-_Ttl = Annotated[int, Field(ge=0, le=365 * _DAY)]
-_Port = Annotated[int, Field(ge=0, le=65535)]
-_Limit = Annotated[int, Field(ge=0, le=10**12)]
-_AnswersBytes = Annotated[int, Field(ge=1024, le=1024 * 1024 * _MIB)]
-_AnswersTtl = Annotated[int, Field(ge=1, le=3650 * _DAY)]
+_made_at_start: Any = _new_worker_id
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class _Table:
+    """The methods of the settings. Each field is an attribute of the class, its default, until it is given."""
+
+    def __init__(self, **values: Any) -> None:
+        """Validate the values. Raise pydantic's ``ValidationError``, and ``SettingsError`` if they contradict each
+        other.
+        """
+        plain = {name: _plain(name, value) for name, value in values.items()}
+        if None in plain.values():
+            from waymark.base.setting_types import validated
+
+            plain = validated(type(self), values)
+        vars(self).update({"worker_id": _new_worker_id()} | plain)
+        contradiction = self._contradiction()
+        if contradiction is not None:
+            raise SettingsError(contradiction)
+
+    def _contradiction(self) -> str | None:
+        raise NotImplementedError
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"settings are frozen: {name}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Table) and all(getattr(self, name) == getattr(other, name) for name in SETTINGS)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = {name: getattr(self, name) for name in SETTINGS}
+        shown |= {name: hide_password(url) for name in _REDIS_URLS if (url := shown[name])}
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 # ---- the settings ----------------------------------------------------------------------------------
 
 
-class Settings(BaseModel):
+class Settings(_Table):
     """The settings of a process, frozen. ``Settings(port=1)`` reads no environment; ``Settings.from_env()`` does."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
-    )
-
     # What has to be set
-    redis_url: _RedisUrl = "memory://"
+    redis_url: RedisUrl = "memory://"
     """The URL of the Redis that holds the index; `memory://` is an emulated Redis inside this process, for a trial."""
-    hash_seed: int = Field(1337, ge=0, le=2**64 - 1)
+    hash_seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 1337
     """The seed of the block hashes; all processes that share a Redis need the same seed."""
-    tokenizers: Annotated[dict[str, _TokenSource], BeforeValidator(_parsed_sources)] = Field(default_factory=dict)
+    tokenizers: Annotated[dict[str, TokenSource], ParsedSources] = _NOTHING
     """The source of token ids for each model, such as `{"llama": "file:///models/llama"}`."""
-    allowed_endpoints: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    allowed_endpoints: Annotated[tuple[str, ...], Split] = ()
     """The globs and CIDRs that registered endpoints must match; the default allows every endpoint."""
-    api_token: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
+    api_token: Token | None = None
     """The bearer token for requests that write; without this setting every client may write."""
 
     # Redis
-    redis_read_url: _RedisUrl | None = None
+    redis_read_url: RedisUrl | None = None
     """The URL of the Redis that queries read from, such as a replica; the default is `WAYMARK_REDIS_URL`."""
-    answers_redis_url: _RedisUrl | None = None
+    answers_redis_url: RedisUrl | None = None
     """The URL of the Redis for the response cache and stored responses of a gateway; the default is the main one."""
-    key_prefix: _KeyPrefix | None = None
+    key_prefix: KeyPrefix | None = None
     """The beginning of all keys and of the channel, so that several Waymarks can use one Redis, such as `staging:`."""
-    shards: int = Field(1, ge=1, le=256)
+    shards: Annotated[int, Field(ge=1, le=256)] = 1
     """The number of Redis Cluster slots that the blocks of a new group are spread over."""
-    redis_username: str | None = Field(None, min_length=1)
+    redis_username: Annotated[str | None, Field(min_length=1)] = None
     """The user name for Redis, if its URL contains none."""
     redis_password_file: Path | None = None
     """The file with the password for Redis; it is read for every new connection."""
-    redis_sentinel_username: str | None = Field(None, min_length=1)
+    redis_sentinel_username: Annotated[str | None, Field(min_length=1)] = None
     """The user name for the Sentinels; it is separate from that for Redis."""
     redis_sentinel_password_file: Path | None = None
     """The file with the password for the Sentinels; it is read for every new connection."""
-    redis_tls_files: Annotated[dict[Literal["ca", "cert", "key"], Path], BeforeValidator(_split_values)] = Field(
-        default_factory=dict
-    )
+    redis_tls_files: Annotated[dict[Literal["ca", "cert", "key"], Path], SplitValues] = _NOTHING
     """PEM files: `ca` signs the certificate of Redis, by default one of the system; `cert` and `key` of a client."""
-    redis_tls_verify: Annotated[Literal["full", "ca", "none"], BeforeValidator(_lower)] = "full"
+    redis_tls_verify: Annotated[Literal["full", "ca", "none"], Lower] = "full"
     """What is checked of a certificate of Redis: its CA and host name, its CA only, or nothing."""
-    redis_timeout_seconds: float = Field(2.0, ge=0.05, le=60)
+    redis_timeout_seconds: Annotated[float, Field(ge=0.05, le=60)] = 2.0
     """How long to wait for a connection to Redis, and for a reply."""
 
     # Ports and access
-    host: str = Field("0.0.0.0", min_length=1)
+    host: Annotated[str, Field(min_length=1)] = "0.0.0.0"
     """The address that the HTTP API listens on; for a trial on `memory://` the default is `127.0.0.1`."""
-    port: int = Field(13333, ge=1, le=65535)
+    port: Annotated[int, Field(ge=1, le=65535)] = 13333
     """The TCP port that the HTTP API listens on."""
-    probe_port: int | None = Field(None, ge=0, le=65535)
+    probe_port: Annotated[int | None, Field(ge=0, le=65535)] = None
     """The TCP port of `/health`, `/ready` and `/metrics` of a worker, or of a picker (9090 by default); 0: none."""
-    epp_port: int = Field(9002, ge=1, le=65535)
+    epp_port: Annotated[int, Field(ge=1, le=65535)] = 9002
     """The TCP port on which an endpoint picker answers Envoy over gRPC."""
-    epp_health_port: int = Field(9003, ge=0, le=65535)
+    epp_health_port: Annotated[int, Field(ge=0, le=65535)] = 9003
     """The TCP port for gRPC health checks of an endpoint picker, without TLS; 0 means only on `WAYMARK_EPP_PORT`."""
     epp_tls: bool = True
     """Whether the gRPC port of an endpoint picker has TLS."""
-    epp_tls_files: Annotated[dict[Literal["cert", "key"], Path], BeforeValidator(_split_values)] = Field(
-        default_factory=dict
-    )
+    epp_tls_files: Annotated[dict[Literal["cert", "key"], Path], SplitValues] = _NOTHING
     """The PEM files of an endpoint picker, `cert=FILE,key=FILE`; by default it makes a certificate when it starts."""
     api_tokens_file: str | None = None
     """The JSON file with the SHA-256 of further tokens, and their tenants; with it, reads need a token, too."""
@@ -238,125 +166,117 @@ class Settings(BaseModel):
     # Models and tokenizers
     tokenizers_dir: Path | None = None
     """A directory with tokenizers: each model is a directory there, with a `tokenizer.json`."""
-    model_aliases: Annotated[dict[str, str], BeforeValidator(_split_values)] = Field(default_factory=dict)
+    model_aliases: Annotated[dict[str, str], SplitValues] = _NOTHING
     """Further names of models in a gateway: `gpt-4o=llama,fast=qwen`. A client's name stays when the model changes."""
 
     # Engines and their events
     publishers_file: str | None = None
     """A JSON or YAML file of publishers that workers register when they start, and when Redis has lost its data."""
-    discovery: Annotated[Literal["off", "kubernetes"], BeforeValidator(_lower)] = "off"
+    discovery: Annotated[Literal["off", "kubernetes"], Lower] = "off"
     """Whether an ingest worker registers the pods that it finds in Kubernetes."""
     discovery_namespace: str | None = None
     """The namespace of the pods to register; the default is every namespace that the ServiceAccount may list."""
     discovery_selector: str = "llm-d.ai/inference-serving=true"
     """The label selector of the pods of engines."""
-    discovery_ports: Annotated[dict[Literal["api", "events", "replay"], _Port], BeforeValidator(_split_values)] = Field(
-        default_factory=dict
-    )
+    discovery_ports: Annotated[dict[Literal["api", "events", "replay"], Port], SplitValues] = _NOTHING
     """The ports of rank 0 that a pod and its engine do not name: `api=8000,events=5557,replay=5657`; 0: no replays."""
     discovery_url: str | None = None
     """The API server of Kubernetes, with its CA in `SSL_CERT_FILE`: `https://host:6443?token_file=/run/token`."""
-    deletion_cost: Annotated[Literal["off", "on"], BeforeValidator(_lower)] = "off"
+    deletion_cost: Annotated[Literal["off", "on"], Lower] = "off"
     """Whether discovery annotates pods with the worth of their caches, so that Kubernetes stops the cheapest first."""
-    engine_api_key: Annotated[SecretStr, AfterValidator(_checked_token)] | None = None
+    engine_api_key: Token | None = None
     """The bearer token for engines, only on hosts of `WAYMARK_ENGINE_KEY_HOSTS` and `WAYMARK_GATEWAY_ENGINES`."""
-    engine_key_hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    engine_key_hosts: Annotated[tuple[str, ...], Split] = ()
     """The globs and CIDRs of the hosts that get the key of the engines; the default is `WAYMARK_ALLOWED_ENDPOINTS`."""
-    engine_keys: Annotated[dict[str, SecretStr], BeforeValidator(_split_keys)] = Field(default_factory=dict)
+    engine_keys: Annotated[dict[str, SecretStr], SplitKeys] = _NOTHING
     """Keys of single engines or providers, by the host that gets them: `api.example.com=KEY,10.0.0.0/8=OTHER`."""
     engine_ca_file: str | None = None
     """The PEM file with the CA of the engines' certificates, which is read again; the default is the system's CAs."""
-    worker_id: str = Field(default_factory=_new_worker_id, pattern=r"^[A-Za-z0-9_.:-]{1,128}$")
+    worker_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] = _made_at_start
     """The name of this ingest worker; no two running workers may have the same name."""
-    lease_seconds: float = Field(8.0, ge=1, le=300)
+    lease_seconds: Annotated[float, Field(ge=1, le=300)] = 8.0
     """After how long without a heartbeat an ingest worker loses the lease of a stream."""
-    publisher_timeout: float = Field(60.0, ge=0, le=7 * _DAY)
+    publisher_timeout: Annotated[float, Field(ge=0, le=7 * _DAY)] = 60.0
     """After how many seconds without a connection queries no longer count a publisher's blocks; 0 means never."""
-    on_gap: Annotated[Literal["keep", "reset"], BeforeValidator(_lower)] = "keep"
+    on_gap: Annotated[Literal["keep", "reset"], Lower] = "keep"
     """What happens to the blocks of a stream when batches are lost: `keep` leaves them, `reset` ends the life."""
-    probe_seconds: float = Field(30.0, ge=1, le=3600)
+    probe_seconds: Annotated[float, Field(ge=1, le=3600)] = 30.0
     """After how many seconds without a frame, or after an unanswered replay, a worker asks for a replay."""
-    hybrid: Annotated[Literal["boundary", "off"], BeforeValidator(_lower)] = "boundary"
+    hybrid: Annotated[Literal["boundary", "off"], Lower] = "boundary"
     """What a match of a hybrid model needs: blocks of full attention (`off`), or also its windows (`boundary`)."""
-    medium_ttl: Annotated[dict[_MediumName, _Ttl], BeforeValidator(_split_seconds)] = Field(default_factory=dict)
+    medium_ttl: Annotated[dict[MediumName, Ttl], SplitSeconds] = _NOTHING
     """After how many seconds blocks expire if they were not stored again, by medium: `DISK=3600,*=600`; 0: never."""
-    max_entries: Annotated[int, AfterValidator(_zero_or_hundred)] = Field(0, ge=0, le=10**9)
+    max_entries: Annotated[int, Field(ge=0, le=10**9), ZeroOrHundred] = 0
     """The most blocks of one tenant and model: 0 for no limit, else 100 or more. The oldest are removed first."""
 
     # Decisions
-    policy: str = Field("least-work", min_length=1)
+    policy: Annotated[str, Field(min_length=1)] = "least-work"
     """The policy that ranks targets if a request names none, or the path of an `EndpointPickerConfig` file in YAML."""
-    profile: Annotated[Literal["auto", "single", "disagg"], BeforeValidator(_lower)] = "auto"
+    profile: Annotated[Literal["auto", "single", "disagg"], Lower] = "auto"
     """Whether one engine (`single`) or two (`disagg`) prefill and decode a request; with `auto` the policy decides."""
-    min_initial_workers: int = Field(0, ge=0, le=100_000)
+    min_initial_workers: Annotated[int, Field(ge=0, le=100_000)] = 0
     """How many engines must be registered before a replica is ready and decides; 0 means none."""
-    target_requests_max: int = Field(0, ge=0, le=1_000_000)
+    target_requests_max: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """How many reservations a target may have at once; 0 means no limit."""
-    prefill_tokens_per_second: float = Field(0, ge=0, le=1e9)
+    prefill_tokens_per_second: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     """The assumed prefill speed of a target without events. With 0, the prefill ends when the request ends."""
-    gauges_seconds: float = Field(1.0, ge=0, le=60)
+    gauges_seconds: Annotated[float, Field(ge=0, le=60)] = 1.0
     """The seconds between two reads of an engine's metrics. A worker reads at most 100 engines a second. 0: never."""
-    loads_ms: int = Field(100, ge=0, le=10_000)
+    loads_ms: Annotated[int, Field(ge=0, le=10_000)] = 100
     """How long, in milliseconds, a replica reuses the loads that it read from Redis. 0 reads them for each decision."""
     speculative: bool = False
     """Whether a target counts as having the blocks of a prompt as soon as it is picked for the prompt."""
     shadow: str | None = None
     """Policies that order the targets of each decision, but decide nothing: presets and picker files, with commas."""
-    decisions_kept: float = Field(0.01, ge=0, le=1)
+    decisions_kept: Annotated[float, Field(ge=0, le=1)] = 0.01
     """The share of decisions that is kept in Redis for a day, without tokens and texts; 0 keeps none."""
-    epp_tenant: str = Field("default", min_length=1)
+    epp_tenant: Annotated[str, Field(min_length=1)] = "default"
     """The tenant whose targets an endpoint picker picks."""
 
     # Gateway
-    gateway_engines: Annotated[tuple[_EngineUrl, ...], BeforeValidator(_split)] = ()
+    gateway_engines: Annotated[tuple[EngineUrl, ...], Split] = ()
     """The URLs of engines that a gateway registers when it starts."""
-    gateway_keys: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    gateway_keys: Annotated[tuple[str, ...], Split] = ()
     """Keys of clients, `name:sha256` or `name:sha256:tenant`, and `/file` with one in each line; none: all may call."""
-    tenant_header: str | None = Field(None, pattern=r"^[A-Za-z0-9-]{1,64}$")
+    tenant_header: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] = None
     """The header that names the tenant of a request to a gateway without keys."""
-    gateway_key_limits: Annotated[dict[Literal["requests", "tokens"], _Limit], BeforeValidator(_split_values)] = Field(
-        default_factory=dict
-    )
+    gateway_key_limits: Annotated[dict[Literal["requests", "tokens"], Limit], SplitValues] = _NOTHING
     """What one key may have under way in a gateway, such as `requests=8,tokens=100000` of prompts; 0: no limit."""
-    gateway_origins: Annotated[tuple[str, ...], BeforeValidator(_split)] = ()
+    gateway_origins: Annotated[tuple[str, ...], Split] = ()
     """The origins of pages whose scripts may use a gateway (CORS), `https://chat.example.com`; `*` is every page."""
-    gateway_idle_seconds: float = Field(300.0, ge=0.1, le=_DAY)
+    gateway_idle_seconds: Annotated[float, Field(ge=0.1, le=_DAY)] = 300.0
     """How long an engine may pause within an answer at a gateway; twice as long before the answer begins."""
     cache_control_injection: bool = False
     """Whether a gateway marks the system prompt of `/v1/messages` with `cache_control`, if no block of it has one."""
-    response_cache: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] = "off"
+    response_cache: Annotated[Literal["off", "memory", "redis"], Lower] = "off"
     """Where a gateway caches answers to equal requests without a `temperature` or with 0; gateways share `redis`."""
-    responses: Annotated[Literal["off", "memory", "redis"], BeforeValidator(_lower)] | None = None
+    responses: Annotated[Literal["off", "memory", "redis"], Lower] | None = None
     """Where answers of `/v1/responses` are stored; the default is `redis`, but `memory` on the emulated Redis."""
     responses_mongo_url: SecretStr | None = None
     """The MongoDB that gets a copy of every stored answer: `mongodb://host/waymark?timeoutMS=500`."""
-    answers_bytes: Annotated[dict[Literal["cache", "responses"], _AnswersBytes], BeforeValidator(_split_values)] = (
-        Field(default_factory=dict)
-    )
+    answers_bytes: Annotated[dict[Literal["cache", "responses"], AnswersBytes], SplitValues] = _NOTHING
     """The bytes of answers in the response cache and of `/v1/responses`, `cache=268435456,responses=268435456`."""
-    answers_ttl: Annotated[
-        dict[Literal["cache", "responses", "mongo"], _AnswersTtl], BeforeValidator(_split_values)
-    ] = Field(default_factory=dict)
+    answers_ttl: Annotated[dict[Literal["cache", "responses", "mongo"], AnswersTtl], SplitValues] = _NOTHING
     """How many seconds answers are kept, by place: `cache=300,responses=86400,mongo=2592000`."""
 
     # Limits
-    max_body_bytes: int = Field(16 * _MIB, ge=1024, le=1024 * _MIB)
+    max_body_bytes: Annotated[int, Field(ge=1024, le=1024 * _MIB)] = 16 * _MIB
     """The largest request body that is accepted, in bytes. Sixteen of this size may be in memory at once."""
-    max_tokens: int = Field(2**21, ge=1, le=2**26)
+    max_tokens: Annotated[int, Field(ge=1, le=2**26)] = 2**21
     """The most tokens or hashes that one request may contain, and the most bytes of a text that is tokenized."""
-    connections_max: int = Field(4096, ge=1, le=1_000_000)
+    connections_max: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
     """How many HTTP connections, or streams of a picker, are open at once; above it, the one idle longest is closed."""
-    request_seconds: float = Field(30.0, ge=0.1, le=3600)
+    request_seconds: Annotated[float, Field(ge=0.1, le=3600)] = 30.0
     """How long a client may take to send a request, and to read the answer, before its connection is closed."""
-    query_deadline_ms: int = Field(1000, ge=1, le=60_000)
+    query_deadline_ms: Annotated[int, Field(ge=1, le=60_000)] = 1000
     """How long a query may take before it answers with what it has found."""
-    frame_bytes_max: int = Field(16 * _MIB, ge=65_536, le=256 * _MIB)
+    frame_bytes_max: Annotated[int, Field(ge=65_536, le=256 * _MIB)] = 16 * _MIB
     """The largest frame, in bytes. With 16 MiB a batch has at most 65,536 events, and an event 262,144 hashes."""
-    stream_blocks_max: int = Field(4_000_000, ge=1, le=100_000_000)
+    stream_blocks_max: Annotated[int, Field(ge=1, le=100_000_000)] = 4_000_000
     """The most blocks of one stream that a worker indexes; more are ignored. A pool has a quarter as many hashes."""
-    stream_buffer_bytes: int = Field(64 * _MIB, ge=1024, le=64 * 1024 * _MIB)
+    stream_buffer_bytes: Annotated[int, Field(ge=1024, le=64 * 1024 * _MIB)] = 64 * _MIB
     """The most bytes of waiting frames of a stream; 64 MiB allow 20,000 frames. A worker keeps four times as many."""
-    sweep_blocks_per_second: int = Field(30_000, ge=1, le=10_000_000)
+    sweep_blocks_per_second: Annotated[int, Field(ge=1, le=10_000_000)] = 30_000
     """How many blocks of dead holders an ingest worker sweeps per second, and how many it reads for /placement."""
 
     # The rest
@@ -364,53 +284,61 @@ class Settings(BaseModel):
     """The form of `/query` answers: `published` (old), `instances` (new), or `auto`: JSON is old, msgpack has both."""
     native: bool = True
     """Whether the native module is used if it was built; `false` selects the pure-Python path."""
-    epp_drain_seconds: float = Field(5.0, ge=0, le=3600)
+    epp_drain_seconds: Annotated[float, Field(ge=0, le=3600)] = 5.0
     """How long an endpoint picker accepts requests after SIGTERM; its health check already reports that it stops."""
-    finish_seconds: int = Field(60, ge=0, le=_DAY)
+    finish_seconds: Annotated[int, Field(ge=0, le=_DAY)] = 60
     """How long the requests of a gateway or picker may take to end after it stopped accepting new ones."""
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Lower] = "info"
     """The lowest level of log lines that are written."""
-    log_format: Annotated[Literal["text", "json"], BeforeValidator(_lower)] = "text"
+    log_format: Annotated[Literal["text", "json"], Lower] = "text"
     """The format of log lines: `text` for people, `json` for programs."""
     access_log: bool = False
     """Whether every HTTP request is logged."""
 
-    @model_validator(mode="after")
-    def _fit_together(self) -> Settings:
+    def _contradiction(self) -> str | None:
+        """Return why these settings do not fit together, or None."""
         if self.responses_mongo_url is not None and self.responses_place != "redis":
-            raise ValueError(
+            return (
                 f"WAYMARK_RESPONSES_MONGO_URL is set but WAYMARK_RESPONSES is {self.responses_place}: only what is in "
                 "Redis is copied to MongoDB, so set the latter to redis, or leave the former out"
             )
         if self.protect_reads and self.api_token is None and self.api_tokens_file is None:
-            raise ValueError(
-                "WAYMARK_PROTECT_READS is true but there is no WAYMARK_API_TOKEN: set one, or leave the former out"
-            )
+            return "WAYMARK_PROTECT_READS is true but there is no WAYMARK_API_TOKEN: set one, or leave the former out"
         if self.engine_api_key is not None and not (
             self.engine_key_hosts or self.allowed_endpoints or self.gateway_engines
         ):
-            raise ValueError(
+            return (
                 "WAYMARK_ENGINE_API_KEY is set but no host that it may go to: name the hosts of the engines "
                 "in WAYMARK_ENGINE_KEY_HOSTS, such as 10.0.0.0/8 or *.engines.svc; * is every host that is registered"
             )
         if self.redis_read_url is not None and self.redis_read_url.startswith("memory://"):
-            raise ValueError("WAYMARK_REDIS_READ_URL is memory://, which would stay empty: leave it out")
+            return "WAYMARK_REDIS_READ_URL is memory://, which would stay empty: leave it out"
         if self.answers_redis_url is not None and self.answers_redis_url.startswith("memory://"):
-            raise ValueError(
+            return (
                 "WAYMARK_ANSWERS_REDIS_URL is memory://, which no other gateway can see: leave it out, and set "
                 "WAYMARK_RESPONSE_CACHE and WAYMARK_RESPONSES to memory"
             )
         if len(self.epp_tls_files) == 1:
-            raise ValueError("WAYMARK_EPP_TLS_FILES needs cert and key: give cert=FILE,key=FILE, or leave it out")
+            return "WAYMARK_EPP_TLS_FILES needs cert and key: give cert=FILE,key=FILE, or leave it out"
         if "key" in self.redis_tls_files and "cert" not in self.redis_tls_files:
-            raise ValueError("WAYMARK_REDIS_TLS_FILES has a key without cert: give both")
-        return self
+            return "WAYMARK_REDIS_TLS_FILES has a key without cert: give both"
+        return None
 
     @property
     def responses_place(self) -> Literal["off", "memory", "redis"]:
         """Where answers of ``/v1/responses`` are stored: in Redis, if there is one that other gateways reach."""
         url = self.answers_redis_url or self.redis_url
         return self.responses or ("memory" if url == "memory://" else "redis")
+
+    def is_given(self, name: str) -> bool:
+        """Return whether a value of the setting was given, and be it the default."""
+        return name in vars(self)
+
+    def replaced(self, **values: Any) -> Settings:
+        """Return the settings with other values, which are not validated."""
+        settings = object.__new__(Settings)
+        vars(settings).update(vars(self) | values)
+        return settings
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -431,20 +359,20 @@ class Settings(BaseModel):
             log.warning("%s is not a setting any more, and has no effect: it is %s", name, FORMER[name])
         complaints = [_unknown(name) for name in sorted(variables) if name not in _FIELDS and name not in FORMER]
         # A token may not be empty: a secret that did not arrive must not open the door.
-        values = {
+        values: dict[str, Any] = {
             _FIELDS[name]: value for name, value in variables.items() if name in _FIELDS and (value or name in _TOKENS)
         }
         try:
-            settings = cls.model_validate(values)
-        except ValidationError as exc:
-            complaints += [_wrong(error, variables) for error in exc.errors(include_url=False, include_input=False)]
+            settings = cls(**values)
+        except SettingsError as exc:
+            complaints.append(str(exc))
+        except ValueError as exc:
+            from waymark.base.setting_types import complaints_of
+
+            complaints += complaints_of(exc, cls, variables)
         if complaints:
             raise SettingsError("\n".join(complaints))
         return settings
-
-    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
-        for name, value in super().__repr_args__():
-            yield name, hide_password(value) if name in _REDIS_URLS and value else value
 
 
 #: Where commands find a running Waymark; no setting of a process.
@@ -537,7 +465,9 @@ FORMER: Final = {
     PREFIX + "SOURCE_PULLS_MAX": "4, PULLS_MAX in waymark.decide.sources",
     PREFIX + "APPROXIMATE_SECONDS": "600,000, APPROXIMATE_MILLISECONDS in waymark.decide.reserve",
 }
-_FIELDS = {PREFIX + name.upper(): name for name in Settings.model_fields}
+#: The names of all settings, in their order.
+SETTINGS = tuple(Settings.__annotations__)
+_FIELDS = {PREFIX + name.upper(): name for name in SETTINGS}
 _TOKENS = frozenset({PREFIX + "API_TOKEN", PREFIX + "ENGINE_API_KEY"})
 
 _MIN_WORKERS = PREFIX + "MIN_INITIAL_WORKERS"
@@ -572,6 +502,8 @@ def _is_service_link(name: str, value: str) -> bool:
 
 
 def _unknown(name: str) -> str:
+    import difflib  # only an error needs it
+
     names = [variable.removeprefix(PREFIX) for variable in _FIELDS]
     near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), names, n=1)
     return f"{name} is not a setting: " + (
@@ -579,62 +511,44 @@ def _unknown(name: str) -> str:
     )
 
 
-def _wrong(error: Any, variables: Mapping[str, str]) -> str:
-    """Return one sentence for one complaint of pydantic's; ``variables`` is our part of the environment."""
-    reason = str(error["msg"]).removeprefix("Value error, ")
-    if not error["loc"]:
-        return reason
-    variable = PREFIX + str(error["loc"][0]).upper()
-    field = Settings.model_fields[_FIELDS[variable]]
-    value = variables[variable]
-    text = "not usable" if _is_secret(field) else shown(hide_password(value))
-    return (
-        f"{variable} is {text}: {reason[:1].lower()}{reason[1:]}."
-        f" Expected: {type_text(field)}; left out, it is {default_text(field)}."
-    )
+# ---- values without pydantic -----------------------------------------------------------------------
+
+_TRUTHS = {"true": True, "false": False}
+_PATH_NAMES = ("redis_password_file", "redis_sentinel_password_file", "tokenizers_dir")
+#: The values that pydantic would accept as they are, of the settings that most processes have: any text but an empty
+#: one, a URL with a usual scheme, a word, or an integer up to a bound.
+_TEXTS: Final[dict[str, Callable[[str], Any]]] = {
+    **dict.fromkeys(("host", "policy", "redis_username", "publishers_file", "api_tokens_file"), str),
+    **dict.fromkeys(_PATH_NAMES, Path),
+}
+_URLS: Final = frozenset({"redis_url", "redis_read_url"})
+_WORDS: Final[dict[str, Mapping[str, Any]]] = {
+    **dict.fromkeys(("access_log", "native", "protect_reads", "speculative", "ui"), _TRUTHS),
+    "log_format": {word: word for word in ("text", "json")},
+    "log_level": {word: word for word in ("debug", "info", "warning", "error")},
+}
+_NUMBERS: Final = {
+    "connections_max": 1_000_000,
+    "finish_seconds": 86_400,
+    "hash_seed": 2**64 - 1,
+    "max_tokens": 2**26,
+    "port": 65_535,
+    "probe_port": 65_535,
+    "query_deadline_ms": 60_000,
+}
 
 
-# ---- fields, described for people ------------------------------------------------------------------
-
-
-def _leaves(annotation: Any) -> list[Any]:
-    """Return the types in ``annotation``, with unions and ``Annotated`` taken apart."""
-    if get_origin(annotation) is Annotated:
-        return _leaves(get_args(annotation)[0])
-    if get_origin(annotation) in (Literal, tuple, dict) or not get_args(annotation):
-        return [annotation]
-    return [leaf for part in get_args(annotation) for leaf in _leaves(part) if leaf is not type(None)]
-
-
-def _is_secret(field: FieldInfo) -> bool:
-    return SecretStr in _leaves(field.annotation)
-
-
-def type_text(field: FieldInfo) -> str:
-    """Return the allowed values of the field's variable, with its bounds, for people."""
-    (kind,) = _leaves(field.annotation)
-    if get_origin(kind) is Literal:
-        return " or ".join(f"`{choice}`" for choice in get_args(kind))
-    if get_origin(kind) is tuple:
-        return "list, separated by commas"
-    if get_origin(kind) is dict:
-        return "JSON object" if field.annotation == dict[str, _TokenSource] else "`NAME=VALUE`, separated by commas"
-    if kind is bool:
-        return "`true` or `false`"
-    if kind in (int, float):
-        least = next(mark.ge for mark in field.metadata if isinstance(mark, Ge))
-        most = next(mark.le for mark in field.metadata if isinstance(mark, Le))
-        return f"{'integer' if kind is int else 'number'}, {least} to {most}"
-    return "secret" if kind is SecretStr else "text"
-
-
-def default_text(field: FieldInfo) -> str:
-    """Return the value of the setting when its variable is unset, for people."""
-    if field.default_factory is _new_worker_id:
-        return "host name, process id, random"
-    default = field.get_default(call_default_factory=True, validated_data={})
-    if default is None or default in ((), {}):
-        return "none"
-    if isinstance(default, bool):
-        return str(default).lower()
-    return f"{default:g}" if isinstance(default, float) else str(default)
+def _plain(name: str, value: Any) -> Any:
+    """Return the setting for a plain value. Return None for any other value: pydantic has to validate it."""
+    if not isinstance(value, str) or not value.isascii() or not value:
+        return None
+    if name in _TEXTS:
+        return _TEXTS[name](value)
+    if name in _URLS:
+        return value if value.startswith(("redis://", "rediss://", "unix://")) else None
+    if name in _WORDS:
+        return _WORDS[name].get(value)
+    if name in _NUMBERS and value.isdigit() and value[0] != "0" and len(value) <= 20:
+        number = int(value)
+        return number if number <= _NUMBERS[name] else None
+    return None

@@ -100,8 +100,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return EXIT_USAGE
-        if "host" not in settings.model_fields_set:  # a trial is not open to the network unless someone asks for it
-            settings = settings.model_copy(update={"host": _TRIAL_HOST})
+        if not settings.is_given("host"):  # a trial is not open to the network unless someone asks for it
+            settings = settings.replaced(host=_TRIAL_HOST)
     sockets = replica.open_port(settings, has_api=has_api or has_gateway)
     if settings.redis_url == "memory://" and settings.log_level != "error":
         print(

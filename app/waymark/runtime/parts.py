@@ -61,7 +61,7 @@ def open_store(settings: Settings, metrics: Metrics | None = None, *, keeps_answ
         credentials=credentials(settings),
         hot=None if metrics is None else HotRows(MILLISECONDS / 1000, BYTES_MAX, metrics),
         metrics=metrics,
-        are_shards_set="shards" in settings.model_fields_set,
+        are_shards_set=settings.is_given("shards"),
         hash_seed=settings.hash_seed,
         apply_blocks_max=pacing.BLOCKS_MAX,
     )
@@ -106,7 +106,7 @@ def tokenizers(settings: Settings, metrics: Metrics, store: Store | None = None)
 
 def in_proportion(count: int, settings: Settings, name: str, *, least: int = 1) -> int:
     """Return a bound that is ``count`` at the default of the setting ``name``, and grows and shrinks with it."""
-    return max(least, count * int(getattr(settings, name)) // int(Settings.model_fields[name].default))
+    return max(least, count * int(getattr(settings, name)) // int(getattr(Settings, name)))
 
 
 def bodies_bytes_max(settings: Settings) -> int:
