@@ -121,7 +121,7 @@ ELSEWHERE = {
     "store.fetch:_of_group": "computed from an id and the prefix of keys alone",
     "store.reservations:Reservations._plain": "words of calls, which follow from an id and the terms alone",
     "store.redis.client:RedisClient._pipelines": "nodes",
-    "store.redis.cluster:SharedPipeline": "calls under way",
+    "store.redis.words:SharedPipeline": "calls under way",
     "store.redis.cluster:Cluster": "nodes, which the map of slots corrects",
     "store.redis.cluster:SlotMap": "nodes and slots, which MOVED corrects",
     "api.policies:FirstTokenLines": "one comparison",
@@ -253,7 +253,7 @@ def test_hot_rows_and_answers_are_emptied_by_it() -> None:
         PromptOptions(),
         "auto",
         Metrics(),
-        PromptTokenizer(Tokenizers({}, None, Metrics()), 1),
+        PromptTokenizer(functools.partial(Tokenizers, {}, None, Metrics()), 1),
         AskedPools(Asker(), Metrics()),
         ServedNames(store.directory, store.polled_claims, store.reader, store.begin, 1.0),
     )

@@ -72,11 +72,15 @@ UNDOCUMENTED: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("gateway/upstream.py", "ResponseHandler.data_received"): ("aiohttp", "as ResponseHandler itself"),
     ("gateway/upstream.py", "ResponseHandler.set_response_params"): ("aiohttp", "as ResponseHandler itself"),
-    ("runtime/replica.py", "Server.capture_signals"): (
+    ("runtime/http_server.py", "Server.capture_signals"): (
         "uvicorn",
         "a signal ends the process in our order, so that a worker releases its leases",
     ),
-    ("runtime/replica.py", "Server.shutdown"): ("uvicorn", "the one place in which it asks its connections to end"),
+    ("runtime/http_server.py", "Server.shutdown"): ("uvicorn", "the one place in which it asks its connections to end"),
+    ("runtime/http_server.py", "Server.startup"): ("uvicorn", "a query replica listens before uvicorn is imported"),
+    ("runtime/http_server.py", "Server.started"): ("uvicorn", "as Server.startup"),
+    ("runtime/http_server.py", "Server.servers"): ("uvicorn", "as Server.startup"),
+    ("runtime/http_server.py", "Server.server_state"): ("uvicorn", "the connections from before it was imported"),
     ("serving/connection.py", "uvicorn.server.ServerState"): (
         "uvicorn",
         "the set of tasks and connections that a server waits for when it ends",

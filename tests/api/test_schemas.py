@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from waymark.api.conductor import BY_HASH, BY_PROMPT, _validated, usual
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.registration_schemas import RegisterRequest, UnregisterRequest
+from waymark.api.texts import text_of
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue
 from waymark.domain.engines import EngineKind
@@ -298,6 +302,41 @@ def test_what_does_not_fit_in_a_query_is_named(fields: dict[str, Any], field: st
         QueryRequest.of(QUERY | fields)
     assert (caught.value.field, caught.value.reason) == (field, reason)
     assert "12345678" not in caught.value.sentence
+
+
+NAMES = st.sampled_from(["m", "", "é", "x" * NAME_BYTES_MAX, "x" * (NAME_BYTES_MAX + 1)]) | st.integers() | st.none()
+LISTS = st.lists(st.integers()) | st.text() | st.none()
+#: The fields of queries with values that fit, or nearly.
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(("model", "model_name", "modelname", "tenant_id", "lora_name", "other"), NAMES),
+        "block_size": st.sampled_from([0, 1, 16, 65_536, 65_537, True, "16", 16.0, None]),
+        **dict.fromkeys(("token_ids", "seq_hashes", "block_hash", "prompt"), LISTS),
+    },
+)
+PLAIN_FIELDS = st.fixed_dictionaries(
+    {"model": NAMES, "block_size": st.sampled_from([0, 1, 16, 2**32, True])},
+    optional={"tenant_id": NAMES, **dict.fromkeys(("token_ids", "seq_hashes"), LISTS)},
+)
+
+
+@given(fields=FIELDS | PLAIN_FIELDS)
+def test_a_usual_query_is_read_as_pydantic_reads_it(fields: dict[str, Any]) -> None:
+    asked = usual(fields, BY_PROMPT)
+    if asked is not None:
+        request = QueryRequest.of(fields)
+        assert asked == _validated(fields, request, text_of(request.group, request), request.items)
+    asked = usual(fields, BY_HASH)
+    if asked is not None:
+        assert asked == _validated(fields, QueryByHashRequest.of(fields))
+
+
+@pytest.mark.parametrize(
+    "fields", [QUERY, QUERY | {"tenant_id": "t"}, {"modelname": "m", "block_size": 1, "seq_hashes": []}]
+)
+def test_a_usual_query_needs_no_pydantic(fields: dict[str, Any]) -> None:
+    assert usual(fields, BY_PROMPT) is not None
 
 
 def test_hashes_missing_under_every_name() -> None:

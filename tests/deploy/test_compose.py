@@ -21,7 +21,7 @@ from tests.ports import unused_port
 from waymark.api.activity import SILENT_SECONDS
 from waymark.base.settings import Settings
 from waymark.cli.parser import parse
-from waymark.runtime.replica import _SHUTDOWN_SECONDS
+from waymark.runtime.http_server import SHUTDOWN_SECONDS
 from waymark.simulator.options import options_of
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +168,7 @@ async def test_the_commands_work_together(redis_url: str, tmp_path: Path) -> Non
 
 def test_a_process_that_ends_is_not_killed_while_its_requests_may_still_end() -> None:
     """The image's command has the defaults of the settings, and the other roles end their requests within 5 s."""
-    for name, seconds in (("query", _SHUTDOWN_SECONDS), ("gateway", Settings().finish_seconds)):
+    for name, seconds in (("query", SHUTDOWN_SECONDS), ("gateway", Settings().finish_seconds)):
         grace = re.fullmatch(r"(\d+)s", SERVICES[name]["stop_grace_period"])
         assert grace is not None
         assert int(grace[1]) >= seconds + 10, name

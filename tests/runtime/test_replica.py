@@ -14,7 +14,7 @@ import uvloop
 from tests.conftest import wait_until
 from tests.patience import patient, within
 from waymark.base.metrics import Metrics
-from waymark.runtime import replica
+from waymark.runtime.http_server import http_server
 from waymark.serving.limits import ServerBounds
 from waymark.serving.listening import listen
 
@@ -129,7 +129,7 @@ def test_a_connection_that_comes_as_the_server_ends_does_not_hold_it_up(
 
         (listener,) = listen("127.0.0.1", 0, host_name="HOST", port_name="PORT")
         bounds = ServerBounds(request_seconds=3600, connections_max=10, bodies_max_bytes=2**20)
-        server = replica.http_server(None, bounds, Metrics(), shutdown_seconds=3600)
+        server = http_server(None, bounds, Metrics(), shutdown_seconds=3600)
         monkeypatch.setattr(server, "main_loop", until_over)
         serving = asyncio.create_task(server.serve([listener]))
         await wait_until(lambda: server.started, "it listens")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from email.utils import format_datetime, parsedate_to_datetime
 from pathlib import Path
 
 import pytest
 
 from tests.live import start
 from waymark.base.errors import PortUnavailable
-from waymark.serving.listening import listen
+from waymark.serving.listening import EarlyState, listen
 
 pytestmark = pytest.mark.outside
 
@@ -48,3 +49,9 @@ async def test_the_waymark_that_has_the_port_is_named(role: str, tmp_path: Path)
         said = rf"^port {live.port} of 127.0.0.1 cannot be opened, another process listens on it: 'waymark {role}'; "
         with pytest.raises(PortUnavailable, match=said):
             await asyncio.to_thread(opened, "127.0.0.1", live.port)
+
+
+def test_an_early_answer_has_a_date_as_uvicorn_writes_it() -> None:
+    ((name, value),) = EarlyState().default_headers
+    date = value.decode()
+    assert (name, format_datetime(parsedate_to_datetime(date), usegmt=True)) == (b"date", date)

@@ -52,7 +52,6 @@ from tools.benchmarks.report import aligned
 from waymark.api import path_docs as docs
 from waymark.api.access_log import AccessLog
 from waymark.api.application import Shortcut, create_app
-from waymark.api.first import QUERY, QUERY_BY_HASH
 from waymark.api.http.access import Gate
 from waymark.api.http.admission import AT_ONCE, AdmissionQueue
 from waymark.api.http.answers import Answer
@@ -282,7 +281,7 @@ def fixed(exchange: Exchange, redis: Sequence[ReadConnection], settings: Setting
         {"read": queue, "decide": queue},
         cache,
     )
-    doc = {"/query": QUERY, "/query_by_hash": QUERY_BY_HASH, "/select": docs.SELECT}[exchange.path]
+    doc = {"/query": docs.QUERY, "/query_by_hash": docs.QUERY_BY_HASH, "/select": docs.SELECT}[exchange.path]
     return StraightOperation("POST", exchange.path, Straight(steps), access="read", doc=doc, dependencies=parts)
 
 

@@ -27,7 +27,7 @@ from waymark.api.dynamo.select import DynamoSelect
 from waymark.api.dynamo.workers import DynamoViews, DynamoWorkerHandlers
 from waymark.api.events import Events
 from waymark.api.explanations import Explanations
-from waymark.api.first import QUERY, QUERY_BY_HASH, FirstQuestions, dependencies_of, gate_of
+from waymark.api.first import FirstQuestions, dependencies_of, gate_of
 from waymark.api.http.access import Access, Doc, Gate
 from waymark.api.http.answers import Answer, Handler, Paused
 from waymark.api.http.bodies import Body, Format, encode
@@ -146,8 +146,8 @@ class _ApiParts:
         by_hash = Straight(dynamo.query_by_hash, dynamo.quick_query_by_hash)
         tiered = dynamo.query_tiered_by_hash
         return [
-            _PathRow("POST", "/query", "read", query, QUERY),
-            _PathRow("POST", "/query_by_hash", "read", query_by_hash, QUERY_BY_HASH),
+            _PathRow("POST", "/query", "read", query, docs.QUERY),
+            _PathRow("POST", "/query_by_hash", "read", query_by_hash, docs.QUERY_BY_HASH),
             _PathRow("POST", "/select", "write", select, docs.SELECT, decisions.select_without_redis),
             _PathRow("POST", "/release", "write", Straight(decisions.release), docs.RELEASE),
             _PathRow("POST", "/score", "read", explained(decisions.score), docs.SCORE),
@@ -252,7 +252,12 @@ def create_app(
     gateway: GatewayParts | None = None,
 ) -> Shortcut | AccessLog:
     """Return the ASGI application on an open store. The caller closes the store, the tokenizers and the asker."""
-    return app_with(FirstQuestions(store, options, metrics, tokenizers, asker), selection, stopping, gateway)
+    return app_with(
+        FirstQuestions(store, options, metrics, None if tokenizers is None else lambda: tokenizers, asker),
+        selection,
+        stopping,
+        gateway,
+    )
 
 
 def app_with(
@@ -357,7 +362,7 @@ def create_inspections(store: Store, options: ApiOptions, metrics: Metrics, toke
     """
     queue, prompts = InspectionQueue(options.inspect_seconds), options.prompts
     inspections = _inspections(store, queue)
-    tokenizer = PromptTokenizer(tokenizers, prompts.tokens_max)
+    tokenizer = PromptTokenizer(lambda: tokenizers, prompts.tokens_max)
     explanations = Explanations(store, prompts, tokenizer, queue, is_own_redis=True)
 
     async def ready(_: Body) -> Answer:

@@ -6,16 +6,16 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import orjson
 
 from waymark.api.http.answers import PARTIAL, Answer, Paused
-from waymark.api.http.bodies import Body, Format
+from waymark.api.http.bodies import Body, Format, LongField
 from waymark.api.http.errors import InvalidBody
+from waymark.api.http.prompts import MODEL, SEQ_HASHES, TOKEN_IDS
 from waymark.api.options import ConductorShape
-from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.texts import GivenPrompts, ModelPrompt, PromptTokenizer, text_of
 from waymark.base.metrics import Metrics
 from waymark.decide.asked_pools import AskedPools
@@ -32,7 +32,7 @@ from waymark.domain.match import (
     walk_with_pool,
 )
 from waymark.domain.multimodal import PromptItems
-from waymark.domain.names import GroupName
+from waymark.domain.names import BLOCK_SIZE_MAX, DEFAULT_TENANT, NAME_BYTES_MAX, GroupName
 from waymark.domain.packing import KEY_BYTES
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.table import HolderTable, View, block_size_of
@@ -41,6 +41,9 @@ from waymark.store.reader import KeysOf, QueryReader
 from waymark.store.steps import Steps, StepsReceiver, Waiting, finished
 from waymark.store.store import Store
 from waymark.tokenization.prompt import SourcedTokens
+
+if TYPE_CHECKING:
+    from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 
 # The rows of an answer, in tokens, and a cache of them by walks.
 
@@ -189,7 +192,7 @@ class Conductor:
         asked = body.asked(_by_prompt)
         if asked.text is not None:
             return Paused(partial(self._tokenizer.tokens, asked.text), partial(self._answer_text, asked, body.format))
-        keys_of = self._given.keys_of(QueryRequest, body, asked.namespace, asked.items)
+        keys_of = self._given.keys_of(body, asked.namespace, asked.items)
         return self._answer(asked, keys_of, body.format, start)
 
     async def _answer_text(self, asked: _QueryFields, body_format: Format, tokens: SourcedTokens) -> Answer:
@@ -198,7 +201,7 @@ class Conductor:
 
     def query_by_hash(self, body: Body, start: Start | None = None) -> Steps[Answer]:
         asked = body.asked(_by_hash)
-        return self._answer(asked, self._given.keys_of(QueryByHashRequest, body, asked.namespace), body.format, start)
+        return self._answer(asked, self._given.of_hashes(body, asked.namespace), body.format, start)
 
     def quick(self, general: GeneralWay, body: Body, receiver: StepsReceiver[Answer | Paused]) -> bool:
         """Begin to answer a query by a quick read. Return False if its fields, its group or its rows are not plain.
@@ -354,12 +357,48 @@ def _validated(
     )
 
 
+BY_PROMPT, BY_HASH = (TOKEN_IDS, SEQ_HASHES), (SEQ_HASHES,)
+_USUAL = frozenset({"block_size", "tenant_id", *MODEL, *TOKEN_IDS.spellings, *SEQ_HASHES.spellings})
+
+
+def usual(fields: dict[str, Any], prompts: Sequence[LongField]) -> _QueryFields | None:
+    """Return the fields of a query with only a model, a block size, one list and perhaps a tenant, in ASCII.
+
+    Such a query needs no pydantic, which a replica imports after its first answers. Any other one returns None, and
+    pydantic validates it.
+    """
+    models = [fields[name] for name in MODEL if name in fields]
+    lists = [name for prompt in prompts for name in prompt.spellings if name in fields]
+    size, tenant = fields.get("block_size"), fields.get("tenant_id", DEFAULT_TENANT)
+    if not (len(models) == len(lists) == 1 and fields.keys() <= _USUAL and fields[lists[0]] is not None):
+        return None
+    if not (type(size) is int and 1 <= size <= BLOCK_SIZE_MAX and _is_usual_name(models[0]) and _is_usual_name(tenant)):
+        return None
+    by_tokens = lists[0] in TOKEN_IDS.spellings
+    group, json_name = GroupName(tenant, models[0]), orjson.dumps(tenant)
+    return _QueryFields(group, None, size, 0, json_name, is_by_tokens=by_tokens, is_plain=True)
+
+
+def _is_usual_name(name: Any) -> bool:
+    return type(name) is str and name.isascii() and 1 <= len(name) <= NAME_BYTES_MAX
+
+
 def _by_prompt(fields: dict[str, Any]) -> _QueryFields:
+    asked = usual(fields, BY_PROMPT)
+    if asked is not None:
+        return asked
+    from waymark.api.query_schemas import QueryRequest
+
     request = QueryRequest.of(fields)
     return _validated(fields, request, text_of(request.group, request), request.items)
 
 
 def _by_hash(fields: dict[str, Any]) -> _QueryFields:
+    asked = usual(fields, BY_HASH)
+    if asked is not None:
+        return asked
+    from waymark.api.query_schemas import QueryByHashRequest
+
     request = QueryByHashRequest.of(fields)
     other_field = next((name for name in ("token_ids", "prompt", "messages") if fields.get(name) is not None), None)
     if other_field is not None:

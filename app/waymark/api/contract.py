@@ -22,8 +22,7 @@ from waymark.api.http import docs_page
 from waymark.api.http.access import BodyType, Doc
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body, Format
-from waymark.api.http.errors import ErrorBody
-from waymark.api.http.fields import RequestBody
+from waymark.api.http.fields import ErrorBody, RequestBody
 from waymark.api.operations import Operation
 from waymark.base.shape import AnswerShape
 from waymark.contract.prompts import InstanceRow

@@ -249,7 +249,7 @@ class Decisions:
             return Paused(partial(self._tokens, text), resumed)
         if text is not None or request.prefix_hash is not None:  # the prefix key is enough
             return (yield from decide(question))
-        given_keys = self._given.keys_of(type(request), body, decision_body.namespace, decision_body.items)
+        given_keys = self._given.keys_of(body, decision_body.namespace, decision_body.items)
         return (yield from decide(question._replace(prompt=_keys_of_all(given_keys))))
 
     async def _tokens(self, text: ModelPrompt) -> SourcedTokens | None:
@@ -413,7 +413,7 @@ def _whole(given: GivenPrompts, body: Body, namespace: int, size: int) -> Hashed
     """Return the prompt with all keys at once, with few calls if the C module has read the numbers."""
     numbers = body.numbers
     if numbers is None:
-        return _keys_of_all(given.keys_of(SelectRequest, body, namespace))(size)
+        return _keys_of_all(given.keys_of(body, namespace))(size)
     if body.fields.get("token_ids") is None:
         return HashedPrompt(len(numbers) // 8 * size, hash_keys(numbers, namespace=namespace))
     return HashedPrompt(len(numbers) // 4, block_keys(None, numbers, size, namespace=namespace, seed=given.seed))

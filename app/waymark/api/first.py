@@ -1,9 +1,9 @@
 """The questions that a replica answers before its application is imported: ``/query`` and ``/query_by_hash``.
 
-They need half of the modules of a replica, and go the straight way. So a replica listens with these alone, and imports
-the rest in a thread: that takes a third of a second, during which the loop runs. This module and those that it imports
-need none of the rest: ``tests/api/test_first.py`` lists their rooms. Every other request waits until the application is
-made, and so does a query that needs more than the index, such as one with a text or with ``explain``. ``/health`` and
+They need a third of the modules of a replica, and go the straight way. So a replica listens with these alone, and
+imports the rest in a thread: that takes a third of a second, during which the loop runs. This module and those that it
+imports need neither pydantic nor redis-py nor uvicorn: ``tests/api/test_first.py`` lists what they need. Every other
+request waits until the application is made, and so does an unusual query, such as one with a text. ``/health`` and
 ``/ready`` wait, too, so nothing takes the replica for ready before. If an import fails, the process ends with the
 error, as if it had failed before.
 """
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_args
 
-from waymark.api.conductor import Conductor
+from waymark.api.conductor import BY_HASH, BY_PROMPT, Conductor, usual
 from waymark.api.http.access import Doc, Gate, Queue
 from waymark.api.http.admission import AT_ONCE, AdmissionQueue
 from waymark.api.http.answers import Answer, Paused
@@ -25,49 +25,28 @@ from waymark.api.http.bodies import CACHE_BYTES_MAX, Body, RequestCache
 from waymark.api.http.tokens_file import TokensFile
 from waymark.api.operations import Dependencies
 from waymark.api.options import AccessOptions, ApiOptions
-from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.straight import Straight, StraightOperation
 from waymark.api.texts import PromptTokenizer
 from waymark.base.asgi import AsgiApplication, AsgiReceive, AsgiScope, AsgiSend, StraightQuestion, StraightTable
 from waymark.base.asker import Asker
 from waymark.base.metrics import Metrics
-from waymark.contract.prompts import QueryAnswer
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.served import ServedNames
 from waymark.store.directory import EngineAddresses
 from waymark.store.steps import Steps
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Engines, Tokenizers
 
 if TYPE_CHECKING:
     from waymark.decide.options import SelectionOptions
+    from waymark.tokenization.tokenizers import Tokenizers
 
 #: How long the thread may hold the interpreter while the loop has work. Python's default is ten times as long, and a
 #: query needs the interpreter a few times.
 _HOLD_SECONDS = 0.0005
 #: How long the imports wait for the queries that have come since the port was opened.
 _FIRST_SECONDS = 0.05
-PARTIAL = {
-    "X-Waymark-Partial": "true if the query reached its deadline, so that the real numbers may be higher; else absent"
-}
-_OF_QUERY = PARTIAL | {
-    "X-Waymark-Note": "why every number is zero, if no engine has this model or block size; else absent",
-    "X-Waymark-Unknown": "the field of the request that the note is about, model or block_size; else absent",
-}
-QUERY = Doc(
-    "Returns how much of a prompt each instance has; the prompt is given as tokens, text or messages.",
-    QueryRequest,
-    QueryAnswer,
-    headers=_OF_QUERY,
-    reach="body",
-)
-QUERY_BY_HASH = Doc(
-    "Returns how much of a prompt each instance has; the prompt is given as the rolling hashes of its blocks.",
-    QueryByHashRequest,
-    QueryAnswer,
-    headers=_OF_QUERY,
-    reach="body",
-)
+_OF_QUERY = Doc("Returns how much of a prompt each instance has.", long_fields=BY_PROMPT)
+_OF_HASHES = Doc("Returns how much of the hashes each instance has.", long_fields=BY_HASH)
 
 
 class FirstQuestions:
@@ -81,12 +60,12 @@ class FirstQuestions:
         store: Store,
         options: ApiOptions,
         metrics: Metrics,
-        tokenizers: Tokenizers | None = None,
+        tokenizers: Callable[[], Tokenizers] | None = None,
         asker: Asker | None = None,
     ) -> None:
         self.store, self.options, self.metrics = store, options, metrics
         self.asker, prompts = asker or Asker(), options.prompts
-        self.tokenizer = PromptTokenizer(tokenizers or _tokenizers(store, metrics, self.asker), prompts.tokens_max)
+        self.tokenizer = PromptTokenizer(tokenizers or self._unnamed_tokenizers, prompts.tokens_max)
         self.pools = AskedPools(self.asker, metrics)
         self.served = store.incarnation.cache(
             ServedNames(store.directory, store.polled_claims, store.reader, store.begin, prompts.deadline_seconds)
@@ -94,27 +73,34 @@ class FirstQuestions:
         self.conductor = Conductor(store, prompts, options.shape, metrics, self.tokenizer, self.pools, self.served)
         self.dependencies = dependencies_of(options, metrics, gate_of(options.access))
 
+    def _unnamed_tokenizers(self) -> Tokenizers:
+        """Return tokenizers without sources, so that engines are asked."""
+        from waymark.tokenization.tokenizers import Engines, Tokenizers  # no usual query needs them
+
+        engines = Engines(EngineAddresses(self.store.directory, self.store.polled_claims), self.asker, {})
+        return Tokenizers({}, None, self.metrics, engines=engines)
+
     def straight(self) -> StraightTable:
         """Return the first questions. With an access log there are none, because the application writes that log."""
         conductor = self.conductor
         questions = (
-            ("/query", Straight(_passing_on(conductor.query)), QUERY),
-            ("/query_by_hash", Straight(_passing_on(conductor.query_by_hash)), QUERY_BY_HASH),
+            ("/query", conductor.query, _OF_QUERY),
+            ("/query_by_hash", conductor.query_by_hash, _OF_HASHES),
         )
         return {
             path.encode(): StraightOperation(
-                "POST", path, handler, access="read", doc=doc, dependencies=self.dependencies
+                "POST", path, Straight(_usual_of(steps, doc)), access="read", doc=doc, dependencies=self.dependencies
             )
-            for path, handler, doc in questions
+            for path, steps, doc in questions
             if not self.options.has_access_log
         }
 
 
-def _passing_on(
-    steps: Callable[[Body], Steps[Answer | Paused] | Paused],
+def _usual_of(
+    steps: Callable[[Body], Steps[Answer | Paused] | Paused], doc: Doc
 ) -> Callable[..., Steps[Answer | Paused] | Paused]:
-    """Return the steps of a query; a straight request is passed on to the application if it has to pause."""
-    return lambda body: _FOR_APPLICATION if body.fields.get("explain") is True else steps(body)
+    """Return the steps of a usual query; a straight request with any other is passed on to the application."""
+    return lambda body: _FOR_APPLICATION if usual(body.fields, doc.long_fields) is None else steps(body)
 
 
 async def _never(*_: object) -> Any:
@@ -135,23 +121,23 @@ def dependencies_of(options: ApiOptions, metrics: Metrics, gate: Gate) -> Depend
     return Dependencies(metrics, gate, options.body_bytes_max, options.prompts.tokens_max, admission, cache)
 
 
-def _tokenizers(store: Store, metrics: Metrics, asker: Asker) -> Tokenizers:
-    """Return tokenizers without sources, so that engines are asked."""
-    engines = Engines(EngineAddresses(store.directory, store.polled_claims), asker, {})
-    return Tokenizers({}, None, metrics, engines=engines)
-
-
 class LaterApplication:
     """An ASGI application whose requests wait until it is made."""
 
     def __init__(
-        self, first: FirstQuestions, selection: Callable[[], SelectionOptions], stopping: asyncio.Event
+        self,
+        first: FirstQuestions,
+        prepare: Callable[[], None],
+        selection: Callable[[], SelectionOptions],
+        stopping: asyncio.Event,
     ) -> None:
+        """``prepare`` imports what else is needed after the first answers."""
         self.straight: dict[bytes, StraightQuestion] = dict(first.straight())
         """The straight questions: at the beginning the first ones."""
         self.failure: Exception | None = None
         """Why the application cannot be made."""
         self._first = first
+        self._prepare = prepare
         self._selection = selection
         self._stopping = stopping
         self._app: AsgiApplication | None = None
@@ -164,12 +150,17 @@ class LaterApplication:
             app = await asyncio.shield(self._made)
         await app(scope, receive, send)
 
+    def _imported(self) -> Any:
+        application = import_module("waymark.api.application")
+        self._prepare()
+        return application
+
     async def make(self) -> None:
         """Import the application, and make it. If it cannot be made, note the failure, and stop the process."""
         await asyncio.sleep(_FIRST_SECONDS)
         try:
             with _short_holds():
-                application = await asyncio.to_thread(import_module, "waymark.api.application")
+                application = await asyncio.to_thread(self._imported)
             app = application.app_with(self._first, self._selection(), self._stopping)
         except Exception as exc:
             self.failure = exc

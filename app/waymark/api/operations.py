@@ -14,7 +14,6 @@ from time import perf_counter
 from typing import Any, Literal, TypeAlias
 from urllib.parse import parse_qsl
 
-from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from waymark.api.http.access import Access, Doc, Gate, Queue, check_reach, check_site
@@ -22,9 +21,7 @@ from waymark.api.http.admission import AdmissionQueue
 from waymark.api.http.answers import Answer, Handler, Paused, request_id_of, resumed, send_answer, send_stream
 from waymark.api.http.bodies import Body, Disconnected, Format, LongList, RequestCache, decode, format_of, read_body
 from waymark.api.http.errors import body_of, headers_of, status_of
-from waymark.api.http.fields import RequestBody
 from waymark.api.http.tokens_file import EVERYONE, Caller
-from waymark.api.query_schemas import PromptFields
 from waymark.base.asgi import RawHeaders
 from waymark.base.errors import InvalidValue, StoreUnavailable, WaymarkError
 from waymark.base.instruments import Counter
@@ -39,7 +36,6 @@ Method: TypeAlias = Literal["GET", "POST", "PATCH", "DELETE"]
 Api: TypeAlias = Literal["conductor", "dynamo"]
 
 _NO_BODY = Body({})
-_LONG_LISTS = ("token_ids", "tokens", "seq_hashes", "block_hashes")
 
 #: The methods that metrics and logs name; any other method, which the client invents, is ``other`` there.
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -87,7 +83,7 @@ class Operation:
         self._admission = dependencies.admission[queue] if doc.needs_redis and queue else None
         self._without_redis = without_redis
         self._max_body_bytes = dependencies.max_body_bytes
-        self.long_list = _long_list(path, doc.request, dependencies)
+        self.long_list = _long_list(path, doc, dependencies)
         self._metrics = dependencies.metrics
         self._duration = self._metrics.http_request_duration_seconds.labels(route=path)
         # Looking up a series by its labels costs more than counting.
@@ -251,13 +247,9 @@ class Resource:
         return self._by_method.get(scope["method"], self._first)(scope, receive, send)
 
 
-def _long_list(path: str, model: type[BaseModel] | None, dependencies: Dependencies) -> LongList | None:
+def _long_list(path: str, doc: Doc, dependencies: Dependencies) -> LongList | None:
     """Return the list that makes up most of a body. If a prompt may be tokens or hashes, return both, tokens first."""
-    if model is None or not issubclass(model, RequestBody):
-        return None
-    names = [name for name in _LONG_LISTS if name in model.model_fields]
     long_list, cache, count_max = None, dependencies.request_cache, dependencies.max_tokens
-    for name in reversed(names if issubclass(model, PromptFields) else names[:1]):
-        is_hashes = name not in ("token_ids", "tokens")
-        long_list = LongList(model.spellings(name), is_hashes, count_max, cache, path.encode(), long_list)
+    for spellings, is_hashes in reversed(getattr(doc.request, "long_fields", doc.long_fields)):
+        long_list = LongList(spellings, is_hashes, count_max, cache, path.encode(), long_list)
     return long_list

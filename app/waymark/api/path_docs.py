@@ -16,7 +16,6 @@ from waymark.api import (
 )
 from waymark.api.dynamo import schemas as dynamo_bodies
 from waymark.api.dynamo.select import USAGE
-from waymark.api.first import PARTIAL
 from waymark.api.http.access import Doc
 from waymark.contract import admin as admin_answers
 from waymark.contract import dynamo, prompts, publishers, results
@@ -25,6 +24,28 @@ from waymark.contract import inspections as inspection_answers
 _TEXT, _HTML = "text/plain", "text/html"
 
 _NOTE = {"X-Waymark-Note": "explains why Waymark needs no dump and no peers: the index is in Redis"}
+
+PARTIAL = {
+    "X-Waymark-Partial": "true if the query reached its deadline, so that the real numbers may be higher; else absent"
+}
+_OF_QUERY = PARTIAL | {
+    "X-Waymark-Note": "why every number is zero, if no engine has this model or block size; else absent",
+    "X-Waymark-Unknown": "the field of the request that the note is about, model or block_size; else absent",
+}
+QUERY = Doc(
+    "Returns how much of a prompt each instance has; the prompt is given as tokens, text or messages.",
+    query_schemas.QueryRequest,
+    prompts.QueryAnswer,
+    headers=_OF_QUERY,
+    reach="body",
+)
+QUERY_BY_HASH = Doc(
+    "Returns how much of a prompt each instance has; the prompt is given as the rolling hashes of its blocks.",
+    query_schemas.QueryByHashRequest,
+    prompts.QueryAnswer,
+    headers=_OF_QUERY,
+    reach="body",
+)
 
 HEALTH = Doc("Answers 200 while the process is alive.", answer=publishers.HealthAnswer, needs_redis=False, reach="none")
 READY = Doc("Answers 200 when the process can answer queries.", answer=publishers.ReadyAnswer, reach="none")

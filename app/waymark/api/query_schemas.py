@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.fields import BlockSize, HashList, NonEmptyName, OptionalName, RequestBody, TokenIds
+from waymark.api.http.prompts import MODEL, SEQ_HASHES
 from waymark.chat.requests import Truncation
 from waymark.domain.multimodal import PromptItems, items_of
 from waymark.domain.names import BLOCK_SIZE, DEFAULT_TENANT, NAME, OPTIONAL_NAME, Adapter, GroupName
@@ -73,7 +74,7 @@ class TextFields(RequestBody):
 class ModelRequest(RequestBody):
     """The model whose tokenizer is used."""
 
-    model: NonEmptyName = Field(validation_alias=AliasChoices("model", "model_name", "modelname"), description=NAME)
+    model: NonEmptyName = Field(validation_alias=AliasChoices(*MODEL), description=NAME)
     tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
 
     @property
@@ -141,6 +142,8 @@ class _QueryBody(Named):
 class PromptFields(TextFields):
     """A prompt, given as tokens, hashes, a text or messages."""
 
+    may_have_any_list: ClassVar = True
+
     token_ids: TokenIds = Field(
         default=None,
         description="a list of token ids, or in msgpack a bin of little-endian u32; send only one of token_ids, "
@@ -148,7 +151,7 @@ class PromptFields(TextFields):
     )
     seq_hashes: HashList = Field(
         default=None,
-        validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
+        validation_alias=AliasChoices(*SEQ_HASHES.spellings),
         description="a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
     )
     features: dict[str, Any] | None = Field(
@@ -171,7 +174,7 @@ class QueryByHashRequest(_QueryBody):
     """A prompt, given as the rolling hashes of its blocks."""
 
     seq_hashes: HashList = Field(
-        validation_alias=AliasChoices("seq_hashes", "block_hash", "block_hashes"),
+        validation_alias=AliasChoices(*SEQ_HASHES.spellings),
         description="a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
     )
 

@@ -6,16 +6,14 @@ A body has exactly one prompt, whose block keys can be computed for any block si
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
-from waymark.api.http.fields import RequestBody
-from waymark.api.http.prompts import SeqHashKeys, TokenKeys, check_count, hashes_in, tokens_in
-from waymark.api.query_schemas import DetokenizeRequest, PromptFields, TextFields, TokenizeRequest
+from waymark.api.http.prompts import SEQ_HASHES, SeqHashKeys, TokenKeys, check_count, hashes_in, tokens_in
 from waymark.contract.prompts import DetokenizeAnswer, TokenizeAnswer
 from waymark.decide.served import PromptOptions
 from waymark.domain.multimodal import PromptItems, check_blocks
@@ -24,7 +22,10 @@ from waymark.domain.packing import unpack_tokens
 from waymark.domain.pool_keys import PromptIds
 from waymark.store.reader import KeysOf, PromptKeys
 from waymark.tokenization.prompt import ChatPrompt, Prompt, SourcedTokens, TextPrompt
-from waymark.tokenization.tokenizers import Tokenizers
+
+if TYPE_CHECKING:
+    from waymark.api.query_schemas import PromptFields, TextFields
+    from waymark.tokenization.tokenizers import Tokenizers
 
 
 class ModelPrompt(NamedTuple):
@@ -72,9 +73,17 @@ def prompt_of(group: GroupName, request: TextFields, kinds: Sequence[str] = (), 
 class PromptTokenizer:
     """Tokenizes for every handler that accepts text."""
 
-    def __init__(self, tokenizers: Tokenizers, tokens_max: int) -> None:
-        self._tokenizers = tokenizers
+    def __init__(self, tokenizers: Callable[[], Tokenizers], tokens_max: int) -> None:
+        """``tokenizers`` is called when they are first needed."""
+        self._make = tokenizers
+        self._made: Tokenizers | None = None
         self._max_tokens = tokens_max
+
+    @property
+    def _tokenizers(self) -> Tokenizers:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
 
     async def tokens(self, asked: ModelPrompt) -> SourcedTokens:
         """Return the token ids of a prompt. Raise the errors of ``Tokenizers.tokens``, and ``too_large`` above
@@ -89,6 +98,8 @@ class PromptTokenizer:
         return self._tokenizers.warnings()
 
     async def tokenize(self, body: Body) -> Answer:
+        from waymark.api.query_schemas import TokenizeRequest  # no query needs pydantic
+
         request = TokenizeRequest.of(body.fields)
         asked = prompt_of(request.group, request, missing="prompt or messages")
         assert asked is not None  # these requests have no prompts of other kinds
@@ -104,6 +115,8 @@ class PromptTokenizer:
         )
 
     async def detokenize(self, body: Body) -> Answer:
+        from waymark.api.query_schemas import DetokenizeRequest  # no query needs pydantic
+
         request = DetokenizeRequest.of(body.fields)
         ids = tokens_in(body, DetokenizeRequest.spelling("tokens", body.fields), self._max_tokens)
         text = await self._tokenizers.text(request.model, unpack_tokens(ids), request.group.tenant_id)
@@ -129,14 +142,18 @@ class GivenPrompts:
         self._max_tokens = options.tokens_max
         self.seed = options.hash_seed
 
-    def keys_of(self, model: type[RequestBody], body: Body, namespace: int, items: PromptItems = ()) -> KeysOf:
+    def keys_of(self, body: Body, namespace: int, items: PromptItems = ()) -> KeysOf:
         """Return the keys of the token ids or hashes of a body. ``InvalidBody`` names a wrong element.
 
         ``items`` are the images and other items among the tokens.
         """
-        if body.fields.get("token_ids") is not None and "token_ids" in model.wire_names:
+        if body.fields.get("token_ids") is not None:
             return self.of_tokens(tokens_in(body, "token_ids", self._max_tokens), namespace, items)
-        field = model.spelling("seq_hashes", body.fields)
+        return self.of_hashes(body, namespace)
+
+    def of_hashes(self, body: Body, namespace: int) -> KeysOf:
+        """Return the keys of the hashes of a body."""
+        field = next(name for name in SEQ_HASHES.spellings if body.fields.get(name) is not None)
         return partial(_of_hashes, hashes_in(body, field, self._max_tokens), namespace)
 
     def of_tokens(self, tokens: bytes, namespace: int, items: PromptItems = ()) -> KeysOf:

@@ -13,7 +13,6 @@ import importlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from waymark import __version__
@@ -190,6 +189,8 @@ def _with_nearest(message: str, text: str) -> str:
     if "COMMAND" in misspelt["head"] and misspelt["word"] in MEANT:
         return f"{misspelt['head']}there is no '{misspelt['word']}'; use 'waymark {MEANT[misspelt['word']]}'"
     words = re.findall(r"[\w-]+", choice["known"]) if choice else re.findall(r"(?<!\S)--[a-z][\w-]*", text)
+    from difflib import get_close_matches  # only an error needs it
+
     near = [match for match in get_close_matches(misspelt["word"], words, n=2) if match not in NEVER_MEANT][:1]
     return f"{misspelt['head']}there is no '{misspelt['word']}'; did you mean '{near[0]}'?" if near else message
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from difflib import get_close_matches
 from itertools import islice
 from typing import NamedTuple
 
@@ -127,6 +126,8 @@ class ServedNames:
         # Comparing a name of a megabyte takes half a second, and it would not be near any other.
         if len(group.model_name) > SHOWN_MAX:
             return None
+        from difflib import get_close_matches  # only an unknown name needs it
+
         close = get_close_matches(group.model_name, islice(names, _COMPARED_MAX), n=1)
         return close[0] if close else None
 

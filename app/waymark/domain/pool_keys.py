@@ -10,7 +10,6 @@ form is a list of such keys, with a placeholder for the hash. The placeholder na
 
 from __future__ import annotations
 
-import pickle
 import re
 import struct
 import sys
@@ -160,6 +159,8 @@ def _vllm_hashes(prompt: AskedPrompt, scheme: str, seed: str) -> Iterator[str]:
 
 
 def _pickled(value: Any) -> bytes:
+    import pickle  # few pools need it
+
     return pickle.dumps(value, protocol=5)
 
 

@@ -21,10 +21,10 @@ from waymark.store import keys, pacing
 from waymark.store.directory import EngineAddresses
 from waymark.store.hot import BYTES_MAX, MILLISECONDS, HotRows
 from waymark.store.store import Credentials, Store
-from waymark.tokenization.tokenizers import Engines, Tokenizers
 
 if TYPE_CHECKING:
     from waymark.decide.options import SelectionOptions
+    from waymark.tokenization.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +89,9 @@ def asker(settings: Settings, *, is_bounded: bool = True) -> Asker:
 
 def tokenizers(settings: Settings, metrics: Metrics, store: Store | None = None) -> Tokenizers:
     """Return the sources of tokens. ``store`` finds the engines of a model; None: no engine is asked."""
+    # A replica answers its first queries before it has imported them.
+    from waymark.tokenization.tokenizers import Engines, Tokenizers
+
     addresses = None if store is None else EngineAddresses(store.directory, store.polled_claims)
     return Tokenizers(
         settings.tokenizers,

@@ -22,7 +22,8 @@ from waymark.epp.answers import BodyBytes
 from waymark.epp.process_call import CallContext
 from waymark.epp.server import IDLE_SECONDS, EppOptions, EppServer
 from waymark.runtime import parts
-from waymark.runtime.replica import freeze_heap, http_server, report_redis, server_bounds, stop_signal
+from waymark.runtime.http_server import http_server
+from waymark.runtime.replica import freeze_heap, report_redis, server_bounds, stop_signal
 from waymark.serving.listening import listen
 from waymark.store.store import Store
 

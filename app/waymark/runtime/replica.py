@@ -11,15 +11,13 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from functools import cache, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-import uvicorn
 
 from waymark.api.first import FirstQuestions, LaterApplication
 from waymark.base import native
-from waymark.base.asgi import StraightTable
 from waymark.base.asker import Asker
 from waymark.base.errors import SettingsError, StoreUnavailable
 from waymark.base.logs import fields
@@ -27,40 +25,22 @@ from waymark.base.metrics import Metrics
 from waymark.base.record import record
 from waymark.base.settings import Settings
 from waymark.runtime import parts
-from waymark.serving.connection import protocol
-from waymark.serving.limits import Connections, ServerBounds, Shape, files_for
-from waymark.serving.listening import listen
+from waymark.serving.limits import Connections, ServerBounds, files_for
+from waymark.serving.listening import EarlyServer, listen
 from waymark.store.store import Store
-from waymark.tokenization.tokenizers import Tokenizers
 
 if TYPE_CHECKING:
+    import uvicorn
+
     from waymark.runtime.gateway import GatewayRole
+    from waymark.tokenization.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
-#: The time in which requests in progress must end.
-_SHUTDOWN_SECONDS = 5
-#: How long it may take until an accepted connection is made: a few turns of the loop.
-_ACCEPTED_SECONDS = 0.05
 #: The pause before a Redis that did not answer is asked again for the format of its index.
 _FORMAT_AGAIN_SECONDS = 0.5
-#: How long a connection is kept for a next request: longer than load balancers keep theirs, usually 60 s.
-_KEEP_ALIVE_SECONDS = 65
-
-
-class _UvicornServer(uvicorn.Server):
-    """uvicorn, with the signals left to us: it would end the process before the worker has released its leases."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End. Accepted connections are set up first, so that they are asked to end, too."""
-        for server in self.servers:
-            server.close()
-        await asyncio.sleep(_ACCEPTED_SECONDS)
-        await super().shutdown(sockets)
+#: How long a query replica waits for Redis before it listens.
+_ANSWER_SECONDS = 0.5
 
 
 def freeze_heap() -> None:
@@ -89,33 +69,6 @@ def server_bounds(settings: Settings, worker_files: int) -> ServerBounds:
     return ServerBounds(settings.request_seconds, connections, parts.bodies_bytes_max(settings))
 
 
-def http_server(
-    app: Any,
-    bounds: ServerBounds,
-    metrics: Metrics,
-    *,
-    shutdown_seconds: int = _SHUTDOWN_SECONDS,
-    shape: Shape = lambda *_: None,
-    straight: StraightTable | None = None,
-) -> uvicorn.Server:
-    """Return an HTTP server that ends at ``should_exit``. ``straight`` has the straight questions of ``app``."""
-    return _UvicornServer(
-        uvicorn.Config(
-            app,
-            http=protocol(Connections(bounds, metrics, shape, straight)),
-            interface="asgi3",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # no handler uses the client's address
-            lifespan="off",
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=shutdown_seconds,
-        )
-    )
-
-
 def stop_signal() -> asyncio.Event:
     """Return an event that SIGTERM or SIGINT sets."""
     stop = asyncio.Event()
@@ -132,7 +85,8 @@ class ProcessParts:
     settings: Settings
     store: Store
     metrics: Metrics
-    tokenizers: Tokenizers
+    tokenizers: Callable[[], Tokenizers]
+    """Returns the tokenizers, which are made in the first call."""
     asker: Asker
     stop: asyncio.Event
     """It is set when the process ends."""
@@ -142,12 +96,14 @@ class ProcessParts:
         """Return the parts of a process. They connect when they are first used."""
         metrics = Metrics(role=role, is_native=native.select(settings.native) == "native")
         store = parts.open_store(settings, metrics, keeps_answers=role == "gateway")
-        tokenizers, asker = parts.tokenizers(settings, metrics, store), parts.asker(settings)
-        return cls(settings, store, metrics, tokenizers, asker, stop_signal())
+        tokenizers = cache(partial(parts.tokenizers, settings, metrics, store))
+        return cls(settings, store, metrics, tokenizers, parts.asker(settings), stop_signal())
 
     def probes(self, bounds: ServerBounds) -> uvicorn.Server:
         """Return the server of a worker, which has probes only."""
-        from waymark.api.application import create_probes  # a query replica listens before it is imported
+        # A query replica listens before they are imported.
+        from waymark.api.application import create_probes
+        from waymark.runtime.http_server import http_server
 
         app = create_probes(self.store, parts.api_options(self.settings), self.metrics)
         return http_server(app, bounds, self.metrics)
@@ -156,14 +112,21 @@ class ProcessParts:
         """Return the API of a replica."""
         options = parts.api_options(self.settings)
         first = FirstQuestions(self.store, options, self.metrics, self.tokenizers, self.asker)
-        return LaterApplication(first, lambda: parts.selection_options(self.settings), self.stop)
+        return LaterApplication(first, self._prepare, lambda: parts.selection_options(self.settings), self.stop)
+
+    def _prepare(self) -> None:
+        """Import what no first answer needs."""
+        import_module("waymark.runtime.http_server")
+        self.store.prepare()
+        self.tokenizers()
 
     def gateway(self, bounds: ServerBounds) -> tuple[uvicorn.Server, GatewayRole]:
         """Return the server of a gateway, and its role."""
         from waymark.runtime import gateway as runtime_gateway
+        from waymark.runtime.http_server import http_server
 
         role = runtime_gateway.GatewayRole(
-            self.store, self.settings, self.metrics, self.tokenizers, self.asker, self.stop
+            self.store, self.settings, self.metrics, self.tokenizers(), self.asker, self.stop
         )
         server = http_server(
             role.app,
@@ -175,9 +138,57 @@ class ProcessParts:
         return server, role
 
     async def close(self) -> None:
-        await self.tokenizers.close()
+        await self.tokenizers().close()
         await self.asker.close()
         await self.store.close()
+
+
+class HttpPort:
+    """The HTTP server of a process."""
+
+    def __init__(self, make: Callable[[], uvicorn.Server]) -> None:
+        self.is_complete = asyncio.Event()
+        """Set when the process has imported everything."""
+        self._make = make
+        self._server: uvicorn.Server | None = None
+        self._is_ended = False
+
+    async def listen(self, sockets: Sequence[socket.socket]) -> None:
+        """Listen, if there are answers before the server is made."""
+
+    async def serve(self, sockets: Sequence[socket.socket]) -> None:
+        """Make the server, and serve until ``end``."""
+        self._server = self._make()
+        self._server.should_exit = self._is_ended
+        await self._server.serve(list(sockets))
+
+    def end(self) -> None:
+        """End the server after the requests under way are answered."""
+        self._is_ended = True
+        if self._server is not None:
+            self._server.should_exit = True
+
+
+class EarlyPort(HttpPort):
+    """A server that answers its first requests before uvicorn is imported."""
+
+    def __init__(self, api: LaterApplication, bounds: ServerBounds, metrics: Metrics) -> None:
+        early = EarlyServer(api, Connections(bounds, metrics, straight=api.straight))
+
+        def make() -> uvicorn.Server:
+            from waymark.runtime.http_server import http_server
+
+            return http_server(api, bounds, metrics, early=early)
+
+        super().__init__(make)
+        self._early = early
+
+    async def listen(self, sockets: Sequence[socket.socket]) -> None:
+        await self._early.listen(sockets)
+
+    async def serve(self, sockets: Sequence[socket.socket]) -> None:
+        await self.is_complete.wait()
+        await super().serve(sockets)
 
 
 class FormatCheck:
@@ -215,7 +226,10 @@ async def run(
     role = "serve" if has_api and has_worker else "query" if has_api else "gateway" if has_gateway else "ingest"
     process = ProcessParts.open(settings, role)
     store, metrics = process.store, process.metrics
-    await report_redis(store)
+    # A query replica answers its first queries before it imports redis-py, unless Redis does not answer.
+    is_reported = has_worker or not has_api or not await store.does_answer(_ANSWER_SECONDS)
+    if is_reported:
+        await report_redis(store)
     worker_files = 0
     if has_worker:
         options, worker_files = runtime_worker.within_files(options, is_alone=not (has_api or has_gateway))
@@ -224,17 +238,25 @@ async def run(
     api: LaterApplication | None = None
     if has_gateway:
         server, gateway = process.gateway(bounds)
+        port = HttpPort(lambda: server)
     elif has_api:
         api = process.api()
-        server = http_server(api, bounds, metrics, straight=api.straight)
+        port = EarlyPort(api, bounds, metrics)
     else:
-        server = process.probes(bounds)
+        port = HttpPort(partial(process.probes, bounds))
     check = FormatCheck(store)
 
     async def complete() -> None:
         if api is not None:
             await api.make()
         freeze_heap()
+        port.is_complete.set()
+
+    async def check_redis() -> None:
+        await port.is_complete.wait()
+        if not is_reported:
+            await report_redis(store)
+        await check.run(process.stop)
 
     async def work() -> None:
         await check.is_passed.wait()
@@ -242,12 +264,12 @@ async def run(
 
     try:
         _announce(settings, sockets, role)
-        background: list[Coroutine[Any, Any, None]] = [check.run(process.stop)]
+        background: list[Coroutine[Any, Any, None]] = [check_redis()]
         if has_worker:
             background += [work(), runtime_worker.discovery(store, settings, metrics, process.asker).run()]
         if gateway is not None:
             background += gateway.tasks()
-        await _serve(server, sockets, background, process.stop, complete())
+        await _serve(port, sockets, background, process.stop, complete())
     finally:
         if gateway is not None:
             await gateway.close()
@@ -268,7 +290,7 @@ def _announce(settings: Settings, sockets: Sequence[socket.socket], role: str) -
 
 
 async def _serve(
-    server: uvicorn.Server,
+    port: HttpPort,
     sockets: Sequence[socket.socket],
     background: Sequence[Coroutine[Any, Any, None]],
     stop: asyncio.Event,
@@ -281,12 +303,13 @@ async def _serve(
     async with asyncio.TaskGroup() as tasks:
         ended: set[asyncio.Task[Any]] = {tasks.create_task(stop.wait())}
         if sockets:
-            ended.add(tasks.create_task(server.serve(list(sockets))))
+            await port.listen(sockets)
+            ended.add(tasks.create_task(port.serve(sockets)))
         tasks.create_task(completion)
         others = [tasks.create_task(work) for work in background]
         await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
         stop.set()
-        server.should_exit = True
+        port.end()
         for task in others:
             task.cancel()
 

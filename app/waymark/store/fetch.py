@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import hiredis
-from redis.exceptions import InvalidResponse, RedisError
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
@@ -22,6 +21,7 @@ from waymark.domain.packing import KEY_BYTES, unpack
 from waymark.store import keys
 from waymark.store.chain import ValueName, WantedValues
 from waymark.store.directory import GroupEntry
+from waymark.store.redis import errors
 from waymark.store.redis.client import RedisClient
 from waymark.store.redis.read_connection import Replies, ReplyReader, ReplyReceiver
 from waymark.store.steps import Step, Waiting
@@ -96,7 +96,7 @@ class Fetch:
         durations.seen[bisect_left(durations.bounds, seconds)] += 1
 
     def set_exception(self, error: BaseException) -> None:
-        if self._is_sent and isinstance(error, RedisError):
+        if self._is_sent and isinstance(error, errors.RedisError):
             self._fetch_slowly()
         else:
             self._receiver.set_exception(error)
@@ -112,8 +112,8 @@ def _values(reply: Any, size: int) -> list[bytes | None]:
     return reply
 
 
-def _no_reply(size: int) -> InvalidResponse:
-    return InvalidResponse(f"no reply to an MGET of {size} keys")
+def _no_reply(size: int) -> errors.InvalidResponse:
+    return errors.InvalidResponse(f"no reply to an MGET of {size} keys")
 
 
 class _RowsReader:

@@ -15,8 +15,6 @@ from dataclasses import field, replace
 from enum import StrEnum
 from typing import Any
 
-from redis.exceptions import ResponseError
-
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.record import record
@@ -25,6 +23,7 @@ from waymark.domain.names import U64_MASK
 from waymark.domain.status import RecordKind
 from waymark.store import keys
 from waymark.store.parsing import Malformed, RecordParser
+from waymark.store.redis import errors
 from waymark.store.redis.client import RedisClient
 
 log = logging.getLogger(__name__)
@@ -149,7 +148,7 @@ class HealthWatch:
         try:
             return await self._client.infos()
         except StoreUnavailable as exc:
-            if isinstance(exc.__cause__, ResponseError):
+            if isinstance(exc.__cause__, errors.ResponseError):
                 return []  # an error is an answer, too: an ACL may deny INFO to this user
             raise
 

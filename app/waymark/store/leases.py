@@ -11,7 +11,7 @@ ask the same engine.
 from __future__ import annotations
 
 import asyncio
-import secrets
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from typing import Final, Protocol, TypedDict
@@ -31,7 +31,7 @@ _RENEWED_AT_ONCE = 256
 
 def random_nonce() -> str:
     """Return 64 random bits as 16 hex digits, so that no two lives, tokens or versions are equal."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 @record(slots=True)

@@ -12,10 +12,10 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 import hiredis
-from redis.exceptions import RedisError
 
 from waymark.base.metrics import Metrics
 from waymark.store.parsing import lenient_text
+from waymark.store.redis import errors
 from waymark.store.redis.client import SCRIPTS, RedisClient, Reply
 from waymark.store.redis.read_connection import Replies, ReplyReceiver
 from waymark.store.steps import Steps, Waiting
@@ -111,7 +111,7 @@ class ScriptCall:
         if self._again is None:
             if isinstance(error, TimeoutError):
                 error = self.scripts._client.translated(error)
-            elif isinstance(error, RedisError):
+            elif isinstance(error, errors.RedisError):
                 self._run()
                 return
         self.lost()

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import hiredis
-from redis.exceptions import InvalidResponse
 
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
 from waymark.store.parsing import pairs
+from waymark.store.redis import errors
 from waymark.store.redis.client import RedisClient
 from waymark.store.redis.read_connection import Replies
 from waymark.store.scripts import Scripts
@@ -66,8 +66,8 @@ class Speculative:
             packed = hiredis.pack_command(cast("Any", ("MGET", *names)))
             (values,) = await self._client.ask(keys.spec_prefix(group_id), packed, Replies(1), until)
             if not isinstance(values, list) or len(values) != len(names):
-                raise InvalidResponse(f"no reply to an MGET of {len(names)} keys")
-        except (StoreUnavailable, InvalidResponse):
+                raise errors.InvalidResponse(f"no reply to an MGET of {len(names)} keys")
+        except (StoreUnavailable, errors.InvalidResponse):
             # A slot has moved, or the Redis is embedded: redis-py handles both.
             async with asyncio.timeout_at(until):
                 (values,) = await self._client.several([("MGET", *names)])

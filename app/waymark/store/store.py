@@ -9,7 +9,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from functools import partial
+from importlib import import_module
+from threading import RLock
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
@@ -17,44 +20,88 @@ from waymark.base.shown import shown
 from waymark.domain.hashing import DEFAULT_SEED
 from waymark.domain.rows import FORMAT
 from waymark.store import keys
-from waymark.store.activity import Activity
-from waymark.store.books import Books
-from waymark.store.claim_writer import ClaimWriter
 from waymark.store.directory import Directory, PolledClaims
-from waymark.store.entries import Entries
-from waymark.store.gauges import EngineGauges, TimesByTarget
-from waymark.store.hashes import EngineHashes, HeldHashes
-from waymark.store.health import HealthWatch
 from waymark.store.hot import HotRows
 from waymark.store.incarnation import Incarnation
-from waymark.store.index import Index
-from waymark.store.kept_decisions import KeptDecisions
-from waymark.store.leases import Leases, SnapshotPlaces
-from waymark.store.pacing import Pacer
 from waymark.store.parsing import RecordParser
-from waymark.store.prefixes import Prefixes
-from waymark.store.publisher_states import PublisherState, PublisherStates
 from waymark.store.reader import Reader
-from waymark.store.records import Records
 from waymark.store.redis.client import CONNECTIONS, RedisClient, Subscription
 from waymark.store.redis.credentials import Credentials
-from waymark.store.registry import Registry
-from waymark.store.reservations import Reservations
-from waymark.store.responses import ReplicaCounts, StoredAnswers, StoredResponses
 from waymark.store.scripts import Scripts
-from waymark.store.selections import Selections
-from waymark.store.speculative import Placements, PromptHistories, Speculative
-from waymark.store.sweep import Leftovers, Sweeper, UnclaimedPublishers
-from waymark.store.takeover import Takeover
-from waymark.store.workers import DiscoveryLease, Heartbeats
-from waymark.store.worth import Valuations
+
+if TYPE_CHECKING:
+    from waymark.store.activity import Activity
+    from waymark.store.books import Books
+    from waymark.store.claim_writer import ClaimWriter
+    from waymark.store.entries import Entries
+    from waymark.store.gauges import EngineGauges, TimesByTarget
+    from waymark.store.hashes import EngineHashes, HeldHashes
+    from waymark.store.health import HealthWatch
+    from waymark.store.index import Index
+    from waymark.store.kept_decisions import KeptDecisions
+    from waymark.store.leases import Leases, SnapshotPlaces
+    from waymark.store.pacing import Pacer
+    from waymark.store.prefixes import Prefixes
+    from waymark.store.publisher_states import PublisherState, PublisherStates
+    from waymark.store.records import Records
+    from waymark.store.registry import Registry
+    from waymark.store.reservations import Reservations
+    from waymark.store.responses import ReplicaCounts, StoredAnswers, StoredResponses
+    from waymark.store.selections import Selections
+    from waymark.store.speculative import Placements, PromptHistories, Speculative
+    from waymark.store.sweep import Leftovers, Sweeper, UnclaimedPublishers
+    from waymark.store.takeover import Takeover
+    from waymark.store.workers import DiscoveryLease, Heartbeats
+    from waymark.store.worth import Valuations
 
 __all__ = ["Credentials", "Store"]
 
 T = TypeVar("T")
 
 
+#: One store at a time is completed.
+_completing = RLock()
+
+
 class Store:
+    """The parts of the store. The first use of a part with a type below makes all such parts: no query needs them, and
+    a replica answers its first queries before it imports them.
+    """
+
+    activity: Activity
+    answers: StoredAnswers
+    answer_times: TimesByTarget
+    books: Books
+    claim_writer: ClaimWriter
+    counts: ReplicaCounts
+    discovery: DiscoveryLease
+    entries: Entries
+    gauges: EngineGauges
+    hashes: EngineHashes
+    health: HealthWatch
+    heartbeats: Heartbeats
+    held_hashes: HeldHashes
+    histories: PromptHistories
+    index: Index
+    kept_decisions: KeptDecisions
+    leases: Leases
+    leftovers: Leftovers
+    pacer: Pacer
+    placements: Placements
+    prefixes: Prefixes
+    publisher_states: PublisherStates
+    records: Records
+    registry: Registry
+    reservations: Reservations
+    responses: StoredResponses
+    selections: Selections
+    snapshots: SnapshotPlaces
+    speculative: Speculative
+    sweeper: Sweeper
+    takeover: Takeover
+    unclaimed: UnclaimedPublishers
+    valuations: Valuations
+
     CONNECTIONS: Final = CONNECTIONS
     """The most connections to each server."""
 
@@ -72,6 +119,8 @@ class Store:
         apply_blocks_max: int = 0,
     ) -> None:
         metrics = metrics or Metrics()
+        self._further = partial(self._complete, shards, metrics, are_shards_set, hash_seed, apply_blocks_max)
+        self._is_complete = False
         for redis_client in (client, read_client, answers_client):
             if redis_client is not None:
                 redis_client.metrics = metrics
@@ -82,53 +131,9 @@ class Store:
         self._read_client = read_client
         self._answers_client = answers_client
         self.parser = self.incarnation.cache(RecordParser(metrics))
-        self.health = HealthWatch(client, self.parser, are_shards_set=are_shards_set, hash_seed=hash_seed)
         self.scripts = Scripts(client, metrics)
-        self.leases = Leases(client, self.scripts)
         self.directory = Directory(client, self.parser)
         self.polled_claims = PolledClaims(client, self.directory)
-        self.activity = Activity(client, self.scripts, metrics, self.begin)
-        self.claim_writer = ClaimWriter(
-            client,
-            self.scripts,
-            self.leases,
-            self.directory,
-            shards=shards,
-            hash_seed=hash_seed,
-            note=self.activity.note,
-        )
-        self.records = Records(client, self.scripts, self.parser)
-        self.registry = Registry(
-            client, self.records, self.leases, self.directory, self.claim_writer, note=self.activity.note
-        )
-        self.unclaimed = UnclaimedPublishers(client, self.scripts, self.leases, self.directory)
-        self.leftovers = Leftovers(client, self.scripts, self.leases)
-        self.discovery = DiscoveryLease(client, self.scripts)
-        self.pacer = Pacer(apply_blocks_max)
-        self.index = Index(client, self.scripts, self.pacer)
-        self.takeover = Takeover(client, self.parser)
-        self.publisher_states = PublisherStates(client, self.parser)
-        self.heartbeats = Heartbeats(self.scripts)
-        self.reservations = Reservations(client, self.scripts, self.begin)
-        self.entries = Entries(client, self.scripts)
-        self.gauges = EngineGauges(client, self.scripts)
-        self.answer_times = TimesByTarget(client)
-        self.books = Books(client)
-        self.kept_decisions = self.incarnation.cache(KeptDecisions(client, self.scripts, metrics, self.begin))
-        self.hashes = EngineHashes(client, self.scripts)
-        self.held_hashes = HeldHashes(client)
-        self.selections = Selections(client, self.scripts)
-        self.speculative = Speculative(client)
-        self.histories = PromptHistories(self.scripts)
-        self.snapshots = SnapshotPlaces(self.scripts)
-        self.prefixes = Prefixes(client, self.scripts)
-        self.placements = Placements(client, self.scripts)
-        answers_scripts = self.scripts if answers_client is None else Scripts(answers_client, metrics)
-        self.answers = StoredAnswers(answers_client or client, answers_scripts)
-        self.responses = StoredResponses(answers_scripts)
-        self.counts = ReplicaCounts(client, self.scripts, self.begin)
-        self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
-        self.valuations = Valuations(client, self.scripts, self.parser, self.kept_decisions)
         reading = read_client or client
         self.reader = Reader(
             reading,
@@ -138,6 +143,92 @@ class Store:
             self.parser,
             metrics,
         )
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in Store.__annotations__:
+            raise AttributeError(f"a store has no {name}", name=name, obj=self)
+        self._further()
+        return vars(self)[name]
+
+    def _complete(
+        self, shards: int, metrics: Metrics, are_shards_set: bool, hash_seed: int, apply_blocks_max: int
+    ) -> None:
+        """Make the parts that no query needs, except those that were replaced."""
+        from waymark.store.activity import Activity
+        from waymark.store.books import Books
+        from waymark.store.claim_writer import ClaimWriter
+        from waymark.store.entries import Entries
+        from waymark.store.gauges import EngineGauges, TimesByTarget
+        from waymark.store.hashes import EngineHashes, HeldHashes
+        from waymark.store.health import HealthWatch
+        from waymark.store.index import Index
+        from waymark.store.kept_decisions import KeptDecisions
+        from waymark.store.leases import Leases, SnapshotPlaces
+        from waymark.store.pacing import Pacer
+        from waymark.store.prefixes import Prefixes
+        from waymark.store.publisher_states import PublisherStates
+        from waymark.store.records import Records
+        from waymark.store.registry import Registry
+        from waymark.store.reservations import Reservations
+        from waymark.store.responses import ReplicaCounts, StoredAnswers, StoredResponses
+        from waymark.store.selections import Selections
+        from waymark.store.speculative import Placements, PromptHistories, Speculative
+        from waymark.store.sweep import Leftovers, Sweeper, UnclaimedPublishers
+        from waymark.store.takeover import Takeover
+        from waymark.store.workers import DiscoveryLease, Heartbeats
+        from waymark.store.worth import Valuations
+
+        client, answers_client = self.client, self._answers_client
+        with _completing:
+            if self._is_complete:
+                return
+            replaced = dict(vars(self))
+            self.health = HealthWatch(client, self.parser, are_shards_set=are_shards_set, hash_seed=hash_seed)
+            self.leases = Leases(client, self.scripts)
+            self.activity = Activity(client, self.scripts, metrics, self.begin)
+            self.claim_writer = ClaimWriter(
+                client,
+                self.scripts,
+                self.leases,
+                self.directory,
+                shards=shards,
+                hash_seed=hash_seed,
+                note=self.activity.note,
+            )
+            self.records = Records(client, self.scripts, self.parser)
+            self.registry = Registry(
+                client, self.records, self.leases, self.directory, self.claim_writer, note=self.activity.note
+            )
+            self.unclaimed = UnclaimedPublishers(client, self.scripts, self.leases, self.directory)
+            self.leftovers = Leftovers(client, self.scripts, self.leases)
+            self.discovery = DiscoveryLease(client, self.scripts)
+            self.pacer = Pacer(apply_blocks_max)
+            self.index = Index(client, self.scripts, self.pacer)
+            self.takeover = Takeover(client, self.parser)
+            self.publisher_states = PublisherStates(client, self.parser)
+            self.heartbeats = Heartbeats(self.scripts)
+            self.reservations = Reservations(client, self.scripts, self.begin)
+            self.entries = Entries(client, self.scripts)
+            self.gauges = EngineGauges(client, self.scripts)
+            self.answer_times = TimesByTarget(client)
+            self.books = Books(client)
+            self.kept_decisions = self.incarnation.cache(KeptDecisions(client, self.scripts, metrics, self.begin))
+            self.hashes = EngineHashes(client, self.scripts)
+            self.held_hashes = HeldHashes(client)
+            self.selections = Selections(client, self.scripts)
+            self.speculative = Speculative(client)
+            self.histories = PromptHistories(self.scripts)
+            self.snapshots = SnapshotPlaces(self.scripts)
+            self.prefixes = Prefixes(client, self.scripts)
+            self.placements = Placements(client, self.scripts)
+            answers_scripts = self.scripts if answers_client is None else Scripts(answers_client, metrics)
+            self.answers = StoredAnswers(answers_client or client, answers_scripts)
+            self.responses = StoredResponses(answers_scripts)
+            self.counts = ReplicaCounts(client, self.scripts, self.begin)
+            self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
+            self.valuations = Valuations(client, self.scripts, self.parser, self.kept_decisions)
+            vars(self).update(replaced)
+            self._is_complete = True
 
     @classmethod
     def open(
@@ -177,6 +268,11 @@ class Store:
             hash_seed=hash_seed,
             apply_blocks_max=apply_blocks_max,
         )
+
+    def prepare(self) -> None:
+        """Import what a query does not need. Without this call the first command that needs it waits for the import."""
+        import_module("waymark.store.redis.cluster")
+        self._further()
 
     @property
     def url(self) -> str:
@@ -226,6 +322,15 @@ class Store:
         once.
         """
         await self.client.publish(keys.CONTROL, "released")
+
+    async def does_answer(self, seconds: float) -> bool:
+        """Return whether Redis answers a read in time. ``health`` has more, and needs redis-py."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self.client.hget(keys.GROUPS, "format")
+        except (StoreUnavailable, TimeoutError):
+            return False
+        return True
 
     async def other_format(self) -> str | None:
         """Return why this release cannot use the index in this Redis, as a sentence; None if it can."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from waymark.base.errors import SettingsError
 from waymark.base.settings import Settings
 from waymark.runtime import parts
+from waymark.store.redis import connect
 from waymark.store.redis.address import Address, parse
 from waymark.store.redis.client import RedisClient
 from waymark.store.redis.cluster import Cluster
@@ -101,14 +103,19 @@ def test_the_settings_say_how_redis_is_entered(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
+def login_of(url: str, credentials: Credentials) -> Any:
+    """What redis-py asks for the login of each connection."""
+    return connect.options_of(credentials, parse(url))["credential_provider"]
+
+
 def test_a_password_file_is_read_for_every_connection(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("first\n")
-    provider = Credentials(username="u", password_file=secret).options(parse("redis://cache"))["credential_provider"]
+    provider = login_of("redis://cache", Credentials(username="u", password_file=secret))
     assert provider.get_credentials() == ("u", "first")
     secret.write_text("second \r\n")
     assert provider.get_credentials() == ("u", "second ")
-    alone = Credentials(password_file=secret).options(parse("redis://cache"))["credential_provider"]
+    alone = login_of("redis://cache", Credentials(password_file=secret))
     assert alone.get_credentials() == ("second ",)
 
 

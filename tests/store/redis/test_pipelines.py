@@ -10,7 +10,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
-from waymark.store.redis.cluster import Command, SharedPipeline
+from waymark.store.redis.words import Command, SharedPipeline
 
 
 class Server:

@@ -7,11 +7,9 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import BaseModel
-
-from waymark.api.http.bodies import Body
+from waymark.api.http.bodies import Body, LongField
 from waymark.api.http.errors import Forbidden, Unauthorized
 from waymark.api.http.tokens_file import EVERYONE, Caller, TokensFile
 from waymark.base.asgi import RawHeaders
@@ -19,6 +17,9 @@ from waymark.base.record import record
 from waymark.base.shape import AnswerShape
 from waymark.base.shown import shown
 from waymark.domain.names import DEFAULT_TENANT
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 Access: TypeAlias = Literal["open", "read", "admin", "write"]
 """Who may call a path. ``open``: every client. ``read``: a token is needed only if reads are protected. ``admin`` reads
@@ -156,7 +157,7 @@ def _documents(body: Body) -> Sequence[Mapping[str, Any]]:
 
 Queue: TypeAlias = Literal["read", "write", "decide"]
 #: A body: an object, or a list of shapes or shapes by name.
-BodyType: TypeAlias = type[BaseModel | AnswerShape | list[Any] | dict[str, Any]]
+BodyType: TypeAlias = "type[BaseModel | AnswerShape | list[Any] | dict[str, Any]]"
 
 
 @record(frozen=True, slots=True)
@@ -184,3 +185,5 @@ class Doc:
     """The tenants that it shows. By default a path is closed to tokens for only some tenants."""
     queue: Queue | None = None
     """The queue in which its requests wait; None for that of all requests with the same access."""
+    long_fields: tuple[LongField, ...] = ()
+    """The lists that may make up most of a body without a model."""

@@ -7,8 +7,8 @@ client sends is kept if it is short and plain; otherwise a new one is generated.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import field
@@ -141,4 +141,4 @@ def request_id_of(headers: RawHeaders) -> str:
     for name, value in headers:
         if name == REQUEST_ID and _IS_SANE(value):
             return str(value, "ascii")
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()

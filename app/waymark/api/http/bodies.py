@@ -139,6 +139,14 @@ class Body(NamedTuple):
         return asked
 
 
+class LongField(NamedTuple):
+    """A list that may make up most of a body."""
+
+    spellings: tuple[str, ...]
+    is_hashes: bool
+    """Whether the list has hashes; otherwise it has token ids."""
+
+
 @record(frozen=True, slots=True)
 class LongList:
     """The field that makes up most of a body, and that may be read without the parser."""

@@ -6,10 +6,7 @@ a valid token id.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from waymark.base.errors import (
     Conflict,
@@ -22,40 +19,9 @@ from waymark.base.errors import (
     StoreUnavailable,
     WaymarkError,
 )
-from waymark.base.shown import SHOWN_MAX, is_beyond_64_bits, kind, shown, shown_url
-
-#: Fields whose values are secrets of a tenant; an error names the field without its value.
-_SECRET = frozenset({"additionalsalt", "additional_salt", "cache_salt"})
-#: Fields whose values may hold a password.
-_URLS = frozenset(
-    {
-        "url", "address", "metrics_url", "endpoint", "replay_endpoint", "snapshot_endpoint", "medium_endpoints",
-        "kv_events_endpoint", "kv_events_endpoints",
-    }
-)  # fmt: skip
+from waymark.base.shown import SHOWN_MAX, shown
 
 _STATUS_OF_REASON = {"too_large": 413, "unsupported_content_type": 415}
-
-_SHAPE_ERRORS = frozenset({"missing", "invalid_type", "invalid_value", "out_of_range"})
-
-
-class ErrorBody(BaseModel):
-    """The body of every answer outside the Dynamo API that is not a 2xx."""
-
-    model_config = ConfigDict(defer_build=True)
-
-    error: str = Field(description="a sentence with the problem, the value and the remedy")
-    reason: str = Field(
-        description="one of: invalid_json, invalid_msgpack, missing, invalid_type, invalid_value, out_of_range, "
-        "conflict, gap, not_found, method_not_allowed, too_large, unsupported_content_type, unauthorized, "
-        "unavailable, no_target, starting, saturated, no_tokenizer, internal"
-    )
-    field: str | None = Field(
-        default=None, description="the field that the sentence is about, as the client spelled it"
-    )
-    index: int | None = Field(default=None, description="the position inside that field, counted from 0")
-    applied: int | None = Field(default=None, description="the number of events that were applied before a gap")
-    expected: int | None = Field(default=None, description="the event_id to continue from after a gap")
 
 
 class InvalidBody(InvalidValue):
@@ -80,33 +46,6 @@ class Forbidden(WaymarkError):
 def short(name: str) -> str:
     """Return a name for a sentence that clients match on: unchanged, unless it is so long that it is quoted and cut."""
     return name if len(name) <= SHOWN_MAX else shown(name)
-
-
-def unfit(error: ValidationError, model: type[BaseModel], spelled: Mapping[str, str]) -> InvalidBody:
-    """Return the first of pydantic's errors as an ``InvalidBody``. ``spelled`` maps field names to the client's
-    spelling.
-    """
-    first = error.errors(include_url=False)[0]
-    name = str(first["loc"][0])
-    described = model.model_fields[name]
-    field = spelled.get(name) or described.alias or name
-    wanted = described.description or "as documented"
-    if first["type"] == "missing":
-        return InvalidBody(f"{field} is missing; it must be {wanted}", reason="missing", field=field)
-    value = first["input"]
-    if name in _SECRET:
-        text = kind(value)
-    else:
-        text = shown_url(value) if name in _URLS and isinstance(value, str) else shown(value)
-    return InvalidBody(f"{field} is {text}; it must be {wanted}", reason=_slug(first["type"], value), field=field)
-
-
-def _slug(pydantic_type: str, value: Any) -> str:
-    if is_beyond_64_bits(value) or pydantic_type.startswith(("greater_than", "less_than", "string_too")):
-        return "out_of_range"
-    if pydantic_type in _SHAPE_ERRORS:
-        return pydantic_type
-    return "invalid_type" if pydantic_type.endswith("_type") else "invalid_value"
 
 
 def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:

@@ -9,6 +9,7 @@ answers, in the published contract, and are never validated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import (
@@ -25,10 +26,28 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from waymark.api.http.errors import InvalidBody, unfit
+from waymark.api.http.bodies import LongField
+from waymark.api.http.errors import InvalidBody
+from waymark.base.shown import is_beyond_64_bits, kind, shown, shown_url
 from waymark.domain.names import BLOCK_SIZE_MAX, NAME_BYTES_MAX, U32_MAX, U64_MASK
 
 T = TypeVar("T")
+
+#: Fields whose values are secrets of a tenant; an error names the field without its value.
+_SECRET = frozenset({"additionalsalt", "additional_salt", "cache_salt"})
+#: Fields whose values may hold a password.
+_URLS = frozenset(
+    {
+        "url", "address", "metrics_url", "endpoint", "replay_endpoint", "snapshot_endpoint", "medium_endpoints",
+        "kv_events_endpoint", "kv_events_endpoints",
+    }
+)  # fmt: skip
+
+_SHAPE_ERRORS = frozenset({"missing", "invalid_type", "invalid_value", "out_of_range"})
+
+
+_TOKENS = ("token_ids", "tokens")
+_LONG_LISTS = (*_TOKENS, "seq_hashes", "block_hashes")
 
 
 class Model(BaseModel):
@@ -41,6 +60,23 @@ class Root(RootModel[T], Generic[T]):
     """A body other than an object."""
 
     model_config = ConfigDict(defer_build=True)
+
+
+class ErrorBody(Model):
+    """The body of every answer outside the Dynamo API that is not a 2xx."""
+
+    error: str = Field(description="a sentence with the problem, the value and the remedy")
+    reason: str = Field(
+        description="one of: invalid_json, invalid_msgpack, missing, invalid_type, invalid_value, out_of_range, "
+        "conflict, gap, not_found, method_not_allowed, too_large, unsupported_content_type, unauthorized, "
+        "unavailable, no_target, starting, saturated, no_tokenizer, internal"
+    )
+    field: str | None = Field(
+        default=None, description="the field that the sentence is about, as the client spelled it"
+    )
+    index: int | None = Field(default=None, description="the position inside that field, counted from 0")
+    applied: int | None = Field(default=None, description="the number of events that were applied before a gap")
+    expected: int | None = Field(default=None, description="the event_id to continue from after a gap")
 
 
 RANK = f"an integer of 0..{U32_MAX}"
@@ -92,10 +128,19 @@ class RequestBody(Model):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, hide_input_in_errors=True)
 
     wire_names: ClassVar[dict[str, tuple[str, ...]]] = {}
+    may_have_any_list: ClassVar[bool] = False
+    """Whether a body has one of several long lists; otherwise it may have the first one only."""
+    long_fields: ClassVar[tuple[LongField, ...]] = ()
+    """The lists that may make up most of a body, the usual one first."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         cls.wire_names = {name: _spellings_of(name, field) for name, field in cls.model_fields.items()}
+        names = [name for name in _LONG_LISTS if name in cls.wire_names]
+        cls.long_fields = tuple(
+            LongField(cls.wire_names[name], is_hashes=name not in _TOKENS)
+            for name in (names if cls.may_have_any_list else names[:1])
+        )
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
@@ -119,7 +164,7 @@ class RequestBody(Model):
         try:
             return cls.model_validate(values, by_name=True)
         except ValidationError as exc:
-            raise unfit(exc, cls, spelled) from None
+            raise _unfit(exc, cls, spelled) from None
 
     @classmethod
     def spellings(cls, name: str) -> tuple[str, ...]:
@@ -137,3 +182,30 @@ def _spellings_of(name: str, field: FieldInfo) -> tuple[str, ...]:
     if isinstance(alias, AliasChoices):
         return tuple(str(choice) for choice in alias.choices)
     return (alias,) if isinstance(alias, str) else (name,)
+
+
+def _unfit(error: ValidationError, model: type[BaseModel], spelled: Mapping[str, str]) -> InvalidBody:
+    """Return the first of pydantic's errors as an ``InvalidBody``. ``spelled`` maps field names to the client's
+    spelling.
+    """
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0])
+    described = model.model_fields[name]
+    field = spelled.get(name) or described.alias or name
+    wanted = described.description or "as documented"
+    if first["type"] == "missing":
+        return InvalidBody(f"{field} is missing; it must be {wanted}", reason="missing", field=field)
+    value = first["input"]
+    if name in _SECRET:
+        text = kind(value)
+    else:
+        text = shown_url(value) if name in _URLS and isinstance(value, str) else shown(value)
+    return InvalidBody(f"{field} is {text}; it must be {wanted}", reason=_slug(first["type"], value), field=field)
+
+
+def _slug(pydantic_type: str, value: Any) -> str:
+    if is_beyond_64_bits(value) or pydantic_type.startswith(("greater_than", "less_than", "string_too")):
+        return "out_of_range"
+    if pydantic_type in _SHAPE_ERRORS:
+        return pydantic_type
+    return "invalid_type" if pydantic_type.endswith("_type") else "invalid_value"

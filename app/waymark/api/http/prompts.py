@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-from waymark.api.http.bodies import Body
+from waymark.api.http.bodies import Body, LongField
 from waymark.api.http.errors import InvalidBody
 from waymark.base.errors import InvalidValue
 from waymark.base.shown import is_beyond_64_bits, kind, shown
@@ -19,6 +19,12 @@ from waymark.domain.hashing import block_keys, local_keys
 from waymark.domain.multimodal import PromptItems, block_keys_with
 from waymark.domain.names import U32_MAX, U64_MASK
 from waymark.domain.packing import KEY_BYTES, pack, pack_tokens
+
+#: The names of a prompt's fields in a body, the usual one first.
+TOKEN_IDS = LongField(("token_ids",), is_hashes=False)
+SEQ_HASHES = LongField(("seq_hashes", "block_hash", "block_hashes"), is_hashes=True)
+
+MODEL = ("model", "model_name", "modelname")
 
 _I64_MIN = -(2**63)
 

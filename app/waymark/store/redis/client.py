@@ -7,32 +7,43 @@ becomes ``StoreUnavailable``.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from hashlib import sha1
-from itertools import takewhile
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 
-from redis.asyncio import Redis
-from redis.asyncio.client import PubSub
-from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
+import hiredis
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
 from waymark.base.shown import hide_password
-from waymark.store.redis.address import Address, HostPort, parse
-from waymark.store.redis.cluster import Cluster, SharedPipeline
-from waymark.store.redis.connect import WaitingPool, behind_sentinels, found_by, server
+from waymark.store.redis import errors
+from waymark.store.redis.address import parse
 from waymark.store.redis.credentials import Credentials, RedisCliCall
 from waymark.store.redis.failures import is_damage, kind_of, unavailable
-from waymark.store.redis.read_connection import Dialer, FindServers, ReadConnection, ReadPool, Replies, ReplyReader
-from waymark.store.redis.words import MixedWords, PackedWords, packed_call
+from waymark.store.redis.read_connection import ReadConnection, ReadPool, Replies, ReplyReader, reads_of_one
+from waymark.store.redis.words import (
+    Parameter,
+    SharedPipeline,
+    SplitParameters,
+    packed_call,
+    parameters,
+    split,
+    words_of,
+)
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+    from redis.asyncio.client import PubSub
+
+    from waymark.store.redis.cluster import Cluster
 
 Reply: TypeAlias = list[Any]
 T = TypeVar("T")
+Connect: TypeAlias = "Callable[[], tuple[Redis | Cluster, ReadPool | None]]"
+"""Returns redis-py's client, and the read connection of a client that finds its server."""
 
 EMBEDDED = "memory://"
 
@@ -68,12 +79,17 @@ class RedisClient:
     """The client of a Redis, real or embedded, for the rest of ``store``."""
 
     def __init__(
-        self, redis: Redis | Cluster, url: str, variable: str = "WAYMARK_REDIS_URL", reads: ReadPool | None = None
+        self,
+        redis: Redis | Cluster | Connect,
+        url: str,
+        variable: str = "WAYMARK_REDIS_URL",
+        reads: ReadPool | None = None,
     ) -> None:
-        """Create a client. ``reads`` is the read connection to a server; a Cluster has its own, and the embedded Redis
-        needs no connection.
+        """Create a client. ``redis`` may be a function, which is called when redis-py is first needed. ``reads`` is the
+        read connection to a server; a Cluster has its own, and the embedded Redis needs no connection.
         """
-        self._redis = redis
+        self._driver = redis
+        self._cluster = cast("Cluster", redis) if hasattr(redis, "server_of") else None
         self.reads = reads
         self._variable = variable
         self._pipelines: dict[object, SharedPipeline] = {}
@@ -103,10 +119,20 @@ class RedisClient:
         credentials = credentials or Credentials()
         address = parse(url, variable)
         credentials.check(address, variable)
-        redis, reads = connected(address, credentials, timeout_seconds, connections)
+        connect = partial(_connected, address, credentials, timeout_seconds, connections)
+        reads = reads_of_one(address, credentials, timeout_seconds)
+        redis, reads = connect() if reads is None else (connect, reads)
         client = cls(redis, url, variable, reads)
         client.redis_cli = credentials.redis_cli(address)
         return client
+
+    @property
+    def _redis(self) -> Redis | Cluster:
+        driver = self._driver
+        if callable(driver):
+            driver, _ = driver()
+            self._driver = driver
+        return driver
 
     @property
     def is_embedded(self) -> bool:
@@ -116,7 +142,8 @@ class RedisClient:
     async def close(self) -> None:
         if self.reads is not None:
             self.reads.close()
-        await self._redis.aclose()
+        if not callable(self._driver):
+            await self._driver.aclose()
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -127,12 +154,12 @@ class RedisClient:
             # The driver sends through asyncio.wait_for, which before Python 3.12 can swallow a cancellation.
             if task and task.cancelling() > cancels:
                 raise asyncio.CancelledError
-        except (RedisError, OSError, TimeoutError) as exc:
+        except (errors.RedisError, OSError, TimeoutError) as exc:
             if task and task.cancelling() > cancels:
                 raise asyncio.CancelledError from exc
             raise self.translated(exc) from exc
 
-    def translated(self, error: RedisError | OSError) -> StoreUnavailable:
+    def translated(self, error: errors.RedisError | OSError) -> StoreUnavailable:
         """Count an error of the driver, and return the error that the rest of ``store`` gets for it."""
         if self.metrics is not None:
             self.metrics.redis_errors.labels(reason=kind_of(error)).inc()
@@ -141,17 +168,18 @@ class RedisClient:
     @property
     def is_cluster(self) -> bool:
         """Whether keys are on different servers."""
-        return isinstance(self._redis, Cluster)
+        return self._cluster is not None
 
     def connections(self) -> tuple[int, int]:
         """Return how many connections of the pools are in use, and how many are idle; 0 for the embedded Redis."""
-        nodes = self._redis.nodes() if isinstance(self._redis, Cluster) else [self._redis]
-        pools = [node.connection_pool for node in nodes]
-        counts = [pool.counts() for pool in pools if isinstance(pool, WaitingPool)]
+        if callable(self._driver):
+            return 0, 0
+        nodes = [cast("Redis", self._driver)] if self._cluster is None else self._cluster.nodes()
+        counts = [pool.counts() for node in nodes if hasattr(pool := node.connection_pool, "counts")]
         return sum(used for used, _ in counts), sum(idle for _, idle in counts)
 
     async def _primaries(self) -> list[Redis]:
-        return await self._redis.primaries() if isinstance(self._redis, Cluster) else [self._redis]
+        return [cast("Redis", self._redis)] if self._cluster is None else await self._cluster.primaries()
 
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
         """Run a script by its SHA-1, or by its text if Redis does not have the script."""
@@ -162,14 +190,14 @@ class RedisClient:
             except TimeoutError:
                 with self._translated():
                     raise
-            except (RedisError, OSError, _NoConnection):
+            except (errors.RedisError, OSError, _NoConnection):
                 pass  # redis-py then checks whether another server has the data
         with self._translated():
             send = self._ask_in_pipeline if name in TOGETHER else self._execute
             words: tuple[Any, ...] = (len(keys), *keys, *args)
             try:
                 reply = await send(("EVALSHA", script.sha, *words))
-            except NoScriptError:
+            except errors.NoScriptError:
                 reply = await send(("EVAL", script.text, *words))
             return cast("Reply", reply)
 
@@ -183,17 +211,17 @@ class RedisClient:
             pool = self.reads.scripts
             try:
                 (reply,) = await pool.ask(packed_call(script.sha, keys, args), _ONE_REPLY, now + pool.seconds)
-            except (RedisError, OSError) as exc:
-                if isinstance(exc, ReadOnlyError):
+            except (errors.RedisError, OSError) as exc:
+                if isinstance(exc, errors.ReadOnlyError):
                     self.reads.retire()  # otherwise queries would still read from the demoted server
-                elif not isinstance(exc, NoScriptError | TimeoutError):
+                elif not isinstance(exc, errors.NoScriptError | TimeoutError):
                     pool.retire()
                 raise
-        elif isinstance(self._redis, Cluster):
+        elif self._cluster is not None:
             key, packed = next(iter(keys)), packed_call(script.sha, keys, args)
             key_bytes = key if isinstance(key, bytes) else key.encode()
-            (reply,) = await self._redis.ask(
-                key_bytes, packed, _ONE_REPLY, now + self._redis.timeout_seconds, is_script=True
+            (reply,) = await self._cluster.ask(
+                key_bytes, packed, _ONE_REPLY, now + self._cluster.timeout_seconds, is_script=True
             )
         else:
             raise _NoConnection
@@ -201,6 +229,20 @@ class RedisClient:
 
     async def _execute(self, command: Sequence[Any]) -> Any:
         return await self._redis.execute_command(*command)
+
+    async def _read(self, *command: Any) -> Any:
+        """Return the reply to a command that only reads. A replica asks its first ones before it imports redis-py."""
+        if self.reads is not None:
+            packed = hiredis.pack_command(cast("Any", command))
+            deadline = asyncio.get_running_loop().time() + self.reads.seconds
+            try:
+                (reply,) = await self.reads.ask(packed, _ONE_REPLY, deadline)
+                return reply
+            except TimeoutError:
+                raise
+            except (errors.RedisError, OSError):
+                pass  # redis-py then checks whether another server has the data
+        return await self._execute(command)
 
     async def _ask_in_pipeline(self, command: Sequence[Any]) -> Any:
         """Return the reply to a script call or to a command of one key, which shares its round trip with other
@@ -238,11 +280,12 @@ class RedisClient:
 
     async def hget(self, key: str, field: Any) -> bytes | None:
         with self._translated():
-            return cast("bytes | None", await self._redis.execute_command("HGET", key, field))
+            return cast("bytes | None", await self._read("HGET", key, field))
 
     async def hgetall(self, key: str) -> dict[bytes, bytes]:
         with self._translated():
-            return cast("dict[bytes, bytes]", await self._redis.execute_command("HGETALL", key))
+            reply = await self._read("HGETALL", key)
+            return reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
 
     async def hkeys(self, key: str) -> list[bytes]:
         with self._translated():
@@ -291,9 +334,9 @@ class RedisClient:
 
     async def _replies(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
         """Return the reply or the error of each command."""
-        if isinstance(self._redis, Cluster):
-            return await self._redis.several(commands)
-        async with self._redis.pipeline(transaction=False) as pipeline:
+        if self._cluster is not None:
+            return await self._cluster.several(commands)
+        async with cast("Redis", self._redis).pipeline(transaction=False) as pipeline:
             for command in commands:
                 pipeline.execute_command(*command)
             return await pipeline.execute(raise_on_error=False)
@@ -307,11 +350,11 @@ class RedisClient:
         try:
             if self.reads is not None:
                 return await self.reads.ask(packed, reader, deadline)
-            if isinstance(self._redis, Cluster):
-                return await self._redis.ask(key, packed, reader, deadline)
+            if self._cluster is not None:
+                return await self._cluster.ask(key, packed, reader, deadline)
         except TimeoutError:
             raise  # the caller's deadline
-        except (RedisError, OSError):
+        except (errors.RedisError, OSError):
             with self._translated():
                 raise
         raise StoreUnavailable("the embedded Redis has no connections")
@@ -322,7 +365,7 @@ class RedisClient:
         """
         if self.reads is not None:
             return (self.reads.scripts if is_script else self.reads).connection
-        return self._redis.connection(key, is_script=is_script) if isinstance(self._redis, Cluster) else None
+        return None if self._cluster is None else self._cluster.connection(key, is_script=is_script)
 
     def script_connection(self, name: str) -> ReadConnection | None:
         """Return the open connection to the only server for a script, or None if ``run`` must send the script."""
@@ -332,7 +375,7 @@ class RedisClient:
 
     def server_of(self, key: bytes) -> object:
         """Return an object that identifies the server of ``key``, as far as it is known."""
-        return self._redis.server_of(key) if isinstance(self._redis, Cluster) else None
+        return None if self._cluster is None else self._cluster.server_of(key)
 
     async def publish(self, channel: str, message: str) -> None:
         with self._translated():
@@ -341,7 +384,7 @@ class RedisClient:
     @asynccontextmanager
     async def subscription(self, channel: str) -> AsyncIterator[Subscription]:
         with self._translated():
-            server = (await self._primaries())[0] if isinstance(self._redis, Cluster) else self._redis
+            server = (await self._primaries())[0]
             async with server.pubsub(ignore_subscribe_messages=True) as pubsub:
                 # In a block of its own, so that a swallowed cancellation is raised before the first wait for messages.
                 with self._translated():
@@ -374,17 +417,6 @@ _PACKAGE = Path(__file__).parents[2]
 LUA_DIR = next(folder for folder in (_PACKAGE / "lua", _PACKAGE.parents[1] / "lua") if folder.is_dir())
 
 
-class Parameter(NamedTuple):
-    """A name in a signature, and the sign after it, which ``lua/README.md`` explains."""
-
-    name: str
-    sign: str
-
-
-PlainWords: TypeAlias = Callable[[Mapping[str, Any]], tuple[Any, ...]]
-SplitParameters: TypeAlias = tuple[PlainWords, tuple[Parameter, ...]]
-
-
 class Script(NamedTuple):
     text: str
     sha: str
@@ -398,52 +430,16 @@ class Script(NamedTuple):
     def of(cls, text: str) -> Script:
         keys, args = text[text.index("(") + 1 : text.index(")")].split(";")
         sha = sha1(text.encode(), usedforsecurity=False).hexdigest()
-        of_keys, of_args = _parameters(keys), _parameters(args)
-        return cls(text, sha, of_keys, of_args, _split(of_keys), _split(of_args))
+        of_keys, of_args = parameters(keys), parameters(args)
+        return cls(text, sha, of_keys, of_args, split(of_keys), split(of_args))
 
     def words(self, values: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the KEYS and the ARGV of a call, from a value for each name of the signature."""
-        return _words(*self.keys_of, values), _words(*self.args_of, values)
+        return words_of(*self.keys_of, values), words_of(*self.args_of, values)
 
     def again(self, args: Sequence[Any]) -> Sequence[Any]:
         """Return the ARGV of a call that may have been made before."""
         return ["1", *args[1:]] if self.args[0].name == "again" else args
-
-
-def _split(parameters: tuple[Parameter, ...]) -> SplitParameters:
-    """Return the leading parameters of one word each, and the remaining ones."""
-    plain = tuple(name for name, _ in takewhile(lambda parameter: not parameter.sign, parameters))
-    rest = parameters[len(plain) :]
-    # An ``itemgetter`` of one name would return its value, and not a tuple.
-    return (itemgetter(*plain), rest) if len(plain) > 1 else (_no_words, parameters)
-
-
-def _no_words(_: Mapping[str, Any]) -> tuple[Any, ...]:
-    return ()
-
-
-def _words(plain: PlainWords, parameters: tuple[Parameter, ...], values: Mapping[str, Any]) -> Sequence[Any]:
-    words = list(plain(values))
-    pieces = list[list[Any] | PackedWords]()
-    for name, sign in parameters:
-        value = values[name]
-        if not sign:
-            words.append(value)
-        elif sign == "*" and type(value) is PackedWords:  # its class is abstract, so isinstance would run Python code
-            pieces += words, value
-            words = []
-        elif sign == "*":
-            words += value
-        elif sign == "?":
-            if value is not None:
-                words.append(value)
-        else:
-            words += (len(value) // int(sign[1:] or 1), *value)
-    return MixedWords([*pieces, words]) if pieces else words
-
-
-def _parameters(text: str) -> tuple[Parameter, ...]:
-    return tuple(Parameter(*pair) for pair in re.findall(r"(\w+)([*?]|#\d*)?", text))
 
 
 REPEATABLE = frozenset({"apply_rows", "release", "end_overdue", "read_loads", "reserve", "match_placements"})
@@ -457,39 +453,10 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-# Creates the driver for a URL: that of a server, of a primary behind Sentinels, of a Cluster, or the emulation.
+def _connected(*arguments: Any) -> tuple[Redis | Cluster, ReadPool | None]:
+    from waymark.store.redis.cluster import driver  # it imports redis-py
 
-
-def connected(
-    address: Address, credentials: Credentials, timeout_seconds: float, connections: int
-) -> tuple[Redis | Cluster, ReadPool | None]:
-    """Return the driver, and the read connections to a server; a Cluster has its own."""
-
-    def node(endpoint: HostPort | None) -> Redis:
-        return server(address, credentials, endpoint, timeout_seconds=timeout_seconds, connections=connections)
-
-    def reads(find: FindServers | None) -> ReadPool:
-        return ReadPool(Dialer(address, credentials, timeout_seconds, find))
-
-    def reads_of(endpoint: HostPort) -> ReadPool:
-        async def find() -> Sequence[HostPort]:
-            return [endpoint]
-
-        return reads(find)
-
-    match address.kind:
-        case "cluster":
-            is_replica = address.is_replica
-            return Cluster(
-                address.endpoints, node, reads_of, timeout_seconds=timeout_seconds, is_replica=is_replica
-            ), None
-        case "sentinel":
-            redis = behind_sentinels(address, credentials, timeout_seconds=timeout_seconds, connections=connections)
-            return redis, reads(found_by(redis, address))
-        case "server":
-            return node(address.endpoints[0]), reads_of(address.endpoints[0])
-        case "socket":
-            return node(None), reads(None)
+    return driver(*arguments)
 
 
 def embedded() -> Redis:

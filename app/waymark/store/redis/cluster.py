@@ -6,19 +6,15 @@ raises errors other than ``RedisError`` when it gives up. Nodes, pools and the p
 
 The map of the nodes of each slot is a hint. MOVED corrects one slot at once; a node that failed, or a MOVED, makes the
 whole map doubtful, and then it is read again.
-
-The commands of many callers to one node go in few round trips: those that arrive during a round trip go with the next.
-A worker has thousands of streams, which begin and report at the same time. A connection for each call would be more
-than a pool has, and calls would fail that Redis could have answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from redis.asyncio import Redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
@@ -26,68 +22,10 @@ from redis.exceptions import AskError, AuthenticationError, ClusterDownError, Mo
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from waymark.store.redis.address import HostPort
-from waymark.store.redis.connect import first
-from waymark.store.redis.read_connection import ReadConnection, ReadPool, ReplyReader
-
-Command: TypeAlias = Sequence[Any]
-
-#: The most commands in one round trip, because Redis executes them without serving other connections; and the most
-#: round trips at once.
-_COMMANDS_MAX, _ROUND_TRIPS_MAX = 128, 4
-
-
-class SharedPipeline:
-    """The commands to one server, in the order of arrival."""
-
-    def __init__(self, replies: Callable[[Sequence[Command]], Awaitable[list[Any]]]) -> None:
-        """``replies`` sends commands in one round trip; each reply may be an error."""
-        self._replies = replies
-        self._waiting: deque[tuple[Command, asyncio.Future[Any]]] = deque()
-        self._senders: set[asyncio.Task[None]] = set()
-
-    async def ask(self, command: Command) -> Any:
-        """Return the reply to a command. Raise its error, or that of its round trip."""
-        loop = asyncio.get_running_loop()
-        reply: asyncio.Future[Any] = loop.create_future()
-        self._waiting.append((command, reply))
-        if len(self._senders) < _ROUND_TRIPS_MAX:
-            sender = loop.create_task(self._send())
-            self._senders.add(sender)
-            sender.add_done_callback(self._senders.discard)
-        return await reply
-
-    async def _send(self) -> None:
-        """Send until the queue is empty."""
-        while self._waiting:
-            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _COMMANDS_MAX))]
-            batch = [pending for pending in batch if not pending[1].done()]
-            if not batch:
-                continue
-            replies: list[Any] = []
-            try:
-                replies = await self._replies([command for command, _ in batch])
-            except Exception as error:
-                replies = [_copy_of(error) for _ in batch]
-            finally:
-                for i, (_, answer) in enumerate(batch):
-                    if answer.done():
-                        continue
-                    if i >= len(replies):  # this task was cancelled, because the event loop closes
-                        answer.cancel()
-                    elif isinstance(replies[i], BaseException):
-                        answer.set_exception(replies[i])
-                    else:
-                        answer.set_result(replies[i])
-
-
-def _copy_of(error: Exception) -> Exception:
-    """Return a copy of an error for another caller, because each caller adds its own traceback."""
-    try:
-        return type(error)(*error.args)
-    except TypeError:
-        return error
-
+from waymark.store.redis.address import Address, HostPort
+from waymark.store.redis.connect import behind_sentinels, first, found_by, server
+from waymark.store.redis.credentials import Credentials
+from waymark.store.redis.read_connection import ReadConnection, ReadPool, ReplyReader, reads_by, reads_of
 
 T = TypeVar("T")
 
@@ -483,3 +421,25 @@ async def read_singly(pipeline: Pipeline, owner: HostPort, keys: Sequence[Any]) 
         if isinstance(value, Exception):
             raise value
     return values
+
+
+def driver(
+    address: Address, credentials: Credentials, timeout_seconds: float, connections: int
+) -> tuple[Redis | Cluster, ReadPool | None]:
+    """Return redis-py's client for an address, and the read connection behind Sentinels; a Cluster has its own."""
+
+    def node(endpoint: HostPort | None) -> Redis:
+        return server(address, credentials, endpoint, timeout_seconds=timeout_seconds, connections=connections)
+
+    match address.kind:
+        case "cluster":
+            reads = partial(reads_of, address, credentials, timeout_seconds)
+            is_replica = address.is_replica
+            return Cluster(address.endpoints, node, reads, timeout_seconds=timeout_seconds, is_replica=is_replica), None
+        case "sentinel":
+            redis = behind_sentinels(address, credentials, timeout_seconds=timeout_seconds, connections=connections)
+            return redis, reads_by(address, credentials, timeout_seconds, found_by(redis, address))
+        case "server":
+            return node(address.endpoints[0]), None
+        case "socket":
+            return node(None), None

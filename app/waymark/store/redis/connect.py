@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import hiredis
@@ -32,13 +33,14 @@ from redis.asyncio.sentinel import (
     SentinelManagedSSLConnection,
 )
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 
 from waymark.base.endpoints import connected
 from waymark.base.shown import shown
 from waymark.store.redis.address import Address, HostPort
-from waymark.store.redis.credentials import Credentials
+from waymark.store.redis.credentials import Credentials, SecretUnreadable, read_secret
 from waymark.store.redis.read_connection import FindServers, reply_error
 
 A = TypeVar("A")
@@ -143,6 +145,57 @@ def common_options(timeout_seconds: float, *, retries: int = 1) -> dict[str, Any
     }
 
 
+class _FileCredentials(CredentialProvider):
+    """Reads the password file for each new connection of redis-py."""
+
+    def __init__(self, username: str | None, path: Path, variable: str) -> None:
+        self._username, self._path, self._variable = username, path, variable
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        try:
+            secret = read_secret(self._path, self._variable)
+        except SecretUnreadable as exc:
+            raise AuthenticationError(str(exc)) from exc  # for another error redis-py leaves the connection open
+        return (secret,) if self._username is None else (self._username, secret)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()
+
+
+def _login(username: str | None, password: str | None, path: Path | None, variable: str) -> dict[str, Any]:
+    if path is not None:
+        return {"credential_provider": _FileCredentials(username, path, variable)}
+    return {"username": username, "password": password}
+
+
+def _tls(credentials: Credentials, address: Address) -> dict[str, Any]:
+    if not address.is_tls:
+        return {}
+
+    def text(path: Path | None) -> str | None:
+        return None if path is None else str(path)
+
+    return {
+        "ssl_ca_certs": text(credentials.tls_ca_file),
+        "ssl_certfile": text(credentials.tls_cert_file),
+        "ssl_keyfile": text(credentials.tls_key_file),
+        "ssl_cert_reqs": "none" if credentials.tls_verify == "none" else "required",
+        "ssl_check_hostname": credentials.tls_verify == "full",
+    }
+
+
+def options_of(credentials: Credentials, address: Address) -> dict[str, Any]:
+    """Return the arguments of redis-py for a connection to Redis itself."""
+    username, file = address.username or credentials.username, credentials.password_file
+    return _tls(credentials, address) | _login(username, address.password, file, "WAYMARK_REDIS_PASSWORD_FILE")
+
+
+def sentinel_options_of(credentials: Credentials, address: Address) -> dict[str, Any]:
+    """Return the arguments of redis-py for a connection to a Sentinel."""
+    username, file = credentials.sentinel_username, credentials.sentinel_password_file
+    return _tls(credentials, address) | _login(username, None, file, "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE")
+
+
 def server(
     address: Address,
     credentials: Credentials,
@@ -154,7 +207,7 @@ def server(
     """Return a client of the server at ``endpoint``, or at the socket of ``address``. It connects on the first
     command.
     """
-    options = common_options(timeout_seconds) | credentials.options(address)
+    options = common_options(timeout_seconds) | options_of(credentials, address)
     if endpoint is None:
         options |= {"connection_class": _Socket, "path": address.path}
     else:
@@ -277,7 +330,7 @@ def found_by(redis: Redis, address: Address) -> FindServers:
 def behind_sentinels(address: Address, credentials: Credentials, *, timeout_seconds: float, connections: int) -> Redis:
     """Return a client of the primary, or of its replicas. It connects on the first command."""
     kind, common = _Tls if address.is_tls else _Tcp, common_options(timeout_seconds, retries=0)
-    options = {"connection_class": kind, **common, **credentials.sentinel_options(address)}
+    options = {"connection_class": kind, **common, **sentinel_options_of(credentials, address)}
     sentinels = _Sentinels([])  # type: ignore[no-untyped-call]
     sentinels.sentinels = [
         Redis.from_pool(ConnectionPool(host=host, port=port, **options)) for host, port in address.endpoints
@@ -292,6 +345,6 @@ def behind_sentinels(address: Address, credentials: Credentials, *, timeout_seco
         db=address.db,
         socket_keepalive=True,
         **common_options(timeout_seconds),
-        **credentials.options(address),
+        **options_of(credentials, address),
     )
     return _BehindSentinels(connection_pool=pool)

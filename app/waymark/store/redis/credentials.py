@@ -10,10 +10,7 @@ import shlex
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-from redis.credentials import CredentialProvider
-from redis.exceptions import AuthenticationError
+from typing import Literal, NamedTuple
 
 from waymark.base.errors import SettingsError
 from waymark.base.record import record
@@ -48,7 +45,7 @@ class Credentials:
         ):
             if path is not None:
                 try:
-                    _read_secret(path, name)
+                    read_secret(path, name)
                 except SecretUnreadable as exc:
                     raise SettingsError(str(exc)) from None
         if address.password is not None and self.password_file is not None:
@@ -85,25 +82,13 @@ class Credentials:
             notes.append(f"# on the primary, with -h and -p of what this answers: {asked} {address.name}")
         return RedisCliCall(words, notes)
 
-    def options(self, address: Address) -> dict[str, Any]:
-        """Return the arguments of redis-py for a connection to Redis itself."""
-        return self._tls(address) | _credentials(
-            address.username or self.username, address.password, self.password_file, "WAYMARK_REDIS_PASSWORD_FILE"
-        )
-
-    def sentinel_options(self, address: Address) -> dict[str, Any]:
-        """Return the arguments of redis-py for a connection to a Sentinel."""
-        return self._tls(address) | _credentials(
-            self.sentinel_username, None, self.sentinel_password_file, "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"
-        )
-
     def secret(self, address: Address) -> tuple[str, ...]:
         """Return the arguments of AUTH, read at each call; empty if AUTH is not needed. Raise SecretUnreadable if the
         file cannot be read.
         """
         username = address.username or self.username
         if self.password_file is not None:
-            password = _read_secret(self.password_file, "WAYMARK_REDIS_PASSWORD_FILE")
+            password = read_secret(self.password_file, "WAYMARK_REDIS_PASSWORD_FILE")
         elif username or address.password:
             password = address.password or ""
         else:
@@ -125,27 +110,13 @@ class Credentials:
             context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
         return context
 
-    def _tls(self, address: Address) -> dict[str, Any]:
-        if not address.is_tls:
-            return {}
 
-        def text(path: Path | None) -> str | None:
-            return None if path is None else str(path)
-
-        return {
-            "ssl_ca_certs": text(self.tls_ca_file),
-            "ssl_certfile": text(self.tls_cert_file),
-            "ssl_keyfile": text(self.tls_key_file),
-            "ssl_cert_reqs": "none" if self.tls_verify == "none" else "required",
-            "ssl_check_hostname": self.tls_verify == "full",
-        }
+class SecretUnreadable(Exception):
+    """A password file cannot be read."""
 
 
-class SecretUnreadable(AuthenticationError):
-    """A password file cannot be read. It is an error of redis-py, which then closes the connection."""
-
-
-def _read_secret(path: Path, variable: str) -> str:
+def read_secret(path: Path, variable: str) -> str:
+    """Return the password in a file. Raise SecretUnreadable."""
     try:
         secret = path.read_text(encoding="utf-8").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as exc:
@@ -154,26 +125,6 @@ def _read_secret(path: Path, variable: str) -> str:
     if not secret:
         raise SecretUnreadable(f"{variable} {path} is empty: put the password in it")
     return secret
-
-
-class _FileCredentials(CredentialProvider):
-    """Reads the password file for each new connection of redis-py."""
-
-    def __init__(self, username: str | None, path: Path, variable: str) -> None:
-        self._username, self._path, self._variable = username, path, variable
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        secret = _read_secret(self._path, self._variable)
-        return (secret,) if self._username is None else (self._username, secret)
-
-    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        return self.get_credentials()
-
-
-def _credentials(username: str | None, password: str | None, path: Path | None, variable: str) -> dict[str, Any]:
-    if path is not None:
-        return {"credential_provider": _FileCredentials(username, path, variable)}
-    return {"username": username, "password": password}
 
 
 def _cli_options(address: Address) -> list[str]:

@@ -5,20 +5,8 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterator
 
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    ClusterDownError,
-    MasterDownError,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    ResponseError,
-)
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
-
 from waymark.base.errors import RecordDamaged, StoreUnavailable
+from waymark.store.redis import errors
 from waymark.store.redis.credentials import SecretUnreadable
 
 #: Parts of the errors that mean that a value has another type, or that a script cannot use it. Redis 6.2 to 8, Valkey
@@ -35,18 +23,19 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
     for cause in causes:
         if isinstance(cause, SecretUnreadable):
             return StoreUnavailable(f"Redis at {url} cannot be used: {cause}")
-        if isinstance(cause, AuthenticationError):
+    for cause in causes:
+        if isinstance(cause, errors.AuthenticationError):
             return StoreUnavailable(
                 f"Redis at {url} refuses the login ({cause}): check the user and password in {variable}, or "
                 "WAYMARK_REDIS_USERNAME and WAYMARK_REDIS_PASSWORD_FILE; for Sentinels "
                 "WAYMARK_REDIS_SENTINEL_USERNAME and WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"
             )
-        if isinstance(cause, NoPermissionError):
+        if isinstance(cause, errors.NoPermissionError):
             return StoreUnavailable(
                 f"Redis at {url} does not permit this ({cause}): give the user of {variable} the permissions that "
                 "docs/configuration.md lists, or set another one in WAYMARK_REDIS_USERNAME"
             )
-        if isinstance(cause, OutOfMemoryError):
+        if isinstance(cause, errors.OutOfMemoryError):
             return StoreUnavailable(
                 f"Redis at {url} has no memory left ({_kind(cause)}: {cause}): raise its maxmemory, or spread the "
                 "blocks over a Cluster"
@@ -72,7 +61,7 @@ def is_damage(exc: BaseException) -> bool:
     Other refusals (out of memory, read-only, loading) concern every key. They have their own exception types in the
     driver, or a script repeats their error code.
     """
-    if type(exc) is not ResponseError:
+    if type(exc) is not errors.ResponseError:
         return False
     text = str(exc)
     return any(word in text for word in _DAMAGE) and not any(word in text for word in _REFUSALS)
@@ -81,14 +70,14 @@ def is_damage(exc: BaseException) -> bool:
 def kind_of(exc: Exception) -> str:
     """Return the kind of a failure, as one of a few fixed words for the counter."""
     kinds: dict[str, tuple[type[BaseException], ...]] = {
-        "not_allowed": (SecretUnreadable, AuthenticationError, NoPermissionError),
+        "not_allowed": (SecretUnreadable, errors.AuthenticationError, errors.NoPermissionError),
         "tls": (ssl.SSLError,),
-        "timeout": (RedisTimeoutError, TimeoutError),
-        "loading": (BusyLoadingError,),
-        "read_only": (ReadOnlyError,),
-        "out_of_memory": (OutOfMemoryError,),
-        "no_primary": (MasterDownError, ClusterDownError),
-        "connection": (RedisConnectionError, OSError),
+        "timeout": (errors.TimeoutError, TimeoutError),
+        "loading": (errors.BusyLoadingError,),
+        "read_only": (errors.ReadOnlyError,),
+        "out_of_memory": (errors.OutOfMemoryError,),
+        "no_primary": (errors.MasterDownError, errors.ClusterDownError),
+        "connection": (errors.ConnectionError, OSError),
     }
     if is_damage(exc):
         return "damaged"
@@ -107,9 +96,9 @@ def _causes(exc: BaseException) -> Iterator[BaseException]:
 def _kind(exc: Exception) -> str:
     """Return the error code of Redis if the type of the exception stands for one; else the name of the type."""
     words = {
-        ReadOnlyError: "READONLY",
-        OutOfMemoryError: "OOM",
-        MasterDownError: "MASTERDOWN",
-        ClusterDownError: "CLUSTERDOWN",
+        errors.ReadOnlyError: "READONLY",
+        errors.OutOfMemoryError: "OOM",
+        errors.MasterDownError: "MASTERDOWN",
+        errors.ClusterDownError: "CLUSTERDOWN",
     }
     return words.get(type(exc), type(exc).__name__)

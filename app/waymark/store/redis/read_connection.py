@@ -18,15 +18,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import hiredis
-from redis._parsers import BaseParser
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import InvalidResponse, RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from waymark.base.endpoints import connected
 from waymark.base.record import record
+from waymark.store.redis import errors
 from waymark.store.redis.address import Address, HostPort
-from waymark.store.redis.credentials import Credentials
+from waymark.store.redis.credentials import Credentials, SecretUnreadable
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -40,11 +37,17 @@ _NOT_YET = object()
 _IN_SCRIPT = re.compile(r"(?:ERR )?Error running script \(call to [^)]*\): .*?: -(?=[A-Z]+ )")
 
 
-def reply_error(text: str) -> RedisError:
+class _NotResp(Exception):
+    """The data are not RESP."""
+
+
+def reply_error(text: str) -> errors.RedisError:
     """Return the error for the text of an error reply, the same for a command in a script as for any other."""
+    from redis._parsers import BaseParser  # there are queries before it is imported
+
     before = _IN_SCRIPT.match(text)
     error = BaseParser.parse_error(text if before is None else text[before.end() :])  # type: ignore[no-untyped-call]
-    return cast("RedisError", error)
+    return cast("errors.RedisError", error)
 
 
 class ReplyReader(Protocol[T_co]):
@@ -118,7 +121,7 @@ class ReadConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._requests: deque[_PendingRead[Any]] = deque()
-        self._parser = hiredis.Reader(protocolError=InvalidResponse, replyError=reply_error, notEnoughData=_NOT_YET)
+        self._parser = hiredis.Reader(protocolError=_NotResp, replyError=reply_error, notEnoughData=_NOT_YET)
         self._unsent: list[bytes] = []
         self._heard = 0.0
         # There is one timer for all requests, because a timer for each would cost as much as the rest of ``ask``.
@@ -150,11 +153,11 @@ class ReadConnection(asyncio.Protocol):
         """
         now = self._loop.time()
         if self._transport is None:
-            answer.set_exception(RedisConnectionError("the connection was lost"))
+            answer.set_exception(errors.ConnectionError("the connection was lost"))
         elif deadline is not None and deadline <= now:
             answer.set_exception(TimeoutError())
         elif len(self._requests) >= REQUESTS_MAX:
-            answer.set_exception(RedisConnectionError(f"{REQUESTS_MAX} commands are under way"))
+            answer.set_exception(errors.ConnectionError(f"{REQUESTS_MAX} commands are under way"))
         else:
             if not self._requests:
                 self._heard = now
@@ -186,13 +189,13 @@ class ReadConnection(asyncio.Protocol):
         try:
             self._transport.write(b"".join(unsent))
         except RuntimeError as exc:  # uvloop's error for a connection that the other end has closed
-            self.lose(RedisConnectionError(str(exc)))
+            self.lose(errors.ConnectionError(str(exc)))
 
     def retire(self) -> None:
         """Close the connection when all requests are answered. No new request may follow."""
         self._is_retired = True
         if not self._requests:
-            self.lose(RedisConnectionError("the connection was closed"))
+            self.lose(errors.ConnectionError("the connection was closed"))
 
     def lose(self, error: Exception) -> None:
         """Close at once; every unanswered request fails with ``error``."""
@@ -213,13 +216,13 @@ class ReadConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.lose(RedisConnectionError(f"the connection was lost{f': {exc}' if exc else ''}"))
+        self.lose(errors.ConnectionError(f"the connection was lost{f': {exc}' if exc else ''}"))
 
     def data_received(self, data: bytes) -> None:
         self._heard = self._loop.time()
         try:
             self._parse(data)
-        except RedisError as exc:  # the data are not RESP, or are a reply to no request
+        except errors.RedisError as exc:  # the data are not RESP, or are a reply to no request
             self.lose(exc)
             return
         if self._is_retired and not self._requests:
@@ -229,7 +232,10 @@ class ReadConnection(asyncio.Protocol):
         self._parser.feed(data)
         while self._requests:
             request = self._requests[0]
-            reply = self._parser.gets()
+            try:
+                reply = self._parser.gets()
+            except _NotResp as exc:
+                raise errors.InvalidResponse(*exc.args) from None
             if reply is _NOT_YET:
                 return
             request.replies.append(reply)
@@ -237,10 +243,10 @@ class ReadConnection(asyncio.Protocol):
                 self._requests.popleft()
                 answer, error = _parsed(request.reader, request.replies)
                 request.end(answer, error)
-                if isinstance(error, InvalidResponse):
-                    raise InvalidResponse(*error.args)
+                if error is not None and isinstance(error, errors.InvalidResponse):
+                    raise errors.InvalidResponse(*error.args)
         if self._parser.has_data():
-            raise InvalidResponse("more replies than commands")
+            raise errors.InvalidResponse("more replies than commands")
 
     # ---- ends --------------------------------------------------------------------------------------------
 
@@ -255,9 +261,9 @@ class ReadConnection(asyncio.Protocol):
         self._timer, self._due = None, math.inf
         now = self._loop.time()
         if self._fail_late(now):
-            self.lose(RedisConnectionError("Redis has not answered an earlier command"))
+            self.lose(errors.ConnectionError("Redis has not answered an earlier command"))
         elif self._requests and now >= self._heard + self._silent_seconds:
-            self.lose(RedisConnectionError(f"Redis did not reply within {self._silent_seconds:g} s"))
+            self.lose(errors.ConnectionError(f"Redis did not reply within {self._silent_seconds:g} s"))
         elif self._requests:
             untils = [request.until for request in self._requests if not request.done()]
             self._check_by(min([self._heard + self._silent_seconds, *untils]))
@@ -271,14 +277,14 @@ class ReadConnection(asyncio.Protocol):
         return bool(waiting) and waiting[0].until <= now
 
 
-def _parsed(reader: ReplyReader[T], replies: list[Any]) -> tuple[T | None, RedisError | None]:
+def _parsed(reader: ReplyReader[T], replies: list[Any]) -> tuple[T | None, Exception | None]:
     """Return the answer, or an error without its traceback, which would keep the request alive in a cycle."""
     for reply in replies:
-        if isinstance(reply, RedisError):
+        if isinstance(reply, Exception):
             return None, reply
     try:
         return reader.parsed(replies), None
-    except RedisError as exc:
+    except errors.RedisError as exc:
         return None, exc.with_traceback(None)
 
 
@@ -300,13 +306,13 @@ class Dialer:
         """Return a connection, authenticated and ready. Raise RedisError if that fails."""
         if self.find is None:
             return await self._dial(None, on_lost)
-        failure: RedisError = RedisConnectionError("there is no server")
+        failure: errors.RedisError | None = None
         for endpoint in await self.find():
             try:
                 return await self._dial(endpoint, on_lost)
-            except RedisError as exc:
+            except errors.RedisError as exc:
                 failure = exc
-        raise failure
+        raise failure or errors.ConnectionError("there is no server")
 
     async def _dial(self, endpoint: HostPort | None, on_lost: OnLost) -> ReadConnection:
         connection: ReadConnection | None = None
@@ -315,12 +321,17 @@ class Dialer:
                 connection = await self._connect(endpoint, on_lost)
                 await self._greet(connection)
             if connection.is_lost:  # it was lost just now, before any caller could notice
-                raise RedisConnectionError("the connection was lost")
+                raise errors.ConnectionError("the connection was lost")
         except TimeoutError as exc:
             self._give_up(connection)
-            raise RedisTimeoutError("Timeout connecting to server") from exc
+            raise errors.TimeoutError("Timeout connecting to server") from exc
+        except SecretUnreadable as exc:
+            self._give_up(connection)
+            raise errors.AuthenticationError(str(exc)) from exc
         except OSError as exc:
-            raise RedisConnectionError(f"{exc.strerror or exc} connecting to {_shown(endpoint, self.address)}") from exc
+            raise errors.ConnectionError(
+                f"{exc.strerror or exc} connecting to {_shown(endpoint, self.address)}"
+            ) from exc
         except BaseException:
             self._give_up(connection)
             raise
@@ -363,7 +374,7 @@ class Dialer:
     @staticmethod
     def _give_up(connection: ReadConnection | None) -> None:
         if connection is not None:
-            connection.lose(RedisConnectionError("the connection was abandoned"))
+            connection.lose(errors.ConnectionError("the connection was abandoned"))
 
 
 class ReadPool:
@@ -422,7 +433,7 @@ class ReadPool:
         finally:
             self._opening = None
         if self._is_closed:
-            connection.lose(RedisConnectionError("the client was closed"))
+            connection.lose(errors.ConnectionError("the client was closed"))
         elif retirements != self._retirements:  # it may be open to a server that is to be left
             connection.retire()
         else:
@@ -442,7 +453,7 @@ class ReadPool:
         """Close the connection at once, even if it is still being opened."""
         self._is_closed = True
         if self.connection is not None:
-            self.connection.lose(RedisConnectionError("the client was closed"))
+            self.connection.lose(errors.ConnectionError("the client was closed"))
         if self._scripts is not None:
             self._scripts.close()
 
@@ -453,3 +464,28 @@ class ReadPool:
 
 def _shown(endpoint: HostPort | None, address: Address) -> str:
     return str(address.path) if endpoint is None else f"{endpoint[0]}:{endpoint[1]}"
+
+
+def reads_by(address: Address, credentials: Credentials, timeout_seconds: float, find: FindServers | None) -> ReadPool:
+    """Return the read connection to the servers of ``find``, or to the socket of ``address``."""
+    return ReadPool(Dialer(address, credentials, timeout_seconds, find))
+
+
+def reads_of(address: Address, credentials: Credentials, timeout_seconds: float, endpoint: HostPort) -> ReadPool:
+    """Return the read connection to one server."""
+
+    async def find() -> Sequence[HostPort]:
+        return [endpoint]
+
+    return reads_by(address, credentials, timeout_seconds, find)
+
+
+def reads_of_one(address: Address, credentials: Credentials, timeout_seconds: float) -> ReadPool | None:
+    """Return the read connection to the only server of ``address``, or None if redis-py has to find the servers."""
+    match address.kind:
+        case "server":
+            return reads_of(address, credentials, timeout_seconds, address.endpoints[0])
+        case "socket":
+            return reads_by(address, credentials, timeout_seconds, None)
+        case _:
+            return None
