@@ -155,11 +155,21 @@ MEANT = {
 NEVER_MEANT = frozenset({"reset"})
 
 
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Return a formatter of help. argparse makes one for each flag, too, and would then import ``shutil`` to measure
+    the terminal.
+    """
+    return argparse.RawDescriptionHelpFormatter(prog, width=None if Parser.is_complete else 80)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser of the command line, or of one command, that suggests a word in place of a misspelt one."""
 
+    is_complete = False
+    """Whether all flags were added."""
+
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(formatter_class=_formatter, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse; but an extra word is an error of its own command."""
@@ -202,6 +212,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def parser_of(command: str) -> Parser:
     """Return the parser, with the flags of one command only."""
+    Parser.is_complete = False
     parser = Parser(
         prog="waymark",
         usage="waymark COMMAND [options]",
@@ -216,6 +227,7 @@ def parser_of(command: str) -> Parser:
         of_command = commands.add_parser(name, help=candidate.sentence, description=candidate.sentence)
         if name == command:
             candidate.load().add_flags(of_command, name)
+    Parser.is_complete = True
     return parser
 
 

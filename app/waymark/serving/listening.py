@@ -85,7 +85,9 @@ def _role_at(host: str, port: int) -> str | None:
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[object, ...]]]:
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    # For a text, Python imports its codec of international names.
+    name = host.encode() if host.replace(".", "").isdecimal() and host.isascii() else host
+    addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(
         dict.fromkeys((family, kind, protocol, "", address) for family, kind, protocol, _, address in addresses)
     )
