@@ -266,7 +266,7 @@ async def test_a_name_is_compared_with_every_one_of_hundreds_and_not_with_all_of
         compared = len(list(possibilities))
         return []
 
-    monkeypatch.setattr(served, "get_close_matches", close)
+    monkeypatch.setattr("difflib.get_close_matches", close)
     names = names_of(Redis(*(pod(f"pod-{n}", f"model-{n}") for n in range(5000))))
     assert await names.nearest_now(group("unknown")) is None
     assert 500 <= compared <= 2000, "five thousand would hold up others for tens of milliseconds"

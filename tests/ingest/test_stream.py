@@ -506,7 +506,7 @@ async def test_a_second_restart_is_one_though_its_clock_went_back(bench: Bench) 
 
 async def test_a_lone_frame_waits_for_no_timer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the loop stands still, so nothing that waits for a time goes on. Calls are paced as by default."""
-    monkeypatch.setattr("waymark.store.store.Pacer", lambda _: Pacer(BLOCKS_MAX))
+    monkeypatch.setattr("waymark.store.pacing.Pacer", lambda _: Pacer(BLOCKS_MAX))
     await bench.worker(options=WITHOUT_PROBES)
     pod = await bench.pod()
     await pod.at_work(1)
