@@ -146,7 +146,7 @@ async def test_the_settings_of_engines_are_used(serve: Serve) -> None:
         await parts.asker(settings).ask(url, seconds=60, bytes_max=100)
     # Where an operator's tokenizer is needs no permission, and the key goes to engines only.
     for hosts, said in (("10.0.0.0/8", b"none"), ("127.0.0.1", b"Bearer k")):
-        named = settings.replaced(engine_key_hosts=(hosts,))
+        named = settings.copy_with(engine_key_hosts=(hosts,))
         asker = parts.asker(named, is_bounded=False)
         assert await asker.ask(url, seconds=60, bytes_max=100) == HttpReply(200, said)
         await asker.close()

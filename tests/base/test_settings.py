@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from tests.settings_table import describe
 from waymark.base.errors import SettingsError
-from waymark.base.setting_types import validated
+from waymark.base.setting_types import validate
 from waymark.base.settings import _NUMBERS, _TEXTS, _URLS, _WORDS, FORMER, RENAMED, SETTINGS, Settings, _plain
 from waymark.base.shown import hide_password
 
@@ -316,7 +316,7 @@ TEXTS = (
 def test_a_plain_value_is_what_pydantic_makes_of_it(name: str, text: str | None) -> None:
     plain = _plain(name, text)
     if plain is not None:
-        value = validated(Settings, {name: text})[name]
+        value = validate(Settings, {name: text})[name]
         assert (type(plain), plain) == (type(value), value)
 
 
@@ -324,4 +324,4 @@ def test_a_plain_value_is_what_pydantic_makes_of_it(name: str, text: str | None)
 def test_a_plain_number_has_the_bound_of_its_setting(name: str, most: int) -> None:
     assert (_plain(name, str(most)), _plain(name, str(most + 1))) == (most, None)
     with pytest.raises(ValidationError, match=f"less than or equal to {most}"):
-        validated(Settings, {name: most + 1})
+        validate(Settings, {name: most + 1})

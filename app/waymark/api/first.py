@@ -150,7 +150,7 @@ class LaterApplication:
             app = await asyncio.shield(self._made)
         await app(scope, receive, send)
 
-    def _imported(self) -> Any:
+    def _load(self) -> Any:
         application = import_module("waymark.api.application")
         self._prepare()
         return application
@@ -160,7 +160,7 @@ class LaterApplication:
         await asyncio.sleep(_FIRST_SECONDS)
         try:
             with _short_holds():
-                application = await asyncio.to_thread(self._imported)
+                application = await asyncio.to_thread(self._load)
             app = application.app_with(self._first, self._selection(), self._stopping)
         except Exception as exc:
             self.failure = exc

@@ -75,15 +75,15 @@ class PromptTokenizer:
 
     def __init__(self, tokenizers: Callable[[], Tokenizers], tokens_max: int) -> None:
         """``tokenizers`` is called when they are first needed."""
-        self._make = tokenizers
-        self._made: Tokenizers | None = None
+        self._factory = tokenizers
+        self._instance: Tokenizers | None = None
         self._max_tokens = tokens_max
 
     @property
     def _tokenizers(self) -> Tokenizers:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        if self._instance is None:
+            self._instance = self._factory()
+        return self._instance
 
     async def tokens(self, asked: ModelPrompt) -> SourcedTokens:
         """Return the token ids of a prompt. Raise the errors of ``Tokenizers.tokens``, and ``too_large`` above

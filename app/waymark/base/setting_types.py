@@ -173,16 +173,16 @@ def model_of(table: type) -> type[BaseModel]:
     return create_model(table.__name__, __config__=config, **fields)
 
 
-def validated(table: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def validate(table: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given values as the settings have them. Raise ``ValidationError``."""
-    checked = model_of(table).model_validate(values)
-    return {name: getattr(checked, name) for name in checked.model_fields_set}
+    model = model_of(table).model_validate(values)
+    return {name: getattr(model, name) for name in model.model_fields_set}
 
 
 def complaints_of(error: ValueError, table: type, variables: Mapping[str, str]) -> list[str]:
     """Return a sentence for each complaint of pydantic's; ``variables`` is our part of the environment."""
     assert isinstance(error, ValidationError)
-    return [_complaint(each, table, variables) for each in error.errors(include_url=False, include_input=False)]
+    return [_complaint(problem, table, variables) for problem in error.errors(include_url=False, include_input=False)]
 
 
 def _complaint(error: Any, table: type, variables: Mapping[str, str]) -> str:

@@ -61,7 +61,7 @@ def _new_worker_id() -> str:
     return f"{host}.{os.getpid()}.{os.urandom(4).hex()}"
 
 
-_made_at_start: Any = _new_worker_id
+_worker_id_factory: Any = _new_worker_id
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -74,9 +74,9 @@ class _Table:
         """
         plain = {name: _plain(name, value) for name, value in values.items()}
         if None in plain.values():
-            from waymark.base.setting_types import validated
+            from waymark.base.setting_types import validate
 
-            plain = validated(type(self), values)
+            plain = validate(type(self), values)
         vars(self).update({"worker_id": _new_worker_id()} | plain)
         contradiction = self._contradiction()
         if contradiction is not None:
@@ -88,15 +88,15 @@ class _Table:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"settings are frozen: {name}")
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Table) and all(getattr(self, name) == getattr(other, name) for name in SETTINGS)
+    def __eq__(self, settings: object) -> bool:
+        return isinstance(settings, _Table) and all(getattr(self, name) == getattr(settings, name) for name in SETTINGS)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        shown = {name: getattr(self, name) for name in SETTINGS}
-        shown |= {name: hide_password(url) for name in _REDIS_URLS if (url := shown[name])}
-        return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        values = {name: getattr(self, name) for name in SETTINGS}
+        values |= {name: hide_password(url) for name in _REDIS_URLS if (url := values[name])}
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 # ---- the settings ----------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class Settings(_Table):
     """Keys of single engines or providers, by the host that gets them: `api.example.com=KEY,10.0.0.0/8=OTHER`."""
     engine_ca_file: str | None = None
     """The PEM file with the CA of the engines' certificates, which is read again; the default is the system's CAs."""
-    worker_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] = _made_at_start
+    worker_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] = _worker_id_factory
     """The name of this ingest worker; no two running workers may have the same name."""
     lease_seconds: Annotated[float, Field(ge=1, le=300)] = 8.0
     """After how long without a heartbeat an ingest worker loses the lease of a stream."""
@@ -334,7 +334,7 @@ class Settings(_Table):
         """Return whether a value of the setting was given, and be it the default."""
         return name in vars(self)
 
-    def replaced(self, **values: Any) -> Settings:
+    def copy_with(self, **values: Any) -> Settings:
         """Return the settings with other values, which are not validated."""
         settings = object.__new__(Settings)
         vars(settings).update(vars(self) | values)

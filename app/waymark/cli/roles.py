@@ -101,7 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
             )
             return EXIT_USAGE
         if not settings.is_given("host"):  # a trial is not open to the network unless someone asks for it
-            settings = settings.replaced(host=_TRIAL_HOST)
+            settings = settings.copy_with(host=_TRIAL_HOST)
     sockets = replica.open_port(settings, has_api=has_api or has_gateway)
     if settings.redis_url == "memory://" and settings.log_level != "error":
         print(

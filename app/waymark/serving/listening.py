@@ -118,4 +118,5 @@ class EarlyServer:
 
     async def listen(self, sockets: Sequence[socket.socket]) -> None:
         loop = asyncio.get_running_loop()
-        self.servers += [await loop.create_server(self._connection, sock=each, backlog=_BACKLOG) for each in sockets]
+        for bound in sockets:
+            self.servers.append(await loop.create_server(self._connection, sock=bound, backlog=_BACKLOG))

@@ -119,7 +119,7 @@ class Store:
         apply_blocks_max: int = 0,
     ) -> None:
         metrics = metrics or Metrics()
-        self._further = partial(self._complete, shards, metrics, are_shards_set, hash_seed, apply_blocks_max)
+        self._completion = partial(self._complete, shards, metrics, are_shards_set, hash_seed, apply_blocks_max)
         self._is_complete = False
         for redis_client in (client, read_client, answers_client):
             if redis_client is not None:
@@ -147,7 +147,7 @@ class Store:
     def __getattr__(self, name: str) -> Any:
         if name not in Store.__annotations__:
             raise AttributeError(f"a store has no {name}", name=name, obj=self)
-        self._further()
+        self._completion()
         return vars(self)[name]
 
     def _complete(
@@ -182,7 +182,7 @@ class Store:
         with _completing:
             if self._is_complete:
                 return
-            replaced = dict(vars(self))
+            substitutes = dict(vars(self))
             self.health = HealthWatch(client, self.parser, are_shards_set=are_shards_set, hash_seed=hash_seed)
             self.leases = Leases(client, self.scripts)
             self.activity = Activity(client, self.scripts, metrics, self.begin)
@@ -227,7 +227,7 @@ class Store:
             self.counts = ReplicaCounts(client, self.scripts, self.begin)
             self.sweeper = Sweeper(client, self.scripts, self.parser, metrics)
             self.valuations = Valuations(client, self.scripts, self.parser, self.kept_decisions)
-            vars(self).update(replaced)
+            vars(self).update(substitutes)
             self._is_complete = True
 
     @classmethod
@@ -272,7 +272,7 @@ class Store:
     def prepare(self) -> None:
         """Import what a query does not need. Without this call the first command that needs it waits for the import."""
         import_module("waymark.store.redis.cluster")
-        self._further()
+        self._completion()
 
     @property
     def url(self) -> str:

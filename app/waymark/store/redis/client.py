@@ -119,7 +119,7 @@ class RedisClient:
         credentials = credentials or Credentials()
         address = parse(url, variable)
         credentials.check(address, variable)
-        connect = partial(_connected, address, credentials, timeout_seconds, connections)
+        connect = partial(_load_driver, address, credentials, timeout_seconds, connections)
         reads = reads_of_one(address, credentials, timeout_seconds)
         redis, reads = connect() if reads is None else (connect, reads)
         client = cls(redis, url, variable, reads)
@@ -453,7 +453,7 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-def _connected(*arguments: Any) -> tuple[Redis | Cluster, ReadPool | None]:
+def _load_driver(*arguments: Any) -> tuple[Redis | Cluster, ReadPool | None]:
     from waymark.store.redis.cluster import driver  # it imports redis-py
 
     return driver(*arguments)
