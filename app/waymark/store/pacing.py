@@ -39,8 +39,8 @@ _FACTOR_MIN, _SHRINK, _GROW = 0.25, 0.9, 1.02
 _QUICKEST_SECONDS = 30.0
 _PAUSE_SECONDS_MAX = 0.25
 #: A worker pauses once it owes pauses of more than this time. A short backlog is over before, and a long one has few
-#: pauses, of which none is much longer. This is the time within which a block becomes visible under load.
-_OWED_SECONDS_MAX = 0.05
+#: pauses, of which none is much longer. With half of it, a backlog of 32,768 blocks had a pause and gained little.
+_OWED_SECONDS_MAX = 0.1
 #: Servers of a Cluster come and go. Beyond this number, idle ones are forgotten.
 _SERVERS_MAX = 256
 
