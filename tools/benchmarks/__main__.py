@@ -3,8 +3,8 @@
     python -m tools.benchmarks [--only P1,P5] [--quick] [--trace FILE] [--json FILE] [--no-peer]
 
 Starts everything that it needs: a Redis of its own, ingest workers, query replicas, publishers, and dynamo.indexer as
-the peer. Absolute times mean little on a shared machine, so most bars are for a ratio of two things measured in turns
-in the same run, CPU time per unit of work, or bytes. Prints one table, which marks the targets that do not hold.
+the peer. Absolute times mean little on a shared machine, so most bars are for a ratio of two things measured in turn in
+the same run, CPU time per unit of work, or bytes. Prints one table, which marks the bars that do not hold.
 """
 
 from __future__ import annotations
@@ -153,8 +153,7 @@ def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[fl
     """Return the rows of the chosen parts, two timings of the machine between them, and the errors of parts that
     failed.
 
-    A part that fails costs no row that it, or another part, has yielded. After a part that is stopped, no other part
-    runs.
+    If a part fails, the rows yielded so far are kept. After a part that is stopped, no other part runs.
     """
     rows: list[Row] = []
     failed: list[str] = []
@@ -174,7 +173,7 @@ def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[fl
                 break
             except (Exception, SystemExit) as error:
                 progress.clear()
-                if not isinstance(error, SystemExit):  # that one has a sentence; any other error needs its traceback
+                if not isinstance(error, SystemExit):  # its message is enough; any other error needs its traceback
                     traceback.print_exc()
                 failed.append(f"{part}: {str(error) or type(error).__name__}")
                 print(f"failed: {failed[-1]}", file=sys.stderr, flush=True)

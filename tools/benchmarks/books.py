@@ -1,6 +1,6 @@
 """books: compares the four sums of the books with those of a simulation that knows the truth, and measures their cost.
 
-Eight engines have parts of documents. Requests go to three replicas, of which one is killed half way; each asks for a
+Eight engines have parts of documents. Requests go to three replicas, one of which is killed half way; each asks for a
 target, and reports at the end how much the engine has reused. The simulation adds up the same numbers by itself.
 """
 
@@ -155,8 +155,8 @@ class _Simulation:
 
 
 def _drift(replica: Server) -> Iterator[Row]:
-    """Yield after how many requests an engine that reuses nothing is noticed, and after how many more it is trusted
-    again when it reuses everything."""
+    """Yield the requests until an engine that reuses nothing is noticed, and the further ones until it is trusted again
+    when it reuses everything."""
     name, prompt = "engine-0", _document(0) + [1]
     for what, delivered, status in (("noticed", 0, "degraded"), ("believed again", SIZE * BLOCKS, "active")):
         count = 0
@@ -172,7 +172,7 @@ def _drift(replica: Server) -> Iterator[Row]:
 
 
 class _Client:
-    """Asks one replica, and another one if this does not answer.
+    """A client that asks another replica if one does not answer.
 
     A release whose answer is lost is sent again: the reservation has ended already, or the repetition ends it. A
     selection whose answer is lost has no request, so its reservation expires.
@@ -212,7 +212,7 @@ def _costs(redis: RedisServer, calls: int) -> Iterator[Row]:
 
 
 async def _calls(redis: RedisServer, calls: int) -> tuple[float, float, Fleet]:
-    """Return how many milliseconds ``reserve`` and ``release`` take longer with a promise and a usage.
+    """Return how many more milliseconds ``reserve`` and ``release`` take with a promise and a usage.
 
     The median of many short turns counts, because the other load of the machine changes all the time. The third value
     is the targets.
@@ -248,7 +248,7 @@ async def _calls(redis: RedisServer, calls: int) -> tuple[float, float, Fleet]:
 
 
 def _promising(fleet: Fleet, calls: int) -> float:
-    """Return the milliseconds to find the promises of eight targets, of which three have a part of the prompt."""
+    """Return the milliseconds to find the promises of eight targets, three of which have a part of the prompt."""
     rows = {member.name: TargetRow(8 * (at + 1)) for at, member in enumerate(fleet.members[:3])}
     seen, request = PromptState(rows, {}, {}, {}), RoutingRequest(1100, SIZE)
     publishers = [member.publisher for member in fleet.members[:8]]

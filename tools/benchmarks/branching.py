@@ -2,10 +2,10 @@
 
     python -m tools.benchmarks.branching [--trace FILE]... [--prompts 600] [--json FILE]
 
-The prompts have a shared system prompt that does not end with a row, followed by another tail in each prompt; or they
-are conversations with a few blocks put in front, so that they branch inside rows. One engine has all prompts, or each
-of many has its share; each prompt is a call of its own, as an engine stores it. Then at most 1,000 prompts are queried
-twice: without the rows that a replica keeps for a moment, and with them. Prints one table.
+The prompts have a shared system prompt that ends inside a row, and different tails; or they are conversations with a
+few blocks put in front, so that they branch inside rows. All prompts are on one engine, or divided among many; each
+prompt is a call of its own, as an engine stores it. Then at most 1,000 prompts are queried twice: without the rows that
+a replica keeps for a moment, and with them. Prints one table.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CROWD_TAILS = (1, 4)
 #: Blocks in front of a conversation.
 FRONT_BLOCKS = 11
 ASKED_MAX = 1_000
-#: A call may wait for a machine that does other work, too.
+#: A call may have to wait on a busy machine.
 TIMEOUT_SECONDS = 60.0
 
 Chain: TypeAlias = list[int]
@@ -233,7 +233,7 @@ async def _asked(redis: RedisServer, chains: Sequence[Chain], marked: MarkedRows
             reading = await reader.read(GROUP, BLOCK_SIZE, source, deadline_seconds=TIMEOUT_SECONDS)
             if reading is None or reading.walk.blocks != len(chain):
                 raise SystemExit("a prompt that is stored is not found whole")
-            # A request before the source has given all keys is one for rows.
+            # Until the source has given all keys, each request is for rows.
             chunks = sum(KEY_BYTES * sum(sizes[:number]) < len(keys) for number in range(len(sizes)))
             more += redis.calls("mget") - asked > chunks
             met += _meets_mark(chain, marked)

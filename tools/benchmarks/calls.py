@@ -56,7 +56,7 @@ class Timed:
 
 
 class Engine:
-    """One publisher that stores and removes whole chains in one batch, under numbers that ascend."""
+    """One publisher that stores and removes whole chains in one batch, under ascending numbers."""
 
     def __init__(self, owned: Owner) -> None:
         self._owned = owned

@@ -27,12 +27,12 @@ HEARTBEAT = "heartbeat"
 GIB = 2**30
 #: The share of a core, or of a setting, that a plan uses.
 SHARE_USED = 0.6
-#: For how long after a frame a worker looks often at its stream, and the least pause between two reports of a stream.
+#: How long after a frame a worker often looks at its stream, and the least pause between two reports of a stream.
 AWAKE_SECONDS, REPORT_SECONDS = 2.5, 1.0
 #: The largest value of WAYMARK_SHARDS.
 SHARDS_MAX = 256
 MARKS = ("<!-- model -->", "<!-- /model -->")
-#: The constants that docs/capacity.md has.
+#: The constants in docs/capacity.md.
 FILE = Path(__file__).with_name("model.json")
 
 
@@ -230,7 +230,7 @@ def needs(model: Model, engines: int, share: float = 1.0) -> Needs:
     replicas = max(1, ceil((alone.replica - model.rest.replica) / (SHARE_USED * 1e6 - model.rest.replica)))
     # Each worker also reads all registrations, so less of it is left for its own streams in a large fleet.
     reading = model.rest.worker + model.registered.worker * engines
-    own = alone.worker - reading  # of the first worker; each other one has its rest and its reading, too
+    own = alone.worker - reading  # of the first worker; each further one also rests and reads
     left = SHARE_USED * 1e6 - reading
     workers = max(1, ceil(own / left)) if left > 0 else 0
     second = model.at(SHARE_USED, traffic, max(1, workers), replicas)

@@ -1,9 +1,9 @@
-"""CPU of a query in the process of the router: both clients, beside httpx and aiohttp alone with the same bytes.
+"""The CPU of a query in the router's process: both clients, next to httpx and aiohttp alone with the same bytes.
 
     python -m tools.benchmarks.clients [--requests 2000] --redis-url redis://127.0.0.1:6379/0
 
 The service is a process of its own, so only the caller's CPU is counted. "Alone" sends a prepared body and does not
-read the answer: a client takes longer by the packing of the tokens, the retries, and the reading.
+read the answer: a client also packs the tokens, retries, and reads the answer.
 """
 
 from __future__ import annotations

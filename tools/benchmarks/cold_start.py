@@ -9,7 +9,7 @@ and refusals in both stretches, and how long it took until everything was in the
 On a machine with few cores most of the latency may be the wait for a core, which says nothing about Waymark. So each
 latency is given a second time, without the time in which the asking process, the replica and Redis were ready to run
 and had no core, as the kernel counts it. ``--real-time``, which needs root, gives all processes of the benchmark
-real-time priority, and these three a higher one than the others. Because only one of them works for a query at a time,
+real-time priority, and these three a higher one than the others. Because only one of them works on a query at a time,
 two cores are then enough, whatever else the machine does. If they use more than 95 % of a core, the kernel stops them
 for some 50 ms of each second; the figures without the wait for cores leave that out.
 """
@@ -134,7 +134,7 @@ def _backlogs(engines: int, blocks: int) -> list[list[bytes]]:
 
 
 def _report(engines: Sequence[Publisher], backlogs: Sequence[Sequence[bytes]]) -> None:
-    """Publish the batches of all engines, in turns."""
+    """Publish the batches of all engines, in turn."""
     for batches in zip(*backlogs, strict=True):
         for engine, payload in zip(engines, batches, strict=True):
             engine.send(payload)
@@ -164,7 +164,7 @@ class _Probed:
 
 
 class _Probe:
-    """Asks at a steady rate, in a separate process, until it is stopped."""
+    """A separate process that asks at a steady rate until it is stopped."""
 
     def __init__(self, of: _Probed) -> None:
         words = map(str, (of.port, of.bodies, *of.pids))

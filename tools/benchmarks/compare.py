@@ -1,11 +1,11 @@
-"""Measures two trees of the repository in turns, to show whether a change made the ordinary path slower.
+"""Measures two trees of the repository alternately, to show whether a change made the ordinary path slower.
 
     python -m tools.benchmarks.compare TREE [--rounds 15] [--tree .]
         [--only hash,new,select,c64,c256,1,4,64,512,steps,live]
 
-``TREE`` is a checkout with an environment of its own in ``.venv``, such as one of the commit before. The Redis, worker
+``TREE`` is a checkout with an environment of its own in ``.venv``, such as one of the parent commit. The Redis, worker
 and replica of both trees run at the same time, and every round asks both the same questions, one tree after the other.
-CPU time is of the servers' processes; a row's ratio is the median of the ratios of all rounds.
+CPU time is that of the servers; a row's ratio is the median of the ratios of all rounds.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _query(kind: str, part: Sequence[Prompt], folder: Path) -> Ask:
 def _select(part: Sequence[Prompt], folder: Path, sizes: Sizes) -> Ask:
     """Ask for as many decisions as queries of the same prompts.
 
-    Each prompt comes several times, so that a round is as long as some readings of the loads, one each 80 ms.
+    Each prompt comes several times, so that a round spans several readings of the loads, one every 80 ms.
     """
     asked = islice(cycle(part), sizes.turns * len(part))
     bodies = write_bodies(folder / "bodies", map(prompts.by_tokens, asked))

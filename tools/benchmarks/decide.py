@@ -2,7 +2,7 @@
 
     waymark bench --simulate --policies least-work,dynamo [--trace FILE --scale 1.3 --replicas 1,2,8]
 
-Engines, prefill, decode and caches run on a simulated clock. The policies are the product's own. In the fast form its
+Engines, prefill, decode and caches run on a simulated clock. The policies are the product's own. In the fast form
 decisions are made in this process. With ``--live`` they are made by replicas over HTTP, on a real Redis, and the
 engines publish their events to real ingest workers. With ``--gateways 1,2`` each request is a stream through one of
 this number of gateways. With ``--peer`` the same engines are served by ``dynamo.select_service``, and with

@@ -1,7 +1,7 @@
 """Decisions on the simulated clock, by the product's own policies, with a few dictionaries in place of Redis.
 
-A replica ranks all targets by loads of at most 100 ms ago, and the best eight are looked at again with the loads of
-that instant, as ``reserve`` does. With own loads each replica knows only what it has decided itself.
+A replica ranks all targets by loads at most 100 ms old, and the best eight are looked at again with the loads of that
+instant, as ``reserve`` does. With own loads each replica knows only what it has decided itself.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Decider(Protocol):
 
 
 async def as_answered(decisions: Iterable[Coroutine[Any, Any, Placed]]) -> list[Placed]:
-    """Make decisions that are begun in order, at the same time; return them in the order of their answers."""
+    """Begin decisions in order, run them at the same time, and return them in the order of their answers."""
     answered: list[Placed] = []
 
     async def answer(decision: Coroutine[Any, Any, Placed]) -> None:
@@ -73,7 +73,7 @@ async def as_answered(decisions: Iterable[Coroutine[Any, Any, Placed]]) -> list[
 
 
 class RoundRobin:
-    """Picks each engine in turn, whatever its cache and its load."""
+    """Each engine in turn, whatever its cache and its load."""
 
     def __init__(self, engines: int) -> None:
         self._numbers = cycle(range(engines))
@@ -97,7 +97,7 @@ class _Load:
 
 @dataclass(slots=True)
 class _Books:
-    """The loads, and the copy of them that one replica has read last."""
+    """The loads, and the copy that one replica has read last."""
 
     loads: list[_Load]
     seen: list[_Load] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Rules:
 
 
 class Fast:
-    """Decides in this process."""
+    """Decisions in this process."""
 
     def __init__(self, preset: Preset, values: Values, engines: int, rules: Rules, seed: int) -> None:
         self._preset = preset

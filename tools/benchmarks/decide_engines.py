@@ -104,7 +104,7 @@ class Engine:
                 break
             if job.hits < 0:
                 job.hits = self._held(job.pieces)
-                # The last token is always computed, for the first one of the answer.
+                # The last token is always computed: the answer begins from it.
                 job.computed = min(job.hits * PIECE_TOKENS, job.input_tokens - 1)
             tokens = min(room, job.input_tokens - job.computed)
             room -= tokens

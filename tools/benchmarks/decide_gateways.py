@@ -54,7 +54,7 @@ class Gateways:
         self._begun = 0
         """Streams with their first content that have not ended."""
 
-    # ---- as what decides -------------------------------------------------------------------------------
+    # ---- as a decider ----------------------------------------------------------------------------------
 
     async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
         return await as_answered(self._decide(next(self._turns), job) for job in jobs)

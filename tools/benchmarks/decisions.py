@@ -2,7 +2,7 @@
 
 Eight engines publish their blocks; then the worker ends, and more targets without blocks are registered. Every round
 asks a replica for as many decisions as queries, of prompts that an engine has and no request has named before. The
-difference of the CPU is the cost of a decision. Each decision is released, after it was measured.
+difference of the CPU is the cost of a decision. Each decision is released after its measurement.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ def _releases(bench: _Bench, asked: Sequence[Prompt]) -> Iterator[Row]:
 
 
 def _behind(bench: _Bench, asked: Sequence[Prompt], seconds: float) -> Row:
-    """Return what a replica does behind decisions: it reads the loads for a while, and looks whether the targets have
+    """Return the background cost of decisions: a replica reads the loads for a while, and checks if the targets have
     the prompts, which they never get here.
     """
-    sleep(3 * seconds)  # the decisions before are looked at rarely by now
+    sleep(3 * seconds)  # the earlier decisions are rarely checked by now
     before = bench.replica.cpu()
     sleep(seconds)
     idle = bench.replica.cpu() - before

@@ -5,7 +5,7 @@
 The servers are those of ``grpc.aio``, on asyncio's and on uvloop's loop, and of ``grpc`` with threads. Each echoes the
 messages that Envoy sends for a chunk of an answer, and each also answers with bytes made before, without reading any.
 The last column is of pieces of 64 KB, of which a body with 100,000 token ids has nine. A busy machine changes these
-figures little, but context switches are in them.
+figures little, but they include context switches.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 An engine with a full cache answers prompts that share a system prompt and then differ, decodes a few blocks of each,
 and evicts the least recently used blocks. The system prompt changes every four hours and ends inside a piece, so that
-rows are marked. Every eight hours the engine restarts, and its old blocks are swept. In the end the engine ends.
+rows are marked. Every eight hours the engine restarts, and its old blocks are swept. Finally the engine ends.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 Three engines publish the prompts; then the worker ends, and more targets without blocks are registered. A round is 200
 requests, four at a time, so that the figures include the reads of loads for the decisions. ``TREE`` is a checkout with
-an environment of its own in ``.venv``: each round asks both trees in turns. An old tree that needs a second for each
-request gets fewer of them by ``--requests``.
+an environment of its own in ``.venv``: each round asks both trees in turn. ``--requests`` sets a lower number for an
+old tree that needs a second for each.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def floor(
     folder: Path, redis: RedisServer, modules: str = "", *, trips: int = 1, is_awaited: bool = True
 ) -> Iterator[Server]:
     """Start the server. It asks for rows that are in the index now."""
-    # The server itself must not import what starts it.
+    # The server must not import the code that starts it.
     from tests.ports import unused_port
     from tools.benchmarks.processes import Server, running, wait_until
 

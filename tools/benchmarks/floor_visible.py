@@ -3,10 +3,10 @@
     python -m tools.benchmarks.floor_visible forward ENDPOINT REDIS_SOCKET
     python -m tools.benchmarks.floor_visible answer PORT REDIS_SOCKET
 
-One process subscribes with pyzmq and sets a key to the number of the newest frame, once for up to eight frames that are
-there together. It neither reads a frame nor runs a script. The other one answers every question with that key. So no
-index in Redis whose workers and replicas are Python processes with an event loop can show a block sooner, or take in a
-frame for less CPU.
+One process subscribes with pyzmq and sets a key to the number of the newest frame, once for up to eight waiting frames.
+It neither reads a frame nor runs a script. The other one answers every question with that number. So no index in Redis
+whose workers and replicas are Python processes with an event loop can show a block sooner, or take in a frame for less
+CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NAME = "floor"
 _KEY = "floor:seq"
-#: Frames for one command. As many removals of 64 blocks fill a call of a worker.
+#: Frames for one command; a worker's call holds as many removals of 64 blocks.
 _FRAMES = 8
 
 
@@ -45,7 +45,7 @@ _ASKED = _packed("GET", _KEY)
 @contextmanager
 def floor(folder: Path, redis: RedisServer, endpoint: str, port: int) -> Iterator[Server]:
     """Start both processes, first the one that answers. Yield the other one, which answers nothing."""
-    # The processes themselves must not import what starts them.
+    # The processes must not import the code that starts them.
     from tools.benchmarks.processes import Server, running, wait_until
 
     command = (sys.executable, "-m", "tools.benchmarks.floor_visible")

@@ -4,7 +4,7 @@
 
 The engine is a bare aiohttp server that answers at once, whole or in a number of chunks. CPU is user and system time of
 the processes of the proxy; wall clock is not reported, because engine and client share the machine. In each round the
-proxies are asked in turns, and the gateway's decision is made by itself in a process of its own.
+proxies are asked in turn, and the gateway's decision is made by itself in a process of its own.
 """
 
 from __future__ import annotations

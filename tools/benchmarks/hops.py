@@ -50,7 +50,7 @@ STEPS: Final[dict[str, tuple[tuple[type, str], ...]]] = {
     "the stream's looks at itself": ((Stream, "_tick"),),
     "the stream's other work": ((Stream, "run"),),
 }
-#: Tasks of a worker that are a step.
+#: Tasks of a worker that are steps.
 TASKS: Final = {"Subscribers.keep_watching": "looks at memory"}
 _TRIES = 20_000
 

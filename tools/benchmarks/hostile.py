@@ -2,8 +2,8 @@
 
     python -m tools.benchmarks.hostile --redis-url redis://127.0.0.1:6379/0
 
-One connection sends a message of 1 GB, then connections open 10,000 streams and send nothing more on them. Meanwhile
-another peer has targets picked, one request at a time. The Redis has to be empty.
+One connection sends a message of 1 GB, then others open 10,000 streams and send nothing more on them. Meanwhile another
+peer requests decisions, one at a time. The Redis has to be empty.
 """
 
 from __future__ import annotations

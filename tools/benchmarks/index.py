@@ -1,8 +1,8 @@
 """P5 and P6: the cost of a block in Redis, in CPU and in bytes.
 
 The blocks are applied by the store itself, one call per store and without a worker, so that Redis does nothing else.
-Its CPU is compared with that of plain commands that store as much, in turns in the same run. A worker puts the stores
-of a backlog into fewer calls: ``streams`` measures these, and has the bar.
+Its CPU is compared with that of plain commands that store as much, alternately in the same run. A worker puts the
+stores of a backlog into fewer calls: ``streams`` measures these, and has the bar.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def in_redis(options: Options, measured: Measured) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A publisher of its own, its stream, and its GPU holders by rank."""
+    """A publisher, its stream, and its GPU holders by rank."""
 
     store: Store
     grant: Grant

@@ -1,11 +1,11 @@
 """P10: a publisher's blocks disappear at once, and sweeping them does not delay readers.
 
 The publisher has 200,000 blocks when it clears its cache, restarts, or is unregistered. From then on a replica is asked
-until it does not count them any more. A reader in a process of its own meanwhile reads 512 blocks of another publisher
-from Redis, again and again. A wait is given as it would be if the reader and Redis each had a core: the CPU time of
-both until the reply, of Redis with all its threads; but at most the time by the clock in which the reader was not in
-the scheduler's queue. This Redis writes to no disk. The wait by the clock, which is given as well, includes the time in
-which other processes and a hypervisor used the cores.
+until it no longer counts them. A reader in a process of its own meanwhile reads 512 blocks of another publisher from
+Redis, again and again. A wait is given as if the reader and Redis each had a core: the CPU time of both until the
+reply, with all threads of Redis, but at most the clock time in which the reader was not in the scheduler's queue. This
+Redis has no persistence. The wait by the clock, which is given as well, includes the time in which other processes and
+a hypervisor used the cores.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class _Reader:
 
 
 def _used(server: int) -> float:
-    """Return the CPU seconds of this process and of that one."""
+    """Return the CPU seconds of this process and the server."""
     return time.process_time() + cpu_seconds(server)
 
 
@@ -179,7 +179,7 @@ def _read() -> None:
         seconds = time.perf_counter() - began
         queued = queue_seconds(own) - queued
         used = _used(server) - used
-        # While the reader stands in the queue, Redis is at work on something else already.
+        # While the reader is in the queue, Redis already works on something else.
         waits.append((seconds * 1e3, max(0.0, min(used, seconds - queued)) * 1e3))
     print(json.dumps(waits))
 

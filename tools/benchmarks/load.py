@@ -2,9 +2,9 @@
 
     python -m tools.benchmarks.load PORT PATH BODIES CONNECTIONS
 
-It prints ``ready`` when its CONNECTIONS lasting connections are open, and waits for a line. Then every body of the file
-is posted once, over connections with one request under way at a time each. It prints ``{"seconds", "failed",
-"overtaken", "latencies_ms": [...]}``. The file is made by ``write_bodies``.
+It prints ``ready`` when CONNECTIONS persistent connections are open, and waits for a line. Then every body of the file
+is posted once, with one request at a time on each connection. It prints ``{"seconds", "failed", "overtaken",
+"latencies_ms": [...]}``. The file is made by ``write_bodies``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def write_bodies(path: Path, bodies: Iterable[bytes]) -> Path:
 
 
 class Generator:
-    """A load generator whose connections are open, and which waits for its beginning."""
+    """A load generator with open connections that waits to begin."""
 
     def __init__(self, port: int, path: str, bodies: Path, connections: int = 1) -> None:
         command = (sys.executable, "-m", "tools.benchmarks.load", str(port), path, str(bodies), str(connections))
@@ -100,7 +100,7 @@ class Generator:
 
 def run(port: int, path: str, bodies: Path, connections: int = 1, *, of: Sequence[Counted] = ()) -> Load:
     """Post all bodies. The CPU of the servers ``of`` is counted from the time at which all connections are open, so
-    without what they do while the load generator starts.
+    without their work while the load generator starts.
     """
     generator = Generator(port, path, bodies, connections)
     before = [server.cpu() for server in of]

@@ -4,10 +4,10 @@
 
 An engine publishes one store of four blocks at a time, an idle worker applies it, and a replica is asked for it. The
 worker notes the moments at which a frame comes to each of its steps, by a clock that all processes share. A figure is
-the median of all frames, in microseconds by that clock. ``--real-time`` gives the processes a core whenever they want
-one, and keeps the other load of the machine away. ``--calls`` counts the calls of Python from the first moment to the
-last instead, which no other process changes. ``--of`` chooses the frames: those of a group with a bound on its blocks
-and ten generations, of a group with a pool, or frames whose blocks are known under other hashes.
+the median of all frames, in microseconds by that clock. ``--real-time`` gives the processes a core whenever they need
+one, and keeps other load away. ``--calls`` counts the calls of Python from the first moment to the last instead, which
+no other process changes. ``--of`` chooses the frames: those of a group with a bound on its blocks and ten generations,
+of a group with a pool, or frames whose blocks are known under other hashes.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _noted(noted: list[int], function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _count_calls(counts: list[int]) -> None:
-    """Write the number of calls of Python of each frame to ``counts``."""
+    """Write each frame's number of Python calls to ``counts``."""
     (owner, name, _), (last_owner, last_name, _) = MOMENTS[0], MOMENTS[-1]
     begin, end = getattr(owner, name), getattr(last_owner, last_name)
     calls = 0
@@ -112,7 +112,7 @@ def _count_calls(counts: list[int]) -> None:
 
 
 def _worker(file: Path, *, counts_calls: bool) -> int:
-    """``waymark ingest``, which writes its moments, or its numbers of calls, to ``file`` at SIGUSR1."""
+    """Run ``waymark ingest``; write its moments, or its numbers of calls, to ``file`` at SIGUSR1."""
     moments: dict[int, list[int]] = {}
     if counts_calls:
         _count_calls(moments.setdefault(0, []))
@@ -130,7 +130,7 @@ def _worker(file: Path, *, counts_calls: bool) -> int:
 
 
 class _Asked:
-    """A replica, over one connection."""
+    """A connection to a replica."""
 
     def __init__(self, server: Server) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)

@@ -98,7 +98,7 @@ def _hash(publisher: int, number: int) -> int:
 
 
 def _publish(redis: RedisServer, held: list[_Cache], blocks: int) -> None:
-    """Let all engines store this number of blocks, in turns, until the worker has applied all of them."""
+    """Let all engines store this number of blocks, in turn, until the worker has applied all of them."""
     running = [(each.publisher, each.payloads(blocks)) for each in held]
     while running:
         going_on = []

@@ -30,7 +30,7 @@ AGENTS = 24
 #: The requests before the measurement; those of them in the last hour, of which every tenth is kept; and the requests
 #: after it.
 BEFORE, HOUR, KEPT, AFTER = 1200, 800, 10, 200
-#: An engine gets no request while it has more than this many times the mean of the last ones.
+#: An engine gets no request while it has more of the last ones than this many times the mean.
 CROWDED, LAST = 1.5, 64
 #: The number of requests of an engine over which its hit share is computed.
 WINDOW = 8
@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
 
 
 class Workload:
-    """Prompts of agents: the long instructions of one of them, and a question."""
+    """Prompts: the long instructions of one agent, and a question."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -125,7 +125,7 @@ class Figures(NamedTuple):
 
 
 def figures(seed: int) -> Figures:
-    """Simulate a fleet, and stop each of its engines, and add a new one."""
+    """Simulate a fleet, stop each of its engines, and add a new one."""
     workload, fleet, prompts = Workload(seed), Fleet(ENGINES), Prompts()
     hits = blocks = 0
     for number in range(BEFORE):
@@ -174,7 +174,7 @@ def _requests_until(share: float, fleet: Fleet, workload: Workload, prompts: Pro
 
 
 def _pulled(fleet: Fleet, prompts: Prompts, blocks_max: int) -> list[Prefix]:
-    """Return the prefixes with the most uses that an engine has, the most used last, so that they stay longest."""
+    """Return an engine's most used prefixes, the most used last, so that they stay longest."""
     found = []
     for entry in prompts.most_used(blocks_max):
         sources = (fleet.caches[number].prefix(entry.keys[-1]) for number in range(ENGINES))

@@ -64,7 +64,7 @@ def prefer(priority: int, *pids: int) -> None:
 
 @contextmanager
 def on_one_core(first: Sequence[int], last: Sequence[int]) -> Iterator[None]:
-    """Let these processes share one core, the first of this process. The last ones give way to the first."""
+    """Let these processes share this process's first core. The last ones give way to the first."""
     cores, priority = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
     try:
         for pid in (*first, *last):
@@ -94,9 +94,9 @@ while os.getppid() == parent:
 
 @contextmanager
 def awake_cores() -> Iterator[None]:
-    """Run a loop on each core that gives way to everything else, so that no core sleeps.
+    """Run a loop that gives way to everything else on each core, so that no core sleeps.
 
-    A hypervisor gives a core that sleeps to other guests, whose work empties its caches; and it takes time to wake.
+    A hypervisor gives a sleeping core to other guests, whose work empties its caches; and it takes time to wake.
     """
     loops = [
         subprocess.Popen([sys.executable, "-Sc", _AWAKE, str(core)])  # in this session, where its priority counts
@@ -202,7 +202,7 @@ class RedisServer:
 
 
 def begin(command: Sequence[str], environ: Mapping[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start a process. Tests replace this by a faster start."""
+    """Start a process. Tests use a faster start instead."""
     return subprocess.Popen(command, env=environ, stdout=output, stderr=output)
 
 
@@ -260,7 +260,7 @@ def waymark(
 ) -> Iterator[Server]:
     """Start ``waymark query`` or ``waymark ingest``, and wait until it is up; ``is_pure``: without the C extension.
 
-    ``command`` is another ``waymark`` than this environment's.
+    ``command`` can be the ``waymark`` of another environment.
     """
     port = unused_port()
     values = {"REDIS_URL": url, "HOST": "127.0.0.1", "LOG_LEVEL": "warning", "NATIVE": str(not is_pure).lower()}

@@ -43,7 +43,7 @@ def traced(path: Path, pieces: int = 16) -> Iterator[Prompt]:
 
 
 def synthetic(pieces: int = 16, seed: int = 5) -> Iterator[Prompt]:
-    """Yield conversations without end over four system prompts; about 40 % of the blocks were in an earlier prompt."""
+    """Yield endless conversations over four system prompts; about 40 % of the blocks were in an earlier prompt."""
     chosen = random.Random(seed)
     systems = [tuple(islice(_fresh_numbers, 3)) for _ in range(4)]
     opened: list[Prompt] = []

@@ -1,9 +1,9 @@
 """P1 to P4: the cost of a query of 512 blocks in a replica, compared with dynamo.indexer and the same bodies.
 
-Both are fed by the same sockets with the same frames, so both hold the same blocks: prompts of a trace on eight
-engines in turn, and prompts that share nothing. Every round asks each of them the same bodies, one after the other; a
-body is sent once, unless the row says "once more" or many connections ask at the same time. The ``floor`` gets the same
-bodies, too: the cost of a query beyond it is work.
+Both are fed by the same sockets with the same frames, so both hold the same blocks: prompts of a trace on eight engines
+in turn, and prompts that share nothing. Every round sends each of them the same bodies, one after the other; a body is
+sent once, unless the row says "once more" or many connections ask at the same time. The ``floor`` gets the same bodies,
+too: the cost of a query beyond it is work.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Question:
 
 @dataclass
 class Figures:
-    """For each question the figures of each contender, one for each round."""
+    """The figures of each question and contender, one for each round."""
 
     cpu_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     redis_ms: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))

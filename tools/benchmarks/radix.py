@@ -2,8 +2,8 @@
 
     python -m tools.benchmarks.radix --redis-url redis://127.0.0.1:6379/0
 
-A picker as a process, one stream of queries, one query at a time. Prompts are text whose blocks one of three workers
-was sent before. The Redis has to be empty.
+A picker as a process, one stream of queries, one query at a time. Prompts are text whose blocks were sent to one of
+three workers. The Redis has to be empty.
 """
 
 from __future__ import annotations

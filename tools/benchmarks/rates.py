@@ -1,7 +1,7 @@
 """The work of one core in a second: blocks stored, decoded and removed, and queries of 64, 512 and 2,048 blocks.
 
 Memory and ingest come from the rows of P5 and P6, of this run if it has them. They are for a busy worker, which applies
-several frames in one call. The cost of a query is measured here, for prompts that one engine has whole.
+several frames in one call. The cost of a query is measured here, for complete prompts of one engine.
 ``tools.benchmarks.scale_model`` measures the cost of a fleet whose workers are not busy.
 """
 

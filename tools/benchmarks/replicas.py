@@ -196,7 +196,7 @@ def _loaded(replicas: Sequence[Server], redis: RedisServer, file: Path) -> tuple
 
 
 def _ingest_beside(options: Options) -> list[Row]:
-    """Return the cost of a block for the worker and Redis next to one replica, and next to four, in turns."""
+    """Return the cost of a block for the worker and Redis next to one replica, and next to four, alternately."""
     rounds, blocks = (2, 3_200) if options.is_quick else (5, 32_768)
     ratios = []
     with started(options, has_peer=False) as bench, publishers(1) as (engine,):

@@ -35,7 +35,7 @@ class Row:
 
     @property
     def measured(self) -> float:
-        """The value that the bar applies to: the ratio, or the figure if there is no ratio."""
+        """Return the value for the bar: the ratio, or the figure if there is no ratio."""
         return self.figure if self.ratio is None else self.ratio
 
     @property
@@ -55,7 +55,7 @@ def against(
     name: str,
     bar: float | None = None,
 ) -> Row:
-    """Return the row of two things measured in turns: the medians, and the median of the ratios of all rounds."""
+    """Return the row of two things measured alternately: the medians, and the median of the ratios of all rounds."""
     ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
     return Row(target, what, median(ours), unit, median(theirs), name, ratio, bar)
 
@@ -90,7 +90,7 @@ def aligned(lines: Sequence[Sequence[str]], *, left: Set[int] = frozenset({0})) 
 
 
 def write_json(path: Path, rows: Sequence[Row], about: dict[str, Any]) -> None:
-    """``{"about": {...}, "rows": [{field: value, ..., "holds": true, false or null}]}``."""
+    """Write ``{"about": {...}, "rows": [{field: value, ..., "holds": true, false or null}]}``."""
     listed = [asdict(row) | {"holds": row.holds} for row in rows]
     path.write_text(json.dumps({"about": about, "rows": listed}, indent=1) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""A thousand engines on a Redis Cluster of three, held against the capacity model.
+"""A thousand engines on a Redis Cluster of three, compared with the capacity model.
 
     python -m tools.benchmarks.scale [--engines 1000] [--ranked 100] [--share 0.1] [--seconds 30] [--shards 12]
                                      [--workers N] [--replicas N] [--blocks 1024] [--model FILE]

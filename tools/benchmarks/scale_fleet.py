@@ -46,7 +46,7 @@ SHORT_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """The consumption of each part so far, or in a time: CPU in microseconds, and the microseconds in which the main
+    """The consumption of each part so far, or in a period: CPU in microseconds, and the microseconds in which the main
     threads were running or ready to run.
     """
 
@@ -217,7 +217,7 @@ def started_system(shards: int, *, is_single: bool) -> Iterator[System]:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The frames that the engines have published in a time, by kind."""
+    """The frames that the engines have published, by kind."""
 
     frames: Counter[str]
     blocks: Counter[str]

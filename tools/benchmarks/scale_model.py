@@ -3,16 +3,15 @@
     python -m tools.benchmarks.scale_model [--shards 12] [--engines 100] [--seconds 10] [--single]
                                            [--redis valkey-server] [--awake] [--json FILE]
 
-On a Redis Cluster of three, or on one Redis, with one worker and one replica. The cost of idle parts is that of a step
-that adds one of them: a worker, a quarter of the engines, which are silent, the other engines, and last a second
-worker.
+On a Redis Cluster of three, or on one Redis, with one worker and one replica. The cost of idle parts is that of steps
+that add them: a worker, a quarter of the engines, which are silent, the other engines, and a second worker.
 
 Frames of each kind, and queries, arrive at random times, at two rates. At 100 a second most of them find their process
-asleep. At the higher rate all processes share one core, and would fill it if each frame cost as much as at 100 a
-second, and Redis gives way to the others; so frames wait, and calls to Redis, too. How long a process was running or
-ready to run is measured, and a frame finds it so with the same probability. The constants are those that come closest
-to all steps: the cost of each thing alone, and one share, the same for all, that is left of a cost if the thing waits.
-Each step is printed as it is done.
+asleep. At the higher rate all processes share one core, which would be full if each frame cost as much as at 100 a
+second. Redis gives way to the others, so frames and calls to Redis wait. How long a process was running or ready to run
+is measured, and gives the probability that a frame finds it busy. The constants are those that come closest to all
+steps: the cost of each thing alone, and one share, the same for all, that is left of a cost if the thing waits. Each
+step is printed as it is done.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ _BLOCKS = 2048
 #: The names of arrivals other than the kinds of frames.
 _AWAKE, _REPORT, _QUERY, _SHORT_QUERY = "awake", "report", "query", "short query"
 _BYTES = ("received", "sent")
-#: How many times each figure is improved after the others.
+#: How many times all figures are improved in turn.
 _SWEEPS = 1_000
 
 

@@ -2,7 +2,7 @@
 
     python -m tools.benchmarks.scripts [--against TREE] [--rounds 9] [--instructions]
 
-With a checkout of another state of the repository, each round runs the scripts of both in turns, each on a Redis of its
+With a checkout of another state of the repository, each round runs the scripts of both in turn, each on a Redis of its
 own; the other script has to take the same arguments. The table also has the number of commands that Redis runs for a
 call. With ``--instructions`` Redis runs in valgrind's callgrind, and the count is the same on a busy machine.
 """
@@ -126,7 +126,7 @@ class Contender:
         return self.counted
 
     def _commands(self) -> int:
-        """Return how many commands scripts have run so far."""
+        """Return how many commands have run in scripts."""
         found = self.redis.client.info("commandstats")
         return sum(int(stat["calls"]) for name, stat in found.items() if name not in _NOT_OF_SCRIPTS)
 

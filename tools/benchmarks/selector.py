@@ -1,4 +1,4 @@
-"""P11 next to the peer: a whole decision, of a replica and Redis, and of ``dynamo.select_service``, 512 blocks.
+"""P11 next to the peer: a whole decision for 512 blocks, of a replica and Redis, and of ``dynamo.select_service``.
 
 Both get the same frames of eight engines and the same prompts, each of which an engine has and no request has named
 before. The other targets have no blocks. Reservations are ended after the measurement.

@@ -1,4 +1,4 @@
-"""Measures the CPU of a decision that two shadows order as well, and whose record is kept.
+"""Measures the CPU of a decision with two shadows and a kept record.
 
     python -m tools.benchmarks.shadows [--decisions N]
 
@@ -53,7 +53,7 @@ class _Nowhere:
 
 
 def measure(targets: int, names: tuple[str, ...], decisions: int) -> tuple[float, float, float]:
-    """Return the ms of CPU of a decision's order, of its shadows, and of its record."""
+    """Return the CPU of a decision's order, its shadows, and its record, in ms."""
     random = Random(1)
     rows = {number: PublisherRow(f"pod-{number}", 0, BLOCK_SIZE, "instance") for number in range(1, targets + 1)}
     fleet = Fleet(HolderTable(b"v", GROUP, rows, {}, b"", {number: Target() for number in rows}))

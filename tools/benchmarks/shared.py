@@ -1,7 +1,7 @@
 """A system prompt, which all engines have: the cost of answers that name every engine.
 
-All engines have the first four rows of each prompt, and one engine has more rows. Each prompt is asked for once, and
-the length of its match is its own, so that hardly any answer is that of an earlier prompt.
+All engines have the first four rows of each prompt, and one engine has more rows. Each prompt is queried once, and its
+match has a length of its own, so that hardly any answer is that of an earlier prompt.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ async def simulate(options: Simulation, requests: Sequence[Request], kill: Kill)
     courses.append(await plain(options, requests, report.CACHES, Truth))
     killed = await by_waymark(options, requests, report.KILLED, KILLED_REPLICAS, kill)
     courses.append(killed)
-    # The model is given the time that Waymark needed to come back.
+    # The model gets the time that Waymark needed to restart.
     memory = Memory(options.engines, killed.restart_seconds or 0.0)
     courses.append(
         await plain(
@@ -227,7 +227,7 @@ def _about(options: Simulation, requests: Sequence[Request]) -> dict[str, Any]:
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the default behind each option, and the end of the help unchanged."""
+    """Help with the default behind each option, and an unchanged end."""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,16 +23,16 @@ class Index(Protocol):
         """Take in the events of an engine."""
 
     async def settle(self) -> None:
-        """Return when all these events are visible."""
+        """Wait until all these events are visible."""
 
     async def matches(self, request: Request, names: Sequence[int]) -> Sequence[int] | None:
         """Return the matched tokens by engine; None if the index does not answer now."""
 
     async def kill(self) -> None:
-        """End it without warning."""
+        """Kill the index."""
 
     async def restart(self) -> float:
-        """Start it again. Return the seconds until it answered and had all events that can be replayed."""
+        """Restart the index. Return the seconds until it answered and had all events that can be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Kill:
 
 
 class ByIndex:
-    """Routes by the longest match that the index answers, and by ``fallback`` while it does not answer.
+    """Routing by the longest match that the index answers, and by ``fallback`` while it does not answer.
 
     The real time of a restart is charged to the trace's clock: for that time no query is sent to the index.
     """
@@ -87,7 +87,7 @@ class ByIndex:
         self._late.append((at_seconds + self._lag_seconds, engine, events))
 
     async def finish(self) -> None:
-        """Return when everything is visible."""
+        """Wait until everything is visible."""
         self._tell(float("inf"))
         await self._index.settle()
 
@@ -114,7 +114,7 @@ class Memory:
 
     It is a set of blocks per engine, fed by the same events, and more tolerant than a real indexer: it accepts a block
     whose parent is unknown. It has no replay and no peer to copy from, so it learns of blocks from before the restart
-    only when the engine stores them again. It is no product's figure.
+    only when the engine stores them again. It stands for no product.
     """
 
     def __init__(self, engines: int, restart_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The results of a simulation: a table of routings, one around the kill, sentences on exactness; the same as JSON."""
+"""The results of a simulation, as text and as JSON: a table of routings, one of the kill, sentences on exactness."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ class Chance(Deaf):
 
 
 class Stickiness(Deaf):
-    """Picks the same engine for all prompts with the same first blocks, and the same next one if that engine has too
-    much to do.
+    """The same engine for all prompts with the same first blocks, and the same next one if that engine is too busy.
 
     The engine follows from rendezvous hashing of the first ``prefix_blocks`` blocks, so no state is kept.
     """
@@ -63,7 +62,7 @@ class Stickiness(Deaf):
 
 
 class Truth(Deaf):
-    """Reads the engines' caches, which no real router can do."""
+    """The engines' caches, which no real router can read."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines

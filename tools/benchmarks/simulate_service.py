@@ -193,7 +193,7 @@ async def started(
     environ: Mapping[str, str],
     addresses: Sequence[str] = (),
 ) -> AsyncIterator[Waymark]:
-    """Start a Waymark on an empty Redis of its own, with subscriptions to registered engines, perhaps by address."""
+    """Start a Waymark on an empty Redis of its own, with engines that are registered, perhaps by address."""
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(redis_server(folder))
         publishers = [

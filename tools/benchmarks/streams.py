@@ -1,7 +1,7 @@
 """P5 and P8: the CPU of an ingest worker for a block, and the time until an event is visible.
 
 The frames are published, and a real worker takes them in. A backlog is published at once, and the CPU counts until its
-last block is in the index; dynamo.indexer gets the same frames in turns.
+last block is in the index; dynamo.indexer gets the same frames alternately.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _hashing() -> Row:
 
 
 def _memory() -> list[Row]:
-    """Return the memory of the memo at its bound, as the allocator counts it."""
+    """Return the size of the memo at its bound, as the allocator counts it."""
     bound = 16 * 2**20
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
@@ -110,7 +110,7 @@ def _memory() -> list[Row]:
 
 
 class _Asker:
-    """Sends bodies one after the other, over one connection."""
+    """A connection that sends one body after the other."""
 
     def __init__(self, replica: Server, folder: Path) -> None:
         self._replica = replica

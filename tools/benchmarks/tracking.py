@@ -2,8 +2,8 @@
 
     python -m tools.benchmarks.tracking [--prompts 2000]
 
-A query reads 16 rows and the version of the holder table. With tracking, Redis remembers which client has read which
-key, and sends a message to each of them when it changes; a query of rows that the replica has kept then needs no reply.
+A query reads 16 rows and the version of the holder table. With tracking, Redis remembers which clients have read a key,
+and sends them a message when it changes; a query of rows that the replica has kept then needs no reply.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VALUE = b"0123456789abcdef0" * 32 + b" 17000000000000:ffffffff"
 
 
 class Client:
-    """A connection that sends commands and waits for their replies; messages of tracking are counted."""
+    """A connection that sends commands and waits for their replies; tracking messages are counted."""
 
     def __init__(self, redis: RedisServer, *, is_tracking: bool) -> None:
         self._socket = socket.socket(socket.AF_UNIX)

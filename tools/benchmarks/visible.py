@@ -2,11 +2,11 @@
 
     python -m tools.benchmarks.visible HOW WHERE PROBES PAUSE GAP
 
-This is a separate process. It binds a socket, prints its endpoint, waits for a subscriber, and then publishes one store
-of four new blocks at a time, and asks until the last of them is there: in Redis itself (HOW ``redis``, WHERE its unix
+This is a separate process. It binds a socket, prints its endpoint, and waits for a subscriber. Then it publishes one
+store of four new blocks at a time, and asks until the last one is there: in Redis itself (HOW ``redis``, WHERE its unix
 socket), by a server's ``/query`` (HOW ``query``, WHERE ``<port><path>``), or by the answer of the floor, which is the
-number of the newest frame (HOW ``floor``, WHERE a port). PAUSE is between two questions, GAP on average between two
-stores, in seconds. Prints the milliseconds of each as a list, and how often it asked.
+number of the newest frame (HOW ``floor``, WHERE a port). PAUSE is the seconds between two questions, GAP the mean
+between two stores. Prints the milliseconds of each as a list, and how often it asked.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _by_query(where: str) -> Callable[[list[int]], Callable[[], bool]]:
         def is_there() -> bool:
             connection.request("POST", f"/{path}", body, {"Content-Type": "application/json"})
             answer = json.loads(connection.getresponse().read())
-            tenants = [answer["instances"]] if "instances" in answer else answer.values()  # of Dynamo's API
+            tenants = [answer["instances"]] if "instances" in answer else answer.values()  # Dynamo's API
             return any(row["longest_matched"] == len(tokens) for rows in tenants for row in rows.values())
 
         return is_there

@@ -4,13 +4,13 @@
 
 Each rung of the table is a server with more parts than the one before, in this process, over transports that only
 record. A figure is the minimum of the rounds, so it is useful on a busy machine, too. ``select`` and ``select-hash``
-are decisions of the prompts of ``tokens`` and ``hash`` among eight targets, of which one has them; they wait for Redis
+are decisions of the prompts of ``tokens`` and ``hash`` among eight targets, one of which has them; they wait for Redis
 twice.
 
 ``hot`` repeats one query, so that the caches of the processor have all its data. ``--cold`` adds two columns. For
 ``cold`` the caches are emptied before each turn of a query: a request or a reply that arrives, and what follows until
 the next wait. For ``waits`` another process sends each of them over a socket, and receives the answer. So a turn is
-three system calls, and the process sleeps before each; the first rung is mostly the kernel.
+three system calls, and the process sleeps before each; the first rung is mostly kernel time.
 
 ``--calls`` prints the calls of the last rung in their order, with the microseconds from the beginning of a hot query.
 The cost of the tracing is subtracted, the same from each call and each return, so the figures of short calls are too
@@ -204,7 +204,7 @@ class Served:
                 each._transport = transport
 
     async def ask(self) -> None:
-        """Send the query to the real Redis, so that everything that a query may keep is known."""
+        """Send the query to the real Redis, so that each cache for a query is filled."""
         self._connection.data_received(self.arriving[0])
         while not self._client.written:  # noqa: ASYNC110  # a few turns of a loop that has nothing else to do
             await asyncio.sleep(0.001)
@@ -382,7 +382,7 @@ def hot(server: Bare | Served) -> float:
 
 
 class Emptied:
-    """Repeats a query, with empty caches at every turn."""
+    """A repeated query, with empty caches at each turn."""
 
     def __init__(self) -> None:
         self._memory = bytearray(b"\1") * _CACHES_BYTES
@@ -399,7 +399,7 @@ class Emptied:
 
 
 def play(wire: socket.socket) -> None:
-    """Be the client and Redis of a replica, until it hangs up."""
+    """Act as a replica's client and Redis, until it hangs up."""
     arriving: list[bytes] = []
     at = 0
     while data := wire.recv(_MESSAGE_BYTES_MAX):
@@ -410,7 +410,7 @@ def play(wire: socket.socket) -> None:
 
 
 class Waited:
-    """Repeats a query whose every turn waits for another process; the system calls for that count."""
+    """A repeated query, each turn of which waits for another process; the system calls count, too."""
 
     def __init__(self) -> None:
         self._wire, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -524,7 +524,7 @@ async def ladder(kinds: Sequence[str], rounds: int, *, is_cold: bool, has_calls:
             register_idle_targets(server, range(engine.number + 1, engine.number + TARGETS))
             wait_for([server], {engine.number: prompt})
         store, asker = Store.open(redis.url), parts.asker(settings)
-        # No task reads in the background while queries are repeated, so a decision must not find its readings old.
+        # While queries are repeated no task reads in the background, so readings must not become too old.
         selection = replace(parts.selection_options(settings), loads_seconds=3600.0)
         app = create_app(store, parts.api_options(settings), selection, metrics, asker=asker)
         assert isinstance(app, Shortcut)

@@ -1,7 +1,7 @@
-"""The Redis of a session, one or a Cluster: killed, emptied, frozen, and set back by its last writes.
+"""The Redis or the Cluster of a session: killed, emptied, frozen, and set back by its last writes.
 
-Every node keeps an append-only file. To kill a node, and to cut off the end of that file before it starts again, has
-the effect of a failover: the same Redis, without its last writes.
+Every node keeps an append-only file. Killing a node, and cutting off the end of that file before a restart, has the
+effect of a failover: the same Redis, without its last writes.
 """
 
 from __future__ import annotations

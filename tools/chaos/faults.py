@@ -77,7 +77,7 @@ def hostile_payload(which: int, size: float) -> bytes:
 
 
 class Faults:
-    """Carries faults out. ``lease_seconds`` is the time for which a stopped worker keeps its streams."""
+    """Faults to carry out. ``lease_seconds`` is the time for which a stopped worker keeps its streams."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class Faults:
         await asyncio.to_thread(self._backend.flush)
 
     async def _redis_flushed_twice(self, fault: Fault) -> None:
-        """Flush Redis twice, the second time while the lost data of the first time are restored."""
+        """Flush Redis twice, the second time while the data lost the first time are restored."""
         await self._redis_flushed(fault)
         await asyncio.sleep(0.03 + 0.4 * fault.size)
         await self._redis_flushed(fault)
@@ -322,7 +322,7 @@ class Faults:
         socket.encoder = usual
 
     async def _hostile_record(self, fault: Fault) -> None:
-        """Write records that no process of this release writes beside its records, for a moment."""
+        """Write records for a moment that no process of this release writes, next to its own."""
         name, field, value = HOSTILE_RECORDS[fault.target % len(HOSTILE_RECORDS)]
         node = self._backend.of(name)
         with suppress(RedisError):
@@ -331,7 +331,7 @@ class Faults:
             await self._ask(node, "HDEL", name, field)
 
     async def clean(self) -> None:
-        """Remove hostile records that are back in a Redis that was set back."""
+        """Remove hostile records that came back when Redis was set back."""
         for name, field, _ in HOSTILE_RECORDS:
             await self._ask(self._backend.of(name), "HDEL", name, field)
 

@@ -1,4 +1,4 @@
-"""The processes of a session: workers and replicas, each with a proxy of its own if there is one Redis.
+"""The processes of a session: workers and replicas, each with its own proxy unless Redis is a Cluster.
 
 A process that the session has killed, ended or stopped is *down*. Any other process that ends has ended by itself,
 which is a finding; so is a traceback in a log.

@@ -1,4 +1,4 @@
-"""The places of single blocks by the rows in Redis, also of those that no query reaches, and what the dead left."""
+"""The places of each block in the rows of Redis, even if no query reaches it, and leftovers of ended holders."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Inside:
         return counts
 
     async def leftovers(self) -> list[str]:
-        """Return what holders have left that are neither live nor to be swept, and publishers that are gone."""
+        """Return leftovers of holders that are neither live nor to be swept, and publishers that are gone."""
         client = RedisClient.open(self._backend.url, timeout_seconds=_REDIS_SECONDS)
         try:
             group, _ = await self._read(Inspector(Store(client)))
@@ -83,7 +83,7 @@ class Inside:
                     for pattern, found in ((_HOLDER, holders), (_PUBLISHER, publishers)):
                         if match := pattern.fullmatch(name):
                             found.add((int(match[1]), f"{place} {name.decode()} on shard {shard}"))
-        # Shard 0 is read last, because it knows all of them before they have a block or a fence.
+        # Shard 0 is read last, because it knows all holders before they have a block or a fence.
         with self._admin(group, 0) as admin:
             table = admin.hkeys(keys.holders(group.id))
             there = {int(name[10:]) for name in table if name.startswith(b"publisher:")}
@@ -119,7 +119,7 @@ def _blocks(admin: Redis, prefix: bytes) -> Counter[int]:
 
 
 def _names(admin: Redis, prefix: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the keys that do not expire, and the fields that name holders or publishers, each with what it is."""
+    """Yield the keys that do not expire, and the fields that name holders or publishers, each with its meaning."""
     for name in {*admin.scan_iter(prefix + b"*", count=1000)}:
         if not _ROW_NAME.fullmatch(name) and admin.ttl(name) == -1:
             yield "key", name

@@ -1,8 +1,8 @@
 """The bounds of answers: at least the blocks that are certain to be in the index, at most those that may be there.
 
 For a publisher that has lost nothing the two are the same: the contents of its caches. A publisher that may have lost
-batches, and whose stream reports it, may be unknown. Blocks that it has removed, or that ended, since it was last known
-exactly may still be in the index if a loss keeps a life (``WAYMARK_ON_GAP=keep``). No other block may ever be there.
+batches, and whose stream reports it, may be unknown. Blocks that it has removed, or that ended, since it was last exact
+may still be in the index if a loss keeps a life (``WAYMARK_ON_GAP=keep``). No other block may ever be there.
 """
 
 from __future__ import annotations

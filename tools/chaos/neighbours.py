@@ -17,7 +17,7 @@ from tools.chaos.fleet import BUSY_CPU_SECONDS, Crew, Mismatch, cpu_seconds
 from tools.chaos.publishers import Publisher
 from tools.chaos.trace import Deadline, Trace
 
-#: The bound on the worker's CPU between an honest frame and its watermark. To read a costly frame takes one second.
+#: The bound on the worker's CPU between an honest frame and its watermark. Reading a costly frame takes one second.
 WAIT_CPU_SECONDS = 0.6
 #: A worker that has used this CPU before all honest frames are applied has failed the attempt.
 WAITING_CPU_SECONDS = 3.0

@@ -229,7 +229,7 @@ class Publisher:
         }
 
     def is_exact_now(self) -> None:
-        """Note that the index has exactly the blocks of the caches. From now on each may move to another tier."""
+        """Note that the index has exactly the blocks of the caches. From now on each may change its medium."""
         self.excuse = ""
         self.suspects = {
             held._replace(place=held.place._replace(medium=medium))
@@ -268,8 +268,7 @@ def _socket(spec: Spec, encoder: Encoder) -> SimulatedPublisher:
 
 
 class Sender:
-    """Sends standard events by ``POST /events``: each stream of the envelope in its own order, and again from a gap
-    on."""
+    """Standard events by ``POST /events``: each stream of the envelope in its own order, and again from a gap on."""
 
     POST_EVENTS = 16
 

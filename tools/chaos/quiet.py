@@ -108,7 +108,7 @@ class Quiet:
             if time.monotonic() - beaten > _BEAT_SECONDS:
                 beaten = time.monotonic()
                 for publisher in waiting:
-                    # A stream that is as far as its engine, but not yet complete, asks the engine once that has been
+                    # A stream that is as far as its engine, but not yet complete, asks the engine once the engine is
                     # silent.
                     if states.get(publisher, {}).get("watermark") != publisher.last_seq:
                         publisher.send_empty_batch()

@@ -91,8 +91,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Round:
-    """Steps, followed by a quiet point; afterwards publishers that may have lost batches are restarted, so that they
-    are exact again, or continue.
+    """Steps and a quiet point, after which publishers that may have lost batches continue, or restart to be exact
+    again.
     """
 
     number: int
@@ -151,7 +151,7 @@ def lone(seed: int, block_size: int) -> Spec:
 
 
 def lone_prompts(seed: int) -> list[Tokens]:
-    """Return its prompts besides those of its tenant."""
+    """Return the prompts that only ``lone`` has."""
     rng = random.Random(f"{seed}/lone prompts")
     beginnings = [_some(rng, 40), _some(rng, 2)]
     return [rng.choice(beginnings) + _some(rng, rng.randint(1, 40)) for _ in range(40)]

@@ -3,12 +3,12 @@
     python -m tools.conformance.clients --python PYTHON [--proxy FILE]... [--prototype FILE] [--pymotor DIRECTORY]
         [--dynamo-python PYTHON]
 
-Nothing is downloaded: each option names a copy that is there already, and PYTHON is one that has what the clients
-import (fastapi, uvicorn, httpx, msgpack; for PyMotor requests, Pillow and what its requirements list). Each engine gets
-one prompt directly. Then each client is asked for both prompts, in an order that engines in turn would not produce, and
-must choose the engine that has the prompt, every time. The configuration of each client is written here; its code is
-run unchanged. ``--dynamo-python`` names a Python with ai-dynamo-runtime, whose services recover from Waymark as their
-peer: they must start, and know its groups.
+Nothing is downloaded: each option names an existing copy, and PYTHON has the modules that the clients import (fastapi,
+uvicorn, httpx, msgpack; for PyMotor: requests, Pillow and its listed requirements). Each engine gets one prompt
+directly. Then each client is asked for both prompts, in an order that engines in turn would not produce, and must
+choose the engine that has the prompt, every time. The configuration of each client is written here; its code is run
+unchanged. ``--dynamo-python`` names a Python with ai-dynamo-runtime, whose services recover from Waymark as their peer:
+they must start, and know its groups.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ async def proxy(file: Path, bench: Bench) -> Chosen:
 
 
 async def prototype(file: Path, bench: Bench) -> Chosen:
-    """Run the proxy of the Go prototype: it only sends queries, so the engines are registered before."""
+    """Run the proxy of the Go prototype: it only sends queries, so the engines are registered first."""
     await _register(bench)
     urls = [each.url.removeprefix("http://") for each in bench.engines]
     return await _served(
@@ -298,7 +298,7 @@ async def _engine(stack: AsyncExitStack, number: int, events: str) -> Engine:
 async def _all(arguments: argparse.Namespace) -> bool:
     named: list[tuple[str, Client, dict[str, str]]] = []
     for file in arguments.proxy:
-        # The form that was merged first sends JSON, and needs the newer shape there.
+        # The proxy that was merged first sends JSON, and needs the newer shape.
         is_packed = "application/msgpack" in file.read_text(encoding="utf-8")
         settings = {} if is_packed else {"WAYMARK_CONDUCTOR_SHAPE": "instances"}
         form = "msgpack" if is_packed else "JSON"

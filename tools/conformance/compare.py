@@ -5,7 +5,7 @@
 A session is random and has a seed: workers of several ranks and engines, with small caches, so that blocks move from
 GPU to CPU to disk and are removed; now and then a cache is cleared, or a rank leaves. After every few prompts both are
 asked about all of them until their answers are the same or the time is over. An answer that stays different is a
-difference; those that are on purpose are named below, any other one ends the run with code 1.
+difference: deliberate ones are named below, and any other ends the run with code 1.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ON_PURPOSE = {
     "within one engine only",
     "unsigned hashes": "here `/query_by_hash` takes hashes from 2^63 on; there they must be negative numbers",
 }
-#: The kinds of sessions, in turns: in the first everything must be equal; the others contain something that differs on
+#: The kinds of sessions, in turn: in the first everything must be equal; the others contain something that differs on
 #: purpose. If the answers to a query differ in those, ours must be equal to the engines' caches.
 KINDS = ("plain", "copies", "own hashes")
 
@@ -231,7 +231,7 @@ async def _ask_all(pair: Pair, prompts: list[SimulatedPrompt], block_size: int, 
             "POST", "/query", {"model_name": MODEL, "token_ids": tokens}, seconds=SETTLE_SECONDS, truth=truth
         )
         starts = range(0, len(tokens) - block_size + 1, block_size)
-        # A block alone, at the root: its seq_hash is its local one.
+        # A block alone, at the root: its seq_hash is its local hash.
         hashes = [extend(None, token_bytes(tokens[at : at + block_size]), block_size)[0] for at in starts]
         signed = [number - 2**64 if number >= 2**63 else number for number in hashes]
         by_hash = {"model_name": MODEL, "block_hashes": signed}

@@ -3,9 +3,9 @@ both.
 
     python -m tools.conformance.differences [--dynamo-python PYTHON] [--only NAME] [--page FILE]
 
-``compare`` looks for differences in random sessions; here each one that is known has a name, a reason and the shortest
-history that shows it. Both services get the same request at the end of it. Their answers are compared with those that
-are written here: a difference that has disappeared also ends the run with code 1.
+``compare`` looks for differences in random sessions; here each known one has a name, a reason and the shortest history
+that shows it. At its end both services get the same request. Their answers are compared with those that are written
+here: a difference that has disappeared also ends the run with code 1.
 """
 
 from __future__ import annotations

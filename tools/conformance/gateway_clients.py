@@ -3,12 +3,12 @@
     python -m tools.conformance.gateway_clients [--environment DIRECTORY] [--only NAME] [--suites [SECONDS]]
 
 The clients are installed into an environment of their own, which is made if it is not there. Without the packages the
-program ends with code 3 and the reason. Each client has only its base URL changed. It must list the model, chat,
-stream, and get the error of its own kind for an unknown model; the second turn of a conversation must find the first
-one in the cache of its engine. With ``--suites`` the SDKs' own tests of these paths, from their source distributions,
-are run against the gateway, too, each file for SECONDS at most. They were written for a server that makes answers up
-from the SDKs' specifications, so some of them need features that no engine has; the closing lines name them, with the
-errors that they got. Responses that these tests read were stored before, under the ids that they have.
+program ends with code 3 and the reason. Each client, with only its base URL changed, must list the model, chat, stream,
+and get the error of its own kind for an unknown model; the second turn of a conversation must find the first one in the
+cache of its engine. With ``--suites`` the SDKs' own tests of these paths, from their source distributions, are run
+against the gateway, too, each file for SECONDS at most. They were written for a server that makes answers up from the
+SDKs' specifications, so some of them need features that no engine has; the closing lines name them, with the errors
+that they got. Responses that these tests read were stored before, under the ids that they have.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Check(NamedTuple):
 
 
 class Skipped(Exception):
-    """The clients cannot be run on this machine, with the reason."""
+    """The reason why the clients cannot be run on this machine."""
 
 
 def environment(directory: Path, *, has_suites: bool) -> Path:
@@ -383,8 +383,7 @@ async def suite(name: str, python: Path, folder: Path, url: str, seconds: float)
 
 
 def ending(output: str) -> str:
-    """Return how many tests passed and failed, by the output of pytest; or the end of the output if it has no
-    numbers."""
+    """Return how many tests passed and failed, from pytest's output; or the end of the output if it has no numbers."""
     said = re.findall(r"^=*\s*(\d+ \w+\b.* in [\d.]+s.*?)\s*=*$", output, re.MULTILINE)
     return said[-1] if said else output[-300:]
 

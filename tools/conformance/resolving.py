@@ -239,7 +239,7 @@ def registration(dice: random.Random, kind: EngineKind) -> Registration:
 
 
 class Session:
-    """A stream that is resolved as a worker does it, without Redis; ``digest`` covers the whole output."""
+    """A stream that is resolved as in a worker, without Redis; ``digest`` covers the whole output."""
 
     def __init__(self, of: Registration, ceilings: Ceilings, **options: Any) -> None:
         self.digest = blake2b(digest_size=8)
@@ -331,7 +331,7 @@ class Session:
             sorted(resolver.doubts), sorted(resolver.take_event_ids().items()), sorted(resolver.event_ids.items())
         )
         mode: Any = resolver.mode
-        # In an older tree it has the holder as a parameter.
+        # In an older tree ``mode`` takes the holder.
         mode = mode(0) if signature(mode).parameters else mode()
         self._note(sorted((str(name), holder, mode) for name, holder in resolver.holders.items()))
         resolver.flags.update(resolver.doubts)
@@ -339,7 +339,7 @@ class Session:
         self._note([resolver.memory.blocks_of(holder) for holder in resolver.holders.values()])
 
     def disturb(self, dice: random.Random) -> None:
-        """Disturb a stream by events other than frames."""
+        """Disturb a stream with events other than frames."""
         resolver = self.resolver
         event = dice.choice(["life", "untrusted", "over", "takeover", "missing"])
         if event == "life":

@@ -3,7 +3,7 @@
     python -m tools.conformance.selector [--dynamo-python PYTHON] [--record FILE]
 
 The calls are chosen so that one worker is the only one, or the best by far: the choice between two equal workers is
-random in both. Two things differ on purpose and are not called: blocks that two requests share count for each of them
+random in both. Two things differ on purpose and are left out: blocks that two requests share count for each of them
 here and once there, and a model whose last worker has left is not listed here any more. With ``--record`` the answers
 of the release are written, for the test that needs no download.
 """
@@ -131,7 +131,7 @@ def _sorted(value: Any) -> Any:
 
 
 async def play(client: httpx.AsyncClient) -> list[Any]:
-    """Return every answer of one of the two, with engines of its own."""
+    """Return every answer of one service, with engines of its own."""
     async with AsyncExitStack() as stack:
         engines = []
         for _ in range(2):

@@ -3,8 +3,8 @@
     python -m tools.endurance.bounds [--seconds 30] [--ttl 10] [--entries 20000]
 
 Two engines publish stores that share nothing, to ``waymark serve`` over a Redis of its own. With a time, each store is
-queried until no answer has it any more. With a number, the oldest store in an answer is searched again and again, so
-the number of live blocks is known to within a store. Prints how far either is from its setting.
+queried until no answer has it any more. With a number, the oldest store in an answer is looked up repeatedly, so the
+number of live blocks is known to within a store. Prints how far either is from its setting.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def serving(**settings: int | str) -> Iterator[Stores]:
 
 
 def measure_time(ttl: int, seconds: float) -> bool:
-    """Print the lifetimes of stores. Return whether all of them are as set."""
+    """Print the lifetimes of stores. Return whether all are as set."""
     lifetimes: list[float] = []
     with serving(medium_ttl=f"*={ttl}") as stores:
         born: deque[tuple[int, float]] = deque()

@@ -2,10 +2,10 @@
 
     python -m tools.endurance.churn [--minutes 10] [--only registration --pause 0.75]
 
-Engines turn their caches over many times, restart, clear, are unregistered and registered again, while replicas are
-asked; with ``--only`` one of these happens alone. The memory of every process is sampled meanwhile. The table compares
-the last third of the time with the middle one: in the first the caches still fill. At the end everything is
-unregistered, and the remaining keys of Redis are shown: only tables that are never deleted may be left.
+Engines turn their caches over many times, clear them, restart, are unregistered and registered again, while replicas
+are asked. ``--only`` selects one of these. The memory of every process is sampled meanwhile. The table compares the
+last third of the time with the middle one: in the first the caches still fill. At the end everything is unregistered,
+and the remaining keys of Redis are shown: only tables that are never deleted may be left.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Starts a Redis and two query replicas. Callers with both URLs decide, run for a moment, and release: a few a second by
 the Python client, the others by two plain HTTP calls each, which cost this process a tenth of that. After half of the
-time the first replica gets SIGKILL. Before, other callers decide through it alone, and never release, as if they had
+time the first replica gets SIGKILL. Until then other callers decide through it alone and never release, as if they had
 died with it: their loads must be gone when their reservations are over.
 """
 

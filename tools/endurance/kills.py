@@ -3,7 +3,7 @@
     python -m tools.endurance.kills [--minutes 10] [--seed 1]
 
 Starts a Redis, three ingest workers, two query replicas and six simulated engines that publish all the time. In each
-round some of them are killed, paused, ended or started again; Redis, too, with its data and without. After each round
+round some of them are killed, paused, ended or started again, also Redis, with or without its data. After each round
 the engines rest, a controller registers lost publishers, and all answers are compared with the engines' caches. The
 seed decides which process has which fault, but not the moment at which a process reaches it: it narrows a failure down,
 but does not repeat it exactly.
@@ -28,7 +28,7 @@ from tests.e2e.load import Load
 
 ENGINES = 6
 LEASE_SECONDS = 2
-#: The time for recovery: a lease, a look, reconnecting, a replay; on a busy machine.
+#: The time for recovery: a lease, a poll, a reconnect, a replay; on a busy machine.
 SETTLE_SECONDS = 60.0
 STEP_SECONDS = (0.05, 1.0)
 SETTINGS = {"lease_seconds": LEASE_SECONDS, "redis_timeout_seconds": 1, "probe_seconds": 5}

@@ -2,12 +2,12 @@
 
     python -m tools.endurance.pods [--pods 10000] [--asked] [--seconds 30]
 
-A stand-in for the API server of Kubernetes lists new pods, with addresses of loopback. Their
-annotations name model and block size; with `--asked` they do not, and the worker asks each engine for both. Engines
-answer over HTTP, and no process listens at their event ports: the worker tries to connect all the time, as it does to
-engines that start. `waymark ingest` and Redis are processes of their own. The command fails if the last pod is
-registered after more than `--seconds` (longer if the machine is busy), if a warning says that Redis does not answer, or
-if the loop of the worker was held for longer than `tests.hostile` allows.
+A stand-in for the API server of Kubernetes lists new pods, with loopback addresses. Their annotations name model and
+block size; with `--asked` they do not, and the worker asks each engine for both. Engines answer over HTTP, and no
+process listens at their event ports: the worker tries to connect all the time, as it does to engines that start.
+`waymark ingest` and Redis are processes of their own. The command fails if the last pod is registered after more than
+`--seconds` (longer if the machine is busy), if a warning says that Redis does not answer, or if the loop of the worker
+was held for longer than `tests.hostile` allows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``python -m tools.sanitize``: every test of the C module, with the address and undefined-behaviour sanitizers.
 
-The tests run once with the code for this machine and once with that for any. Arguments go to pytest.
+The tests run with the code for this machine, and with that for any machine. Arguments go to pytest.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class NotPlain(Exception):
 
 
 class Text(bytes):
-    """A text, as its bytes, which may not be UTF-8."""
+    """A text as bytes, perhaps not UTF-8."""
 
 
 class Pairs(list[Any]):

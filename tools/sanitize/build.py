@@ -45,7 +45,7 @@ class Variant(Enum):
 def build(variant: Variant) -> Path:
     """Compile the module. Raise ``SystemExit`` with the missing part or the error of the compiler."""
     from waymark.base.native import (
-        digest_of,  # here only: a Python that preloads a module must not load another one before
+        digest_of,  # here only: a Python that preloads a module must not load another one first
     )
 
     DIRECTORY.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def run(module: Path, arguments: list[str]) -> subprocess.CompletedProcess[bytes
     library = subprocess.run(
         [*_compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True
     ).stdout.strip()
-    # Modules in C++ throw, for which the sanitizers' library has to find the C++ library when it is loaded.
+    # C++ modules throw, so the sanitizers' library has to find the C++ library when it is loaded.
     preloaded = [library, *filter(None, [find_library("stdc++")])]
     environ = os.environ | {
         "LD_PRELOAD": " ".join(preloaded),

@@ -1,8 +1,8 @@
 """``python -m tools.sanitize.fuzz --seconds 60``: changed inputs for each function of the C module, with sanitizers.
 
-An input is kept, and changed further, when it takes the function through something new. Every answer is compared with
-that of a reference in Python. No call may change its arguments, or an object that the whole process shares. The changes
-are those of ``--seed``: the same seed makes the same inputs.
+An input is kept, and changed further, if it takes the function through a new step. Every answer is compared with that
+of a reference in Python. No call may change its arguments, or an object that the whole process shares. The changes are
+those of ``--seed``: the same seed makes the same inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAST_BYTES = 1 << 20
 
 
 class Finding(Exception):
-    """A function has answered something else than its reference, or has changed an object that is not its own."""
+    """A function has answered differently from its reference, or has changed an object that is not its own."""
 
 
 def change_bytes(draw: random.Random, value: bytes, target: Target, others: list[bytes]) -> bytes:

@@ -29,7 +29,7 @@ def medium_of(name: str | None) -> str | None:
 
 
 def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, piece_blocks: int, shards: int) -> object:
-    """Read a batch, run its events, leaving out each that is not plain, and pack the parts."""
+    """Read a batch, run its plain events, and pack the parts."""
     loops = native.selected
     assert loops is not None
     read = loops.read_batch(payload, EVENTS_MAX, *batches.EVENT_TYPES, medium_of, 10, 3)
@@ -100,7 +100,7 @@ def use_frames(
 
 
 def _packed(parts: Any, prefixes: Sequence[bytes]) -> list[Any]:
-    """The calls of each shard, wave by wave, as the step packs them."""
+    """Return each shard's calls, wave by wave, as the step packs them."""
     calls: list[Any] = []
     for wave in parts.shares(len(prefixes)):
         done, is_first = dict.fromkeys(wave, 0), True
@@ -206,7 +206,7 @@ class _Model:
         self.left.clear()
 
     def shares(self) -> list[dict[int, tuple[int, int]]]:
-        """Return how many parts and blocks of each wave each shard has."""
+        """Return how many parts and blocks each shard has in each wave."""
         waves: list[dict[int, tuple[int, int]]] = [{}]
         for (_, head, _, blocks), waits in zip(self.parts, self.waiting, strict=True):
             if waits and waves[-1]:
