@@ -6,12 +6,13 @@
 -- ARGV  group      the field
 --       id, shards the group's
 --       publisher  the publisher's id
---       format     the caller's layout of the index
+--       format     the caller's format of the index
 --
 -- {'applied', id}  Redis has the ids
--- {'other', id}    the group has another id by now; 0 if this release cannot read the group's entry. Nothing
---                  written
+-- {'other', id}    the group has another id by now; 0 if this release cannot read the group's entry, or if the index
+--                  has another format. Nothing written
 
+if (redis.call('HGET', KEYS[1], 'format') or ARGV[5]) ~= ARGV[5] then return {'other', 0} end
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 if known and not known:match('^%d+ %d+$') then return {'other', 0} end
 local id = known and known:match('^%d+') or ARGV[2]

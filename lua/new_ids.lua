@@ -3,16 +3,16 @@
 -- Return the id of a group and a new publisher id. The first registration of the group assigns the group id.
 --
 -- KEYS  groups  hash  `["tenant","model"]`: `<group id> <shards>`; `last_group`, `last_publisher`: the last ids;
---               `hash_seed`: the seed of all block hashes in this Redis; `format`: the layout of its index
+--               `hash_seed`: the seed of all block hashes in this Redis; `format`: the format of its index
 -- ARGV  group   the field
 --       shards  the number of shards of a new group; a known group keeps its number
 --       above   0; or an id that belongs to another group: if the group has it or a lower one, it gets a higher one
 --       publisher_above   the new publisher id is larger than this, an id that belongs to another publisher; or 0
 --       hash_seed  the caller's seed; the first one is kept
---       format     the caller's layout of the index; the first one is kept
+--       format     the caller's format of the index; the first one is kept
 --
 -- {'applied', group id, shards, publisher id}  no id is ever assigned twice
--- {'other', 0}  this release cannot read the group's entry; nothing written
+-- {'other', 0}  this release cannot read the group's entry, or the index has another format; nothing written
 
 -- A count as a script has written it; nil for any other text.
 local function integer(text) return text and #text < 17 and text:match('^%d+$') and tonumber(text) or nil end
@@ -29,6 +29,7 @@ local function last(field)
   return text and (integer(text) or first_id()) or 0
 end
 
+if (redis.call('HGET', KEYS[1], 'format') or ARGV[6]) ~= ARGV[6] then return {'other', 0} end
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 local above = tonumber(ARGV[3])
 local id, shards

@@ -8,7 +8,6 @@ from typing import Any
 from redis.asyncio import Redis
 
 from tests.store.factories import hgetall, snapshot
-from waymark.domain.rows import FORMAT
 from waymark.store import keys
 from waymark.store.leases import random_nonce
 from waymark.store.scripts import Scripts, Verdict
@@ -107,38 +106,38 @@ async def test_of_twenty_claims_at_once_one_stands(redis: Redis, scripts: Script
 async def test_a_group_keeps_its_id_and_shards_and_publishers_get_new_ones(scripts: Scripts) -> None:
     assert (
         await scripts.new_ids(
-            groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+            groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
         )
     ).numbers == (1, 1, 1)
     assert (
         await scripts.new_ids(
-            groups=keys.GROUPS, group=LARGE, shards=3, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+            groups=keys.GROUPS, group=LARGE, shards=3, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
         )
     ).numbers == (2, 3, 2)
     assert (
         await scripts.new_ids(
-            groups=keys.GROUPS, group=GROUP, shards=8, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+            groups=keys.GROUPS, group=GROUP, shards=8, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
         )
     ).numbers == (1, 1, 3)
 
 
 async def test_a_group_whose_id_was_anothers_gets_one_above_it(redis: Redis, scripts: Scripts) -> None:
     await scripts.new_ids(
-        groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+        groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
     )
     assert (
         await scripts.new_ids(
-            groups=keys.GROUPS, group=GROUP, shards=2, above=6, publisher_above=0, hash_seed=SEED, format=FORMAT
+            groups=keys.GROUPS, group=GROUP, shards=2, above=6, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
         )
     ).numbers == (7, 2, 2)
     assert (
         await scripts.new_ids(
-            groups=keys.GROUPS, group=GROUP, shards=3, above=6, publisher_above=0, hash_seed=SEED, format=FORMAT
+            groups=keys.GROUPS, group=GROUP, shards=3, above=6, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
         )
     ).numbers == (7, 2, 3)
     assert (
         await scripts.new_ids(
-            groups=keys.GROUPS, group=LARGE, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+            groups=keys.GROUPS, group=LARGE, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
         )
     ).numbers == (8, 1, 4)
     assert await hgetall(redis, keys.GROUPS) == {
@@ -147,39 +146,43 @@ async def test_a_group_whose_id_was_anothers_gets_one_above_it(redis: Redis, scr
         b"last_group": b"8",
         b"last_publisher": b"4",
         b"hash_seed": b"18446744073709551615",
-        b"format": FORMAT.encode(),
+        b"format": keys.FORMAT.encode(),
     }
 
 
 async def test_a_publisher_whose_id_was_anothers_gets_one_above_it(redis: Redis, scripts: Scripts) -> None:
     assert (
         await scripts.new_ids(
-            groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=41, hash_seed=SEED, format=FORMAT
+            groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=41, hash_seed=SEED, format=keys.FORMAT
         )
     ).numbers == (1, 1, 42)
     assert (
         await scripts.new_ids(
-            groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=5, hash_seed=SEED, format=FORMAT
+            groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=5, hash_seed=SEED, format=keys.FORMAT
         )
     ).numbers == (1, 1, 43)
 
 
 async def test_the_first_hash_seed_stays(redis: Redis, scripts: Scripts) -> None:
     await scripts.new_ids(
-        groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+        groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
     )
     await scripts.new_ids(
-        groups=keys.GROUPS, group=LARGE, shards=1, above=0, publisher_above=0, hash_seed=1337, format=FORMAT
+        groups=keys.GROUPS, group=LARGE, shards=1, above=0, publisher_above=0, hash_seed=1337, format=keys.FORMAT
     )
     assert await redis.hget(keys.GROUPS, "hash_seed") == b"18446744073709551615"
 
 
 async def test_ids_that_were_forgotten_are_known_again_and_come_not_twice(redis: Redis, scripts: Scripts) -> None:
-    assert await scripts.keep_ids(groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=30, format=FORMAT) == (
+    assert await scripts.keep_ids(
+        groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=30, format=keys.FORMAT
+    ) == (
         Verdict.APPLIED,
         (7,),
     )
-    assert await scripts.keep_ids(groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=12, format=FORMAT) == (
+    assert await scripts.keep_ids(
+        groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=12, format=keys.FORMAT
+    ) == (
         Verdict.APPLIED,
         (7,),
     )
@@ -187,17 +190,31 @@ async def test_ids_that_were_forgotten_are_known_again_and_come_not_twice(redis:
         GROUP: b"7 2",
         b"last_group": b"7",
         b"last_publisher": b"30",
-        b"format": FORMAT.encode(),
+        b"format": keys.FORMAT.encode(),
     }
     assert (
         await scripts.new_ids(
-            groups=keys.GROUPS, group=LARGE, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=FORMAT
+            groups=keys.GROUPS, group=LARGE, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
         )
     ).numbers == (8, 1, 31)
 
     before = await hgetall(redis, keys.GROUPS)
-    assert await scripts.keep_ids(groups=keys.GROUPS, group=LARGE, id=9, shards=2, publisher=50, format=FORMAT) == (
+    assert await scripts.keep_ids(
+        groups=keys.GROUPS, group=LARGE, id=9, shards=2, publisher=50, format=keys.FORMAT
+    ) == (
         Verdict.OTHER,
         (8,),
     )
     assert await hgetall(redis, keys.GROUPS) == before
+
+
+async def test_an_index_of_another_format_gets_no_ids(redis: Redis, scripts: Scripts) -> None:
+    await redis.hset(keys.GROUPS, mapping={"last_group": "1", "format": "rows 32 64"})
+    before = await hgetall(redis, keys.GROUPS)
+    new = await scripts.new_ids(
+        groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
+    )
+    kept = await scripts.keep_ids(groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=30, format=keys.FORMAT)
+    assert new.verdict is kept.verdict is Verdict.OTHER
+    assert await hgetall(redis, keys.GROUPS) == before
+    await redis.delete(keys.GROUPS)  # the key table has this format only

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
+from xxhash import xxh3_64_intdigest
 
 from tests.conftest import wait_until
 from tests.store.factories import Stream, begins, held_by, registration, removed, stored, stream_of
@@ -54,6 +55,10 @@ for i, name in ipairs(redis.call('KEYS', '*')) do
 end
 return found
 """
+
+
+#: The format of the index, and the digest of the keys, fields and values that processes of this format share.
+SHARED = ("rows 32 64 keys 2", "767023a929fa18cf")
 
 
 class Watched(RedisClient):
@@ -439,6 +444,14 @@ async def test_a_life_of_two_groups_and_the_table_agree_in_both_directions(redis
     claimed = {str(row): (row.written, row.removed) for row in key_table.rows}
     seen = {str(row): (frozenset(watched.written[row]), frozenset(watched.removed[row])) for row in key_table.rows}
     assert seen == claimed
+
+
+def test_keys_change_with_the_number_of_the_format(key_table: KeyTable) -> None:
+    """If it fails: can a process that knows the keys of before share a Redis with one that knows these? If each does
+    not see at once what the other writes, ``keys.FORMAT`` needs another number. Then ``SHARED`` is what is found here.
+    """
+    rows = "".join(f"{row.key} {row.type} {row.field} {row.value}\n" for row in key_table.rows)
+    assert (keys.FORMAT, f"{xxh3_64_intdigest(rows.encode()):016x}") == SHARED
 
 
 def test_what_the_table_does_not_have_is_named(key_table: KeyTable) -> None:

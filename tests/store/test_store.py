@@ -8,12 +8,11 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.patience import within
-from tests.store.factories import registration
+from tests.store.factories import registration, snapshot
 from tests.store.key_table import Held, KeyTable
-from waymark.base.errors import SettingsError
+from waymark.base.errors import Conflict, SettingsError
 from waymark.base.settings import Settings
 from waymark.cli import main
-from waymark.domain.rows import FORMAT
 from waymark.runtime import replica
 from waymark.store import keys
 from waymark.store.store import Store
@@ -37,7 +36,7 @@ async def test_the_first_group_writes_the_format(redis: Redis, redis_url: str) -
     store = Store.open(redis_url)
     assert await store.other_format() is None, "an empty Redis has none"
     await store.registry.register(registration())
-    assert await redis.hget(keys.GROUPS, "format") == FORMAT.encode()
+    assert await redis.hget(keys.GROUPS, "format") == keys.FORMAT.encode()
     assert await store.other_format() is None
     assert await store.check() == []
     await store.close()
@@ -56,9 +55,9 @@ async def test_a_failover_that_has_forgotten_it_gets_it_back(redis: Redis, redis
         id=claim.group_id,
         shards=claim.shards,
         publisher=claim.publisher,
-        format=FORMAT,
+        format=keys.FORMAT,
     )
-    assert await redis.hget(keys.GROUPS, "format") == FORMAT.encode()
+    assert await redis.hget(keys.GROUPS, "format") == keys.FORMAT.encode()
     await store.close()
 
 
@@ -75,7 +74,7 @@ async def test_no_role_runs_on_another_format(
     async with within(30):
         with pytest.raises(SettingsError, match="waymark reset --yes") as refused:
             await replica.run(settings, has_api=roles[0], has_worker=roles[1], sockets=sockets)
-    assert f"found: {name}, wanted: {FORMAT}" in str(refused.value)
+    assert f'found: {name}, wanted: "{keys.FORMAT}"' in str(refused.value)
     assert await redis.exists(keys.WORKERS) == 0, "no worker has begun"
 
 
@@ -84,6 +83,22 @@ async def test_a_replica_is_not_ready_over_another_format(redis: Redis, redis_ur
     await redis.hset(keys.GROUPS, mapping={"last_group": "1", "format": "blocks 7"})
     (sentence,) = await store.check()
     assert "another format" in sentence
+    await store.close()
+
+
+async def test_a_process_that_already_runs_writes_no_registration_into_another_format(
+    redis: Redis, redis_url: str
+) -> None:
+    store = Store.open(redis_url)
+    await store.registry.register(registration("pod-1"))
+    for restored in (registration("pod-1"), registration("pod-2", model_name="large")):
+        await redis.flushall()
+        await redis.hset(keys.GROUPS, mapping={"last_group": "1", "format": "rows 32 64", '["default","m"]': "1 1"})
+        before = await snapshot(redis)
+        for register in (store.registry.register, store.registry.restore):
+            with pytest.raises(Conflict, match=r"another format .* 'waymark reset --yes"):
+                await register(restored)
+        assert await snapshot(redis) == before
     await store.close()
 
 

@@ -29,7 +29,7 @@ from waymark.domain.packing import KEY_BYTES
 PIECE_BLOCKS = 32
 ROW_SLOTS = 64
 FORMAT = f"rows {PIECE_BLOCKS} {ROW_SLOTS}"
-"""The value of ``wm:format``. The two numbers are constants of the format; functions take them as parameters for
+"""The format of rows. The two numbers are constants of the format; functions take them as parameters for
 tests."""
 
 SHARED_DIGITS = (1, 2)

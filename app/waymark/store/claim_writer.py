@@ -17,7 +17,6 @@ from waymark.base.errors import Conflict, Contended
 from waymark.base.logs import fields
 from waymark.base.shown import shown
 from waymark.domain.names import PublisherName, Registration
-from waymark.domain.rows import FORMAT
 from waymark.store import keys
 from waymark.store.activity import ActivityKind, about
 from waymark.store.claims import Claim
@@ -61,6 +60,9 @@ class ClaimWriter:
         for _ in range(ATTEMPTS):
             ids = await self._new_ids(registration, group_above, publisher_above)
             if not ids.is_applied:
+                complaint = await self._directory.other_format()
+                if complaint is not None:
+                    raise Conflict(complaint)
                 raise Conflict(
                     f"model {shown(registration.model_name)} of tenant {shown(registration.tenant_id)} has an entry in "
                     f"{keys.GROUPS} that this release cannot read; register with the release that wrote it",
@@ -93,7 +95,7 @@ class ClaimWriter:
             above=group_above,
             publisher_above=publisher_above,
             hash_seed=self._hash_seed,
-            format=FORMAT,
+            format=keys.FORMAT,
         )
 
     async def write_several(
@@ -223,7 +225,7 @@ class ClaimWriter:
             id=claim.group_id,
             shards=claim.shards,
             publisher=claim.publisher,
-            format=FORMAT,
+            format=keys.FORMAT,
         )
         return result.is_applied
 

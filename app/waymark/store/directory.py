@@ -126,6 +126,22 @@ class Directory:
         value = await self._client.hget(keys.GROUPS, field)
         return None if value is None else self._parser.parse(RecordKind.GROUP, keys.GROUPS, field, _entry, value)
 
+    async def other_format(self) -> str | None:
+        """Return why this release cannot use the index in this Redis, as a sentence; None if it can, or if it is empty.
+
+        The format is written with the first group. The last group has been in every index with one since the first
+        release.
+        """
+        ((version, last_group),) = await self._client.several([("HMGET", keys.GROUPS, "format", "last_group")])
+        if version == keys.FORMAT.encode() or (version is None and last_group is None):
+            return None
+        name = "none" if version is None else shown(version.decode(errors="replace"))
+        return (
+            f"the index in this Redis has another format (found: {name}, wanted: {shown(keys.FORMAT)}): stop all "
+            "processes of Waymark, run 'waymark reset --yes' or use another database or WAYMARK_KEY_PREFIX, and start "
+            "them again; engines with a replay endpoint then send their blocks again"
+        )
+
     async def groups(self) -> dict[GroupName, GroupEntry]:
         """Return every group whose entry can be read."""
         raw_groups = await self._client.hgetall(keys.GROUPS)

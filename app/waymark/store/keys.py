@@ -15,7 +15,13 @@ from functools import lru_cache
 
 import orjson
 
+from waymark.domain import rows
 from waymark.domain.names import GroupName, PublisherName
+
+FORMAT = f"{rows.FORMAT} keys 2"
+"""The format of the index: that of its rows, and the number of the key table of ``lua/README.md``. Another number means
+that processes which know one of the two tables cannot share a Redis with processes which know the other.
+"""
 
 _root: str
 """The beginning of every key, with the prefix of this process."""

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
-from waymark.base.shown import shown
 from waymark.domain.hashing import DEFAULT_SEED
-from waymark.domain.rows import FORMAT
 from waymark.store import keys
 from waymark.store.directory import Directory, PolledClaims
 from waymark.store.hot import HotRows
@@ -334,8 +332,7 @@ class Store:
 
     async def other_format(self) -> str | None:
         """Return why this release cannot use the index in this Redis, as a sentence; None if it can."""
-        words = [("HGET", keys.GROUPS, field) for field in _FORMAT_FIELDS]
-        return _complaint_of_format(*await self.client.several(words))
+        return await self.directory.other_format()
 
     async def reset(self) -> int:
         """Delete every key of Waymark in this Redis; return how many there were. No role may be running."""
@@ -378,23 +375,6 @@ class Store:
         except StoreUnavailable as exc:
             return [exc.sentence]
         return []
-
-
-#: Two fields of ``wm:groups``: the format of the index, which is written with the first group, and a field that has
-#: been in every index with a group since the first release.
-_FORMAT_FIELDS = ("format", "last_group")
-
-
-def _complaint_of_format(version: bytes | None, last_group: bytes | None) -> str | None:
-    """Return why the index in this Redis cannot be used, with the way out; None if it can, or if it is empty."""
-    if version == FORMAT.encode() or (version is None and last_group is None):
-        return None
-    name = "none" if version is None else shown(version.decode(errors="replace"))
-    return (
-        f"the index in this Redis has another format (found: {name}, wanted: {FORMAT}): stop all processes of Waymark, "
-        "run 'waymark reset --yes' or use another database, and start them again; engines with a replay endpoint then "
-        "send their blocks again"
-    )
 
 
 def _open_answers(url: str, timeout_seconds: float, credentials: Credentials) -> RedisClient:
