@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +84,30 @@ async def test_a_group_that_redis_has_lost_is_found_again(bench: Bench) -> None:
 
     await wait_until(is_back, "queries find the group", PATIENCE_SECONDS)
     await pod.agrees()
+
+
+async def test_a_group_without_publishers_that_redis_has_lost_is_swept(bench: Bench) -> None:
+    """The table of the group, which the group's own slot has, shows that the id is still its own."""
+    await bench.worker()
+    pod = await at_work(bench)
+    before = await dumped(bench, "wm:{1*")
+    await bench.store.registry.unregister([pod.name])
+    await wait_until(lambda: is_swept(bench), "it is swept", PATIENCE_SECONDS)
+    await set_back(bench, "wm:{1*", before)
+    await bench.redis.delete(keys.GROUPS)
+
+    async def is_back() -> bool:
+        return bool(await bench.store.directory.group(GroupName("default", "m")))
+
+    await wait_until(is_back, "the group is known again", PATIENCE_SECONDS)
+    await wait_until(lambda: is_swept(bench), "what came back is swept", PATIENCE_SECONDS)
+
+
+async def is_swept(bench: Bench) -> bool:
+    """No row is left, and no entry of a holder."""
+    names: Any = await bench.redis.keys("wm:{1*")
+    rows = [name for name in names if re.fullmatch(rb"wm:\{[\d.]+\}:[0-9a-f]{16}(:[bs])?", name)]
+    return not (rows or await bench.redis.exists(keys.dead(1)))
 
 
 async def publishers_of(bench: Bench) -> tuple[list[int], list[int]]:

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 from waymark.base.errors import Conflict, InvalidValue, RecordDamaged, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.domain.names import PublisherName, Registration
+from waymark.domain.names import GroupName, PublisherName, Registration
 from waymark.domain.status import StreamStatus
 from waymark.ingest.counters import ServedPair, WorkerGauges
 from waymark.ingest.options import WorkerOptions
@@ -248,6 +248,8 @@ class Poller:
         """The last error of each step that failed for a claim, by name of the step and publisher."""
         self._listed = ListedClaims(())
         """The last list of claims that was trusted."""
+        self._groups: dict[GroupName, GroupEntry] = {}
+        """The groups of the last poll."""
         self._wanted: dict[PublisherName, Claim] = {}
         """The streams in this worker's share."""
         self._mine: Sequence[Claim] = ()
@@ -410,8 +412,13 @@ class Poller:
         await self._for_each("end_over", overdue, self._runner.end_over)
 
     async def _keep_groups(self, listed: ListedClaims) -> dict[int, GroupEntry]:
-        """Restore groups whose ids Redis has lost, because queries do not find them. Return the other groups by id."""
+        """Restore groups whose ids Redis has lost, because queries do not find them, and because nobody would sweep
+        those without publishers. Return the other groups by id.
+        """
         groups = await self._store.directory.groups()
+        for group in self._groups.keys() - groups.keys():
+            await self._store.claim_writer.keep_group(group, self._groups[group])
+        self._groups = groups
         lost_groups = [claim for (_, group), claim in listed.groups.items() if group not in groups]
         await self._for_each("keep_group", lost_groups, self._store.claim_writer.begin)
         return {entry.group_id: entry for entry in groups.values()}

@@ -16,11 +16,11 @@ from typing import Literal
 from waymark.base.errors import Conflict, Contended
 from waymark.base.logs import fields
 from waymark.base.shown import shown
-from waymark.domain.names import PublisherName, Registration
+from waymark.domain.names import GroupName, PublisherName, Registration
 from waymark.store import keys
 from waymark.store.activity import ActivityKind, about
 from waymark.store.claims import Claim
-from waymark.store.directory import Directory
+from waymark.store.directory import Directory, GroupEntry
 from waymark.store.leases import Leases, random_nonce
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Outcome, Scripts, Verdict
@@ -228,6 +228,19 @@ class ClaimWriter:
             format=keys.FORMAT,
         )
         return result.is_applied
+
+    async def keep_group(self, group: GroupName, entry: GroupEntry) -> None:
+        """Write the entry of a group without publishers again that Redis has lost, if it still has the group."""
+        field = keys.group_field(group)
+        if await self._client.hget(keys.holders(entry.group_id), "group") == field:
+            await self._scripts.keep_ids(
+                groups=keys.GROUPS,
+                group=field,
+                id=entry.group_id,
+                shards=entry.shards,
+                publisher=0,
+                format=keys.FORMAT,
+            )
 
     async def put_back(self, claim: Claim) -> bool:
         """Write a claim again if Redis has lost it. Return whether that was the case.
