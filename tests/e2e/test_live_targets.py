@@ -30,7 +30,7 @@ from waymark.client import AsyncClient
 
 __all__ = ["events_of_this_loop"]
 
-ENGINES, CLIENTS = 4, 6
+ENGINES, CLIENTS = 4, 12
 #: Decisions after which the share of an engine is known.
 DECISIONS = 100
 #: Seconds between the requests of a client.
