@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from waymark.api.conductor import BY_HASH, BY_PROMPT, _validated, usual
+from waymark.api.conductor import BY_HASH, BY_PROMPT, usual, validated_by_hash, validated_by_prompt
 from waymark.api.query_schemas import QueryByHashRequest, QueryRequest
 from waymark.api.registration_schemas import RegisterRequest, UnregisterRequest
-from waymark.api.texts import text_of
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import InvalidValue
 from waymark.domain.engines import EngineKind
@@ -321,15 +320,12 @@ PLAIN_FIELDS = st.fixed_dictionaries(
 )
 
 
+@example(fields=QUERY | {"seq_hashes": [1]})
 @given(fields=FIELDS | PLAIN_FIELDS)
 def test_a_usual_query_is_read_as_pydantic_reads_it(fields: dict[str, Any]) -> None:
-    asked = usual(fields, BY_PROMPT)
-    if asked is not None:
-        request = QueryRequest.of(fields)
-        assert asked == _validated(fields, request, text_of(request.group, request), request.items)
-    asked = usual(fields, BY_HASH)
-    if asked is not None:
-        assert asked == _validated(fields, QueryByHashRequest.of(fields))
+    for prompts, validated in ((BY_PROMPT, validated_by_prompt), (BY_HASH, validated_by_hash)):
+        asked = usual(fields, prompts)
+        assert asked is None or asked == validated(fields)
 
 
 @pytest.mark.parametrize(

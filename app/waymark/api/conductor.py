@@ -358,7 +358,8 @@ def _validated(
 
 
 BY_PROMPT, BY_HASH = (TOKEN_IDS, SEQ_HASHES), (SEQ_HASHES,)
-_USUAL = frozenset({"block_size", "tenant_id", *MODEL, *TOKEN_IDS.spellings, *SEQ_HASHES.spellings})
+_LISTS = (*TOKEN_IDS.spellings, *SEQ_HASHES.spellings)
+_USUAL = frozenset({"block_size", "tenant_id", *MODEL, *_LISTS})
 
 
 def usual(fields: dict[str, Any], prompts: Sequence[LongField]) -> _QueryFields | None:
@@ -368,9 +369,11 @@ def usual(fields: dict[str, Any], prompts: Sequence[LongField]) -> _QueryFields 
     pydantic validates it.
     """
     models = [fields[name] for name in MODEL if name in fields]
-    lists = [name for prompt in prompts for name in prompt.spellings if name in fields]
+    lists = [name for name in _LISTS if name in fields]
     size, tenant = fields.get("block_size"), fields.get("tenant_id", DEFAULT_TENANT)
     if not (len(models) == len(lists) == 1 and fields.keys() <= _USUAL and fields[lists[0]] is not None):
+        return None
+    if all(lists[0] not in prompt.spellings for prompt in prompts):
         return None
     if not (type(size) is int and 1 <= size <= BLOCK_SIZE_MAX and _is_usual_name(models[0]) and _is_usual_name(tenant)):
         return None
@@ -384,9 +387,11 @@ def _is_usual_name(name: Any) -> bool:
 
 
 def _by_prompt(fields: dict[str, Any]) -> _QueryFields:
-    asked = usual(fields, BY_PROMPT)
-    if asked is not None:
-        return asked
+    return usual(fields, BY_PROMPT) or validated_by_prompt(fields)
+
+
+def validated_by_prompt(fields: dict[str, Any]) -> _QueryFields:
+    """Return the fields of any query. Raise ``InvalidBody``."""
     from waymark.api.query_schemas import QueryRequest
 
     request = QueryRequest.of(fields)
@@ -394,9 +399,11 @@ def _by_prompt(fields: dict[str, Any]) -> _QueryFields:
 
 
 def _by_hash(fields: dict[str, Any]) -> _QueryFields:
-    asked = usual(fields, BY_HASH)
-    if asked is not None:
-        return asked
+    return usual(fields, BY_HASH) or validated_by_hash(fields)
+
+
+def validated_by_hash(fields: dict[str, Any]) -> _QueryFields:
+    """Return the fields of any query by hash. Raise ``InvalidBody``."""
     from waymark.api.query_schemas import QueryByHashRequest
 
     request = QueryByHashRequest.of(fields)
