@@ -63,7 +63,7 @@ def routed_to(
     """A request whose target is at an address, and the one of its prefill at another."""
 
     def at(place: str | None) -> Any:
-        return SimpleNamespace(candidate=Candidate(1, name, address=place))
+        return SimpleNamespace(candidate=Candidate(2, name, address=place))
 
     before = None if prefill is None else at(None if prefill == "none" else prefill)
     selected = SimpleNamespace(
@@ -87,7 +87,7 @@ def begun(
     *,
     is_stream: bool = True,
 ) -> RequestUnderWay:
-    target = SimpleNamespace(candidate=SimpleNamespace(address=None))
+    target = SimpleNamespace(candidate=SimpleNamespace(publisher=2, address=None))
     selected = SimpleNamespace(target=target)
     routed = SimpleNamespace(reservations=reservations, selected=selected, further=further, is_stream=is_stream)
     return of.add(cast(RoutedRequest, routed))
@@ -114,6 +114,17 @@ async def test_an_end_without_an_answer_is_neither_good_nor_bad() -> None:
     await of.settle()
     parts = ReservationPart.OK, ReservationPart.FAILED, ReservationPart.UNANSWERED
     assert recorded.calls == [(2, part) for part in parts]
+
+
+async def test_a_target_that_was_not_reached_is_the_only_one_that_failed() -> None:
+    """The target of the prefill was not asked: a decode engine that is away must not take healthy ones with it."""
+    recorded = Recorded()
+    of = all_of(recorded)
+    for was_reached in (True, False):
+        begun(of, RESERVATIONS).end(is_ok=False, was_reached=was_reached)
+        await of.settle()
+    only_own = [(1, ReservationPart.UNANSWERED), (1, ReservationPart.FAILED)]
+    assert recorded.calls == [(2, ReservationPart.FAILED), *only_own]
 
 
 async def test_each_end_counts_once() -> None:
@@ -317,7 +328,8 @@ async def test_a_request_that_ends_while_it_moves_keeps_neither_target() -> None
     of.reserve = reserve  # type: ignore[method-assign, assignment]
     assert await request.move("10.0.0.2:8000")
     await of.settle()
-    assert recorded.calls == [(2, ReservationPart.OK), (3, ReservationPart.FAILED)]
+    ends = (1, ReservationPart.UNANSWERED), (1, ReservationPart.FAILED), (1, ReservationPart.UNANSWERED)
+    assert recorded.calls == [(2, ReservationPart.OK), *ends]
 
 
 class Fleets:

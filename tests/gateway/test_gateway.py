@@ -23,6 +23,7 @@ from tests.conftest import wait_until
 from tests.e2e.redis_server import redis_server
 from tests.gateway.conftest import Start, chat, events, registration
 from tests.patience import patient
+from tests.ports import unused_port
 from tests.store.factories import Readings
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import SettingsError
@@ -384,6 +385,22 @@ async def test_an_engine_is_told_which_one_computes_the_prompt(start: Start) -> 
         return await running.requests() == 0
 
     await wait_until(is_free, "both reservations have ended", 10)
+
+
+async def test_a_decode_engine_that_is_away_takes_no_prefill_engine_with_it(start: Start) -> None:
+    running = await start(1, profile="disagg")
+    await running.store.registry.register(registration(running.engines[0].url, 0, role=Role.PREFILL))
+    await running.store.registry.register(registration(f"http://127.0.0.1:{unused_port()}", 1, role=Role.DECODE))
+    answer = await running.post({"model": "demo", "prompt": list(range(64))}, "/v1/completions")
+    assert (answer.status_code, running.asked) == (502, [0])
+
+    async def is_over() -> bool:
+        (prefill,) = await running.loads()
+        (group,) = (await running.store.directory.groups()).values()
+        all_loads = (await running.store.reservations.loads(group.group_id)).values()
+        return sum(load.failed for load in all_loads) == 1 and prefill.requests == prefill.failed == 0
+
+    await wait_until(is_over, "only the decode engine has failed", 10)
 
 
 async def test_decisions_are_counted_with_the_names_of_continuum_router(start: Start) -> None:

@@ -175,7 +175,7 @@ class RequestUnderWay:
                 self._of.begin_release(self.reservations, ReservationPart.PREFILL, ttft_ms)
 
     async def move(self, address: str) -> bool:
-        """Move the request to the target at ``address``; the first one counts as failed.
+        """Move the request to the target at ``address``; the first one counts as failed, and no other stage does.
 
         Return False, without a change, if that is the first one itself, or not a target.
         """
@@ -185,23 +185,35 @@ class RequestUnderWay:
         moved = await self._of.reserve(self.routed, address)
         if moved is None:
             return False
-        old_reservations = self.reservations
+        self._fail_target()
         self.target, self.reservations = moved
         self._was_moved = True
         if self._has_ended:
-            old_reservations = (*old_reservations, *self.reservations)
-        self._of.begin_release(old_reservations, ReservationPart.FAILED)
+            self._of.begin_release(self.reservations, ReservationPart.UNANSWERED)
         return True
 
-    def end(self, *, is_ok: bool | None, usage: Usage = NO_USAGE) -> asyncio.Task[None] | None:
+    def _fail_target(self) -> asyncio.Task[None] | None:
+        """Give all load back. Only the target counts as failed, because those of other stages were not asked."""
+        publisher = self.target.publisher
+        others = [each for each in self.reservations if each.publisher != publisher]
+        self._of.begin_release(others, ReservationPart.UNANSWERED)
+        own = [each for each in self.reservations if each.publisher == publisher]
+        return self._of.begin_release(own, ReservationPart.FAILED)
+
+    def end(
+        self, *, is_ok: bool | None, usage: Usage = NO_USAGE, was_reached: bool = True
+    ) -> asyncio.Task[None] | None:
         """End the request, well or not; a second call changes nothing. Return the task that gives its load back.
 
-        ``is_ok`` is None if the client has gone away before the engine answered; ``usage`` is from the engine.
+        ``is_ok`` is None if the client has gone away before the engine answered; ``usage`` is from the engine. If it
+        failed and was not reached, the targets of other stages were not asked, and do not count as failed.
         """
         if self._has_ended:
             return None
         self._has_ended = True
         self._of.ended(self)
+        if is_ok is False and not was_reached:
+            return self._fail_target()
         part = _ENDS[is_ok]
         tpot_ms = self._tpot_ms(usage.completion_tokens)
         if any(sequence.new for sequence in self.routed.further):

@@ -172,7 +172,7 @@ class Proxy:
 
     async def _attempted(self, proxied: ProxiedRequest, routed: RoutedRequest, *, is_last: bool) -> EngineAnswer | str:
         """Send a request to one engine. Return the head of its answer, or why another engine should answer."""
-        answer, failure = None, ""
+        answer, failure, was_reached = None, "", True
         request = self._under_way.add(routed)
         instance_id = routed.selected.target.candidate.instance_id
         try:
@@ -184,12 +184,12 @@ class Proxy:
                 failure = str(response.status)
                 response.close()
         except Unreachable as error:
-            failure = str(error)
+            failure, was_reached = str(error), not error.is_connect
             if error.is_connect:
                 self._avoided.failed(instance_id)
         finally:
             if answer is None:
-                request.end(is_ok=False if failure else None)
+                request.end(is_ok=False if failure else None, was_reached=was_reached)
         return failure if answer is None else answer
 
     async def _take(self, prepared: PreparedRequest, tried: frozenset[str]) -> RoutedRequest:
