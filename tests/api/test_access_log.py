@@ -30,8 +30,32 @@ async def test_nothing_is_logged_unless_asked_for(api: httpx.AsyncClient, caplog
     with caplog.at_level(logging.DEBUG, "waymark"):
         answer = await api.post("/query", json=QUERY, headers={"x-request-id": "given"})
     assert answer.status_code == 200
-    assert "x-request-id" not in answer.headers
     assert [record for record in caplog.records if record.name.startswith("waymark.")] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/query"), ("GET", "/query"), ("GET", "/health"), ("GET", "/none"), ("POST", "/register")],
+)
+async def test_an_answer_has_the_id_that_its_client_has_given(api: httpx.AsyncClient, method: str, path: str) -> None:
+    body = QUERY if method == "POST" else None
+    for sent, expected in (("mine-1", "mine-1"), ("two words", None), (None, None)):
+        headers = {} if sent is None else {"x-request-id": sent}
+        answer = await api.request(method, path, json=body, headers=headers)
+        assert answer.headers.get("x-request-id") == expected
+
+
+async def test_a_fault_has_an_id_without_a_log(
+    memory_store: Store, api: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(memory_store.reader, "reading", broken)
+    answers = [await api.post("/query", json=QUERY, headers=each) for each in ({"x-request-id": "mine"}, {})]
+    assert [answer.status_code for answer in answers] == [500, 500]
+    assert answers[0].headers.get_list("x-request-id") == ["mine"]
+    assert len(answers[1].headers["x-request-id"]) == 16
 
 
 @pytest.mark.parametrize(

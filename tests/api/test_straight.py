@@ -865,6 +865,16 @@ async def test_both_ways_count_the_same(ways: tuple[Way, Way]) -> None:
     assert len(ways[0].said) == 2 * len(straight and asked) * 2
 
 
+async def test_the_id_of_a_request_is_answered_on_both_ways(ways: tuple[Way, Way]) -> None:
+    for path, body, status in (("/query", QUERY, b"200"), ("/query", b"{", b"400"), (RELEASE, b"{}", b"400")):
+        for sent, expected in ((b"mine-1", [b"mine-1"]), (b"two words", []), (None, [])):
+            lines = () if sent is None else (b"x-request-id: %b" % sent,)
+            for each in ways:
+                answer = await each.ask(request(path, body, *lines))
+                assert (answer[9:12], re.findall(rb"x-request-id: ([^\r]*)", answer)) == (status, expected)
+    assert ways[0].said.count("replied") == 9
+
+
 async def test_the_access_log_has_the_same_lines(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     told: list[list[dict[str, Any]]] = []
     for is_straight in (True, False):

@@ -51,7 +51,7 @@ from tools.benchmarks.processes import RedisServer, redis_server, waymark
 from tools.benchmarks.report import aligned
 from waymark.api import path_docs as docs
 from waymark.api.access_log import AccessLog
-from waymark.api.application import Shortcut, create_app
+from waymark.api.application import create_app
 from waymark.api.http.access import Gate
 from waymark.api.http.admission import AT_ONCE, AdmissionQueue
 from waymark.api.http.answers import Answer
@@ -347,7 +347,7 @@ def connections(store: Store) -> list[ReadConnection]:
 
 
 def rungs(
-    exchange: Exchange, app: Shortcut, redis: Sequence[ReadConnection], settings: Settings
+    exchange: Exchange, app: AccessLog, redis: Sequence[ReadConnection], settings: Settings
 ) -> Iterator[tuple[str, Bare | Served]]:
     """Yield the servers, each with all parts of the one before."""
     path = exchange.path.encode()
@@ -360,7 +360,7 @@ def rungs(
     what = "the whole decision" if exchange.path == "/select" else "the whole query: keys, walk, answer"
     yield what, Served(exchange, app, app.straight, redis)
     if exchange.path != "/select":
-        logged = AccessLog(app)
+        logged = AccessLog(app, is_written=True)
         yield "the access log", Served(exchange, logged, logged.straight, redis)
 
 
@@ -527,7 +527,6 @@ async def ladder(kinds: Sequence[str], rounds: int, *, is_cold: bool, has_calls:
         # While queries are repeated no task reads in the background, so readings must not become too old.
         selection = replace(parts.selection_options(settings), loads_seconds=3600.0)
         app = create_app(store, parts.api_options(settings), selection, metrics, asker=asker)
-        assert isinstance(app, Shortcut)
         try:
             for kind in kinds:
                 exchange, before = await exchanged(kind, prompt, app, redis, store), [0.0]

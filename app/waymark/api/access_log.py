@@ -1,4 +1,4 @@
-"""Writes one log line for every HTTP request, if the operator wants that.
+"""Answers have the ids of their requests, and there is one log line for every request, if the operator wants that.
 
 A line contains the route and sizes, never the path or contents: no query string, no body, and of the headers only the
 request's id.
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
-from waymark.api.http.answers import REQUEST_ID, request_id_of
+from waymark.api.http.answers import REQUEST_ID, client_id_of, request_id_of
 from waymark.api.operations import METHODS, Operation
 from waymark.api.straight import StraightOperation
 from waymark.base.asgi import Answering, RawHeaders, StraightRequest, StraightTable
@@ -30,11 +30,20 @@ class _Application(Protocol):
 
 
 class AccessLog:
-    """Wraps the whole application, so that every request has a line, and every answer an id, even a 500."""
+    """Wraps the whole application, so that every request has a line, and every answer an id, even a 500.
 
-    def __init__(self, app: _Application) -> None:
+    If no log is written, an answer has an id if its request has one.
+    """
+
+    straight: StraightTable
+
+    def __init__(self, app: _Application, *, is_written: bool) -> None:
         self._app = app
-        self.straight: StraightTable = {
+        self._is_written = is_written
+        if not is_written:
+            self.straight = app.straight
+            return
+        self.straight = {
             path: _LoggedOperation(operation)
             for path, operation in app.straight.items()
             if isinstance(operation, StraightOperation)
@@ -45,7 +54,10 @@ class AccessLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = perf_counter()
         status, length = 499, 0  # the status of a request whose client leaves before an answer begins
-        request_id = request_id_of(scope["headers"])
+        request_id = request_id_of(scope["headers"]) if self._is_written else client_id_of(scope["headers"])
+        if request_id is None:
+            await self._app(scope, receive, send)
+            return
         scope["request_id"] = request_id
         scope.pop("extensions", None)  # later layers read and change the answer, so it must be ordinary messages
 
@@ -61,9 +73,10 @@ class AccessLog:
         try:
             await self._app(scope, receive, noted)
         finally:
-            operation = scope.get("endpoint")
-            route = operation.path if isinstance(operation, Operation) else "none"
-            _write_line(request_id, route, scope["method"], status, started, length)
+            if self._is_written:
+                operation = scope.get("endpoint")
+                route = operation.path if isinstance(operation, Operation) else "none"
+                _write_line(request_id, route, scope["method"], status, started, length)
 
 
 class _LoggedOperation:

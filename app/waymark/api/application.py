@@ -250,7 +250,7 @@ def create_app(
     asker: Asker | None = None,
     stopping: asyncio.Event | None = None,
     gateway: GatewayParts | None = None,
-) -> Shortcut | AccessLog:
+) -> AccessLog:
     """Return the ASGI application on an open store. The caller closes the store, the tokenizers and the asker."""
     return app_with(
         FirstQuestions(store, options, metrics, None if tokenizers is None else lambda: tokenizers, asker),
@@ -265,7 +265,7 @@ def app_with(
     selection: SelectionOptions,
     stopping: asyncio.Event | None = None,
     gateway: GatewayParts | None = None,
-) -> Shortcut | AccessLog:
+) -> AccessLog:
     """Return the ASGI application, with its straight operations; the first questions are among them.
 
     When ``stopping`` is set, endless answers end. ``gateway`` is given if the process is a gateway, too.
@@ -283,7 +283,7 @@ def app_with(
 
     app = _application(operations, metrics, unknown)
     routed = Shortcut(app, {operation.path: operation for operation in operations if operation.path in _QUERIES})
-    return AccessLog(routed) if options.has_access_log else routed
+    return AccessLog(routed, is_written=options.has_access_log)
 
 
 def _operations(rows: Iterable[_PathRow], dependencies: Dependencies) -> list[Operation]:

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 from waymark.api.http.access import check_site
-from waymark.api.http.answers import Answer, Paused, encoded, more_headers, resumed
+from waymark.api.http.answers import REQUEST_ID, Answer, Paused, client_id_of, encoded, more_headers, resumed
 from waymark.api.http.bodies import Body, Format, format_of
 from waymark.api.http.tokens_file import EVERYONE, Caller
 from waymark.api.operations import Operation
@@ -22,7 +22,7 @@ from waymark.base.record import record
 from waymark.store.steps import Steps, StepsReceiver, finished, never, run, waited
 
 #: The headers of an unusual request.
-_UNUSUAL = frozenset({b"content-encoding", b"origin", b"sec-fetch-site"})
+_UNUSUAL = frozenset({b"content-encoding", b"origin", b"sec-fetch-site", REQUEST_ID})
 #: A longer body (about 150,000 token ids) is read piece by piece, in the ordinary way.
 _BODY_BYTES_MAX = 2**20
 
@@ -58,7 +58,7 @@ class StraightOperation(Operation):
 
     def open(self, headers: RawHeaders, request_id: str | None = None) -> StraightRequest | None:
         """Return the request with this head, or None if it must take the ordinary way. ``request_id`` is the id of the
-        answer, if it is already known.
+        answer, if the caller adds that.
         """
         length, is_plain = 0, False
         for name, value in headers:
@@ -81,7 +81,8 @@ class StraightOperation(Operation):
                 check_site(headers)
         except WaymarkError:
             return None
-        return _Request(self, headers, body_format, request_id, caller)
+        echo = client_id_of(headers) if request_id is None else None
+        return _Request(self, headers, body_format, request_id or echo, caller, echo)
 
     def steps_without_redis(self, body: bytes, body_format: Format, caller: Caller) -> Steps[Answer] | None:
         """Return the work on a body while Redis is unavailable, or None if the operation needs Redis."""
@@ -97,6 +98,7 @@ class _Request:
         "_answering",
         "_body",
         "_caller",
+        "_echo",
         "_format",
         "_has_place",
         "_headers",
@@ -115,8 +117,11 @@ class _Request:
         body_format: Format,
         request_id: str | None,
         caller: Caller = EVERYONE,
+        echo: str | None = None,
     ) -> None:
+        """``echo`` is the client's id, if the answer has to have it."""
         self._operation = operation
+        self._echo = echo
         self._headers = headers
         self._format = body_format
         self._request_id = request_id
@@ -222,7 +227,10 @@ class _Request:
         self._operation.count("POST", answer.status, perf_counter() - self._started)
         answering = self._answering
         del self._answering  # a reference cycle would keep the body until the garbage collector runs
-        answering.reply(answer.status, media_type, more_headers(answer) if headers else (), content)
+        lines = more_headers(answer) if headers else []
+        if self._echo is not None:
+            lines.append((REQUEST_ID, self._echo.encode()))
+        answering.reply(answer.status, media_type, lines, content)
 
     def _fail(self, error: BaseException) -> None:
         self._count(500)

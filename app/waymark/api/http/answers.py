@@ -136,9 +136,14 @@ REQUEST_ID = b"x-request-id"
 _IS_SANE = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}").fullmatch
 
 
-def request_id_of(headers: RawHeaders) -> str:
-    """Return the client's id, or a new one."""
+def client_id_of(headers: RawHeaders) -> str | None:
+    """Return the id that the client has given its request; None if there is none, or it is not sane."""
     for name, value in headers:
         if name == REQUEST_ID and _IS_SANE(value):
             return str(value, "ascii")
-    return os.urandom(8).hex()
+    return None
+
+
+def request_id_of(headers: RawHeaders) -> str:
+    """Return the client's id, or a new one."""
+    return client_id_of(headers) or os.urandom(8).hex()
