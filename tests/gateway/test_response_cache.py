@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import re
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
@@ -281,6 +283,25 @@ async def test_others_ask_themselves_where_the_first_goes_away_or_fails(start: S
     first.cancel()
     answer: httpx.Response = await second
     assert (answer.headers["x-cache"], running.asked) == ("MISS", [2])
+
+
+@pytest.mark.outside
+async def test_a_client_that_does_not_read_holds_up_no_equal_request(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("waymark.gateway.response_cache._FLIGHT_SECONDS", 1e6)
+    running = await start(1, response_cache="memory")
+    streaming(running, *[DELTA + b": %b\n\n" % (b"x" * 65_536)] * 128, LAST, DONE)
+    body = json.dumps(chat("a", stream=True)).encode()
+    lines = b"POST /v1/chat/completions HTTP/1.1", b"Host: x", b"Content-Type: application/json", b"Content-Length: %d"
+    with socket.socket() as first:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        first.connect(("127.0.0.1", running.port))
+        first.sendall(b"\r\n".join(lines) % len(body) + b"\r\n\r\n" + body)
+        await wait_until(lambda: running.asked == [1], "the first is under way", 10)
+        answer = await running.post(chat("a", stream=True))
+        assert (answer.status_code, answer.headers["x-cache"], running.asked) == (200, "MISS", [2])
+        assert answer.content.endswith(DONE)
 
 
 @pytest.mark.outside

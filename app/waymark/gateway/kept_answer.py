@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ _LAST: Mapping[Form, bytes] = {
     Form.MESSAGES: b"event: message_stop",
 }
 _CONTENT_TYPE = b"content-type"
+STALL_SECONDS = 1.0
+"""How long equal requests wait for a client that does not read the answer."""
 ENTRY_BYTES = 512
 """The memory of a cached answer besides its body, and of a response besides its text."""
 
@@ -55,8 +58,18 @@ async def send_again(answer: KeptAnswer, send: AsgiSend, key: bytes) -> None:
 class AnswerCollector:
     """Sends an answer on, and remembers it while it is short enough."""
 
-    def __init__(self, send: AsgiSend, api: Form, *, response_bytes: int, stream_bytes: int) -> None:
+    def __init__(
+        self,
+        send: AsgiSend,
+        api: Form,
+        *,
+        response_bytes: int,
+        stream_bytes: int,
+        stalled: Callable[[], None] | None = None,
+    ) -> None:
+        """``stalled`` is called if the client reads nothing for a while."""
         self._send = send
+        self._stalled = stalled
         self._api = api
         self._response_bytes = response_bytes
         self._stream_bytes = stream_bytes
@@ -79,7 +92,14 @@ class AnswerCollector:
             else:
                 self._pieces.append(message["body"])
                 self._is_whole = not message["more_body"]
-        await self._send(message)
+        if self._stalled is None:
+            await self._send(message)
+            return
+        timer = asyncio.get_running_loop().call_later(STALL_SECONDS, self._stalled)
+        try:
+            await self._send(message)
+        finally:
+            timer.cancel()
 
     @property
     def _is_stream(self) -> bool:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from typing import Literal, NamedTuple, TypeVar
 
@@ -195,6 +196,11 @@ class _SharedRequest(NamedTuple):
     clearing: bytes | int
     """The last clearing at the time of its lookup."""
     answer: asyncio.Future[KeptAnswer | None]
+    """None if the others have to ask an engine themselves."""
+
+    def end(self, answer: KeptAnswer | None) -> None:
+        if not self.answer.done():
+            self.answer.set_result(answer)
 
 
 @record(frozen=True, slots=True)
@@ -292,9 +298,15 @@ class ResponseCache:
         flight = None
         if key not in self._under_way:
             flight = self._under_way[key] = _SharedRequest(clearing, asyncio.get_running_loop().create_future())
+        # A client that does not read its answer must not hold up the others.
+        stalled = None if flight is None else partial(flight.end, None)
         assert proxied.api is not None  # only bodies of some forms have a key
         collector = AnswerCollector(
-            proxied.send, proxied.api, response_bytes=self._response_bytes, stream_bytes=self._stream_bytes
+            proxied.send,
+            proxied.api,
+            response_bytes=self._response_bytes,
+            stream_bytes=self._stream_bytes,
+            stalled=stalled,
         )
         proxied.send = collector
         try:
@@ -303,7 +315,7 @@ class ResponseCache:
             # A client may disconnect with its last byte; then this request is cancelled, and its answer is whole.
             answer = collector.kept()
             if flight is not None:
-                flight.answer.set_result(answer)
+                flight.end(answer)
             self._begin(self._keep(key, clearing, answer, flight))
 
     async def _keep(
