@@ -865,14 +865,18 @@ async def test_both_ways_count_the_same(ways: tuple[Way, Way]) -> None:
     assert len(ways[0].said) == 2 * len(straight and asked) * 2
 
 
-async def test_the_id_of_a_request_is_answered_on_both_ways(ways: tuple[Way, Way]) -> None:
-    for path, body, status in (("/query", QUERY, b"200"), ("/query", b"{", b"400"), (RELEASE, b"{}", b"400")):
-        for sent, expected in ((b"mine-1", [b"mine-1"]), (b"two words", []), (None, [])):
-            lines = () if sent is None else (b"x-request-id: %b" % sent,)
-            for each in ways:
-                answer = await each.ask(request(path, body, *lines))
-                assert (answer[9:12], re.findall(rb"x-request-id: ([^\r]*)", answer)) == (status, expected)
-    assert ways[0].said.count("replied") == 9
+@pytest.mark.parametrize("access_log", [False, True])
+async def test_the_id_of_a_request_is_answered_on_both_ways(store: Store, access_log: bool) -> None:
+    for is_straight in (True, False):
+        async with way(store, is_straight=is_straight, access_log=access_log) as asked:
+            for path, body, status in (("/query", QUERY, b"200"), ("/query", b"{", b"400"), (RELEASE, b"{}", b"400")):
+                for sent, ids in ((b"mine-1", 1), (b"two words", 0), (None, 0)):
+                    lines = () if sent is None else (b"x-request-id: %b" % sent,)
+                    answer = await asked.ask(request(path, body, *lines))
+                    answered = re.findall(rb"x-request-id: ([^\r]*)", answer)
+                    assert (answer[9:12], len(answered)) == (status, 1 if access_log else ids)
+                    assert answered == [sent] or not ids
+            assert asked.said.count("replied") == (9 if is_straight else 0)
 
 
 async def test_the_access_log_has_the_same_lines(store: Store, caplog: pytest.LogCaptureFixture) -> None:

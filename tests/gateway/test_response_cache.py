@@ -257,7 +257,9 @@ async def test_clients_and_tenants_never_share(start: Start, where: str) -> None
 
 
 @pytest.mark.outside
-async def test_equal_requests_at_once_are_one_for_the_engines(start: Start) -> None:
+async def test_equal_requests_at_once_are_one_for_the_engines(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the engine takes long for its next piece: only a client that does not read keeps nobody waiting."""
+    monkeypatch.setattr("waymark.gateway.kept_answer.STALL_SECONDS", 0.0)
     running = await start(2, response_cache="memory")
     go_on = asyncio.Event()
     for engine in running.engines:

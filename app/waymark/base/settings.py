@@ -83,7 +83,8 @@ class _Table:
             raise SettingsError(contradiction)
 
     def _contradiction(self) -> str | None:
-        raise NotImplementedError
+        """Return a sentence about values that contradict each other, or None."""
+        return None
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"settings are frozen: {name}")
