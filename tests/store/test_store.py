@@ -8,13 +8,14 @@ import pytest
 from redis.asyncio import Redis
 
 from tests.patience import within
-from tests.store.factories import registration, snapshot
+from tests.store.factories import GROUP, registration, snapshot
 from tests.store.key_table import Held, KeyTable
 from waymark.base.errors import Conflict, SettingsError
 from waymark.base.settings import Settings
 from waymark.cli import main
 from waymark.runtime import replica
 from waymark.store import keys
+from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
 
 pytestmark = pytest.mark.parametrize("redis", ["real"], indirect=True)
@@ -112,3 +113,13 @@ async def test_a_reset_deletes_what_is_ours_and_nothing_else(
     assert await asyncio.to_thread(main, ["reset", "--yes", "--redis-url", redis_url]) == 0
     assert "deleted 2500 keys" in capsys.readouterr().out
     assert await redis.keys("*") == [b"others"]
+
+
+async def test_a_group_is_kept_only_if_redis_still_has_its_table(store: Store, redis: Redis) -> None:
+    """In a Redis that came back empty its id may become that of another group."""
+    entry = GroupEntry(7, 1)
+    await store.claim_writer.keep_group(GROUP, entry)
+    assert await redis.exists(keys.GROUPS) == 0
+    await redis.hset(keys.holders(7), "group", keys.group_field(GROUP))
+    await store.claim_writer.keep_group(GROUP, entry)
+    assert await store.directory.group(GROUP) == entry

@@ -118,6 +118,27 @@ async def test_a_connection_that_broke_is_made_again(redis: Redis, redis_url: st
     await client.close()
 
 
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_a_read_that_fails_on_its_connection_is_repeated_by_redis_py(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await redis.hset("names", mapping={"a": "1"})
+    store = Store.open(redis_url)
+    asked: list[bytes] = []
+
+    def failing(packed: bytes, *_: object) -> Any:
+        asked.append(packed)
+        raise ConnectionError("the server is loading")
+
+    assert store.client.reads is not None
+    monkeypatch.setattr(store.client.reads, "ask", failing)
+    assert await store.client.hget("names", "a") == b"1"
+    assert await store.client.hgetall("names") == {b"a": b"1"}
+    assert len(asked) == 2, "both were tried on the connection first"
+    await redis.delete("names")
+    await store.close()
+
+
 async def test_a_script_that_redis_forgot_is_loaded_again(redis: Redis, store: Store) -> None:
     incarnation = await store.read_incarnation()
     await redis.script_flush()
