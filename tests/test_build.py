@@ -65,6 +65,41 @@ def test_make_lets_python_keep_what_it_has_compiled() -> None:
     assert "PYTHONDONTWRITEBYTECODE=" in done.stdout.splitlines()
 
 
+def interpreter(directory: Path, name: str, *, is_optimized: bool = False, has_venv: bool = True) -> str:
+    """Put a Python into a directory that says so of itself; its path."""
+    directory.mkdir()
+    (directory / "Python.h").touch()
+    (directory / "sitecustomize.py").write_text(
+        "import sys, sysconfig\n"
+        "sys.base_prefix = '/opt'\n"
+        f"sysconfig.get_config_vars()['CONFIG_ARGS'] = {'--enable-optimizations' * is_optimized!r}\n"
+        f"sysconfig.get_path = lambda name: {str(directory)!r}\n"
+        f"sys.modules['ensurepip'] = {'sys' if has_venv else None}\n"
+    )
+    path = directory / name
+    path.write_text(f'#!/bin/sh\nPYTHONPATH={directory} exec {sys.executable} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_make_prefers_a_python_that_was_built_with_optimization(tmp_path: Path) -> None:
+    first = interpreter(tmp_path / "first", "python3.13")
+    fast = interpreter(tmp_path / "fast", "python3.11", is_optimized=True)
+    bare = interpreter(tmp_path / "bare", "python3.12", is_optimized=True, has_venv=False)
+
+    def chosen(*paths: str) -> tuple[str, str]:
+        environ = {"PATH": ":".join(str(Path(path).parent) for path in paths)}
+        command = [shutil.which("sh") or "sh", str(ROOT / "scripts" / "python.sh")]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patient(60))
+        return done.stdout.strip(), done.stderr.strip()
+
+    assert chosen(first, bare, fast) == (fast, "")
+    (tmp_path / "fast" / "Python.h").unlink()
+    assert chosen(bare, first, fast) == (first, "")
+    assert chosen(bare) == ("", f"{bare} cannot make a virtual environment: install python3-venv")
+    assert chosen(str(tmp_path / "x")) == ("", "Waymark needs Python 3.11 or later: install python3 and python3-venv")
+
+
 @pytest.mark.parametrize("stamp", [".installed", ".installed-dev"])
 def test_make_installs_again_after_a_change_of_the_c(stamp: str) -> None:
     for path in sorted((ROOT / "native").iterdir()):
