@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 
-from tests.patience import within
+from tests.conftest import wait_until
+from tests.patience import patient, within
 from tests.store.factories import GROUP, registration, snapshot
 from tests.store.key_table import Held, KeyTable
-from waymark.base.errors import Conflict, SettingsError
+from waymark.base.errors import Conflict, SettingsError, StoreUnavailable
 from waymark.base.settings import Settings
 from waymark.cli import main
-from waymark.runtime import replica
+from waymark.runtime import picker, replica
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
@@ -65,8 +70,18 @@ async def test_a_failover_that_has_forgotten_it_gets_it_back(redis: Redis, redis
 @pytest.mark.parametrize(("found", "name"), [(None, "none"), ("blocks 7", '"blocks 7"')])
 @pytest.mark.parametrize("roles", [(True, False), (False, True), (True, True)], ids=["query", "ingest", "serve"])
 async def test_no_role_runs_on_another_format(
-    redis: Redis, redis_url: str, found: str | None, name: str, roles: tuple[bool, bool], free_port: int
+    redis: Redis,
+    redis_url: str,
+    found: str | None,
+    name: str,
+    roles: tuple[bool, bool],
+    free_port: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    async def must_not_serve(*_: object) -> None:
+        raise AssertionError("it serves")
+
+    monkeypatch.setattr(replica, "_serve", must_not_serve)
     fields = {"last_group": "1", "last_publisher": "1"} | ({} if found is None else {"format": found})
     for field, value in fields.items():
         await redis.hset(keys.GROUPS, field, value)
@@ -75,8 +90,90 @@ async def test_no_role_runs_on_another_format(
     async with within(30):
         with pytest.raises(SettingsError, match="waymark reset --yes") as refused:
             await replica.run(settings, has_api=roles[0], has_worker=roles[1], sockets=sockets)
+    for bound in sockets:
+        bound.close()
     assert f'found: {name}, wanted: "{keys.FORMAT}"' in str(refused.value)
     assert await redis.exists(keys.WORKERS) == 0, "no worker has begun"
+
+
+async def test_no_endpoint_picker_begins_on_another_format(
+    redis: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def must_not_serve(*_: object) -> None:
+        raise AssertionError("it serves")
+
+    monkeypatch.setattr(picker, "EppServer", must_not_serve)
+    await redis.hset(keys.GROUPS, mapping={"last_group": "1", "format": "blocks 7"})
+    async with within(30):
+        with pytest.raises(SettingsError, match="waymark reset --yes"):
+            await picker.run(Settings(redis_url=redis_url), sockets=[])
+
+
+@pytest.mark.parametrize("refusal", [None, "it has another format"])
+async def test_a_replica_answers_from_no_index_whose_format_it_does_not_know(
+    redis: Redis, redis_url: str, refusal: str | None, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis answers as the replica has begun to listen."""
+    is_awake = False
+
+    async def other_format(_: Store) -> str | None:
+        if not is_awake:
+            raise StoreUnavailable("Redis sleeps")
+        return refusal
+
+    store = Store.open(redis_url)
+    await store.registry.register(registration())
+    await store.close()
+    monkeypatch.setattr(Store, "other_format", other_format)
+    monkeypatch.setattr(replica, "freeze_heap", lambda: None)
+    settings = Settings(redis_url=redis_url, port=free_port, host="127.0.0.1")
+    sockets = replica.open_port(settings, has_api=True)
+    role = asyncio.create_task(replica.run(settings, has_api=True, has_worker=False, sockets=sockets))
+    url, prompt = f"http://127.0.0.1:{free_port}", {"model": "m", "token_ids": [1] * 16}
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=patient(10)) as client, within(60):
+        for _ in range(2):  # before the application is there, and after
+            refused = await client.post("/query", json=prompt)
+            assert (refused.status_code, refused.json()["error"]) == (503, "Redis sleeps")
+            assert (await client.get("/ready")).status_code == 503
+        is_awake = True
+        if refusal is None:
+
+            async def is_answered() -> bool:
+                return (await client.post("/query", json=prompt)).status_code == 200
+
+            await wait_until(is_answered, "it answers from the index")
+            os.kill(os.getpid(), signal.SIGTERM)
+            await role
+        else:
+            with pytest.raises(SettingsError, match=refusal):
+                await role
+    for bound in sockets:
+        bound.close()
+
+
+@pytest.mark.parametrize("has_read_url", [False, True])
+async def test_nothing_but_the_format_is_read_while_other_commands_are_barred(
+    redis: Redis, redis_url: str, has_read_url: bool
+) -> None:
+    store = Store.open(redis_url, redis_url if has_read_url else None)
+    await store.registry.register(registration())
+    ways: list[Callable[[], Awaitable[object]]] = [
+        lambda: store.registry.register(registration("pod-2")),
+        lambda: store.directory.registrations(),
+        lambda: store.read_incarnation(),
+        lambda: store.reader.read(GROUP, 16, lambda n: b"\0" * 16 * n, deadline_seconds=patient(5.0)),
+        lambda: store.reservations.changes(1, -1),
+    ]
+    for _ in range(2):  # without connections, and with open ones
+        store.bar("the index is another one")
+        for way in ways:
+            with pytest.raises(StoreUnavailable, match="the index is another one"):
+                await way()
+        assert await store.other_format() is None
+        store.bar(None)
+        for way in ways:
+            await way()
+    await store.close()
 
 
 async def test_a_replica_is_not_ready_over_another_format(redis: Redis, redis_url: str) -> None:

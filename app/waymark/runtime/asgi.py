@@ -13,12 +13,11 @@ from typing import Any
 from waymark.api.application import create_app
 from waymark.base import native
 from waymark.base.asgi import AsgiReceive, AsgiScope, AsgiSend
-from waymark.base.errors import SettingsError, StoreUnavailable
+from waymark.base.errors import SettingsError
 from waymark.base.metrics import Metrics
 from waymark.base.settings import Settings
 from waymark.runtime import parts
-from waymark.runtime.replica import report_redis
-from waymark.store.store import Store
+from waymark.runtime.replica import FormatCheck, report_redis
 
 
 class AsgiReplica:
@@ -55,10 +54,10 @@ class AsgiReplica:
         store = parts.open_store(settings, metrics)
         tokenizers, asker = parts.tokenizers(settings, metrics, store), parts.asker(settings)
         try:
+            check = FormatCheck(store)
+            await check.begin()
             await report_redis(store)
-            refusal = await _refusal(store)
-            if refusal is not None:
-                raise SettingsError(refusal)
+            store.begin(check.run(stopping))
             self._app = create_app(
                 store,
                 parts.api_options(settings),
@@ -76,14 +75,6 @@ class AsgiReplica:
             await tokenizers.close()
             await asker.close()
             await store.close()
-
-
-async def _refusal(store: Store) -> str | None:
-    """Return why the index in Redis cannot be used; None if Redis does not answer, which ``/ready`` reports."""
-    try:
-        return await store.other_format()
-    except StoreUnavailable:
-        return None
 
 
 app = AsgiReplica()

@@ -23,7 +23,7 @@ from waymark.epp.process_call import CallContext
 from waymark.epp.server import IDLE_SECONDS, EppOptions, EppServer
 from waymark.runtime import parts
 from waymark.runtime.http_server import http_server
-from waymark.runtime.replica import freeze_heap, report_redis, server_bounds, stop_signal
+from waymark.runtime.replica import FormatCheck, freeze_heap, report_redis, server_bounds, stop_signal
 from waymark.serving.listening import listen
 from waymark.store.store import Store
 
@@ -77,7 +77,9 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
     store = parts.open_store(settings, metrics)
     tokenizers = parts.tokenizers(settings, metrics, store)
     asker = parts.asker(settings)
+    check = FormatCheck(store)
     try:
+        await check.begin()
         await report_redis(store)
         selector = Selector(store, options, metrics, pools=AskedPools(asker, metrics))
         watch = IngestWatch(store.heartbeats)
@@ -89,33 +91,27 @@ async def run(settings: Settings, *, sockets: Sequence[socket.socket]) -> None:
         bounds = server_bounds(settings, 0)
         http = http_server(create_probes(store, parts.api_options(settings), metrics, gate), bounds, metrics)
         freeze_heap()
-        refusals: list[str] = []
-        waits_for = partial(_waits_for, store, gate, refusals, stop)
-        servers = EppServer(epp_options(settings), picker, prompts, waits_for)
+        servers = EppServer(epp_options(settings), picker, prompts, partial(_waits_for, store, gate))
         async with servers as server, asyncio.TaskGroup() as tasks:
             if sockets:
                 tasks.create_task(http.serve(list(sockets)))
-            watching = tasks.create_task(watch.run())
+            background = [tasks.create_task(work) for work in (watch.run(), check.run(stop))]
             await server.serve(stop)
-            watching.cancel()
+            for task in background:
+                task.cancel()
             http.should_exit = True
             await under_way.settle()
-        if refusals:
-            raise SettingsError(refusals[0])
+        if check.refusal is not None:
+            raise SettingsError(check.refusal)
     finally:
         await tokenizers.close()
         await asker.close()
         await store.close()
 
 
-async def _waits_for(store: Store, gate: StartupGate, refusals: list[str], stop: asyncio.Event) -> str | None:
-    """Return the reason why the picker is not ready yet; an index of another format ends the process."""
+async def _waits_for(store: Store, gate: StartupGate) -> str | None:
+    """Return the reason why the picker is not ready yet."""
     try:
-        refusal = await store.other_format()
-        if refusal is not None:
-            refusals.append(refusal)
-            stop.set()
-            return refusal
         reasons = await store.check()
         return "; ".join(reasons) if reasons else await gate.waiting()
     except StoreUnavailable as exc:

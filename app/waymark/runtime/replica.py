@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 #: The pause before a Redis that did not answer is asked again for the format of its index.
 _FORMAT_AGAIN_SECONDS = 0.5
-#: How long a query replica waits for Redis before it listens.
+#: How long a process waits for Redis before it listens.
 _ANSWER_SECONDS = 0.5
 
 
@@ -192,7 +192,7 @@ class EarlyPort(HttpPort):
 
 
 class FormatCheck:
-    """The check whether this release can read the index in Redis. A worker waits for it."""
+    """The check whether this release can read the index in Redis. Nothing else is read before, and a worker waits."""
 
     def __init__(self, store: Store) -> None:
         self.is_passed = asyncio.Event()
@@ -200,15 +200,38 @@ class FormatCheck:
         """Why this release cannot read the index."""
         self._store = store
 
+    async def begin(self) -> bool:
+        """Check the format, unless Redis does not answer in time; return whether it has answered. Raise
+        ``SettingsError`` if the format is another one.
+        """
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await self._check()
+        except TimeoutError:
+            self._store.bar(f"Redis at {self._store.url} did not answer within {_ANSWER_SECONDS:g} s")
+            return False
+        if self.refusal is not None:
+            raise SettingsError(self.refusal)
+        return self.is_passed.is_set()
+
     async def run(self, stop: asyncio.Event) -> None:
         """Check the format as soon as Redis answers. Set ``stop`` if it is another one."""
-        while True:
-            try:
-                self.refusal = await self._store.other_format()
-                break
-            except StoreUnavailable:
-                await asyncio.sleep(_FORMAT_AGAIN_SECONDS)
-        (self.is_passed if self.refusal is None else stop).set()
+        while not self.is_passed.is_set():
+            await asyncio.sleep(_FORMAT_AGAIN_SECONDS)
+            await self._check()
+            if self.refusal is not None:
+                stop.set()
+                return
+
+    async def _check(self) -> None:
+        try:
+            self.refusal = await self._store.other_format()
+        except StoreUnavailable as exc:
+            self._store.bar(exc.sentence)
+        else:
+            self._store.bar(self.refusal)
+            if self.refusal is None:
+                self.is_passed.set()
 
 
 async def run(
@@ -226,43 +249,44 @@ async def run(
     role = "serve" if has_api and has_worker else "query" if has_api else "gateway" if has_gateway else "ingest"
     process = ProcessParts.open(settings, role)
     store, metrics = process.store, process.metrics
-    # A query replica answers its first queries before it imports redis-py, unless Redis does not answer.
-    is_reported = has_worker or not has_api or not await store.does_answer(_ANSWER_SECONDS)
-    if is_reported:
-        await report_redis(store)
-    worker_files = 0
-    if has_worker:
-        options, worker_files = runtime_worker.within_files(options, is_alone=not (has_api or has_gateway))
-    bounds = server_bounds(settings, worker_files)
     gateway: GatewayRole | None = None
     api: LaterApplication | None = None
-    if has_gateway:
-        server, gateway = process.gateway(bounds)
-        port = HttpPort(lambda: server)
-    elif has_api:
-        api = process.api()
-        port = EarlyPort(api, bounds, metrics)
-    else:
-        port = HttpPort(partial(process.probes, bounds))
     check = FormatCheck(store)
-
-    async def complete() -> None:
-        if api is not None:
-            await api.make()
-        freeze_heap()
-        port.is_complete.set()
-
-    async def check_redis() -> None:
-        await port.is_complete.wait()
-        if not is_reported:
-            await report_redis(store)
-        await check.run(process.stop)
-
-    async def work() -> None:
-        await check.is_passed.wait()
-        await runtime_worker.worker(store, settings, metrics, options).run()
-
     try:
+        # A query replica answers its first queries before it imports redis-py, unless Redis does not answer.
+        is_reported = not await check.begin() or has_worker or not has_api
+        if is_reported:
+            await report_redis(store)
+        worker_files = 0
+        if has_worker:
+            options, worker_files = runtime_worker.within_files(options, is_alone=not (has_api or has_gateway))
+        bounds = server_bounds(settings, worker_files)
+        if has_gateway:
+            server, gateway = process.gateway(bounds)
+            port = HttpPort(lambda: server)
+        elif has_api:
+            api = process.api()
+            port = EarlyPort(api, bounds, metrics)
+        else:
+            port = HttpPort(partial(process.probes, bounds))
+
+        async def complete() -> None:
+            if api is not None:
+                await api.make()
+            freeze_heap()
+            port.is_complete.set()
+
+        async def check_redis() -> None:
+            if not is_reported:
+                await port.is_complete.wait()
+                await report_redis(store)
+            await check.run(process.stop)
+
+        async def work() -> None:
+            await port.is_complete.wait()
+            await check.is_passed.wait()
+            await runtime_worker.worker(store, settings, metrics, options).run()
+
         _announce(settings, sockets, role)
         background: list[Coroutine[Any, Any, None]] = [check_redis()]
         if has_worker:

@@ -132,7 +132,7 @@ class Directory:
         The format is written with the first group. The last group has been in every index with one since the first
         release.
         """
-        ((version, last_group),) = await self._client.several([("HMGET", keys.GROUPS, "format", "last_group")])
+        version, last_group = await self._client.hmget(keys.GROUPS, "format", "last_group")
         if version == keys.FORMAT.encode() or (version is None and last_group is None):
             return None
         name = "none" if version is None else shown(version.decode(errors="replace"))

@@ -321,14 +321,11 @@ class Store:
         """
         await self.client.publish(keys.CONTROL, "released")
 
-    async def does_answer(self, seconds: float) -> bool:
-        """Return whether Redis answers a read in time. ``health`` has more, and needs redis-py."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self.client.hget(keys.GROUPS, "format")
-        except (StoreUnavailable, TimeoutError):
-            return False
-        return True
+    def bar(self, reason: str | None) -> None:
+        """Let nothing but ``other_format`` read the index, for a reason; None ends that."""
+        self.client.barred = reason
+        if self._read_client is not None:
+            self._read_client.barred = reason
 
     async def other_format(self) -> str | None:
         """Return why this release cannot use the index in this Redis, as a sentence; None if it can."""

@@ -98,6 +98,8 @@ class RedisClient:
         self.redis_cli = RedisCliCall(["redis-cli"], [note] if self.is_embedded else [])
         self.metrics: Metrics | None = None
         """The metrics of its store."""
+        self.barred: str | None = None
+        """Why Redis gets no command now, except ``hmget``; None if it gets every command."""
 
     @classmethod
     def open(
@@ -146,7 +148,9 @@ class RedisClient:
             await self._driver.aclose()
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translated(self, *, is_barred: bool = True) -> Iterator[None]:
+        if is_barred:
+            self._check_bar()
         task = asyncio.current_task()
         cancels = task.cancelling() if task else 0
         try:
@@ -158,6 +162,10 @@ class RedisClient:
             if task and task.cancelling() > cancels:
                 raise asyncio.CancelledError from exc
             raise self.translated(exc) from exc
+
+    def _check_bar(self) -> None:
+        if self.barred is not None:
+            raise StoreUnavailable(self.barred)
 
     def translated(self, error: errors.RedisError | OSError) -> StoreUnavailable:
         """Count an error of the driver, and return the error that the rest of ``store`` gets for it."""
@@ -184,6 +192,7 @@ class RedisClient:
     async def run(self, name: str, keys: Sequence[Any], args: Sequence[Any]) -> Reply:
         """Run a script by its SHA-1, or by its text if Redis does not have the script."""
         script: Script = SCRIPTS[name]
+        self._check_bar()
         if name in REPEATABLE:
             try:
                 return await self._run_repeatable(script, keys, args)
@@ -282,6 +291,11 @@ class RedisClient:
         with self._translated():
             return cast("bytes | None", await self._read("HGET", key, field))
 
+    async def hmget(self, key: str, *fields: str) -> list[bytes | None]:
+        """Return the values of fields, also while other commands are barred."""
+        with self._translated(is_barred=False):
+            return cast("list[bytes | None]", await self._read("HMGET", key, *fields))
+
     async def hgetall(self, key: str) -> dict[bytes, bytes]:
         with self._translated():
             reply = await self._read("HGETALL", key)
@@ -347,6 +361,7 @@ class RedisClient:
         Raise TimeoutError at ``deadline``, a time of the event loop's clock, and StoreUnavailable. It also raises
         StoreUnavailable if a slot of a Cluster has moved, and on the embedded Redis: the caller then uses ``several``.
         """
+        self._check_bar()
         try:
             if self.reads is not None:
                 return await self.reads.ask(packed, reader, deadline)
@@ -363,13 +378,15 @@ class RedisClient:
         """Return the connection for reads, or for scripts, to the server of ``key``; None if it is not open, and
         ``ask`` or ``run`` has to open it.
         """
+        if self.barred is not None:
+            return None
         if self.reads is not None:
             return (self.reads.scripts if is_script else self.reads).connection
         return None if self._cluster is None else self._cluster.connection(key, is_script=is_script)
 
     def script_connection(self, name: str) -> ReadConnection | None:
         """Return the open connection to the only server for a script, or None if ``run`` must send the script."""
-        if self.reads is None or name not in REPEATABLE:
+        if self.reads is None or name not in REPEATABLE or self.barred is not None:
             return None
         return self.reads.scripts.connection
 
