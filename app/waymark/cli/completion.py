@@ -15,16 +15,8 @@ SHELLS = ("bash", "zsh", "fish")
 #: Set if a shell asks for words.
 ASKED = "_ARGCOMPLETE"
 
-_EXAMPLES = """\
-examples:
-  $ waymark completion bash > ~/.local/share/bash-completion/completions/waymark
-  $ waymark completion zsh > "${fpath[1]}/_waymark"
-  $ waymark completion fish > ~/.config/fish/completions/waymark.fish
-"""
-
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = _EXAMPLES
     parser.add_argument("shell", choices=SHELLS, help="the shell")
 
 

@@ -13,28 +13,8 @@ from waymark.cli.parser import EXIT_OK, EXIT_USAGE, settings_with
 if TYPE_CHECKING:
     from waymark.base.settings import Settings
 
-_EXAMPLES = {
-    "export": """\
-examples:
-  $ waymark export index.wmx --redis-url redis://redis:6379/0              all models of all tenants
-  $ waymark export llama.wmx --model llama --tenant default
-""",
-    "import": """\
-examples:
-  $ waymark import index.wmx --redis-url redis://other:6379/0              into another Redis
-  $ WAYMARK_SHARDS=8 waymark import index.wmx --redis-url redis+cluster://a:7000    into another number of shards
-  $ WAYMARK_KEY_PREFIX=audit: waymark import index.wmx                     beside the index of the same Redis
-""",
-    "reset": """\
-examples, after all roles are stopped:
-  $ waymark reset --yes --redis-url redis://127.0.0.1:6379/0
-  $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark reset --yes
-""",
-}
-
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = _EXAMPLES[command]
     if command == "reset":
         parser.add_argument("--redis-url", help="the URL of Redis, in place of WAYMARK_REDIS_URL")
         parser.add_argument("--yes", action="store_true", help="delete; without it nothing is changed")

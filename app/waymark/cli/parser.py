@@ -13,6 +13,7 @@ import importlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from waymark import __version__
@@ -99,30 +100,6 @@ GROUPS: dict[str, dict[str, CliCommand]] = {
 }
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
-_EXAMPLES = """\
-examples:
-  # run everything in one process on an embedded Redis, for a trial
-  $ waymark serve
-
-  # run the same on a real Redis
-  $ WAYMARK_REDIS_URL=redis://127.0.0.1:6379/0 waymark serve
-
-  # register an engine by its URL with a running Waymark
-  $ waymark register http://127.0.0.1:8000
-
-  # show which engine has how much of a prompt
-  $ waymark ask --model llama --tokens 1,2,3,4,5,6,7,8
-
-  # watch the whole service work
-  $ waymark demo
-
-  # look at a running Waymark through its Redis
-  $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark status
-  $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark inspect prompt --model llama --tokens "1 2 3 4 5 6 7 8"
-
-'waymark COMMAND --help' has the flags of a command, and more examples.
-"""
-
 
 def listed() -> str:
     """List the commands by group, a line each."""
@@ -138,7 +115,13 @@ def ending() -> str:
     """Return the text below the commands: examples, exit codes, and the place of the settings."""
     codes = "\n".join(f"  {code:<3}  {meaning}" for code, meaning in MEANINGS.items())
     settings = "Settings are environment variables; docs/configuration.md lists them all."
-    return f"{_EXAMPLES}\nexit codes:\n{codes}\n\n{settings}\n"
+    return f"{examples_of('waymark')}\n\nexit codes:\n{codes}\n\n{settings}\n"
+
+
+def examples_of(command: str) -> str:
+    """Return the examples in the help of a command: its section of ``examples.txt``."""
+    text = (Path(__file__).parent / "examples.txt").read_text(encoding="utf-8")
+    return text.partition(f"[{command}]\n")[2].partition("\n\n[")[0]
 
 
 _VERSION = "--version"
@@ -226,6 +209,7 @@ def parser_of(command: str) -> Parser:
     for name, candidate in _meant_by(command).items():
         of_command = commands.add_parser(name, help=candidate.sentence, description=candidate.sentence)
         if name == command:
+            of_command.epilog = examples_of(name)
             candidate.load().add_flags(of_command, name)
     Parser.is_complete = True
     return parser

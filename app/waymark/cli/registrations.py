@@ -23,23 +23,8 @@ _FIELDS = {
 }
 _NUMBERS = {"block_size", "dp_rank"}
 
-_EXAMPLES = {
-    "register": """\
-examples:
-  $ waymark register http://127.0.0.1:8000
-  $ waymark register http://10.0.0.7:8000 --instance-id vllm-0 --url http://waymark:13333
-  $ waymark register http://10.0.0.7:8000 --endpoint tcp://10.0.0.7:5557 --replay-endpoint tcp://10.0.0.7:5657
-""",
-    "unregister": """\
-examples:
-  $ waymark unregister http://127.0.0.1:8000
-  $ waymark unregister vllm-0 --dp-rank 1 --url http://waymark:13333
-""",
-}
-
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = _EXAMPLES[command]
     {"register": _add_register, "unregister": _add_unregister}[command](parser)
 
 

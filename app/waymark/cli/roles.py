@@ -17,42 +17,8 @@ _PICKER = "epp"
 #: The default address of a trial.
 _TRIAL_HOST = "127.0.0.1"
 
-_EXAMPLES = {
-    "serve": """\
-examples:
-  $ waymark serve                                                  on an embedded Redis, for a trial
-  $ waymark serve --redis-url redis://127.0.0.1:6379/0             on a real Redis
-  $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark serve --port 8080
-""",
-    "query": """\
-examples (run as many of these processes as you like):
-  $ waymark query --redis-url redis://redis:6379/0
-  $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark query --host 127.0.0.1 --port 8080
-""",
-    "ingest": """\
-examples (run as many of these processes as you like):
-  $ waymark ingest --redis-url redis://redis:6379/0
-  $ WAYMARK_REDIS_URL=redis://redis:6379/0 WAYMARK_DISCOVERY=kubernetes waymark ingest
-""",
-    "gateway": """\
-examples:
-  # two engines behind one base_url, for a trial on an embedded Redis
-  $ waymark gateway --engine http://127.0.0.1:8000 --engine http://127.0.0.1:8001
-
-  # on a real Redis, whose engines all gateways share; run 'waymark ingest' as well
-  $ waymark gateway --redis-url redis://redis:6379/0
-""",
-    "epp": """\
-examples (run as many of these processes as you like):
-  $ waymark epp --redis-url redis://redis:6379/0
-  $ WAYMARK_REDIS_URL=redis://redis:6379/0 waymark epp --port 9002 --health-port 9003
-  $ WAYMARK_POLICY=/etc/waymark/picker.yaml WAYMARK_REDIS_URL=redis://redis:6379/0 waymark epp
-""",
-}
-
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.epilog = _EXAMPLES[command]
     parser.add_argument("--redis-url", help="the URL of Redis, in place of WAYMARK_REDIS_URL")
     if command == _PICKER:
         parser.add_argument("--host", help="the address to listen on, in place of WAYMARK_HOST")

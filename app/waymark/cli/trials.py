@@ -15,29 +15,9 @@ from pathlib import Path
 
 from waymark.cli.parser import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
-_EXAMPLES = {
-    "demo": """\
-examples:
-  $ waymark demo                                 start a Waymark on an embedded Redis; a terminal keeps it until Ctrl-C
-  $ waymark demo --once                          the same, and stop it at the end
-  $ WAYMARK_PORT=13334 waymark demo              the same, at this port
-  $ waymark demo --url http://127.0.0.1:13333    use one that runs
-  $ waymark demo --json | jq .[0]                the same numbers for a program
-""",
-    "simulate": """\
-examples:
-  # two vLLM engines, registered with a running Waymark, until Ctrl-C
-  $ waymark simulate --engines 2 --register http://127.0.0.1:13333 --stay
-
-  # an SGLang engine that drops every fourth batch
-  $ waymark simulate --dialect sglang --prompts 100 --fault-drop-every 4
-""",
-}
-
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
     """Add the flags; none for the benchmarks, which read their own."""
-    parser.epilog = _EXAMPLES.get(command)
     if command == "demo":
         parser.add_argument("--url", help="use the Waymark at this URL, and start none")
         parser.add_argument("--api-token", help="the bearer token, if that Waymark requires one")

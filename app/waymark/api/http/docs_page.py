@@ -25,32 +25,7 @@ _GROUPS = (
     ("", "Paths of Waymark, some of them as the Mooncake Conductor Indexer has them"),
 )
 
-_STYLE = """
-:root{color-scheme:light dark;--line:light-dark(#d5dade,#3a434b);--soft:light-dark(#59636b,#9da9b3);
---panel:light-dark(#f3f5f7,#1c2329);--back:light-dark(#fff,#12171b);--front:light-dark(#1b2126,#e3e8ec);
---link:light-dark(#0b5cad,#7db8ff)}
-body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:auto;padding:1rem;background:var(--back);
-color:var(--front)}
-a{color:var(--link)}h2{margin-top:2.5rem}h3{margin:2.5rem 0 .25rem;padding-top:.5rem;border-top:1px solid var(--line);
-overflow-wrap:anywhere}h3 .anchor{color:var(--soft);text-decoration:none}
-nav ul{list-style:none;padding:0}nav li{overflow-wrap:anywhere;padding:.15rem 0}
-@media(min-width:641px){nav li{display:grid;grid-template-columns:24rem 1fr;gap:0 1rem}}
-code,pre{font-family:ui-monospace,monospace;font-size:13px}code{background:var(--panel);padding:0 .2em}
-pre{background:var(--panel);padding:.6rem .8rem;margin:.25rem 0 .75rem;max-height:24rem;overflow:auto;
-border:1px solid var(--line);border-radius:4px}pre code{padding:0;background:none}
-table{border-collapse:collapse;margin:.25rem 0 .75rem}.scroll{overflow-x:auto}
-th,td{text-align:left;vertical-align:top;padding:.1rem 1rem .1rem 0;border-bottom:1px solid var(--line)}
-summary{cursor:pointer}summary,.recorded{color:var(--soft)}.recorded{margin:0;font-size:.9rem}
-.send{margin:.25rem 0 .75rem}.send p{display:inline;margin-left:.75rem}
-.send input,.send textarea,button{font:inherit;color:inherit;background:var(--back);border:1px solid var(--soft);
-border-radius:4px;padding:.25rem .5rem}.send input,.send textarea{display:block;box-sizing:border-box;width:100%;
-margin-bottom:.4rem;font:13px ui-monospace,monospace}.send pre{white-space:pre-wrap;overflow-wrap:anywhere}
-::placeholder{color:var(--soft);opacity:1}button{cursor:pointer;padding:.2rem 1rem}[hidden]{display:none!important}
-.find{position:sticky;top:0;z-index:1;display:flex;gap:1rem;align-items:baseline;margin:0;padding:.5rem 0;
-background:var(--back)}.find input{font:inherit;color:inherit;background:var(--back);border:1px solid var(--soft);
-border-radius:4px;padding:.25rem .5rem;flex:0 1 20rem;min-width:0}h3,nav{scroll-margin-top:3.5rem}
-:focus-visible{outline:2px solid var(--link);outline-offset:2px}
-"""
+_STYLE = "\n" + Path(__file__).with_name("docs.css").read_text(encoding="utf-8")
 _SCRIPT = (Path(__file__).parent.parent / "ui" / "examples.js").read_text(
     encoding="utf-8"
 ) + "\nofferToFind(document);\nofferToSend(document, (path, options) => fetch(path, options));\n"
