@@ -80,7 +80,6 @@ ELSEWHERE = {
     "ingest.life:Life": "one stream, under one grant",
     "ingest.polling:Poller._others": "workers that lived before Redis came back empty, to wait for",
     "ingest.polling:Poller.running": "streams under way, each under its grant",
-    "ingest.polling:Poller._groups": "groups that Redis may have lost; each is written only if its table is there",
     "ingest.polling:Poller._faults": "what the log says already",
     "ingest.replay_places:ReplayPlaces": "replays under way",
     "ingest.running:LeaseKeeper._kept": "the grants of the streams that run",

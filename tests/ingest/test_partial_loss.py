@@ -86,15 +86,20 @@ async def test_a_group_that_redis_has_lost_is_found_again(bench: Bench) -> None:
     await pod.agrees()
 
 
-async def test_a_group_without_publishers_that_redis_has_lost_is_swept(bench: Bench) -> None:
+@pytest.mark.parametrize("is_new", [False, True], ids=["known-before", "all-workers-are-new"])
+async def test_a_group_without_publishers_that_redis_has_lost_is_swept(bench: Bench, is_new: bool) -> None:
     """The table of the group, which the group's own slot has, shows that the id is still its own."""
-    await bench.worker()
+    worker = await bench.worker()
     pod = await at_work(bench)
     before = await dumped(bench, "wm:{1*")
     await bench.store.registry.unregister([pod.name])
     await wait_until(lambda: is_swept(bench), "it is swept", PATIENCE_SECONDS)
+    if is_new:
+        await worker.stop()
     await set_back(bench, "wm:{1*", before)
     await bench.redis.delete(keys.GROUPS)
+    if is_new:
+        await bench.worker()
 
     async def is_back() -> bool:
         return bool(await bench.store.directory.group(GroupName("default", "m")))

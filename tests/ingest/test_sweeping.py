@@ -19,9 +19,10 @@ from tests.store.factories import client_of, registration, stream_of
 from tests.store.histories import Fleet
 from waymark.base.errors import StoreUnavailable
 from waymark.base.metrics import Metrics
+from waymark.domain.names import GroupName
 from waymark.ingest import sweeping
 from waymark.ingest.polling import Shares
-from waymark.ingest.sweeping import Overdue, UnclaimedWatch
+from waymark.ingest.sweeping import LostGroups, Overdue, UnclaimedWatch
 from waymark.store import keys, reservations
 from waymark.store.directory import GroupEntry
 from waymark.store.redis.client import RedisClient
@@ -413,3 +414,46 @@ async def test_a_publisher_of_a_group_that_comes_back_has_its_time_again(redis: 
     for _ in range(2):
         await watch.check_next(both[1:], claims)
     assert not watch._since
+
+
+class Groups:
+    """Groups of which Redis has the tables. Those of ``away`` are on a primary that does not answer."""
+
+    def __init__(self, *away: int) -> None:
+        self.away = set(away)
+        self.kept: list[int] = []
+
+    async def tabled_groups(self, known: Iterable[GroupEntry]) -> dict[GroupName, GroupEntry]:
+        if self.away:
+            raise StoreUnavailable("a primary does not answer")
+        return {GroupName("default", "b"): GroupEntry(2, 1)}
+
+    async def keep_group(self, group: GroupName, entry: GroupEntry) -> None:
+        if entry.group_id in self.away:
+            raise StoreUnavailable("its primary does not answer")
+        self.kept.append(entry.group_id)
+
+
+def groups_of(**ids: int) -> dict[GroupName, GroupEntry]:
+    return {GroupName("default", model): GroupEntry(group_id, 1) for model, group_id in ids.items()}
+
+
+async def test_a_lost_group_that_cannot_be_reached_is_kept_later() -> None:
+    redis = Groups(2)
+    lost = LostGroups(cast("Store", SimpleNamespace(claim_writer=redis)))
+    await lost.keep(groups_of(a=1, b=2, c=3))
+    for _ in range(2):
+        await lost.keep(groups_of(c=3))
+    assert redis.kept == [1]
+    redis.away.clear()
+    for _ in range(2):
+        await lost.keep(groups_of(a=1, c=3))
+    assert redis.kept == [1, 2]
+
+
+async def test_a_new_worker_keeps_the_groups_that_have_a_table() -> None:
+    redis = Groups()
+    lost = LostGroups(cast("Store", SimpleNamespace(claim_writer=redis)))
+    for _ in range(2):
+        await lost.keep(groups_of(a=1))
+    assert redis.kept == [2]

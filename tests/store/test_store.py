@@ -18,6 +18,7 @@ from tests.store.key_table import Held, KeyTable
 from waymark.base.errors import Conflict, SettingsError, StoreUnavailable
 from waymark.base.settings import Settings
 from waymark.cli import main
+from waymark.domain.names import GroupName
 from waymark.runtime import picker, replica
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
@@ -220,3 +221,12 @@ async def test_a_group_is_kept_only_if_redis_still_has_its_table(store: Store, r
     await redis.hset(keys.holders(7), "group", keys.group_field(GROUP))
     await store.claim_writer.keep_group(GROUP, entry)
     assert await store.directory.group(GROUP) == entry
+
+
+async def test_groups_are_found_by_their_tables(store: Store, redis: Redis) -> None:
+    await redis.hset(keys.holders(2), "group", keys.group_field(GROUP))
+    await redis.hset(keys.holders(3), "group", keys.group_field(GroupName("default", "known")))
+    await redis.hset(keys.holders(4), "group", "no name")
+    await redis.set(keys.holders(5), "no table")
+    assert await store.claim_writer.tabled_groups([GroupEntry(3, 1)]) == {GROUP: GroupEntry(2, 1)}
+    await redis.delete(keys.holders(4), keys.holders(5))  # the key table has no such values

@@ -19,13 +19,13 @@ from xxhash import xxh3_64_intdigest
 from waymark.base.errors import Conflict, InvalidValue, RecordDamaged, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.domain.names import GroupName, PublisherName, Registration
+from waymark.domain.names import PublisherName, Registration
 from waymark.domain.status import StreamStatus
 from waymark.ingest.counters import ServedPair, WorkerGauges
 from waymark.ingest.options import WorkerOptions
 from waymark.ingest.running import Running, StreamRunner
 from waymark.ingest.scraping import Scraper
-from waymark.ingest.sweeping import Overdue, UnclaimedWatch
+from waymark.ingest.sweeping import LostGroups, Overdue, UnclaimedWatch
 from waymark.store.claims import Claim
 from waymark.store.directory import GroupEntry
 from waymark.store.store import Store
@@ -226,6 +226,7 @@ class Poller:
         self._runner = runner
         self._keeper = RegistrationKeeper(store, metrics, options.publishers)
         self._shares = Shares(options.worker_id)
+        self._lost_groups = LostGroups(store)
         self._unclaimed = UnclaimedWatch(store, metrics, options.stream.lease_seconds)
         self._gauges = WorkerGauges(
             metrics,
@@ -248,8 +249,6 @@ class Poller:
         """The last error of each step that failed for a claim, by name of the step and publisher."""
         self._listed = ListedClaims(())
         """The last list of claims that was trusted."""
-        self._groups: dict[GroupName, GroupEntry] = {}
-        """The groups of the last poll."""
         self._wanted: dict[PublisherName, Claim] = {}
         """The streams in this worker's share."""
         self._mine: Sequence[Claim] = ()
@@ -416,11 +415,9 @@ class Poller:
         those without publishers. Return the other groups by id.
         """
         groups = await self._store.directory.groups()
-        for group in self._groups.keys() - groups.keys():
-            await self._store.claim_writer.keep_group(group, self._groups[group])
-        self._groups = groups
         lost_groups = [claim for (_, group), claim in listed.groups.items() if group not in groups]
         await self._for_each("keep_group", lost_groups, self._store.claim_writer.begin)
+        await self._lost_groups.keep(await self._store.directory.groups() if lost_groups else groups)
         return {entry.group_id: entry for entry in groups.values()}
 
     async def _stop_others(self, wanted: Mapping[PublisherName, Claim]) -> None:

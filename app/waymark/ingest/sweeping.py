@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 
 from waymark.base.errors import StoreUnavailable
 from waymark.base.logs import fields
@@ -152,6 +152,34 @@ async def _if_reached(step: Coroutine[None, None, int]) -> int:
     except StoreUnavailable as exc:
         log.debug("group cannot be swept", extra=fields(error=exc.sentence))
         return 0
+
+
+class LostGroups:
+    """Writes the entries of groups again that Redis has lost, because nobody would sweep a group without publishers.
+
+    Before its first poll a worker knows no group, and looks for their tables.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._writer = store.claim_writer
+        self._groups: Mapping[GroupName, GroupEntry] | None = None
+        """The groups of the last poll, and those that could not be written."""
+
+    async def keep(self, groups: Mapping[GroupName, GroupEntry]) -> None:
+        """Keep the groups that are not among ``groups``, which Redis has."""
+        failed: dict[GroupName, GroupEntry] = {}
+        try:
+            last = await self._writer.tabled_groups(groups.values()) if self._groups is None else self._groups
+        except StoreUnavailable as exc:
+            log.debug("no lost group can be found", extra=fields(error=exc.sentence))
+            last = {}
+        for group in last.keys() - groups.keys():
+            try:
+                await self._writer.keep_group(group, last[group])
+            except StoreUnavailable as exc:
+                log.debug("group cannot be kept", extra=fields(group=last[group].group_id, error=exc.sentence))
+                failed[group] = last[group]
+        self._groups = {**groups, **failed}
 
 
 class UnclaimedWatch:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -21,7 +22,9 @@ from waymark.store import keys
 from waymark.store.activity import ActivityKind, about
 from waymark.store.claims import Claim
 from waymark.store.directory import Directory, GroupEntry
+from waymark.store.holder_tables import decode_group
 from waymark.store.leases import Leases, random_nonce
+from waymark.store.parsing import Malformed
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Outcome, Scripts, Verdict
 
@@ -29,6 +32,8 @@ log = logging.getLogger(__name__)
 
 #: The most attempts at a change while other callers change the same publisher.
 ATTEMPTS = 20
+#: The largest id of a group whose table is looked for.
+_TABLES_MAX = 1000
 
 
 class ClaimWriter:
@@ -228,6 +233,23 @@ class ClaimWriter:
             format=keys.FORMAT,
         )
         return result.is_applied
+
+    async def tabled_groups(self, known: Iterable[GroupEntry]) -> dict[GroupName, GroupEntry]:
+        """Return the groups that have a table, except ``known``, if their ids are small: ids are given in order.
+
+        How many shards such a group has is known no more. So it is taken for a new one.
+        """
+        known_ids = {entry.group_id for entry in known}
+        ids = [group_id for group_id in range(1, _TABLES_MAX + 1) if group_id not in known_ids]
+        names = await self._client.several(
+            [("HGET", keys.holders(group_id), "group") for group_id in ids], is_lenient=True
+        )
+        found: dict[GroupName, GroupEntry] = {}
+        for group_id, name in zip(ids, names, strict=True):
+            with suppress(Malformed):
+                if name is not None:
+                    found[decode_group(name)] = GroupEntry(group_id, self._shards)
+        return found
 
     async def keep_group(self, group: GroupName, entry: GroupEntry) -> None:
         """Write the entry of a group without publishers again that Redis has lost, if it still has the group."""
