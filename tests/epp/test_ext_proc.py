@@ -15,7 +15,7 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from tests.conftest import wait_until
-from tests.epp.conftest import StartEpp, loads, register
+from tests.epp.conftest import PLACES, StartEpp, loads, register
 from tests.epp.proxy import Stream, destinations, header_map, mutation, refused
 from tests.store.factories import answered_before
 from waymark.base.bounded_json import DEPTH_MAX, PARTS_MAX
@@ -451,6 +451,22 @@ async def test_a_request_without_a_body_goes_to_any_target(
     assert found == dict.fromkeys(pods.values(), 1)
     stream = epp.stream()
     assert destinations(await stream.ask(b"--boundary, no json", "/v1/audio/transcriptions"))
+
+
+async def test_a_form_with_a_file_goes_to_an_engine_of_its_model(store: Store, start_epp: StartEpp) -> None:
+    await register(store, "pod-1")
+    await register(store, "pod-2", model="whisper")
+    epp = await start_epp(store)
+    file = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n\x00\xff\r\n'
+    for model, place in (("llama", PLACES["pod-1"]), ("whisper", PLACES["pod-2"])):
+        body = file + b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\n%s\r\n--x--\r\n' % model.encode()
+        stream = epp.stream()
+        answer = await stream.ask(body, "/v1/audio/transcriptions", content_type="multipart/form-data; boundary=x")
+        assert destinations(answer) == [place]
+        assert await stream.request_back() == body
+    without = file + b"--x--\r\n"
+    answer = await epp.stream().ask(without, "/v1/audio/transcriptions", content_type="multipart/form-data; boundary=x")
+    assert destinations(answer), "to any target"
 
 
 async def test_a_session_token_names_its_instance(store: Store, pods: dict[str, str], start_epp: StartEpp) -> None:

@@ -24,6 +24,7 @@ from waymark.base.bounded_json import TooMuchJson
 from waymark.base.errors import InvalidValue, WaymarkError
 from waymark.base.metrics import Metrics
 from waymark.base.record import record
+from waymark.chat.multipart import fields_of_form
 from waymark.chat.requests import SESSION, Form, InferenceRequest, check_places, form_of, read_request, session_of
 from waymark.decide.question import SelectParameters
 from waymark.decide.request_prompts import read_fields
@@ -242,8 +243,11 @@ class ProcessCall:
 
         Raise InvalidValue for a mistake.
         """
+        body = b"".join(self._held.parts)
         try:
-            fields = read_fields(b"".join(self._held.parts), self._form)
+            fields: Any = fields_of_form(body, self._headers.get("content-type", "").encode("latin-1", "replace"))
+            if fields is None:
+                fields = read_fields(body, self._form)
         except TooMuchJson as exc:
             raise InvalidValue(f"the body cannot be read: {exc}; send less") from None
         except orjson.JSONDecodeError as exc:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from email.message import Message
-from itertools import islice
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +20,7 @@ from waymark.base.errors import (
     WaymarkError,
 )
 from waymark.base.shown import shown
+from waymark.chat.multipart import fields_of_form, model_part
 from waymark.chat.requests import Form, InferenceRequest, read_request
 
 PATHS: Final[Mapping[str, Form]] = MappingProxyType({f"/v1{form}": form for form in Form})
@@ -35,10 +33,6 @@ FURTHER: Final = frozenset(
         *("/v1/images/edits", "/v1/images/generations", "/v1/images/variations"),
     }
 )
-#: Parts of a form among which the model is looked for: a body may have millions of lines that look like one.
-_FORM_PARTS_MAX = 256
-_PART_HEAD = re.compile(rb"((?:[^\r\n]{1,1024}\r\n){1,16})\r\n")
-_IS_MODEL = re.compile(rb'(?im)^content-disposition:[^\r\n]*[; ]name="?model"?\s*(;|$)')
 #: Statuses of a server without a path, and what such a server says in JSON.
 WITHOUT_PATH: Final = frozenset({404, 405, 501})
 _NO_PATH_SAID = ("Not Found", "Method Not Allowed")
@@ -217,10 +211,9 @@ def body_of_request(path: str, body: bytes, content_type: bytes = b"") -> Infere
     """
     if path == COUNT_TOKENS:
         path = path.removesuffix("/count_tokens")
-    if content_type.lower().startswith(b"multipart/form-data"):
-        position = _model_part(body, content_type)
-        fields = {} if position is None else {"model": body[position].decode("utf-8", "replace")}
-        return InferenceBody(fields, read_request(path, fields))
+    form = fields_of_form(body, content_type)
+    if form is not None:
+        return InferenceBody(form, read_request(path, form))
     try:
         fields = bounded_loads(body)
     except TooMuchJson as error:
@@ -232,26 +225,10 @@ def body_of_request(path: str, body: bytes, content_type: bytes = b"") -> Infere
 
 def with_model(body: InferenceBody, original: bytes, model: str, content_type: bytes = b"") -> bytes:
     """Return the bytes of a body that names another model."""
-    position = _model_part(original, content_type) if content_type.lower().startswith(b"multipart/form-data") else None
+    position = model_part(original, content_type)
     if position is not None:
         return original[: position.start] + model.encode() + original[position.stop :]
     return orjson.dumps(body.fields | {"model": model})
-
-
-def _model_part(body: bytes, content_type: bytes) -> slice | None:
-    """Return the place of the field ``model`` in a form (RFC 7578); None if it is not among the first parts."""
-    header = Message()
-    header["content-type"] = content_type.decode("latin-1")
-    boundary = header.get_param("boundary")
-    if not isinstance(boundary, str) or not boundary:
-        return None
-    delimiter = b"--" + re.escape(boundary.encode("latin-1"))
-    for line in islice(re.finditer(delimiter + rb"\r\n", body), _FORM_PARTS_MAX):
-        head = _PART_HEAD.match(body, line.end())
-        if head is not None and _IS_MODEL.search(head[1]):
-            end = re.compile(rb"\r\n" + delimiter).search(body, head.end())
-            return None if end is None else slice(head.end(), end.start())
-    return None
 
 
 def with_cache_control(body: InferenceBody, original: bytes) -> bytes:
