@@ -11,12 +11,10 @@ from datetime import UTC, datetime
 from time import time
 from typing import Literal, Protocol
 
-from pydantic import Field
-
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
-from waymark.api.http.fields import RequestBody
+from waymark.api.http.fields import RequestBody, optional
 from waymark.chat.prefix_key import PREFIX_BYTES
 from waymark.contract.admin import (
     BackendConnection,
@@ -57,20 +55,17 @@ _SCORING = ("overlap_weight", "load_weight", "health_weight", "min_overlap_thres
 class ClearRequest(RequestBody):
     """The part of the index to clear."""
 
-    scope: Literal["prefixes", "all"] = Field(
-        default="prefixes",
-        description="prefixes or all: prefixes removes opaque prefixes only; all removes the entries of all publishers",
+    scope: Literal["prefixes", "all"] = optional(
+        "prefixes or all: prefixes removes opaque prefixes only; all removes the entries of all publishers", "prefixes"
     )
 
 
 class InvalidateRequest(RequestBody):
     """The answers to clear from the response cache."""
 
-    clear_all: Literal[True] | None = Field(default=None, description="true: all answers are cleared")
-    key: str | None = Field(
-        default=None,
-        pattern="^[0-9a-f]{64}$",
-        description="the X-Cache-Key of one answer, 64 hex digits: only this answer is cleared",
+    clear_all: Literal[True] | None = optional("true: all answers are cleared")
+    key: str | None = optional(
+        "the X-Cache-Key of one answer, 64 hex digits: only this answer is cleared", pattern="^[0-9a-f]{64}$"
     )
 
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandle
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from waymark.api.http.errors import InvalidBody
-from waymark.api.http.fields import RANK, BlockSize, NonEmptyName, OptionalName, RankNumber, RequestBody
+from waymark.api.http.fields import RANK, BlockSize, NonEmptyName, OptionalName, RankNumber, RequestBody, optional
 from waymark.api.query_schemas import OPTIONAL_BLOCK_SIZE, Named, PromptFields
 from waymark.api.texts import ModelPrompt, text_of
 from waymark.base.errors import InvalidValue
@@ -76,15 +76,13 @@ class GivenCandidate(RequestBody):
     """A target with the values that the caller knows. For an absent field Waymark uses the stored value."""
 
     instance_id: NonEmptyName = Field(description=NAME)
-    dp_rank: RankNumber = Field(default=0, description=RANK)
-    requests: TokenCount | None = Field(default=None, description=f"{_AMOUNT}: running requests of this target")
-    tokens: TokenCount | None = Field(
-        default=None, description=f"{_AMOUNT}: prompt tokens that the engine still has to compute"
-    )
-    waiting: TokenCount | None = Field(default=None, description=f"{_AMOUNT}: requests in the engine's queue")
-    running: TokenCount | None = Field(default=None, description=f"{_AMOUNT}: requests that the engine is processing")
-    kv_usage: Fraction | None = Field(default=None, description=f"{_SHARE}: the used share of the engine's KV cache")
-    health: Fraction | None = Field(default=None, description=f"{_SHARE}: the share of requests that succeeded")
+    dp_rank: RankNumber = optional(RANK, 0)
+    requests: TokenCount | None = optional(f"{_AMOUNT}: running requests of this target")
+    tokens: TokenCount | None = optional(f"{_AMOUNT}: prompt tokens that the engine still has to compute")
+    waiting: TokenCount | None = optional(f"{_AMOUNT}: requests in the engine's queue")
+    running: TokenCount | None = optional(f"{_AMOUNT}: requests that the engine is processing")
+    kv_usage: Fraction | None = optional(f"{_SHARE}: the used share of the engine's KV cache")
+    health: Fraction | None = optional(f"{_SHARE}: the share of requests that succeeded")
 
 
 class _CandidatesSchema:
@@ -102,72 +100,53 @@ Candidates = Annotated[list[dict[str, Any]], _CandidatesSchema]
 class DecisionRequest(Named, PromptFields):
     """A prompt, and the policy that ranks its targets."""
 
-    prefix_hash: Hex | None = Field(
-        default=None,
-        description="a text of 16 to 128 hex digits; for policy sticky, and for sources of opaque prefixes",
+    prefix_hash: Hex | None = optional(
+        "a text of 16 to 128 hex digits; for policy sticky, and for sources of opaque prefixes"
     )
-    block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
-    policy: str | None = Field(
-        default=None, description=f"one of {', '.join(PRESETS)}; the default is set by WAYMARK_POLICY"
+    block_size: BlockSize | None = optional(OPTIONAL_BLOCK_SIZE)
+    policy: str | None = optional(f"one of {', '.join(PRESETS)}; the default is set by WAYMARK_POLICY")
+    overrides: dict[str, Any] = optional("an object: constants of the policy by name", {})
+    explain: bool = optional("true or false: whether the answer contains the parts of each score", False)
+    by: TargetKey = optional("instance or address: how the answer names targets", "instance")
+    session_token: OptionalName = optional(
+        f"{OPTIONAL_NAME}: an instance_id in base64, as in the header x-session-token; that instance is ranked first"
     )
-    overrides: dict[str, Any] = Field(default={}, description="an object: constants of the policy by name")
-    explain: bool = Field(
-        default=False, description="true or false: whether the answer contains the parts of each score"
+    slo_ttft_ms: Milliseconds | None = optional(
+        f"{_TIME}: the time to the first token that the request asks for, for predicted-latency-scorer"
     )
-    by: TargetKey = Field(default="instance", description="instance or address: how the answer names targets")
-    session_token: OptionalName = Field(
-        default=None,
-        description=f"{OPTIONAL_NAME}: an instance_id in base64, as in the header x-session-token; that instance "
-        "is ranked first",
-    )
-    slo_ttft_ms: Milliseconds | None = Field(
-        default=None,
-        description=f"{_TIME}: the time to the first token that the request asks for, for predicted-latency-scorer",
-    )
-    slo_tpot_ms: Milliseconds | None = Field(
-        default=None, description=f"{_TIME}: the time of each further token that it asks for"
-    )
+    slo_tpot_ms: Milliseconds | None = optional(f"{_TIME}: the time of each further token that it asks for")
 
 
 class ScoreRequest(DecisionRequest):
     """A prompt for which all targets are scored; nothing is reserved."""
 
-    candidates: Candidates | None = Field(
-        default=None,
-        description=f"a list of at most {NAMES_MAX} objects with instance_id, dp_rank, and perhaps requests, tokens, "
-        "waiting, running, kv_usage, health; the default is all targets",
+    candidates: Candidates | None = optional(
+        f"a list of at most {NAMES_MAX} objects with instance_id, dp_rank, and perhaps requests, tokens, "
+        "waiting, running, kv_usage, health; the default is all targets"
     )
 
 
 class SelectRequest(DecisionRequest):
     """A prompt that needs a target. The reservation lasts until it is released, or until it expires."""
 
-    only: Names | None = Field(default=None, description=f"{_NAMES}; the default is all")
-    exclude: Names = Field(default=[], description=_NAMES)
-    profile: Literal["single", "disagg"] | None = Field(
-        default=None,
-        description="single (one engine) or disagg (prefill and decode on two engines); "
-        "the default is set by WAYMARK_PROFILE",
+    only: Names | None = optional(f"{_NAMES}; the default is all")
+    exclude: Names = optional(_NAMES, [])
+    profile: Literal["single", "disagg"] | None = optional(
+        "single (one engine) or disagg (prefill and decode on two engines); the default is set by WAYMARK_PROFILE"
     )
-    count: Annotated[int, Field(ge=1, le=_COUNT_MAX)] = Field(
-        default=1,
-        description=f"an integer of 1..{_COUNT_MAX}: how many targets the answer names, including the chosen one",
+    count: Annotated[int, Field(ge=1, le=_COUNT_MAX)] = optional(
+        f"an integer of 1..{_COUNT_MAX}: how many targets the answer names, including the chosen one", 1
     )
-    reserve: bool = Field(
-        default=True, description="true or false: whether the request is added to the load of the target"
+    reserve: bool = optional("true or false: whether the request is added to the load of the target", True)
+    expect: bool | None = optional(
+        "true or false: whether the target counts as having the prompt from now on; the default is set by "
+        "WAYMARK_SPECULATIVE"
     )
-    expect: bool | None = Field(
-        default=None,
-        description="true or false: whether the target counts as having the prompt from now on; the default is set by "
-        "WAYMARK_SPECULATIVE",
+    timeout_seconds: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = optional(
+        "a number of 1 to 3600: after how many seconds an unreleased reservation expires", 120.0
     )
-    timeout_seconds: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = Field(
-        default=120.0, description="a number of 1 to 3600: after how many seconds an unreleased reservation expires"
-    )
-    request_id: OptionalName = Field(
-        default=None,
-        description=f"{OPTIONAL_NAME}: the id of the request; a second call with this id returns the same target and "
-        "reservation",
+    request_id: OptionalName = optional(
+        f"{OPTIONAL_NAME}: the id of the request; a second call with this id returns the same target and reservation"
     )
 
 
@@ -177,37 +156,32 @@ Tokens = Annotated[int, Field(ge=0, le=USAGE_MAX)]
 class ReleaseRequest(RequestBody):
     """The reservations to end or to renew, or those whose prefill is done."""
 
-    reservation: str | None = Field(default=None, description="a text, as /select returned it")
-    reservations: list[str] | None = Field(default=None, description=f"a list of at most {RELEASES_MAX} such texts")
-    part: Literal["prefill", "all", "renew"] = Field(
-        default="all",
-        description="prefill (the engine sent the first token), all (the request ended) or renew (the request "
-        "continues)",
+    reservation: str | None = optional("a text, as /select returned it")
+    reservations: list[str] | None = optional(f"a list of at most {RELEASES_MAX} such texts")
+    part: Literal["prefill", "all", "renew"] = optional(
+        "prefill (the engine sent the first token), all (the request ended) or renew (the request continues)", "all"
     )
-    outcome: Literal["ok", "failed"] = Field(default="ok", description="ok or failed: the result of the request")
-    timeout_seconds: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = Field(
-        default=120.0, description="a number of 1 to 3600: the seconds until a renewed reservation expires"
+    outcome: Literal["ok", "failed"] = optional("ok or failed: the result of the request", "ok")
+    timeout_seconds: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = optional(
+        "a number of 1 to 3600: the seconds until a renewed reservation expires", 120.0
     )
-    ttft_ms: Annotated[float, Field(ge=0, le=3_600_000, allow_inf_nan=False)] | None = Field(
-        default=None,
-        description="a number of 0 to 3600000, or null: milliseconds from the request to its first token; it counts "
-        "once, with part prefill or all, for predicted-latency-scorer",
+    ttft_ms: Annotated[float, Field(ge=0, le=3_600_000, allow_inf_nan=False)] | None = optional(
+        "a number of 0 to 3600000, or null: milliseconds from the request to its first token; it counts "
+        "once, with part prefill or all, for predicted-latency-scorer"
     )
-    tpot_ms: Milliseconds | None = Field(
-        default=None,
-        description=f"{_TIME}: the time of each token after the first one; with part all, outcome ok and one "
-        "reservation, for predicted-latency-scorer",
+    tpot_ms: Milliseconds | None = optional(
+        f"{_TIME}: the time of each token after the first one; with part all, outcome ok and one "
+        "reservation, for predicted-latency-scorer"
     )
-    cached_tokens: Tokens | None = Field(
-        default=None,
-        description="an integer, or null: the prompt tokens that the engine did not compute, as its usage says; for "
-        "the books, with part all, outcome ok and one reservation",
+    cached_tokens: Tokens | None = optional(
+        "an integer, or null: the prompt tokens that the engine did not compute, as its usage says; for "
+        "the books, with part all, outcome ok and one reservation"
     )
-    prompt_tokens: Tokens | None = Field(
-        default=None, description="an integer, or null: the tokens of the prompt, as the usage of the engine says"
+    prompt_tokens: Tokens | None = optional(
+        "an integer, or null: the tokens of the prompt, as the usage of the engine says"
     )
-    completion_tokens: Tokens | None = Field(
-        default=None, description="an integer, or null: the tokens of the answer, as the usage of the engine says"
+    completion_tokens: Tokens | None = optional(
+        "an integer, or null: the tokens of the answer, as the usage of the engine says"
     )
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from waymark.api.http.admission import AdmissionQueue
 from waymark.api.http.answers import Answer, Paused
 from waymark.api.http.bodies import Body
-from waymark.api.http.fields import OptionalName, RequestBody
+from waymark.api.http.fields import OptionalName, RequestBody, optional
 from waymark.base.errors import InvalidValue, StoreUnavailable
 from waymark.base.shape import AnswerShape
 from waymark.base.shown import shown
@@ -68,11 +68,11 @@ CHAIN_MAX = 131_072
 class InspectGroupsRequest(RequestBody):
     """The groups to inspect; without a field, all groups."""
 
-    group: Annotated[int, Field(ge=1, le=2**53 - 1)] | None = Field(
-        default=None, description="an integer of 1..9007199254740991: only the group with this id"
+    group: Annotated[int, Field(ge=1, le=2**53 - 1)] | None = optional(
+        "an integer of 1..9007199254740991: only the group with this id"
     )
-    model: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}: only groups of this model")
-    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}: only groups of this tenant")
+    model: OptionalName = optional(f"{OPTIONAL_NAME}: only groups of this model")
+    tenant_id: OptionalName = optional(f"{OPTIONAL_NAME}: only groups of this tenant")
 
 
 class InspectBlockRequest(InspectGroupsRequest):
@@ -92,13 +92,12 @@ class InspectHolderRequest(InspectGroupsRequest):
 class InspectKeysRequest(InspectGroupsRequest):
     """The objects whose commands are requested; with groups alone, everything but the blocks."""
 
-    block: BlockKey | None = Field(default=None, description="16 hex digits: the row that begins with this block")
-    holder: Annotated[int, Field(ge=0, le=2**53 - 1)] | None = Field(
-        default=None, description="an integer of 0..9007199254740991: the record and the entries of this holder"
+    block: BlockKey | None = optional("16 hex digits: the row that begins with this block")
+    holder: Annotated[int, Field(ge=0, le=2**53 - 1)] | None = optional(
+        "an integer of 0..9007199254740991: the record and the entries of this holder"
     )
-    chain: Annotated[list[BlockKey], Field(max_length=CHAIN_MAX)] | None = Field(
-        default=None,
-        description=f"at most {CHAIN_MAX} keys, as keys of /inspect/prompt has them: the rows of a whole prompt",
+    chain: Annotated[list[BlockKey], Field(max_length=CHAIN_MAX)] | None = optional(
+        f"at most {CHAIN_MAX} keys, as keys of /inspect/prompt has them: the rows of a whole prompt"
     )
 
 

@@ -32,7 +32,7 @@ from waymark.api.books import since_seconds
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
-from waymark.api.http.fields import OptionalName, RequestBody
+from waymark.api.http.fields import OptionalName, RequestBody, optional
 from waymark.base.record import record
 from waymark.contract.results import ComparedPolicy, DecisionsMade, PoliciesAnswer
 from waymark.decide.options import Shadow
@@ -363,16 +363,16 @@ FILE_MAX = 16_384
 class TryPolicyRequest(RequestBody):
     """A policy to try over the kept decisions: its name, or the text of a picker file."""
 
-    policy: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
-        default=None, description="the name of a policy; the default is the file"
+    policy: Annotated[str, Field(min_length=1, max_length=64)] | None = optional(
+        "the name of a policy; the default is the file"
     )
-    file: Annotated[str, Field(min_length=1, max_length=FILE_MAX)] | None = Field(
-        default=None, description=f"the text of an EndpointPickerConfig in YAML, at most {FILE_MAX} characters"
+    file: Annotated[str, Field(min_length=1, max_length=FILE_MAX)] | None = optional(
+        f"the text of an EndpointPickerConfig in YAML, at most {FILE_MAX} characters"
     )
-    model: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}: only decisions for this model")
-    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}: only decisions for this tenant")
-    since: Annotated[str, Field(max_length=16)] = Field(
-        default=_DEFAULT, description=f"how long ago the decisions begin, such as 30m or 2h ({_DEFAULT})"
+    model: OptionalName = optional(f"{OPTIONAL_NAME}: only decisions for this model")
+    tenant_id: OptionalName = optional(f"{OPTIONAL_NAME}: only decisions for this tenant")
+    since: Annotated[str, Field(max_length=16)] = optional(
+        f"how long ago the decisions begin, such as 30m or 2h ({_DEFAULT})", _DEFAULT
     )
 
 

@@ -8,7 +8,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from waymark.api.http.errors import InvalidBody
-from waymark.api.http.fields import BlockSize, HashList, NonEmptyName, OptionalName, RequestBody, TokenIds
+from waymark.api.http.fields import BlockSize, HashList, NonEmptyName, OptionalName, RequestBody, TokenIds, optional
 from waymark.api.http.prompts import MODEL, SEQ_HASHES
 from waymark.chat.requests import Truncation
 from waymark.domain.multimodal import PromptItems, items_of
@@ -29,40 +29,24 @@ System = Annotated[
 class TextFields(RequestBody):
     """A text, or the messages of a chat request, instead of token ids."""
 
-    prompt: str | None = Field(
-        default=None, description="a text; the model needs a tokenizer, or an engine with an address"
+    prompt: str | None = optional("a text; the model needs a tokenizer, or an engine with an address")
+    messages: list[Any] | None = optional("a list of messages as in a chat request of OpenAI; tokenized as prompt is")
+    system: System = optional(
+        "a text or a list of blocks: the system prompt for messages, as in a request of Anthropic's API"
     )
-    messages: list[Any] | None = Field(
-        default=None, description="a list of messages as in a chat request of OpenAI; tokenized as prompt is"
+    tools: list[Any] | None = optional("a list of tools, for messages")
+    chat_template_kwargs: dict[str, Any] = optional("an object with arguments for the chat template, for messages", {})
+    add_generation_prompt: bool = optional(
+        "true or false: whether the start of the assistant's answer is added after the messages", True
     )
-    system: System = Field(
-        default=None,
-        description="a text or a list of blocks: the system prompt for messages, as in a request of Anthropic's API",
+    continue_final_message: bool = optional("true or false: whether the model continues the last message", False)
+    add_special_tokens: bool | None = optional("true or false; the default is true for a prompt and false for messages")
+    truncate_prompt_tokens: int | None = optional(
+        "how many token ids of the prompt or messages are kept, as by vLLM; -1 keeps all", ge=-1, le=2**63 - 1
     )
-    tools: list[Any] | None = Field(default=None, description="a list of tools, for messages")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default={}, description="an object with arguments for the chat template, for messages"
-    )
-    add_generation_prompt: bool = Field(
-        default=True,
-        description="true or false: whether the start of the assistant's answer is added after the messages",
-    )
-    continue_final_message: bool = Field(
-        default=False, description="true or false: whether the model continues the last message"
-    )
-    add_special_tokens: bool | None = Field(
-        default=None, description="true or false; the default is true for a prompt and false for messages"
-    )
-    truncate_prompt_tokens: int | None = Field(
-        default=None,
-        ge=-1,
-        le=2**63 - 1,
-        description="how many token ids of the prompt or messages are kept, as by vLLM; -1 keeps all",
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        default=None,
-        description="left or right: the end at which ids are removed; by default ids are removed "
-        "after the special tokens at the left end",
+    truncation_side: Literal["left", "right"] | None = optional(
+        "left or right: the end at which ids are removed; by default ids are removed "
+        "after the special tokens at the left end"
     )
 
     @property
@@ -75,7 +59,7 @@ class ModelRequest(RequestBody):
     """The model whose tokenizer is used."""
 
     model: NonEmptyName = Field(validation_alias=AliasChoices(*MODEL), description=NAME)
-    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
+    tenant_id: OptionalName = optional(f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
 
     @property
     def group(self) -> GroupName:
@@ -98,16 +82,13 @@ class DetokenizeRequest(ModelRequest):
 class Named(ModelRequest):
     """The model, tenant, adapter and salts of the blocks that a request concerns."""
 
-    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
-    lora_id: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
-        default=None,
-        description="an integer of 0..2^63-1, and not together with lora_name; the default is the base model",
+    lora_name: OptionalName = optional(f"{OPTIONAL_NAME}; empty means the base model")
+    lora_id: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = optional(
+        "an integer of 0..2^63-1, and not together with lora_name; the default is the base model"
     )
-    cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means none")
-    additional_salt: OptionalName = Field(
-        default=None,
-        validation_alias=AliasChoices("additional_salt", "additionalsalt"),
-        description=f"{OPTIONAL_NAME}; empty means none",
+    cache_salt: OptionalName = optional(f"{OPTIONAL_NAME}; empty means none")
+    additional_salt: OptionalName = optional(
+        f"{OPTIONAL_NAME}; empty means none", validation_alias=AliasChoices("additional_salt", "additionalsalt")
     )
 
     @property
@@ -128,14 +109,11 @@ OPTIONAL_BLOCK_SIZE = f"{BLOCK_SIZE}; the default is the block size of the model
 
 
 class _QueryBody(Named):
-    block_size: BlockSize | None = Field(default=None, description=OPTIONAL_BLOCK_SIZE)
-    instance_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means every instance")
-    by: Literal["instance", "address"] = Field(
-        default="instance", description="instance or address: the key of each row in the answer"
-    )
-    explain: bool = Field(
-        default=False,
-        description="true or false: whether the answer explains why each instance has no more of the prompt",
+    block_size: BlockSize | None = optional(OPTIONAL_BLOCK_SIZE)
+    instance_id: OptionalName = optional(f"{OPTIONAL_NAME}; empty means every instance")
+    by: Literal["instance", "address"] = optional("instance or address: the key of each row in the answer", "instance")
+    explain: bool = optional(
+        "true or false: whether the answer explains why each instance has no more of the prompt", False
     )
 
 
@@ -144,20 +122,17 @@ class PromptFields(TextFields):
 
     may_have_any_list: ClassVar = True
 
-    token_ids: TokenIds = Field(
-        default=None,
-        description="a list of token ids, or in msgpack a bin of little-endian u32; send only one of token_ids, "
-        "seq_hashes, prompt and messages",
+    token_ids: TokenIds = optional(
+        "a list of token ids, or in msgpack a bin of little-endian u32; send only one of token_ids, "
+        "seq_hashes, prompt and messages"
     )
-    seq_hashes: HashList = Field(
-        default=None,
+    seq_hashes: HashList = optional(
+        "a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
         validation_alias=AliasChoices(*SEQ_HASHES.spellings),
-        description="a list of rolling hashes, u64, or in msgpack a bin of little-endian u64",
     )
-    features: dict[str, Any] | None = Field(
-        default=None,
-        description="an object with mm_hashes and mm_placeholders, as vLLM's render endpoints return it: the position "
-        "of each image in token_ids",
+    features: dict[str, Any] | None = optional(
+        "an object with mm_hashes and mm_placeholders, as vLLM's render endpoints return it: the position "
+        "of each image in token_ids"
     )
 
     @property
@@ -182,6 +157,6 @@ class QueryByHashRequest(_QueryBody):
 class InspectRequest(QueryRequest):
     """A prompt to explain, with the same fields as a query."""
 
-    top: Annotated[int, Field(ge=1, le=1000)] = Field(
-        default=20, description="an integer of 1..1000: how many instances are shown, the longest match first"
+    top: Annotated[int, Field(ge=1, le=1000)] = optional(
+        "an integer of 1..1000: how many instances are shown, the longest match first", 20
     )

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from waymark.api.http.fields import RANK, BlockSize, NonEmptyName, OptionalName, RankNumber, RequestBody, Root
+from waymark.api.http.fields import RANK, BlockSize, NonEmptyName, OptionalName, RankNumber, RequestBody, Root, optional
 from waymark.discovery.drafts import MUST_BE, Draft
 from waymark.domain.engines import KINDS, Copies, EngineKind, Scope, kinds_where
 from waymark.domain.names import BLOCK_SIZE, DEFAULT_TENANT, ENDPOINT, NAME, OPTIONAL_NAME, SeqCounter, is_endpoint
@@ -129,93 +129,71 @@ _OPAQUE = f"for type {kinds_where('is_opaque', True)}"
 
 
 class _PublisherFields(RequestBody):
-    endpoint: Endpoint = Field(default=None, description=MUST_BE["endpoint"])
-    replay_endpoint: Endpoint = Field(default=None, description=ENDPOINT)
-    snapshot_endpoint: Endpoint = Field(
-        default=None, description=f"{ENDPOINT}: the socket that answers with a snapshot of the engine's cache"
+    endpoint: Endpoint = optional(MUST_BE["endpoint"])
+    replay_endpoint: Endpoint = optional(ENDPOINT)
+    snapshot_endpoint: Endpoint = optional(f"{ENDPOINT}: the socket that answers with a snapshot of the engine's cache")
+    medium_endpoints: MediumEndpoints | None = optional(
+        f"an object of at most {MEDIA_MAX} endpoints by medium, such as npu, cpu or disk: the sockets of "
+        "a rank with several sockets; several media may have the same socket"
     )
-    medium_endpoints: MediumEndpoints | None = Field(
-        default=None,
-        description=f"an object of at most {MEDIA_MAX} endpoints by medium, such as npu, cpu or disk: the sockets of "
-        "a rank with several sockets; several media may have the same socket",
+    store_backend: OptionalName = optional(
+        f"{OPTIONAL_NAME}, the name of the store that the engines share; with endpoint and without "
+        "medium_endpoints, the request registers the store itself, as a pool"
     )
-    store_backend: OptionalName = Field(
-        default=None,
-        description=f"{OPTIONAL_NAME}, the name of the store that the engines share; with endpoint and without "
-        "medium_endpoints, the request registers the store itself, as a pool",
+    lora_name: OptionalName = optional(f"{OPTIONAL_NAME}; empty means the base model")
+    tenant_id: OptionalName = optional(MUST_BE["tenant_id"])
+    additionalsalt: OptionalName = optional(
+        f"{OPTIONAL_NAME}; empty means none", validation_alias=AliasChoices("additionalsalt", "additional_salt")
     )
-    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
-    tenant_id: OptionalName = Field(default=None, description=MUST_BE["tenant_id"])
-    additionalsalt: OptionalName = Field(
-        default=None,
-        validation_alias=AliasChoices("additionalsalt", "additional_salt"),
-        description=f"{OPTIONAL_NAME}; empty means none",
+    scope: Scope | None = optional(
+        "instance or shared, where shared is a pool that all instances read; "
+        f"the default of {kinds_where('scope', 'shared')} is shared"
     )
-    scope: Scope | None = Field(
-        default=None,
-        description="instance or shared, where shared is a pool that all instances read; "
-        f"the default of {kinds_where('scope', 'shared')} is shared",
+    copies: Copies | None = optional(
+        "count or set: with count a removal takes one copy of a block, and with set it takes the block; "
+        f"the default of {kinds_where('copies', 'count')} is count"
     )
-    copies: Copies | None = Field(
-        default=None,
-        description="count or set: with count a removal takes one copy of a block, and with set it takes the block; "
-        f"the default of {kinds_where('copies', 'count')} is count",
+    sequence: SeqCounter = optional(
+        "publisher if one counter numbers all frames, or rank if each rank has a counter", "publisher"
     )
-    sequence: SeqCounter = Field(
-        default="publisher",
-        description="publisher if one counter numbers all frames, or rank if each rank has a counter",
+    shards: Annotated[int, Field(ge=1, le=SHARDS_MAX)] | None = optional(
+        f"an integer of 1..{SHARDS_MAX}: for a pool, the number of objects that make up one "
+        "block; the default is the number of different shards seen in the keys of its objects"
     )
-    shards: Annotated[int, Field(ge=1, le=SHARDS_MAX)] | None = Field(
-        default=None,
-        description=f"an integer of 1..{SHARDS_MAX}: for a pool, the number of objects that make up one "
-        "block; the default is the number of different shards seen in the keys of its objects",
+    query_endpoint: OptionalEngineUrlField = optional(
+        f"{ENGINE_URL}: the HTTP address of the master of a Mooncake store, which decisions ask for the "
+        "blocks of a prompt while the store sends no events; of the pool itself, or of an engine that reads from it"
     )
-    query_endpoint: OptionalEngineUrlField = Field(
-        default=None,
-        description=f"{ENGINE_URL}: the HTTP address of the master of a Mooncake store, which decisions ask for the "
-        "blocks of a prompt while the store sends no events; of the pool itself, or of an engine that reads from it",
+    query_keys: QueryKeys | None = optional(
+        f"{FORMS}. The master has a block if it has all keys of one text; the default is SGLang's keys"
     )
-    query_keys: QueryKeys | None = Field(
-        default=None,
-        description=f"{FORMS}. The master has a block if it has all keys of one text; the default is SGLang's keys",
+    address: OptionalEngineUrlField = optional(MUST_BE["address"])
+    role: RoleField = optional(MUST_BE["role"], Role.BOTH)
+    weight: Weight = optional(f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests", 1.0)
+    labels: Labels = optional(
+        f"an object of at most {LABELS_MAX} texts by name, each of at most {LABEL_BYTES_MAX} bytes", {}
     )
-    address: OptionalEngineUrlField = Field(default=None, description=MUST_BE["address"])
-    role: RoleField = Field(default=Role.BOTH, description=MUST_BE["role"])
-    weight: Weight = Field(
-        default=1.0, description=f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"
+    metrics_url: OptionalUrl = optional(f"{URL}; the default is /metrics of the address")
+    kv_source: KvSource = optional("tcp://host:port: where other engines copy this engine's blocks from")
+    kv_bytes_per_token: KvNumber = optional("the bytes of a token's blocks; 0: not known", 0.0)
+    transfer_gbps: KvNumber = optional("the speed of a copy, in gigabits a second; 0: not known", 0.0)
+    kv_hints: bool = optional("true or false: whether the engine reads the request field kv_hints", False)
+    storage_offloading: bool = optional(
+        f"true or false: {_OPAQUE}, whether the engine offloads prefixes to storage", DEFAULT.storage_offloading
     )
-    labels: Labels = Field(
-        default={},
-        description=f"an object of at most {LABELS_MAX} texts by name, each of at most {LABEL_BYTES_MAX} bytes",
+    treat_eviction_as_offload: bool = optional(
+        f"true or false: {_OPAQUE}, whether a prefix that the engine evicts is in storage afterwards",
+        DEFAULT.treat_eviction_as_offload,
     )
-    metrics_url: OptionalUrl = Field(default=None, description=f"{URL}; the default is /metrics of the address")
-    kv_source: KvSource = Field(
-        default=None, description="tcp://host:port: where other engines copy this engine's blocks from"
+    reconnect_interval_ms: Annotated[int, Field(ge=1, le=RECONNECT_MILLISECONDS_MAX)] | None = optional(
+        f"an integer of 1..{RECONNECT_MILLISECONDS_MAX}: {_OPAQUE}, the pause before Waymark reconnects"
     )
-    kv_bytes_per_token: KvNumber = Field(default=0.0, description="the bytes of a token's blocks; 0: not known")
-    transfer_gbps: KvNumber = Field(default=0.0, description="the speed of a copy, in gigabits a second; 0: not known")
-    kv_hints: bool = Field(
-        default=False, description="true or false: whether the engine reads the request field kv_hints"
+    entry_ttl_seconds: Annotated[int, Field(ge=1, le=TTL_SECONDS_MAX)] = optional(
+        f"an integer of 1..{TTL_SECONDS_MAX}: {_OPAQUE}, how long the index keeps an entry", DEFAULT.entry_ttl_seconds
     )
-    storage_offloading: bool = Field(
-        default=DEFAULT.storage_offloading,
-        description=f"true or false: {_OPAQUE}, whether the engine offloads prefixes to storage",
-    )
-    treat_eviction_as_offload: bool = Field(
-        default=DEFAULT.treat_eviction_as_offload,
-        description=f"true or false: {_OPAQUE}, whether a prefix that the engine evicts is in storage afterwards",
-    )
-    reconnect_interval_ms: Annotated[int, Field(ge=1, le=RECONNECT_MILLISECONDS_MAX)] | None = Field(
-        default=None,
-        description=f"an integer of 1..{RECONNECT_MILLISECONDS_MAX}: {_OPAQUE}, the pause before Waymark reconnects",
-    )
-    entry_ttl_seconds: Annotated[int, Field(ge=1, le=TTL_SECONDS_MAX)] = Field(
-        default=DEFAULT.entry_ttl_seconds,
-        description=f"an integer of 1..{TTL_SECONDS_MAX}: {_OPAQUE}, how long the index keeps an entry",
-    )
-    max_entries: Annotated[int, Field(ge=ENTRIES_MIN, le=ENTRIES_MAX)] = Field(
-        default=DEFAULT.max_entries,
-        description=f"an integer of {ENTRIES_MIN}..{ENTRIES_MAX}: {_OPAQUE}, how many entries the publisher may have",
+    max_entries: Annotated[int, Field(ge=ENTRIES_MIN, le=ENTRIES_MAX)] = optional(
+        f"an integer of {ENTRIES_MIN}..{ENTRIES_MAX}: {_OPAQUE}, how many entries the publisher may have",
+        DEFAULT.max_entries,
     )
 
     def draft(self) -> Draft:
@@ -230,11 +208,10 @@ class RegisterRequest(_PublisherFields):
     modelname: NonEmptyName = Field(validation_alias=_MODEL_NAMES, description=MUST_BE["modelname"])
     instance_id: NonEmptyName = Field(description=MUST_BE["instance_id"])
     block_size: BlockSize = Field(description=BLOCK_SIZE)
-    dp_rank: RankNumber = Field(default=0, description=RANK)
-    topic: OptionalName = Field(
-        default=None,
-        description=f"{OPTIONAL_NAME}, the topic of this publisher's frames; required if several publishers use one "
-        "socket with one counter. Its blocks are added to the blocks of the instance or, if scope is shared, of a pool",
+    dp_rank: RankNumber = optional(RANK, 0)
+    topic: OptionalName = optional(
+        f"{OPTIONAL_NAME}, the topic of this publisher's frames; required if several publishers use one "
+        "socket with one counter. Its blocks are added to the blocks of the instance or, if scope is shared, of a pool"
     )
 
 
@@ -242,16 +219,15 @@ class RegisterByUrlRequest(_PublisherFields):
     """The URL of an engine. Waymark asks the engine for each field that the request leaves out."""
 
     url: EngineUrlField = Field(description=f"{ENGINE_URL}: the HTTP API of the engine")
-    type: Kind | None = Field(default=None, description=MUST_BE["type"])
-    modelname: OptionalName = Field(
-        default=None, validation_alias=_MODEL_NAMES, description=f"{OPTIONAL_NAME}, a model that the engine serves"
+    type: Kind | None = optional(MUST_BE["type"])
+    modelname: OptionalName = optional(
+        f"{OPTIONAL_NAME}, a model that the engine serves", validation_alias=_MODEL_NAMES
     )
-    instance_id: OptionalName = Field(
-        default=None,
-        description=f"{OPTIONAL_NAME}, the name of the engine in answers; the default is host:port of the URL",
+    instance_id: OptionalName = optional(
+        f"{OPTIONAL_NAME}, the name of the engine in answers; the default is host:port of the URL"
     )
-    block_size: BlockSize | None = Field(default=None, description=BLOCK_SIZE)
-    dp_rank: RankNumber | None = Field(default=None, description=f"{RANK}; the default is every rank of the engine")
+    block_size: BlockSize | None = optional(BLOCK_SIZE)
+    dp_rank: RankNumber | None = optional(f"{RANK}; the default is every rank of the engine")
 
 
 class AnyRegisterRequest(Root[RegisterRequest | RegisterByUrlRequest]):
@@ -262,8 +238,8 @@ class UnregisterRequest(RequestBody):
     """The publishers to remove: one rank, or without ``dp_rank`` all ranks of the instance."""
 
     instance_id: NonEmptyName = Field(description=NAME)
-    tenant_id: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
-    dp_rank: RankNumber | None = Field(default=None, description=RANK)
+    tenant_id: OptionalName = optional(f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'")
+    dp_rank: RankNumber | None = optional(RANK)
 
 
 class RepairRequest(UnregisterRequest):

@@ -6,7 +6,16 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, AliasChoices, Field, WithJsonSchema
 
-from waymark.api.http.fields import HashList, Model, NonEmptyName, OptionalName, RankNumber, RequestBody, TokenIds
+from waymark.api.http.fields import (
+    HashList,
+    Model,
+    NonEmptyName,
+    OptionalName,
+    RankNumber,
+    RequestBody,
+    TokenIds,
+    optional,
+)
 from waymark.domain.names import DEFAULT_TENANT, ENDPOINT, NAME, OPTIONAL_NAME, U32_MAX, U64_MASK, GroupName
 
 _GROUP = f"{OPTIONAL_NAME}; empty means '{DEFAULT_TENANT}'"
@@ -21,8 +30,8 @@ InstanceId = Annotated[int, Field(ge=0, le=U64_MASK)]
 
 class _Grouped(RequestBody):
     model_name: NonEmptyName = Field(description=NAME)
-    routing_group: OptionalName = Field(default=None, description=_GROUP)
-    tenant_id: OptionalName = Field(default=None, description=f"{_GROUP}; routing_group takes precedence")
+    routing_group: OptionalName = optional(_GROUP)
+    tenant_id: OptionalName = optional(f"{_GROUP}; routing_group takes precedence")
 
     @property
     def partition(self) -> str | None:
@@ -40,12 +49,10 @@ class DynamoRegisterRequest(_Grouped):
     instance_id: InstanceId = Field(description=_ID)
     endpoint: str = Field(description=f"a text, {ENDPOINT}")
     block_size: Annotated[int, Field(ge=0, le=U32_MAX)] = Field(description="an integer of 1..65536, tokens per block")
-    dp_rank: RankNumber = Field(default=0, description=_UINT32)
-    replay_endpoint: OptionalName = Field(default=None, description=f"a text, {ENDPOINT}")
-    additional_salt: OptionalName = Field(
-        default=None,
-        validation_alias=AliasChoices("additional_salt", "additionalsalt"),
-        description=f"{OPTIONAL_NAME}; empty means none",
+    dp_rank: RankNumber = optional(_UINT32, 0)
+    replay_endpoint: OptionalName = optional(f"a text, {ENDPOINT}")
+    additional_salt: OptionalName = optional(
+        f"{OPTIONAL_NAME}; empty means none", validation_alias=AliasChoices("additional_salt", "additionalsalt")
     )
 
 
@@ -55,15 +62,15 @@ class DynamoUnregisterRequest(_Grouped):
     """
 
     instance_id: InstanceId = Field(description=_ID)
-    dp_rank: RankNumber | None = Field(default=None, description=_UINT32)
+    dp_rank: RankNumber | None = optional(_UINT32)
 
 
 class DynamoQueryRequest(_Grouped):
     """A prompt, by its tokens. The model and group determine the block size."""
 
     token_ids: TokenIds = Field(description="a list of token ids, or in msgpack a bin of little-endian u32")
-    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
-    cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means none")
+    lora_name: OptionalName = optional(f"{OPTIONAL_NAME}; empty means the base model")
+    cache_salt: OptionalName = optional(f"{OPTIONAL_NAME}; empty means none")
 
 
 class DynamoQueryByHashRequest(_Grouped):
@@ -118,10 +125,8 @@ _WorkerSockets = Annotated[
 
 
 class _InGroup(RequestBody):
-    model_name: NonEmptyName = Field(default=DEFAULT_MODEL, description=NAME)
-    routing_group: OptionalName = Field(
-        default=None, validation_alias=AliasChoices("routing_group", "tenant_id"), description=_GROUP
-    )
+    model_name: NonEmptyName = optional(NAME, DEFAULT_MODEL)
+    routing_group: OptionalName = optional(_GROUP, validation_alias=AliasChoices("routing_group", "tenant_id"))
 
     @property
     def partition(self) -> str:
@@ -135,30 +140,21 @@ class _InGroup(RequestBody):
 class WorkerPatch(RequestBody):
     """The fields to change in a worker's description. Absent fields stay unchanged."""
 
-    endpoint: _WorkerAddress = Field(
-        default=None,
-        description=f"{OPTIONAL_NAME}, the address of its requests, without a user, a query and a fragment",
+    endpoint: _WorkerAddress = optional(
+        f"{OPTIONAL_NAME}, the address of its requests, without a user, a query and a fragment"
     )
-    kv_events_endpoint: _WorkerSocket = Field(
-        default=None, description=f"{OPTIONAL_NAME}, the socket of its events, without an '@'"
-    )
-    kv_events_endpoints: _WorkerSockets | None = Field(
-        default=None, description="an object: the socket of each rank, without an '@'"
-    )
-    replay_endpoint: _WorkerSocket = Field(
-        default=None, description=f"{OPTIONAL_NAME}, the socket of replays, without an '@'"
-    )
-    block_size: U32 | None = Field(default=None, description=_UINT32)
-    data_parallel_start_rank: U32 | None = Field(default=None, description=_UINT32)
-    data_parallel_size: Annotated[int, Field(ge=0, le=_RANKS_MAX)] | None = Field(
-        default=None, description=f"an integer of 0..{_RANKS_MAX}"
-    )
-    max_num_batched_tokens: SafeInteger | None = Field(default=None, description="an integer; stored, but not used")
-    total_kv_blocks: SafeInteger | None = Field(default=None, description="an integer; stored, but not used")
-    stable_routing_id: OptionalName = Field(default=None, description="a text; stored, but not used")
-    is_eagle: bool | None = Field(default=None, description="true or false; stored, but not used")
-    taints: list[str] | None = Field(default=None, description="a list of texts; stored, but not used")
-    topology_domains: dict[str, str] | None = Field(default=None, description="an object; stored, but not used")
+    kv_events_endpoint: _WorkerSocket = optional(f"{OPTIONAL_NAME}, the socket of its events, without an '@'")
+    kv_events_endpoints: _WorkerSockets | None = optional("an object: the socket of each rank, without an '@'")
+    replay_endpoint: _WorkerSocket = optional(f"{OPTIONAL_NAME}, the socket of replays, without an '@'")
+    block_size: U32 | None = optional(_UINT32)
+    data_parallel_start_rank: U32 | None = optional(_UINT32)
+    data_parallel_size: Annotated[int, Field(ge=0, le=_RANKS_MAX)] | None = optional(f"an integer of 0..{_RANKS_MAX}")
+    max_num_batched_tokens: SafeInteger | None = optional("an integer; stored, but not used")
+    total_kv_blocks: SafeInteger | None = optional("an integer; stored, but not used")
+    stable_routing_id: OptionalName = optional("a text; stored, but not used")
+    is_eagle: bool | None = optional("true or false; stored, but not used")
+    taints: list[str] | None = optional("a list of texts; stored, but not used")
+    topology_domains: dict[str, str] | None = optional("an object; stored, but not used")
 
 
 class WorkerRequest(WorkerPatch, _InGroup):
@@ -168,27 +164,23 @@ class WorkerRequest(WorkerPatch, _InGroup):
 
 
 class _DynamoPrompt(_InGroup):
-    token_ids: TokenIds = Field(
-        default=None, description="a list of token ids, or in msgpack a bin of little-endian u32"
+    token_ids: TokenIds = optional("a list of token ids, or in msgpack a bin of little-endian u32")
+    block_hashes: HashList = optional("a list of local hashes, signed or unsigned")
+    sequence_hashes: HashList = optional("a list of rolling hashes; required with block_hashes")
+    isl_tokens: U32 | None = optional(
+        f"{_UINT32}: the number of tokens of the prompt, if block_hashes replace token_ids"
     )
-    block_hashes: HashList = Field(default=None, description="a list of local hashes, signed or unsigned")
-    sequence_hashes: HashList = Field(default=None, description="a list of rolling hashes; required with block_hashes")
-    isl_tokens: U32 | None = Field(
-        default=None, description=f"{_UINT32}: the number of tokens of the prompt, if block_hashes replace token_ids"
-    )
-    lora_name: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means the base model")
-    cache_salt: OptionalName = Field(default=None, description=f"{OPTIONAL_NAME}; empty means none")
+    lora_name: OptionalName = optional(f"{OPTIONAL_NAME}; empty means the base model")
+    cache_salt: OptionalName = optional(f"{OPTIONAL_NAME}; empty means none")
 
 
 class DynamoSelectRequest(_DynamoPrompt):
     """A prompt that needs a worker."""
 
-    selection_id: OptionalName = Field(default=None, description=OPTIONAL_NAME)
-    allowed_worker_ids: list[InstanceId] | None = Field(
-        default=None, description=f"a list of worker ids, each {_ID}; absent means all"
-    )
-    router_config_override: dict[str, Any] | None = Field(
-        default=None, description="an object: constants of the policy dynamo, which then decides"
+    selection_id: OptionalName = optional(OPTIONAL_NAME)
+    allowed_worker_ids: list[InstanceId] | None = optional(f"a list of worker ids, each {_ID}; absent means all")
+    router_config_override: dict[str, Any] | None = optional(
+        "an object: constants of the policy dynamo, which then decides"
     )
 
 
@@ -200,14 +192,12 @@ class DynamoReservationRequest(_DynamoPrompt):
     """The selection to reserve, from ``/dynamo/select``, or a worker that the client picked."""
 
     selection_id: NonEmptyName = Field(description=NAME)
-    worker_id: InstanceId | None = Field(default=None, description=_ID)
-    dp_rank: U32 = Field(default=0, description=_UINT32)
-    track_prefill_tokens: bool = Field(
-        default=False, description="true or false: whether the engine still has to compute the prompt"
-    )
+    worker_id: InstanceId | None = optional(_ID)
+    dp_rank: U32 = optional(_UINT32, 0)
+    track_prefill_tokens: bool = optional("true or false: whether the engine still has to compute the prompt", False)
 
 
 class OutputBlockRequest(RequestBody):
     """Another block of output. It keeps the reservation alive."""
 
-    decay_fraction: float | None = Field(default=None, description="a number of 0 to 1; it is not used")
+    decay_fraction: float | None = optional("a number of 0 to 1; it is not used")

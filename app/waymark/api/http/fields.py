@@ -50,6 +50,11 @@ _TOKENS = ("token_ids", "tokens")
 _LONG_LISTS = (*_TOKENS, "seq_hashes", "block_hashes")
 
 
+def optional(description: str, default: Any = None, **options: Any) -> Any:
+    """Return a field that may be absent."""
+    return Field(default=default, description=description, **options)
+
+
 class Model(BaseModel):
     """A body, or a part of one."""
 
@@ -71,12 +76,10 @@ class ErrorBody(Model):
         "conflict, gap, not_found, method_not_allowed, too_large, unsupported_content_type, unauthorized, "
         "unavailable, no_target, starting, saturated, no_tokenizer, internal"
     )
-    field: str | None = Field(
-        default=None, description="the field that the sentence is about, as the client spelled it"
-    )
-    index: int | None = Field(default=None, description="the position inside that field, counted from 0")
-    applied: int | None = Field(default=None, description="the number of events that were applied before a gap")
-    expected: int | None = Field(default=None, description="the event_id to continue from after a gap")
+    field: str | None = optional("the field that the sentence is about, as the client spelled it")
+    index: int | None = optional("the position inside that field, counted from 0")
+    applied: int | None = optional("the number of events that were applied before a gap")
+    expected: int | None = optional("the event_id to continue from after a gap")
 
 
 RANK = f"an integer of 0..{U32_MAX}"
