@@ -16,30 +16,7 @@ from waymark.api.http.bodies import Body
 from waymark.api.http.errors import InvalidBody
 from waymark.api.http.fields import RequestBody, optional
 from waymark.chat.prefix_key import PREFIX_BYTES
-from waymark.contract.admin import (
-    BackendConnection,
-    BackendEvents,
-    BackendLoad,
-    BackendState,
-    CacheConnections,
-    CacheErrors,
-    ClearAnswer,
-    EventSourceState,
-    IndexBackends,
-    IndexConfig,
-    IndexContents,
-    IndexDecisions,
-    IndexScoring,
-    IndexStats,
-    InvalidateAnswer,
-    PrefixRoutingConfig,
-    PrefixRoutingDecisions,
-    PrefixRoutingStats,
-    ResponseCacheConfig,
-    ResponseCacheRedis,
-    ResponseCacheRequests,
-    ResponseCacheStats,
-)
+from waymark.contract import admin
 from waymark.decide.policies.presets import PRESETS
 from waymark.domain.prefixes import DEFAULT
 from waymark.domain.status import StreamStatus
@@ -86,7 +63,7 @@ class ResponseCacheAdmin:
 
     async def stats(self, _: Body) -> Answer:
         return Answer(
-            ResponseCacheStats(enabled=False) if self._cache is None else _cache_stats(await self._cache.state())
+            admin.ResponseCacheStats(enabled=False) if self._cache is None else _cache_stats(await self._cache.state())
         )
 
     async def invalidate(self, body: Body) -> Answer:
@@ -100,22 +77,22 @@ class ResponseCacheAdmin:
         key = None if request.key is None else bytes.fromhex(request.key)
         cleared = 0 if self._cache is None else await self._cache.clear(key)
         action = "clear_all" if key is None else "clear_key"
-        return Answer(InvalidateAnswer(success=True, action=action, cleared_entries=cleared))
+        return Answer(admin.InvalidateAnswer(success=True, action=action, cleared_entries=cleared))
 
 
-def _cache_stats(state: CacheState) -> ResponseCacheStats:
+def _cache_stats(state: CacheState) -> admin.ResponseCacheStats:
     requests = {name: state.counts.get(name, 0) for name in ("hit", "miss", "skip")}
     asked = requests["hit"] + requests["miss"]
-    return ResponseCacheStats(
+    return admin.ResponseCacheStats(
         enabled=True,
         backend_type=state.backend,
         entries=state.entries,
         capacity=state.entries_max,
-        requests=ResponseCacheRequests(**requests, total=sum(requests.values())),
+        requests=admin.ResponseCacheRequests(**requests, total=sum(requests.values())),
         hit_rate=f"{requests['hit'] / asked if asked else 0:.4f}",
         evictions=state.counts.get("evictions", 0),
         size_bytes=state.bytes,
-        config=ResponseCacheConfig(
+        config=admin.ResponseCacheConfig(
             backend=state.backend,
             ttl=_duration(state.ttl_seconds),
             capacity=state.entries_max,
@@ -126,12 +103,12 @@ def _cache_stats(state: CacheState) -> ResponseCacheStats:
     )
 
 
-def _cache_redis(state: CacheState, active: int, idle: int) -> ResponseCacheRedis:
+def _cache_redis(state: CacheState, active: int, idle: int) -> admin.ResponseCacheRedis:
     errors = {kind: state.counts.get(f"error.{kind}", 0) for kind in ("connection", "timeout", "other")}
-    return ResponseCacheRedis(
-        connections=CacheConnections(active=active, idle=idle),
+    return admin.ResponseCacheRedis(
+        connections=admin.CacheConnections(active=active, idle=idle),
         fallback_active=state.is_away,
-        errors=CacheErrors(**errors),
+        errors=admin.CacheErrors(**errors),
     )
 
 
@@ -156,15 +133,15 @@ class Admin:
         total = sum(decided.values())
         constants = PRESETS["sticky"].values({})
         return Answer(
-            PrefixRoutingStats(
+            admin.PrefixRoutingStats(
                 enabled=True,
-                config=PrefixRoutingConfig(
+                config=admin.PrefixRoutingConfig(
                     max_prefix_length=PREFIX_BYTES,
                     load_factor_epsilon=constants.number("load_factor_epsilon"),
                     virtual_nodes=int(constants.number("virtual_nodes")),
                     anthropic_cache_control_injection=self._injects_cache_control,
                 ),
-                routing_decisions=PrefixRoutingDecisions(
+                routing_decisions=admin.PrefixRoutingDecisions(
                     total=total, **decided, overflow_rate=f"{decided['overflow'] / total if total else 0:.4f}"
                 ),
                 backend_distribution=await self._distribution(body),
@@ -172,7 +149,7 @@ class Admin:
             )
         )
 
-    async def _distribution(self, body: Body) -> list[BackendLoad]:
+    async def _distribution(self, body: Body) -> list[admin.BackendLoad]:
         """Return the number of requests under way for each instance, over its ranks and models."""
         requests: Counter[str] = Counter()
         claims = [claim for claim in await self._store.directory.claims() if not claim.is_leaving]
@@ -182,7 +159,7 @@ class Admin:
             registration = claim.registration
             if registration.scope == "instance" and body.caller.has(registration.tenant_id):
                 requests[registration.instance_id] += loads[claim.group_id].get(claim.publisher, NO_LOAD).requests
-        return [BackendLoad(backend=name, in_flight_requests=n) for name, n in requests.items()]
+        return [admin.BackendLoad(backend=name, in_flight_requests=n) for name, n in requests.items()]
 
     async def kv_index_stats(self, body: Body) -> Answer:
         states = await self._store.states(body.caller.has)
@@ -192,25 +169,25 @@ class Admin:
         sources = [state.registration.prefixes for state in states if state.registration.kind.traits.is_opaque]
         constants = PRESETS["composite"].values({})
         return Answer(
-            IndexStats(
+            admin.IndexStats(
                 enabled=True,
-                config=IndexConfig(
+                config=admin.IndexConfig(
                     backend="redis",
                     max_entries=max((source.max_entries for source in sources), default=DEFAULT.max_entries),
                     entry_ttl_seconds=max(
                         (source.entry_ttl_seconds for source in sources), default=DEFAULT.entry_ttl_seconds
                     ),
                     event_sources_count=len(states),
-                    scoring=IndexScoring(**{name: constants.number(name) for name in _SCORING}),
+                    scoring=admin.IndexScoring(**{name: constants.number(name) for name in _SCORING}),
                 ),
-                index=IndexContents(
+                index=admin.IndexContents(
                     prefix_count=await self._store.prefixes.count(sorted({state.group_id for state in states})),
                     entry_count=sum(map(_entries, states)),
                     total_hits=total,
                     total_evictions=sum(state.counters.get("evictions", 0) for state in states),
                 ),
                 event_sources=[_source(state) for state in states],
-                routing_decisions=IndexDecisions(**decided, total=total),
+                routing_decisions=admin.IndexDecisions(**decided, total=total),
                 query_latency_count=total,
                 overlap_score_count=decided["kv_aware"],
             )
@@ -218,7 +195,7 @@ class Admin:
 
     async def kv_index_backends(self, body: Body) -> Answer:
         states = await self._store.states(body.caller.has)
-        return Answer(IndexBackends(enabled=True, backends=[_backend(state) for state in states]))
+        return Answer(admin.IndexBackends(enabled=True, backends=[_backend(state) for state in states]))
 
     async def kv_index_clear(self, body: Body) -> Answer:
         """End the holders of sources of opaque prefixes, or of every publisher."""
@@ -232,7 +209,7 @@ class Admin:
                 cleared += _entries(state)
         self._store.reader.forget_rows()
         entries = sum(map(_entries, states))
-        return Answer(ClearAnswer(success=True, entries_before_clear=entries, cleared_entries=cleared))
+        return Answer(admin.ClearAnswer(success=True, entries_before_clear=entries, cleared_entries=cleared))
 
 
 def _entries(state: PublisherState) -> int:
@@ -251,11 +228,11 @@ def _received(state: PublisherState) -> int:
     return state.counters.get("events_received", events)
 
 
-def _connection(state: PublisherState) -> BackendConnection:
+def _connection(state: PublisherState) -> admin.BackendConnection:
     last = state.counters.get("last_event_at")
     if last is None and state.lag_seconds is not None:
         last = int(time() - state.lag_seconds)
-    return BackendConnection(
+    return admin.BackendConnection(
         connected=state.status in _CONNECTED,
         reconnect_count=state.counters.get("reconnects", 0),
         last_event_at=None if last is None else datetime.fromtimestamp(last, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -266,9 +243,9 @@ def _dropped(state: PublisherState) -> int:
     return state.counters.get("events_dropped", 0) + state.counters.get("buffer_dropped", 0)
 
 
-def _source(state: PublisherState) -> EventSourceState:
+def _source(state: PublisherState) -> admin.EventSourceState:
     connection = _connection(state)
-    return EventSourceState(
+    return admin.EventSourceState(
         backend_name=_name(state),
         connected=connection.connected,
         events_received=_received(state),
@@ -278,12 +255,12 @@ def _source(state: PublisherState) -> EventSourceState:
     )
 
 
-def _backend(state: PublisherState) -> BackendState:
+def _backend(state: PublisherState) -> admin.BackendState:
     counters = state.counters
-    return BackendState(
+    return admin.BackendState(
         backend_name=_name(state),
         connection=_connection(state),
-        events=BackendEvents(
+        events=admin.BackendEvents(
             received=_received(state),
             dropped=_dropped(state),
             index_created=counters.get("created", counters.get("events.stored", 0)),

@@ -12,28 +12,10 @@ from pydantic_core import PydanticCustomError
 
 from waymark.api.http.fields import RANK, BlockSize, NonEmptyName, OptionalName, RankNumber, RequestBody, Root, optional
 from waymark.discovery.drafts import MUST_BE, Draft
+from waymark.domain import prefixes, targets
 from waymark.domain.engines import KINDS, Copies, EngineKind, Scope, kinds_where
 from waymark.domain.names import BLOCK_SIZE, DEFAULT_TENANT, ENDPOINT, NAME, OPTIONAL_NAME, SeqCounter, is_endpoint
 from waymark.domain.pool_keys import FORMS, are_forms
-from waymark.domain.prefixes import (
-    DEFAULT,
-    ENTRIES_MAX,
-    ENTRIES_MIN,
-    RECONNECT_MILLISECONDS_MAX,
-    TTL_SECONDS_MAX,
-    is_source,
-)
-from waymark.domain.targets import (
-    ENGINE_URL,
-    KV_NUMBER_MAX,
-    LABEL_BYTES_MAX,
-    LABELS_MAX,
-    URL,
-    WEIGHT_MAX,
-    Role,
-    is_engine_url,
-    is_url,
-)
 from waymark.domain.waiting import SHARDS_MAX
 
 # The types of a registration's fields. Each validates a value from JSON, or explains the mistake.
@@ -51,7 +33,7 @@ def _kind(value: Any) -> Any:
 def _endpoint(value: Any) -> Any:
     if value == "":
         return None
-    if isinstance(value, str) and not is_endpoint(value) and not is_source(value):
+    if isinstance(value, str) and not is_endpoint(value) and not prefixes.is_source(value):
         raise PydanticCustomError("invalid_value", "no such endpoint")
     return value
 
@@ -59,7 +41,7 @@ def _endpoint(value: Any) -> Any:
 def _url(value: Any) -> Any:
     if value == "":
         return None
-    if isinstance(value, str) and not is_url(value):
+    if isinstance(value, str) and not targets.is_url(value):
         raise PydanticCustomError("invalid_value", "no such URL")
     return value
 
@@ -73,7 +55,7 @@ def _kv_source(value: Any) -> Any:
 
 
 def _engine_url(value: Any) -> Any:
-    if isinstance(value, str) and value and not is_engine_url(value):
+    if isinstance(value, str) and value and not targets.is_engine_url(value):
         raise PydanticCustomError("invalid_value", "no such URL")
     return value or None
 
@@ -81,13 +63,15 @@ def _engine_url(value: Any) -> Any:
 def _role(value: Any) -> Any:
     if not isinstance(value, str):
         raise PydanticCustomError("invalid_type", "not a string")
-    if value not in tuple(Role):
+    if value not in tuple(targets.Role):
         raise PydanticCustomError("invalid_value", "no such role")
-    return Role(value)
+    return targets.Role(value)
 
 
 def _labels(value: dict[str, str]) -> dict[str, str]:
-    if len(value) > LABELS_MAX or any(len(text.encode()) > LABEL_BYTES_MAX for pair in value.items() for text in pair):
+    if len(value) > targets.LABELS_MAX or any(
+        len(text.encode()) > targets.LABEL_BYTES_MAX for pair in value.items() for text in pair
+    ):
         raise PydanticCustomError("out_of_range", "too many labels, or too long ones")
     return value
 
@@ -116,12 +100,12 @@ MediumEndpoints = Annotated[dict[str, Endpoint], AfterValidator(_sockets)]
 EngineUrlField = Annotated[str, BeforeValidator(_engine_url)]
 OptionalEngineUrlField = Annotated[str | None, BeforeValidator(_engine_url)]
 OptionalUrl = Annotated[str | None, BeforeValidator(_url)]
-RoleField = Annotated[Role, BeforeValidator(_role), WithJsonSchema({"enum": [*Role], "type": "string"})]
+RoleField = Annotated[targets.Role, BeforeValidator(_role), WithJsonSchema({"enum": [*targets.Role], "type": "string"})]
 Labels = Annotated[dict[str, str], AfterValidator(_labels)]
-Weight = Annotated[float, Field(ge=0, le=WEIGHT_MAX, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, le=targets.WEIGHT_MAX, allow_inf_nan=False)]
 QueryKeys = Annotated[list[str], AfterValidator(_query_keys)]
 KvSource = Annotated[str | None, BeforeValidator(_kv_source)]
-KvNumber = Annotated[float, Field(ge=0, le=KV_NUMBER_MAX, allow_inf_nan=False)]
+KvNumber = Annotated[float, Field(ge=0, le=targets.KV_NUMBER_MAX, allow_inf_nan=False)]
 
 
 _MODEL_NAMES = AliasChoices("modelname", "model_name", "model")
@@ -161,39 +145,44 @@ class _PublisherFields(RequestBody):
         "block; the default is the number of different shards seen in the keys of its objects"
     )
     query_endpoint: OptionalEngineUrlField = optional(
-        f"{ENGINE_URL}: the HTTP address of the master of a Mooncake store, which decisions ask for the "
+        f"{targets.ENGINE_URL}: the HTTP address of the master of a Mooncake store, which decisions ask for the "
         "blocks of a prompt while the store sends no events; of the pool itself, or of an engine that reads from it"
     )
     query_keys: QueryKeys | None = optional(
         f"{FORMS}. The master has a block if it has all keys of one text; the default is SGLang's keys"
     )
     address: OptionalEngineUrlField = optional(MUST_BE["address"])
-    role: RoleField = optional(MUST_BE["role"], Role.BOTH)
-    weight: Weight = optional(f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests", 1.0)
-    labels: Labels = optional(
-        f"an object of at most {LABELS_MAX} texts by name, each of at most {LABEL_BYTES_MAX} bytes", {}
+    role: RoleField = optional(MUST_BE["role"], targets.Role.BOTH)
+    weight: Weight = optional(
+        f"a number of 0 to {targets.WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests", 1.0
     )
-    metrics_url: OptionalUrl = optional(f"{URL}; the default is /metrics of the address")
+    labels: Labels = optional(
+        f"an object of at most {targets.LABELS_MAX} texts by name, each of at most {targets.LABEL_BYTES_MAX} bytes", {}
+    )
+    metrics_url: OptionalUrl = optional(f"{targets.URL}; the default is /metrics of the address")
     kv_source: KvSource = optional("tcp://host:port: where other engines copy this engine's blocks from")
     kv_bytes_per_token: KvNumber = optional("the bytes of a token's blocks; 0: not known", 0.0)
     transfer_gbps: KvNumber = optional("the speed of a copy, in gigabits a second; 0: not known", 0.0)
     kv_hints: bool = optional("true or false: whether the engine reads the request field kv_hints", False)
     storage_offloading: bool = optional(
-        f"true or false: {_OPAQUE}, whether the engine offloads prefixes to storage", DEFAULT.storage_offloading
+        f"true or false: {_OPAQUE}, whether the engine offloads prefixes to storage",
+        prefixes.DEFAULT.storage_offloading,
     )
     treat_eviction_as_offload: bool = optional(
         f"true or false: {_OPAQUE}, whether a prefix that the engine evicts is in storage afterwards",
-        DEFAULT.treat_eviction_as_offload,
+        prefixes.DEFAULT.treat_eviction_as_offload,
     )
-    reconnect_interval_ms: Annotated[int, Field(ge=1, le=RECONNECT_MILLISECONDS_MAX)] | None = optional(
-        f"an integer of 1..{RECONNECT_MILLISECONDS_MAX}: {_OPAQUE}, the pause before Waymark reconnects"
+    reconnect_interval_ms: Annotated[int, Field(ge=1, le=prefixes.RECONNECT_MILLISECONDS_MAX)] | None = optional(
+        f"an integer of 1..{prefixes.RECONNECT_MILLISECONDS_MAX}: {_OPAQUE}, the pause before Waymark reconnects"
     )
-    entry_ttl_seconds: Annotated[int, Field(ge=1, le=TTL_SECONDS_MAX)] = optional(
-        f"an integer of 1..{TTL_SECONDS_MAX}: {_OPAQUE}, how long the index keeps an entry", DEFAULT.entry_ttl_seconds
+    entry_ttl_seconds: Annotated[int, Field(ge=1, le=prefixes.TTL_SECONDS_MAX)] = optional(
+        f"an integer of 1..{prefixes.TTL_SECONDS_MAX}: {_OPAQUE}, how long the index keeps an entry",
+        prefixes.DEFAULT.entry_ttl_seconds,
     )
-    max_entries: Annotated[int, Field(ge=ENTRIES_MIN, le=ENTRIES_MAX)] = optional(
-        f"an integer of {ENTRIES_MIN}..{ENTRIES_MAX}: {_OPAQUE}, how many entries the publisher may have",
-        DEFAULT.max_entries,
+    max_entries: Annotated[int, Field(ge=prefixes.ENTRIES_MIN, le=prefixes.ENTRIES_MAX)] = optional(
+        f"an integer of {prefixes.ENTRIES_MIN}..{prefixes.ENTRIES_MAX}: {_OPAQUE}, how many entries the publisher may "
+        "have",
+        prefixes.DEFAULT.max_entries,
     )
 
     def draft(self) -> Draft:
@@ -218,7 +207,7 @@ class RegisterRequest(_PublisherFields):
 class RegisterByUrlRequest(_PublisherFields):
     """The URL of an engine. Waymark asks the engine for each field that the request leaves out."""
 
-    url: EngineUrlField = Field(description=f"{ENGINE_URL}: the HTTP API of the engine")
+    url: EngineUrlField = Field(description=f"{targets.ENGINE_URL}: the HTTP API of the engine")
     type: Kind | None = optional(MUST_BE["type"])
     modelname: OptionalName = optional(
         f"{OPTIONAL_NAME}, a model that the engine serves", validation_alias=_MODEL_NAMES
@@ -250,5 +239,5 @@ class WeightRequest(UnregisterRequest):
     """The engine, or one of its ranks, and its new weight."""
 
     weight: Weight = Field(
-        description=f"a number of 0 to {WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"
+        description=f"a number of 0 to {targets.WEIGHT_MAX:.0f}; an engine with weight 0 gets no new requests"
     )

@@ -8,16 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from waymark.api import registration_schemas
 from waymark.api.http.answers import Answer, Paused
 from waymark.api.http.bodies import Body
 from waymark.api.http.errors import short
-from waymark.api.registration_schemas import (
-    RegisterByUrlRequest,
-    RegisterRequest,
-    RepairRequest,
-    UnregisterRequest,
-    WeightRequest,
-)
 from waymark.base.asker import Asker
 from waymark.base.endpoints import AllowedEndpoints
 from waymark.base.errors import Conflict, NotFound
@@ -63,12 +57,12 @@ class Registrations:
 
     async def register(self, body: Body) -> Answer | Paused:
         if body.fields.get("url"):
-            request = RegisterByUrlRequest.of(body.fields)
+            request = registration_schemas.RegisterByUrlRequest.of(body.fields)
             self._allowed.check(request.url, "url")
             url = base_of(request.url)
             wanted = WantedEngine(Origin("url", url), request.draft(), url)
             return Paused(partial(self._engines.of, wanted), self._register_ranks)
-        sockets = RegisterRequest.of(body.fields).draft().registrations(self._allowed)
+        sockets = registration_schemas.RegisterRequest.of(body.fields).draft().registrations(self._allowed)
         await self._register_sockets(sockets)
         self._store.reader.forget_rows()
         return Answer(
@@ -143,7 +137,7 @@ class Registrations:
 
     async def weight(self, body: Body) -> Answer:
         """Set a new weight for each rank of an engine that takes requests."""
-        request = WeightRequest.of(body.fields)
+        request = registration_schemas.WeightRequest.of(body.fields)
         # An additional socket of a rank is not a target, so its weight stays 0.
         names = [registration.name for registration in await self._named(request) if not registration.is_further]
         changed = [name for name in names if await self._store.registry.set_weight(name, request.weight)]
@@ -155,7 +149,7 @@ class Registrations:
 
     async def repair(self, body: Body) -> Answer:
         """Request a repair from the workers of an engine's streams, which see the mark when they renew their leases."""
-        request = RepairRequest.of(body.fields)
+        request = registration_schemas.RepairRequest.of(body.fields)
         registrations = await self._named(request)
         if not registrations:
             raise _not_found(request)
@@ -175,7 +169,7 @@ class Registrations:
         return Answer(RepairAnswer(status="repair requested", asked_instances=asked))
 
     async def unregister(self, body: Body) -> Answer:
-        request = UnregisterRequest.of(body.fields)
+        request = registration_schemas.UnregisterRequest.of(body.fields)
         names = [registration.name for registration in await self._named(request)]
         if request.dp_rank is not None and not names:  # its claim may be unreadable, which is reported
             names = [PublisherName(request.instance_id, request.tenant_id or DEFAULT_TENANT, request.dp_rank)]
@@ -185,7 +179,7 @@ class Registrations:
             raise _not_found(request)
         return Answer(UnregisterAnswer(status="unregistered successfully", removed_instances=[*map(str, removed)]))
 
-    async def _named(self, request: UnregisterRequest) -> list[Registration]:
+    async def _named(self, request: registration_schemas.UnregisterRequest) -> list[Registration]:
         """Return the registrations that a request names."""
         tenant_id = request.tenant_id or DEFAULT_TENANT
         return [
@@ -195,7 +189,7 @@ class Registrations:
         ]
 
 
-def _not_found(request: UnregisterRequest) -> NotFound:
+def _not_found(request: registration_schemas.UnregisterRequest) -> NotFound:
     """Return an error in the words of Mooncake's Conductor, on which clients match, followed by an explanation."""
     tenant_id, rank = request.tenant_id or DEFAULT_TENANT, "*" if request.dp_rank is None else request.dp_rank
     named = f"instance_id {shown(request.instance_id)} and tenant_id {shown(tenant_id)}"

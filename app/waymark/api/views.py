@@ -9,18 +9,7 @@ from typing import Any
 
 from waymark.api.http.answers import Answer
 from waymark.api.http.bodies import Body
-from waymark.contract.publishers import (
-    Context,
-    CopiesOfStream,
-    GlobalViewAnswer,
-    IngestWorker,
-    Publisher,
-    PublisherLoad,
-    RecentlyChanged,
-    Service,
-    ServicesAnswer,
-    WorkersAnswer,
-)
+from waymark.contract import publishers
 from waymark.decide.group_loads import GroupLoads
 from waymark.domain.names import Registration
 from waymark.domain.status import SLOT_SECONDS, StreamStatus
@@ -49,14 +38,15 @@ class Views:
     async def services(self, body: Body) -> Answer:
         registrations = await self._store.directory.registrations()
         services = [_service(registration) for registration in registrations if body.caller.has(registration.tenant_id)]
-        return Answer(ServicesAnswer(count=len(services), services=services))
+        return Answer(publishers.ServicesAnswer(count=len(services), services=services))
 
     async def workers(self, body: Body) -> Answer:
         states = await self._store.states(body.caller.has)
         streams = Counter(state.worker for state in states)
         alive = await self._store.heartbeats.report("", keep_seconds=WORKER_SECONDS)
         workers = [
-            IngestWorker(id=worker, streams=streams[worker], streams_max=limit) for worker, limit in alive.items()
+            publishers.IngestWorker(id=worker, streams=streams[worker], streams_max=limit)
+            for worker, limit in alive.items()
         ]
         complaints = Complaints(states, alive)
         await self._store.directory.groups()  # this finds unreadable records
@@ -66,7 +56,7 @@ class Views:
         # The problems of discovery may name pods and files of any tenant.
         discovery = await self._store.discovery.state() if body.caller.tenants is None else None
         return Answer(
-            WorkersAnswer(
+            publishers.WorkersAnswer(
                 publishers=[
                     _publisher(
                         state,
@@ -111,10 +101,10 @@ class Views:
                 registration.additional_salt,
             )
             contexts.setdefault(identity, []).append(state)
-        return Answer(GlobalViewAnswer(count=len(contexts), contexts=[*map(_context, contexts.values())]))
+        return Answer(publishers.GlobalViewAnswer(count=len(contexts), contexts=[*map(_context, contexts.values())]))
 
 
-def _context(states: Sequence[PublisherState]) -> Context:
+def _context(states: Sequence[PublisherState]) -> publishers.Context:
     first = states[0].registration
     blocks: Counter[str] = Counter()
     blocks_held: dict[bool, dict[str, Counter[str]]] = {False: {}, True: {}}
@@ -122,7 +112,7 @@ def _context(states: Sequence[PublisherState]) -> Context:
         blocks.update(state.blocks)
         holders = blocks_held[state.registration.scope == "shared"]
         holders.setdefault(state.registration.instance_id, Counter()).update(state.blocks)
-    return Context(
+    return publishers.Context(
         model_name=first.model_name,
         tenant_id=first.tenant_id,
         block_size=first.block_size,
@@ -134,9 +124,9 @@ def _context(states: Sequence[PublisherState]) -> Context:
     )
 
 
-def _service(registration: Registration) -> Service:
+def _service(registration: Registration) -> publishers.Service:
     target = registration.target
-    return Service(
+    return publishers.Service(
         Endpoint=registration.endpoint or "",
         ReplayEndpoint=registration.replay_endpoint or "",
         SnapshotEndpoint=registration.snapshot_endpoint or "",
@@ -159,11 +149,11 @@ def _service(registration: Registration) -> Service:
     )
 
 
-def _publisher(state: PublisherState, load: Load, complaint: str, *, is_left_out: bool) -> Publisher:
+def _publisher(state: PublisherState, load: Load, complaint: str, *, is_left_out: bool) -> publishers.Publisher:
     registration, counters = state.registration, state.counters
     stored, removed = state.recent
     is_failing = is_left_out and state.status in _UNDER_WAY
-    return Publisher(
+    return publishers.Publisher(
         instance_id=registration.instance_id,
         tenant_id=registration.tenant_id,
         dp_rank=registration.dp_rank,
@@ -188,14 +178,14 @@ def _publisher(state: PublisherState, load: Load, complaint: str, *, is_left_out
         restarts=counters.get("restarts", 0),
         unsalted_events=counters.get("unsalted_events", 0),
         blocks=state.blocks,
-        load=PublisherLoad(requests=load.requests, tokens=load.tokens),
+        load=publishers.PublisherLoad(requests=load.requests, tokens=load.tokens),
         known=state.known,
-        copies=CopiesOfStream(rule=state.copies.rule, why=state.copies.why),
+        copies=publishers.CopiesOfStream(rule=state.copies.rule, why=state.copies.why),
         prefixes=state.prefixes,
         last_error=state.last_error,
         replay=registration.can_replay,
         worker=state.worker,
         counters=counters,
         complaint=_FAILING if is_failing else complaint or None,
-        recent=RecentlyChanged(seconds=SLOT_SECONDS, stored=stored, removed=removed) if stored else None,
+        recent=publishers.RecentlyChanged(seconds=SLOT_SECONDS, stored=stored, removed=removed) if stored else None,
     )

@@ -14,14 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from waymark.base.errors import (
-    NotFound,
-    PortUnavailable,
-    ServiceRefused,
-    ServiceUnreachable,
-    StoreUnavailable,
-    WaymarkError,
-)
+from waymark.base import errors
 from waymark.base.shown import printable, shown
 from waymark.cli import completion
 from waymark.cli.parser import (
@@ -52,12 +45,12 @@ __all__ = [
 #: A package that only a trial needs.
 _TRIAL_PACKAGES = {"fakeredis", "lupa"}
 #: The exit codes of errors; any other error has ``EXIT_USAGE``.
-_CODES: dict[type[WaymarkError], int] = {
-    StoreUnavailable: EXIT_NO_REDIS,
-    PortUnavailable: EXIT_NO_PORT,
-    ServiceUnreachable: EXIT_NO_SERVICE,
-    ServiceRefused: EXIT_FAILED,
-    NotFound: EXIT_FAILED,
+_CODES: dict[type[errors.WaymarkError], int] = {
+    errors.StoreUnavailable: EXIT_NO_REDIS,
+    errors.PortUnavailable: EXIT_NO_PORT,
+    errors.ServiceUnreachable: EXIT_NO_SERVICE,
+    errors.ServiceRefused: EXIT_FAILED,
+    errors.NotFound: EXIT_FAILED,
 }
 
 
@@ -121,7 +114,7 @@ def _run(words: Sequence[str]) -> int:
         extra = "demo" if package in _TRIAL_PACKAGES else COMMANDS[command].extra
         print(f"waymark {command}: {package} is not installed; pip install 'waymark[{extra}]'", file=sys.stderr)
         return EXIT_USAGE
-    except WaymarkError as exc:
+    except errors.WaymarkError as exc:
         text = "\n".join(map(printable, str(exc).split("\n")))
         print(f"waymark {command}: {text}", file=sys.stderr)
         return next((code for kind, code in _CODES.items() if isinstance(exc, kind)), EXIT_USAGE)

@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 from waymark.base.shape import plain
 from waymark.base.shown import printable
 from waymark.cli.parser import EXIT_FAILED, EXIT_OK
-from waymark.console.arguments import (
-    PUBLISHER_STATUSES,
-    add_prompt,
-    add_service,
-    add_watch,
-    seconds_of,
-    settle,
-    wait_seconds_of,
-)
+from waymark.console import arguments as flags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -32,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
-    add_service(parser)
+    flags.add_service(parser)
     if command in ("ask", "select"):
-        add_prompt(parser)
+        flags.add_prompt(parser)
     match command:
         case "select":
             parser.add_argument("--policy", help="the policy; the default is set by WAYMARK_POLICY")
@@ -47,19 +39,19 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
                 "--status",
                 action="append",
                 default=[],
-                choices=PUBLISHER_STATUSES,
+                choices=flags.PUBLISHER_STATUSES,
                 metavar="STATUS",
-                help=f"only this status; may be repeated: {', '.join(PUBLISHER_STATUSES)}",
+                help=f"only this status; may be repeated: {', '.join(flags.PUBLISHER_STATUSES)}",
             )
             parser.add_argument("--bad", action="store_true", help="only those with something wrong")
-            add_watch(parser)
+            flags.add_watch(parser)
         case "repair":
             parser.add_argument("engine", metavar="NAME", help="the instance_id")
             parser.add_argument("--dp-rank", type=int, help="repair this rank only")
         case "drain":
             _add_drain_flags(parser)
         case "top":
-            parser.add_argument("--seconds", type=seconds_of, default=2.0, help="seconds between two updates (2)")
+            parser.add_argument("--seconds", type=flags.seconds_of, default=2.0, help="seconds between two updates (2)")
         case "events":
             parser.add_argument("-f", "--follow", action="store_true", help="go on with each further event")
         case "books":
@@ -92,7 +84,7 @@ def _add_drain_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", help="with --cheapest: the model of the engines")
     parser.add_argument(
-        "--wait-seconds", type=wait_seconds_of, default=120.0, help="how long to wait for requests (120)"
+        "--wait-seconds", type=flags.wait_seconds_of, default=120.0, help="how long to wait for requests (120)"
     )
     parser.add_argument("--unregister", action="store_true", help="unregister the engine when it has no requests")
     parser.add_argument("--resume", action="store_true", help="send the engine requests again")
@@ -105,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     from waymark.console.screen import Screen
     from waymark.console.service import RemoteService
 
-    settle(arguments)
+    flags.settle(arguments)
     screen = Screen()
     with RemoteService(arguments.url, arguments.api_token) as service:
         match arguments.command:

@@ -20,26 +20,7 @@ import msgpack
 from waymark.base.errors import InvalidValue
 from waymark.base.record import record
 from waymark.base.shown import shown
-from waymark.client.answers import (
-    Applied,
-    Matches,
-    ModelNotFound,
-    Refused,
-    Registered,
-    Score,
-    Selection,
-    Service,
-    Unavailable,
-    Workers,
-    read_applied,
-    read_matches,
-    read_registered,
-    read_scores,
-    read_selection,
-    read_services,
-    read_warnings,
-    read_workers,
-)
+from waymark.client import answers
 from waymark.client.keywords import (
     EngineKeywords,
     EventKeywords,
@@ -98,9 +79,9 @@ class ClientCall(Generic[T]):
             text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
             return {"content": text.encode(), "headers": _IN_JSON}
         except (ValueError, OverflowError, RecursionError) as error:
-            raise Refused(400, f"the request cannot be sent: {error}", "invalid_value", None) from error
+            raise answers.Refused(400, f"the request cannot be sent: {error}", "invalid_value", None) from error
 
-    def unanswered(self, error: Unavailable) -> T:
+    def unanswered(self, error: answers.Unavailable) -> T:
         """Return the result for a missing answer, or raise the error."""
         if self.otherwise is _RAISED:
             raise error
@@ -122,10 +103,10 @@ def register(
     /register``.
     """
     body = {"instance_id": instance_id, "endpoint": endpoint, "model": model, "block_size": block_size, "type": type}
-    return ClientCall("POST", "/register", read_warnings, body | check("register", PublisherKeywords, options))
+    return ClientCall("POST", "/register", answers.read_warnings, body | check("register", PublisherKeywords, options))
 
 
-def register_url(url: str, **options: Unpack[EngineKeywords]) -> ClientCall[Registered]:
+def register_url(url: str, **options: Unpack[EngineKeywords]) -> ClientCall[answers.Registered]:
     """Have every rank of the engine at ``url`` indexed, by what the engine says of itself.
 
     ``options`` are fields of ``POST /register`` that the engine does not know, such as ``tenant_id``. Raises
@@ -133,7 +114,7 @@ def register_url(url: str, **options: Unpack[EngineKeywords]) -> ClientCall[Regi
     """
     # A 503 may mean that the engine does not answer, so there is no second try.
     body = {"url": url} | check("register_url", EngineKeywords, options)
-    return ClientCall("POST", "/register", read_registered, body, is_retried=False)
+    return ClientCall("POST", "/register", answers.read_registered, body, is_retried=False)
 
 
 def unregister(instance_id: str, *, tenant_id: str | None = None, dp_rank: int | None = None) -> ClientCall[list[str]]:
@@ -157,7 +138,7 @@ def query(
     or_empty: bool = False,
     must_know: bool = False,
     **options: Unpack[QueryKeywords],
-) -> ClientCall[Matches]:
+) -> ClientCall[answers.Matches]:
     """Return each instance's share of a prompt.
 
     Each URL is asked once; ``deadline`` is the most seconds that all of them together may take. If no replica answers,
@@ -181,7 +162,7 @@ def query_by_hash(
     or_empty: bool = False,
     must_know: bool = False,
     **options: Unpack[HashQueryKeywords],
-) -> ClientCall[Matches]:
+) -> ClientCall[answers.Matches]:
     """Query like ``query``, with seq_hashes in place of token ids."""
     fields = check("query_by_hash", HashQueryKeywords, options)
     body = {"model": model, "block_size": block_size, "seq_hashes": _packed_hashes(seq_hashes)} | fields
@@ -190,7 +171,7 @@ def query_by_hash(
 
 def stored(
     instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Unpack[EventKeywords]
-) -> ClientCall[Applied]:
+) -> ClientCall[answers.Applied]:
     """Report new blocks of an engine of type ``standard`` without a socket; ``event_id`` rises by one each time.
 
     ``options`` are fields of a standard event: ``base_block_idx`` or ``parent_hash``, ``medium``, ``dp_rank``,
@@ -201,17 +182,17 @@ def stored(
 
 def removed(
     instance_id: str, event_id: int, *, seq_hashes: Sequence[int], **options: Unpack[EventKeywords]
-) -> ClientCall[Applied]:
+) -> ClientCall[answers.Applied]:
     """Report removed blocks of such an engine."""
     return _event("removed", instance_id, event_id, seq_hashes, check("removed", EventKeywords, options))
 
 
 def score(
     model: str, token_ids: Iterable[int] | None = None, **options: Unpack[ScoreKeywords]
-) -> ClientCall[list[Score]]:
+) -> ClientCall[list[answers.Score]]:
     """Return all targets for a prompt, best first; ``options`` are the fields of ``POST /score``, as for ``query``."""
     body = {"model": model} | _prompt(token_ids) | check("score", ScoreKeywords, options)
-    return ClientCall("POST", "/score", read_scores, body, is_retried=False)
+    return ClientCall("POST", "/score", answers.read_scores, body, is_retried=False)
 
 
 def select(
@@ -220,14 +201,14 @@ def select(
     *,
     deadline: float | None = None,
     **options: Unpack[SelectKeywords],
-) -> ClientCall[Selection]:
+) -> ClientCall[answers.Selection]:
     """Return a target. A request waits for it, so only the caller retries; another replica is asked at once."""
     return _selected(model, _prompt(token_ids), deadline, check("select", SelectKeywords, options))
 
 
 def select_by_hash(
     model: str, seq_hashes: Iterable[int], *, deadline: float | None = None, **options: Unpack[SelectKeywords]
-) -> ClientCall[Selection]:
+) -> ClientCall[answers.Selection]:
     """Select a target like ``select``, with seq_hashes in place of token ids."""
     fields = check("select_by_hash", SelectKeywords, options)
     return _selected(model, {"seq_hashes": list(seq_hashes)}, deadline, fields)
@@ -237,7 +218,7 @@ def outcome_of(error: BaseException | None) -> Literal["ok", "failed"]:
     """Return the outcome of a block that ended with this error. A cancellation, or a refusal by Waymark, is not a
     failure of the target.
     """
-    return "failed" if isinstance(error, Exception) and not isinstance(error, Refused) else "ok"
+    return "failed" if isinstance(error, Exception) and not isinstance(error, answers.Refused) else "ok"
 
 
 class Usage(TypedDict, total=False):
@@ -253,14 +234,14 @@ def usage_of(**tokens: int | None) -> Usage:
     for name, number in tokens.items():
         if number is not None and (type(number) is not int or not 0 <= number <= USAGE_MAX):
             sentence = f"{name} is {shown(number)}, and has to be an integer of 0 to {USAGE_MAX}, or None"
-            raise Refused(400, sentence, "invalid_value", name)
+            raise answers.Refused(400, sentence, "invalid_value", name)
     complaint = more_cached(tokens["cached_tokens"], tokens["prompt_tokens"])
     if complaint is not None:
-        raise Refused(400, complaint, "out_of_range", "cached_tokens")
+        raise answers.Refused(400, complaint, "out_of_range", "cached_tokens")
     return cast("Usage", tokens)
 
 
-def is_about_usage(error: Refused) -> bool:
+def is_about_usage(error: answers.Refused) -> bool:
     """Return whether a reservation can be released without its usage and times."""
     return error.field in Usage.__annotations__ or error.field == "tpot_ms"
 
@@ -303,14 +284,14 @@ def release(
     return ClientCall("POST", "/release", lambda _: None, body, is_retried=False, otherwise=None)
 
 
-def services() -> ClientCall[list[Service]]:
+def services() -> ClientCall[list[answers.Service]]:
     """Return every registration."""
-    return ClientCall("GET", "/services", read_services)
+    return ClientCall("GET", "/services", answers.read_services)
 
 
-def workers() -> ClientCall[Workers]:
+def workers() -> ClientCall[answers.Workers]:
     """Return the state of every publisher's stream, and the workers that apply them."""
-    return ClientCall("GET", "/workers", read_workers)
+    return ClientCall("GET", "/workers", answers.read_workers)
 
 
 def ready() -> ClientCall[bool]:
@@ -347,36 +328,38 @@ def _packed_hashes(seq_hashes: Iterable[int]) -> bytes | list[int]:
         return hashes  # signed ones, or texts
 
 
-def _reader(must_know: bool) -> Callable[[httpx.Response], Matches]:
-    return _known_matches if must_know else read_matches
+def _reader(must_know: bool) -> Callable[[httpx.Response], answers.Matches]:
+    return _known_matches if must_know else answers.read_matches
 
 
-def _known_matches(answer: httpx.Response) -> Matches:
+def _known_matches(answer: httpx.Response) -> answers.Matches:
     """Read the matches of a registered model. Raise ModelNotFound for any other."""
-    matches = read_matches(answer)
+    matches = answers.read_matches(answer)
     if matches.unknown == "model":
-        raise ModelNotFound(answer.status_code, matches.note or "", "not_found", "model")
+        raise answers.ModelNotFound(answer.status_code, matches.note or "", "not_found", "model")
     return matches
 
 
-def _empty(or_empty: bool) -> Matches | object:
-    return Matches({}, True) if or_empty else _RAISED
+def _empty(or_empty: bool) -> answers.Matches | object:
+    return answers.Matches({}, True) if or_empty else _RAISED
 
 
 def _event(
     event_type: str, instance_id: str, event_id: int, seq_hashes: Sequence[int], fields: dict[str, Any]
-) -> ClientCall[Applied]:
+) -> ClientCall[answers.Applied]:
     """Return one event of an engine without a socket. A repeated event is stale, so there may be a second try."""
     body = {"event_type": event_type, "backend_id": instance_id, "event_id": event_id, "seq_hashes": list(seq_hashes)}
     body |= fields
-    return ClientCall("POST", "/events", read_applied, body)
+    return ClientCall("POST", "/events", answers.read_applied, body)
 
 
 def _selected(
     model: str, prompt: dict[str, Any], deadline: float | None, fields: dict[str, Any]
-) -> ClientCall[Selection]:
+) -> ClientCall[answers.Selection]:
     body = {"model": model} | prompt | fields
-    return ClientCall("POST", "/select", read_selection, body, is_retried=False, deadline=deadline, is_named=True)
+    return ClientCall(
+        "POST", "/select", answers.read_selection, body, is_retried=False, deadline=deadline, is_named=True
+    )
 
 
 class TargetInUse(Generic[C]):
@@ -385,10 +368,12 @@ class TargetInUse(Generic[C]):
     __slots__ = ("_began", "_call", "_client", "_fallback", "_first_token_at", "_usage", "selection")
 
     _began: float
-    selection: Selection
+    selection: answers.Selection
     """The decision; it is set when the block begins, or when ``begin`` returns."""
 
-    def __init__(self, client: C, call: ClientCall[Selection], fallback: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, client: C, call: ClientCall[answers.Selection], fallback: Callable[[], str] | None = None
+    ) -> None:
         self._client = client
         self._call = call
         self._fallback = fallback

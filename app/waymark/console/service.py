@@ -13,14 +13,7 @@ from typing import Any, Self
 
 import httpx
 
-from waymark.base.errors import (
-    InvalidValue,
-    NotFound,
-    ServiceRefused,
-    ServiceUnreachable,
-    StoreUnavailable,
-    WaymarkError,
-)
+from waymark.base import errors
 from waymark.base.shape import S, parse
 from waymark.base.shown import shown
 from waymark.client.answers import Matches, read_matches
@@ -42,11 +35,11 @@ class RemoteService:
         """Raise ``InvalidValue`` if ``url`` is not a URL."""
         self.url = url.rstrip("/")
         if not (_URL.fullmatch(self.url) and is_url(self.url)):
-            raise InvalidValue(f"url is {shown(url)}; it must be a URL such as {DEFAULT_URL}", field="url")
+            raise errors.InvalidValue(f"url is {shown(url)}; it must be a URL such as {DEFAULT_URL}", field="url")
         try:
             headers = {} if api_token is None else authorization(api_token)
         except ValueError as error:
-            raise InvalidValue(
+            raise errors.InvalidValue(
                 f"{error}; give another one by --api-token or WAYMARK_API_TOKEN", field="token"
             ) from None
         # A proxy of the environment is not asked: it may be one that only reaches the outside.
@@ -93,8 +86,8 @@ class RemoteService:
         except ValueError as error:
             raise self._other_release(path, error) from None
 
-    def _other_release(self, path: str, error: Exception) -> ServiceUnreachable:
-        return ServiceUnreachable(
+    def _other_release(self, path: str, error: Exception) -> errors.ServiceUnreachable:
+        return errors.ServiceUnreachable(
             f"what answers at {self.url} is no Waymark of this release: of {path}, {error}; update one of the two"
         )
 
@@ -115,16 +108,16 @@ class RemoteService:
         try:
             request = self._http.build_request(method, self.url + path, json=body)
         except (ValueError, RecursionError) as error:
-            raise InvalidValue(f"the request cannot be written as JSON: {error}") from None
+            raise errors.InvalidValue(f"the request cannot be written as JSON: {error}") from None
         try:
             return self._http.send(request)
         except httpx.RequestError as error:
             raise self._unreachable(error) from None
 
-    def _unreachable(self, error: httpx.RequestError) -> ServiceUnreachable:
+    def _unreachable(self, error: httpx.RequestError) -> errors.ServiceUnreachable:
         reason, way_out = reason_of(error)
         remedy = f"; {way_out}" if way_out else ". Start it with 'waymark serve', or give the URL of one that runs"
-        return ServiceUnreachable(f"no Waymark answers at {self.url}: {reason}{remedy} by --url or WAYMARK_URL")
+        return errors.ServiceUnreachable(f"no Waymark answers at {self.url}: {reason}{remedy} by --url or WAYMARK_URL")
 
     def _json(self, answer: httpx.Response) -> Any:
         try:
@@ -140,21 +133,21 @@ class RemoteService:
             raise self._foreign(answer, "")
         raise self._refusal(sentence, answer.status_code)
 
-    def _foreign(self, answer: httpx.Response, further: str) -> ServiceUnreachable:
-        return ServiceUnreachable(
+    def _foreign(self, answer: httpx.Response, further: str) -> errors.ServiceUnreachable:
+        return errors.ServiceUnreachable(
             f"what answers at {self.url} is no Waymark: {answer.request.url.path} was answered with "
             f"{answer.status_code}{further}; give another URL by --url or WAYMARK_URL"
         )
 
-    def _refusal(self, sentence: str, status: int) -> WaymarkError:
-        return ServiceRefused(f"{sentence} ({status})", status)
+    def _refusal(self, sentence: str, status: int) -> errors.WaymarkError:
+        return errors.ServiceRefused(f"{sentence} ({status})", status)
 
 
-def may_pass(error: WaymarkError) -> bool:
+def may_pass(error: errors.WaymarkError) -> bool:
     """Return whether the same question may be answered a moment later."""
-    if isinstance(error, ServiceRefused):
+    if isinstance(error, errors.ServiceRefused):
         return error.status >= 500
-    return isinstance(error, ServiceUnreachable | StoreUnavailable)
+    return isinstance(error, errors.ServiceUnreachable | errors.StoreUnavailable)
 
 
 def object_of(answer: httpx.Response) -> dict[str, Any]:
@@ -178,14 +171,14 @@ class LocalService(RemoteService):
         self.url = "http://127.0.0.1"
         self._http = httpx.Client(transport=_Calls(app, runner))
 
-    def _refusal(self, sentence: str, status: int) -> WaymarkError:
+    def _refusal(self, sentence: str, status: int) -> errors.WaymarkError:
         match status:
             case 404:
-                return NotFound(sentence)
+                return errors.NotFound(sentence)
             case 503:
-                return StoreUnavailable(sentence)
+                return errors.StoreUnavailable(sentence)
             case _:
-                return InvalidValue(sentence)
+                return errors.InvalidValue(sentence)
 
 
 class _Calls(httpx.BaseTransport):

@@ -22,18 +22,7 @@ from waymark.console.screen import (
     seconds_text,
     text,
 )
-from waymark.contract.inspections import (
-    FIELDS_MAX,
-    BlockHolderRow,
-    BlockRow,
-    HolderRow,
-    HoldingsAnswer,
-    PublisherOfHolder,
-    RedisState,
-    StatusAnswer,
-    StreamState,
-    WorkerStatus,
-)
+from waymark.contract import inspections
 from waymark.domain.engines import EngineKind
 from waymark.domain.hashing import namespace
 from waymark.domain.names import GroupName
@@ -56,7 +45,7 @@ _UNREADABLE_MAX = 10
 
 
 def parts_of_status(
-    status: StatusAnswer, *, is_plain: bool, drains: Mapping[tuple[str, str, str, int], str]
+    status: inspections.StatusAnswer, *, is_plain: bool, drains: Mapping[tuple[str, str, str, int], str]
 ) -> list[ScreenPart]:
     """Return everything, in drawing order; in plain text the streams are one table, for programs such as ``cut``.
 
@@ -79,7 +68,7 @@ def parts_of_status(
     return screen_parts[:-1]
 
 
-def _group(streams: Sequence[StreamState], drains: Mapping[tuple[str, str, str, int], str]) -> ScreenPart:
+def _group(streams: Sequence[inspections.StreamState], drains: Mapping[tuple[str, str, str, int], str]) -> ScreenPart:
     """Return a group's table; its name is above it."""
     columns = [i for i, name in enumerate(_HEAD) if name not in _PLAIN_ONLY]
     rows = [tuple(row[i] for i in columns) for row in (_row(stream, drains) for stream in streams)]
@@ -87,7 +76,7 @@ def _group(streams: Sequence[StreamState], drains: Mapping[tuple[str, str, str, 
     return Grid(head, rows, _NUMBERS, _SPARE, below="COMPLAINT", named=("INSTANCE", "RANK"))
 
 
-def _server(server: RedisState | None) -> Text:
+def _server(server: inspections.RedisState | None) -> Text:
     if server is None:
         return text("an embedded Redis")
     limit = bytes_text(server.memory_max_bytes) if server.memory_max_bytes else "no limit"
@@ -115,7 +104,7 @@ def _discovery(state: Discovery | None) -> Iterator[str]:
         yield f"and {len(state.problems) - _UNREADABLE_MAX} more problems of discovery; --json lists them"
 
 
-def _streams(status: StatusAnswer) -> Text:
+def _streams(status: inspections.StatusAnswer) -> Text:
     total = len(status.publishers)
     hidden = status.registered - total
     if not status.registered:
@@ -125,7 +114,7 @@ def _streams(status: StatusAnswer) -> Text:
     return joined(head, ": " if counts else "", joined(*counts, by=", "))
 
 
-def _workers(status: StatusAnswer) -> ScreenPart:
+def _workers(status: inspections.StatusAnswer) -> ScreenPart:
     if not status.workers:
         return text("no ingest worker is alive: no event is applied until one runs", "bold red")
     rows = [
@@ -141,14 +130,14 @@ def _workers(status: StatusAnswer) -> ScreenPart:
     return Grid(("WORKER", streams, "SEEN", "STATE"), rows, frozenset({streams, "SEEN"}))
 
 
-def _streams_of(worker: WorkerStatus) -> Text:
+def _streams_of(worker: inspections.WorkerStatus) -> Text:
     is_full = worker.streams_max is not None and worker.streams >= worker.streams_max
     return text(
         f"{worker.streams} of {worker.streams_max}" if is_full else str(worker.streams), "bold red" if is_full else ""
     )
 
 
-def _row(stream: StreamState, drains: Mapping[tuple[str, str, str, int], str]) -> tuple[Text, ...]:
+def _row(stream: inspections.StreamState, drains: Mapping[tuple[str, str, str, int], str]) -> tuple[Text, ...]:
     name = (stream.tenant_id, stream.model_name, stream.instance_id, stream.dp_rank)
     drain = "" if stream.weight or stream.is_further else drains.get(name, "weight 0")
     worker = text(stream.worker or "none", "" if stream.has_live_worker else "bold red")
@@ -175,7 +164,7 @@ def _row(stream: StreamState, drains: Mapping[tuple[str, str, str, int], str]) -
     )
 
 
-def _held(stream: StreamState) -> str:
+def _held(stream: inspections.StreamState) -> str:
     """Return the number of blocks by medium; for a source of opaque prefixes, that of its prefixes."""
     if isinstance(stream.type, EngineKind) and stream.type.traits.is_opaque:
         return ", ".join(f"{medium} {n} prefixes" for medium, n in sorted(stream.prefixes.items())) or "none"
@@ -188,7 +177,7 @@ _BLOCK_HEAD = ("HOLDER", "INSTANCE", "RANK", "MEDIUM", "BLOCK SIZE", "ENGINE HAS
 _SHARD_HEAD = ("KEY", "ROWS", "BRANCH ROWS", "SINGLES", "COPIES", "APPLIED SEQ", "OPS OF IT")
 
 
-def block(listed: Sequence[BlockRow]) -> list[ScreenPart]:
+def block(listed: Sequence[inspections.BlockRow]) -> list[ScreenPart]:
     """Return the rows that list a block, with its holders."""
     screen_parts: list[ScreenPart] = []
     for row in listed:
@@ -201,7 +190,7 @@ def block(listed: Sequence[BlockRow]) -> list[ScreenPart]:
     return screen_parts
 
 
-def _block_holder(holder: BlockHolderRow) -> tuple[Text, ...]:
+def _block_holder(holder: inspections.BlockHolderRow) -> tuple[Text, ...]:
     engine_hash, live = text(holder.engine_hash or ""), holder.live
     if live is None:
         empty = [text("")] * 4
@@ -221,7 +210,7 @@ def _state(not_counted: str | None) -> Text:
     return text(not_counted or "live", "bold red" if not_counted else "green")
 
 
-def holder(holders: Sequence[HolderRow]) -> list[ScreenPart]:
+def holder(holders: Sequence[inspections.HolderRow]) -> list[ScreenPart]:
     """Return a holder's record, its publisher and its contents, in each group that knows the id."""
     screen_parts: list[ScreenPart] = []
     for known_holder in holders:
@@ -244,7 +233,7 @@ def holder(holders: Sequence[HolderRow]) -> list[ScreenPart]:
     return screen_parts
 
 
-def _publisher(publisher: PublisherOfHolder) -> Text:
+def _publisher(publisher: inspections.PublisherOfHolder) -> Text:
     return joined(
         f"publisher {publisher.id}: {publisher.type} at {publisher.endpoint or 'HTTP'}, ",
         text(publisher.status, STATUS_STYLES.get(publisher.status, "")),
@@ -255,7 +244,7 @@ def _publisher(publisher: PublisherOfHolder) -> Text:
     )
 
 
-def _holdings(contents: HoldingsAnswer) -> Iterator[ScreenPart]:
+def _holdings(contents: inspections.HoldingsAnswer) -> Iterator[ScreenPart]:
     lines = [
         (
             text(shard.key),
@@ -267,7 +256,7 @@ def _holdings(contents: HoldingsAnswer) -> Iterator[ScreenPart]:
     ]
     yield Grid(_SHARD_HEAD, lines, frozenset(_SHARD_HEAD[1:]), spare=("OPS OF IT", "BRANCH ROWS"))
     if not contents.is_whole:
-        yield text(f"only the first {FIELDS_MAX:,} fields of a key are counted", "yellow")
+        yield text(f"only the first {inspections.FIELDS_MAX:,} fields of a key are counted", "yellow")
     rows = [
         (
             text(row.row),

@@ -22,16 +22,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from time import monotonic
 
-from waymark.base.errors import (
-    InvalidValue,
-    NoTarget,
-    RemoteUnavailable,
-    Saturated,
-    Starting,
-    StoreUnavailable,
-    UnknownModel,
-    WaymarkError,
-)
+from waymark.base import errors
 from waymark.base.logs import fields
 from waymark.base.record import record
 from waymark.domain.names import GroupName
@@ -102,25 +93,25 @@ FAIL_OPEN: Mapping[Cause, Deed] = {
 }
 
 
-def cause_of(error: WaymarkError, *, is_forgotten: bool = False) -> Cause | None:
+def cause_of(error: errors.WaymarkError, *, is_forgotten: bool = False) -> Cause | None:
     """Return the cause that an error of a decision stands for; None for an error of its caller.
 
     ``is_forgotten``: the model was served a moment ago.
     """
     match error:
-        case StoreUnavailable():
+        case errors.StoreUnavailable():
             return Cause.NO_REDIS
-        case RemoteUnavailable() | InvalidValue(reason="no_tokenizer"):
+        case errors.RemoteUnavailable() | errors.InvalidValue(reason="no_tokenizer"):
             return Cause.NO_TOKENS
-        case Starting():
+        case errors.Starting():
             return Cause.STARTING
-        case Saturated():
+        case errors.Saturated():
             return Cause.SATURATED
-        case NoTarget() if is_forgotten:
+        case errors.NoTarget() if is_forgotten:
             return Cause.FORGOTTEN
-        case UnknownModel():
+        case errors.UnknownModel():
             return Cause.UNKNOWN
-        case NoTarget():
+        case errors.NoTarget():
             return Cause.NOBODY
     return None
 
@@ -156,7 +147,7 @@ class IngestWatch:
         now = monotonic()
         try:
             is_there = bool(await self._heartbeats.report("", keep_seconds=WORKER_SECONDS))
-        except StoreUnavailable as exc:
+        except errors.StoreUnavailable as exc:
             log.debug("heartbeats were not read", extra=fields(error=exc.sentence))
             self._none_since = None
             return
@@ -213,12 +204,12 @@ class StartupGate:
         """Raise Starting while the gate is closed."""
         sentence = await self.waiting()
         if sentence is not None:
-            raise Starting(f"{sentence}; register more engines, or lower WAYMARK_MIN_INITIAL_WORKERS")
+            raise errors.Starting(f"{sentence}; register more engines, or lower WAYMARK_MIN_INITIAL_WORKERS")
 
     def check_latched(self) -> None:
         """Check like ``check``, without Redis: a gate that was never seen open is closed."""
         if not self.is_open:
-            raise Starting(f"waiting for {self._minimum} workers, and Redis is unavailable")
+            raise errors.Starting(f"waiting for {self._minimum} workers, and Redis is unavailable")
 
 
 #: The bound on remembered reservations; beyond it the oldest is forgotten.

@@ -19,18 +19,10 @@ from waymark.base.metrics import Metrics
 from waymark.base.shown import shown
 from waymark.chat.prefix_key import prefix_key
 from waymark.chat.requests import InferenceRequest, has_media
+from waymark.decide import request_prompts
 from waymark.decide.fail_open import StartupGate
 from waymark.decide.policies.presets import DEFAULT, PRESETS
 from waymark.decide.question import PolicyChoice, PromptOf, Question, RankedTargets, SelectedTarget, SelectParameters
-from waymark.decide.request_prompts import (
-    SEQUENCES_MAX,
-    RequestPrompts,
-    SequenceLoad,
-    estimate_tokens,
-    further_sequences,
-    no_prompt,
-    unread_prompt,
-)
 from waymark.decide.selector import Selector
 from waymark.decide.served import PromptOptions, ServedModel, ServedNames
 from waymark.domain.answer_times import NO_TIMES, AskedTimes
@@ -54,7 +46,7 @@ class PreparedRequest(NamedTuple):
     served: ServedModel
     tokens: tuple[int, ...]
     """The number of tokens of each prompt; empty if unknown."""
-    further: tuple[SequenceLoad, ...]
+    further: tuple[request_prompts.SequenceLoad, ...]
     """The load of the sequences beyond the first."""
     is_stream: bool = False
     """Whether the client asks for the tokens one by one."""
@@ -65,7 +57,7 @@ class RoutedRequest(NamedTuple):
 
     selected: SelectedTarget
     served: ServedModel
-    further: tuple[SequenceLoad, ...] = ()
+    further: tuple[request_prompts.SequenceLoad, ...] = ()
     """The load of the sequences beyond the first."""
     reservations: Sequence[Reservation] = ()
     """The reservations of all sequences, and of a prefill target."""
@@ -96,7 +88,7 @@ class RequestSelector:
         self._served = store.incarnation.cache(
             ServedNames(store.directory, store.polled_claims, store.reader, store.begin, options.deadline_seconds)
         )
-        self._prompts = RequestPrompts(tokenizers, options)
+        self._prompts = request_prompts.RequestPrompts(tokenizers, options)
         self._gate = gate
         self._metrics = metrics
         self._observe_tokens = metrics.decision_duration_seconds.labels(part="tokens").observe
@@ -125,7 +117,7 @@ class RequestSelector:
         policy, key = self.selector.default_policy, self._prefix_key(request)
         is_sticky = policy.preset is PRESETS["sticky"]
         several: Sequence[SourcedTokens] = ()
-        prompt: PromptOf = no_prompt
+        prompt: PromptOf = request_prompts.no_prompt
         is_refused = False
         if not is_sticky or key is None or counts_tokens:
             try:
@@ -139,8 +131,10 @@ class RequestSelector:
                 self._count(exc)
         estimated: Sequence[int] = ()
         if is_refused and not is_sticky:
-            estimated = estimate_tokens(request.messages, request.system, request.prompts[:SEQUENCES_MAX])
-            prompt = unread_prompt(min(estimated[0], self._tokens_max) if estimated else 0)
+            estimated = request_prompts.estimate_tokens(
+                request.messages, request.system, request.prompts[: request_prompts.SEQUENCES_MAX]
+            )
+            prompt = request_prompts.unread_prompt(min(estimated[0], self._tokens_max) if estimated else 0)
         question = Question(
             served.group,
             prompt,
@@ -155,7 +149,7 @@ class RequestSelector:
         )
         tokens = tuple(len(prompt_tokens.ids) // 4 for prompt_tokens in several)
         token_counts = tokens or estimated or (0,) * request.prompts_to_answer
-        further = further_sequences(token_counts, request.copies)
+        further = request_prompts.further_sequences(token_counts, request.copies)
         return PreparedRequest(question, served, tokens, further, request.is_stream)
 
     async def further_name(self, named: GroupName) -> ServedModel | None:
@@ -209,7 +203,7 @@ class RequestSelector:
         if await self.selector.snapshots.newest_fleet(served.group) is None:
             return None
         several = await self._prompts.tokens(request, served)
-        prompt = self._prompts.keyed(several[0], request, served) if several else no_prompt
+        prompt = self._prompts.keyed(several[0], request, served) if several else request_prompts.no_prompt
         return await self.selector.score(Question(served.group, prompt, _DEFAULT_POLICY))
 
     async def select_any(self, parameters: SelectParameters, *, tenant_id: str = DEFAULT_TENANT) -> RoutedRequest:

@@ -24,26 +24,11 @@ from waymark.decide.selector import Selector
 from waymark.decide.under_way import RequestsUnderWay
 from waymark.domain.answer_times import asked_times_of
 from waymark.domain.names import DEFAULT_TENANT
+from waymark.gateway import shapes
 from waymark.gateway.proxy import ProxiedRequest, Proxy
 from waymark.gateway.response_cache import ResponseCache
 from waymark.gateway.responses import Responses, asks_for_events
 from waymark.gateway.security import ApiKeys, GatewayCaller, KeyLimits, Origins
-from waymark.gateway.shapes import (
-    COUNT_TOKENS,
-    FURTHER,
-    PATHS,
-    InferenceBody,
-    RequestRejected,
-    body_of,
-    body_of_request,
-    form_of_errors,
-    is_without_v1,
-    rejected_by,
-    unknown_alias,
-    unknown_path,
-    with_cache_control,
-    with_model,
-)
 from waymark.gateway.upstream import Upstream
 from waymark.store.claims import Claim
 from waymark.store.directory import FromClaims
@@ -128,7 +113,9 @@ class Gateway:
 
     async def __call__(self, scope: AsgiScope, receive: AsgiReceive, send: AsgiSend) -> None:
         path: str = scope["path"]
-        if scope["type"] != "http" or not (path.startswith("/v1/") or path in FURTHER or is_without_v1(path)):
+        if scope["type"] != "http" or not (
+            path.startswith("/v1/") or path in shapes.FURTHER or shapes.is_without_v1(path)
+        ):
             await self._fallback(scope, receive, send)
             return
         headers = dict(scope["headers"])
@@ -137,7 +124,9 @@ class Gateway:
         scope["request_id"] = request_id
         answer = _AnswerSender(send, request_id, self._origins.headers(headers))
         began = perf_counter()
-        route = path if path in PATHS or path in FURTHER or path in (_MODELS, COUNT_TOKENS) else "none"
+        route = (
+            path if path in shapes.PATHS or path in shapes.FURTHER or path in (_MODELS, shapes.COUNT_TOKENS) else "none"
+        )
         if path.startswith(_RESPONSES):
             route = _RESPONSES + "{id}"
         try:
@@ -145,20 +134,20 @@ class Gateway:
         except ClientGone:
             answer.status = 499
         except WaymarkError as error:
-            await answer.refuse(self._rejected(error), form_of_errors(path))
+            await answer.refuse(self._rejected(error), shapes.form_of_errors(path))
         finally:
             status = str(answer.status)
             self._metrics.http_requests.labels(route=route, method=scope["method"], status=status).inc()
             self._metrics.http_request_duration_seconds.labels(route=route).observe(perf_counter() - began)
 
-    def _rejected(self, error: WaymarkError) -> RequestRejected:
+    def _rejected(self, error: WaymarkError) -> shapes.RequestRejected:
         """Return the answer to an error. A model may be that of an engine which is still to be registered."""
-        rejected = rejected_by(error)
+        rejected = shapes.rejected_by(error)
         waiting = self._waiting() if rejected.code == "model_not_found" else None
         if waiting is None:
             return rejected
         sentence = f"{rejected.sentence}; not every engine of this gateway is registered yet ({waiting})"
-        return RequestRejected(503, sentence, "starting", field=rejected.field, retry_after_seconds=1)
+        return shapes.RequestRejected(503, sentence, "starting", field=rejected.field, retry_after_seconds=1)
 
     async def warn(self) -> None:
         """Log each alias of a model that no engine serves."""
@@ -192,11 +181,11 @@ class Gateway:
             asked_for = path[len(_RESPONSES) :]
             await self._stored(self._responses, method, client, asked_for, scope["query_string"], answer)
             return
-        is_passed_on = path in PATHS or path in FURTHER or path == COUNT_TOKENS
+        is_passed_on = path in shapes.PATHS or path in shapes.FURTHER or path == shapes.COUNT_TOKENS
         if not (is_passed_on or path == _MODELS or path.startswith(_MODELS + "/")):
-            raise unknown_path(path)
+            raise shapes.unknown_path(path)
         if method != ("POST" if is_passed_on else "GET"):
-            raise RequestRejected(405, f"{path} takes {'POST' if is_passed_on else 'GET'}", "method_not_allowed")
+            raise shapes.RequestRejected(405, f"{path} takes {'POST' if is_passed_on else 'GET'}", "method_not_allowed")
         client = self._keys.client(headers)
         if not is_passed_on:
             await self._models(client, path.removeprefix(_MODELS).removeprefix("/"), answer)
@@ -204,10 +193,10 @@ class Gateway:
         body = await self._body(headers, receive)
         query: bytes = scope["query_string"]
         if not _IS_QUERY(query):
-            raise RequestRejected(
+            raise shapes.RequestRejected(
                 400, "the query of the URL is too long or has other characters than ASCII", "invalid_value"
             )
-        proxied = ProxiedRequest(form_of_errors(path), path, query, scope["headers"], body, request_id, answer)
+        proxied = ProxiedRequest(shapes.form_of_errors(path), path, query, scope["headers"], body, request_id, answer)
         await _while_connected(self._pass_on(client, headers, proxied, answer), receive)
 
     async def _stored(
@@ -231,11 +220,13 @@ class Gateway:
         asked = operations.get((method, part))
         if asked is None:
             sentence = f"{_RESPONSES}{{id}} takes GET and DELETE, its /input_items GET, and its /cancel POST"
-            raise RequestRejected(405, sentence, "method_not_allowed")
+            raise shapes.RequestRejected(405, sentence, "method_not_allowed")
         headers = {"Content-Type": "text/event-stream"} if is_stream else None
         await answer.whole(200, await asked(client, response_id), headers)
 
-    async def _expanded(self, client: GatewayCaller, proxied: ProxiedRequest, body: InferenceBody) -> InferenceBody:
+    async def _expanded(
+        self, client: GatewayCaller, proxied: ProxiedRequest, body: shapes.InferenceBody
+    ) -> shapes.InferenceBody:
         """Return a request to the Responses API with its earlier conversation; its answer is stored."""
         if self._responses is None or proxied.api is not Form.RESPONSES:
             return body
@@ -245,20 +236,20 @@ class Gateway:
         if expanded is None:
             return body
         proxied.body = orjson.dumps(expanded)
-        return body_of_request(proxied.path, proxied.body)
+        return shapes.body_of_request(proxied.path, proxied.body)
 
     async def _pass_on(
         self, client: GatewayCaller, headers: Mapping[bytes, bytes], proxied: ProxiedRequest, answer: _AnswerSender
     ) -> None:
         content_type = headers.get(b"content-type", b"")
-        body = body_of_request(proxied.path, proxied.body, content_type)
+        body = shapes.body_of_request(proxied.path, proxied.body, content_type)
         alias = body.request.model
         model = self._aliases.get(alias)
         if model is not None:
-            proxied.body = with_model(body, proxied.body, model, content_type)
-            body = body_of_request(proxied.path, proxied.body, content_type)
+            proxied.body = shapes.with_model(body, proxied.body, model, content_type)
+            body = shapes.body_of_request(proxied.path, proxied.body, content_type)
         if self._injects_cache_control:
-            proxied.body = with_cache_control(body, proxied.body)
+            proxied.body = shapes.with_cache_control(body, proxied.body)
         body = await self._expanded(client, proxied, body)
         with self._limits.request(client) as share:
             self._metrics.gateway_requests.inc()
@@ -270,24 +261,24 @@ class Gateway:
                     body.request, tenant_id=client.tenant_id, session=session, asked=asked, counts_tokens=True
                 )
                 share.take(sum(prepared.tokens))
-                if proxied.path == COUNT_TOKENS and prepared.tokens:
+                if proxied.path == shapes.COUNT_TOKENS and prepared.tokens:
                     await answer.whole(200, orjson.dumps({"input_tokens": sum(prepared.tokens)}))
                     return
                 await self._proxy.pass_on(proxied, prepared, extra)
 
             try:
-                if self._cache is None or proxied.path not in PATHS:
+                if self._cache is None or proxied.path not in shapes.PATHS:
                     await proceed(())
                 else:
                     await self._cache.serve(client, proxied, body, proceed)
             except UnknownModel as error:
-                raise error if model is None else unknown_alias(alias, model) from None
+                raise error if model is None else shapes.unknown_alias(alias, model) from None
             finally:
                 self._metrics.gateway_requests.dec()
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: AsgiReceive) -> bytes:
         length = headers.get(b"content-length", b"0")
-        too_large = RequestRejected(
+        too_large = shapes.RequestRejected(
             413, f"the body has more than {self._body_bytes_max} bytes; send less, or raise WAYMARK_MAX_BODY_BYTES",
             "too_large",
         )  # fmt: skip
@@ -310,20 +301,20 @@ class Gateway:
         try:
             models = _with_aliases((await self._served()).get(client.tenant_id, {}), self._aliases)
         except StoreUnavailable as error:
-            raise RequestRejected(503, error.sentence, "unavailable", retry_after_seconds=1) from None
+            raise shapes.RequestRejected(503, error.sentence, "unavailable", retry_after_seconds=1) from None
         cards = [
             {"id": model, "object": "model", "created": 0, "owned_by": "waymark", "parent": parent}
             for model, parent in models
             if not name or model == name
         ]
         if name and not cards:
-            raise RequestRejected(
+            raise shapes.RequestRejected(
                 404, "there is no such model; GET /v1/models lists those that exist", "model_not_found"
             )
         waiting = None if cards else self._waiting()
         if waiting is not None:
             sentence = f"no engine of this gateway is registered yet ({waiting})"
-            raise RequestRejected(503, sentence, "starting", retry_after_seconds=1)
+            raise shapes.RequestRejected(503, sentence, "starting", retry_after_seconds=1)
         await answer.whole(200, orjson.dumps(cards[0] if name else {"object": "list", "data": cards}))
 
 
@@ -355,9 +346,9 @@ class _AnswerSender:
         await self({"type": "http.response.start", "status": 204, "headers": list(headers)})
         await self({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def refuse(self, rejected: RequestRejected, api: Form | None) -> None:
+    async def refuse(self, rejected: shapes.RequestRejected, api: Form | None) -> None:
         headers = rejected.headers | ({"Connection": "close"} if rejected.status == 413 else {})
-        await self.whole(rejected.status, body_of(rejected, api), headers)
+        await self.whole(rejected.status, shapes.body_of(rejected, api), headers)
 
 
 async def _while_connected(work: Awaitable[None], receive: AsgiReceive) -> None:

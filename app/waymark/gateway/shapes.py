@@ -8,17 +8,8 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
+from waymark.base import errors
 from waymark.base.bounded_json import TooMuchJson, bounded_loads
-from waymark.base.errors import (
-    InvalidValue,
-    NoTarget,
-    RemoteUnavailable,
-    Saturated,
-    Starting,
-    StoreUnavailable,
-    UnknownModel,
-    WaymarkError,
-)
 from waymark.base.shown import shown
 from waymark.chat.multipart import fields_of_form, model_part
 from waymark.chat.requests import Form, InferenceRequest, read_request
@@ -85,7 +76,7 @@ _TYPES = {
 }
 
 
-class RequestRejected(WaymarkError):
+class RequestRejected(errors.WaymarkError):
     """The answer that the gateway gives itself. ``code`` is a short word for programs."""
 
     def __init__(
@@ -104,25 +95,25 @@ class RequestRejected(WaymarkError):
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-def rejected_by(error: WaymarkError) -> RequestRejected:
+def rejected_by(error: errors.WaymarkError) -> RequestRejected:
     """Return the answer to an error of a decision. Any other error is raised again."""
     match error:
         case RequestRejected():
             return error
-        case InvalidValue(sentence=sentence, reason=reason, field=field):
+        case errors.InvalidValue(sentence=sentence, reason=reason, field=field):
             return RequestRejected(413 if reason == "too_large" else 400, sentence, reason, field=field)
-        case UnknownModel(model_name=name):
+        case errors.UnknownModel(model_name=name):
             return RequestRejected(
                 404, f"the model {shown(name)} does not exist; GET /v1/models lists those that do",
                 "model_not_found", field="model",
             )  # fmt: skip
-        case NoTarget(sentence=sentence):
+        case errors.NoTarget(sentence=sentence):
             return RequestRejected(503, sentence, "no_target", retry_after_seconds=1)
-        case Starting(sentence=sentence):
+        case errors.Starting(sentence=sentence):
             return RequestRejected(503, sentence, "starting", retry_after_seconds=1)
-        case Saturated(sentence=sentence):
+        case errors.Saturated(sentence=sentence):
             return RequestRejected(429, sentence, "saturated", retry_after_seconds=1)
-        case StoreUnavailable(sentence=sentence) | RemoteUnavailable(sentence=sentence):
+        case errors.StoreUnavailable(sentence=sentence) | errors.RemoteUnavailable(sentence=sentence):
             return RequestRejected(503, sentence, "unavailable", retry_after_seconds=error.retry_after_seconds)
     raise error
 

@@ -22,24 +22,8 @@ from waymark.domain.parts import Commit
 from waymark.domain.resolver import UNTRUSTED
 from waymark.domain.status import StreamStatus
 from waymark.engines import Decoder
+from waymark.ingest import counters
 from waymark.ingest.batch_decoder import BatchDecoder
-from waymark.ingest.counters import (
-    BATCHES_LOST,
-    BUFFER_FULL,
-    COPIES_DOUBTED,
-    FILLED,
-    JOINED_LATE,
-    LOST_BEFORE,
-    OPENED_AT,
-    OVER_CEILING,
-    REPAIRABLE,
-    REPLAY_SILENT,
-    REPLAY_WAITING,
-    SNAPSHOT_FAILED,
-    LifeCounter,
-    Opening,
-    metrics_of_life,
-)
 from waymark.ingest.frames import Frame, ReplayedBatch
 from waymark.ingest.order import FrameOrder, FramePosition
 from waymark.store.activity import ActivityKind
@@ -75,8 +59,10 @@ class Life:
         self.order = FrameOrder(state.watermark, state.digest, state.newest_ts, is_shared=is_shared)
         self.counters: Counter[str] = applier.counters
         self.first_seq = registration.kind.traits.first_seq
-        self.reasons: set[str] = {BATCHES_LOST} if UNTRUSTED in state.flags and FILLED not in state.flags else set()
-        self.reasons |= {OVER_CEILING, COPIES_DOUBTED, JOINED_LATE} & state.flags
+        self.reasons: set[str] = (
+            {counters.BATCHES_LOST} if UNTRUSTED in state.flags and counters.FILLED not in state.flags else set()
+        )
+        self.reasons |= {counters.OVER_CEILING, counters.COPIES_DOUBTED, counters.JOINED_LATE} & state.flags
         self.details: dict[str, str] = {}
         """Sentences that replace those in ``REASONS``, by reason."""
         self.acknowledged = state.watermark
@@ -91,7 +77,7 @@ class Life:
         self._has_one_process = registration.sequence == "publisher"
         self.begun = 0
         """How many lives have begun here after the first."""
-        self.opening = Opening(frozenset() if state.watermark is None else state.flags, self.first_seq)
+        self.opening = counters.Opening(frozenset() if state.watermark is None else state.flags, self.first_seq)
         self._had_losses = False
         """Whether other batches had been lost before the last loss."""
         self._unproven: tuple[int, str] | None = None
@@ -102,12 +88,12 @@ class Life:
         """A status was written since the last report, so the record may differ from that report."""
         self._dp_rank = registration.dp_rank
         self._metrics = metrics
-        self._counted = metrics_of_life(metrics)
+        self._counted = counters.metrics_of_life(metrics)
         self._on_gap = on_gap
         self._stage = stage
         self._fold: list[Incoming] = []
         self._fold_bytes = self._fold_hashes = 0
-        self._passed: Counter[LifeCounter] = Counter()
+        self._passed: Counter[counters.LifeCounter] = Counter()
         """Counts of the batches that the open fold skips. They are added to ``counters`` when the fold is applied."""
 
     # ---- forward -----------------------------------------------------------------------------------
@@ -253,15 +239,15 @@ class Life:
     def go_on_unproven(self) -> None:
         """Keep the batch that a replay must repeat: live frames are applied before the replay can prove the life."""
         if not self.is_proven or self.is_open:
-            self.reasons.add(REPLAY_WAITING)
+            self.reasons.add(counters.REPLAY_WAITING)
         if not self.is_proven and self._unproven is None and self.order.watermark is not None:
             self._unproven = self.order.watermark, self.order.digest
 
     async def open_at(self, seq: int) -> None:
         """Begin a life with the live frame ``seq``, although a replay may still bring the batches before it."""
         self.opening.opened_at = seq
-        self.reasons.add(JOINED_LATE)
-        await self._flag(JOINED_LATE, f"{OPENED_AT}{seq}")
+        self.reasons.add(counters.JOINED_LATE)
+        await self._flag(counters.JOINED_LATE, f"{counters.OPENED_AT}{seq}")
 
     async def open_gap(self, seq: int, last_seq: int | None = None) -> None:
         """Note that a replay may still bring the batches before ``seq``: those after ``last_seq``, or all."""
@@ -303,10 +289,10 @@ class Life:
         order, resolver = self.order, staged.resolver
         assert order.watermark is not None
         self.opening.close(resolver.flags)
-        if not resolver.flags & {LOST_BEFORE, OVER_CEILING}:
-            resolver.flags.add(FILLED)
-            self.reasons.discard(BATCHES_LOST)
-        if self.reasons & REPAIRABLE:
+        if not resolver.flags & {counters.LOST_BEFORE, counters.OVER_CEILING}:
+            resolver.flags.add(counters.FILLED)
+            self.reasons.discard(counters.BATCHES_LOST)
+        if self.reasons & counters.REPAIRABLE:
             resolver.missing = self.applier.resolver.missing
         commit = Commit(order.watermark, ts, order.newest_ts, order.digest)
         former = await self._move_to(staged, commit, is_repair=False)
@@ -342,13 +328,13 @@ class Life:
         self.acknowledged = self.publisher_id = self._unproven = None
         self.order.restart()
         # The other reasons belong to the old life.
-        self.reasons &= {REPLAY_SILENT}
+        self.reasons &= {counters.REPLAY_SILENT}
         await self.found()
 
     @property
     def wants_snapshot(self) -> bool:
         """Whether this life lacks something that a snapshot would contain, or a repair was requested."""
-        return bool(self.reasons & REPAIRABLE) or self.applier.grant.change.wants_repair
+        return bool(self.reasons & counters.REPAIRABLE) or self.applier.grant.change.wants_repair
 
     async def take_snapshot(self, staged: Applier, seq: int, ts: float | None, publisher_id: bytes | None) -> None:
         """Replace this life with a snapshot that ``staged`` has applied completely; its last batch is ``seq``."""
@@ -368,15 +354,15 @@ class Life:
         """Count a snapshot; ``why`` says why it could not be used."""
         self.counters[f"snapshots.{outcome}"] += 1
         self._metrics.snapshots.labels(outcome=outcome).inc()
-        self.reasons.discard(SNAPSHOT_FAILED)
+        self.reasons.discard(counters.SNAPSHOT_FAILED)
         if why:
-            self.reasons.add(SNAPSHOT_FAILED)
-            self.details[SNAPSHOT_FAILED] = f"{why}; it is asked for again"
+            self.reasons.add(counters.SNAPSHOT_FAILED)
+            self.details[counters.SNAPSHOT_FAILED] = f"{why}; it is asked for again"
 
     async def join_late(self) -> None:
         """Note, also for the next worker, that the life began before the first batch that can be replayed."""
-        self.reasons.add(JOINED_LATE)
-        await self._flag(JOINED_LATE)
+        self.reasons.add(counters.JOINED_LATE)
+        await self._flag(counters.JOINED_LATE)
 
     def has_holders_of(self, dp_rank: int) -> bool:
         return any(name.dp_rank == dp_rank for name in self.applier.resolver.holders)
@@ -393,7 +379,7 @@ class Life:
         last_seq = self.order.watermark
         assert last_seq is not None
         missing = seq - last_seq - 1
-        self._had_losses = BATCHES_LOST in self.reasons
+        self._had_losses = counters.BATCHES_LOST in self.reasons
         self._passed["batches_lost"] += missing
         log.warning(
             "batches are lost: no replay contains them",
@@ -423,14 +409,14 @@ class Life:
             extra=fields(stream=self.name, seq=incoming.seq, why=incoming.batch.lost),
         )
         self._passed["batches_lost"] += 1
-        self.reasons |= {BATCHES_LOST, OVER_CEILING}
-        self.details[OVER_CEILING] = f"batch {incoming.seq}: {incoming.batch.lost}"
-        await self._flag(OVER_CEILING, UNTRUSTED)
+        self.reasons |= {counters.BATCHES_LOST, counters.OVER_CEILING}
+        self.details[counters.OVER_CEILING] = f"batch {incoming.seq}: {incoming.batch.lost}"
+        await self._flag(counters.OVER_CEILING, UNTRUSTED)
         self.applier.miss(1)
 
     async def step_over(self, seq: int) -> None:
         """Go on at ``seq``, though something before it is missing."""
-        self.reasons.add(BATCHES_LOST)
+        self.reasons.add(counters.BATCHES_LOST)
         await self.distrust_counts()
         assert self.order.watermark is not None
         self.applier.miss(seq - self.order.watermark - 1)
@@ -438,9 +424,9 @@ class Life:
 
     async def overflowed(self) -> None:
         """Note that frames were dropped for lack of room, and that a replay cannot recover them."""
-        if BUFFER_FULL not in self.reasons:
+        if counters.BUFFER_FULL not in self.reasons:
             log.warning("frames were dropped, and no replay can recover them", extra=fields(stream=self.name))
-        self.reasons.add(BUFFER_FULL)
+        self.reasons.add(counters.BUFFER_FULL)
         await self.distrust_counts()
 
     async def distrust_counts(self) -> None:
@@ -456,9 +442,9 @@ class Life:
             "the engine's events contradict the counts of its copies; they are counted by another rule now",
             extra=fields(stream=self.name, rule=" ".join(sorted(doubts))),
         )
-        self.reasons.add(COPIES_DOUBTED)
+        self.reasons.add(counters.COPIES_DOUBTED)
         self.applier.resolver.flags.difference_update(COPIES_LEARNED)
-        await self._flag(COPIES_DOUBTED, *doubts)
+        await self._flag(counters.COPIES_DOUBTED, *doubts)
 
     async def _flag(self, *added: str) -> None:
         """Write flags of this life into the record before anything more is applied.
@@ -468,16 +454,16 @@ class Life:
         the next worker marks it as found.
         """
         flags = self.applier.resolver.flags
-        is_new_loss = UNTRUSTED in added and FILLED in flags
+        is_new_loss = UNTRUSTED in added and counters.FILLED in flags
         if is_new_loss or not flags.issuperset(added):
             flags.update(added)
-            flags -= {FILLED} if is_new_loss else set()
+            flags -= {counters.FILLED} if is_new_loss else set()
             await self.applier.keep_facts(None if self.is_lost else {"status": StreamStatus.DEGRADED})
             self.has_written_status = True
 
     # ---- counting ----------------------------------------------------------------------------------
 
-    def count(self, name: LifeCounter, n: int = 1) -> None:
+    def count(self, name: counters.LifeCounter, n: int = 1) -> None:
         """Count in the record, and in the metric of that name if there is one. An unknown name raises ``KeyError``."""
         metric = self._counted[name]
         if n:
@@ -487,7 +473,7 @@ class Life:
 
     def count_passed(self) -> None:
         """Add the counts of skipped batches: the watermark in Redis is above them now, or their life has ended."""
-        passed, self._passed = self._passed, Counter[LifeCounter]()
+        passed, self._passed = self._passed, Counter[counters.LifeCounter]()
         for name, n in passed.items():
             self.count(name, n)
 

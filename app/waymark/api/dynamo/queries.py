@@ -10,12 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from waymark.api.dynamo.schemas import (
-    DynamoQueryByHashRequest,
-    DynamoQueryRequest,
-    DynamoRegisterRequest,
-    DynamoUnregisterRequest,
-)
+from waymark.api.dynamo import schemas
 from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body, Format, encode
 from waymark.api.http.errors import short
@@ -25,18 +20,7 @@ from waymark.base.errors import Conflict, InvalidValue, NotFound
 from waymark.base.metrics import Metrics
 from waymark.base.shape import quick
 from waymark.base.shown import shown_url
-from waymark.contract.dynamo import (
-    OK,
-    DynamoDeviceBlocks,
-    DynamoInstance,
-    DynamoQueryAnswer,
-    DynamoTierBlocks,
-    DynamoTieredAnswer,
-    DynamoTiers,
-    DynamoWorkerRank,
-    RankBlocks,
-    TierHits,
-)
+from waymark.contract import dynamo
 from waymark.decide.asked_pools import AskedPools
 from waymark.decide.served import PromptOptions
 from waymark.domain.engines import UNNAMED
@@ -85,7 +69,7 @@ class Dynamo:
         )
 
     async def register(self, body: Body) -> Answer:
-        request = DynamoRegisterRequest.of(body.fields)
+        request = schemas.DynamoRegisterRequest.of(body.fields)
         if not 1 <= request.block_size <= 65536:
             raise InvalidValue(f"block_size is {request.block_size}; it must be 1..65536", field="block_size")
         registration = Registration(
@@ -110,7 +94,7 @@ class Dynamo:
         if not await self._store.registry.register(registration):
             raise _already_registered(registration)
         self._store.reader.forget_rows()
-        return Answer(OK, 201)
+        return Answer(dynamo.OK, 201)
 
     def _endpoint(self, endpoint: str | None, field: str) -> str | None:
         if endpoint is None:
@@ -121,7 +105,7 @@ class Dynamo:
         return endpoint
 
     async def unregister(self, body: Body) -> Answer:
-        request = DynamoUnregisterRequest.of(body.fields)
+        request = schemas.DynamoUnregisterRequest.of(body.fields)
         names = [
             registration.name
             for registration in await self._store.polled_claims.registrations()
@@ -134,7 +118,7 @@ class Dynamo:
         if not names or not await self._store.registry.unregister(names):
             raise NotFound(f"instance {request.instance_id} not found")
         self._store.reader.forget_rows()
-        return Answer(OK)
+        return Answer(dynamo.OK)
 
     def query(self, body: Body, start: Start | None = None) -> Steps[Answer]:
         asked = body.asked(_by_tokens)
@@ -175,7 +159,7 @@ class Dynamo:
         block_size, reading = await finished(self._read(group, prompt))
         rows = {} if reading is None else matched_dynamo_rows(reading.walk)
         headers = PARTIAL if reading is not None and reading.is_partial else {}
-        return Answer(DynamoTieredAnswer(block_size=block_size, tiered=in_tiers(rows)), headers=headers)
+        return Answer(dynamo.DynamoTieredAnswer(block_size=block_size, tiered=in_tiers(rows)), headers=headers)
 
     def _by_hash(self, body: Body) -> tuple[GroupName, KeysOf]:
         """Return the group and the prompt of a body with local hashes."""
@@ -263,13 +247,13 @@ class _Asked(NamedTuple):
 
 
 def _by_tokens(fields: dict[str, Any]) -> _Asked:
-    request = DynamoQueryRequest.of(fields)
+    request = schemas.DynamoQueryRequest.of(fields)
     salts = [] if request.cache_salt is None else [request.cache_salt]
     return _Asked(request.group, namespace(request.lora_name, salts), request.cache_salt)
 
 
 def _by_hash(fields: dict[str, Any]) -> _Asked:
-    return _Asked(DynamoQueryByHashRequest.of(fields).group, 0, fields.get("cache_salt"))
+    return _Asked(schemas.DynamoQueryByHashRequest.of(fields).group, 0, fields.get("cache_salt"))
 
 
 class _KnownAnswer(NamedTuple):
@@ -290,11 +274,11 @@ def _block_size(group: GroupName, table: HolderTable | None) -> int:
     return table.publishers[min(table.publishers)].block_size
 
 
-def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> DynamoQueryAnswer:
+def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> dynamo.DynamoQueryAnswer:
     """Return the answer to a query, which has only the workers and ranks with a match."""
     scores: dict[str, dict[str, int]] = {}
-    instances: dict[str, DynamoInstance] = {}
-    made: dict[int, DynamoInstance | None] = {}  # by the identity of ranks, because alike instances share them
+    instances: dict[str, dynamo.DynamoInstance] = {}
+    made: dict[int, dynamo.DynamoInstance | None] = {}  # by the identity of ranks, because alike instances share them
     for instance_id, ranks in rows.items():
         if not is_worker_id(instance_id):
             continue
@@ -305,10 +289,10 @@ def in_tokens(rows: dict[str, dict[int, DynamoRank]], block_size: int) -> Dynamo
             instances[instance_id] = instance
             if instance.gpu:
                 scores[instance_id] = {rank: tokens for rank, tokens in instance.dp.items() if tokens}
-    return DynamoQueryAnswer(scores=scores, frequencies=(), instances=instances)
+    return dynamo.DynamoQueryAnswer(scores=scores, frequencies=(), instances=instances)
 
 
-def _instance(ranks: Mapping[int, DynamoRank], block_size: int) -> DynamoInstance | None:
+def _instance(ranks: Mapping[int, DynamoRank], block_size: int) -> dynamo.DynamoInstance | None:
     """Return the entry of an instance, with the ranks that have a match; None if no rank has one."""
     matched = [(rank, row) for rank, row in sorted(ranks.items()) if row.disk]
     if not matched:
@@ -316,7 +300,7 @@ def _instance(ranks: Mapping[int, DynamoRank], block_size: int) -> DynamoInstanc
     device = {str(rank): row.gpu * block_size for rank, row in matched}
     disk = max([row.disk for _, row in matched]) * block_size
     return quick(
-        DynamoInstance,
+        dynamo.DynamoInstance,
         longest_matched=disk,
         gpu=max(device.values()),
         dp=device,
@@ -325,26 +309,26 @@ def _instance(ranks: Mapping[int, DynamoRank], block_size: int) -> DynamoInstanc
     )
 
 
-def in_tiers(rows: dict[str, dict[int, DynamoRank]]) -> DynamoTiers:
+def in_tiers(rows: dict[str, dict[int, DynamoRank]]) -> dynamo.DynamoTiers:
     """Return the blocks of each worker on its device, and the additional ones on each lower tier, as pairs of a rank
     and a number.
     """
-    device: list[RankBlocks] = []
-    host: list[RankBlocks] = []
-    disk: list[RankBlocks] = []
+    device: list[dynamo.RankBlocks] = []
+    host: list[dynamo.RankBlocks] = []
+    disk: list[dynamo.RankBlocks] = []
     for instance_id, ranks in rows.items():
         if is_worker_id(instance_id):
             for rank in sorted(ranks):
-                row, worker = ranks[rank], DynamoWorkerRank(worker_id=int(instance_id), dp_rank=rank)
+                row, worker = ranks[rank], dynamo.DynamoWorkerRank(worker_id=int(instance_id), dp_rank=rank)
                 device += [(worker, row.gpu)] if row.gpu else []
                 host += [(worker, row.cpu - row.gpu)] if row.cpu > row.gpu else []
                 disk += [(worker, row.disk - row.cpu)] if row.disk > row.cpu else []
-    tiers: list[TierHits] = []
+    tiers: list[dynamo.TierHits] = []
     if host:
-        tiers.append(("host_pinned", DynamoTierBlocks(hits=host)))
+        tiers.append(("host_pinned", dynamo.DynamoTierBlocks(hits=host)))
     if disk:
-        tiers.append(("disk", DynamoTierBlocks(hits=disk)))
-    return DynamoTiers(device=DynamoDeviceBlocks(scores=device, frequencies=()), lower_tier=tiers)
+        tiers.append(("disk", dynamo.DynamoTierBlocks(hits=disk)))
+    return dynamo.DynamoTiers(device=dynamo.DynamoDeviceBlocks(scores=device, frequencies=()), lower_tier=tiers)
 
 
 def is_worker_id(instance_id: str) -> bool:

@@ -17,13 +17,7 @@ from waymark.api.http.bodies import Body
 from waymark.base.errors import Conflict, InvalidValue, NoTarget, NotFound, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.shown import shown
-from waymark.contract.dynamo import (
-    OK,
-    DynamoInstance,
-    DynamoReservation,
-    DynamoSelectAndReserveAnswer,
-    DynamoSelectAnswer,
-)
+from waymark.contract import dynamo
 from waymark.decide.fail_open import Cause, StartupGate
 from waymark.decide.question import HashedPrompt, Question, SelectParameters
 from waymark.decide.selector import Selector
@@ -86,7 +80,7 @@ class DynamoSelect:
             raise
         signed = [key - 2**64 if key >= 2**63 else key for key in unpack(prompt.keys)]
         head = {"selection_id": selection_id, "sequence_hashes": signed, "isl_tokens": prompt.tokens}
-        return Answer(DynamoSelectAndReserveAnswer(**vars(answer) | head, track_prefill_tokens=True))
+        return Answer(dynamo.DynamoSelectAndReserveAnswer(**vars(answer) | head, track_prefill_tokens=True))
 
     async def reserve(self, body: Body) -> Answer:
         """Reserve the worker of an earlier /select, or one that the client has picked."""
@@ -118,7 +112,7 @@ class DynamoSelect:
                 await asyncio.shield(forgetting)
             raise
         return Answer(
-            DynamoReservation(
+            dynamo.DynamoReservation(
                 selection_id=request.selection_id,
                 model_name=group.model_name,
                 routing_group=group.tenant_id,
@@ -134,7 +128,7 @@ class DynamoSelect:
     async def prefill_complete(self, body: Body) -> Answer:
         _, reservations = await self._reserved(body)
         await self._selector.release(reservations, ReservationPart.PREFILL)
-        return Answer(OK)
+        return Answer(dynamo.OK)
 
     async def output_block(self, body: Body) -> Answer:
         request = OutputBlockRequest.of(body.fields)
@@ -143,7 +137,7 @@ class DynamoSelect:
         text, reservations = await self._reserved(body)
         await self._selector.release(reservations, ReservationPart.RENEW, milliseconds=_RESERVATION_MS)
         await self._store.selections.change(body.path["reservation_id"], text, text, _RESERVATION_MS)
-        return Answer(OK)
+        return Answer(dynamo.OK)
 
     async def end(self, body: Body) -> Answer:
         usage = Usage(*(_tokens(body, name) for name in USAGE))
@@ -151,7 +145,7 @@ class DynamoSelect:
         if not await self._store.selections.change(body.path["reservation_id"], text, ""):
             raise _no_reservation(body)
         await self._selector.release(reservations, ReservationPart.OK, usage=usage)
-        return Answer(OK)
+        return Answer(dynamo.OK)
 
     async def _reserved(self, body: Body) -> tuple[str, list[Reservation]]:
         text = await self._store.selections.find(body.path["reservation_id"])
@@ -163,7 +157,7 @@ class DynamoSelect:
 
     def _selected(
         self, request: DynamoSelectRequest, body: Body, *, is_reserved: bool, cause: Cause | None = None
-    ) -> Steps[tuple[DynamoSelectAnswer, str, HashedPrompt]]:
+    ) -> Steps[tuple[dynamo.DynamoSelectAnswer, str, HashedPrompt]]:
         """Return the answer of a selection, the text of its actual or possible reservation, and its prompt."""
         group = request.group
         prompts: dict[int, HashedPrompt] = {}
@@ -186,7 +180,7 @@ class DynamoSelect:
         text = ",".join(map(str, selected.reservations))
         if not is_reserved:
             text = str(Reservation(selected.group_id, candidate.publisher, new, prompt.tokens, "0" * 16))
-        answer = DynamoSelectAnswer(
+        answer = dynamo.DynamoSelectAnswer(
             selection_id=request.selection_id,
             model_name=group.model_name,
             routing_group=group.tenant_id,
@@ -261,12 +255,12 @@ class DynamoSelect:
             log.debug("the id of a selection is taken until it expires", extra=fields(error=exc.sentence))
 
 
-def _overlap(walk: Walk | None, instance_id: str, block_size: int) -> DynamoInstance:
+def _overlap(walk: Walk | None, instance_id: str, block_size: int) -> dynamo.DynamoInstance:
     """Return the worker's share of a prompt, in tokens, over all of its ranks."""
     ranks = {} if walk is None else dynamo_rows(walk).get(instance_id, {})
     rows = [ranks[rank] for rank in sorted(ranks)] or [NO_BLOCKS]
     disk = max(row.disk for row in rows) * block_size
-    return DynamoInstance(
+    return dynamo.DynamoInstance(
         longest_matched=disk,
         gpu=max(row.gpu for row in rows) * block_size,
         dp={str(rank): ranks[rank].gpu * block_size for rank in sorted(ranks)},

@@ -27,15 +27,7 @@ from waymark.base.errors import Conflict, InvalidValue, NotFound, Saturated, Sto
 from waymark.base.instruments import rows
 from waymark.base.metrics import Metrics
 from waymark.base.shown import shown, shown_url
-from waymark.contract.dynamo import (
-    OK,
-    DynamoDumpedGroup,
-    DynamoListener,
-    DynamoWorker,
-    DynamoWorkerDescription,
-    Lifecycle,
-    ListenerStatus,
-)
+from waymark.contract import dynamo
 from waymark.domain.engines import UNNAMED
 from waymark.domain.names import ENDPOINT, U64_MASK, GroupName, PublisherName, Registration, is_endpoint
 from waymark.domain.status import StreamStatus
@@ -103,7 +95,7 @@ class DynamoWorkerHandlers:
 
     async def _reconciled(
         self, worker: str, old_description: Mapping[str, Any] | None, description: Mapping[str, Any]
-    ) -> DynamoWorkerDescription:
+    ) -> dynamo.DynamoWorkerDescription:
         """Register the ranks in the description, and end former ranks that it lacks. Return the description for the
         answer.
         """
@@ -228,13 +220,13 @@ def _ranks(description: Mapping[str, Any]) -> list[tuple[int, str | None]]:
 
 
 def _shown(
-    worker: str, description: Mapping[str, Any], lifecycle: Lifecycle, reasons: Sequence[str]
-) -> DynamoWorkerDescription:
+    worker: str, description: Mapping[str, Any], lifecycle: dynamo.Lifecycle, reasons: Sequence[str]
+) -> dynamo.DynamoWorkerDescription:
     values: dict[str, Any] = {name: description.get(name) for name in _FIELDS}
     values["taints"] = description.get("taints", [])
     values["topology_domains"] = description.get("topology_domains", {})
     values["kv_events_endpoints"] = values["kv_events_endpoints"] or None
-    return DynamoWorkerDescription(
+    return dynamo.DynamoWorkerDescription(
         worker_id=int(worker),
         model_name=description["model_name"],
         routing_group=description["routing_group"],
@@ -259,7 +251,7 @@ _METRIC = "dynamo_kvindexer_"
 _UNDER = "/dynamo/"
 
 # Waymark's status -> Dynamo's. If the listeners of a worker differ, the first of these values wins.
-_STATUS: Mapping[StreamStatus, ListenerStatus] = {
+_STATUS: Mapping[StreamStatus, dynamo.ListenerStatus] = {
     StreamStatus.FAILED: "failed",
     StreamStatus.STARTING: "pending",
     StreamStatus.UNREACHABLE: "pending",
@@ -269,7 +261,7 @@ _STATUS: Mapping[StreamStatus, ListenerStatus] = {
     StreamStatus.REPLAYING: "active",
     StreamStatus.DEGRADED: "active",
 }
-_PRIORITY: Sequence[ListenerStatus] = get_args(ListenerStatus)
+_PRIORITY: Sequence[dynamo.ListenerStatus] = get_args(dynamo.ListenerStatus)
 
 
 class DynamoViews:
@@ -284,7 +276,7 @@ class DynamoViews:
     async def workers(self, body: Body) -> Answer:
         return Answer(await self._workers(body.caller.has))
 
-    async def _workers(self, has: Callable[[str], bool]) -> list[DynamoWorker]:
+    async def _workers(self, has: Callable[[str], bool]) -> list[dynamo.DynamoWorker]:
         """Return the workers of tenants for which ``has`` is true."""
         ranks: dict[tuple[str, str, str], list[PublisherState]] = {}
         for state in await self._store.states(has):
@@ -329,12 +321,12 @@ class DynamoViews:
         return replace(answer, content=answer.content + exposition.text_of(metrics))
 
     async def dump(self, body: Body) -> Answer:
-        groups: dict[str, DynamoDumpedGroup] = {}
+        groups: dict[str, dynamo.DynamoDumpedGroup] = {}
         for registration in await self._store.directory.registrations():
             if not body.caller.has(registration.tenant_id):
                 continue
             name = f"{registration.model_name}:{registration.tenant_id}"
-            groups.setdefault(name, DynamoDumpedGroup(block_size=registration.block_size, events=()))
+            groups.setdefault(name, dynamo.DynamoDumpedGroup(block_size=registration.block_size, events=()))
         return Answer(groups, headers=NOTE)
 
     async def health(self, _: Body) -> Answer:
@@ -343,12 +335,12 @@ class DynamoViews:
     async def register_peer(self, body: Body) -> Answer:
         if not await self._store.selections.add_peer(PeerRequest.of(body.fields).url):
             raise InvalidValue(f"{PEERS_MAX} peers are registered, which is the maximum; deregister one", field="url")
-        return Answer(OK, 201, NOTE)
+        return Answer(dynamo.OK, 201, NOTE)
 
     async def deregister_peer(self, body: Body) -> Answer:
         if not await self._store.selections.remove_peer(PeerRequest.of(body.fields).url):
             raise NotFound("peer not found")
-        return Answer(OK, headers=NOTE)
+        return Answer(dynamo.OK, headers=NOTE)
 
     async def peers(self, _: Body) -> Answer:
         return Answer(await self._store.selections.peers(), headers=NOTE)
@@ -375,20 +367,20 @@ def _by_error(labels: Mapping[str, str]) -> Mapping[str, str] | None:
     return {**new_labels, "status_class": f"{labels['status'][0]}xx"}
 
 
-def _worker(states: Sequence[PublisherState]) -> DynamoWorker:
+def _worker(states: Sequence[PublisherState]) -> dynamo.DynamoWorker:
     """Return a worker from the states of its ranks. A publisher whose events come by HTTP has no listener. The source
     of a worker without listeners is ``discovery``.
     """
     first = states[0].registration
     listeners = {
-        str(state.registration.dp_rank): DynamoListener(
+        str(state.registration.dp_rank): dynamo.DynamoListener(
             endpoint=state.registration.endpoint, status=_STATUS[state.status], last_error=state.last_error or None
         )
         for state in states
         if state.registration.endpoint is not None
     }
     statuses = {listener.status for listener in listeners.values()}
-    return DynamoWorker(
+    return dynamo.DynamoWorker(
         instance_id=int(first.instance_id),
         source="zmq" if listeners else "discovery",
         status=next((status for status in _PRIORITY if status in statuses), "active"),

@@ -8,27 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from waymark.base.errors import (
-    Conflict,
-    InvalidValue,
-    NoTarget,
-    NotFound,
-    RemoteUnavailable,
-    Saturated,
-    Starting,
-    StoreUnavailable,
-    WaymarkError,
-)
+from waymark.base import errors
 from waymark.base.shown import SHOWN_MAX, shown
 
 _STATUS_OF_REASON = {"too_large": 413, "unsupported_content_type": 415}
 
 
-class InvalidBody(InvalidValue):
+class InvalidBody(errors.InvalidValue):
     """The body can be read, but its fields are invalid: 400 in the root API, 422 in Dynamo's."""
 
 
-class Unauthorized(WaymarkError):
+class Unauthorized(errors.WaymarkError):
     """A bearer token is needed, but is missing or wrong."""
 
     def __init__(self, *, is_set: bool = True) -> None:
@@ -39,7 +29,7 @@ class Unauthorized(WaymarkError):
         )
 
 
-class Forbidden(WaymarkError):
+class Forbidden(errors.WaymarkError):
     """The token is known, but does not allow the operation; or a page of another site has sent the request."""
 
 
@@ -48,62 +38,64 @@ def short(name: str) -> str:
     return name if len(name) <= SHOWN_MAX else shown(name)
 
 
-def status_of(error: WaymarkError, *, unfit_status: int = 400) -> int:
+def status_of(error: errors.WaymarkError, *, unfit_status: int = 400) -> int:
     """Return the HTTP status of an error. ``unfit_status`` is that of the API for invalid fields."""
     match error:
-        case InvalidValue(reason=reason) if reason in _STATUS_OF_REASON:
+        case errors.InvalidValue(reason=reason) if reason in _STATUS_OF_REASON:
             return _STATUS_OF_REASON[reason]
         case InvalidBody():
             return unfit_status
-        case InvalidValue():
+        case errors.InvalidValue():
             return 400
         case Unauthorized():
             return 401
         case Forbidden():
             return 403
-        case NotFound():
+        case errors.NotFound():
             return 404
-        case Conflict():
+        case errors.Conflict():
             return 409
-        case Saturated():
+        case errors.Saturated():
             return 429
-        case StoreUnavailable() | RemoteUnavailable() | NoTarget() | Starting():
+        case errors.StoreUnavailable() | errors.RemoteUnavailable() | errors.NoTarget() | errors.Starting():
             return 503
     raise error
 
 
-def body_of(error: WaymarkError) -> dict[str, Any]:
+def body_of(error: errors.WaymarkError) -> dict[str, Any]:
     """Return the error body; absent ``field`` and ``index`` are left out."""
     body: dict[str, Any] = {"error": str(error)}
     match error:
-        case InvalidValue(reason=reason, field=field, index=index):
+        case errors.InvalidValue(reason=reason, field=field, index=index):
             body |= {"reason": reason, "field": field, "index": index}
         case Unauthorized() | Forbidden():
             body["reason"] = "unauthorized"
-        case NotFound(field=field):
+        case errors.NotFound(field=field):
             body |= {"reason": "not_found", "field": field}
-        case Conflict(field=field):
+        case errors.Conflict(field=field):
             body |= {"reason": "conflict", "field": field}
-        case NoTarget():
+        case errors.NoTarget():
             body["reason"] = "no_target"
-        case Starting():
+        case errors.Starting():
             body["reason"] = "starting"
-        case Saturated():
+        case errors.Saturated():
             body["reason"] = "saturated"
-        case StoreUnavailable() | RemoteUnavailable():
+        case errors.StoreUnavailable() | errors.RemoteUnavailable():
             body["reason"] = "unavailable"
     return {name: value for name, value in body.items() if value is not None}
 
 
-def headers_of(error: WaymarkError) -> dict[str, str]:
+def headers_of(error: errors.WaymarkError) -> dict[str, str]:
     """Return the headers that the status of an error requires."""
     match error:
-        case StoreUnavailable(retry_after_seconds=seconds) | RemoteUnavailable(retry_after_seconds=seconds):
+        case (
+            errors.StoreUnavailable(retry_after_seconds=seconds) | errors.RemoteUnavailable(retry_after_seconds=seconds)
+        ):
             return {"Retry-After": str(seconds)}
-        case NoTarget() | Starting() | Saturated():
+        case errors.NoTarget() | errors.Starting() | errors.Saturated():
             return {"Retry-After": "1"}
         case Unauthorized():
             return {"WWW-Authenticate": "Bearer"}
-        case InvalidValue(reason="too_large"):
+        case errors.InvalidValue(reason="too_large"):
             return {"Connection": "close"}  # the rest of the body is not read
     return {}
