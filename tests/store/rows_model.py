@@ -348,7 +348,7 @@ class Worker:
             parts: Parts = []
             for seq, events in batches:
                 parts = joined(parts, self.resolve(seq, events, is_again=is_again))
-            if self.seq % 2:  # in turns the parts of the C module, and those of Python
+            if self.seq % 2:  # alternately the parts of the C module, and those of Python
                 parts = list(parts)
             is_again = True
             moves = Moves(self.memory)
