@@ -25,11 +25,12 @@ from waymark.runtime import replica
 from waymark.base.settings import Settings
 
 async def main():
+    before = gc.get_freeze_count()  # Python 3.12 begins with some
     settings = Settings(port=int(sys.argv[2]), host="127.0.0.1")
     has_api, has_worker = sys.argv[1] != "ingest", sys.argv[1] != "query"
     sockets = replica.open_port(settings, has_api=has_api)
     role = asyncio.create_task(replica.run(settings, has_api=has_api, has_worker=has_worker, sockets=sockets))
-    while not gc.get_freeze_count() and not role.done():
+    while gc.get_freeze_count() == before and not role.done():
         await asyncio.sleep(0.01)
     print(len(gc.get_objects()), gc.get_freeze_count())
     await asyncio.sleep(0.1)
@@ -78,22 +79,23 @@ def post(path, **fields):
         return json.load(answer)
 
 async def main():
+    before = gc.get_freeze_count()
     settings = Settings(port=port, host="127.0.0.1")
     sockets = replica.open_port(settings, has_api=True)
     role = asyncio.create_task(replica.run(settings, has_api=True, has_worker=False, sockets=sockets))
-    while not gc.get_freeze_count() and not role.done():
+    while gc.get_freeze_count() == before and not role.done():
         await asyncio.sleep(0.01)
     for number in range(targets):
         target = {"type": "standard", "instance_id": f"pod-{number}", "address": f"http://10.0.0.{number}:8000"}
         await asyncio.to_thread(post, "/register", **target)
-    before, through = set(sys.modules), [0]
+    modules, through = set(sys.modules), [0]
     gc.callbacks.append(lambda phase, info: phase == "start" and through.append(
         sum(len(gc.get_objects(generation)) for generation in range(info["generation"] + 1))
     ))
     for number in range(calls):
         for path in ("/query", "/select"):
             await asyncio.to_thread(post, path, token_ids=list(range(number, number + 1024)))
-    imported = sorted(set(sys.modules) - before)
+    imported = sorted(set(sys.modules) - modules)
     print(json.dumps([max(through), len(gc.get_objects()), gc.get_freeze_count(), imported, sorted(ordinary)]))
     os.kill(os.getpid(), signal.SIGTERM)
     await role
