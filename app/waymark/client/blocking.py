@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable
 from functools import wraps
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack
 
 import httpx
@@ -61,9 +60,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -160,9 +157,7 @@ class Selecting(calls.TargetInUse["Client"]):
     def __enter__(self) -> Self:
         return self.begin()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
             self.end(calls.outcome_of(error))
         except Refused:

@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -90,10 +89,8 @@ class Replay:
         await self._request.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._request.__aexit__(kind, error, trace)
+    async def __aexit__(self, *_: object) -> None:
+        await self._request.__aexit__()
 
     async def batches(self, limit: int) -> list[ReplayedBatch]:
         """Return the next replies, in order of arrival: at least one, and at most ``limit``.

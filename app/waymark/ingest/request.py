@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -68,9 +67,7 @@ class PublisherRequest:
         self.socket.send_multipart([b"", self._payload], zmq.NOBLOCK)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if not self._is_ended:
             self._link.close()
 

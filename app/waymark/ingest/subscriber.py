@@ -21,7 +21,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -123,9 +122,7 @@ class Subscriber:
         self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -245,9 +244,7 @@ class EngineHttp:
         self.url = f"http://{self._host}:{self._runner.addresses[0][1]}"
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
     async def _health(self, _: web.Request) -> web.Response:

@@ -16,7 +16,6 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import msgpack
@@ -99,9 +98,7 @@ class SimulatedPublisher:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.down(linger_seconds=self._linger_seconds)
         try:
             # The caller's own error is not the group's, which would wrap it.
@@ -111,7 +108,7 @@ class SimulatedPublisher:
 
     async def close(self) -> None:
         """Close permanently, as leaving the ``async with`` does."""
-        await self.__aexit__(None, None, None)
+        await self.__aexit__()
 
     async def up(self) -> None:
         """Bind both sockets, without any other change. An address in use is tried for ``BIND_SECONDS``."""
