@@ -22,9 +22,9 @@ from tests.patience import patient
 from tests.ports import unused_port
 from waymark import cli
 from waymark.cli import demonstration as demo
-from waymark.cli.demonstration import DemoFailed, DemoPrompt, PromptMatch, run_demo
+from waymark.cli.demonstration import DemoFailed, DemoPrompt, run_demo
 from waymark.client import AsyncClient, Matches, Unavailable
-from waymark.console.progress import parts
+from waymark.console.progress import PromptMatch, parts
 from waymark.console.screen import Screen
 from waymark.simulator.engine import build_engine
 from waymark.simulator.http import EngineHttp

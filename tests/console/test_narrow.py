@@ -192,7 +192,7 @@ def test_the_demo_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     labels = [question.label for question in demo._questions()]
     output = io.StringIO()
-    found = [demo.PromptMatch(label, 320, "engine-0", 320, 256, 64) for label in labels]
+    found = [progress.PromptMatch(label, 320, "engine-0", 320, 256, 64) for label in labels]
     Screen(output, width=80).show(progress.parts(found))
     assert all(label in output.getvalue() for label in labels), "no label goes on in the next line"
 

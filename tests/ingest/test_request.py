@@ -16,7 +16,7 @@ from tests.conftest import wait_until
 from tests.ingest.conftest import PATIENCE_SECONDS, QUICK, Bench
 from tests.ingest.endless import EMPTY, LONGEST, PART_MAX, ROUTER, publishing, publishing_at
 from tests.patience import patient, within
-from waymark.ingest import request, snapshot, unfinished
+from waymark.ingest import snapshot, unfinished
 from waymark.ingest.replay import Replay
 from waymark.ingest.request import EndlessMessage, PublisherRequest
 from waymark.ingest.sockets import ZmqContext
@@ -60,8 +60,8 @@ async def test_an_answer_without_an_end_ends_the_request(
     context: ZmqContext, answering: Answering, ask: Ask, then: bytes, growth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = count(0, growth)  # the process grows with each look, or not at all
-    monkeypatch.setattr(request, "process_memory", lambda: next(memory))
-    monkeypatch.setattr(request, "MEMORY_BYTES_MAX", 2**25)
+    monkeypatch.setattr(unfinished, "process_memory", lambda: next(memory))
+    monkeypatch.setattr(unfinished, "MEMORY_BYTES_MAX", 2**25)
     if not growth:
         monkeypatch.setattr(snapshot, "BYTES_MAX", 2**22)
     async with answering(then=then, ready=ROUTER) as endpoint, within(60):
@@ -112,7 +112,7 @@ async def test_one_answer_without_an_end_after_the_other_does_not_fill_the_memor
     context: ZmqContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What libzmq frees of one is given back before the next has as much."""
-    monkeypatch.setattr(request, "MEMORY_BYTES_MAX", 2**26)
+    monkeypatch.setattr(unfinished, "MEMORY_BYTES_MAX", 2**26)
     begun, left = unfinished.process_memory(), list[int]()
     async with publishing(then=EMPTY, ready=ROUTER) as endpoint, within(60):
         for _ in range(4):

@@ -8,17 +8,7 @@ from time import perf_counter
 
 import orjson
 
-from waymark.api.decision_bodies import (
-    RELEASES_MAX,
-    DecisionBody,
-    ReleaseRequest,
-    ScoreRequest,
-    SelectRequest,
-    as_served,
-    check_known,
-    read_decision,
-    select_request,
-)
+from waymark.api import decision_bodies as bodies
 from waymark.api.http.answers import PARTIAL, Answer, Paused
 from waymark.api.http.bodies import Body, Format
 from waymark.api.http.errors import InvalidBody
@@ -74,14 +64,18 @@ class Decisions:
         self._served = served
         self._without_tokens = metrics.decisions_without_tokens
         self._max_tokens = options.tokens_max
-        self._score = partial(read_decision, ScoreRequest, selector.default_policy, selector.default_profile)
-        self._select = partial(read_decision, SelectRequest, selector.default_policy, selector.default_profile)
+        self._score = partial(
+            bodies.read_decision, bodies.ScoreRequest, selector.default_policy, selector.default_profile
+        )
+        self._select = partial(
+            bodies.read_decision, bodies.SelectRequest, selector.default_policy, selector.default_profile
+        )
 
     def score(self, body: Body) -> Steps[Answer | Paused]:
         decision_body = yield from self._resolved(body.asked(self._score))
         return (yield from self._with_prompt(decision_body, body, partial(self._scored, decision_body)))
 
-    def _scored(self, decision_body: DecisionBody, question: Question) -> Steps[Answer]:
+    def _scored(self, decision_body: bodies.DecisionBody, question: Question) -> Steps[Answer]:
         ranked = yield from self._selector.scoring(question)
         if ranked is None:
             candidates: list[Scored] = []
@@ -91,7 +85,7 @@ class Decisions:
             candidates, tokens, block_size = list(ranked.scored), ranked.tokens, ranked.block_size
             decision = ranked.decision
         if question.given is not None:
-            check_known(question.given, set() if ranked is None else ranked.there)
+            bodies.check_known(question.given, set() if ranked is None else ranked.there)
         if decision_body.request.by == "address":
             candidates = best_by_address(candidates)
         is_cost = question.policy.is_cost
@@ -128,7 +122,7 @@ class Decisions:
         """Begin to answer a body by a usual decision. Return False if it is not usual, or its fields are not in the
         request cache.
         """
-        decision_body: DecisionBody | None = None if body.text is None else body.text.asked
+        decision_body: bodies.DecisionBody | None = None if body.text is None else body.text.asked
         if decision_body is None or not decision_body.is_usual or not self._gate.is_unneeded:
             return False
         question, usual = decision_body.question, self._selector.usual
@@ -140,17 +134,17 @@ class Decisions:
         UsualDecision(usual, at_hand, question, prompt).begin(answer)
         return True
 
-    def _select_generally(self, decision_body: DecisionBody, body: Body) -> Steps[Answer | Paused]:
+    def _select_generally(self, decision_body: bodies.DecisionBody, body: Body) -> Steps[Answer | Paused]:
         if not self._gate.is_open:
             yield Waiting(self._gate.check())
         decision_body = yield from self._resolved(decision_body)
         return (yield from self._with_prompt(decision_body, body, partial(self._selected, decision_body)))
 
-    def _selected(self, decision_body: DecisionBody, question: Question) -> Steps[Answer]:
+    def _selected(self, decision_body: bodies.DecisionBody, question: Question) -> Steps[Answer]:
         try:
             # If Redis is unavailable, the error must reach the admission queue; then ``select_without_redis`` decides.
             selected = yield from self._selector.selecting(question, self._gate, passed_on=Cause.NO_REDIS)
-            return select_answer(selected, select_request(decision_body))
+            return select_answer(selected, bodies.select_request(decision_body))
         except UnknownModel as exc:
             near = self._served.nearest(question.group)
             suggestion = "" if near is None else f"; did you mean {shown(near)}?"
@@ -159,9 +153,9 @@ class Decisions:
     async def select_without_redis(self, body: Body) -> Answer | Paused:
         """Answer ``/select`` while Redis is unavailable."""
         decision_body = body.asked(self._select)
-        request = select_request(decision_body)
+        request = bodies.select_request(decision_body)
         served = self._served.at_hand(decision_body.question.group)
-        decision_body = decision_body if served is None else as_served(decision_body, served)
+        decision_body = decision_body if served is None else bodies.as_served(decision_body, served)
 
         def selected(question: Question) -> Steps[Answer]:
             selected = yield from self._selector.selecting(question, self._gate, without=Cause.NO_REDIS)
@@ -171,7 +165,7 @@ class Decisions:
         return await finished(self._with_prompt(decision_body, body, selected, is_sticky=True))
 
     def release(self, body: Body) -> Steps[Answer]:
-        request = ReleaseRequest.of(body.fields)
+        request = bodies.ReleaseRequest.of(body.fields)
         if (request.reservation is None) == (request.reservations is None):
             raise InvalidBody(
                 "send either reservation or reservations, as /select returned them",
@@ -188,10 +182,10 @@ class Decisions:
         if usage != NO_USAGE or request.tpot_ms is not None:
             _check_usage(request)
         texts = [request.reservation] if request.reservation is not None else request.reservations or []
-        if len(texts) > RELEASES_MAX:
+        if len(texts) > bodies.RELEASES_MAX:
             raise InvalidBody(
-                f"reservations has {len(texts)} elements, but the maximum of one request is {RELEASES_MAX}; send "
-                "several requests",
+                f"reservations has {len(texts)} elements, but the maximum of one request is {bodies.RELEASES_MAX}; "
+                "send several requests",
                 reason="out_of_range",
                 field="reservations",
             )
@@ -217,17 +211,17 @@ class Decisions:
 
     # ---- from body to question ---------------------------------------------------------------------
 
-    def _resolved(self, decision_body: DecisionBody) -> Steps[DecisionBody]:
+    def _resolved(self, decision_body: bodies.DecisionBody) -> Steps[bodies.DecisionBody]:
         """Return the body with the model and the adapter that its ``model`` means."""
         group = decision_body.question.group
         if self._store.reader.has_targets(group):  # the name is that of a model
             return decision_body
         served = yield Waiting(self._served.of(group))
-        return decision_body if served is None else as_served(decision_body, served)
+        return decision_body if served is None else bodies.as_served(decision_body, served)
 
     def _with_prompt(
         self,
-        decision_body: DecisionBody,
+        decision_body: bodies.DecisionBody,
         body: Body,
         decide: Callable[[Question], Steps[Answer]],
         *,
@@ -269,7 +263,7 @@ class Decisions:
         self._without_tokens.labels(reason=reason).inc()
         return None
 
-    def _unread(self, request: ScoreRequest | SelectRequest, question: Question) -> Question:
+    def _unread(self, request: bodies.ScoreRequest | bodies.SelectRequest, question: Question) -> Question:
         """Return the question about a text without tokens, with a prefix key if the text is a ``prompt``."""
         prompts = () if request.prompt is None else (request.prompt,)
         tokens = min(estimate_tokens(request.messages, request.system, prompts)[0], self._max_tokens)
@@ -280,7 +274,7 @@ class Decisions:
         return question._replace(prompt=unread_prompt(tokens), prefix_key=key)
 
 
-def _check_usage(request: ReleaseRequest) -> None:
+def _check_usage(request: bodies.ReleaseRequest) -> None:
     """Raise InvalidBody if usage and times cannot be those of one finished request."""
     names = ("cached_tokens", "prompt_tokens", "completion_tokens", "tpot_ms")
     name = next(candidate for candidate in names if getattr(request, candidate) is not None)
@@ -378,7 +372,7 @@ def _usual_text(name: tuple[str, int], address: str | None, policy: str, decisio
     ) % (instance_id, name[1], address_text, policy_text, decision_text, headers)
 
 
-def select_answer(selected: SelectedTarget, request: SelectRequest) -> Answer:
+def select_answer(selected: SelectedTarget, request: bodies.SelectRequest) -> Answer:
     prompt_tokens = selected.tokens
     is_cost = selected.policy.is_cost
 

@@ -25,6 +25,7 @@ from uuid import uuid4
 from waymark.base.record import record
 from waymark.base.shown import shown
 from waymark.client import AsyncClient, Refused, StreamStatus, Unavailable
+from waymark.console.progress import PromptMatch
 from waymark.console.service import RemoteService
 from waymark.simulator.encode import CPU, GPU
 from waymark.simulator.engine import SimulatedEngine, build_engine
@@ -83,18 +84,6 @@ class DemoPrompt:
     label: str
     prompt: SimulatedPrompt
     engines: tuple[int, ...]
-
-
-@record(frozen=True, slots=True)
-class PromptMatch:
-    """One line of the table: one engine's share of one prompt, in tokens."""
-
-    label: str
-    tokens: int
-    instance: str
-    matched: int
-    gpu: int
-    cpu: int
 
 
 @record(frozen=True, slots=True)

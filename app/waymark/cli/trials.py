@@ -61,8 +61,8 @@ def _path() -> str:
 def _demo(arguments: argparse.Namespace) -> int:
     import uvloop
 
-    from waymark.cli.demonstration import DemoFailed, PromptMatch, run_demo
-    from waymark.console.progress import Progress, parts
+    from waymark.cli.demonstration import DemoFailed, run_demo
+    from waymark.console.progress import Progress, PromptMatch, parts
     from waymark.console.screen import Screen
 
     is_shown = False

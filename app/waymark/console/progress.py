@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Final, Protocol, Self, TextIO
+from typing import Final, Self, TextIO
 
+from waymark.base.record import record
 from waymark.console.screen import Grid, ScreenPart, text
 
 #: The pause between two updates of a count, on a terminal and elsewhere.
@@ -58,24 +59,19 @@ class Progress:
 _BAR = 12
 
 
-class PromptLine(Protocol):
-    """One engine's share of one prompt; numbers are tokens."""
+@record(frozen=True, slots=True)
+class PromptMatch:
+    """One line of the table: one engine's share of one prompt, in tokens."""
 
-    @property
-    def label(self) -> str: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def instance(self) -> str: ...
-    @property
-    def matched(self) -> int: ...
-    @property
-    def gpu(self) -> int: ...
-    @property
-    def cpu(self) -> int: ...
+    label: str
+    tokens: int
+    instance: str
+    matched: int
+    gpu: int
+    cpu: int
 
 
-def parts(lines: Sequence[PromptLine]) -> list[ScreenPart]:
+def parts(lines: Sequence[PromptMatch]) -> list[ScreenPart]:
     """Return the sentences and the table."""
     rows = [
         (line.label, line.instance, line.matched, line.tokens, line.gpu, line.cpu, "#" * _bar(line)) for line in lines
@@ -93,5 +89,5 @@ def parts(lines: Sequence[PromptLine]) -> list[ScreenPart]:
     ]
 
 
-def _bar(line: PromptLine) -> int:
+def _bar(line: PromptMatch) -> int:
     return round(_BAR * line.matched / line.tokens)

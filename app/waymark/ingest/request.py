@@ -13,15 +13,8 @@ from typing import Self
 
 import zmq
 
+from waymark.ingest import unfinished
 from waymark.ingest.sockets import ConnectionFailure, PublisherSocket, ZmqContext, has_name, looked_up, readable
-from waymark.ingest.unfinished import (
-    LOOK_SECONDS,
-    MEMORY_BYTES_MAX,
-    UNFINISHED_BYTES_MIN,
-    UnfinishedMessage,
-    give_back_memory,
-    process_memory,
-)
 
 _GIVE_BACK_TRIES = 20
 """How many times memory is given back after an endless message, each time after a pause, because libzmq frees it
@@ -62,7 +55,7 @@ class PublisherRequest:
         self.socket = self._link.socket
         self.messages = self._link.messages
         """The messages of the answer."""
-        self._message = UnfinishedMessage(self._link)
+        self._message = unfinished.UnfinishedMessage(self._link)
         # The ROUTER side expects the empty frame that a REQ would have put first.
         self.socket.send_multipart([b"", self._payload], zmq.NOBLOCK)
         return self
@@ -79,23 +72,23 @@ class PublisherRequest:
         """
         for _ in self._link.changes():
             pass
-        self._message.look(process_memory(), time.monotonic())
-        is_large = self._message.bytes > UNFINISHED_BYTES_MIN
-        has_grown = self._message.growth > self._message_max + MEMORY_BYTES_MAX
+        self._message.look(unfinished.process_memory(), time.monotonic())
+        is_large = self._message.bytes > unfinished.UNFINISHED_BYTES_MIN
+        has_grown = self._message.growth > self._message_max + unfinished.MEMORY_BYTES_MAX
         if (self._message.bytes > self._message_max or (is_large and has_grown)) and self._message.is_hidden:
             await self._end()
             raise EndlessMessage(f"a message of {self._endpoint} is longer than {self._message_max} bytes")
-        await readable(self.socket, min(seconds, LOOK_SECONDS))
+        await readable(self.socket, min(seconds, unfinished.LOOK_SECONDS))
 
     async def _end(self) -> None:
         """Close the connection, and give back the memory of its message, because the next request may need as much
         again.
         """
         self._is_ended = True
-        memory = process_memory()
+        memory = unfinished.process_memory()
         self._link.close()
         for _ in range(_GIVE_BACK_TRIES):
-            await asyncio.sleep(LOOK_SECONDS)
-            await asyncio.to_thread(give_back_memory)
-            if 2 * (memory - process_memory()) >= self._message.growth:
+            await asyncio.sleep(unfinished.LOOK_SECONDS)
+            await asyncio.to_thread(unfinished.give_back_memory)
+            if 2 * (memory - unfinished.process_memory()) >= self._message.growth:
                 break

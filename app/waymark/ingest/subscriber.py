@@ -27,15 +27,8 @@ import zmq
 
 from waymark.apply.slices import LoopTurns
 from waymark.base.errors import InvalidValue
+from waymark.ingest import sockets
 from waymark.ingest.frames import Frame, FrameBuffer, FrameRoom, PayloadFacts, parse_live
-from waymark.ingest.sockets import (
-    MESSAGE_BYTES_MAX,
-    ConnectionFailure,
-    LiveConnection,
-    ZmqContext,
-    has_name,
-    looked_up,
-)
 from waymark.ingest.subscribers import Subscribers
 
 FRAMES_PER_READ = 500
@@ -56,7 +49,7 @@ ends soon after its worker.
 BYTES_PER_READ = 2**20
 """The bytes of frames read in one callback of the event loop; one frame may exceed them."""
 
-_ENDED_BY_THE_PEER = frozenset({ConnectionFailure.REFUSED, ConnectionFailure.NO_ZMQ})
+_ENDED_BY_THE_PEER = frozenset({sockets.ConnectionFailure.REFUSED, sockets.ConnectionFailure.NO_ZMQ})
 
 
 class Subscriber:
@@ -70,15 +63,15 @@ class Subscriber:
 
     def __init__(
         self,
-        context: ZmqContext,
+        context: sockets.ZmqContext,
         endpoint: str,
         *,
         buffer_bytes: int,
         buffer_frames: int,
         room: FrameRoom | None = None,
         subscribers: Subscribers | None = None,
-        message_bytes_max: int = MESSAGE_BYTES_MAX,
-        payload_bytes_max: int = MESSAGE_BYTES_MAX,
+        message_bytes_max: int = sockets.MESSAGE_BYTES_MAX,
+        payload_bytes_max: int = sockets.MESSAGE_BYTES_MAX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.endpoint = endpoint
@@ -93,7 +86,7 @@ class Subscriber:
         """Whether the last connection was closed because of a message above ``message_bytes_max``, an endless message,
         or bytes other than ZMTP.
         """
-        self.failure: ConnectionFailure | None = None
+        self.failure: sockets.ConnectionFailure | None = None
         """Why the last attempt to connect failed; None if it succeeded."""
         self.is_unreachable = False
         """Whether connections were reset or refused twice in a short time, and none has succeeded since."""
@@ -109,7 +102,7 @@ class Subscriber:
         self._large_bytes = buffer_bytes // 2
         self._buffer = FrameBuffer(buffer_bytes, buffer_frames, room or FrameRoom(buffer_bytes))
         self._loop: asyncio.AbstractEventLoop
-        self._link: LiveConnection | None = None
+        self._link: sockets.LiveConnection | None = None
         self._dialling: asyncio.Handle | asyncio.Task[None] | None = None
         self._is_read_due = False
         self._pause = RECONNECT_SECONDS
@@ -211,16 +204,16 @@ class Subscriber:
 
     def _dial(self, open_link: Callable[[str], None]) -> None:
         """Begin to connect by ``open_link``, or to look up the host."""
-        if has_name(self.endpoint):
+        if sockets.has_name(self.endpoint):
             self._dialling = self._loop.create_task(self._look_up())
         else:
             open_link(self.endpoint)
 
     async def _look_up(self) -> None:
-        endpoint = await looked_up(self.endpoint)
+        endpoint = await sockets.looked_up(self.endpoint)
         self._dialling = None
         if endpoint is None:
-            self.failure = ConnectionFailure.UNRESOLVED
+            self.failure = sockets.ConnectionFailure.UNRESOLVED
             self._dial_later()
         else:
             self._open_or_retry(endpoint)
@@ -233,7 +226,7 @@ class Subscriber:
             self._dial_later()
 
     def _open_link(self, endpoint: str) -> None:
-        link = LiveConnection(self._context, endpoint, self._message_bytes_max)
+        link = sockets.LiveConnection(self._context, endpoint, self._message_bytes_max)
         self._link = link
         self._subscribers.enter(link, read=self.read, refuse=self._refuse)
         messages, monitor = link.descriptors
@@ -286,7 +279,7 @@ class Subscriber:
             self._read_monitor(link)
             self._read_messages(link)
 
-    def _read_messages(self, link: LiveConnection) -> None:
+    def _read_messages(self, link: sockets.LiveConnection) -> None:
         """Read received frames. This is the callback of the socket.
 
         It does not read the monitor, which costs as much as a frame and has a callback of its own.
@@ -299,7 +292,7 @@ class Subscriber:
         self._is_read_due = False
         self.read()
 
-    def _read_monitor(self, link: LiveConnection) -> None:
+    def _read_monitor(self, link: sockets.LiveConnection) -> None:
         for is_up in link.changes():
             if is_up:
                 self._set_absent(False)
@@ -312,7 +305,7 @@ class Subscriber:
                 self._dial_later()
         self.failure = None if link.is_up else link.attempt.failure or self.failure
 
-    def _note_failure(self, link: LiveConnection) -> None:
+    def _note_failure(self, link: sockets.LiveConnection) -> None:
         if link.is_up or link.attempt.failure in _ENDED_BY_THE_PEER:
             now = self._clock()
             seconds_between = max(UNREACHABLE_SECONDS, 2 * self._subscribers.pause_seconds if self._is_absent else 0.0)
@@ -335,7 +328,7 @@ class Subscriber:
             return frame
         return frame._replace(payload=PayloadFacts.of(payload))
 
-    def _read_frames(self, link: LiveConnection) -> bool:
+    def _read_frames(self, link: sockets.LiveConnection) -> bool:
         """Fill the buffer from the socket. Return True if there may be more to read."""
         if not link.is_up:
             # A frame may arrive before the monitor has reported the handshake; the monitor's callback reads it then.

@@ -6,17 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from waymark.ingest import unfinished
 from waymark.ingest.sockets import LiveConnection
-from waymark.ingest.unfinished import (
-    LONGEST_PARTS,
-    LOOK_SECONDS,
-    MEMORY_BYTES_MAX,
-    UNFINISHED_BYTES_MIN,
-    UnfinishedMessage,
-    give_back_memory,
-    map_long_blocks,
-    process_memory,
-)
 
 ATTEMPT_SECONDS = 0.01
 """The pause between two attempts of a worker to connect to publishers that it has never reached. An attempt takes up to
@@ -41,7 +32,7 @@ class _Watched:
     """A watched connection."""
 
     def __init__(self, link: LiveConnection, read: Callable[[], None], refuse: Callable[[], None]) -> None:
-        self.message = UnfinishedMessage(link)
+        self.message = unfinished.UnfinishedMessage(link)
         self.refuse = refuse
         self._read = read
 
@@ -60,7 +51,7 @@ class Subscribers:
     def __init__(self, *, message_bytes_max: int) -> None:
         self.absent = 0
         """The number of publishers that were never reached."""
-        self._message_max = LONGEST_PARTS * message_bytes_max
+        self._message_max = unfinished.LONGEST_PARTS * message_bytes_max
         self._watched: dict[LiveConnection, _Watched] = {}
         self._has_long = False
         """Whether a connection had a long unfinished message at the last check."""
@@ -85,13 +76,13 @@ class Subscribers:
 
         Give free memory back to the system, too.
         """
-        map_long_blocks()
+        unfinished.map_long_blocks()
         last_memory, last_time = 0, float("-inf")
-        least = least_since = process_memory()
+        least = least_since = unfinished.process_memory()
         given, pause = (0, float("-inf")), _CHECK_SECONDS
         giving: asyncio.Future[None] | None = None
         while True:
-            memory, now = process_memory(), time.monotonic()
+            memory, now = unfinished.process_memory(), time.monotonic()
             last_memory, least, least_since = min(last_memory, memory), min(least, memory), min(least_since, memory)
             if memory - last_memory > _CHECK_BYTES or now - last_time > _CHECK_SECONDS:
                 self.check(memory, now)
@@ -106,8 +97,8 @@ class Subscribers:
             is_due = memory - least > _GIVE_BACK_BYTES and now - given[1] > wait
             if giving is None and (is_due or self._ended_at is not None):
                 # Connections are checked meanwhile, because this takes half a second on a busy machine.
-                giving, given = asyncio.ensure_future(asyncio.to_thread(give_back_memory)), (memory, now)
-            await asyncio.sleep(LOOK_SECONDS)
+                giving, given = asyncio.ensure_future(asyncio.to_thread(unfinished.give_back_memory)), (memory, now)
+            await asyncio.sleep(unfinished.LOOK_SECONDS)
 
     def check(self, memory: int, now: float) -> None:
         """Close connections whose message is too long. ``memory`` is that of the process."""
@@ -125,9 +116,9 @@ class Subscribers:
                 if watched.is_to_blame:
                     self._end(watched, now)
                 continue
-            is_large = message.bytes > UNFINISHED_BYTES_MIN
+            is_large = message.bytes > unfinished.UNFINISHED_BYTES_MIN
             self._has_long = self._has_long or is_large
-            if is_large and is_freed and message.growth > MEMORY_BYTES_MAX and watched.is_to_blame:
+            if is_large and is_freed and message.growth > unfinished.MEMORY_BYTES_MAX and watched.is_to_blame:
                 suspects.append(watched)
         largest = max((watched.message.bytes for watched in suspects), default=0)
         for watched in suspects:

@@ -13,15 +13,7 @@ from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Protocol
 
-from waymark.base.asgi import (
-    AsgiApplication,
-    AsgiMessage,
-    AsgiScope,
-    BrokenAnswer,
-    RawHeaders,
-    StraightRequest,
-    StraightTable,
-)
+from waymark.base import asgi
 from waymark.base.logs import failure, fields
 from waymark.serving.limits import BROKEN, FAULT, Connections, Rejection
 
@@ -109,11 +101,11 @@ class RequestCycle:
     def __init__(
         self,
         connection: Carrier,
-        scope: AsgiScope,
+        scope: asgi.AsgiScope,
         *,
         keep_alive: bool,
         expects_continue: bool = False,
-        straight: StraightRequest | None = None,
+        straight: asgi.StraightRequest | None = None,
         body: bytes = b"",
     ) -> None:
         """Create the cycle of a request whose head has arrived, or the whole: then it is ``straight``, and has its
@@ -181,7 +173,7 @@ class RequestCycle:
         if self._changed is not None:
             self._changed.set()
 
-    async def receive(self) -> AsgiMessage:
+    async def receive(self) -> asgi.AsgiMessage:
         if self._expects_continue and not self.is_on_wire:
             self._expects_continue = False
             if not self._is_due:  # otherwise the client sent the body without waiting
@@ -200,7 +192,7 @@ class RequestCycle:
 
     # ---- the straight way ------------------------------------------------------------------------------
 
-    def open_straight(self, table: StraightTable) -> bool:
+    def open_straight(self, table: asgi.StraightTable) -> bool:
         """Take the straight way, if ``table`` has the question and the request is usual."""
         scope = self.scope
         question = table.get(scope["raw_path"])
@@ -208,7 +200,7 @@ class RequestCycle:
             self._straight = question.open(scope["headers"])
         return self._straight is not None
 
-    def reply(self, status: int, media_type: bytes, headers: RawHeaders, body: bytes) -> None:
+    def reply(self, status: int, media_type: bytes, headers: asgi.RawHeaders, body: bytes) -> None:
         try:
             if self.is_disconnected:
                 return
@@ -240,7 +232,7 @@ class RequestCycle:
 
     # ---- the answer ------------------------------------------------------------------------------------
 
-    async def run(self, app: AsgiApplication) -> None:
+    async def run(self, app: asgi.AsgiApplication) -> None:
         """Have the request answered, whatever the application does."""
         try:
             await app(self.scope, self.receive, self.send)
@@ -249,7 +241,7 @@ class RequestCycle:
         except asyncio.CancelledError:  # the process ends, and has waited for long enough
             self._break_off()
             raise
-        except BrokenAnswer:  # the application has said so in the log
+        except asgi.BrokenAnswer:  # the application has said so in the log
             self._fail(BROKEN)
         except Exception as exc:
             self._fault(exc)
@@ -281,7 +273,7 @@ class RequestCycle:
         else:
             self._connection.close()
 
-    async def send(self, message: AsgiMessage) -> None:
+    async def send(self, message: asgi.AsgiMessage) -> None:
         """Send a message of the answer. Raise ``RuntimeError`` if it breaks the rules of ASGI or HTTP."""
         if self._connection.is_full:
             await self._connection.drain()
@@ -305,7 +297,7 @@ class RequestCycle:
         self._connection.write(_WHOLE % (self._connection.default_lines, content_type, len(body), end, content))
         self._end()
 
-    def _start(self, message: AsgiMessage) -> None:
+    def _start(self, message: asgi.AsgiMessage) -> None:
         if message["type"] != "http.response.start":
             raise RuntimeError(f"an answer begins with http.response.start, not with {message['type']}")
         headers: Iterable[tuple[bytes, bytes]] = message.get("headers", ())
@@ -329,7 +321,7 @@ class RequestCycle:
         status_line = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
         self._head = b"".join((status_line, self._connection.default_lines, head))
 
-    def _go_on(self, message: AsgiMessage) -> None:
+    def _go_on(self, message: asgi.AsgiMessage) -> None:
         if self.is_answered or message["type"] != "http.response.body":
             raise RuntimeError(f"{message['type']} cannot follow what has been sent of the answer")
         body: bytes = message.get("body", b"")

@@ -13,17 +13,7 @@ from urllib.parse import unquote
 import httptools
 
 from waymark.base import native
-from waymark.serving.limits import (
-    HEAD,
-    HEAD_BYTES_MAX,
-    HEAD_FIELDS_MAX,
-    HOST,
-    LENGTH,
-    NOT_HTTP,
-    TRANSFER_CODING,
-    Connections,
-    Rejection,
-)
+from waymark.serving import limits
 
 
 class Stop(Exception):
@@ -34,7 +24,7 @@ class Receiver(Protocol):
     """A connection, as its reader uses it. All methods but ``reject`` raise ``Stop`` to end the reading."""
 
     @property
-    def connections(self) -> Connections: ...
+    def connections(self) -> limits.Connections: ...
 
     def take_whole(self, scope: dict[str, Any], body: bytes) -> bool:
         """Take a plain request if that is possible at once; if not, return False, and it is taken in parts."""
@@ -48,7 +38,7 @@ class Receiver(Protocol):
 
     def request_ends(self) -> None: ...
 
-    def reject(self, rejection: Rejection) -> None:
+    def reject(self, rejection: limits.Rejection) -> None:
         """Send the reason for stopping, and close, unless that has been done."""
 
 
@@ -115,10 +105,10 @@ class RequestReader:
                 else:
                     break
         except httptools.HttpParserError:  # also of a ``Stop``, whose reason the connection knows
-            self._connection.reject(NOT_HTTP)
+            self._connection.reject(limits.NOT_HTTP)
         else:
-            if self.unplaced > HEAD_BYTES_MAX:
-                self._connection.reject(HEAD)
+            if self.unplaced > limits.HEAD_BYTES_MAX:
+                self._connection.reject(limits.HEAD)
 
     def close(self) -> None:
         """Let go of the connection and of the parser, which refer to this object."""
@@ -160,15 +150,15 @@ class RequestReader:
 
     def on_url(self, url: bytes) -> None:
         self._head_bytes += len(url)
-        if self._head_bytes > HEAD_BYTES_MAX:
-            self._stop(HEAD)
+        if self._head_bytes > limits.HEAD_BYTES_MAX:
+            self._stop(limits.HEAD)
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_fields += 1
         self._head_bytes += len(name) + len(value)
-        if self._head_fields > HEAD_FIELDS_MAX or self._head_bytes > HEAD_BYTES_MAX:
-            self._stop(HEAD)
+        if self._head_fields > limits.HEAD_FIELDS_MAX or self._head_bytes > limits.HEAD_BYTES_MAX:
+            self._stop(limits.HEAD)
         if self._is_after_head:  # after the body: an unwanted line, which must not pass for a part of the head
             self._connection.connections.count_trailer_field()
         else:
@@ -217,7 +207,7 @@ class RequestReader:
         self.is_open = False  # first: the request may be answered before this returns
         self._connection.request_ends()
 
-    def _stop(self, rejection: Rejection) -> NoReturn:
+    def _stop(self, rejection: limits.Rejection) -> NoReturn:
         self._connection.reject(rejection)
         raise Stop
 
@@ -241,26 +231,26 @@ class HeadCheck:
 
     def rejection(
         self, method: str, version: str, headers: list[tuple[bytes, bytes]], named: dict[bytes, bytes]
-    ) -> Rejection | None:
+    ) -> limits.Rejection | None:
         """Return why the request is rejected, or None. ``named`` has the last value of each field of ``headers``."""
         if version not in ("1.1", "1.0") or method == "CONNECT":
-            return NOT_HTTP
+            return limits.NOT_HTTP
         host = named.get(b"host")
         if host is None:
             if version == "1.1":
-                return HOST
+                return limits.HOST
         elif host != self._host:
             if _IS_HOST(host) is None:
-                return HOST
+                return limits.HOST
             self._host = host
         if len(named) != len(headers) and sum(name == b"host" for name, _ in headers) > 1:
-            return HOST
+            return limits.HOST
         if b"transfer-encoding" in named:
             codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
             if codings != [b"chunked"] or version == "1.0":
-                return TRANSFER_CODING
+                return limits.TRANSFER_CODING
         elif method in _WITH_BODY and b"content-length" not in named:
-            return LENGTH
+            return limits.LENGTH
         return None
 
 

@@ -19,19 +19,9 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from waymark.base.errors import InvalidValue
+from waymark.simulator import openai as api
 from waymark.simulator.encode import GPU
 from waymark.simulator.engine import Completion, EngineSpeed, Generator, SimulatedEngine
-from waymark.simulator.openai import (
-    BadRequest,
-    EngineModels,
-    OpenAi,
-    answering,
-    body_of,
-    event,
-    list_of,
-    rank_of,
-    send_events,
-)
 from waymark.simulator.options import AnswerFaults
 from waymark.simulator.workload import mark_of, said, tokens_of_messages
 
@@ -41,22 +31,22 @@ _CREATED = 1_700_000_000
 class Messages:
     """The handlers of ``/v1/messages`` and ``/v1/responses``."""
 
-    def __init__(self, generator: Generator, openai: OpenAi) -> None:
+    def __init__(self, generator: Generator, openai: api.OpenAi) -> None:
         self._generator = generator
         self._openai = openai
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
-        body = await body_of(request)
-        messages = list_of(body, "messages")
+        body = await api.body_of(request)
+        messages = api.list_of(body, "messages")
         system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
         prompt = self._openai.prompt(body, tokens_of_messages([*system, *messages], body.get("tools")))
         mark = mark_of(said(messages[-1])[1])
-        async with answering(self._generator, request) as fault:
+        async with api.answering(self._generator, request) as fault:
             count = self._openai.answer_tokens(body, "max_tokens")
-            answer = await self._generator.prefill(prompt, mark, count, rank_of(request))
+            answer = await self._generator.prefill(prompt, mark, count, api.rank_of(request))
             head = {"id": f"msg_{mark}", "type": "message", "role": "assistant", "model": body["model"]}
             if body.get("stream"):
-                return await send_events(request, self._message_events(head, answer), fault)
+                return await api.send_events(request, self._message_events(head, answer), fault)
             content = [{"type": "text", "text": await self._generator.whole(answer)}]
             return web.json_response({**head, "content": content, **self._ended(answer), "usage": _usage(answer)})
 
@@ -79,18 +69,18 @@ class Messages:
         return {"stop_reason": "max_tokens" if self._openai.is_cut(answer) else "end_turn", "stop_sequence": None}
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
-        body = await body_of(request)
+        body = await api.body_of(request)
         items = body.get("input")
-        messages = [{"role": "user", "content": items}] if isinstance(items, str) else list_of(body, "input")
+        messages = [{"role": "user", "content": items}] if isinstance(items, str) else api.list_of(body, "input")
         if body.get("instructions"):
             messages = [{"role": "system", "content": body["instructions"]}, *messages]
         prompt = self._openai.prompt(body, tokens_of_messages(messages, body.get("tools")))
         mark = mark_of(said(messages[-1])[1])
-        async with answering(self._generator, request) as fault:
+        async with api.answering(self._generator, request) as fault:
             count = self._openai.answer_tokens(body, "max_output_tokens")
-            answer = await self._generator.prefill(prompt, mark, count, rank_of(request))
+            answer = await self._generator.prefill(prompt, mark, count, api.rank_of(request))
             if body.get("stream"):
-                return await send_events(request, self._response_events(body, answer), fault)
+                return await api.send_events(request, self._response_events(body, answer), fault)
             text = await self._generator.whole(answer)
             return web.json_response(_response(body, answer, self._status(answer), [_message(answer, text)]))
 
@@ -125,7 +115,7 @@ class Messages:
 
 
 def _typed(document: Mapping[str, Any]) -> bytes:
-    return event(document, document["type"])
+    return api.event(document, document["type"])
 
 
 def _usage(answer: Completion) -> dict[str, Any]:
@@ -209,13 +199,13 @@ class EngineHttp:
         self._is_sglang = engine.publisher.encoder.dialect.startswith("sglang")
         self.generator = Generator(engine, block_size, pace, faults or AnswerFaults())
         """Its counts, and the faults of its answers."""
-        openai = OpenAi(self.generator, EngineModels(model_name, self._adapters, answer_tokens))
+        openai = api.OpenAi(self.generator, api.EngineModels(model_name, self._adapters, answer_tokens))
         application = web.Application(client_max_size=_BODY_BYTES_MAX, middlewares=[_refusing])
         application.add_routes(self._routes(openai, Messages(self.generator, openai)))
         # A client that goes ends its request, as on a real engine.
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
 
-    def _routes(self, openai: OpenAi, messages: Messages) -> Iterator[web.RouteDef]:
+    def _routes(self, openai: api.OpenAi, messages: Messages) -> Iterator[web.RouteDef]:
         yield web.post("/v1/chat/completions", openai.chat)
         yield web.post("/v1/completions", openai.completions)
         yield web.post("/v1/embeddings", openai.embeddings)
@@ -322,8 +312,8 @@ async def _refusing(request: web.Request, handler: Any) -> web.StreamResponse:
     try:
         response: web.StreamResponse = await handler(request)
         return response
-    except (BadRequest, InvalidValue) as error:
-        status, kind = (error.status, error.kind) if isinstance(error, BadRequest) else (400, "BadRequestError")
+    except (api.BadRequest, InvalidValue) as error:
+        status, kind = (error.status, error.kind) if isinstance(error, api.BadRequest) else (400, "BadRequestError")
         if request.path == "/v1/messages":
             body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": str(error)}}
         else:
