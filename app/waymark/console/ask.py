@@ -8,10 +8,10 @@ from itertools import groupby
 from typing import Any
 
 from waymark.base.errors import NotFound
-from waymark.base.shown import shown
+from waymark.base.shown import several, shown
 from waymark.console.prompts import fields_of, prompt_of
 from waymark.console.publishers import marks
-from waymark.console.screen import Grid, ScreenPart, Text, counted, joined, text
+from waymark.console.screen import Grid, ScreenPart, Text, joined, text
 from waymark.console.service import RemoteService
 from waymark.contract.inspections import HolderRuns, InspectAnswer
 from waymark.domain.media import BEST, IN_EVERY_ANSWER, order_of
@@ -81,7 +81,7 @@ def _put(signs: list[str], holder: HolderRuns, sign: str) -> None:
 def parts(answer: dict[str, Any]) -> list[ScreenPart]:
     """Return the drawing of an answer."""
     total, rows = answer["tokens"], answer["instances"]
-    screen_parts: list[ScreenPart] = [joined(text(answer["model"], "bold"), f": a prompt of {counted(total, 'token')}")]
+    screen_parts: list[ScreenPart] = [joined(text(answer["model"], "bold"), f": a prompt of {several(total, 'token')}")]
     screen_parts += [text(reason, "yellow") for reason in answer["reasons"]]
     if not any(row["blocks"] for row in rows.values()):
         return screen_parts  # the prompt is shorter than a block

@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from waymark import __version__
 from waymark.base.errors import ServiceRefused, ServiceUnreachable
-from waymark.base.shown import shown
+from waymark.base.shown import several, shown
 from waymark.console.drain import way_back
 from waymark.console.publishers import UNUSABLE, drain_of
-from waymark.console.screen import ScreenPart, counted, joined, text
+from waymark.console.screen import ScreenPart, joined, text
 from waymark.console.service import RemoteService, object_of
 from waymark.contract.publishers import Publisher, WorkersAnswer
 from waymark.domain.names import DEFAULT_TENANT
@@ -66,10 +66,10 @@ def parts(findings: list[Finding]) -> list[ScreenPart]:
         for finding in findings
     ]
     verdicts = [finding.verdict for finding in findings]
-    failed, warnings = verdicts.count("failed"), counted(verdicts.count("warning"), "warning")
+    failed, warnings = verdicts.count("failed"), several(verdicts.count("warning"), "warning")
     return [
         *lines,
-        text(f"{counted(len(findings), 'finding')}: {failed} failed, {warnings}, {verdicts.count('ok')} ok"),
+        text(f"{several(len(findings), 'finding')}: {failed} failed, {warnings}, {verdicts.count('ok')} ok"),
     ]
 
 
@@ -150,7 +150,7 @@ def _publishers(view: WorkersAnswer) -> Iterator[Finding]:
             sentence = f"{drain}: it gets no new requests; {way_back(publisher.instance_id, tenant)}"
             yield Finding("warning", f"engine {_name(publisher)}", sentence)
     if not unwell:
-        yield Finding("ok", "engines", f"nothing is wrong with {counted(len(view.publishers), 'stream')}")
+        yield Finding("ok", "engines", f"nothing is wrong with {several(len(view.publishers), 'stream')}")
 
 
 def _ports(view: WorkersAnswer) -> Iterator[Finding]:
@@ -177,7 +177,7 @@ def _ports(view: WorkersAnswer) -> Iterator[Finding]:
             )
             yield Finding("warning", f"port of {_name(publisher)}", sentence)
     if tried > closed:
-        yield Finding("ok", "ports", f"{counted(tried - closed, 'event socket')} can be opened from this machine")
+        yield Finding("ok", "ports", f"{several(tried - closed, 'event socket')} can be opened from this machine")
 
 
 def _name(publisher: Publisher) -> str:

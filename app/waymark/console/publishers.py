@@ -9,13 +9,13 @@ from http import HTTPStatus
 from typing import Any
 
 from waymark.base.errors import ServiceRefused
+from waymark.base.shown import several
 from waymark.console.screen import (
     STATUS_STYLES,
     Grid,
     ScreenPart,
     ScreenWarning,
     Text,
-    counted,
     held_text,
     joined,
     seconds_text,
@@ -120,7 +120,7 @@ def state(publisher: Publisher) -> Text:
 def _nobody(registered: int, *, is_bad: bool) -> ScreenPart:
     if not registered:
         return text("no engine is registered; run 'waymark register URL' for each")
-    publishers = counted(registered, "publisher")
+    publishers = several(registered, "publisher")
     if is_bad:
         return text(f"nothing is wrong with {publishers}", "green")
     return text(f"none of {publishers} fits the flags")

@@ -237,11 +237,6 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 86_400:.0f}d"
 
 
-def counted(number: int, unit: str) -> str:
-    """Format a number of things: 1 token, 2 tokens."""
-    return f"{number} {unit}" if number == 1 else f"{number} {unit}s"
-
-
 def bytes_text(number: int) -> str:
     """Format a size in binary units."""
     size, unit = float(number), "B"

@@ -229,8 +229,9 @@ def _there(fields: dict[str, Any]) -> dict[str, Any]:
 # ---- SGLang ----------------------------------------------------------------------------------------
 
 
-def _signed(engine_hash: int) -> int:
-    return engine_hash - (1 << 64) if engine_hash >> 63 else engine_hash
+def signed(engine_hash: int | None) -> int | None:
+    """Return a hash as SGLang writes it."""
+    return engine_hash if engine_hash is None or engine_hash < 2**63 else engine_hash - 2**64
 
 
 def _sglang_list(event: WireEvent, length: int) -> list[Any]:
@@ -246,8 +247,8 @@ def _sglang_map(event: WireEvent) -> dict[str, Any]:
         parent = event.parent_block_hash
         return {
             "type": "BlockStored",
-            "block_hashes": [_signed(engine_hash) for engine_hash in event.block_hashes],
-            "parent_block_hash": None if parent is None else _signed(parent),
+            "block_hashes": [signed(engine_hash) for engine_hash in event.block_hashes],
+            "parent_block_hash": signed(parent),
             "token_ids": event.token_ids,
             "block_size": event.block_size,
             "lora_id": None,
@@ -256,7 +257,7 @@ def _sglang_map(event: WireEvent) -> dict[str, Any]:
         }
     if isinstance(event, BlockRemoved):
         medium = None if event.medium is None else _SGLANG_MEDIA.get(event.medium, event.medium)
-        hashes = [_signed(engine_hash) for engine_hash in event.block_hashes]
+        hashes = [signed(engine_hash) for engine_hash in event.block_hashes]
         return {"type": "BlockRemoved", "block_hashes": hashes, **_there({"medium": medium})}
     return {"type": "BlockMoved" if isinstance(event, UnknownEvent) else "AllBlocksCleared"}
 

@@ -23,7 +23,17 @@ import zmq
 import zmq.asyncio
 
 from waymark.base.errors import InvalidValue
-from waymark.simulator.encode import CPU, DISK, GPU, BlockRemoved, BlockStored, Encoder, ReplayFraming, WireEvent
+from waymark.simulator.encode import (
+    CPU,
+    DISK,
+    GPU,
+    BlockRemoved,
+    BlockStored,
+    Encoder,
+    ReplayFraming,
+    WireEvent,
+    signed,
+)
 from waymark.simulator.options import Faults, is_due
 
 END_SEQ = b"\xff" * 8
@@ -312,26 +322,21 @@ def _records(events: Sequence[WireEvent], version: int) -> list[dict[str, Any]]:
     references = {(event.block_hashes[0], event.medium) for event in stores if not event.token_ids}
     if version == 1:
         return [
-            {"parent_block_hash": _signed(parents[engine_hash]), "block_hashes": [_signed(engine_hash)]}
+            {"parent_block_hash": signed(parents[engine_hash]), "block_hashes": [signed(engine_hash)]}
             for engine_hash, medium in references
             if medium == GPU
         ]
     tiers = {medium: tier for tier, medium in enumerate((GPU, CPU, DISK), 1)}
     return [
         {
-            "parent_block_hash": _signed(parents[engine_hash]),
-            "block_hash": _signed(engine_hash),
+            "parent_block_hash": signed(parents[engine_hash]),
+            "block_hash": signed(engine_hash),
             "tier": tiers[medium],
             "component_mask": 1,
             "block_size": stores[0].block_size,
         }
         for engine_hash, medium in references
     ]
-
-
-def _signed(value: int | None) -> int | None:
-    """Return a hash as SGLang writes it."""
-    return value if value is None or value < 2**63 else value - 2**64
 
 
 async def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, endpoint: str, flag: str) -> str:
