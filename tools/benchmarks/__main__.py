@@ -3,8 +3,9 @@
     python -m tools.benchmarks [--only P1,P5] [--quick] [--trace FILE] [--json FILE] [--no-peer]
 
 Starts everything that it needs: a Redis of its own, ingest workers, query replicas, publishers, and dynamo.indexer as
-the peer. Absolute times mean little on a shared machine, so most bars are for a ratio of two things measured in turn in
-the same run, CPU time per unit of work, or bytes. Prints one table, which marks the bars that do not hold.
+the peer. Absolute times mean little on a shared machine, so most bars are for bytes, for CPU time per unit of work, or
+for the ratio of two things measured alternately in the same run. Prints one table, which marks the bars that do not
+hold.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], Iterable[R
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the chosen parts, and print the table. Return 0 if all were measured, whichever bars hold, and 1 if a
-    part has failed."""
+    """Measure the chosen parts, and print the table. Return 0 if all were measured, whether or not the bars hold, and 1
+    if a part has failed."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     if "--simulate" in words:  # all other words are the simulation's own
         from tools.benchmarks import simulate  # the only part that needs it
@@ -184,7 +185,7 @@ def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[fl
 
 
 def _about(options: Options) -> dict[str, Any]:
-    """Return a description of the run to which the figures belong."""
+    """Return a description of the run."""
     with tempfile.TemporaryDirectory(prefix="wm-") as folder, redis_server(Path(folder)) as redis:
         version = redis.version()
     return {
@@ -207,8 +208,7 @@ _LOOPS = 1_000_000
 
 
 def _loop_ms() -> float:
-    """Return the CPU time of constant work, which shows how steady the machine is; other programs may use its cores,
-    too."""
+    """Return the CPU time of a fixed amount of work, which shows how steady the machine is."""
     began = time.process_time()
     for _ in range(_LOOPS):
         pass
@@ -223,7 +223,7 @@ def _miss_ns() -> float:
 
 
 def _steps_ms(chain: array[int]) -> float:
-    """Return the CPU time of ``_STEPS`` steps, each to the place that the last one names."""
+    """Return the CPU time of ``_STEPS`` steps along the chain; each entry is the place of the next one."""
     place, began = 0, time.process_time()
     for _ in range(_STEPS):
         place = chain[place]

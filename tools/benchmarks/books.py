@@ -1,7 +1,8 @@
-"""books: compares the four sums of the books with those of a simulation that knows the truth, and measures their cost.
+"""books: compares the four sums of the books with those of a simulation that knows the truth, and measures the cost of
+books.
 
-Eight engines have parts of documents. Requests go to three replicas, one of which is killed half way; each asks for a
-target, and reports at the end how much the engine has reused. The simulation adds up the same numbers by itself.
+Eight engines have parts of documents. Clients ask three replicas, one of which is killed half way, for a target, and
+report at the end of each request how much the engine has reused. The simulation adds up the same numbers by itself.
 """
 
 from __future__ import annotations
@@ -155,8 +156,8 @@ class _Simulation:
 
 
 def _drift(replica: Server) -> Iterator[Row]:
-    """Yield the requests until an engine that reuses nothing is noticed, and the further ones until it is trusted again
-    when it reuses everything."""
+    """Yield how many requests it takes until an engine that reuses nothing is noticed, and how many more until it is
+    trusted again once it reuses everything."""
     name, prompt = "engine-0", _document(0) + [1]
     for what, delivered, status in (("noticed", 0, "degraded"), ("believed again", SIZE * BLOCKS, "active")):
         count = 0
@@ -174,8 +175,8 @@ def _drift(replica: Server) -> Iterator[Row]:
 class _Client:
     """A client that asks another replica if one does not answer.
 
-    A release whose answer is lost is sent again: the reservation has ended already, or the repetition ends it. A
-    selection whose answer is lost has no request, so its reservation expires.
+    A release whose answer is lost is sent again: the reservation has ended already, or the repetition ends it. If the
+    answer of a selection is lost, no request follows, and the reservation expires.
     """
 
     def __init__(self, replicas: Sequence[Server], number: int) -> None:
@@ -214,8 +215,8 @@ def _costs(redis: RedisServer, calls: int) -> Iterator[Row]:
 async def _calls(redis: RedisServer, calls: int) -> tuple[float, float, Fleet]:
     """Return how many more milliseconds ``reserve`` and ``release`` take with a promise and a usage.
 
-    The median of many short turns counts, because the other load of the machine changes all the time. The third value
-    is the targets.
+    Both are medians of many short turns, because the other load of the machine changes all the time. The third value is
+    the fleet.
     """
     store = Store.open(redis.url)
     keeper, used = Bookkeeper(store, Metrics()), Usage(640, 1100, 100)
@@ -248,7 +249,8 @@ async def _calls(redis: RedisServer, calls: int) -> tuple[float, float, Fleet]:
 
 
 def _promising(fleet: Fleet, calls: int) -> float:
-    """Return the milliseconds to find the promises of eight targets, three of which have a part of the prompt."""
+    """Return the milliseconds it takes to find the promises of eight targets, three of which have a part of the
+    prompt."""
     rows = {member.name: TargetRow(8 * (at + 1)) for at, member in enumerate(fleet.members[:3])}
     seen, request = PromptState(rows, {}, {}, {}), RoutingRequest(1100, SIZE)
     publishers = [member.publisher for member in fleet.members[:8]]

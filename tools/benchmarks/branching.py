@@ -3,9 +3,9 @@
     python -m tools.benchmarks.branching [--trace FILE]... [--prompts 600] [--json FILE]
 
 The prompts have a shared system prompt that ends inside a row, and different tails; or they are conversations with a
-few blocks put in front, so that they branch inside rows. All prompts are on one engine, or divided among many; each
-prompt is a call of its own, as an engine stores it. Then at most 1,000 prompts are queried twice: without the rows that
-a replica keeps for a moment, and with them. Prints one table.
+few blocks put in front, so that they branch inside rows. One engine has all prompts, or many engines share them; each
+prompt is stored in a call of its own, as engines do. Then at most 1,000 prompts are queried twice: without the rows
+that a replica keeps for a moment, and with them. Prints one table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GROUP = GroupName("default", MODEL)
 #: Not a multiple of a row's 32 blocks.
 SYSTEM_BLOCKS = 1_003
 TAILS = (1, 4, 16, 100)
-#: The number of engines that share the prompts with the shortest tails.
+#: The number of engines among which the prompts with the shortest tails are divided.
 CROWD = 40
 CROWD_TAILS = (1, 4)
 #: Blocks in front of a conversation.
@@ -62,7 +62,7 @@ class Found:
     """The number of blocks; a block counts once for each engine that has it."""
     bytes_a_block: float
     bytes_a_tail_block: float
-    """The same for the blocks after the shared prompt; 0 for conversations."""
+    """The bytes per block of the blocks after the shared prompt; 0 for conversations."""
     marked: float
     """Share of rows that are marked."""
     in_branches: float
@@ -70,11 +70,11 @@ class Found:
     redis_us: float
     """Redis' CPU for each call that stores."""
     dearest_us: int
-    """The longest call that Redis logged as slow, 0 for none above its bound."""
+    """The longest call that Redis logged as slow; 0 if none was."""
     marks_met: float
-    """Share of queries that found a marked row without all of their blocks."""
+    """Share of queries that found a marked row without all the blocks asked for."""
     second_trips: float
-    """The share of queries that needed a further round trip beyond their rows, without kept rows."""
+    """The share of queries that needed a round trip more than their rows, without kept rows."""
     second_trips_kept: float
     """The same, with the rows that a replica keeps."""
 
@@ -87,7 +87,7 @@ class Case:
     chains: list[Chain]
     engines: int = 1
     shared: int = 0
-    """Blocks that all prompts begin with; every engine has them before the measurement begins."""
+    """The number of blocks with which all prompts begin; every engine has them before the measurement begins."""
 
 
 def cases(count: int, traces: Sequence[Path]) -> Iterator[Case]:
@@ -182,9 +182,8 @@ async def _store(engine: Engine, chain: Chain) -> None:
 
 
 def _used(redis: RedisServer) -> int:
-    """Return the bytes of all keys, and of the table in which Redis finds them.
-
-    The memory that Redis reports includes Lua, slow calls and connections, which take as much as hundreds of tails.
+    """Return the bytes of all keys, and of the hash table in which Redis finds them. The memory that Redis reports also
+    includes Lua, its log of slow calls, and connections, which take as much as hundreds of tails.
     """
     asked = redis.client.pipeline(transaction=False)
     for key in redis.client.scan_iter(count=1000):
@@ -233,7 +232,7 @@ async def _asked(redis: RedisServer, chains: Sequence[Chain], marked: MarkedRows
             reading = await reader.read(GROUP, BLOCK_SIZE, source, deadline_seconds=TIMEOUT_SECONDS)
             if reading is None or reading.walk.blocks != len(chain):
                 raise SystemExit("a prompt that is stored is not found whole")
-            # Until the source has given all keys, each request is for rows.
+            # Requests only ask for rows until the source has given all keys.
             chunks = sum(KEY_BYTES * sum(sizes[:number]) < len(keys) for number in range(len(sizes)))
             more += redis.calls("mget") - asked > chunks
             met += _meets_mark(chain, marked)

@@ -2,11 +2,10 @@
 
     python -m tools.benchmarks.calls [--rounds 9] [--blocks 100000] [--calls 2000] [--holders 3200]
 
-Redis answers no other client while a script runs, so a call has a bar: 2 ms. Every case fills its calls as far as the
-ceilings allow, several times; Redis' own log of commands says how long each took. On a busy machine that includes the
-time in which Redis had no core, so the shortest round of each call counts. Prints tables: the calls, and a sweep of
-``--blocks`` blocks at the pace of the default setting. A third one has the cost of a fleet of decoding engines, each of
-whose steps is a call.
+Redis answers no other client while a script runs, so a call may take at most 2 ms. Each case is repeated, with calls as
+large as the ceilings allow; Redis' slow log says how long each call took. On a busy machine that includes the time in
+which Redis had no core, so the shortest round of each call counts. Prints three tables: the calls; a sweep of
+``--blocks`` blocks at the default pace; and the cost of a fleet of decoding engines that store with one call per step.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ PIECE = 32
 
 @dataclass(frozen=True)
 class Timed:
-    """One line of the first table; microseconds of Redis."""
+    """One line of the first table. Times are in microseconds, measured by Redis."""
 
     case: str
     calls: float
-    """The calls of a round."""
+    """The number of calls in a round."""
     dearest: int
-    """The longest of these calls, each by its shortest round."""
+    """The longest of these calls, after the shortest time of each call over the rounds."""
     middle: int
     """The median, over the rounds, of the longest call."""
 
 
 class Engine:
-    """One publisher that stores and removes whole chains in one batch, under ascending numbers."""
+    """A publisher that stores or removes whole chains in one batch. Its batches have ascending numbers."""
 
     def __init__(self, owned: Owner) -> None:
         self._owned = owned
@@ -67,7 +66,7 @@ class Engine:
         return self._owned.holders
 
     async def store(self, chains: Sequence[Sequence[int]], *, above: int | None = None, rank: int = 0) -> None:
-        """Store chains that begin at the root, or after a block of this engine."""
+        """Store chains that begin at the root, or after the block ``above``."""
         await self._apply([(above, chain) for chain in chains], rank, is_store=True)
 
     async def go_on(self, tails: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -101,7 +100,7 @@ class Engine:
 
 
 def durations(redis: RedisServer, script: str) -> list[int]:
-    """Return the microseconds of each call of a script since the last time, and forget them."""
+    """Return the microseconds of each call of a script since the previous reading, and clear Redis' slow log."""
     sha = SCRIPTS[script].sha.encode()
     found = [
         int(entry["duration"]) for entry in redis.client.slowlog_get(100_000) if sha in bytes(entry["command"])[:60]
@@ -161,7 +160,7 @@ async def calls(redis: RedisServer, rounds: int, holders: int) -> list[Timed]:
 
 
 async def _swept(store: Store, instance: str) -> None:
-    """End a publisher, and sweep its blocks at once."""
+    """Unregister a publisher, and sweep its blocks at once."""
     claim = next(each for each in await store.directory.claims() if each.registration.instance_id == instance)
     await store.registry.unregister([claim.registration.name])
     (entry,) = (await store.directory.groups()).values()
@@ -174,7 +173,7 @@ async def _swept(store: Store, instance: str) -> None:
 
 
 async def pace(redis: RedisServer, blocks: int, per_second: int) -> list[tuple[str, str]]:
-    """Store, end and sweep this number of blocks, in prompts of 64."""
+    """Store this number of blocks, in prompts of 64; unregister their publisher; and sweep them at this pace."""
     redis.client.flushall()
     redis.client.config_set("slowlog-log-slower-than", "-1")
     store = Store.open(redis.url)
@@ -213,7 +212,7 @@ async def pace(redis: RedisServer, blocks: int, per_second: int) -> list[tuple[s
 
 
 async def decode(redis: RedisServer, blocks: int, calls: int) -> str:
-    """Return a line for stores of this number of blocks, each in a call of its own, by an engine with 16 sequences."""
+    """Return the line of the table for an engine with 16 sequences that stores this number of blocks with each call."""
     redis.client.flushall()
     store = Store.open(redis.url)
     try:

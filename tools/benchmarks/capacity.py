@@ -1,8 +1,8 @@
-"""The capacity model: the needs of a fleet, and its first bottleneck, by the costs of a stream, a frame and a query.
+"""The capacity model: the needs and the bottlenecks of a fleet, from the costs of a stream, a frame and a query.
 
     python -m tools.benchmarks.capacity [MODEL] [--markdown docs/capacity.md]
 
-MODEL is a file that ``python -m tools.benchmarks.scale_model --json MODEL`` has written; without it, that of the
+MODEL is a file that ``python -m tools.benchmarks.scale_model --json MODEL`` has written; the default is the file in the
 repository. Prints the constants, and the needs of fleets of up to 10,000 engines and 10^10 blocks, as tables in
 Markdown; or puts them into a page.
 """
@@ -18,16 +18,16 @@ from math import ceil, expm1
 from pathlib import Path
 
 #: The assumed work of an engine: the blocks that its cache holds, the blocks per second that it stores in prefill (64
-#: a store) and in decode (one a store, 16 in a frame), and the queries per second for its requests. Its
-#: cache is full, so it removes as many blocks as it stores.
+#: per store) and in decode (1 per store, 16 stores per frame), and the queries per second for its requests. Its cache
+#: is full, so it removes as many blocks as it stores.
 ENGINE_BLOCKS, ENGINE_PREFILL, ENGINE_DECODE, ENGINE_QUERIES = 50_000, 300, 100, 2
 BLOCKS_OF_FRAME = {"stored": 64, "decoded": 16, "removed": 64}
 KINDS = tuple(BLOCKS_OF_FRAME)
 HEARTBEAT = "heartbeat"
 GIB = 2**30
-#: The share of a core, or of a setting, that a plan uses.
+#: A plan uses at most this share of a core, or of the value of a setting.
 SHARE_USED = 0.6
-#: How long after a frame a worker often looks at its stream, and the least pause between two reports of a stream.
+#: How long a worker polls a stream often after a frame, and the shortest pause between two reports of a stream.
 AWAKE_SECONDS, REPORT_SECONDS = 2.5, 1.0
 #: The largest value of WAYMARK_SHARDS.
 SHARDS_MAX = 256
@@ -37,7 +37,7 @@ FILE = Path(__file__).with_name("model.json")
 
 
 def rates(share: float = 1.0) -> dict[str, float]:
-    """Return how many frames of each kind an engine publishes in a second, at a share of the rates above."""
+    """Return how many frames of each kind an engine publishes in a second, at this share of the assumed rates."""
     blocks = {"stored": ENGINE_PREFILL, "decoded": ENGINE_DECODE, "removed": ENGINE_PREFILL + ENGINE_DECODE}
     return {kind: share * count / BLOCKS_OF_FRAME[kind] for kind, count in blocks.items()}
 
@@ -62,7 +62,8 @@ class Cost:
     redis: float = 0.0
     """The CPU of all nodes."""
     home: float = 0.0
-    """The part of ``redis`` by which the node with the group's own keys exceeds each other node."""
+    """The amount by which the CPU of the node with the group's own keys exceeds that of each other node, as a part of
+    ``redis``."""
     replica: float = 0.0
     received: float = 0.0
     """The bytes that Redis receives."""
@@ -83,7 +84,7 @@ class Cost:
         return Cost(*(max(0.0, getattr(self, each.name)) / units for each in fields(Cost)))
 
     def hottest(self, nodes: int) -> float:
-        """Return the CPU of the node with the group's own keys."""
+        """Return the CPU of the busiest node, the one with the group's own keys."""
         return self.home + (self.redis - self.home) / nodes
 
     @classmethod
@@ -102,14 +103,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The part of a cost that is left if the work finds its process busy and has to wait."""
+    """The share of a cost that is left if the process is busy, so that the work has to wait."""
 
     worker: float = 1.0
     redis: float = 1.0
     replica: float = 1.0
 
     def at(self, busy: float, cost: Cost) -> Cost:
-        """Return the rest of a cost if the process is busy for this share of the time."""
+        """Return what is left of a cost if the processes are busy for this share of the time."""
         worker, redis, replica = (1 - (1 - getattr(self, each.name)) * busy for each in fields(Waiting))
         return Cost(
             cost.worker * worker, cost.redis * redis, cost.home * redis, cost.replica * replica,
@@ -132,7 +133,7 @@ class Traffic:
 
     @classmethod
     def of(cls, engines: int, share: float = 1.0) -> Traffic:
-        """Return the traffic of engines that do a share of the rates above, at independent times."""
+        """Return the traffic of engines that work at this share of the assumed rates, at independent times."""
         each = rates(share)
         awake, reports = (engines * -expm1(-length * sum(each.values())) for length in (AWAKE_SECONDS, REPORT_SECONDS))
         frames = {kind: rate * engines for kind, rate in each.items()}
@@ -141,8 +142,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The constants. A second of a worker, of a replica or of a stream costs something even if nothing happens. Work
-    that arrives costs most if its process sleeps.
+    """The constants. A worker, a replica or a stream costs something in each second, even if nothing happens. Work that
+    arrives costs most if its process is asleep.
     """
 
     shards: int
@@ -152,17 +153,17 @@ class Model:
     rest: Cost
     """A second of one worker and one replica with few streams."""
     another: Cost
-    """A second of each further worker, without its streams."""
+    """A second of each worker after the first, without its streams."""
     silent: Cost
-    """A second of a registered stream whose engine publishes nothing, in the only worker."""
+    """A second of a registered stream whose engine publishes nothing, with one worker."""
     registered: Cost
-    """A second of a stream for each further worker, which reads all registrations."""
+    """A second of a registered stream for each worker after the first; every worker reads all registrations."""
     awake: Cost
-    """A second of a stream that got a frame within ``AWAKE_SECONDS``, beyond ``silent``: the worker looks at it more
+    """The additional cost of a second of a stream that got a frame within ``AWAKE_SECONDS``: the worker polls it more
     often.
     """
     report: Cost
-    """The counters of a stream that are written, at most once in ``REPORT_SECONDS``."""
+    """A report of the counters of a stream, at most one every ``REPORT_SECONDS``."""
     frames: Mapping[str, Cost]
     """A frame of each kind; a heartbeat has no events, but moves the watermark as any other frame does."""
     frame_bytes: Mapping[str, float]
@@ -174,7 +175,7 @@ class Model:
     waiting: Waiting
 
     def at(self, busy: float, traffic: Traffic, workers: int = 1, replicas: int = 1) -> Cost:
-        """Return the cost of a second of a fleet if each process is busy for this share of the time."""
+        """Return the cost of a fleet in a second if each process is busy for this share of the time."""
         always = self.rest + Cost(replica=self.rest.replica) * (replicas - 1) + self.another * (workers - 1)
         always += self.silent * traffic.streams + self.registered * (traffic.streams * (workers - 1))
         comes = self.awake * traffic.awake + self.report * traffic.reports
@@ -186,9 +187,9 @@ class Model:
     def second(
         self, traffic: Traffic, workers: int = 1, nodes: int = 1, replicas: int = 1, ready: Processes | None = None
     ) -> Cost:
-        """Return the cost of a second of a fleet, with each process as busy as this cost makes it.
+        """Return the cost of a fleet in a second, with each process as busy as this cost makes it.
 
-        ``ready``: how long a process is ready to run or runs, per second of its CPU time; 1 if it has its own core.
+        ``ready`` is how long a process runs or is ready to run, per second of its CPU time; 1 if it has its own core.
         """
         alone, waiting = (self.at(busy, traffic, workers, replicas) for busy in (0.0, 1.0))
         parts = (
@@ -224,13 +225,13 @@ class Needs:
 
 
 def needs(model: Model, engines: int, share: float = 1.0) -> Needs:
-    """Return how many processes a fleet needs, each of which uses at most ``SHARE_USED`` of a core."""
+    """Return how many processes a fleet needs if each uses at most ``SHARE_USED`` of a core."""
     traffic = Traffic.of(engines, share)
     alone = model.at(SHARE_USED, traffic)
     replicas = max(1, ceil((alone.replica - model.rest.replica) / (SHARE_USED * 1e6 - model.rest.replica)))
-    # Each worker also reads all registrations, so less of it is left for its own streams in a large fleet.
+    # Each worker also reads all registrations, so in a large fleet it has less CPU left for its own streams.
     reading = model.rest.worker + model.registered.worker * engines
-    own = alone.worker - reading  # of the first worker; each further one also rests and reads
+    own = alone.worker - reading  # each further worker also costs ``another`` and ``reading``
     left = SHARE_USED * 1e6 - reading
     workers = max(1, ceil(own / left)) if left > 0 else 0
     second = model.at(SHARE_USED, traffic, max(1, workers), replicas)

@@ -2,8 +2,8 @@
 
     python -m tools.benchmarks.clients [--requests 2000] --redis-url redis://127.0.0.1:6379/0
 
-The service is a process of its own, so only the caller's CPU is counted. "Alone" sends a prepared body and does not
-read the answer: a client also packs the tokens, retries, and reads the answer.
+The service is a process of its own, so only the caller's CPU is counted. "Alone" means that a prepared body is sent and
+the answer is not parsed; a client also packs the tokens, retries, and parses the answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Asked = Callable[[int], Awaitable[None]]
 
 
 async def measured(asked: Asked, requests: int) -> float:
-    """Return the milliseconds of CPU for a request, as the median of some rounds."""
+    """Return the milliseconds of CPU per request, as the median of several rounds."""
     await asked(max(1, requests // 10))
     found = []
     for _ in range(ROUNDS):
@@ -41,7 +41,7 @@ async def measured(asked: Asked, requests: int) -> float:
 
 
 async def rows(url: str, tokens: list[int], requests: int) -> list[tuple[str, float]]:
-    """Return pairs of a name and the milliseconds of a request, for one prompt."""
+    """Return pairs of a client's name and the milliseconds of its request, for one prompt."""
     sent = calls.query(MODEL, tokens, BLOCK_SIZE).sent({})
     content, headers = sent["content"], sent["headers"]
     hashes = block_hashes(tokens, BLOCK_SIZE)

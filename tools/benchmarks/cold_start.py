@@ -2,16 +2,16 @@
 
     python -m tools.benchmarks.cold_start [--engines 100] [--blocks 1500000] [--workers 2] [--scale 0.1] [--real-time]
 
-Starts a Redis, ingest workers and a query replica. One engine reports before the others, and a process asks for its
+Starts a Redis, ingest workers and a query replica. One engine reports before the others, and a process queries its
 prompts at a steady rate: first while nothing else happens, then while the other engines report. Prints a table: latency
-and refusals in both stretches, and how long it took until everything was in the index.
+and refusals in both periods, and how long it took until everything was in the index.
 
 On a machine with few cores most of the latency may be the wait for a core, which says nothing about Waymark. So each
-latency is given a second time, without the time in which the asking process, the replica and Redis were ready to run
-and had no core, as the kernel counts it. ``--real-time``, which needs root, gives all processes of the benchmark
-real-time priority, and these three a higher one than the others. Because only one of them works on a query at a time,
-two cores are then enough, whatever else the machine does. If they use more than 95 % of a core, the kernel stops them
-for some 50 ms of each second; the figures without the wait for cores leave that out.
+latency is also given without the time in which the querying process, the replica and Redis were ready to run but had no
+core, as counted by the kernel. ``--real-time``, which needs root, gives all processes of the benchmark real-time
+priority, and these three a higher one than the others. Because only one of them works on a query at a time, two cores
+are then enough, whatever else the machine does. If they use more than 95 % of a core, the kernel stops them for some 50
+ms of each second; the figures without the wait for cores exclude that time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BAR = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers to one stretch of steady queries."""
+    """The answers to the steady queries of one period."""
 
     latencies_ms: list[float]
     """The latencies of answered queries, from the time at which each was due, ascending."""
@@ -127,7 +127,7 @@ def _beside(what: str, flood: Sequence[float], idle: Sequence[float]) -> Row:
 
 
 def _backlogs(engines: int, blocks: int) -> list[list[bytes]]:
-    """Return the batches of each engine: ``blocks`` blocks that no other engine has."""
+    """Return the batches of each engine, which store ``blocks`` blocks that no other engine has."""
     count = max(1, blocks // (REPORTED_PIECES * PIECE_BLOCKS))
     new = prompts.fresh(REPORTED_PIECES)
     return [[payload for prompt in islice(new, count) for payload in payloads(prompt)] for _ in range(engines)]
@@ -141,8 +141,8 @@ def _report(engines: Sequence[Publisher], backlogs: Sequence[Sequence[bytes]]) -
 
 
 def _are_in(redis: RedisServer, engines: Sequence[Publisher]) -> bool:
-    """Wait until all blocks are in the index. Publishers have their ids in the order of registration; the queried one
-    is the first."""
+    """Return whether all blocks are in the index. Publishers have their ids in the order of registration; the queried
+    one is the first."""
     pipeline = redis.client.pipeline(transaction=False)
     keys = list(redis.client.scan_iter("wm:*:publisher:*", count=1000))
     for key in keys:
@@ -186,8 +186,8 @@ def _idle(of: _Probed) -> Answers:
 
 
 def probe(port: int, path: Path, pids: Sequence[int]) -> None:
-    """Query until a line arrives on standard input: one query after the other, none before it is due; its latency
-    counts from then."""
+    """Query until a line arrives on standard input. A query is sent when it is due and the previous one is answered;
+    its latency counts from the time at which it was due."""
     bodies = list(read_bodies(path))
     chain = (os.getpid(), *pids)
     latencies: list[float] = []

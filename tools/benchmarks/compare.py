@@ -3,9 +3,9 @@
     python -m tools.benchmarks.compare TREE [--rounds 15] [--tree .]
         [--only hash,new,select,c64,c256,1,4,64,512,steps,live]
 
-``TREE`` is a checkout with an environment of its own in ``.venv``, such as one of the parent commit. The Redis, worker
-and replica of both trees run at the same time, and every round asks both the same questions, one tree after the other.
-CPU time is that of the servers; a row's ratio is the median of the ratios of all rounds.
+``TREE`` is a checkout, such as one of the parent commit, with an environment of its own in ``.venv``. The Redis, worker
+and replica of both trees run at the same time, and every round sends both trees the same requests, one tree after the
+other. CPU time is that of the servers; a row's ratio is the median of the ratios of all rounds.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ QUERIES: dict[str, tuple[str, str, Callable[[Prompt], bytes]]] = {
     "hash": ("/query_by_hash", "/query_by_hash, every prompt new", prompts.by_hash),
     "new": ("/query", "/query, every prompt new", prompts.by_tokens),
 }
-#: The numbers of connections that send ``/query`` at the same time; the longest waits are compared.
+#: The numbers of connections that send ``/query`` at the same time. Their slowest answers are compared.
 CROWDS = {"c64": 64, "c256": 256}
 STORES = {"1": 1, "4": 4, "64": 64, "512": 512}
 #: The number of targets of a decision; one of them has the prompt.
@@ -53,7 +53,7 @@ class Sizes:
     rounds: int
     queries: int = 60
     turns: int = 4
-    """How often each connection of a crowd asks, and how often each prompt is decided."""
+    """The number of queries on each connection of a crowd, and the number of decisions for each prompt."""
     frames: int = 640
     blocks_max: int = 16_384
     live_frames: int = 150
@@ -61,7 +61,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """The processes of one tree, and the engine that it reads."""
+    """The processes of one tree, and the engine whose events they read."""
 
     redis: RedisServer
     worker: Server
@@ -69,8 +69,8 @@ class Contender:
     engine: Publisher
 
     def take_in(self, backlog: Sequence[Payload], *, singly: bool) -> tuple[float, float]:
-        """Return the CPU seconds of the worker and of Redis until a backlog is in the index; ``singly``: batch by
-        batch."""
+        """Return the CPU seconds of the worker and of Redis until a backlog is in the index. ``singly`` sends it batch
+        by batch."""
         before = self.worker.cpu(), self.redis.cpu()
         for payload, _ in backlog:
             self.engine.send(payload)
@@ -88,7 +88,7 @@ class Contender:
 
 
 def measure(trees: Sequence[Path], kinds: Sequence[str], sizes: Sizes) -> list[Row]:
-    """Return the rows. ``trees`` are the examined tree and the one to compare it with."""
+    """Return the rows. ``trees`` are the tree to examine and the one to compare it with."""
     needs_prompts = set(kinds) & {*QUERIES, "select", *CROWDS}
     asked = list(islice(prompts.fresh(), sizes.rounds * sizes.queries if needs_prompts else 0))
     warm = list(islice(prompts.fresh(), 40))
@@ -116,7 +116,7 @@ def measure(trees: Sequence[Path], kinds: Sequence[str], sizes: Sizes) -> list[R
 
 
 Ask: TypeAlias = Callable[[Contender], dict[str, float]]
-"""Asks a contender, and returns microseconds by the name of their row."""
+"""A function that sends requests to a contender, and returns microseconds by the name of the row."""
 
 
 def _asked(kind: str, part: Sequence[Prompt], folder: Path, sizes: Sizes) -> Ask:
@@ -209,7 +209,7 @@ def _started(folder: Path, tree: Path, engines: int) -> Iterator[Contender]:
 
 
 def _what(kind: str) -> str:
-    """Return a sentence about the contents of a batch of this kind; the figures are for a batch."""
+    """Return a phrase about the contents of a batch of this kind; the figures are per batch."""
     if kind == "steps":
         return f"a batch of {SEQUENCES} stores of 1 block"
     if kind == "live":

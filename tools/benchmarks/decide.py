@@ -2,11 +2,11 @@
 
     waymark bench --simulate --policies least-work,dynamo [--trace FILE --scale 1.3 --replicas 1,2,8]
 
-Engines, prefill, decode and caches run on a simulated clock. The policies are the product's own. In the fast form
-decisions are made in this process. With ``--live`` they are made by replicas over HTTP, on a real Redis, and the
-engines publish their events to real ingest workers. With ``--gateways 1,2`` each request is a stream through one of
-this number of gateways. With ``--peer`` the same engines are served by ``dynamo.select_service``, and with
-``--round-robin`` in turn.
+Engines, prefill, decode and caches run on a simulated clock. The policies are the product's own. By default decisions
+are made in this process, which is fast. With ``--live`` they are made by replicas over HTTP, on a real Redis, and the
+engines publish their events to real ingest workers. With ``--gateways 1,2`` there is one run through one real gateway,
+and one through two. With ``--peer`` ``dynamo.select_service`` decides for the same engines; with ``--round-robin`` each
+engine gets a request in turn.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Options:
 
 
 async def simulate(options: Options) -> list[Figures]:
-    """Run every combination, print each seed, and return the medians over the seeds."""
+    """Run every combination, print the figures of each seed, and return the medians over the seeds."""
     found = []
     for one_run in _runs(options):
         found.append(_median([_shown(await one_run(seed)) for seed in range(options.seeds)]))
@@ -85,7 +85,7 @@ def _shown(figures: Figures) -> Figures:
 
 
 def _runs(options: Options) -> Iterator[Callable[[int], Awaitable[Figures]]]:
-    """Yield the lines of the table, each with the function that simulates one seed."""
+    """Yield, for each line of the table, the function that simulates one seed."""
     if options.round_robin:
         yield partial(_in_turn, options)
     for count in options.gateways:
@@ -155,7 +155,7 @@ def _median(several: Sequence[Figures]) -> Figures:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Simulate, print and write the results. Return 2 if an argument does not fit."""
+    """Simulate, print and write the results. Return 2 if an argument is not valid."""
     parsed = parser()
     given = vars(parsed.parse_args(arguments))
     json_path = given.pop("json")

@@ -1,7 +1,7 @@
 """Decisions on the simulated clock, by the product's own policies, with a few dictionaries in place of Redis.
 
-A replica ranks all targets by loads at most 100 ms old, and the best eight are looked at again with the loads of that
-instant, as ``reserve`` does. With own loads each replica knows only what it has decided itself.
+A replica ranks all targets by loads that are at most 100 ms old, and then ranks the best eight again by the present
+loads, as ``reserve`` does. With ``own_loads`` each replica knows only its own decisions.
 """
 
 from __future__ import annotations
@@ -42,27 +42,26 @@ class Placed(NamedTuple):
 
 
 class Decider(Protocol):
-    """The interface that chooses the engines of a simulation's requests."""
+    """The interface of a component that chooses an engine for each request of a simulation."""
 
     async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
-        """Return an engine for each job of one instant; the load of each job counts from now on.
-
-        The engines are in the order of the answers: a request is sent as soon as its engine is known, and engines serve
-        in that order.
+        """Return the decisions for the jobs of one instant; the load of each job counts from now on. The decisions are
+        in the order of their answers: a request is sent as soon as its engine is known, and engines serve requests in
+        that order.
         """
 
     async def hear(self, changes: Sequence[Change]) -> None:
-        """Take in the events of engines, which are visible from now on."""
+        """Apply the events of engines, which are visible from now on."""
 
     async def begun(self, job: Job) -> None:
-        """Note that the first token of a job has come."""
+        """Record that the first token of a job has arrived."""
 
     async def ended(self, job: Job) -> None:
-        """Note that a job has its answer."""
+        """Record that the answer of a job is complete."""
 
 
 async def as_answered(decisions: Iterable[Coroutine[Any, Any, Placed]]) -> list[Placed]:
-    """Begin decisions in order, run them at the same time, and return them in the order of their answers."""
+    """Start the decisions in order, run them concurrently, and return them in the order of their answers."""
     answered: list[Placed] = []
 
     async def answer(decision: Coroutine[Any, Any, Placed]) -> None:
@@ -73,7 +72,7 @@ async def as_answered(decisions: Iterable[Coroutine[Any, Any, Placed]]) -> list[
 
 
 class RoundRobin:
-    """Each engine in turn, whatever its cache and its load."""
+    """A decider that picks each engine in turn, whatever its cache and its load."""
 
     def __init__(self, engines: int) -> None:
         self._numbers = cycle(range(engines))
@@ -97,7 +96,7 @@ class _Load:
 
 @dataclass(slots=True)
 class _Books:
-    """The loads, and the copy that one replica has read last."""
+    """The loads, and the copy that one replica read last."""
 
     loads: list[_Load]
     seen: list[_Load] = field(default_factory=list)
@@ -106,7 +105,7 @@ class _Books:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of a decision besides the policy."""
+    """The rules of a decision apart from the policy."""
 
     replicas: int = 1
     has_own_loads: bool = False
@@ -233,6 +232,6 @@ class Fast:
 
 
 def _spec_keys(job: Job) -> list[tuple[int, int]]:
-    """Return the depth in blocks, and the piece, of each of a prompt's speculative entries."""
+    """Return the depth in blocks and the piece of each speculative entry of a prompt."""
     blocks = len(job.pieces) * _PIECE_BLOCKS
     return [(depth, job.pieces[(depth - 1) // _PIECE_BLOCKS]) for depth in depths(blocks)]

@@ -1,9 +1,9 @@
 """Engines of the simulated decisions: chunked prefill, decode, and a prefix cache, on a clock of their own.
 
 An iteration computes at most 2,048 tokens of prompts, first come first served, and one token of each running request.
-It takes 10 ms, 0.115 ms for each prompt token and 0.05 ms for each running request. Computed pieces are in the cache
-from the end of the iteration on; the least recently used one is evicted. Blocks are pieces of 512 tokens here, named by
-the trace; a name stands for the whole prefix up to its piece.
+It takes 10 ms, plus 0.115 ms for each prompt token and 0.05 ms for each running request. Computed pieces are in the
+cache from the end of the iteration on; if the cache is full, the least recently used piece is evicted. Blocks are
+pieces of 512 tokens here, named by the trace; a name stands for the whole prefix up to its piece.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Engine:
     cache_pieces: int = CACHE_PIECES
     now: float = 0.0
     changes: list[Change] = field(default_factory=list)
-    """The changes since the reader last emptied this list."""
+    """The changes since the caller last emptied this list."""
     begun: list[Job] = field(default_factory=list)
-    """Jobs with their first token, since the reader emptied it."""
+    """The jobs that got their first token since the caller last emptied this list."""
     ended: list[Job] = field(default_factory=list)
     _waiting: deque[Job] = field(default_factory=deque)
     _running: list[tuple[int, int, Job]] = field(default_factory=list)
-    """A heap by the iteration in which each ends."""
+    """A heap of running jobs, ordered by the iteration in which each ends."""
     _iterations: int = 0
     _cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
     _ties: count[int] = field(default_factory=count)
@@ -88,7 +88,8 @@ class Engine:
         return not (self._waiting or self._running)
 
     def _decode(self, until: float) -> None:
-        """Compute iterations without a prompt, many at once, until the next request ends, or ``until``."""
+        """Compute iterations without prompt tokens, many in one step, until the next request ends or ``until`` is
+        reached."""
         seconds = ITERATION_SECONDS + RUNNING_SECONDS * len(self._running)
         to_end = self._running[0][0] - self._iterations
         to_until = max(1, int(-(-(until - self.now) // seconds)))

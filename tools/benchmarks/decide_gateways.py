@@ -1,8 +1,8 @@
 """Decisions by real gateways, on a simulated clock: each job is a stream through one of them to a real socket.
 
-The engine that gets the stream has the job. The first content goes out when the simulated engine has computed the
-prompt, and the end when it has made the answer; so the gateway ends prefill and reservation by the stream that it sees.
-A simulated instant is over when Redis has all these changes. The time of a gateway itself is not in the figures.
+The engine that gets the stream has the job. The first content is sent when the simulated engine has computed the
+prompt, and the end when it has made the answer; so the gateway sees in the stream when prefill and reservation end. A
+simulated instant is over when Redis has all these changes. The time of a gateway itself is not in the figures.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Stream:
 
 
 class Gateways:
-    """Some gateways in turn, and the sockets of all engines behind them."""
+    """Several gateways, used in turn, and the sockets of all engines behind them."""
 
     def __init__(self, service: Waymark, urls: Sequence[str], session: aiohttp.ClientSession) -> None:
         self._service = service
@@ -52,7 +52,7 @@ class Gateways:
         self._session = session
         self._streams: dict[int, _Stream] = {}
         self._begun = 0
-        """Streams with their first content that have not ended."""
+        """The number of streams that have got their first content and have not ended."""
 
     # ---- as a decider ----------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Gateways:
                 stream.was_seen.set()
 
     async def _unless_broken(self, stream: _Stream, waited: Awaitable[object]) -> None:
-        """Wait, and raise the error that has ended the stream, if there is one."""
+        """Wait. Raise the error that has ended the stream, if there is one."""
         assert stream.reading is not None
         waiting = asyncio.ensure_future(waited)
         await asyncio.wait({waiting, stream.reading}, return_when=asyncio.FIRST_COMPLETED)

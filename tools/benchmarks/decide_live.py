@@ -1,8 +1,8 @@
 """Decisions by real processes, for engines on a simulated clock: replicas over HTTP, and the peer's own service.
 
-The times of Redis are real, so reservations are long, there are no speculative entries unless a run asks for them, and
-loads are read for each decision. Events are published at the time at which they become visible. A decision waits until
-they have been applied.
+Redis measures real time, not simulated time. So reservations must not expire during a run, speculative entries are off
+unless a run asks for them, and loads are read for each decision. Events are published at the simulated time at which
+they become visible. A decision waits until they have been applied.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
 SETTINGS = {"WAYMARK_LOADS_MS": "0"}
 _MSGPACK = {"Content-Type": "application/msgpack"}
 _RESERVED_SECONDS = 3600
-#: The time for the peer to apply its events, because it does not report when it has.
+#: The time that the peer gets to apply events, because it does not report that it has applied them.
 _APPLY_SECONDS = 0.02
 _REQUEST_SECONDS = 60.0
 
@@ -72,7 +72,7 @@ def packed_tokens(job: Job) -> bytes:
 
 
 class Live:
-    """The replicas of a Waymark, in turn."""
+    """The replicas of a Waymark, which decide in turn."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Live:
         expects: bool,
         is_as_decided: bool = False,
     ) -> None:
-        """With ``is_as_decided`` engines get requests in the order in which Redis decided, however long the answers
-        took."""
+        """Take the parts of a running Waymark. With ``is_as_decided`` engines get requests in the order in which Redis
+        decided, however long the answers took."""
         self._service = service
         self._clients = clients
         self._turns = cycle(clients)
@@ -96,7 +96,8 @@ class Live:
     async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
         placed = await as_answered(self._decide(next(self._turns), job) for job in jobs)
         if self._is_as_decided:
-            # No prefill ends meanwhile, so a reservation names the tokens of all earlier ones of its target.
+            # No prefill ends within an instant, so the tokens before a reservation tell its place in the order of its
+            # target.
             placed.sort(key=lambda each: parse_reservations(self._reservations[each.job.number])[0].waited or 0)
         return placed
 
@@ -146,7 +147,7 @@ async def ours(
 
 
 class Peer:
-    """The replicas of ``dynamo.select_service``, in turn."""
+    """The replicas of ``dynamo.select_service``, which decide in turn."""
 
     def __init__(self, clients: Sequence[httpx.AsyncClient], publishers: Sequence[SimulatedPublisher]) -> None:
         self._turns = cycle(clients)

@@ -1,4 +1,4 @@
-"""The requests of a simulation: those of a trace with the lengths of their answers, scaled; and bursts."""
+"""The requests of a simulation, with the lengths of their answers: those of a trace, at a scaled rate, and bursts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bursts:
-    """At regular intervals, many requests about one document that no engine has."""
+    """Bursts at regular intervals: many requests about one document that no engine has."""
 
     requests: int = 24
     document_tokens: int = 16_384
@@ -43,7 +43,7 @@ class Bursts:
 def traced(path: Path, first: int, requests: int, scale: float, *, is_spread: bool = True) -> list[Arrival]:
     """Return requests ``first`` to ``first + requests`` of a trace, ``scale`` times as many a second.
 
-    Arrivals that were recorded at one time are spread evenly until the next one, unless they are to come together.
+    Arrivals with the same recorded time are spread evenly until the next one, unless ``is_spread`` is False.
     """
     found: list[Arrival] = []
     with path.open(encoding="utf-8") as lines:
@@ -76,7 +76,7 @@ def made_up(requests: int, scale: float, seed: int) -> list[Arrival]:
 
 
 def bursts(of: Bursts, seconds: float, seed: int) -> list[Arrival]:
-    """Return the bursts of this time, the first one after one interval."""
+    """Return the requests of all bursts in this time; the first burst comes after one interval."""
     chosen, found, name = random.Random(f"{seed}/bursts"), [], _FRESH
     at = of.every_seconds
     while at < seconds:

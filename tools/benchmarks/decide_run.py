@@ -1,4 +1,4 @@
-"""One run: arrivals through engines, by decisions, on the simulated clock."""
+"""One run of a simulation: a decider sends arrivals to engines, on the simulated clock."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _collect(engine: Engine, pending: list[tuple[float, int, Change]], ties: int
 
 
 async def _tell(fleet: Sequence[Engine], pending: list[tuple[float, int, Change]], at: float, decider: Decider) -> None:
-    """Report everything that is visible at a time: blocks, first tokens, ends. An iteration is visible when it is
-    over."""
+    """Report everything that is visible at this time: blocks, first tokens, ends. The results of an iteration are
+    visible when it is over."""
     visible = []
     while pending and pending[0][0] <= at:
         visible.append(heapq.heappop(pending)[2])

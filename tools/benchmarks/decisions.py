@@ -1,8 +1,8 @@
 """P11: the cost of ``/select`` beyond ``/query`` for prompts of one length, with 8, 100 and 1,000 targets.
 
 Eight engines publish their blocks; then the worker ends, and more targets without blocks are registered. Every round
-asks a replica for as many decisions as queries, of prompts that an engine has and no request has named before. The
-difference of the CPU is the cost of a decision. Each decision is released after its measurement.
+asks a replica for as many decisions as queries, with prompts that an engine has and that are new to the replica. The
+difference in CPU is the cost of a decision. Each decision is released after its measurement.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _releases(bench: _Bench, asked: Sequence[Prompt]) -> Iterator[Row]:
-    """Yield the cost of a ``/release`` with a time to the first token."""
+    """Yield the cost of a ``/release`` that reports a time to the first token."""
     made = [bench.replica.ask("POST", "/select", json.loads(prompts.by_tokens(prompt))) for prompt in asked]
     bodies = [json.dumps({"reservation": each["reservation"], "ttft_ms": 20}).encode() for each in made]
     cost = bench.cost("/release", bodies)
@@ -106,10 +106,10 @@ def _releases(bench: _Bench, asked: Sequence[Prompt]) -> Iterator[Row]:
 
 
 def _behind(bench: _Bench, asked: Sequence[Prompt], seconds: float) -> Row:
-    """Return the background cost of decisions: a replica reads the loads for a while, and checks if the targets have
-    the prompts, which they never get here.
+    """Return the background cost of decisions. After a decision a replica reads the loads for a while, and checks if
+    its target has the prompt, which never happens here.
     """
-    sleep(3 * seconds)  # the earlier decisions are rarely checked by now
+    sleep(3 * seconds)  # by then the earlier decisions are rarely checked
     before = bench.replica.cpu()
     sleep(seconds)
     idle = bench.replica.cpu() - before
@@ -138,7 +138,8 @@ def _fill(bench: _Bench, held: Sequence[Prompt]) -> None:
 
 
 def register_idle_targets(replica: Server, numbers: range) -> None:
-    """Register targets without a worker, which would find them unreachable, so that decisions would leave them out."""
+    """Register targets that do not exist. No worker may run: it would mark them as unreachable, and no decision would
+    consider them."""
     for number in numbers:
         replica.post(
             f"{replica.prefix}/register",
@@ -152,7 +153,7 @@ def register_idle_targets(replica: Server, numbers: range) -> None:
 
 @contextmanager
 def index_kept(redis: RedisServer) -> Iterator[None]:
-    """Act as the worker of an unchanging index: without a worker, a replica decides without the index."""
+    """Act as the worker of an unchanging index, because a replica does not use an index that no worker maintains."""
     is_over = Event()
 
     def beat() -> None:

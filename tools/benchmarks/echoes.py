@@ -1,11 +1,11 @@
-"""Measures the CPU of gRPC for Python for a message and its answer, on an open stream to a server that decides nothing.
+"""Measures the CPU of Python's gRPC for a message and its answer, on an open stream to a server that decides nothing.
 
     python -m tools.benchmarks.echoes [--messages 3000]
 
-The servers are those of ``grpc.aio``, on asyncio's and on uvloop's loop, and of ``grpc`` with threads. Each echoes the
-messages that Envoy sends for a chunk of an answer, and each also answers with bytes made before, without reading any.
-The last column is of pieces of 64 KB, of which a body with 100,000 token ids has nine. A busy machine changes these
-figures little, but they include context switches.
+The servers are those of ``grpc.aio``, on asyncio's and on uvloop's loop, and of ``grpc`` with threads. Each server runs
+in two forms: one echoes the messages that Envoy sends for a chunk of an answer, the other returns prepared bytes
+without parsing the message. The last column is for pieces of 64 KB; a body with 100,000 token ids has nine of them. The
+figures depend little on the load of the machine, but they include context switches.
 """
 
 from __future__ import annotations

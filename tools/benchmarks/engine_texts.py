@@ -1,9 +1,9 @@
 """P12 for an engine's own path to token ids: ``PYTHON -m tools.benchmarks.engine_texts FOLDER``.
 
-``python -m tools.benchmarks.texts FOLDER`` has written FOLDER, and PYTHON is that of an environment with sglang and
-transformers, without torch. It measures the calls of transformers that vLLM's renderer makes for a chat, and SGLang's
-own handler of ``/tokenize`` from the bytes of a body on. Neither contains HTTP, and vLLM's own handler cannot be run
-without torch: so each figure is lower than the cost of a request to the engine.
+``python -m tools.benchmarks.texts FOLDER`` writes FOLDER. PYTHON is the interpreter of an environment with sglang and
+transformers, without torch. The program measures the calls of transformers that vLLM's renderer makes for a chat, and
+SGLang's own handler of ``/tokenize``, which gets the bytes of a body. Neither includes HTTP, and vLLM's own handler
+cannot run without torch, so each figure is lower than the cost of a request to the engine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _by_transformers(tokenizer: Any, body: bytes) -> int:
 
 
 def _cost(tokenized: Callable[[bytes], int], bodies: list[bytes]) -> float:
-    """Return the CPU of a body in ms; the first round warms up."""
+    """Return the CPU per body in ms. The first round only warms up."""
     found = []
     for _ in range(_ROUNDS + 1):
         before = process_time()

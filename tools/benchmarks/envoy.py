@@ -2,11 +2,11 @@
 
     python -m tools.benchmarks.envoy --requests 500 --redis-url redis://127.0.0.1:6379/0
 
-Each run has the same simulated engines. In the first ones they take turns; in the next ones the inner hop asks a
-picker, without and with the bodies of answers. In the last ones the picker is replaced by a process that decides
-nothing: it sends every message back unchanged, so that its CPU is what gRPC itself takes. An engine sends each chunk by
-itself, 250 a second. CPU is that of the processes, without their CPU at rest, so a busy machine changes it little.
-The Redis has to be empty.
+Each run has the same simulated engines. In the first runs Envoy picks engines in turn. In the next ones its inner hop
+asks a picker, which does or does not get the bodies of answers. In the last ones a process that decides nothing
+replaces the picker: it sends every message back unchanged, so its CPU is the cost of gRPC itself. An engine sends each
+chunk by itself, 250 a second. CPU is that of the processes, minus their CPU at rest, so it depends little on the load
+of the machine. The Redis has to be empty.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Cost(NamedTuple):
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the user and system time of a process so far."""
+    """Return the user and system time that a process has used so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -75,7 +75,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 class Echo(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
-    """Answers each message at once, without a change."""
+    """A picker that answers each message at once, without a change."""
 
     async def Process(self, _: Any, context: Any) -> None:
         while (message := await context.read()) is not grpc.aio.EOF:
@@ -104,7 +104,7 @@ async def serve_echo(port: int) -> None:
 
 
 class _Running(NamedTuple):
-    """A picker of either kind."""
+    """A picker, real or not, that is running."""
 
     port: int
     pid: int
@@ -135,7 +135,7 @@ async def _picker(kind: str, directory: Path, url: str, model: str) -> AsyncIter
 
 
 async def run(url: str, directory: Path, requests: int, *, kind: str, chunks: int) -> Cost:
-    """Send ``requests`` chats, after a tenth as many that are not counted. Each run has a model of its own."""
+    """Send ``requests`` chats, after a tenth as many that only warm up. Each run has a model of its own."""
     model = f"llama-{kind.lower()}-{chunks}"
     async with AsyncExitStack() as stack:
         store = Store.open(url)
@@ -197,7 +197,8 @@ async def _messages(proxy: Envoy) -> int:
 
 
 def rows(found: Mapping[tuple[str, int], Cost]) -> Iterator[Row]:
-    """Yield the rows of P14: the cost of the most chunks for a picker, over that of one chunk."""
+    """Yield the rows of P14: for a picker, the ratio of the cost of an answer with the most chunks to that of one
+    chunk."""
     for kind in ("NONE", "FULL_DUPLEX_STREAMED"):
         few, many = (found[kind, chunks].picker for chunks in CHUNKS)
         what = f"picker, response_body_mode {kind}, an answer of {CHUNKS[1]:,} chunks"

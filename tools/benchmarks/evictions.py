@@ -1,4 +1,5 @@
-"""Simulates a day of an engine that stores and evicts, without waiting, and shows what is left in Redis hour by hour.
+"""Simulates a day of an engine that stores and evicts, as fast as possible, and shows the contents of Redis hour by
+hour.
 
     python -m tools.benchmarks.evictions [--hours 24] [--prompts 400] [--capacity 8000] [--seed 0]
 
@@ -88,7 +89,7 @@ class Engine:
         return [self.dice.getrandbits(64) for _ in range(count)]
 
     async def answer(self) -> None:
-        """Store one prompt and its decoded blocks, and evict blocks to make room for them."""
+        """Evict blocks to make room for one prompt and its decoded blocks, and store them."""
         chain = self.system + self.new(self.dice.choice(TAILS))
         await self.store(chain, self.known(chain))
         for _ in range(DECODED):

@@ -1,4 +1,4 @@
-"""Engines as an indexer sees them: sockets that publish stores as vLLM does, to all subscribers."""
+"""Engines as an indexer sees them: sockets that publish stores to all subscribers, as vLLM does."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ PUBLISHER_ID = bytes(range(16))
 
 
 def stored(block_hashes: Sequence[int], parent: int | None, token_ids: Sequence[int], rank: int = 0) -> bytes:
-    """Return the payload of a batch of one store, in vLLM's form."""
+    """Return the payload of a batch with one store, in vLLM's form."""
     return _batch(_stored(block_hashes, parent, token_ids), rank=rank)
 
 
 def decoded(steps: Sequence[tuple[int, int | None, Sequence[int]]], rank: int = 0) -> bytes:
-    """Return the payload of one engine step in decode: a store of one block for each sequence that completed a block.
+    """Return the payload of one decode step of an engine: a store of one block for each sequence that completed a
+    block.
 
-    A step is ``(engine hash, its parent's or None, the block's token ids)``.
+    An element of ``steps`` is ``(engine hash, engine hash of the parent or None, token ids of the block)``.
     """
     return _batch(*(_stored([block_hash], parent, token_ids) for block_hash, parent, token_ids in steps), rank=rank)
 
@@ -57,7 +58,8 @@ def heartbeat(rank: int = 0) -> bytes:
 
 
 def as_new_release(payload: bytes) -> bytes:
-    """Return the same batch in the form of releases that name the process and the location of its blocks."""
+    """Return the same batch in the form of newer releases, which add the publishing process and the location of the
+    blocks."""
     ts, events, rank = msgpack.unpackb(payload)
     told: bytes = msgpack.packb([ts, [event | {"locality": "LOCAL"} for event in events], rank, PUBLISHER_ID])
     return told
@@ -73,7 +75,7 @@ def _batch(*events: Mapping[str, object], rank: int = 0) -> bytes:
 
 
 class Publisher:
-    """One engine's socket. No batch is lost, because the number of waiting batches has no bound."""
+    """One engine's socket. It has no bound on waiting batches, so it loses none."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], number: int) -> None:
         self.number = number
@@ -88,7 +90,7 @@ class Publisher:
         self._subscribers = 0
 
     def has_subscriber(self) -> bool:
-        """Return whether a client has subscribed since the last time this was true."""
+        """Return whether a client has subscribed since this last returned True."""
         while self._socket.poll(0):
             self._subscribers += self._socket.recv()[:1] == b"\x01"
         if self._subscribers:
@@ -97,7 +99,7 @@ class Publisher:
         return False
 
     def register(self, *servers: Server) -> None:
-        """Register with each server, and wait until it has subscribed."""
+        """Register with each server, and wait until the server has subscribed."""
         for server in servers:
             server.post(
                 f"{server.prefix}/register",
@@ -126,7 +128,7 @@ class Publisher:
 
 
 def payloads(prompt: Prompt, held: int = 0, store_blocks: int = STORE_BLOCKS, rank: int = 0) -> Iterator[bytes]:
-    """Yield the stores of a prompt's pieces from ``held`` on."""
+    """Yield the stores of a prompt's pieces, without the first ``held`` pieces."""
     hashes = list(chain.from_iterable(map(prompts.engine_hashes, prompt)))
     token_ids = prompts.tokens(prompt[held:])
     first = held * PIECE_BLOCKS
@@ -150,15 +152,15 @@ def publishers(count: int, first: int = 1) -> Iterator[list[Publisher]]:
 
 
 def matched(server: Server, prompt: Prompt, instance: int) -> int:
-    """Return how many tokens of the prompt an instance has, according to the server."""
+    """Return how many tokens of the prompt an instance has, by the server's answer."""
     answer = server.post(f"{server.prefix}/query", model_name=MODEL, token_ids=prompts.tokens(prompt))
     row = answer["instances"].get(str(instance), {})
     return int(row.get("longest_matched", 0))
 
 
 def wait_for(servers: Iterable[Server], last: dict[int, Prompt]) -> None:
-    """Wait until every server has the last prompt of each publisher. Streams are in order, so it then has all
-    blocks."""
+    """Wait until every server has the last prompt of each publisher, and with it all blocks, because streams are in
+    order."""
     for server in servers:
         for instance, prompt in last.items():
             wait_until(

@@ -1,12 +1,12 @@
-"""The CPU of a whole ``/select``, of a replica and Redis, with 10, 100, 1,000 and 5,000 targets.
+"""The CPU of a whole ``/select`` in a replica and Redis, with 10, 100, 1,000 and 5,000 targets.
 
     python -m tools.benchmarks.fleet_sizes [--before TREE] [--targets 10,100,1000,5000] [--rounds 5]
         [--requests 200]
 
 Three engines publish the prompts; then the worker ends, and more targets without blocks are registered. A round is 200
 requests, four at a time, so that the figures include the reads of loads for the decisions. ``TREE`` is a checkout with
-an environment of its own in ``.venv``: each round asks both trees in turn. ``--requests`` sets a lower number for an
-old tree that needs a second for each.
+an environment of its own in ``.venv``: each round asks both trees in turn. ``--requests`` sets a lower number, for an
+old tree that needs a second for each request.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from tools.benchmarks.report import Row, against, table
 
 HOLDERS = 3
 TARGETS = (10, 100, 1_000, 5_000)
-#: The bounds on the cost of a decision with tokens, as multiples of the cost with 10 targets: for a policy that looks
-#: at few targets, and for one that compares all.
+#: The bounds on the cost of a decision with tokens, as multiples of the cost with 10 targets, by the number of targets.
 BARS = {1_000: 2.0, 5_000: 3.0}
 BARS_OF_ALL = {1_000: 2.0}
 #: The bound on the cost of ``sticky``, as a multiple of the default policy, with this number of targets.
@@ -46,7 +45,7 @@ _REQUESTS = 200
 
 
 def _by_key(prompt: Prompt) -> bytes:
-    """Return a body without tokens."""
+    """Return a body that has a key in place of tokens."""
     return json.dumps({"model_name": MODEL, "prefix_hash": f"{prompt[0]:032x}", "policy": "sticky"}).encode()
 
 
@@ -66,7 +65,7 @@ QUESTIONS: dict[str, Callable[[Prompt], bytes]] = {
 }
 _COMPARE_ALL = {"512 blocks, composite", "512 blocks, picker file"}
 _OF_FILE = {"512 blocks, picker file"}
-"""The questions for a replica whose policy is this file: a filter, and the scorers that such files have most often."""
+"""The questions for a replica whose policy is a picker file with a filter and the most common scorers."""
 _FILE = """
 kind: EndpointPickerConfig
 plugins:
@@ -113,7 +112,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int, requests: int = _REQUESTS) -> list[Row]:
-    """Return the rows; with a second tree, next to its figures."""
+    """Return the rows of the first tree, compared with the second one if there are two."""
     size = 40
     held = list(islice(prompts.fresh(), size * (rounds + 1)))
     found: dict[tuple[int, str], tuple[list[float], ...]] = defaultdict(lambda: tuple([] for _ in trees))
@@ -138,7 +137,8 @@ def _measured(trees: Sequence[Path], targets: Sequence[int], rounds: int, reques
 
 
 def sticky_rows(found: Mapping[tuple[int, str], tuple[list[float], ...]]) -> list[Row]:
-    """Return the row of ``sticky`` next to the default policy, if both were measured with that many targets."""
+    """Return the row of ``sticky`` next to the default policy, if both were measured with ``STICKY_TARGETS``
+    targets."""
     sticky, default = (found.get((STICKY_TARGETS, name)) for name in ("512 blocks, sticky", _DEFAULT))
     if sticky is None or default is None:
         return []
@@ -163,7 +163,7 @@ def _started(folder: Path, tree: Path, held: Sequence[Prompt]) -> Iterator[_Cont
     command: Sequence[str] = (sys.executable, "-m", "waymark")
     if tree != Path():
         command = (str(tree / ".venv" / "bin" / "waymark"),)
-    # CPU is measured; a busy machine only makes it take longer.
+    # Only CPU is measured, so a busy machine may take its time.
     environ = {"WAYMARK_REDIS_TIMEOUT_SECONDS": "30", "WAYMARK_QUERY_DEADLINE_MS": "60000"}
     file = folder / "picker.yaml"
     file.write_text(_FILE, "utf-8")

@@ -1,14 +1,14 @@
-"""The minimum cost of a query in a Python server: parse a head, ask Redis for rows, send a fixed answer.
+"""A server with the minimum cost of a query in Python: it parses a head, asks Redis for rows, and sends a fixed answer.
 
     python -m tools.benchmarks.floor PORT REDIS_SOCKET MODULES TRIPS ROW...
 
-It uses the same libraries as a replica, uvloop, httptools and hiredis, and does nothing else: it neither reads a body
-nor looks at a row. So the CPU that a replica takes beyond it is the work of a query. No Python server that waits for
-Redis in an event loop can take less than this one.
+It uses the same libraries as a replica: uvloop, httptools and hiredis. It neither reads a body nor looks at a row. So
+the CPU that a replica needs beyond it is the work of a query. No Python server that waits for Redis in an event loop
+can need less CPU than this one.
 
-``MODULES`` are imported before it starts, with commas between them. With those that every replica has, the time from
-its start to its first answer is the least that a replica can need. It asks for the rows TRIPS times, one after the
-other: a question needs one round trip, and a decision two.
+``MODULES`` are the names of modules to import at the start, separated by commas. With the modules that every replica
+imports, the time from the start to the first answer is the least that a replica can need. The server asks for the rows
+TRIPS times, one after the other: a query needs one round trip, and a decision two.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAME = "floor"
 #: The rows of a prompt of 512 blocks, 32 blocks in each.
 _ROWS = 16
 _BODY = b'{"default":{"1":{"longest_matched":8192,"GPU":8192,"DP":{"0":8192},"CPU":0,"DISK":0}}}'
-#: What ``waymark`` sets before it imports pydantic.
+#: The environment that ``waymark`` sets before it imports pydantic.
 _LIKE_WAYMARK = {"PYDANTIC_DISABLE_PLUGINS": "__all__"}
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 _ANSWER = HEAD % len(_BODY) + _BODY
@@ -45,7 +45,7 @@ _ANSWER = HEAD % len(_BODY) + _BODY
 def floor(
     folder: Path, redis: RedisServer, modules: str = "", *, trips: int = 1, is_awaited: bool = True
 ) -> Iterator[Server]:
-    """Start the server. It asks for rows that are in the index now."""
+    """Start the server, which asks for rows that are in the index now."""
     # The server must not import the code that starts it.
     from tests.ports import unused_port
     from tools.benchmarks.processes import Server, running, wait_until
@@ -67,7 +67,7 @@ class _Waiting(Protocol):
 
 
 class FloorRedis(asyncio.Protocol):
-    """The connection to Redis, and the clients that wait for its replies, in their order."""
+    """The connection to Redis, and the clients that wait for its replies, in the order of their requests."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Waiting] = deque()

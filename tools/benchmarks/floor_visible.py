@@ -1,12 +1,12 @@
-"""The minimum of ingest in Python: forward the numbers of frames to Redis, and answer what Redis has.
+"""Two processes with the minimum cost of ingest in Python: one sends the numbers of frames to Redis, one reads them.
 
     python -m tools.benchmarks.floor_visible forward ENDPOINT REDIS_SOCKET
     python -m tools.benchmarks.floor_visible answer PORT REDIS_SOCKET
 
-One process subscribes with pyzmq and sets a key to the number of the newest frame, once for up to eight waiting frames.
-It neither reads a frame nor runs a script. The other one answers every question with that number. So no index in Redis
-whose workers and replicas are Python processes with an event loop can show a block sooner, or take in a frame for less
-CPU.
+The first process subscribes with pyzmq and sets a key to the number of the newest frame, once for up to eight waiting
+frames. It neither reads a payload nor runs a script. The second one answers every request with that number. So no index
+in Redis whose workers and replicas are Python processes with an event loop can show a block sooner, or apply a frame
+for less CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NAME = "floor"
 _KEY = "floor:seq"
-#: Frames for one command; a worker's call holds as many removals of 64 blocks.
+#: The most frames per command: as many as a call of a worker holds if each removes 64 blocks.
 _FRAMES = 8
 
 
@@ -44,7 +44,7 @@ _ASKED = _packed("GET", _KEY)
 
 @contextmanager
 def floor(folder: Path, redis: RedisServer, endpoint: str, port: int) -> Iterator[Server]:
-    """Start both processes, first the one that answers. Yield the other one, which answers nothing."""
+    """Start both processes. Yield the one that forwards, which answers no requests."""
     # The processes must not import the code that starts them.
     from tools.benchmarks.processes import Server, running, wait_until
 
@@ -74,7 +74,7 @@ async def _answer(port: int, path: str) -> None:
 
 
 class _Forwarded:
-    """A call that nobody waits for."""
+    """A receiver of replies that nobody waits for."""
 
     def answer(self, reply: Any) -> None:
         pass
@@ -89,7 +89,7 @@ async def _forward(endpoint: str, path: str) -> None:
     socket.connect(endpoint)
 
     def read() -> None:
-        # The descriptor says only once that there are messages, so all of them are taken.
+        # The descriptor becomes readable only once for several messages, so take all of them.
         while taken := list(islice(frames(), _FRAMES)):
             redis.ask(forwarded, _packed("SET", _KEY, int.from_bytes(taken[-1][1], "big")))
 

@@ -1,13 +1,13 @@
-"""Measures the cost of each step of a frame in a worker: first in one process and without Redis, then in a real worker.
+"""Measures the cost of each step of a frame: first in this process and without Redis, then in a real worker.
 
     python -m tools.benchmarks.frames [--no-worker | --only-worker] [--shards 4] [--generations 10]
 
-A stream stores and removes 32,768 blocks twice in each round. A figure is the least of eight rounds, in microseconds of
-CPU a frame. The rest of a frame's cost is not in the first table: sockets, the order of frames, the calls of the
-script, and the work of a worker while no frames arrive. ``--shards`` is the number of shards of its index. With
-``--generations`` blocks have a bound on their age, and those of a round are stored once, in as many generations. The
-second table has the whole cost: a worker with clocks around its steps (``hops``) takes in the backlogs of ``streams``,
-and a figure is the median of its rounds.
+In each round a stream stores and removes 32,768 blocks twice. A figure is the minimum of eight rounds, in microseconds
+of CPU per frame. The first table leaves out the sockets, the order of frames, the calls of the script, and the work of
+a worker while no frames arrive. ``--shards`` is the number of shards of the index. With ``--generations`` blocks have a
+bound on their age, and the blocks of a round are stored once, in that number of generations. The second table has the
+whole cost: a worker with clocks around its steps (``hops``) applies the backlogs of ``streams``, and a figure is the
+median of the rounds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CALLS = "calls of scripts"
 
 
 class Stream:
-    """One stream's way from payloads to the arguments of the script."""
+    """One stream, from payloads to the arguments of the script."""
 
     def __init__(self, shards: int, generations: int) -> None:
         self._shards, self._generations = shards, generations
@@ -61,7 +61,7 @@ class Stream:
         self._seq = self._holders = 0
 
     def take(self, payloads: Sequence[bytes]) -> list[float]:
-        """Take the frames in, and return the seconds of each step."""
+        """Run all steps for the frames, and return the seconds of each step."""
         seconds = [0.0] * len(STEPS)
         at = time.process_time()
 

@@ -2,9 +2,9 @@
 
     python -m tools.benchmarks.gateway [--requests 1000] [--rounds 3]
 
-The engine is a bare aiohttp server that answers at once, whole or in a number of chunks. CPU is user and system time of
-the processes of the proxy; wall clock is not reported, because engine and client share the machine. In each round the
-proxies are asked in turn, and the gateway's decision is made by itself in a process of its own.
+The engine is a bare aiohttp server that answers at once, in one piece or in a number of chunks. CPU is the user and
+system time of the proxy's processes; wall-clock time is not reported, because engine and client share the machine. Each
+round sends requests to the proxies in turn, and measures the gateway's decision alone in a process of its own.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from waymark.gateway.shapes import body_of_request
 from waymark.runtime import parts
 from waymark.store.store import Store
 
-#: Chunks of an answer; 0: it comes whole.
+#: The numbers of chunks in an answer; 0 is an answer in one piece.
 CHUNKS = (0, 10, 200, 1000)
-#: The bounds as multiples of a bare pass-through: on the cost of a request beyond its decision, and on the cost of one
-#: with the most chunks.
+#: Two bounds, as multiples of the bare pass-through: on the cost of a request without its decision, and on the cost of
+#: a request with the most chunks.
 BAR, CHUNKS_BAR = 1.3, 1.2
 _PAUSE_CHUNKS = 0.002
 _CLIENTS = 16
@@ -75,7 +75,7 @@ async def answer(request: web.Request) -> web.StreamResponse:
 
 
 async def pass_through(port: int, target: str) -> None:
-    """Start a proxy that only forwards, as a separate process."""
+    """Run a proxy that only forwards; it is started as a separate process."""
     async with aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def proxied(request: web.Request) -> web.StreamResponse:
@@ -110,7 +110,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def measured(requests: int, rounds: int) -> list[Row]:
-    """Return the rows of P13: CPU in milliseconds."""
+    """Return the rows of P13, in milliseconds of CPU."""
     costs: dict[tuple[str, int], list[float]] = defaultdict(list)
     decisions = []
     with ExitStack() as stack:
@@ -143,7 +143,7 @@ def measured(requests: int, rounds: int) -> list[Row]:
 
 
 def rows(costs: Mapping[tuple[str, int], list[float]], decisions: Sequence[float]) -> Iterator[Row]:
-    """Yield the rows for each proxy, by chunks of the answer, and for the decision by itself."""
+    """Yield the rows for each proxy, by the chunks of an answer, and the row for the decision alone."""
     yield Row("P13", "gateway's decision alone: body, tokens, target, reservation", median(decisions), "ms")
     for chunks in CHUNKS:
         answer = f"an answer of {chunks:,} chunks" if chunks else "a whole answer"
@@ -224,7 +224,7 @@ async def _is_up(port: int) -> bool:
 
 
 async def selection(redis_url: str, requests: int) -> None:
-    """Return the cost of a gateway's decisions alone: body, tokens, target, and the end of the reservation."""
+    """Print the cost of a gateway's decision alone: body, tokens, target, and the end of the reservation."""
     settings = Settings(redis_url=redis_url)
     metrics = Metrics()
     store = Store.open(redis_url, metrics=metrics)

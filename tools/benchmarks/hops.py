@@ -1,8 +1,9 @@
-"""Measures where a worker spends the CPU of a frame, by a clock around each step of a real worker.
+"""Measures how much CPU each step of a real worker takes for a frame, with a clock around each step.
 
-``python -m tools.benchmarks.hops FILE ingest`` is ``waymark ingest`` with these clocks; at SIGUSR1 it writes the times
-of the clocks to FILE. ``tools.benchmarks.frames`` starts it. A clock counts the CPU time of the event loop's thread,
-without that of the steps inside. The cost of the clocks themselves is measured at the start, and subtracted.
+``python -m tools.benchmarks.hops FILE ingest`` is ``waymark ingest`` with these clocks; on SIGUSR1 it writes the times
+of the clocks to FILE. ``tools.benchmarks.frames`` starts it. A clock counts the CPU time of the event loop's thread
+during its step, without the steps inside that step. The cost of the clocks themselves is measured at the start, and
+subtracted.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from waymark.store.index import Index
 from waymark.store.redis.read_connection import ReadConnection
 
 LOOP, THREADS, OTHERS = "the event loop", "other threads, which are libzmq's", "polls, leases, sweeps"
-#: A step -> the functions whose time it contains, among those that a stream calls for its frames.
+#: Step -> the functions whose time it contains, among those that a stream calls for its frames.
 STEPS: Final[dict[str, tuple[tuple[type, str], ...]]] = {
     "messages out of libzmq": ((MessageReader, "receive"),),
     "their frames": ((Subscriber, "read"), (Subscriber, "_read_messages")),
@@ -50,7 +51,7 @@ STEPS: Final[dict[str, tuple[tuple[type, str], ...]]] = {
     "the stream's looks at itself": ((Stream, "_tick"),),
     "the stream's other work": ((Stream, "run"),),
 }
-#: Tasks of a worker that are steps.
+#: Tasks of a worker that count as steps -> the name of the step.
 TASKS: Final = {"Subscribers.keep_watching": "looks at memory"}
 _TRIES = 20_000
 
@@ -144,7 +145,7 @@ class _Timed:
 
 
 def _install(clocks: Clocks, file: Path) -> None:
-    """Put the clocks around the steps, and write their times at SIGUSR1."""
+    """Put the clocks around the steps, and write their times on SIGUSR1."""
     for step, functions in STEPS.items():
         for owner, name in functions:
             setattr(owner, name, clocks.timed(step, getattr(owner, name)))

@@ -1,9 +1,9 @@
-"""Measures the cost of misbehaving peers for an endpoint picker, and their effect on a peer that behaves.
+"""Measures how much memory and CPU misbehaving clients cost an endpoint picker, and how they affect other clients.
 
     python -m tools.benchmarks.hostile --redis-url redis://127.0.0.1:6379/0
 
-One connection sends a message of 1 GB, then others open 10,000 streams and send nothing more on them. Meanwhile another
-peer requests decisions, one at a time. The Redis has to be empty.
+One connection sends a message of 1 GB; then others open 10,000 streams and send nothing more on them. Meanwhile another
+client requests decisions, one at a time. The Redis has to be empty.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ANY = {"request_serializer": None, "response_deserializer": None}
 
 
 def resident(pid: int) -> float:
-    """Return the MiB of memory that a process uses."""
+    """Return the resident memory of a process in MiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
 
@@ -54,7 +54,8 @@ async def register_targets(store: Store) -> list[str]:
 
 
 async def picks(port: int, count: int) -> tuple[float, int]:
-    """Return the median time of ``count`` decisions, in milliseconds, and how many further ones were refused."""
+    """Return the median time of ``count`` decisions in milliseconds, and how many requests were refused in the
+    meantime."""
     times: list[float] = []
     refused = 0
     async with channel(port) as own:
@@ -80,7 +81,7 @@ async def huge(port: int) -> str:
 
 
 async def endless(port: int, stack: AsyncExitStack) -> list[Any]:
-    """Open streams that begin and never end."""
+    """Open streams that never end."""
     calls = []
     for _ in range(_CONNECTIONS):
         own = await stack.enter_async_context(channel(port))

@@ -50,7 +50,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _payloads() -> list[list[bytes]]:
-    """Return, for each rank, the batches that store a system prompt that no rank has yet."""
+    """Return, for each rank, the batches that store a new system prompt."""
     (prompt,) = islice(prompts.fresh(-(-SYSTEM_BLOCKS // PIECE_BLOCKS)), 1)
     hashes = [h for number in prompt for h in prompts.engine_hashes(number)][:SYSTEM_BLOCKS]
     tokens = prompts.tokens(prompt)
@@ -76,7 +76,7 @@ def _publish(publishers: list[Publisher], payloads: list[list[bytes]]) -> None:
 
 
 def _taken_in(bench: Bench, publishers: list[Publisher], payloads: list[list[bytes]]) -> tuple[float, float]:
-    """Return the CPU seconds of the worker and of Redis."""
+    """Return the CPU seconds of the worker and of Redis until all batches are in the index."""
     worker, redis = bench.cpu()
     _publish(publishers, payloads)
     for number, publisher in enumerate(publishers, 1):
@@ -86,7 +86,8 @@ def _taken_in(bench: Bench, publishers: list[Publisher], payloads: list[list[byt
 
 
 def _taken_in_by_peer(peer: Server, publishers: list[Publisher], payloads: list[list[bytes]]) -> float:
-    """Return the CPU seconds of the peer until it has the last store of each publisher, which is a separate prompt."""
+    """Return the CPU seconds of the peer until it has all batches. Each publisher ends with a prompt of its own, for
+    which the peer is asked."""
     before = peer.cpu()
     _publish(publishers, payloads)
     ends = dict(zip([p.number for p in publishers], prompts.fresh(1), strict=False))

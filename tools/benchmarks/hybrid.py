@@ -2,10 +2,10 @@
 
     python -m tools.benchmarks.hybrid [--rounds 20]
 
-Events are those that vLLM's block manager has published for hybrid models. They are read and resolved three times: only
-those of full attention, as a plain model has them; all of them with ``WAYMARK_HYBRID=off``; all of them with
-``boundary``. A walk is that of a prompt of 512 blocks whose rank has one or two further groups. Redis, HTTP and the
-lookup of blocks are not in it. Each figure is the least of all rounds, which take turns.
+The events are those that vLLM's block manager has published for hybrid models. They are read and resolved three times:
+only the events of full attention, like those of a plain model; all events with ``WAYMARK_HYBRID=off``; all events with
+``boundary``. A walk is over a prompt of 512 blocks, on a rank with one or two further groups. It does not include
+Redis, HTTP and the lookup of blocks. Each figure is the minimum of all rounds; the compared functions run alternately.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def apply(payloads: Sequence[bytes], block_size: int, *, reads_windows: bool) ->
 
 
 def walks(windows: Sequence[Window], runs: Sequence[tuple[bytes, int]]) -> Callable[[], int]:
-    """Run walks over a prompt, each including its row."""
+    """Return a function that repeats a walk over a prompt and makes the row of its instance."""
     plain = Holder(1, 1, "pod-1", 0, "GPU", _BLOCK_SIZE, "pod-1", "instance")
     groups = [replace(plain, id=number, window=window) for number, window in enumerate(windows, 2)]
     holders = {each.id: each for each in (plain, *groups)}

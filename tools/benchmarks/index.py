@@ -1,8 +1,8 @@
 """P5 and P6: the cost of a block in Redis, in CPU and in bytes.
 
 The blocks are applied by the store itself, one call per store and without a worker, so that Redis does nothing else.
-Its CPU is compared with that of plain commands that store as much, alternately in the same run. A worker puts the
-stores of a backlog into fewer calls: ``streams`` measures these, and has the bar.
+Its CPU is compared with that of plain commands that store as much; both run alternately. A worker puts the stores of a
+backlog into fewer calls: ``streams`` measures those, and has the bar for them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def in_redis(options: Options, measured: Measured) -> list[Row]:
-    """Return the result of ``measured`` with a fresh Redis and its store."""
+    """Run ``measured`` with a new Redis and a store on it, and return its rows."""
 
     async def with_store(redis: RedisServer) -> list[Row]:
         store = Store.open(redis.url)
@@ -83,7 +83,7 @@ class Owner:
         is_identity: bool = False,
         store_blocks: int = STORE_BLOCKS,
     ) -> None:
-        """Apply blocks as stores (or removals), each in a separate call."""
+        """Apply blocks as stores (or removals) of ``store_blocks`` blocks, each in a call of its own."""
         holder = self.holders[rank]
         for seq, start in enumerate(range(0, len(blocks), store_blocks), first_seq):
             part = list(blocks[start : start + store_blocks])
@@ -138,7 +138,7 @@ async def _bytes(options: Options, redis: RedisServer, store: Store) -> list[Row
         """Return the bytes per block of one more holder: those of the block itself, and those of its entry."""
         one = await owner(store, instance_id, kind)
         is_identity = kind is EngineKind.STANDARD
-        # Redis has now allocated the memory that it needs only once.
+        # After this store Redis has allocated the memory that it needs only once.
         await one.apply(keys("before", STORE_BLOCKS), is_identity=is_identity)
         before = redis.used()
         await one.apply(some, first_seq=1, is_identity=is_identity)
@@ -196,7 +196,7 @@ async def _cpu(options: Options, redis: RedisServer, store: Store) -> list[Row]:
 
 
 async def _spent(redis: RedisServer, blocks: int, applied: Awaitable[None]) -> float:
-    """Return Redis' CPU per block, in microseconds."""
+    """Await ``applied``, and return Redis' CPU per block, in microseconds."""
     before = redis.cpu()
     await applied
     return (redis.cpu() - before) / blocks * 1e6

@@ -2,9 +2,9 @@
 
     python -m tools.benchmarks.instructions [--requests 200] [--only hash,new,select] [--pure] [--keep FILE]
 
-Counts the instructions in user space, and not their time: a long copy counts for each byte. It shows which of two
-states of the code does more, and ``callgrind_annotate`` of the kept file shows where. It does not show how long the
-code takes.
+Only instructions in user space count, and each counts as one, however long it takes. The counts show which of two
+versions of the code does more, and ``callgrind_annotate`` of the kept file shows in which functions. They do not show
+how long the code takes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.benchmarks.load import run, write_bodies
 from tools.benchmarks.processes import RedisServer, Server, redis_server, running, wait_until, waymark
 from tools.benchmarks.prompts import Prompt
 
-#: Under callgrind everything takes some fifty times as long.
+#: The time limit of each wait: under callgrind everything takes some fifty times as long.
 _SECONDS = 120.0
 _KINDS = {
     "hash": ("/query_by_hash", prompts.by_hash),
@@ -49,7 +49,7 @@ def _replica(folder: Path, redis: RedisServer, *, is_pure: bool) -> Iterator[Ser
         "WAYMARK_LOG_LEVEL": "warning",
         "WAYMARK_NATIVE": str(not is_pure).lower(),
         "WAYMARK_QUERY_DEADLINE_MS": "10000",
-        "WAYMARK_LOADS_MS": "10000",  # readings in the background are not a part of a decision
+        "WAYMARK_LOADS_MS": "10000",  # background reads are not part of a decision
     }
     grind = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder}/callgrind.out")
     with running(folder, f"query-{port}", *grind, sys.executable, "-m", "waymark", "query", **settings) as process:
@@ -63,7 +63,8 @@ def _control(server: Server, *words: str) -> None:
 
 
 def _count(kind: str, asked: Sequence[Prompt], warm: Sequence[Prompt], server: Server, folder: Path) -> int:
-    """Return the instructions of all requests in ``asked``; the counts by function are then in ``folder``."""
+    """Return the number of instructions for all requests in ``asked``. Callgrind writes the counts by function to
+    ``folder``."""
     path, body = _KINDS[kind]
     run(server.port, path, write_bodies(folder / "bodies", map(body, warm)))
     _control(server, "-i", "on")

@@ -1,11 +1,11 @@
-"""P10: a publisher's blocks disappear at once, and sweeping them does not delay readers.
+"""P10: how soon a publisher's blocks disappear from answers, and how much sweeping them delays readers.
 
-The publisher has 200,000 blocks when it clears its cache, restarts, or is unregistered. From then on a replica is asked
-until it no longer counts them. A reader in a process of its own meanwhile reads 512 blocks of another publisher from
-Redis, again and again. A wait is given as if the reader and Redis each had a core: the CPU time of both until the
-reply, with all threads of Redis, but at most the clock time in which the reader was not in the scheduler's queue. This
-Redis has no persistence. The wait by the clock, which is given as well, includes the time in which other processes and
-a hypervisor used the cores.
+The publisher has 200,000 blocks when it clears its cache, restarts, or is unregistered. From then on a replica is
+queried until its answer no longer counts them. Meanwhile a reader, in a process of its own, repeatedly reads 512 blocks
+of another publisher from Redis. Its waits are given as if the reader and Redis each had a core of its own: a wait is
+the CPU time of the reader and of all threads of Redis until the reply, but at most the clock time minus the time of the
+reader in the scheduler's queue. This Redis has no persistence. The waits by the clock, which are given as well, include
+the time in which other processes and a hypervisor used the cores.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def _swept_seconds(blocks: int) -> float:
-    """Return how long the blocks of a publisher that was unregistered stay in Redis."""
+    """Return how many seconds the blocks of an unregistered publisher stay in Redis."""
     with started(Options(), has_peer=False) as bench, publishers(1) as (engine,):
         engine.register(bench.replica)
         _filled(bench, engine, blocks)
@@ -91,7 +91,7 @@ def _of_waits(what: str, waits: Sequence[_Wait], bar: float | None) -> list[Row]
 
 
 def _filled(bench: Bench, engine: Publisher, blocks: int) -> Prompt:
-    """Store this number of new blocks. Return their last prompt."""
+    """Store this number of new blocks. Return the last prompt."""
     some = list(islice(prompts.fresh(PIECES), blocks // (PIECES * PIECE_BLOCKS) + 1))
     for prompt in some:
         engine.store(prompt)
@@ -136,7 +136,7 @@ def _gone_ms(bench: Bench, engine: Publisher, held: Prompt, end: Callable[[Bench
 class _Wait(NamedTuple):
     clock_ms: float
     ms: float
-    """The wait if the reader and Redis each have a core."""
+    """The wait as if the reader and Redis each had a core."""
 
 
 class _Reader:
@@ -179,7 +179,7 @@ def _read() -> None:
         seconds = time.perf_counter() - began
         queued = queue_seconds(own) - queued
         used = _used(server) - used
-        # While the reader is in the queue, Redis already works on something else.
+        # Redis continues to work while the reader is in the queue; that work does not count.
         waits.append((seconds * 1e3, max(0.0, min(used, seconds - queued)) * 1e3))
     print(json.dumps(waits))
 

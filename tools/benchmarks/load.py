@@ -2,9 +2,9 @@
 
     python -m tools.benchmarks.load PORT PATH BODIES CONNECTIONS
 
-It prints ``ready`` when CONNECTIONS persistent connections are open, and waits for a line. Then every body of the file
-is posted once, with one request at a time on each connection. It prints ``{"seconds", "failed", "overtaken",
-"latencies_ms": [...]}``. The file is made by ``write_bodies``.
+It prints ``ready`` when CONNECTIONS persistent connections are open, and waits for a line. Then it posts every body of
+the file BODIES once, with one request at a time on each connection, and prints ``{"seconds", "failed", "overtaken",
+"latencies_ms": [...]}``. ``write_bodies`` makes the file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def write_bodies(path: Path, bodies: Iterable[bytes]) -> Path:
 
 
 class Generator:
-    """A load generator with open connections that waits to begin."""
+    """A load generator that has opened its connections and waits for ``begin``."""
 
     def __init__(self, port: int, path: str, bodies: Path, connections: int = 1) -> None:
         command = (sys.executable, "-m", "tools.benchmarks.load", str(port), path, str(bodies), str(connections))
@@ -78,8 +78,8 @@ class Generator:
         print(file=self._process.stdin, flush=True)
 
     def end(self, cpu: Callable[[], Sequence[float]] = tuple) -> Load:
-        """Return the result, with what ``cpu`` returns after the last answer. Raise SystemExit if an answer was not
-        200.
+        """Return the result, with the CPU that ``cpu`` returns after the last answer. Raise SystemExit if a status was
+        not 200.
         """
         found = json.loads(self._line())
         after = cpu()
@@ -99,8 +99,8 @@ class Generator:
 
 
 def run(port: int, path: str, bodies: Path, connections: int = 1, *, of: Sequence[Counted] = ()) -> Load:
-    """Post all bodies. The CPU of the servers ``of`` is counted from the time at which all connections are open, so
-    without their work while the load generator starts.
+    """Post all bodies. The CPU of the servers ``of`` is counted from the time at which all connections are open, so it
+    does not include the start of the load generator.
     """
     generator = Generator(port, path, bodies, connections)
     before = [server.cpu() for server in of]
@@ -117,7 +117,7 @@ class _Connection:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.began = 0.0
         self.number = 0
-        """The number of the request under way, in the order in which all were sent."""
+        """The number of the request under way; requests are numbered in the order in which they are sent."""
         self._received = b""
 
     def send(self, request: bytes, number: int) -> None:

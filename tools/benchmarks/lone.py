@@ -2,12 +2,12 @@
 
     python -m tools.benchmarks.lone [--frames 300] [--shards 1] [--of plain] [--real-time | --calls]
 
-An engine publishes one store of four blocks at a time, an idle worker applies it, and a replica is asked for it. The
-worker notes the moments at which a frame comes to each of its steps, by a clock that all processes share. A figure is
-the median of all frames, in microseconds by that clock. ``--real-time`` gives the processes a core whenever they need
-one, and keeps other load away. ``--calls`` counts the calls of Python from the first moment to the last instead, which
-no other process changes. ``--of`` chooses the frames: those of a group with a bound on its blocks and ten generations,
-of a group with a pool, or frames whose blocks are known under other hashes.
+An engine publishes one store of four blocks at a time, an idle worker applies it, and a replica is queried for it. The
+worker records the moment at which a frame reaches each step, by a clock that all processes share. A figure is the
+median of all frames, in microseconds by that clock. ``--real-time`` gives the processes a core whenever they need one,
+whatever else runs. ``--calls`` counts Python calls from the first moment to the last instead, a number that does not
+depend on other processes. ``--of`` chooses other frames: those of a group with a bound on its blocks and ten
+generations, those of a group with a pool, or frames whose blocks are known under other hashes.
 """
 
 from __future__ import annotations
@@ -56,12 +56,13 @@ MOMENTS: Final[tuple[tuple[type, str, str], ...]] = (
 _BLOCKS, _GAP_SECONDS, _WARM = 4, 0.015, 10
 CASES: Final = ("plain", "generations", "pool", "aliases")
 _BOUND, _LARGE = 10_240, 256
-"""The most blocks of a group with generations, and the blocks of each frame that fills it."""
+"""The bound on the blocks of a group with generations, and the blocks in each frame that fills it."""
 
 
 def in_turn(sent: Sequence[int], moments: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """Return for each frame the nanoseconds of each hop: a moment is the first of its kind after the one before. Kinds
-    without a moment are left out: a frame that takes the ordinary way does not reach them.
+    """Return the nanoseconds of each hop of each frame. The moment at which a frame reaches a step is the first moment
+    of that step after the previous one. Steps without moments are left out, because most kinds of frames do not reach
+    every step.
     """
     found = []
     for at in sent:
@@ -87,7 +88,7 @@ def _noted(noted: list[int], function: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _count_calls(counts: list[int]) -> None:
-    """Write each frame's number of Python calls to ``counts``."""
+    """Append the number of Python calls for each frame to ``counts``."""
     (owner, name, _), (last_owner, last_name, _) = MOMENTS[0], MOMENTS[-1]
     begin, end = getattr(owner, name), getattr(last_owner, last_name)
     calls = 0
@@ -112,7 +113,7 @@ def _count_calls(counts: list[int]) -> None:
 
 
 def _worker(file: Path, *, counts_calls: bool) -> int:
-    """Run ``waymark ingest``; write its moments, or its numbers of calls, to ``file`` at SIGUSR1."""
+    """Run ``waymark ingest``, and write its moments, or its numbers of calls, to ``file`` on SIGUSR1."""
     moments: dict[int, list[int]] = {}
     if counts_calls:
         _count_calls(moments.setdefault(0, []))
@@ -139,8 +140,7 @@ class _Asked:
         self._connection.close()
 
     def until_it_has(self, tokens: Sequence[int]) -> int:
-        """Return how many nanoseconds passed until an answer had the whole prompt. Raise SystemExit if no answer has
-        it."""
+        """Return the nanoseconds of the query that found the whole prompt. Raise SystemExit if none finds it."""
         body = json.dumps({"model": prompts.MODEL, "token_ids": tokens})
         took = 0
 
@@ -161,7 +161,7 @@ def _random_tokens(chosen: random.Random, blocks: int) -> list[int]:
 
 
 def _store(publisher: Publisher, asked: _Asked, tokens: Sequence[Sequence[int]], chosen: random.Random) -> None:
-    """Store each list of tokens in a frame, and wait until the last one is in answers."""
+    """Store each list of tokens with one frame, and wait until the last one is in an answer."""
     for each in tokens:
         hashes = [chosen.getrandbits(64) for _ in range(len(each) // prompts.BLOCK_SIZE)]
         publisher.send(stored(hashes, None, each))
@@ -169,8 +169,8 @@ def _store(publisher: Publisher, asked: _Asked, tokens: Sequence[Sequence[int]],
 
 
 def _publish(publisher: Publisher, asked: _Asked, frames: int, of: str) -> tuple[list[int], list[int]]:
-    """Return when each frame was sent, and how long the question for it took. One more frame follows: when it is in
-    answers, the worker has finished the earlier ones.
+    """Return the time at which each frame was sent, and how long the query for it took. One more frame follows; when
+    that one is in an answer, the worker has finished the others.
     """
     chosen = random.Random(7)
     prompts_of_frames = [_random_tokens(chosen, _BLOCKS) for _ in range(frames + 1)]

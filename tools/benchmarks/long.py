@@ -1,6 +1,6 @@
 """Measures storing and querying blocks with very many holders, such as those of a system prompt that all engines have.
 
-Their values are long, a few bytes for each holder, and are transferred whole.
+The values of these blocks are long, with a few bytes for each holder, and are read whole.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from waymark.store.store import Store
 
 RANKS = 8
 SYSTEM_TOKENS = 2_000
-#: Blocks of a system prompt of 2,000 tokens.
+#: The number of complete blocks of the system prompt.
 SYSTEM_BLOCKS = SYSTEM_TOKENS // BLOCK_SIZE
 
 
 def measure(options: Options) -> list[Row]:
     instances = 10 if options.is_quick else 100
     asked = 40 if options.is_quick else 300
-    # All begin with the same 512 tokens or more; the tokens after the system prompt differ.
+    # All prompts begin with these tokens, of which the first ``SYSTEM_TOKENS`` are the system prompt.
     system = next(prompts.fresh(4))
     long = [system + next(prompts.fresh(12)) for _ in range(asked)]
     plain = list(islice(prompts.fresh(16), asked))
@@ -49,8 +49,8 @@ def measure(options: Options) -> list[Row]:
 
 
 async def _filled(redis: RedisServer, instances: int, system: Prompt, held: list[Prompt]) -> list[Row]:
-    """Fill the index: every rank of every instance has the system prompt, and one has the rest; then 512 blocks get one
-    more holder."""
+    """Fill the index: every rank of every instance has the system prompt, and one rank has the rest of each prompt.
+    Then measure how 512 blocks get one more holder."""
     store = Store.open(redis.url)
     try:
         shared = prompts.seq_hashes(system)[:SYSTEM_BLOCKS]

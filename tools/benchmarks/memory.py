@@ -2,9 +2,10 @@
 
     python -m tools.benchmarks.memory [--engines 100] [--blocks 50000] [--turns 2] [--pure]
 
-Engines fill their caches, and then store as many blocks as they remove until each has replaced its whole cache
-``--turns`` times. An engine that stores 30 blocks a second does this in an hour. A real worker takes all of it from
-sockets, and its resident memory is read before, between, and after.
+Engines fill their caches, and then remove a block for each block that they store, until each has replaced its whole
+cache ``--turns`` times. With the defaults, an engine that stores 30 blocks a second does this in an hour. A real worker
+receives all frames over sockets, and its resident memory is measured before, after the caches are full, and after each
+turn.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from tools.benchmarks.prompts import BLOCK_SIZE
 from tools.benchmarks.report import Row, table
 
 MIB = 2**20
-#: The blocks of a prompt: its stores follow each other, and its blocks are removed together.
+#: The blocks of a prompt: it is stored in consecutive batches, and removed at once.
 PROMPT_BLOCKS = 4 * STORE_BLOCKS
-#: The most frames by which all publishers together are ahead of the worker; otherwise the figures would include its
-#: buffers.
+#: The bound on the frames that wait for the worker, over all publishers; without it the figures would include buffers.
 AHEAD = 2_000
 
 
@@ -76,7 +76,7 @@ class _Cache:
         self._next = 1
 
     def payloads(self, blocks: int) -> Iterator[bytes]:
-        """Yield batches that store this number of blocks, in prompts that share nothing."""
+        """Yield batches that store this number of blocks, in prompts that share no blocks."""
         for number in range(blocks // STORE_BLOCKS):
             start, is_first = self._next, number % (PROMPT_BLOCKS // STORE_BLOCKS) == 0
             self._next += STORE_BLOCKS
@@ -98,7 +98,7 @@ def _hash(publisher: int, number: int) -> int:
 
 
 def _publish(redis: RedisServer, held: list[_Cache], blocks: int) -> None:
-    """Let all engines store this number of blocks, in turn, until the worker has applied all of them."""
+    """Store this number of blocks on each engine, in turn, and wait until the worker has applied all of them."""
     running = [(each.publisher, each.payloads(blocks)) for each in held]
     while running:
         going_on = []
@@ -115,7 +115,7 @@ def _publish(redis: RedisServer, held: list[_Cache], blocks: int) -> None:
 
 
 def _wait(redis: RedisServer, held: list[_Cache]) -> None:
-    """Wait until every stream's watermark is its last batch."""
+    """Wait until the last batch of every stream is applied."""
     expected = [each.publisher.seq - 1 for each in held]
 
     def is_there() -> bool:
@@ -129,7 +129,7 @@ def _wait(redis: RedisServer, held: list[_Cache]) -> None:
 
 
 def resident(pid: int) -> int:
-    """Return the resident bytes of a process, when they no longer change."""
+    """Wait until the resident memory of a process is stable, and return it in bytes."""
     before = 0
     while True:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")

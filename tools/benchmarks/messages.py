@@ -1,10 +1,10 @@
-"""Measures the CPU of a decision by ``/select`` and by a picker, for messages without tokens, with 10 and 500 targets.
+"""Measures the CPU of decisions by ``/select`` and by a picker, for chats without token ids, with 10 and 500 targets.
 
     python -m tools.benchmarks.messages [--targets 10,500] [--rounds 5]
 
-A round is 600 chats of 2,000 characters, four at a time; the engines refuse requests for tokens. The figures
-are the CPU of the replica, or of the picker with its gRPC, and of Redis. A picker gets each request as Envoy sends it,
-on a stream of its own.
+A round is 600 chats of 2,000 characters, four at a time; the engines do not tokenize. The figures are the CPU of the
+replica, or of the picker including gRPC, plus the CPU of Redis. A picker gets each request as Envoy sends it, on a
+stream of its own.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from tools.benchmarks.prompts import BLOCK_SIZE, MODEL
 from tools.benchmarks.report import Row, table
 
 TARGETS = (10, 500)
-#: The most milliseconds of a decision with the most targets, through ``/select``.
+#: The bound on a decision by ``/select`` with the most targets.
 WHOLE_MS = 3.0
-#: The most milliseconds by which a decision with the most targets may exceed one with the fewest.
+#: The bound on the difference between decisions with the most and with the fewest targets.
 BAR_MS = 3.0
 _CHATS, _AT_ONCE = 600, 4
-REDIS_SECONDS = {"WAYMARK_REDIS_TIMEOUT_SECONDS": "30"}  # CPU is measured; a busy machine only makes it take longer
+REDIS_SECONDS = {"WAYMARK_REDIS_TIMEOUT_SECONDS": "30"}  # only CPU is measured, so a busy machine may take its time
 
 
 def _chat(number: int) -> bytes:
@@ -58,7 +58,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def measured(targets: Sequence[int], rounds: int) -> list[Row]:
-    """Return the rows of both entry points, with each number of targets."""
+    """Return the rows of both entry points for each number of targets."""
     found: dict[tuple[str, int], float] = {}
     with tempfile.TemporaryDirectory(prefix="wm-") as name:
         folder = Path(name)
@@ -82,7 +82,7 @@ def measured(targets: Sequence[int], rounds: int) -> list[Row]:
 
 
 def rows_of(found: Mapping[tuple[str, int], float], few: int) -> list[Row]:
-    """Return the rows of the milliseconds by entry point and number of targets."""
+    """Return the rows for these milliseconds, by entry point and number of targets. ``few`` is the smaller number."""
     rows = []
     for (door, count), ms in sorted(found.items()):
         what = f"{door}, {count:,} targets, messages without a tokenizer: CPU with Redis"
@@ -95,7 +95,7 @@ def rows_of(found: Mapping[tuple[str, int], float], few: int) -> list[Row]:
 
 @contextmanager
 def picker(folder: Path, url: str) -> Iterator[tuple[int, int]]:
-    """Return the port and the process id of a picker, once it listens."""
+    """Start a picker. Yield its port and its process id once it listens."""
     port = unused_port()
     values = {
         "REDIS_URL": url, "HOST": "127.0.0.1", "LOG_LEVEL": "warning", "EPP_PORT": str(port), "EPP_TLS": "false",
@@ -117,7 +117,7 @@ def picker(folder: Path, url: str) -> Iterator[tuple[int, int]]:
 
 
 def settled(redis: RedisServer) -> None:
-    """Forget the requests of a round: otherwise the loads would grow, and the next round would depend on them."""
+    """Delete the reservations of a round; otherwise the loads would grow, and the next round would depend on them."""
     client = redis.client
     client.delete(*(name for kind in ("reservations", "load", "changes") for name in client.keys(f"wm:*:{kind}")))
 
@@ -146,7 +146,7 @@ async def _of_picker(port: int, pid: int, redis: RedisServer, rounds: int) -> fl
 
 
 async def _picked(channel: grpc.aio.Channel, chats: Iterator[int]) -> None:
-    """Send chats one after the other, each with its decision and the answer of the engine."""
+    """Send chats one after the other. Raise SystemExit if the picker refuses one."""
     for number in chats:
         stream = Stream(channel)
         answer = await stream.ask(_chat(number), modes=("FULL_DUPLEX_STREAMED", "NONE"))

@@ -11,10 +11,10 @@ from waymark.base.native import Implementation
 @dataclass(frozen=True, slots=True)
 class Options:
     is_quick: bool = False
-    """Whether to do a tenth of the work, to see that it runs; its figures mean little."""
+    """Whether to do a tenth of the work, to see that it runs; the figures then mean little."""
     trace: FilePath | None = None
-    """A file of requests with ``hash_ids``; without it synthetic conversations."""
+    """A file of requests with ``hash_ids``; None for synthetic conversations."""
     peer_python: str | None = None
-    """The Python that has ai-dynamo-runtime; None: rows without the peer."""
+    """The Python that has ai-dynamo-runtime; None for rows without the peer."""
     paths: tuple[Implementation, ...] = ("pure",)
     """The implementations with which replicas are measured: also ``native`` if it was built."""

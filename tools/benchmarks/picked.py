@@ -2,9 +2,9 @@
 
     python -m tools.benchmarks.picked [--rounds 3]
 
-The requests come as Envoy sends them, each on a stream of its own, four at a time: headers, the body in pieces of 64
-KB, the head of the answer and its body. No engine has any block of the prompts. ``python -m tools.benchmarks.envoy``
-has a real Envoy in front of the picker, also one that does not send it the bodies of answers.
+The requests are sent as Envoy sends them, each on a stream of its own, four at a time: headers, the body in pieces of
+64 KB, the head of the answer and its body. No engine has any block of the prompts. ``python -m tools.benchmarks.envoy``
+puts a real Envoy in front of the picker, in one run without the bodies of answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tools.benchmarks.report import Row, table
 
 TARGETS, TOKENS = 100, 100_000
 CHUNKS = (1, 1_000)
-#: Milliseconds of a whole request, and microseconds of a chunk.
+#: The bounds on a whole request in milliseconds, and on a chunk in microseconds.
 BAR_MS, CHUNK_BAR_US = 6.0, 15.0
 _AT_ONCE = 4
 _PIECE_BYTES = 64 * 1024
@@ -42,7 +42,7 @@ def measure(options: Options) -> list[Row]:
 
 
 def measured(rounds: int) -> list[Row]:
-    """Return the rows of P14 that need no Envoy."""
+    """Return the rows of P14 that do not need Envoy."""
     with tempfile.TemporaryDirectory(prefix="wm-") as name:
         folder = Path(name)
         with (
@@ -73,7 +73,7 @@ def measured(rounds: int) -> list[Row]:
 async def _cost(
     port: int, pid: int, redis: RedisServer, rounds: int, requests: int, tokens: int, chunks: int
 ) -> tuple[float, float]:
-    """Return the milliseconds of the picker and of Redis for a request."""
+    """Return the CPU of the picker and of Redis per request, in milliseconds."""
     rest = json.dumps(list(range(1, tokens)), separators=(",", ":"))[1:]
     found = []
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -89,7 +89,7 @@ async def _cost(
 
 
 async def _pick(channel: grpc.aio.Channel, numbers: Iterator[int], rest: str, chunks: int) -> None:
-    """Send requests one after the other, each with its whole answer."""
+    """Send requests one after the other, each followed by its whole answer."""
     for number in numbers:
         body = f'{{"model":"{MODEL}","stream":true,"prompt":[{number},{rest}}}'.encode()
         stream = Stream(channel)

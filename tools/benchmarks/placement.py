@@ -1,8 +1,8 @@
-"""placement: measures the cost of a drained engine, and the gain of a warmed one, in a simulated fleet.
+"""placement: measures how much it costs to drain an engine, and how much it helps to warm one, in a simulated fleet.
 
-Eight caches of engines get prompts with the instructions of agents: a few agents come often, most of them rarely. A
-request goes to the engine that has most of its prompt, unless that one has too many requests. The caches are valued by
-the product's own ``Tally`` and ``Prompts``, as a worker does with the rows in Redis. Everything follows from the seed.
+The caches of eight engines get prompts with the instructions of agents: a few agents are frequent, most are rare. A
+request goes to the engine that has most of its prompt, unless that engine has too many requests. The product's own
+``Tally`` and ``Prompts`` value the caches, as a worker does with the rows in Redis. The seed determines everything.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from waymark.simulator.encode import BlockRemoved, BlockStored, WireEvent
 
 ENGINES, SIZE, GPU_BLOCKS = 8, 16, 320
 AGENTS = 24
-#: The requests before the measurement; those of them in the last hour, of which every tenth is kept; and the requests
-#: after it.
+#: The number of requests before the measurement, how many of those are in its last hour, the interval at which prompts
+#: of that hour are kept, and the number of requests after the measurement.
 BEFORE, HOUR, KEPT, AFTER = 1200, 800, 10, 200
-#: An engine gets no request while it has more of the last ones than this many times the mean.
+#: An engine with more than ``CROWDED`` times the mean share of the last ``LAST`` requests gets no request.
 CROWDED, LAST = 1.5, 64
-#: The number of requests of an engine over which its hit share is computed.
+#: The hit share of a new engine is computed over its last requests, up to this number.
 WINDOW = 8
 _BLOCKS_KEPT = 64
 
@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
 
 
 class Workload:
-    """Prompts: the long instructions of one agent, and a question."""
+    """A source of prompts, each with the long instructions of one agent, and a question."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -60,7 +60,7 @@ class Workload:
 
 
 class Fleet:
-    """Caches, the blocks that their events name, and the engine of each of the last requests."""
+    """Engines: their caches, the blocks that their events report, and which engines got the last requests."""
 
     def __init__(self, engines: int) -> None:
         self.caches = {number: _cache() for number in range(engines)}
@@ -68,7 +68,7 @@ class Fleet:
         self._last: deque[int] = deque(maxlen=LAST)
 
     def send(self, prompt: Prompt) -> tuple[int, int]:
-        """Send a prompt to an engine; return its number, and how many blocks it had."""
+        """Send a prompt to the best engine. Return the engine's number, and how many of the blocks it had."""
         counts = Counter(self._last)
         most = CROWDED * len(self._last) / len(self.caches)
         held = {number: _leading(told, prompt.names) for number, told in self.told.items()}
@@ -89,7 +89,7 @@ class Fleet:
         del self.caches[number], self.told[number]
 
     def worths(self, prompts: Prompts) -> dict[int, CacheWorth]:
-        """Value the caches."""
+        """Return the worth of each cache, by engine."""
         holders = [Holder(at + 1, at + 1, str(at), 0, "GPU", SIZE, str(at), "instance") for at in self.caches]
         rows = {each.publisher: PublisherRow(each.instance_id, 0, SIZE, "instance") for each in holders}
         table = HolderTable(b"", GroupName("default", "m"), rows, {each.id: each for each in holders})
@@ -107,7 +107,7 @@ def _cache() -> PrefixCache:
 
 
 def _leading(told: Set[int], names: Sequence[int]) -> int:
-    """Return how many blocks of a prompt the events name."""
+    """Return how many blocks of a prompt, from the first on, the events have reported."""
     return next((at for at, name in enumerate(names) if name not in told), len(names))
 
 
@@ -115,17 +115,17 @@ class Figures(NamedTuple):
     """The figures of one seed."""
 
     cheapest: int
-    """How many blocks of the next requests are not found any more if the cheapest engine stops."""
+    """How many more blocks of the next requests miss the caches if the cheapest engine stops."""
     mean: float
-    """The mean of this over all engines."""
+    """The mean of that number over all engines."""
     cold: int
     """The requests that a new engine with an empty cache needs to reach the hit share of the fleet."""
     warm: int
-    """The same of an engine that has pulled the prefixes with the most uses."""
+    """The same for an engine that has pulled the most used prefixes."""
 
 
 def figures(seed: int) -> Figures:
-    """Simulate a fleet, stop each of its engines, and add a new one."""
+    """Simulate a fleet. From its state at the end, try to stop each engine, and to add a new one."""
     workload, fleet, prompts = Workload(seed), Fleet(ENGINES), Prompts()
     hits = blocks = 0
     for number in range(BEFORE):
@@ -174,7 +174,8 @@ def _requests_until(share: float, fleet: Fleet, workload: Workload, prompts: Pro
 
 
 def _pulled(fleet: Fleet, prompts: Prompts, blocks_max: int) -> list[Prefix]:
-    """Return an engine's most used prefixes, the most used last, so that they stay longest."""
+    """Return the most used prefixes as the engines have them. The most used prefix is last, so that it stays
+    longest."""
     found = []
     for entry in prompts.most_used(blocks_max):
         sources = (fleet.caches[number].prefix(entry.keys[-1]) for number in range(ENGINES))

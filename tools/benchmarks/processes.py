@@ -1,7 +1,7 @@
 """The processes that a benchmark starts, and their CPU time according to the operating system.
 
-CPU time is of all threads of a process, with the resolution of the scheduler's clock. It stays meaningful on a machine
-with other work, unlike wall-clock time.
+CPU time is that of all threads of a process, with the resolution of the scheduler's clock. Unlike wall-clock time it
+remains meaningful on a machine with other work.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ START_SECONDS = 120.0
 SETTLE_SECONDS = 120.0
 
 
-#: The amount by which the priority of a process is lower if it gives way to others.
+#: The niceness of a process that gives way to others.
 _LESS = 19
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the user and system time of a running process, of all its threads, including those that have ended."""
+    """Return the user and system time of all threads of a running process, including those that have ended."""
     clock = ctypes.c_int()
     error = _libc.clock_getcpuclockid(pid, ctypes.byref(clock))
     if error:
@@ -44,7 +44,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def queue_seconds(pid: int) -> float:
-    """Return how long the main thread of a process has been ready to run, but had no core."""
+    """Return how long the main thread of a process has been ready to run without a core."""
     _, waited, _ = Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()
     return int(waited) / 1e9
 
@@ -56,7 +56,7 @@ def ready_seconds(pid: int) -> float:
 
 
 def prefer(priority: int, *pids: int) -> None:
-    """Give these processes a core whenever they are ready to run, before all of a lower priority."""
+    """Give these processes a core whenever they are ready to run, before any process of a lower priority."""
     for pid in pids:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             os.sched_setscheduler(int(thread.name), os.SCHED_RR, os.sched_param(priority))
@@ -64,7 +64,7 @@ def prefer(priority: int, *pids: int) -> None:
 
 @contextmanager
 def on_one_core(first: Sequence[int], last: Sequence[int]) -> Iterator[None]:
-    """Let these processes share this process's first core. The last ones give way to the first."""
+    """Let these processes share the first core of this process. Those in ``last`` give way to those in ``first``."""
     cores, priority = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
     try:
         for pid in (*first, *last):
@@ -96,7 +96,8 @@ while os.getppid() == parent:
 def awake_cores() -> Iterator[None]:
     """Run a loop that gives way to everything else on each core, so that no core sleeps.
 
-    A hypervisor gives a sleeping core to other guests, whose work empties its caches; and it takes time to wake.
+    A hypervisor gives a sleeping core to other guests, whose work evicts data from its caches; and waking a core takes
+    time.
     """
     loops = [
         subprocess.Popen([sys.executable, "-Sc", _AWAKE, str(core)])  # in this session, where its priority counts
@@ -111,7 +112,7 @@ def awake_cores() -> Iterator[None]:
 
 
 class Refused(SystemExit):
-    """An answer that is not one of the 200s."""
+    """An answer whose status is not one of the 200s."""
 
     def __init__(self, sentence: str, status: int) -> None:
         super().__init__(sentence)
@@ -121,7 +122,7 @@ class Refused(SystemExit):
 def wait_until(
     predicate: Callable[[], bool], description: str, seconds: float = SETTLE_SECONDS, pause_seconds: float = 0.02
 ) -> None:
-    """Wait for a predicate. Under load a server may refuse with 503 now and then; the predicate is then asked again."""
+    """Wait until a predicate is true. If it raises because a busy server answers 503, it is evaluated again."""
     deadline = time.monotonic() + seconds
     while not _is_so(predicate):
         if time.monotonic() >= deadline:
@@ -188,13 +189,12 @@ class RedisServer:
         return cpu_seconds(self.pid)
 
     def used(self) -> int:
-        """Return the bytes by Redis' own count after every other connection is closed, because connections take memory,
-        too."""
+        """Close every other connection, because connections take memory, and return the bytes by Redis' own count."""
         self.client.client_kill_filter(_type="normal", skipme=True)
         return int(self.client.info("memory")["used_memory"])
 
     def calls(self, command: str) -> int:
-        """Return how often a command was called so far."""
+        """Return how often a command has been called so far."""
         return int(self.client.info("commandstats").get(f"cmdstat_{command}", {}).get("calls", 0))
 
     def version(self) -> str:
@@ -202,13 +202,13 @@ class RedisServer:
 
 
 def begin(command: Sequence[str], environ: Mapping[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start a process. Tests use a faster start instead."""
+    """Start a process. Tests replace this function with a faster one."""
     return subprocess.Popen(command, env=environ, stdout=output, stderr=output)
 
 
 @contextmanager
 def running(folder: Path, name: str, *command: str, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that is stopped at the end. Its output goes to a file in ``folder``."""
+    """Run a process while the body of the ``with`` runs. Its output goes to a file in ``folder``."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("WAYMARK_")}
     with (folder / f"{name}.log").open("wb") as output:
         process = begin(command, kept | environ, output)
@@ -225,8 +225,8 @@ def running(folder: Path, name: str, *command: str, **environ: str) -> Iterator[
 
 @contextmanager
 def redis_server(folder: Path, *inside: str) -> Iterator[RedisServer]:
-    """Start a fresh redis-server (or valkey-server) on a unix socket, without persistence; ``inside`` may be
-    valgrind."""
+    """Start a new redis-server (or valkey-server) on a unix socket, without persistence. ``inside`` is a command that
+    runs it, such as valgrind."""
     program = shutil.which("redis-server") or shutil.which("valkey-server")
     if program is None:
         raise SystemExit("no redis-server on PATH")
@@ -258,7 +258,8 @@ def waymark(
     is_awaited: bool = True,
     command: Sequence[str] = (sys.executable, "-m", "waymark"),
 ) -> Iterator[Server]:
-    """Start ``waymark query`` or ``waymark ingest``, and wait until it is up; ``is_pure``: without the C extension.
+    """Start ``waymark query`` or ``waymark ingest``, and wait until it is up. With ``is_pure`` it does not use the C
+    extension.
 
     ``command`` can be the ``waymark`` of another environment.
     """
@@ -276,7 +277,7 @@ def waymark(
 
 @contextmanager
 def dynamo(folder: Path, python: str, *arguments: str, is_awaited: bool = True) -> Iterator[Server]:
-    """Start a fresh ``dynamo.indexer``, and wait until it is up."""
+    """Start a ``dynamo.indexer``, and wait until it is up."""
     port = unused_port()
     with running(folder, f"dynamo-{port}", python, "-m", "dynamo.indexer", "--port", str(port), *arguments) as process:
         server = Server("dynamo.indexer", process.pid, port)

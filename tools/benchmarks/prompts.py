@@ -1,4 +1,4 @@
-"""Prompts that share prefixes, as token ids, as hashes and as the bodies of requests.
+"""Prompts that share prefixes, as token ids, as hashes, and as request bodies.
 
 A prompt is a list of pieces of 512 tokens. A piece has a number that names the whole prefix up to it, as the
 ``hash_ids`` of the published request traces do (FAST'25, "Mooncake: Trading More Storage for Less Computation"), and
@@ -32,11 +32,12 @@ _fresh_numbers = count(10**9)
 
 
 def traced(path: Path, pieces: int = 16) -> Iterator[Prompt]:
-    """Yield the prompts of a trace file that are long enough, cut to this number of pieces, in the trace's order."""
+    """Yield the prompts of a trace file that have at least this number of pieces, cut to it, in the order of the
+    trace."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             request = json.loads(line)
-            # The last number stands for a piece that is not full, unless the length happens to fit.
+            # The last number stands for an incomplete piece, unless the length is a multiple of a piece.
             full = request["hash_ids"][: request["input_length"] // PIECE_TOKENS]
             if len(full) >= pieces:
                 yield tuple(full[:pieces])
@@ -59,7 +60,7 @@ def synthetic(pieces: int = 16, seed: int = 5) -> Iterator[Prompt]:
 
 
 def fresh(pieces: int = 16) -> Iterator[Prompt]:
-    """Yield prompts that share nothing with any other."""
+    """Yield prompts that share no piece with any other prompt."""
     while True:
         yield tuple(islice(_fresh_numbers, pieces))
 

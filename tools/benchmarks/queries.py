@@ -1,9 +1,9 @@
-"""P1 to P4: the cost of a query of 512 blocks in a replica, compared with dynamo.indexer and the same bodies.
+"""P1 to P4: the cost of a query of 512 blocks in a replica, compared with dynamo.indexer, which gets the same bodies.
 
 Both are fed by the same sockets with the same frames, so both hold the same blocks: prompts of a trace on eight engines
-in turn, and prompts that share nothing. Every round sends each of them the same bodies, one after the other; a body is
-sent once, unless the row says "once more" or many connections ask at the same time. The ``floor`` gets the same bodies,
-too: the cost of a query beyond it is work.
+in turn, and prompts that share nothing. In every round both get the same bodies, one server after the other; a body is
+sent once, unless the row says "once more" or many connections send queries at the same time. The ``floor`` gets the
+same bodies, too: the cost of a query beyond the floor's is the cost of its work.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PEER = "dynamo.indexer"
 
 Bars: TypeAlias = dict[str, tuple[float | None, float | None]]
 
-#: The bounds on the ratio to the peer, with the extension and without it. CPU is that of the replica and of
-#: Redis together, since both serve the request.
+#: The bounds on the ratio to the peer, with the C extension and without it. CPU is that of the replica and of Redis
+#: together, since both serve the request.
 BARS: Bars = {
     "trace": (0.7, 2.0),
     "new": (0.75, 2.3),
@@ -79,7 +79,7 @@ SENTENCES = {
 }
 #: The questions for which the cost of the floor is shown.
 _FLOORS = ("trace", "new", "hash", "short", "p50", "c8", "c64 each")
-#: The questions whose slowest answers are compared, by the number of connections.
+#: The questions whose slowest answers are compared -> the number of connections.
 CROWDS = {"c64": 64, "c256": 256}
 #: The number of requests of each connection of a crowd in a round.
 _TURNS = 4
@@ -111,7 +111,7 @@ class Figures:
     """The share of answers, in percent, that arrived after the answer to a later request."""
 
     def together_ms(self) -> dict[tuple[str, str], list[float]]:
-        """Return the CPU of a contender and of Redis, which the peer does not use."""
+        """Return the CPU of a contender plus that of Redis. The peer does not use Redis."""
         return {
             key: ours if key[1] == PEER else [sum(pair) for pair in zip(ours, self.redis_ms[key], strict=True)]
             for key, ours in self.cpu_ms.items()
@@ -186,7 +186,7 @@ def _questions(
 
 
 def _crowds(known: Sequence[Prompt]) -> list[Question]:
-    """Ask over many connections at once, as often as there are prompts; all prompts are known."""
+    """Return questions over many connections at once, with one request for each prompt; all prompts are known."""
     return [
         Question(name, list(islice(cycle(known), _TURNS * connections)), connections=connections)
         for name, connections in CROWDS.items()
@@ -209,7 +209,8 @@ def _ask(question: Question, name: str, server: Server, redis: RedisServer, fold
 
 
 def _check(server: Server, name: str, prompt: Prompt) -> None:
-    """Raise SystemExit if an answer is wrong, or if a replica runs another implementation than the row says."""
+    """Raise SystemExit if an answer is wrong, or if a replica runs a different implementation from the one that the row
+    names."""
     if name != PEER and f'native="{str(name == "native").lower()}"' not in str(server.ask("GET", "/metrics")):
         raise SystemExit(f"{server.name} does not hash prompts the {name} way")
     asked = [(f"{server.prefix}/query", prompts.by_tokens), (f"{server.prefix}/query_by_hash", prompts.by_local_hash)]

@@ -2,8 +2,8 @@
 
     python -m tools.benchmarks.radix --redis-url redis://127.0.0.1:6379/0
 
-A picker as a process, one stream of queries, one query at a time. Prompts are text whose blocks were sent to one of
-three workers. The Redis has to be empty.
+It starts a picker as a process, and sends it one query at a time on one stream. Prompts are text, and one of three
+workers has their blocks. The Redis has to be empty.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATIENCE_MS = 2.0
 
 
 class Gateway:
-    """A gateway with its two streams."""
+    """A gateway: one stream for queries, and one for updates."""
 
     def __init__(self, own: Any) -> None:
         def stream(name: str, sent: str, got: str) -> Any:

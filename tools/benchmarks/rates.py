@@ -1,8 +1,8 @@
 """The work of one core in a second: blocks stored, decoded and removed, and queries of 64, 512 and 2,048 blocks.
 
-Memory and ingest come from the rows of P5 and P6, of this run if it has them. They are for a busy worker, which applies
-several frames in one call. The cost of a query is measured here, for complete prompts of one engine.
-``tools.benchmarks.scale_model`` measures the cost of a fleet whose workers are not busy.
+Memory and ingest are computed from the rows of P5 and P6, which are measured again if this run does not have them. They
+are for a busy worker, which applies several frames in one call. The cost of a query is measured here, for complete
+prompts of one engine. ``tools.benchmarks.scale_model`` measures the cost of a fleet whose workers are not busy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.benchmarks.replicas import fill
 from tools.benchmarks.report import Row
 
 SIZES = (64, 512, 2048)
-#: The sentence of each row of ingest, and the sentence of the row of P5 that has the microseconds of a block.
+#: The name of each row about ingest -> the name of the row of P5 with the microseconds of a block.
 _INGEST = {
     "new blocks per second and Redis core": index.REDIS_STORED,
     "decoded blocks per second and Redis core": streams.REDIS_DECODED,
@@ -56,7 +56,7 @@ def measure(options: Options, rows: Sequence[Row]) -> list[Row]:
 
 
 def _queries(options: Options) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the CPU of the replica and of Redis per query, in ms, by blocks."""
+    """Return the CPU of the replica and of Redis per query, in ms, by the number of blocks."""
     rounds, blocks = (2, 12_800) if options.is_quick else (5, 40_960)
     replica_ms: dict[int, list[float]] = {size: [] for size in SIZES}
     redis_ms: dict[int, list[float]] = {size: [] for size in SIZES}

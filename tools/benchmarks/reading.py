@@ -2,7 +2,8 @@
 
     python -m tools.benchmarks.reading [--rounds 15]
 
-CPU time of this process; of all rounds the shortest counts. A form may cost at most 1.2 times the plain one.
+A figure is the CPU time of this process in the shortest round. A form may cost at most 1.2 times as much as the plain
+one.
 """
 
 from __future__ import annotations

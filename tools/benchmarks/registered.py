@@ -1,11 +1,11 @@
-"""Measures the cost of many registered engines for a worker and a replica that have nothing to do for most of them.
+"""Measures how much many registered engines cost a worker and a replica that have nothing to do for most of them.
 
     python -m tools.benchmarks.registered [--engines 10000] [--rounds 5] [--beside PYTHON]
 
-All engines are of one group and send their events over HTTP, so no socket is open. The figures are CPU time of the
-whole process: of a worker and of Redis in a second in which nothing happens, and of a replica for an event of one
-engine, for a registration that repeats an earlier one, and for a new one. Each is the median of the rounds.
-``--beside`` is the Python of another environment, whose processes take turns with this one's.
+All engines are in one group and send their events over HTTP, so no socket is open. The figures are the CPU time of
+whole processes: of a worker and of Redis in a second in which nothing happens; and of a replica for an event of one
+engine, for a registration that repeats an earlier one, and for a new registration. Each is the median of the rounds.
+``--beside`` is the Python of another environment, whose processes are measured alternately with those of this one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def _register(url: str, engines: int) -> None:
 
 
 def _idle(server: Server) -> float:
-    """Return the milliseconds of CPU in a second."""
+    """Return the milliseconds of CPU that a process uses in a second."""
     began, before = time.monotonic(), server.cpu()
     time.sleep(_IDLE_SECONDS)
     return 1000 * (server.cpu() - before) / (time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""P7 and P9: how soon a new replica answers, and how much a second one adds."""
+"""P7 and P9: how soon a new replica answers, and how much throughput a second one adds."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from waymark.store.store import Store
 
 PEER = "dynamo.indexer"
 INSTANCE = 7
-#: The libraries that a replica needs in any case, in two steps.
+#: The libraries that any replica needs, in two steps.
 _MODULES = ("redis.asyncio", "redis.asyncio,pydantic.main,pydantic.types")
 #: The pieces of each prompt in the peer's index: 2,048 blocks.
 LONG_PIECES = 64
 
 
 async def fill(redis: RedisServer, held: Sequence[Prompt], blocks: int) -> None:
-    """Fill the index: one engine has these prompts, and random blocks up to the given total."""
+    """Fill the index: one engine gets these prompts, and random blocks until the index has ``blocks`` blocks."""
     store = Store.open(redis.url)
     try:
         engine = await index.owner(store, str(INSTANCE))
@@ -52,8 +52,8 @@ async def fill(redis: RedisServer, held: Sequence[Prompt], blocks: int) -> None:
 
 
 def measure_start(options: Options) -> Iterator[Row]:
-    """Yield the rows of P7, the peer's last, because on a busy machine its new replica gives up the index and never
-    answers correctly."""
+    """Yield the rows of P7. The peer's is last, because on a busy machine its new replica may give up loading the index
+    and never answer correctly."""
     blocks = 100_000 if options.is_quick else 1_000_000
     yield from _of_command(3 if options.is_quick else 15)
     with ExitStack() as stack:
@@ -80,7 +80,7 @@ def measure_start(options: Options) -> Iterator[Row]:
 
 
 def _of_command(starts: int) -> Iterator[Row]:
-    """Yield the time of ``waymark --version``, the minimum for any use of the command in a script."""
+    """Yield the time of ``waymark --version``, the minimum for any use of the command."""
     command, wall, cpu = (sys.executable, "-m", "waymark", "--version"), [], []
     for _ in range(starts + 1):
         began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -88,13 +88,13 @@ def _of_command(starts: int) -> Iterator[Row]:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         wall.append(time.monotonic() - began)
         cpu.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    # The first one may have had to read its files from the disk.
+    # The first run does not count, because it may have read its files from the disk.
     yield Row("P7", "waymark --version: from its start to its end", median(wall[1:]), "s", bar=0.1)
     yield Row("P7", "the same: its CPU", median(cpu[1:]), "s")
 
 
 def _first_answer(folder: Path, redis: RedisServer, prompt: Prompt) -> tuple[float, float]:
-    """Return the seconds by the clock, and those of the replica's CPU."""
+    """Start a replica. Return the seconds until its first right answer, and the seconds of its CPU."""
     began = time.monotonic()
     with waymark(folder, "query", redis.url, is_awaited=False) as replica:
         _until_right(replica, prompt)
@@ -102,7 +102,8 @@ def _first_answer(folder: Path, redis: RedisServer, prompt: Prompt) -> tuple[flo
 
 
 def _first_of_floor(folder: Path, redis: RedisServer, modules: str) -> tuple[float, float]:
-    """Return the seconds by the clock, and those of the CPU, until a server that imports only these modules answers."""
+    """Start a server that only imports these modules. Return the seconds until it answers, and the seconds of its
+    CPU."""
     starts = []
     for _ in range(3):
         began = time.monotonic()
@@ -114,7 +115,7 @@ def _first_of_floor(folder: Path, redis: RedisServer, modules: str) -> tuple[flo
 
 
 def _of_peer(folder: Path, python: str, blocks: int) -> float:
-    """Measure another dynamo.indexer, which takes over its index from one with as many blocks."""
+    """Return the seconds until a second dynamo.indexer has copied the index of one with this number of blocks."""
     with dynamo(folder, python) as first, publishers(1, INSTANCE) as (engine,):
         engine.register(first)
         some = list(islice(prompts.fresh(LONG_PIECES), blocks // (LONG_PIECES * PIECE_TOKENS // prompts.BLOCK_SIZE)))
@@ -150,7 +151,8 @@ def _until_right(server: Server, prompt: Prompt) -> None:
 
 
 def measure_more(options: Options) -> list[Row]:
-    """Return the rows of P9. Two replicas, Redis and the load generators share two cores, so the bar is for CPU."""
+    """Return the rows of P9. The bar is for CPU, because two replicas, Redis and the load generators may share two
+    cores."""
     rounds, size = (2, 30) if options.is_quick else (7, 200)
     some = list(islice(prompts.fresh(), size))
     one_ms: list[float] = []
@@ -197,7 +199,7 @@ def _loaded(replicas: Sequence[Server], redis: RedisServer, file: Path) -> tuple
 
 
 def _ingest_beside(options: Options) -> list[Row]:
-    """Return the cost of a block for the worker and Redis next to one replica, and next to four, alternately."""
+    """Return the rows of the CPU of the worker and of Redis per block, alternately with one replica and with four."""
     rounds, blocks = (2, 3_200) if options.is_quick else (5, 32_768)
     ratios = []
     with started(options, has_peer=False) as bench, publishers(1) as (engine,):

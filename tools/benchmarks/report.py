@@ -14,7 +14,7 @@ MARKS = ("<!-- measured -->", "<!-- /measured -->")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure, and the figure to compare it with."""
+    """One figure, and optionally the figure to compare it with."""
 
     target: str
     """``P1`` to ``P11``, or the name of a part that has no target."""
@@ -27,7 +27,7 @@ class Row:
     ratio: float | None = None
     """``figure`` over ``other``: the median of the rounds' ratios."""
     bar: float | None = None
-    """The bound on the ratio, or without a ratio on the figure; None: a figure for information."""
+    """The bound on the ratio, or on the figure if there is no ratio; None for a figure without a bound."""
     is_least: bool = False
     """Whether the bar is a lower bound, and not an upper one."""
     earlier: tuple[float, ...] = ()
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def measured(self) -> float:
-        """Return the value for the bar: the ratio, or the figure if there is no ratio."""
+        """Return the value that the bar bounds: the ratio, or the figure if there is no ratio."""
         return self.figure if self.ratio is None else self.ratio
 
     @property
@@ -61,7 +61,7 @@ def against(
 
 
 def beside(rows: Sequence[Row], path: Path) -> list[Row]:
-    """Return the rows, each with the value from an earlier run that was written as JSON."""
+    """Return the rows, with the values of an earlier run, which was written as JSON."""
     listed = json.loads(path.read_text(encoding="utf-8"))["rows"]
     before = {(row["target"], row["what"]): row["figure"] if row["ratio"] is None else row["ratio"] for row in listed}
     return [
@@ -71,7 +71,7 @@ def beside(rows: Sequence[Row], path: Path) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows for people, one line each."""
+    """Return the rows as a table to print, one line each."""
     head = ("target", "what", "figure", "unit", "against", "", "ratio", "bar", "holds")
     lines = [head, *(_cells(row) for row in rows)]
     return aligned(lines, left={0, 1, 3, 5, 8})

@@ -1,22 +1,22 @@
-"""A thousand engines on a Redis Cluster of three, compared with the capacity model.
+"""Measures a thousand engines on a Redis Cluster of three nodes, and compares the costs with the capacity model.
 
     python -m tools.benchmarks.scale [--engines 1000] [--ranked 100] [--share 0.1] [--seconds 30] [--shards 12]
                                      [--workers N] [--replicas N] [--blocks 1024] [--model FILE]
                                      [--redis valkey-server] [--single] [--awake]
 
-Every engine does a ``share`` of the work of an engine of ``docs/capacity.md``: it stores, decodes and removes blocks,
-and gets queries. The first ``--ranked`` engines have eight ranks, each with a stream and a cache of its own, and each
-as busy as an engine. Engines publish over ZMQ from a few processes, with frames that were made before the run; workers,
-replicas and the nodes of the Cluster are processes of their own, as many as the model says if no number is given. The
-cost of each is its CPU time, so other processes on the machine hardly matter. The constants of the model are measured
-first, or read from a file that ``scale_model --json`` has written; each is measured by itself, with few engines, so the
-run shows whether their sum explains a fleet. All processes share the cores of this machine with the engines; those of a
-fleet have their own machines. So the run measures how long a process that is ready to run waits for a core, and the
-model uses it: frames that arrive meanwhile are applied together, which costs less. Answers are checked: the engine of a
-queried prompt has the whole prompt. Meanwhile a probe publishes, and looks by ``/query`` for the blocks that it has
-published. A share of 0 shows the cost of silent engines. ``--single`` is one Redis and no Cluster. ``--awake`` keeps
-the cores awake, as those of a machine in use are: one that sleeps loses its caches to other guests of the host, and a
-frame costs up to twice as much.
+Each engine does the share ``--share`` of the work that ``docs/capacity.md`` assumes for an engine: it stores, decodes
+and removes blocks, and gets queries. The first ``--ranked`` engines have eight ranks, each with a stream and a cache of
+its own, and each as busy as an engine. A few processes publish the frames of all engines over ZMQ; the frames are made
+before the run. Workers, replicas and the nodes of the Cluster are processes of their own; their default numbers are
+those of the model. The cost of each is its CPU time, so other processes on the machine hardly matter. The constants of
+the model are measured first, or read from a file that ``scale_model --json`` has written. Each constant is measured by
+itself, with few engines, so the run shows whether their sum explains a fleet. Here all processes share the cores of one
+machine with the engines, while those of a fleet have their own machines. So the run measures how long a process that is
+ready to run waits for a core, and passes it to the model: frames that arrive meanwhile are applied together, which
+costs less. Answers are checked: the engine of a queried prompt must have the whole prompt. Meanwhile a probe publishes
+blocks, and queries them until they are visible. A share of 0 shows the cost of silent engines. ``--single`` uses one
+Redis and no Cluster. ``--awake`` keeps the cores awake, like those of a machine in use: the caches of a sleeping core
+are used by other guests of the host, and then a frame costs up to twice as much.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from tools.benchmarks.report import aligned
 from tools.benchmarks.scale_engines import streams_of
 from tools.benchmarks.scale_fleet import Askers, Published, redis_program, started_engines, started_system
 
-#: The bound on the difference between the model and the measurement, and the bound on the p99 from published to
-#: visible.
+#: The bound on the relative difference between the model and the measurement, and the bound on the 99th percentile of
+#: the time from publication to visibility.
 _BAR, _VISIBLE_MS = 0.2, 50.0
-#: The number of probes in a second, and the pause between two questions of a probe, which is its resolution.
+#: The number of probes in a second, and the pause between two queries of a probe, which is its resolution.
 _PROBES, _PROBE_PAUSE_SECONDS = 20, 0.002
 
 
 @dataclass(slots=True)
 class Measured:
-    """The work of the run, and the cost of a second."""
+    """The work of a run, and its cost per second."""
 
     seconds: float
     second: Cost
@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace, workers: int, replicas: int) -> Measure
         print("their caches are filled", flush=True)
         engines.make(options.seconds, share=options.share, kinds=KINDS)
         askers = Askers(system.replicas, streams)
-        where = f"{system.replicas[-1].port}/query"  # an answer of Dynamo's API has a row for each engine
+        where = f"{system.replicas[-1].port}/query"  # not Dynamo's API, whose answers have a row for each engine
         probes = max(1, int(0.8 * _PROBES * options.seconds))  # each probe also waits for its answer
         with visible.probing(where, "query", probes, _PROBE_PAUSE_SECONDS, 1 / _PROBES) as probe:
             probe.register(system.replicas[0])
@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, workers: int, replicas: int) -> Measure
 
 
 def modelled(options: argparse.Namespace, model: Model, found: Measured, workers: int, replicas: int) -> Cost:
-    """Return the cost of a second of the run by the model, with the frames and queries of the run."""
+    """Return the cost per second that the model predicts for the frames and queries of the run."""
     seconds, published = found.seconds, found.published
     frames = {kind: published.frames[kind] / seconds for kind in KINDS}
     frames["stored"] += len(found.probes_ms) / seconds

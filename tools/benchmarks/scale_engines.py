@@ -2,14 +2,14 @@
 
     python -m tools.benchmarks.scale_engines FIRST COUNT BLOCKS RANKED
 
-Prints the endpoints of its streams as JSON; engines up to number RANKED have eight ranks, each with a stream and a
-cache of its own. Each line on standard input is a step as JSON, and each step prints a line when it is done:
+Engines up to number RANKED have eight ranks, each with a stream and a cache of its own. Prints the endpoints of all
+streams as JSON. Each line on standard input is a step as JSON, and each step prints a line when it is done:
 
-- ``{"step": "fill"}`` publishes the BLOCKS that each cache has at the beginning
-- ``{"step": "make", "seconds": 30, "share": 0.1, "kinds": ["stored"], "heartbeats": 1, "every": 1}`` makes the frames
-of these seconds: of the given kinds at a share of the rate of the capacity model, and ``heartbeats`` empty batches a
-second, of each stream or of every ``every``-th
-- ``{"step": "go"}`` publishes them at their times, waits a second, and prints the numbers of published frames
+- ``{"step": "fill"}`` publishes the first BLOCKS blocks of each cache - ``{"step": "make", "seconds": 30, "share": 0.1,
+"kinds": ["stored"], "heartbeats": 1, "every": 1}`` makes the frames for these seconds: frames of the given kinds at a
+share of the rate of the capacity model, and ``heartbeats`` empty batches a second, for each stream or for every
+``every``-th - ``{"step": "go"}`` publishes them at their times, waits a second, and prints the numbers of published
+frames
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from tools.benchmarks.prompts import BLOCK_SIZE, PIECE_BLOCKS
 from tools.benchmarks.streams import SEQUENCES
 
 RANKS = 8
-#: The prompt that each stream keeps, so that queries find blocks, and the prompts that are stored and removed.
+#: The length of the prompt that each stream keeps, so that queries find blocks, and of those that it stores and
+#: removes.
 KEPT_PIECES = PROMPT_PIECES = 16
 #: The distance between the first piece of one stream and that of the next.
 _STREAM_PIECES = 100_000
-#: The time after the last frame until all are applied, if the worker keeps up.
+#: The time from the last frame until all frames are applied, if the worker keeps up.
 _TAIL_SECONDS = 1.0
 #: The number of blocks that a sequence decodes before another takes its place.
 _DECODED_BLOCKS = PIECE_BLOCKS
@@ -97,8 +98,8 @@ class Cache:
             yield next(self._prefill)
 
     def traffic(self, kinds: Sequence[str], share: float, heartbeats: float, seconds: float) -> Iterator[Frame]:
-        """Yield frames in order of their time. Each kind of each stream begins at a moment of its own, so a frame comes
-        to a worker at any time, whatever it is doing.
+        """Yield frames in the order of their times. Each kind of each stream begins at a random time, so that frames
+        reach a worker at times that do not depend on its work.
         """
         per_second = {kind: rates(share)[kind] for kind in kinds} | {HEARTBEAT: heartbeats}
         due = sorted((self._phase(kind) / rate, kind, 1 / rate) for kind, rate in per_second.items() if rate)
@@ -143,7 +144,7 @@ class Cache:
 
 
 def behind_frames(frames: Sequence[Frame], seconds: float, end: float) -> float:
-    """Return the time during which a stream got a frame at most this many seconds ago, summed over the streams.
+    """Return for how long the previous frame of a stream was at most this many seconds old, summed over the streams.
 
     The frames are in order of their time.
     """
@@ -167,8 +168,8 @@ class Engines:
 
     def fill(self) -> dict[str, Any]:
         for stream, cache in self._caches.items():
-            # A worker reports a connection before its subscription has arrived here, and without a subscription nothing
-            # is sent.
+            # A worker reports a connection before its subscription arrives here, and without a subscription nothing is
+            # sent.
             wait_until(self._publishers[stream].has_subscriber, f"somebody has subscribed to stream {stream}")
             for payload in cache.fill():
                 self._publishers[stream].send(payload)

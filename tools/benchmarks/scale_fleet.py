@@ -35,10 +35,10 @@ from tools.benchmarks.prompts import BLOCK_SIZE, MODEL, PIECE_TOKENS
 from tools.benchmarks.scale_engines import KEPT_PIECES, StreamName, kept_prompt
 from waymark.store import keys
 
-#: The number of engines in one process, because the operating system bounds the files of a process.
+#: The number of engines in one process; the operating system limits the open files of a process.
 _ENGINES_PER_PROCESS = 125
 _ASKERS = 4
-#: The number of queried prompts, of streams that are spread over the fleet.
+#: The number of queried prompts, from streams spread over the fleet.
 _ASKED = 64
 #: The number of blocks of a short query.
 SHORT_BLOCKS = 4
@@ -46,7 +46,7 @@ SHORT_BLOCKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """The consumption of each part so far, or in a period: CPU in microseconds, and the microseconds in which the main
+    """The time spent by each part so far, or in a period: CPU in microseconds, and the microseconds in which the main
     threads were running or ready to run.
     """
 
@@ -106,7 +106,7 @@ class System:
         self.home = 0
         """The number of the node with the keys of the group itself."""
         self._shards_at_home = 1.0
-        """The part of the group's shards that is on this node."""
+        """The share of the group's shards that are on this node."""
         if is_single:
             redis = stack.enter_context(redis_server(folder))
             self._url, self._pids, self._clients = redis.url, [redis.pid], [redis.client]
@@ -148,7 +148,7 @@ class System:
         )
 
     def cost(self, spent: Spent, units: float) -> Cost:
-        """Return the cost of one of these units."""
+        """Return the cost of one unit of work, if ``spent`` is that of ``units`` units."""
         elsewhere = spent.redis - spent.nodes[self.home]
         by_shards = elsewhere * self._shards_at_home / (1 - self._shards_at_home) if self._shards_at_home < 1 else 0.0
         home = spent.nodes[self.home] - by_shards
@@ -157,11 +157,11 @@ class System:
         )
 
     def cpu(self, spent: Spent) -> Processes:
-        """Return the CPU of a process of each kind, on average."""
+        """Return the mean CPU of a process of each kind."""
         return self._each(spent.worker, spent.nodes, spent.replica)
 
     def ready(self, spent: Spent) -> Processes:
-        """Return how long a process of each kind was running or ready to run, on average, in microseconds."""
+        """Return the mean time in which a process of each kind was running or ready to run, in microseconds."""
         return self._each(spent.worker_ready, spent.nodes_ready, spent.replica_ready)
 
     def _each(self, workers: float, nodes: Sequence[float], replicas: float) -> Processes:
@@ -172,7 +172,8 @@ class System:
         )  # fmt: skip
 
     def on_one_core(self) -> AbstractContextManager[None]:
-        """Let all processes share one core, and calls to Redis wait until workers and replicas have nothing to do."""
+        """Let all processes share one core. Redis gives way to the others, so its calls wait until workers and replicas
+        are idle."""
         return on_one_core([server.pid for server in (*self.workers, *self.replicas)], self._pids)
 
     def data_bytes(self) -> int:
@@ -227,7 +228,7 @@ class Published:
     latest: float
     """The longest delay of a frame, in seconds."""
     awake: float
-    """The time during which streams had got a frame shortly before, in seconds, summed over the streams."""
+    """For how many seconds a stream had got a frame within ``AWAKE_SECONDS``, summed over the streams."""
     reports: float
 
 
@@ -270,7 +271,7 @@ class Engines:
         heartbeats: float = 0.0,
         every: int = 1,
     ) -> None:
-        """Make the frames of this number of seconds, of all streams or of every ``every``-th."""
+        """Make the frames for this number of seconds, for all streams or for every ``every``-th."""
         self._do("make", seconds=seconds, share=share, kinds=list(kinds), heartbeats=heartbeats, every=every)
 
     def publish(self) -> Published:
@@ -312,8 +313,7 @@ def started_engines(count: int, blocks: int, ranked: int = 0) -> Iterator[Engine
 
 
 class Askers:
-    """Threads that query replicas for the kept prompts of streams at a rate and at random times, and check the
-    answers."""
+    """Threads that query replicas for the kept prompts of streams, at random times, and check the answers."""
 
     def __init__(self, replicas: Sequence[Server], streams: Sequence[StreamName], *, is_short: bool = False) -> None:
         self._replicas = replicas
@@ -330,8 +330,8 @@ class Askers:
 
     @contextmanager
     def asking(self, per_second: float, seconds: float) -> Iterator[None]:
-        """Send queries while the body of the ``with`` runs, and to the end of the time. Raise SystemExit if an answer
-        is wrong."""
+        """Send queries for this number of seconds, and at least while the body of the ``with`` runs. Raise SystemExit
+        if an answer is wrong."""
         threads = [
             threading.Thread(target=self._ask, args=(number, per_second / _ASKERS, seconds), daemon=True)
             for number in range(_ASKERS if per_second else 0)

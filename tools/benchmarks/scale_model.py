@@ -1,17 +1,19 @@
-"""Measures the constants of the capacity model: the cost of a stream, a frame and a query for each part, separately.
+"""Measures the constants of the capacity model: how much a stream, a frame and a query each cost in each kind of
+process.
 
     python -m tools.benchmarks.scale_model [--shards 12] [--engines 100] [--seconds 10] [--single]
                                            [--redis valkey-server] [--awake] [--json FILE]
 
-On a Redis Cluster of three, or on one Redis, with one worker and one replica. The cost of idle parts is that of steps
-that add them: a worker, a quarter of the engines, which are silent, the other engines, and a second worker.
+It uses a Redis Cluster of three nodes, or one Redis, with one worker and one replica. The cost of idle parts is
+measured in steps that add them: a worker, a quarter of the engines, which are silent, the other engines, and a second
+worker.
 
 Frames of each kind, and queries, arrive at random times, at two rates. At 100 a second most of them find their process
 asleep. At the higher rate all processes share one core, which would be full if each frame cost as much as at 100 a
-second. Redis gives way to the others, so frames and calls to Redis wait. How long a process was running or ready to run
-is measured, and gives the probability that a frame finds it busy. The constants are those that come closest to all
-steps: the cost of each thing alone, and one share, the same for all, that is left of a cost if the thing waits. Each
-step is printed as it is done.
+second. Redis gives way to the others, so frames and calls to Redis wait. The time in which a process was running or
+ready to run gives the probability that a frame finds it busy. The constants are those that fit all steps best: the cost
+of each kind of arrival at an idle process, and one share, the same for all kinds, that remains of the cost if the
+process is busy. Each step is printed when it is done.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ from tools.benchmarks.scale_fleet import (
 
 #: The number of frames and queries in a second.
 _RATE = 100.0
-#: The streams that publish, and the frames in a second. Empty frames come in three ways, because a part of their cost
-#: grows with the frames, and a part with the streams that get any.
+#: Kind, one stream in this many publishes, and the frames in a second. Heartbeats have three steps, because one part of
+#: their cost grows with the frames, and another part with the streams that get any.
 _FRAMES = (
     (HEARTBEAT, 1, _RATE),
     (HEARTBEAT, 8, _RATE),
@@ -62,24 +64,24 @@ _FRAMES = (
 #: The time from the start of a worker until everything is quiet, and from the last frame of a stream until it is
 #: silent.
 _SETTLE_SECONDS, _SILENT_SECONDS = 8.0, 4.0
-#: The time in which frames of all kinds arrive before the measurement, so that no step is done for the first time in
-#: it.
+#: The time in which frames of all kinds arrive before the measurement, so that it contains nothing that a process does
+#: only once.
 _WARM_SECONDS = 4.0
-#: One in this many streams is registered first, and the others afterwards: the difference that the others make is the
-#: cost of streams alone, without that of a worker.
+#: One in this many streams is registered first, and the others afterwards: the difference is the cost of streams alone,
+#: without that of a worker.
 _PART = 4
-#: The number of blocks of a cache. All removed blocks were there from the beginning.
+#: The number of blocks in a cache. Every removed block has been there from the beginning.
 _BLOCKS = 2048
 #: The names of arrivals other than the kinds of frames.
 _AWAKE, _REPORT, _QUERY, _SHORT_QUERY = "awake", "report", "query", "short query"
 _BYTES = ("received", "sent")
-#: How many times all figures are improved in turn.
+#: The number of iterations of ``least_squares``, each of which improves all figures in turn.
 _SWEEPS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The arrivals of a second, how busy the processes were, and the cost of the second."""
+    """A step of the measurement: the arrivals per second, how busy the processes were, and the cost per second."""
 
     counts: Mapping[str, float]
     busy: Processes
@@ -88,8 +90,8 @@ class Step:
 
 
 def constants_of(steps: Sequence[Step], nodes: int) -> tuple[Cost, dict[str, Cost], Waiting]:
-    """Return the cost of an idle second, the cost of each named thing if its process sleeps, and the share of it that
-    is left if the thing waits.
+    """Return the cost of an idle second, the cost of each kind of arrival if its process is asleep, and the share of
+    that cost that remains if the process is busy.
     """
     names = list(dict.fromkeys(name for step in steps for name in step.counts))
     worker = _fitted(steps, names, ["worker"], nodes)
@@ -109,13 +111,13 @@ def constants_of(steps: Sequence[Step], nodes: int) -> tuple[Cost, dict[str, Cos
 class _Fit:
     waiting: float
     figures: list[list[float]]
-    """For each process, the cost of a second, followed by that of each thing alone."""
+    """For each process, the cost of a second, followed by the cost of each kind of arrival."""
     error: float
 
 
 def _fitted(steps: Sequence[Step], names: Sequence[str], processes: Sequence[str], nodes: int) -> _Fit:
-    """Return the costs of these processes, and the share of all costs that waiting leaves, which come closest to the
-    steps."""
+    """Return the costs of these processes, and the share of costs that remains if a process is busy, that fit the steps
+    best."""
     fits = []
     for waiting in (number / 50 for number in range(51)):
         fit = _Fit(waiting, [], 0.0)
@@ -124,7 +126,7 @@ def _fitted(steps: Sequence[Step], names: Sequence[str], processes: Sequence[str
             for step in steps:
                 second = getattr(step.second.divided(1, nodes, 1), process)
                 left = 1 - (1 - waiting) * getattr(step.busy, process)
-                # The cost of a step is 1 in its row, because the noise grows with it.
+                # Rows are scaled to a cost of 1, because the noise grows with the cost of a step.
                 rows.append([part / second for part in (1.0, *(step.counts.get(name, 0.0) * left for name in names))])
             figures = least_squares(rows, [1.0] * len(rows))
             error = sum((sum(map(mul, row, figures)) - 1) ** 2 for row in rows)
@@ -134,7 +136,7 @@ def _fitted(steps: Sequence[Step], names: Sequence[str], processes: Sequence[str
 
 
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return the non-negative figures with which the rows come closest to the values."""
+    """Return the non-negative figures for which the rows come closest to the values."""
     columns = list(zip(*rows, strict=True))
     squares = [sum(map(mul, column, column)) for column in columns]
     figures, missing = [0.0] * len(columns), list(values)
@@ -171,14 +173,14 @@ class _Steps:
         return second
 
     def at_both_rates(self, come: Callable[[float], Step], rate: float) -> list[Step]:
-        """Run a step at this rate, and one at the higher rate."""
+        """Run a step at this rate, and one at the higher rate on one core."""
         alone = come(rate)
         quiet = _cpu(self.quiet)
         with self.system.on_one_core():
             return [alone, come(rate * max(1.0, (1e6 - quiet) / (_cpu(alone.second) - quiet)))]
 
     def published(self, engines: Engines, kind: str, every: int, per_second: float) -> Step:
-        """Publish frames of a kind, of every ``every``-th stream."""
+        """Run a step in which every ``every``-th stream publishes frames of a kind."""
         each = per_second * every / len(engines.endpoints)
         if kind == HEARTBEAT:
             engines.make(self.seconds, heartbeats=each, every=every)
@@ -196,7 +198,7 @@ class _Steps:
         return self._step(counts, spent, seconds)
 
     def asked(self, engines: Engines, is_short: bool, per_second: float) -> Step:
-        """Send queries of one length."""
+        """Run a step with queries of one length."""
         askers = Askers(self.system.replicas, list(engines.endpoints), is_short=is_short)
         with askers.asking(per_second, 2.0):
             pass

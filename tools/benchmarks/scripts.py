@@ -1,10 +1,10 @@
-"""Measures Redis' CPU of a call of `apply_rows`, by the blocks that the call stores or removes.
+"""Measures Redis' CPU for a call of `apply_rows`, by the blocks that the call stores or removes.
 
     python -m tools.benchmarks.scripts [--against TREE] [--rounds 9] [--instructions]
 
-With a checkout of another state of the repository, each round runs the scripts of both in turn, each on a Redis of its
-own; the other script has to take the same arguments. The table also has the number of commands that Redis runs for a
-call. With ``--instructions`` Redis runs in valgrind's callgrind, and the count is the same on a busy machine.
+TREE is a checkout of another version: each round then runs the scripts of both in turn, each on a Redis of its own. Its
+script has to take the same arguments. The table also has the number of commands that Redis runs for a call. With
+``--instructions`` Redis runs in valgrind's callgrind, whose counts do not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from waymark.store.store import Store
 
 #: The number of calls of a case in a round.
 CALLS = 100
-#: The number of sequences of an engine that decodes.
+#: The number of sequences that an engine decodes.
 SEQUENCES = 16
-#: The number of blocks of a shared prompt; it does not end with a row.
+#: The number of blocks of a shared prompt, which ends inside a row.
 SYSTEM_BLOCKS = 43
 _NOT_OF_SCRIPTS = {"cmdstat_info", "cmdstat_evalsha", "cmdstat_eval"}
 
@@ -46,7 +46,7 @@ class Contender:
     redis: RedisServer
     store: Store
     grind: Path | None = None
-    """Where callgrind writes its counts, if Redis runs in it."""
+    """The file to which callgrind writes its counts, if Redis runs in it."""
     cost: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """The cost of a call, by case and round: microseconds, or thousands of instructions."""
     commands: dict[str, float] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Contender:
         if self.grind is None:
             return self.redis.cpu() * 1e6
         subprocess.run(["callgrind_control", "-d", str(self.redis.pid)], capture_output=True, check=True, timeout=120)
-        for counts in self.grind.parent.glob(f"{self.grind.name}.*"):  # since the last time
+        for counts in self.grind.parent.glob(f"{self.grind.name}.*"):  # the counts since the previous call
             found = re.search(r"^(?:summary|totals): (\d+)", counts.read_text(), re.MULTILINE)
             self.counted += int(found[1]) / 1000 if found else 0.0
             counts.unlink()
@@ -132,7 +132,7 @@ class Contender:
 
 
 async def _go_on(engine: Engine, sequences: Sequence[list[int]], blocks: int, steps: int = 1) -> None:
-    """Extend sequences in this number of steps, each by this number of blocks, in one batch."""
+    """Extend each sequence by this number of blocks, this many times, all in one batch."""
     tails = []
     for _ in range(steps):
         for sequence in sequences:
@@ -160,7 +160,7 @@ async def measure(scripts: Sequence[Script], rounds: int, *, grind: bool) -> lis
 
 
 def table(contenders: Sequence[Contender], unit: str) -> str:
-    """Return a line for each case, without the first round, which warms up."""
+    """Return a line for each case. The first round is left out, because it warms up."""
     ours, *others = contenders
     lines = [("a call of Redis", unit, "commands", *(("before", "commands", "ratio") if others else ()))]
     for case, found in ours.cost.items():

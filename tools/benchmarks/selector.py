@@ -1,7 +1,8 @@
-"""P11 next to the peer: a whole decision for 512 blocks, of a replica and Redis, and of ``dynamo.select_service``.
+"""P11 next to the peer: the CPU of a whole decision for 512 blocks in a replica and Redis, and in
+``dynamo.select_service``.
 
-Both get the same frames of eight engines and the same prompts, each of which an engine has and no request has named
-before. The other targets have no blocks. Reservations are ended after the measurement.
+Both get the same frames of eight engines and the same requests, with prompts that an engine has and that are new to
+both. The other targets have no blocks. Reservations are ended after the measurement.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tools.benchmarks.report import Row, against
 PEER = "dynamo.select_service"
 ENGINES = 8
 TARGETS = (10, 100, 1_000)
-#: The bound, as a share of the peer's CPU.
+#: The bounds, as multiples of the peer's CPU.
 BARS = {"tokens": 0.8, "hashes": 1.25}
 _START_SECONDS = 30.0
 
@@ -35,7 +36,7 @@ _ids = count()
 
 
 def measure(options: Options) -> list[Row]:
-    """Return the rows; none without the peer."""
+    """Return the rows; none if the peer is not installed."""
     if options.peer_python is None:
         return []
     rounds, size = (1, 16) if options.is_quick else (5, 50)
@@ -136,7 +137,7 @@ def _fill(folder: Path, replica: Server, redis: RedisServer, peer: Server, held:
 
 
 def _picked(peer: Server, prompt: Prompt) -> int:
-    """Return the pick of the peer, without a reservation."""
+    """Return the number of the target that the peer picks, without a reservation."""
     found = peer.ask("POST", "/select", {"model_name": MODEL, "token_ids": prompts.tokens(prompt)})
     return int(found["worker_id"])
 

@@ -2,9 +2,9 @@
 
     python -m tools.benchmarks.shadows [--decisions N]
 
-One process, without Redis and the network, makes the order of the policy, the orders of the shadows, and the record.
-The loads change between two decisions, as each decision changes them. A figure is the median of seven rounds; each
-round measures all rows, so that a slow second of the machine does not fall on one row alone.
+One process, without Redis and the network, computes the order of the policy and those of the shadows, and makes the
+record. Each decision changes the loads for the next one. A figure is the median of seven rounds; each round measures
+all rows, so that a slow second of the machine does not affect only one row.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ GROUP = GroupName("default", "model")
 
 
 class _Nowhere:
-    """A store that makes the text of records, and drops it."""
+    """A store that makes the text of records, and discards it."""
 
     def note_decision(self, group_id: int, decision: Any) -> None:
         decision.text()
 
 
 def measure(targets: int, names: tuple[str, ...], decisions: int) -> tuple[float, float, float]:
-    """Return the CPU of a decision's order, its shadows, and its record, in ms."""
+    """Return the CPU of the order, the shadows, and the record of a decision, in ms."""
     random = Random(1)
     rows = {number: PublisherRow(f"pod-{number}", 0, BLOCK_SIZE, "instance") for number in range(1, targets + 1)}
     fleet = Fleet(HolderTable(b"v", GROUP, rows, {}, b"", {number: Target() for number in rows}))
@@ -93,7 +93,7 @@ def measure(targets: int, names: tuple[str, ...], decisions: int) -> tuple[float
 
 
 def medians(decisions: int) -> dict[tuple[int, tuple[str, ...]], tuple[float, ...]]:
-    """Return the median of each figure of each case over some rounds."""
+    """Return the median of each figure of each case over all rounds."""
     rounds = [[measure(targets, names, decisions) for targets, names in CASES] for _ in range(ROUNDS)]
     of_cases = zip(*rounds, strict=True)
     return {case: tuple(map(median, zip(*each, strict=True))) for case, each in zip(CASES, of_cases, strict=True)}

@@ -1,7 +1,7 @@
-"""A system prompt, which all engines have: the cost of answers that name every engine.
+"""A system prompt that all engines have: the cost of answers that name every engine.
 
-All engines have the first four rows of each prompt, and one engine has more rows. Each prompt is queried once, and its
-match has a length of its own, so that hardly any answer is that of an earlier prompt.
+All engines have the first four rows of each prompt, and one engine has more rows. Each prompt is queried once. The
+lengths of the longest matches are random, so that few answers equal an earlier one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tools.benchmarks.report import Row, against
 
 PEER = "dynamo.indexer"
 ENGINES = (8, 64, 256)
-#: The pieces that all engines have, and those of a whole prompt.
+#: The number of pieces that all engines have, and of a whole prompt.
 _COMMON, _WHOLE = 4, 16
 
 
 def measure(options: Options) -> Iterator[Row]:
-    """Yield the row of each number of engines."""
+    """Yield a row for each number of engines."""
     rounds, size = (1, 16) if options.is_quick else (7, 100)
     for count in ENGINES:
         yield _measured(options, count, rounds, size)

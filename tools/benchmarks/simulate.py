@@ -4,10 +4,10 @@
     waymark bench --simulate --policies least-work,dynamo ...   times to the first token: ``decide``
 
 Engines with prefix caches serve a trace on its own clock, once for each routing: by chance, by prefix stickiness, by
-Waymark's answers, and by the caches themselves, which is the upper bound for the rule. Waymark is real: a Redis of
-its own, workers and replicas as processes, frames over ZMQ, queries over HTTP to the replicas in turn. In a further
-run, everything but Redis is killed in the middle and started again, next to the model of an indexer that loses its
-whole index then.
+Waymark's answers, and by the caches themselves, which is the upper bound for the rule. Waymark is real: a Redis of its
+own, workers and replicas as processes, frames over ZMQ, queries over HTTP to the replicas in turn. In another run
+everything but Redis is killed in the middle and started again. It is compared with a model of an indexer that loses its
+whole index when it is killed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from waymark.base.errors import InvalidValue
 KILLED_REPLICAS = 2
 """The number of replicas in the run with a kill."""
 IDLE_REQUESTS = 50
-"""How many of the last requests are sent again to every replica, when no frame is under way any more."""
+"""How many of the last requests are sent again to every replica, when no frame is in transit any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Simulation:
             raise InvalidValue(f"--trace: there is no file {self.trace}; leave it out for made-up conversations")
 
     def read(self) -> list[Request]:
-        """Return the requests. Raise ``InvalidValue`` if the trace does not fit."""
+        """Return the requests. Raise ``InvalidValue`` if the trace is not valid."""
         return made_up(self.requests, self.seed) if self.trace is None else traced(self.trace, self.requests)
 
     def kill(self, requests: Sequence[Request]) -> Kill:
@@ -93,7 +93,7 @@ class Simulation:
 
 
 async def simulate(options: Simulation, requests: Sequence[Request], kill: Kill) -> list[Course]:
-    """Return every run; ``kill`` is the time of those that are killed."""
+    """Simulate every routing, and return the courses. ``kill`` applies to the runs with a kill."""
     courses = [
         await plain(options, requests, report.CHANCE, lambda _: Chance(options.engines, options.seed)),
         await plain(options, requests, "stickiness", lambda _: _sticky(options)),
@@ -103,7 +103,7 @@ async def simulate(options: Simulation, requests: Sequence[Request], kill: Kill)
     courses.append(await plain(options, requests, report.CACHES, Truth))
     killed = await by_waymark(options, requests, report.KILLED, KILLED_REPLICAS, kill)
     courses.append(killed)
-    # The model gets the time that Waymark needed to restart.
+    # The model takes as long to restart as Waymark did.
     memory = Memory(options.engines, killed.restart_seconds or 0.0)
     courses.append(
         await plain(
@@ -117,7 +117,7 @@ async def simulate(options: Simulation, requests: Sequence[Request], kill: Kill)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Simulate, print and write the results. Return 2 if an argument does not fit and nothing was started."""
+    """Simulate, print and write the results. Return 2, before anything is started, if an argument is not valid."""
     if any(word.partition("=")[0] in ("--policies", "--peer") for word in arguments):
         return decide.main(arguments)
     parser = _parser()
@@ -169,7 +169,7 @@ def _by_index(options: Simulation, index: Any, engines: Sequence[Engine], kill: 
 
 
 async def plain(options: Simulation, requests: Sequence[Request], name: str, router: Any) -> Course:
-    """Return a run without Waymark; ``router`` makes a router for these engines."""
+    """Run a routing without Waymark. ``router`` makes a router for the engines."""
     engines = _engines(options)
     return await _played(options, requests, name, engines, router(engines))
 
@@ -227,7 +227,7 @@ def _about(options: Simulation, requests: Sequence[Request]) -> dict[str, Any]:
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help with the default behind each option, and an unchanged end."""
+    """A formatter that adds the default to each option, and leaves the epilog as it is."""
 
 
 def _parser() -> argparse.ArgumentParser:

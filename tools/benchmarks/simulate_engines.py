@@ -1,8 +1,9 @@
 """Engines of a simulation: a prefix cache that evicts the least recently used blocks, and a queue of tokens to compute.
 
-Blocks are named by engine hashes, made once per request for all engines, because a router that reads the caches asks
-each of them for each request. A prompt is used from its last block to its first, and a prompt that uses a block uses
-all its parents; so a parent is always younger, and an eviction by age never takes a block before its children.
+Blocks are named by engine hashes. They are made once per request for all engines, because a router that reads the
+caches asks every engine for each request. Each request marks its blocks as used, from the last to the first, and so a
+parent always after its children. Therefore the eviction of the least recently used block never takes a block before its
+children.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ STORE_BLOCKS = 512
 
 
 class Cache:
-    """At most ``size`` blocks; a longer prompt keeps its first ones."""
+    """A cache of at most ``size`` blocks. Of a longer prompt it keeps the first blocks."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -53,19 +54,19 @@ class Served(NamedTuple):
     """The number of blocks found in the engine's cache."""
     computed_tokens: int
     first_token_seconds: float
-    """The time for the queue before it and for its tokens that were not cached, at the engine's rate."""
+    """The time for the queue before the request and for its tokens that were not cached, at the engine's rate."""
     events: list[WireEvent]
 
 
 class Engine:
-    """Computes ``tokens_per_second``, one request after the other, on the trace's own clock."""
+    """An engine that computes ``tokens_per_second``, one request after the other, on the trace's own clock."""
 
     def __init__(self, cache_blocks: int, tokens_per_second: float) -> None:
         self.cache = Cache(cache_blocks)
         self.queued = 0.0
         """The number of tokens still to be computed."""
         self.given = 0
-        """The number of tokens assigned to it since the start."""
+        """The number of tokens assigned to this engine since the start."""
         self._tokens_per_second = tokens_per_second
         self._at_seconds = 0.0
 
@@ -75,7 +76,7 @@ class Engine:
         self._at_seconds = at_seconds
 
     def serve(self, request: Request, names: Sequence[int]) -> Served:
-        """Take a request that arrives now. Its blocks are in the cache at once, computed or not."""
+        """Serve a request that arrives now. Its blocks are in the cache at once, before they are computed."""
         hits, gone = self.cache.prefill(names)
         computed = request.input_tokens - hits * BLOCK_SIZE
         self.queued += computed
@@ -96,11 +97,9 @@ class Engine:
 
 
 def pick(engines: Sequence[Engine], keys: Sequence[float], queue_tokens: float) -> int:
-    """Return the engine with the least key among those whose queue is not much longer than the shortest, which is the
-    rule of every routing.
-
-    "Much longer" is ``queue_tokens``. If keys are equal, the shorter queue counts, then the smaller number of tokens so
-    far.
+    """Return the engine with the smallest key among those whose queue is at most ``queue_tokens`` longer than the
+    shortest. Every routing uses this rule. If keys are equal, the shorter queue decides, then the smaller number of
+    tokens so far.
     """
     longest = min(engine.queued for engine in engines) + queue_tokens
     allowed = [i for i, engine in enumerate(engines) if engine.queued <= longest]

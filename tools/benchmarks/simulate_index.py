@@ -1,8 +1,8 @@
-"""Routing by an index of the engines' events: how late it gets them, and what follows when it is killed.
+"""Routing by an index of the engines' events, which arrive late, and which may be killed during a run.
 
 The blocks that an engine stores are visible ``lag_seconds`` later on the trace's clock and not before: its frames are
-held back for that time, and no query is sent before all sent frames are visible. So a run does not depend on how fast
-the machine is.
+held back for that time, and no query is sent before all sent frames are visible. So a run does not depend on the speed
+of the machine.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from waymark.simulator.encode import BlockRemoved, BlockStored, WireEvent
 
 class Index(Protocol):
     def tell(self, engine: int, events: list[WireEvent]) -> None:
-        """Take in the events of an engine."""
+        """Pass the events of an engine to the index."""
 
     async def settle(self) -> None:
         """Wait until all these events are visible."""
 
     async def matches(self, request: Request, names: Sequence[int]) -> Sequence[int] | None:
-        """Return the matched tokens by engine; None if the index does not answer now."""
+        """Return the matched tokens of each engine; None if the index is not available."""
 
     async def kill(self) -> None:
         """Kill the index."""
 
     async def restart(self) -> float:
-        """Restart the index. Return the seconds until it answered and had all events that can be replayed."""
+        """Restart the index. Return the seconds until it answers and has all events that can be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,10 @@ class Kill:
 
 
 class ByIndex:
-    """Routing by the longest match that the index answers, and by ``fallback`` while it does not answer.
+    """A router that prefers the engine with the longest match in the index, and uses ``fallback`` while the index is
+    not available.
 
-    The real time of a restart is charged to the trace's clock: for that time no query is sent to the index.
+    The real time of a restart counts on the trace's clock: for that long no query is sent to the index.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class ByIndex:
         self._late.append((at_seconds + self._lag_seconds, engine, events))
 
     async def finish(self) -> None:
-        """Wait until everything is visible."""
+        """Send all frames that are held back, and wait until they are visible."""
         self._tell(float("inf"))
         await self._index.settle()
 
@@ -114,7 +115,7 @@ class Memory:
 
     It is a set of blocks per engine, fed by the same events, and more tolerant than a real indexer: it accepts a block
     whose parent is unknown. It has no replay and no peer to copy from, so it learns of blocks from before the restart
-    only when the engine stores them again. It stands for no product.
+    only when the engine stores them again. It does not represent a particular product.
     """
 
     def __init__(self, engines: int, restart_seconds: float) -> None:
@@ -130,7 +131,7 @@ class Memory:
                 self._held[engine].difference_update(event.block_hashes)
 
     async def settle(self) -> None:
-        """Do nothing, because it takes events in at once."""
+        """Do nothing, because events are visible at once."""
 
     async def matches(self, request: Request, names: Sequence[int]) -> Sequence[int] | None:
         if not self._is_up:

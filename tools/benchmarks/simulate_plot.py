@@ -1,4 +1,4 @@
-"""Draws a simulation: hit ratio over the trace's time, by routing, with the kill marked."""
+"""Draws the result of a simulation: the hit ratio of each routing over the trace's time, with the kill marked."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def draw(path: Path, found: dict[str, Any]) -> None:
-    """Write the picture of ``simulate_report.content``; the ending of the file name decides its format."""
+    """Draw the results of ``simulate_report.content`` to a file; the suffix of its name decides the format."""
     begins = found["window_begins"]
     middles = [(a + b) / 120 for a, b in zip(begins, [*begins[1:], found["end"]], strict=True)]
     runs = {run["routing"]: run["windows"] for run in found["runs"]}
-    # The same input gives the same bytes.
+    # With a fixed salt the same input gives the same bytes.
     with mpl.rc_context({"svg.hashsalt": "waymark", "font.size": 9}):
         figure = Figure(figsize=(7.5, 4.2), dpi=110, layout="constrained")
         axes = figure.subplots()

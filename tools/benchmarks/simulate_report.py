@@ -1,4 +1,5 @@
-"""The results of a simulation, as text and as JSON: a table of routings, one of the kill, sentences on exactness."""
+"""The results of a simulation, as text and as JSON: a table of routings, a table about the kill, and the
+requirements."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ KILLED = "Waymark, killed"
 MODEL = "model: no replay, killed"
 
 AROUND_SECONDS = 120.0
-"""The time before the kill, and after the return, that counts as near it."""
+"""The length of the spans right before the kill and right after the indexes are back."""
 
 
 def waymark_name(replicas: int) -> str:
@@ -39,8 +40,8 @@ def table(courses: Sequence[Course]) -> str:
 
 
 def kill_table(courses: Sequence[Course], kill: Kill) -> str:
-    """Return the hit ratios of every run before, during and after the time in which the killed indexes did not
-    answer."""
+    """Return a table of the hit ratios of every run before, during and after the time in which the killed indexes were
+    not available."""
     named = spans(courses, kill)
     lines = [("routing", *named)]
     for course in courses:
@@ -69,7 +70,7 @@ def back_at(courses: Sequence[Course], kill: Kill) -> float:
 
 
 def sentences(courses: Sequence[Course]) -> list[str]:
-    """Return the requirements, each with the numbers that show whether it holds."""
+    """Return a sentence for each requirement, with the numbers that show whether it holds."""
     whole = [course for course in courses if course.name.startswith("Waymark") and course.name != KILLED]
     said = []
     if whole:

@@ -1,7 +1,7 @@
-"""Routings without an index: by chance, by stickiness, and by the caches themselves.
+"""Routers without an index: by chance, by stickiness, and by the contents of the caches.
 
-Each returns a key per engine, the least of which is the best; ``simulate_engines.pick`` adds the load, in the same way
-for all.
+Each returns a key for each engine, and the smallest key is the best. ``simulate_engines.pick`` takes the load into
+account, in the same way for all routers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from waymark.simulator.encode import WireEvent
 
 class Router(Protocol):
     async def keys(self, request: Request, names: Sequence[int]) -> Sequence[float]:
-        """Return a key for each engine. ``names`` are the engine hashes of the request's blocks; requests come in
-        order."""
+        """Return a key for each engine. ``names`` are the engine hashes of the request's blocks. Calls are in the order
+        of the requests."""
 
     def hear(self, at_seconds: float, engine: int, events: list[WireEvent]) -> None:
         """Take in the events of an engine."""
@@ -43,9 +43,10 @@ class Chance(Deaf):
 
 
 class Stickiness(Deaf):
-    """The same engine for all prompts with the same first blocks, and the same next one if that engine is too busy.
+    """A router that sends all prompts with the same first blocks to the same engine, or to the same next one if that
+    engine is too busy.
 
-    The engine follows from rendezvous hashing of the first ``prefix_blocks`` blocks, so no state is kept.
+    Rendezvous hashing of the first ``prefix_blocks`` blocks determines the engine, so the router keeps no state.
     """
 
     def __init__(self, engines: int, prefix_blocks: int) -> None:
@@ -62,7 +63,7 @@ class Stickiness(Deaf):
 
 
 class Truth(Deaf):
-    """The engines' caches, which no real router can read."""
+    """A router that reads the caches of the engines, as no real router can."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines

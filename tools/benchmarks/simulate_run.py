@@ -1,4 +1,4 @@
-"""One run of a simulation: a trace through engines by one routing, on the trace's own clock."""
+"""One run of a simulation: one routing sends the requests of a trace to engines, on the trace's own clock."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Course:
     """The number of answers that equalled the contents of the caches."""
     fallbacks: int = 0
     restart_seconds: float | None = None
-    """The real time of the restart."""
+    """The real time that the restart took."""
     idle_answers: int = 0
-    """The number of answers of all replicas after the last request, when no frame was under way any more."""
+    """The number of answers of all replicas after the last request, when no frame was in transit any more."""
     idle_exact: int = 0
 
     def hit_ratio(self, begin: float = float("-inf"), end: float = float("inf")) -> float | None:
-        """Return the share of blocks that were found, of requests that arrived in [begin, end); None without such
-        requests."""
+        """Return the share of blocks that were in caches, for requests that arrived in [begin, end); None if there are
+        none."""
         some = [step for step in self.steps if begin <= step.at_seconds < end]
         blocks = sum(step.blocks for step in some)
         return sum(step.hits for step in some) / blocks if blocks else None
@@ -53,14 +53,14 @@ class Course:
 
     @property
     def first_token_seconds(self) -> float:
-        """Return the mean over all requests, by the model of the engines' queues."""
+        """Return the mean time to the first token of all requests, by the model of the engines' queues."""
         return sum(step.first_token_seconds for step in self.steps) / len(self.steps)
 
 
 async def play(
     name: str, requests: Sequence[Request], engines: Sequence[Engine], router: Router, queue_tokens: float
 ) -> Course:
-    """Route every request, in order."""
+    """Route every request, in order, and return the course of the run."""
     steps = []
     for request in requests:
         now, names = request.at_seconds, request.engine_hashes()

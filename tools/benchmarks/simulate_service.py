@@ -1,6 +1,7 @@
-"""The Waymark of a simulation: a real Redis, ingest workers and query replicas as processes, engines' real sockets.
+"""The Waymark of a simulation: a real Redis, ingest workers and query replicas as processes, and real sockets of
+engines.
 
-It is an ``Index``, like the model in ``simulate_index``, and has the same interface for a router.
+It implements ``Index``, like the model in ``simulate_index``, so a router can use either.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from waymark.simulator.publisher import SimulatedPublisher
 from waymark.store import keys
 
 SETTLE_SECONDS = 120.0
-#: A busy machine must not change an answer; speed does not matter here.
+#: A long timeout, so that a busy machine changes no answer; speed does not matter here.
 QUERY_SECONDS = 30.0
 _PAUSE_SECONDS = 0.001
 #: The first group of an empty Redis; its publishers are numbered in the order of their registration.
@@ -65,20 +66,21 @@ class Waymark:
         await _until(self._is_settled, "the index has what engines have published", SETTLE_SECONDS)
 
     async def matches(self, request: Request, names: Sequence[int]) -> Sequence[int] | None:
-        """Return the matches of the next replica in turn."""
+        """Return the matches by the next replica in turn."""
         return await self._asked(next(self._turns), request)
 
     async def matches_of_all(self, request: Request) -> list[Sequence[int] | None]:
-        """Return the matches of every replica."""
+        """Return the matches by every replica."""
         return [await self._asked(client, request) for client in self._clients]
 
     async def kill(self) -> None:
-        """Send SIGKILL to every worker and replica, and wait until the engines have no subscriber."""
+        """Send SIGKILL to every worker and replica, and wait until no engine has a subscriber."""
         self._end()
         await _until(lambda: not any(p.subscribers for p in self._publishers), "engines see nobody", START_SECONDS)
 
     async def restart(self) -> float:
-        """Start other processes in their place, which know only the address of Redis."""
+        """Start new processes in their place, which know only the address of Redis. Return the seconds that it
+        takes."""
         began = time.monotonic()
         await self.start()
         await self._until_heard()
@@ -87,7 +89,7 @@ class Waymark:
     # ---- processes -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start all workers and replicas at once, and return when they are ready."""
+        """Start all workers and replicas at once, and wait until they are ready."""
         for client in self._clients:
             await client.close()
         self._clients.clear()
@@ -107,7 +109,7 @@ class Waymark:
         self._turns = cycle(self._clients)
 
     async def register(self) -> None:
-        """Register every engine, in order, and return when each has a subscriber."""
+        """Register every engine, in order, and wait until each has a subscriber."""
         for engine, publisher in enumerate(self._publishers):
             await self._clients[0].register(
                 f"engine-{engine}",
@@ -120,7 +122,7 @@ class Waymark:
         await self._until_heard()
 
     async def start_gateways(self, count: int) -> list[str]:
-        """Start gateways, and return their URLs when they know every engine."""
+        """Start gateways, wait until they know every engine, and return their URLs."""
         servers = [
             self._processes.enter_context(
                 waymark(self._folder, "gateway", self._redis.url, self._environ, is_awaited=False)
@@ -134,7 +136,7 @@ class Waymark:
         return [f"http://127.0.0.1:{server.port}" for server in servers]
 
     async def until_reserved(self, requests: int, begun: int) -> None:
-        """Wait until this number of requests are reserved, and this number of them have had their first token."""
+        """Wait until ``requests`` requests are reserved, and ``begun`` of them have had their first token."""
 
         def is_so() -> bool:
             found = self._redis.client.zrange(keys.reservations(_GROUP), 0, -1)
@@ -169,7 +171,7 @@ class Waymark:
         return [matches[f"engine-{engine}"].longest_matched for engine in range(len(self._publishers))]
 
     async def _until_heard(self) -> None:
-        """Wait until every engine has its subscriber, and everything that it has published is in the index."""
+        """Wait until every engine has a subscriber, and everything that it has published is in the index."""
         self._unsettled.update(range(len(self._publishers)))
         await _until(lambda: all(p.subscribers for p in self._publishers), "every engine is heard", SETTLE_SECONDS)
         await self.settle()
@@ -193,7 +195,7 @@ async def started(
     environ: Mapping[str, str],
     addresses: Sequence[str] = (),
 ) -> AsyncIterator[Waymark]:
-    """Start a Waymark on an empty Redis of its own, with engines that are registered, perhaps by address."""
+    """Start a Waymark on an empty Redis of its own, and register its engines, with ``addresses`` if there are any."""
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(redis_server(folder))
         publishers = [
@@ -210,12 +212,13 @@ async def started(
 
 
 def _client(server: Server) -> AsyncClient:
-    # A router that gets no answer continues without one, so no query is sent twice.
+    # No query is sent twice, because a router that gets no answer continues without one.
     return AsyncClient(f"http://127.0.0.1:{server.port}", timeout=QUERY_SECONDS, retry_seconds=0.0, trust_env=False)
 
 
 async def _until(predicate: Callable[[], bool | Awaitable[bool]], description: str, seconds: float) -> None:
-    """Wait like ``processes.wait_until``, while the engines' replay sockets keep answering."""
+    """Wait like ``processes.wait_until``, but keep this event loop running, so that the engines' replay sockets can
+    answer."""
     deadline = time.monotonic() + seconds
     while True:
         answer = predicate()

@@ -1,10 +1,10 @@
 """The requests of a simulation: those of a published trace, or made-up ones of the same shape.
 
 A line of a trace is ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}``, with one
-id for each piece of up to 512 tokens, as Mooncake's traces have it (FAST'25, "Mooncake: Trading More Storage for Less
+id for each piece of up to 512 tokens, as in Mooncake's traces (FAST'25, "Mooncake: Trading More Storage for Less
 Computation"). An id names the whole prefix up to it, so two prompts share exactly the ids of their common prefix; a
-file in which an id follows two different ones is refused, because its hit ratios would have another meaning. Generated
-tokens are in no cache here: the trace does not have their ids in later prompts.
+file in which an id follows two different ones is refused, because its hit ratios would mean something else. Caches here
+do not hold generated tokens, because a trace does not have their ids.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Request:
 
 
 def traced(path: Path, requests: int | None = None) -> list[Request]:
-    """Return the first requests of a trace. ``InvalidValue`` names a line that does not fit."""
+    """Return the first requests of a trace. Raise ``InvalidValue`` with the number of a line that is not valid."""
     parents: dict[int, int | None] = {}
     found: list[Request] = []
     with path.open(encoding="utf-8") as lines:
@@ -71,8 +71,8 @@ def traced(path: Path, requests: int | None = None) -> list[Request]:
 
 
 def made_up(requests: int, seed: int) -> list[Request]:
-    """Return conversations over one short system prompt, three requests a second; each turn repeats the earlier
-    ones."""
+    """Return the requests of conversations with one short system prompt, on average three a second; each turn repeats
+    the earlier ones."""
     chosen = random.Random(f"{seed}/requests")
     numbers = count()
     system: prompts.Prompt = (next(numbers),)
@@ -85,14 +85,14 @@ def made_up(requests: int, seed: int) -> list[Request]:
             opened[i] = system  # another conversation begins
         new = chosen.randint(4, 40) if opened[i] is system else chosen.randint(1, 4)
         opened[i] += tuple(islice(numbers, new))
-        last = next(numbers)  # a piece that is not full belongs to this request alone
+        last = next(numbers)  # the last, incomplete piece belongs to this request alone
         length = len(opened[i]) * PIECE_TOKENS + chosen.randrange(1, PIECE_TOKENS)
         found.append(Request(at_seconds, length, (*opened[i], last)))
     return found
 
 
 def spread(requests: Iterable[Request]) -> list[Request]:
-    """Spread requests with the same timestamp evenly over the time until the next, because recorders round to
+    """Spread requests with the same timestamp evenly over the time until the next one, because recorders round to
     seconds."""
     together = [list(group) for _, group in groupby(requests, key=lambda request: request.at_seconds)]
     return list(_spread(together))

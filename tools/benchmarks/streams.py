@@ -1,7 +1,7 @@
-"""P5 and P8: the CPU of an ingest worker for a block, and the time until an event is visible.
+"""P5 and P8: the CPU of an ingest worker per block, and the time until an event is visible.
 
-The frames are published, and a real worker takes them in. A backlog is published at once, and the CPU counts until its
-last block is in the index; dynamo.indexer gets the same frames alternately.
+A real worker receives frames over sockets. A backlog is published at once, and the CPU is counted until its last block
+is in the index; the worker and dynamo.indexer get the same frames alternately.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NEW_RELEASE = ", with publisher_id and locality"
 """The end of the names of backlogs whose batches have these fields. The peer gets the same batches without them."""
 NEW_STORED = f"worker's CPU per block, new, 64 a store{NEW_RELEASE}, from the socket on"
 NEW_REMOVED = f"worker's CPU per block, removed, 64 at a time{NEW_RELEASE}, from the socket on"
-#: The bound on the worker alone, as a multiple of the peer.
+#: The bounds on the CPU of the worker alone, as multiples of the peer's.
 BARS = {
     WORKER_STORED: 1.1,
     WORKER_REMOVED: 2.0,
@@ -61,8 +61,8 @@ class Bench:
         self.peer = peer
 
     def watermark(self, publisher: int) -> int:
-        """Return the watermark of a stream, by its number in the order of registration, from 1; -1 before the first
-        batch."""
+        """Return the watermark of a publisher's stream; -1 before its first batch. Publishers are numbered from 1, in
+        the order of registration."""
         found = self.redis.client.hget(f"wm:{{1}}:publisher:{publisher}", "watermark")
         return -1 if found is None else int(found)
 
@@ -88,7 +88,7 @@ def started(options: Options, environ: Mapping[str, str] | None = None, *, has_p
 
 
 def measure(options: Options) -> list[Row]:
-    """Return the rows of P5 that begin at a worker's socket."""
+    """Return the rows of P5 that include the work from the socket on."""
     rounds, blocks = (2, 3_200) if options.is_quick else (7, 32_768)
     worker_us: dict[str, list[float]] = {}
     redis_us: dict[str, list[float]] = {}
@@ -143,7 +143,8 @@ Payload: TypeAlias = tuple[bytes, int]
 
 
 def backlogs(blocks: int) -> Iterator[tuple[str, list[Payload]]]:
-    """Yield the backlogs by name. The last batch stores a block, which shows that everything is in the index."""
+    """Yield the backlogs by name. The last batch stores a block whose visibility shows that the whole backlog is in the
+    index."""
     for size, told in ((64, ""), (64, NEW_RELEASE), (512, "")):
         new = list(islice(prompts.fresh(size // PIECE_BLOCKS), blocks // size))
         yield f"new, {size} a store{told}", _stores(new, size)
@@ -214,8 +215,7 @@ def _forwarded(bench: Bench, floor: Server, publisher: Publisher, backlog: list[
 
 
 def _taken_in_by_peer(peer: Server, publisher: Publisher, backlog: list[Payload]) -> float:
-    """Return the CPU seconds of the peer until it has the last store, a separate prompt that is published after the
-    rest."""
+    """Return the CPU seconds of the peer until it has a separate prompt, which is published after the backlog."""
     (end,) = islice(prompts.fresh(1), 1)
     before = peer.cpu()
     for payload, _ in backlog:
@@ -229,7 +229,7 @@ def _taken_in_by_peer(peer: Server, publisher: Publisher, backlog: list[Payload]
 
 
 def visibility(options: Options) -> Iterator[Row]:
-    """Yield the rows of P8, as they are measured."""
+    """Yield each row of P8 when it is measured."""
     probes, loaded = (20, 40) if options.is_quick else (200, 600)
     with started(options) as bench, publishers(LOAD_STREAMS, first=100) as load:
         idle = _probed(bench, "redis", probes)
@@ -302,8 +302,8 @@ def _of_floor(bench: Bench, probes: int) -> list[float]:
 
 
 def _publish_steadily(load: Sequence[Publisher], backlog: Sequence[Payload], is_done: Callable[[], bool]) -> int:
-    """Publish at the rate, over all streams in turn, until ``is_done`` or the end of the batches. Return the number
-    of blocks."""
+    """Publish at ``RATE``, on all streams in turn, until ``is_done()`` or the end of the backlog. Return the number of
+    blocks."""
     began, sent = time.monotonic(), 0
     for number, (payload, blocks) in enumerate(backlog):
         while (ahead := sent / RATE - (time.monotonic() - began)) > 0:

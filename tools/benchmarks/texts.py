@@ -1,10 +1,10 @@
 """P12: a conversation of 6,115 tokens as messages, next to the same prompt as token ids.
 
-Each answer is the same either way, so the difference of the replica's CPU is the cost of its tokens. ``whole`` are
-conversations that the replica has never seen, ``one new turn`` adds an answer and a question to known ones, and
-``known`` is a request that came before.
+Both forms get the same answer, so the difference in the replica's CPU is the cost of making the tokens. ``whole`` are
+conversations that are new to the replica, ``one new turn`` adds an answer and a question to known ones, and ``known``
+repeats earlier requests.
 
-``python -m tools.benchmarks.texts FOLDER`` writes the tokenizer and such conversations for ``engine_texts``.
+``python -m tools.benchmarks.texts FOLDER`` writes the tokenizer and conversations for ``engine_texts``.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def measure(options: Options) -> list[Row]:
         ask = _Asker(replica, folder)
         for number in range(rounds + 1):
             fresh = [talks.conversation() for _ in range(requests)]
-            # The measurements alternate between ids and the same prompt as text; the tokens of a known conversation
-            # cost nothing a second time.
+            # Measure the ids right before the same prompts as text. This does not help the text: ids do not make a
+            # conversation known.
             found = {"ids": ask(talks.as_ids(fresh)), "whole": ask(map(_as_messages, fresh))}
             found["known"] = ask(map(_as_messages, fresh))
             longer = [talks.longer(messages) for messages in fresh]
@@ -85,8 +85,8 @@ def _rows(costs: dict[str, list[float]]) -> Iterator[Row]:
 
 
 def _hashing() -> Row:
-    """Return the cost of hashing the earlier tokens again in a new turn; a cache of their hashes would not be
-    cheaper."""
+    """Return the cost of hashing the earlier tokens of a conversation again in each turn. It is too low to be worth a
+    cache."""
     tokens, times = pack_tokens(list(range(TOKENS))), 200
     before = process_time()
     for _ in range(times):
@@ -96,7 +96,7 @@ def _hashing() -> Row:
 
 
 def _memory() -> list[Row]:
-    """Return the size of the memo at its bound, as the allocator counts it."""
+    """Return the size of a full memo, as the allocator counts it."""
     bound = 16 * 2**20
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
@@ -110,7 +110,7 @@ def _memory() -> list[Row]:
 
 
 class _Asker:
-    """A connection that sends one body after the other."""
+    """A client of a replica that sends one body after the other."""
 
     def __init__(self, replica: Server, folder: Path) -> None:
         self._replica = replica
@@ -139,7 +139,7 @@ def _bench() -> Iterator[tuple[Server, _Talks, Path]]:
 
 
 def _corpus() -> Iterator[str]:
-    """Yield text that people have written, and code: the project's pages, and Python's library."""
+    """Yield text and code that people have written: the project's pages, and Python's library."""
     left = _CORPUS_BYTES
     root = Path(__file__).parents[2]
     for path in [*sorted(root.glob("**/docs/**/*.md")), *sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py"))]:

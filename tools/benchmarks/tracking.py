@@ -1,9 +1,10 @@
-"""Measures what CLIENT TRACKING, which informs replicas of changed rows, would cost Redis, and what it would save.
+"""Measures how much CPU Redis would need for CLIENT TRACKING, which reports changed rows to replicas, and would save by
+it.
 
     python -m tools.benchmarks.tracking [--prompts 2000]
 
 A query reads 16 rows and the version of the holder table. With tracking, Redis remembers which clients have read a key,
-and sends them a message when it changes; a query of rows that the replica has kept then needs no reply.
+and sends them a message when it changes; a query of rows that the replica has kept then needs no read.
 """
 
 from __future__ import annotations

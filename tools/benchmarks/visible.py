@@ -1,12 +1,13 @@
-"""A publisher that looks for the blocks that it has published, and measures the time until they are visible.
+"""A publisher that queries the blocks that it has published, and measures the time until they are visible.
 
     python -m tools.benchmarks.visible HOW WHERE PROBES PAUSE GAP
 
 This is a separate process. It binds a socket, prints its endpoint, and waits for a subscriber. Then it publishes one
-store of four new blocks at a time, and asks until the last one is there: in Redis itself (HOW ``redis``, WHERE its unix
-socket), by a server's ``/query`` (HOW ``query``, WHERE ``<port><path>``), or by the answer of the floor, which is the
-number of the newest frame (HOW ``floor``, WHERE a port). PAUSE is the seconds between two questions, GAP the mean
-between two stores. Prints the milliseconds of each as a list, and how often it asked.
+store of four new blocks at a time, and repeats a query until the last block is visible: in Redis itself (HOW is
+``redis``, WHERE its unix socket), in the answer of a server (HOW is ``query``, WHERE ``<port><path>``), or in the
+answer of the floor, which is the number of the newest frame (HOW is ``floor``, WHERE a port). PAUSE is the time between
+two queries, and GAP the mean time between two stores, in seconds. Prints the latencies in milliseconds as a list,
+followed by the number of queries.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Probe:
         self._number = number
         self.endpoint = process.stdout.readline().strip()
         self.asked = 0
-        """The number of its queries; known with the latencies."""
+        """The number of its queries, set by ``latencies_ms``."""
 
     def register(self, server: Server) -> None:
         server.post(
@@ -63,7 +64,8 @@ class Probe:
         return self._process.poll() is not None
 
     def latencies_ms(self) -> list[float]:
-        """Return the latencies when the process has ended. Raise SystemExit with its last output if it has failed."""
+        """Wait until the process has ended, and return the latencies. Raise SystemExit with its last line of output if
+        it has failed."""
         said = self._errors.read().strip()
         if self._process.wait():
             raise SystemExit(f"the probe has failed: {said.rpartition(chr(10))[2] or 'it says nothing'}")
@@ -117,12 +119,12 @@ def main() -> None:
         found.append((time.perf_counter() - began) * 1e3)
     publisher.close()
     context.term()
-    print(json.dumps([found[3:], asked]))  # the first ones wait for the connection, not for the event
+    print(json.dumps([found[3:], asked]))  # the first three include the time to connect
 
 
 def in_redis(path: str) -> Callable[[list[int]], Callable[[], bool]]:
-    """Return a function that takes the tokens of a new prompt of one piece, and returns whether the row of its first
-    block has a holder of the last block."""
+    """Return a function that takes the tokens of a new prompt of one piece, and returns a check: whether the row of the
+    prompt has a holder of its last block."""
     client = redis.Redis(unix_socket_path=path)
 
     def look_for(tokens: list[int]) -> Callable[[], bool]:

@@ -1,19 +1,19 @@
-"""Measures the cost of each part of the straight way without the sockets, in microseconds and calls of Python.
+"""Measures the cost of each part of the straight way without the sockets, in microseconds and in Python calls.
 
     python -m tools.benchmarks.way [--only hash,tokens,short,select,select-hash] [--cold] [--calls] [--pure]
 
-Each rung of the table is a server with more parts than the one before, in this process, over transports that only
+Each rung of the table is a server with more parts than the rung before, in this process, over transports that only
 record. A figure is the minimum of the rounds, so it is useful on a busy machine, too. ``select`` and ``select-hash``
-are decisions of the prompts of ``tokens`` and ``hash`` among eight targets, one of which has them; they wait for Redis
-twice.
+are decisions about the prompts of ``tokens`` and ``hash`` among eight targets, one of which has them; they wait for
+Redis twice.
 
-``hot`` repeats one query, so that the caches of the processor have all its data. ``--cold`` adds two columns. For
-``cold`` the caches are emptied before each turn of a query: a request or a reply that arrives, and what follows until
-the next wait. For ``waits`` another process sends each of them over a socket, and receives the answer. So a turn is
-three system calls, and the process sleeps before each; the first rung is mostly kernel time.
+``hot`` repeats one query, so that the caches of the processor have all its data. ``--cold`` adds two columns. A query
+has several turns: a turn begins when a request or a reply arrives, and ends at the next wait. For ``cold`` the caches
+are emptied before each turn. For ``waits`` another process sends each request and reply over a socket, and receives the
+answer. So a turn includes three system calls, and the process sleeps before it; the first rung is mostly kernel time.
 
 ``--calls`` prints the calls of the last rung in their order, with the microseconds from the beginning of a hot query.
-The cost of the tracing is subtracted, the same from each call and each return, so the figures of short calls are too
+The cost of tracing is subtracted: the same amount for each call and each return, so the figures of short calls are too
 low.
 """
 
@@ -78,16 +78,16 @@ KINDS: dict[str, tuple[str, Callable[[prompts.Prompt], bytes]]] = {
     "select-hash": ("/select", prompts.by_hash),
 }
 _USUAL = ("hash", "tokens", "short")
-#: The targets of a decision.
+#: The number of targets of a decision.
 TARGETS = 8
 #: The number of queries of a round.
 QUERIES = 200
-#: The number of queries of a round that empties the caches before each turn.
+#: The number of queries in a round of ``cold``.
 COLD_QUERIES = 5
 #: Twice the size of the last cache of a large processor's core complex.
 _CACHES_BYTES = 64 * 2**20
 _MESSAGE_BYTES_MAX = 2**20
-#: The prefix of the bytes that the other process is to send from now on.
+#: The prefix of a message with the bytes that the other process has to send from then on.
 _NEW = b"new:"
 
 
@@ -99,7 +99,7 @@ class Remembering(asyncio.Transport):
         self.written: list[bytes] = []
 
     def write(self, data: Any) -> None:
-        if data:  # a connection may write nothing
+        if data:  # a connection may write an empty string
             self.written.append(data)
 
     def is_closing(self) -> bool:
@@ -134,7 +134,7 @@ class Exchange:
 
 
 class Bare:
-    """The floor: httptools parses, hiredis parses, and the answer is known."""
+    """The floor: httptools and hiredis parse the messages, and the answer is prepared."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.arriving = exchange.arriving
@@ -169,7 +169,8 @@ class Bare:
 
 
 class Served:
-    """A connection of the server with a table of questions, and the connections to Redis that a query uses in turn."""
+    """A connection of the server with its table of straight operations, and the connections to Redis that a query uses
+    in turn."""
 
     def __init__(self, exchange: Exchange, app: Any, table: StraightTable, redis: Sequence[ReadConnection]) -> None:
         self.arriving = exchange.arriving[: len(redis) + 1]
@@ -179,7 +180,7 @@ class Served:
         self._connection.connection_made(self._client)
 
     def turn(self, at: int) -> bytes:
-        """Take a message that arrives, and return the bytes that are sent."""
+        """Process a message that arrives, and return the bytes that are sent in response."""
         receiver = self._redis[at - 1] if at else self._connection
         receiver.data_received(self.arriving[at])
         if at < len(self._redis):
@@ -193,7 +194,7 @@ class Served:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Send nothing to Redis in the meantime."""
+        """Record the bytes for Redis instead of sending them."""
         real = [each._transport for each in self._redis]
         for each in self._redis:
             each._transport = self._asked
@@ -204,7 +205,7 @@ class Served:
                 each._transport = transport
 
     async def ask(self) -> None:
-        """Send the query to the real Redis, so that each cache for a query is filled."""
+        """Run the query on the real Redis, so that each cache of the server is filled."""
         self._connection.data_received(self.arriving[0])
         while not self._client.written:  # noqa: ASYNC110  # a few turns of a loop that has nothing else to do
             await asyncio.sleep(0.001)
@@ -212,14 +213,14 @@ class Served:
         await self.rest()
 
     async def rest(self) -> None:
-        """Let the loop run until nothing is under way, not even a task in the background."""
+        """Let the loop run until nothing is under way, including background tasks."""
         await asyncio.sleep(0.001)
         while any(each._requests for each in self._redis):  # noqa: ASYNC110  # a few turns, too
             await asyncio.sleep(0.001)
 
 
 class AtOnce:
-    """A question that is answered without being read, at once or with the replies of Redis."""
+    """A straight operation that does not read its body, and answers at once or after the replies of Redis."""
 
     def __init__(self, exchange: Exchange, redis: Sequence[ReadConnection] = ()) -> None:
         self._body = exchange.answer.partition(b"\r\n\r\n")[2]
@@ -255,7 +256,7 @@ def send(redis: ReadConnection, trip: Trip, receiver: ReplyReceiver[Any]) -> Non
 
 
 def fixed(exchange: Exchange, redis: Sequence[ReadConnection], settings: Settings) -> StraightOperation:
-    """Return an operation whose body is read, and whose answer is known."""
+    """Return an operation that reads its body, and whose answer is prepared."""
     answer = exchange.answer.partition(b"\r\n\r\n")[2]
     metrics = Metrics()
 
@@ -303,7 +304,7 @@ def post(path: str, content: bytes) -> bytes:
 
 
 def asked_of(redis: RedisServer, packed: bytes, count: int) -> bytes:
-    """Return this number of replies of Redis to packed commands."""
+    """Send packed commands to Redis, and return this number of replies."""
     with socket.socket(socket.AF_UNIX) as opened:
         opened.connect(redis.path)
         opened.sendall(packed)
@@ -317,11 +318,11 @@ def asked_of(redis: RedisServer, packed: bytes, count: int) -> bytes:
 
 
 async def exchanged(kind: str, prompt: prompts.Prompt, app: Any, redis: RedisServer, store: Store) -> Exchange:
-    """Return the messages of a query of a prompt whose table and connections are known."""
+    """Run a query for a prompt, with all caches filled and connections open, and return its messages."""
     path, body = KINDS[kind]
     request = post(path, body(prompt))
     learning = Served(Exchange(path, request, (), b""), app, app.straight, ())
-    for _ in range(20):  # so that the portions have their size
+    for _ in range(20):  # until the sizes of the portions no longer change
         await learning.ask()
     trips: list[Trip] = []
     served = Served(Exchange(path, request, trips, b""), app, app.straight, connections(store))
@@ -349,7 +350,7 @@ def connections(store: Store) -> list[ReadConnection]:
 def rungs(
     exchange: Exchange, app: AccessLog, redis: Sequence[ReadConnection], settings: Settings
 ) -> Iterator[tuple[str, Bare | Served]]:
-    """Yield the servers, each with all parts of the one before."""
+    """Yield the servers, each with all parts of the previous one."""
     path = exchange.path.encode()
     redis = redis[: len(exchange.trips)]
     yield "httptools and hiredis, nothing else", Bare(exchange)
@@ -368,11 +369,11 @@ def rungs(
 
 
 Repeat: TypeAlias = "Callable[[Bare | Served], float]"
-"""Repeats a query, and returns its seconds of CPU. Meanwhile the loop does nothing else."""
+"""A function that repeats a query, and returns the seconds of CPU per query. It blocks the event loop."""
 
 
 def hot(server: Bare | Served) -> float:
-    """Repeat a query at once."""
+    """Repeat a query without pauses. Return the mean CPU time of a query."""
     turns = range(len(server.arriving))
     began = time.process_time()
     for _ in range(QUERIES):
@@ -382,7 +383,7 @@ def hot(server: Bare | Served) -> float:
 
 
 class Emptied:
-    """A repeated query, with empty caches at each turn."""
+    """A way to repeat a query: with empty caches at each turn."""
 
     def __init__(self) -> None:
         self._memory = bytearray(b"\1") * _CACHES_BYTES
@@ -410,7 +411,7 @@ def play(wire: socket.socket) -> None:
 
 
 class Waited:
-    """A repeated query, each turn of which waits for another process; the system calls count, too."""
+    """A way to repeat a query: each turn waits for another process, and the system calls count, too."""
 
     def __init__(self) -> None:
         self._wire, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -437,7 +438,7 @@ class Waited:
 
 
 async def measured(server: Bare | Served, rounds: int, ways: Sequence[Repeat]) -> list[float]:
-    """Return the least microseconds of a query by each way to repeat it."""
+    """Return the minimum microseconds of a query for each way to repeat it."""
     least = [float("inf")] * len(ways)
     for _ in range(rounds):
         for number, way in enumerate(ways):
@@ -451,7 +452,7 @@ async def measured(server: Bare | Served, rounds: int, ways: Sequence[Repeat]) -
 
 
 class Call(NamedTuple):
-    """A call of Python: what is called, how deep, and when, in microseconds."""
+    """A Python call: the function, the depth, and the time in microseconds."""
 
     name: str
     depth: int
@@ -459,7 +460,7 @@ class Call(NamedTuple):
 
 
 def traced(server: Bare | Served) -> list[tuple[str, int, int]]:
-    """Return the calls and returns of a query: the function, 1 or -1, and the clock in ns."""
+    """Return the calls and returns of a query, each as the function, 1 or -1, and the clock in nanoseconds."""
     events: list[tuple[Any, int, int]] = []
     now, note = time.perf_counter_ns, events.append
 
@@ -479,8 +480,8 @@ def traced(server: Bare | Served) -> list[tuple[str, int, int]]:
 
 
 def calls_of(server: Bare | Served, seconds: float) -> list[Call]:
-    """Return the calls of a query, each at its median moment, scaled to the time of the query without the tracing."""
-    gc.disable()  # the recorded events would make it run, each time at the same call
+    """Return the calls of a query, each at its median time, scaled to the time of the query without tracing."""
+    gc.disable()  # the recorded events would trigger it, each time at the same call
     several = [traced(server) for _ in range(QUERIES)]
     gc.enable()
     names = [event[:2] for event in several[-1]]  # the first queries may have to make objects that the later ones reuse
@@ -488,7 +489,7 @@ def calls_of(server: Bare | Served, seconds: float) -> list[Call]:
     steps = [[after[2] - before[2] for before, after in pairwise(events)] for events in alike]
     passed = [median(each) / 1e3 for each in zip(*steps, strict=True)]
     tracing, step = 0.0, max(passed)
-    for _ in range(30):  # no step may take less than zero, so the cost of the tracing is found by trial
+    for _ in range(30):  # no step may take less than zero, so the cost of tracing is found by bisection
         step /= 2
         if sum(max(0.0, each - tracing - step) for each in passed) > 1e6 * seconds:
             tracing += step
@@ -503,7 +504,7 @@ def calls_of(server: Bare | Served, seconds: float) -> list[Call]:
 
 
 def listed(calls: Sequence[Call], end: float) -> str:
-    """Return the calls in order."""
+    """Return a table of the calls, in order."""
     rows = [["", "call", "us", "until the next"]]
     for number, (call, after) in enumerate(zip(calls, [*(each.at for each in calls[1:]), end], strict=True), 1):
         rows.append([str(number), "  " * call.depth + call.name, f"{call.at:.1f}", f"{after - call.at:.1f}"])
@@ -511,7 +512,7 @@ def listed(calls: Sequence[Call], end: float) -> str:
 
 
 async def ladder(kinds: Sequence[str], rounds: int, *, is_cold: bool, has_calls: bool) -> Iterator[str]:
-    """Return the tables."""
+    """Yield a table for each kind of query."""
     settings, metrics = Settings(), Metrics()
     ways: list[Repeat] = [hot, Emptied(), Waited()] if is_cold else [hot]
     rows = [["query", "with also", "hot", *(["cold", "waits"] if is_cold else []), "more", "calls"]]
@@ -524,7 +525,7 @@ async def ladder(kinds: Sequence[str], rounds: int, *, is_cold: bool, has_calls:
             register_idle_targets(server, range(engine.number + 1, engine.number + TARGETS))
             wait_for([server], {engine.number: prompt})
         store, asker = Store.open(redis.url), parts.asker(settings)
-        # While queries are repeated no task reads in the background, so readings must not become too old.
+        # While queries are repeated, no background task reads loads, so old readings have to remain valid.
         selection = replace(parts.selection_options(settings), loads_seconds=3600.0)
         app = create_app(store, parts.api_options(settings), selection, metrics, asker=asker)
         try:
