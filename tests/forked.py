@@ -42,7 +42,10 @@ _IMPORTED = (
     *("waymark.cli.roles", "waymark.cli.remote", "waymark.cli.looking", "waymark.cli.registering"),
     *("waymark.console.ask", "waymark.console.decisions", "waymark.console.doctor", "waymark.console.drain"),
     *("waymark.console.events", "waymark.console.inspections", "waymark.console.publishers", "waymark.cli.trials"),
-    *("waymark.epp.process_call", "fakeredis", "lupa"),
+    *("waymark.epp.process_call", "waymark.cli.moving", "waymark.base.setting_types", "waymark.base.exposition"),
+    *("waymark.runtime.http_server", "waymark.store.index", "waymark.store.gauges", "waymark.store.claim_writer"),
+    *("waymark.store.registry", "waymark.store.redis.cluster", "waymark.store.redis.connect"),
+    *("fakeredis", "httpcore", "lupa", "prometheus_client", "uvicorn.lifespan.off", "uvicorn.main", "uvloop"),
 )
 
 
@@ -205,6 +208,22 @@ def _serve(requests: socket.socket) -> list[str]:
         requests.send(_STATUS.pack(pid))
 
 
+def _begin_once() -> None:
+    """Make the model of the settings, the routes of an API and its records, which a process keeps once it has them."""
+    from waymark.api.application import create_app
+    from waymark.base.metrics import Metrics
+    from waymark.base.setting_types import model_of
+    from waymark.base.settings import Settings
+    from waymark.runtime import parts
+    from waymark.store.store import Store
+
+    model_of(Settings)
+    settings = Settings()
+    store, metrics = Store.open("memory://"), Metrics()
+    of_text = parts.tokenizers(settings, metrics, store)
+    create_app(store, parts.api_options(settings), parts.selection_options(settings), metrics, of_text)
+
+
 def _end(code: int) -> NoReturn:
     """End like the interpreter, but keep the memory: a fork shares it, so that each page is copied to be given back."""
     threading._shutdown()  # type: ignore[attr-defined]
@@ -215,6 +234,7 @@ def _end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    import waymark
     from waymark.cli import main
 
     for name in _IMPORTED:
@@ -222,6 +242,8 @@ if __name__ == "__main__":
             import_module(name)
     authorities = sys.argv[2]
     certifi.where = lambda: authorities
+    if Path(waymark.__file__).is_relative_to(Path(__file__).parents[1]):  # another checkout has other functions, too
+        _begin_once()
     gc.freeze()
     code: Any
     try:
