@@ -18,14 +18,14 @@ from tests.domain.test_runs import BOUNDS, HASHES, REMOVAL, Engine, Stream, pack
 from tests.factories import BLOCK_SIZE, registration
 from tests.unit import seeds
 from waymark.base import native
-from waymark.domain import alike_frames, stream_blocks
-from waymark.domain.alike_frames import ALIKE_HASHES_MAX, AlikeFrames, AlikeRun, PackedWave
+from waymark.domain import plain_runs, stream_blocks
 from waymark.domain.engines import EngineKind
 from waymark.domain.events import Batch
 from waymark.domain.generations import BlockBounds
 from waymark.domain.held import HeldBlocks
 from waymark.domain.parts import Part, blocks_of, shares_of
 from waymark.domain.placing import Placer
+from waymark.domain.plain_runs import ALIKE_HASHES_MAX, AlikeFrames, AlikeRun, PackedWave
 from waymark.domain.resolver import Plan
 from waymark.domain.slices import finish
 from waymark.store.calls import CALL_BLOCKS, CALL_PARTS, ApplyCall, pack
@@ -209,7 +209,7 @@ def rests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """In some histories each rest of a run is left to the task, however little it is."""
     callspec = getattr(request.node, "callspec", None)
     if callspec is not None and callspec.params.get("seed", 0) // 4 % 2:
-        monkeypatch.setattr(alike_frames, "_WORK_MAX", -1)
+        monkeypatch.setattr(plain_runs, "_WORK_MAX", -1)
 
 
 def history(
@@ -304,7 +304,7 @@ def test_random_histories_that_forget_gone_hashes_go_straight(seed: int, monkeyp
 
 @pytest.mark.parametrize("work_max", [512, -1])
 def test_random_histories_have_frames_of_each_outcome(work_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike_frames, "_WORK_MAX", work_max)
+    monkeypatch.setattr(plain_runs, "_WORK_MAX", work_max)
     streams = []
     for seed in range(6):
         chance = random.Random(f"outcomes {seed}")

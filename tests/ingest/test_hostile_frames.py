@@ -13,7 +13,7 @@ import pytest
 from tests.ingest.conftest import WITHOUT_PROBES, Bench, Pod
 from tests.patience import patient
 from waymark.apply.slices import SliceRunner
-from waymark.domain.alike_frames import AlikeFrames
+from waymark.domain.plain_runs import AlikeFrames
 from waymark.ingest.batch_decoder import BatchDecoder
 from waymark.ingest.frames import FrameBuffer, PayloadFacts
 

@@ -17,11 +17,11 @@ from tests.topologies import Cluster, farm, moving, start_cluster
 from waymark.apply.applier import Applier, Incoming
 from waymark.apply.options import ApplyOptions
 from waymark.base import native
-from waymark.domain.alike_frames import ALIKE_HASHES_MAX
 from waymark.domain.engines import EngineKind
 from waymark.domain.generations import Generations
 from waymark.domain.hashing import extend, token_bytes
 from waymark.domain.life_facts import COPIES_DOUBTED
+from waymark.domain.plain_runs import ALIKE_HASHES_MAX
 from waymark.domain.rows import ROW_SLOTS
 from waymark.ingest.batch_decoder import SEQ_MAX
 from waymark.ingest.straight import StraightWay

@@ -10,8 +10,8 @@ import hiredis
 import pytest
 
 from tests.patience import wait_until, within
-from waymark.domain.alike_frames import PackedShare, PackedWave
 from waymark.domain.parts import Commit
+from waymark.domain.plain_runs import PackedShare, PackedWave
 from waymark.store import keys
 from waymark.store.alike_calls import AlikeCalls, SentCall, SentCalls
 from waymark.store.hashes import KeptHashes

@@ -35,7 +35,7 @@ from tools.benchmarks.processes import Server, prefer, redis_server, wait_until,
 from tools.benchmarks.report import aligned
 from waymark.apply.counts import Counts
 from waymark.cli import main as waymark_main
-from waymark.domain.alike_frames import AlikeFrames
+from waymark.domain.plain_runs import AlikeFrames
 from waymark.ingest.life import Life
 from waymark.ingest.straight import StraightWay
 from waymark.ingest.subscriber import Subscriber

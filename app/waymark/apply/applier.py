@@ -34,12 +34,12 @@ from waymark.apply.slices import SliceRunner
 from waymark.apply.straight import StraightFrames
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.domain.alike_frames import BegunFrames
 from waymark.domain.events import STORES, Batch, PlainEvents
 from waymark.domain.known import Spot
 from waymark.domain.moves import Moves
 from waymark.domain.names import Holder, HolderName, Unit
 from waymark.domain.parts import Commit, Part, Parts, blocks_of, has_singles, packed
+from waymark.domain.plain_runs import BegunFrames
 from waymark.domain.resolver import Plan, Resolver
 from waymark.store.activity import ActivityKind, about
 from waymark.store.alike_calls import AlikeCalls

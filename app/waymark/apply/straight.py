@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from waymark.apply.counts import Bounding, Counts
 from waymark.apply.pool_hashes import PoolHashes
-from waymark.domain.alike_frames import AlikeFrames, AlikeRun
 from waymark.domain.events import Batch
 from waymark.domain.parts import Commit
+from waymark.domain.plain_runs import AlikeFrames, AlikeRun
 from waymark.store.alike_calls import AlikeCalls, OnEnd, SentCalls
 from waymark.store.hashes import reported_entries
 

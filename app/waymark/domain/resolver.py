@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from waymark.domain.alike_frames import AlikeFrames, BegunFrames
 from waymark.domain.events import (
     REMOVALS,
     STORES,
@@ -37,7 +36,7 @@ from waymark.domain.life_facts import EXTRA_KEYS, UNTRUSTED
 from waymark.domain.mixed_runs import MixedRun, MixedRuns
 from waymark.domain.names import Holder, HolderName, Registration
 from waymark.domain.parts import STEP, Parts, joined
-from waymark.domain.plain_runs import PlainRuns
+from waymark.domain.plain_runs import AlikeFrames, BegunFrames, PlainRuns
 from waymark.domain.plan import Plan, Planner, hashes_known_before
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.domain.rules import BatchProgress, Rules

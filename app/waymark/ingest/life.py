@@ -15,10 +15,10 @@ from typing import Literal
 from waymark.apply.applier import Applier, Incoming
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
-from waymark.domain.alike_frames import BegunFrames
 from waymark.domain.events import Batch
 from waymark.domain.life_facts import COPIES_LEARNED, publisher_of
 from waymark.domain.parts import Commit
+from waymark.domain.plain_runs import BegunFrames
 from waymark.domain.resolver import UNTRUSTED
 from waymark.domain.status import StreamStatus
 from waymark.engines import Decoder

@@ -16,8 +16,8 @@ from typing import Final
 from waymark.apply.applier import Applier, Incoming
 from waymark.apply.straight import StraightFrames
 from waymark.base.metrics import Metrics
-from waymark.domain.alike_frames import ALIKE_HASHES_MAX, AlikeRun
 from waymark.domain.events import Batch
+from waymark.domain.plain_runs import ALIKE_HASHES_MAX, AlikeRun
 from waymark.ingest.batch_decoder import SEQ_MAX
 from waymark.ingest.frames import PayloadFacts, digest
 from waymark.ingest.life import Life

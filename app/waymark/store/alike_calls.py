@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from waymark.domain.alike_frames import PackedShare, PackedWave
 from waymark.domain.parts import Commit
+from waymark.domain.plain_runs import PackedShare, PackedWave
 from waymark.store import keys
 from waymark.store.calls import PART_COST, commit_words
 from waymark.store.hashes import KeptHashes
