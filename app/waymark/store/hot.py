@@ -23,7 +23,11 @@ _ROW_BYTES = 300
 
 def crowd_blocks(runs: Iterable[tuple[bytes, int]]) -> int:
     """Return how many blocks of runs have enough holders to make their rows hot."""
-    return sum([length for value, length in runs if value.count(b" ") >= HOLDERS_MIN - 1])
+    blocks = 0
+    for value, length in runs:
+        if value.count(b" ") >= HOLDERS_MIN - 1:
+            blocks += length
+    return blocks
 
 
 MILLISECONDS = 200

@@ -123,7 +123,9 @@ class QuickRead(Fetch):
         is_over: bool,
         seconds: float,
     ) -> None:
-        super().__init__(reads.fetcher, plan.entry, asked, True, asyncio.get_running_loop().time() + seconds)
+        # The constructor of ``Fetch``, without a call.
+        self._fetcher, self.entry, self.asked, self.with_version = reads.fetcher, plan.entry, asked, True
+        self.until = asyncio.get_running_loop().time() + seconds
         self._reads = reads
         self._seconds = seconds
         self._keys = keys
@@ -329,7 +331,8 @@ class KnownRuns(Generic[T]):
         view, runs = read.plan.view, read.runs
         if runs is None:
             return None
-        known = self._find(view, runs)
+        of_view = self._known.get(view)
+        known = None if of_view is None else of_view.get(runs)
         if known is None:
             walk = Walk(view)
             is_over = not walk.feed(runs)

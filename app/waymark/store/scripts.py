@@ -154,7 +154,9 @@ class PackedReserve(ScriptCall):
         """``prompt`` has the context, and whether the prompt is cold. ``pack`` appends the packed ``offered`` to the
         packed first words, whose number it gets; ``words_of`` returns the candidates and their terms.
         """
-        super().__init__(plain.call.scripts, "reserve", plain.call.keys, ())
+        # The constructor of ``ScriptCall``, without a call.
+        self.scripts, self._name, self.keys, self.args = plain.call.scripts, "reserve", plain.call.keys, ()
+        self._again = None
         self._plain, self.nonce, self._prompt, self._words_of = plain, nonce, prompt, words_of
         self._packed = pack(plain.head(nonce, *prompt), plain.words, *offered)
 

@@ -91,7 +91,10 @@ class AdmissionQueue:
                     waiter.set_exception(
                         StoreUnavailable("earlier requests still wait for Redis; try again in a moment")
                     )
-        self._admit_next()
+        if self._waiting:
+            self._admit_next()
+        else:
+            self._places += 1
 
     async def _admission(self) -> None:
         """Return when the request is admitted."""

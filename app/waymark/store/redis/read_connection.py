@@ -229,23 +229,36 @@ class ReadConnection(asyncio.Protocol):
             self.retire()
 
     def _parse(self, data: bytes) -> None:
-        self._parser.feed(data)
-        while self._requests:
-            request = self._requests[0]
+        parser, requests = self._parser, self._requests
+        parser.feed(data)
+        while requests:
             try:
-                reply = self._parser.gets()
+                reply = parser.gets()
             except _NotResp as exc:
                 raise errors.InvalidResponse(*exc.args) from None
             if reply is _NOT_YET:
                 return
-            request.replies.append(reply)
-            if len(request.replies) == request.reader.count:
-                self._requests.popleft()
-                answer, error = _parsed(request.reader, request.replies)
-                request.end(answer, error)
-                if error is not None and isinstance(error, errors.InvalidResponse):
-                    raise errors.InvalidResponse(*error.args)
-        if self._parser.has_data():
+            request = requests[0]
+            replies, reader = request.replies, request.reader
+            replies.append(reply)
+            if len(replies) < reader.count:
+                continue
+            requests.popleft()
+            answer: Any = None
+            error: Exception | None = None
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    error = reply
+                    break
+            else:
+                try:
+                    answer = reader.parsed(replies)
+                except errors.RedisError as exc:
+                    error = exc.with_traceback(None)  # which would keep the request alive in a cycle
+            request.end(answer, error)
+            if isinstance(error, errors.InvalidResponse):
+                raise errors.InvalidResponse(*error.args)
+        if parser.has_data():
             raise errors.InvalidResponse("more replies than commands")
 
     # ---- ends --------------------------------------------------------------------------------------------
@@ -275,17 +288,6 @@ class ReadConnection(asyncio.Protocol):
             if request.until <= now:
                 request.end(None, TimeoutError())  # the receiver may ask another request at once
         return bool(waiting) and waiting[0].until <= now
-
-
-def _parsed(reader: ReplyReader[T], replies: list[Any]) -> tuple[T | None, Exception | None]:
-    """Return the answer, or an error without its traceback, which would keep the request alive in a cycle."""
-    for reply in replies:
-        if isinstance(reply, Exception):
-            return None, reply
-    try:
-        return reader.parsed(replies), None
-    except errors.RedisError as exc:
-        return None, exc.with_traceback(None)
 
 
 OnLost = Callable[[ReadConnection], None]
