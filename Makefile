@@ -24,7 +24,7 @@ check: lint ## the inner loop: style, types, and the tests that need nothing but
 test: ## check everything: style, types, and the tests on a real Redis
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.installed-dev programs
 	@$(MAKE) --no-print-directory --jobs 2 compiled-1 compiled-2
-	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal tests
+	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal --rerun-show-tracebacks tests
 
 chaos: $(VENV)/.installed-dev redis-server ## break anything in the middle of anything; SEED=1 SECONDS=75 CHAOS='--cluster --seeds 10'
 	@$(BIN)/python -m tools.chaos $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(CHAOS)

@@ -90,7 +90,7 @@ def test_the_hooks_of_a_commit_are_the_commands_of_make_lint() -> None:
 
 def test_make_test_checks_style_and_types_and_the_matrix_does_not() -> None:
     (recipe,) = re.findall(r"^test:.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE)
-    assert recipe.endswith(" -m pytest --numprocesses auto --dist worksteal tests\n")
+    assert recipe.endswith(" -m pytest --numprocesses auto --dist worksteal --rerun-show-tracebacks tests\n")
     assert (ROOT / "tests" / "test_lint.py").is_file()
     script = (ROOT / "scripts" / "matrix.sh").read_text(encoding="utf-8")
     assert script.endswith(' -m pytest -p no:cacheprovider --ignore=tests/test_lint.py "$@"\n')
