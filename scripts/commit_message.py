@@ -1,21 +1,22 @@
-"""``commit_message.py FILE``: exits with 1 where the message in FILE has too long a subject, or does not say why."""
+"""``commit_message.py FILE``: exits with 1 if the subject of the message in FILE is too long, or if the body is
+missing."""
 
 import sys
 from pathlib import Path
 
 SUBJECT_CHARS_MAX = 60
-#: Below this line of git's own, a message is not read.
+#: Git writes this line; the text below it is not part of the message.
 SCISSORS = "# ------------------------ >8 ------------------------"
 #: Git writes these messages itself.
 WRITTEN_BY_GIT = ("Merge ", "Revert ", "Reapply ", "fixup! ", "squash! ", "amend! ")
 
 
 def complaint(message: str) -> str | None:
-    """What is wrong with a message, and what to write; None if nothing is."""
+    """Return the fault of a message, and how to mend it; None if the message is in order."""
     text = message.partition(SCISSORS)[0]
     lines = "\n".join(line for line in text.splitlines() if not line.startswith("#")).strip().split("\n")
     subject = lines[0]
-    if not subject or subject.startswith(WRITTEN_BY_GIT):  # git itself refuses an empty message
+    if not subject or subject.startswith(WRITTEN_BY_GIT):  # Git itself refuses an empty message
         return None
     if len(subject) > SUBJECT_CHARS_MAX:
         return f"the subject has {len(subject)} characters; write at most {SUBJECT_CHARS_MAX}: {subject}"

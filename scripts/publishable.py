@@ -1,4 +1,4 @@
-"""Exits with 1 where the package must not be published: it has no public address yet."""
+"""Exits with 1 if the package must not be published because its repository has no public address yet."""
 
 import sys
 import tomllib

@@ -1,11 +1,11 @@
-"""Count how the source is built: its rooms, the arrows between them, its files and functions, and its English.
+"""Measures the structure of the source: its rooms, the arrows between them, its files and functions, and its English.
 
     python -m tools.house [TREE...] [--crumbs | --picture]
 
-A *room* is a package without the packages in it; ``waymark`` is one, and every room may import the version in its
-``__init__``. An *arrow* is a room that imports from another one. A room that imports no other is on the first floor,
-and each room is one floor above the highest that it imports. With several trees there is a column for each.
-``--crumbs`` lists the modules with exactly one importer, the smallest first. ``--picture`` draws the rooms for
+A *room* is a package without the packages in it; ``waymark`` is one, and every room may import the version from its
+``__init__``. An *arrow* leads from a room to a room that it imports. A room that imports no other is on the first
+floor, and any other room is one floor above the highest room that it imports. With several trees there is a column for
+each. ``--crumbs`` lists the modules with exactly one importer, the smallest first. ``--picture`` draws the rooms for
 docs/design.md.
 """
 
@@ -24,9 +24,10 @@ from typing import TypeAlias
 ROOT = Path(__file__).parents[1]
 #: A function with more lines than this is long.
 FUNCTION_LINES = 40
-#: A module with at most this number of lines and one importer is a crumb: it may belong into that importer.
+#: A module with at most this number of lines and one importer is a *crumb*: it may belong in that importer.
 CRUMB_LINES = 80
-#: Phrase -> its pattern. They are counted in docstrings and comments, for each 1,000 words; ``None`` is a value.
+#: Phrase -> its pattern. Phrases are counted per 1,000 words of docstrings and comments. The value ``None`` does not
+#: count as "none".
 PHRASES = {
     '"what" as a noun': r"\b[Ww]hat\b(?!\?)",
     '"where" for "if" or "when"': r"\bwhere\b",
@@ -35,7 +36,7 @@ PHRASES = {
     '"of it", "of them", "of these"': r"\bof (?:it|them|these)\b",
     '"if", "when"': r"\b(?:if|when)\b",
 }
-#: Words that are not nouns, although names are made of them: pronouns, prepositions and irregular participles.
+#: Words that occur as names, but are not nouns: pronouns, prepositions and irregular participles.
 NO_NOUNS = frozenset(
     re.findall(
         r"\w+",
@@ -57,12 +58,12 @@ class Module:
     """One file of the package."""
 
     name: str
-    """The dotted name below ``waymark``; that of a package for its ``__init__``."""
+    """The dotted name below ``waymark``; an ``__init__`` has the name of its package."""
     is_package: bool
     tree: ast.Module
     text: str
     imports: set[str] = field(default_factory=set)
-    """The names of the modules that this one imports, also in functions and for types only."""
+    """The names of the modules that this one imports, including imports in functions and for types only."""
 
     @property
     def room(self) -> str:
@@ -74,7 +75,7 @@ class Module:
 
 
 def read_modules(tree: Path) -> dict[str, Module]:
-    """Return the modules of the package in a checkout, by their names."""
+    """Return the modules of the package in a checkout, by name."""
     root = tree / "app" / "waymark"
     modules: dict[str, Module] = {}
     for path in sorted(root.rglob("*.py")):
@@ -89,7 +90,8 @@ def read_modules(tree: Path) -> dict[str, Module]:
 
 
 def statements_of(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the statements in a node, and those inside them. A walk through expressions takes ten times as long."""
+    """Yield the statements in a node, nested ones included. To walk through expressions, too, would take ten times as
+    long."""
     for field_name in ("body", "orelse", "finalbody", "handlers", "cases"):
         for statement in getattr(node, field_name, ()):
             yield statement
@@ -108,12 +110,12 @@ def _imported(tree: ast.Module, names: Collection[str]) -> Iterator[str]:
         for name in written:
             package, _, inner = name.partition(".")
             if package == "waymark":
-                # The longest part of the name that is a module; the rest is a name in that module.
+                # A name that is not a module is a name in the module before the last dot.
                 yield inner if inner in names else inner.rpartition(".")[0]
 
 
 def arrows_of(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """Return the rooms, each with the rooms that it imports from."""
+    """Return the rooms, each with the rooms that it imports."""
     arrows: dict[str, set[str]] = {module.room: set() for module in modules.values() if module.name}
     for module in modules.values():
         if module.name:
@@ -122,7 +124,7 @@ def arrows_of(modules: Mapping[str, Module]) -> dict[str, set[str]]:
 
 
 def reachable(graph: Graph, start: str) -> set[str]:
-    """Return the nodes that a path leads to; ``start`` is one of them only if it is in a circle."""
+    """Return the nodes that can be reached from ``start``, which is one of them only if it is part of a circle."""
     found: set[str] = set()
     waiting = list(graph[start])
     while waiting:
@@ -137,7 +139,7 @@ def floors_of(graph: Graph) -> dict[str, int]:
     """Return the floor of each room. The rooms of a circle are on the same floor."""
     below = {room: reachable(graph, room) for room in graph}
     floors: dict[str, int] = {}
-    # A room with fewer rooms below it comes first, so that its floor is known to those above.
+    # A room with fewer rooms below it comes first, so that its floor is known when the rooms above need it.
     for room in sorted(graph, key=lambda room: (len(below[room] - {room}), room)):
         lower = [floors[other] for other in below[room] if room not in below[other] and other in floors]
         floors[room] = 1 + max(lower, default=0)
@@ -145,12 +147,12 @@ def floors_of(graph: Graph) -> dict[str, int]:
 
 
 def circles_of(graph: Graph) -> list[str]:
-    """Return the rooms that import themselves by way of others."""
+    """Return the rooms that import themselves through other rooms."""
     return sorted(room for room in graph if room in reachable(graph, room))
 
 
 def crumbs_of(modules: Mapping[str, Module]) -> dict[str, str]:
-    """Return the modules with exactly one importer, and that importer."""
+    """Return the modules with exactly one importer, each with that importer."""
     importers: dict[str, list[str]] = {name: [] for name in modules}
     for module in modules.values():
         for name in module.imports:
@@ -168,7 +170,7 @@ def functions_of(tree: ast.Module) -> list[int]:
 
 
 def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
-    """Yield the texts that are statements of their own: docstrings, also those of attributes."""
+    """Yield the strings that are statements of their own: docstrings, including those of attributes."""
     for node in statements_of(tree):
         match node:
             case ast.Expr(value=ast.Constant(value=str()) as constant):
@@ -178,7 +180,7 @@ def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 
 
 def lines_of(module: Module) -> int:
-    """Return the number of lines with code: without blank lines, comments and docstrings."""
+    """Return the number of lines with code, that is, without blank lines, comments and docstrings."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         if token.string.strip() and token.type != tokenize.COMMENT:
@@ -258,7 +260,7 @@ def english(modules: Mapping[str, Module]) -> dict[str, str]:
 
 
 def table(columns: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a table with a row for each figure and a column for each tree."""
+    """Return a table of the figures, with a row for each figure and a column for each tree."""
     rows = list(dict.fromkeys(row for figures in columns.values() for row in figures))
     lines = [["", *columns], *([row, *(figures.get(row, "") for figures in columns.values())] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -283,7 +285,7 @@ def crumbs_table(tree: Path) -> str:
 def picture(tree: Path) -> str:
     """Return the rooms of a checkout as a Mermaid flowchart, one row for each floor, the highest first.
 
-    An arrow that follows from a longer path is left out: a picture with all arrows cannot be read.
+    An arrow to a room that a longer path also reaches is left out, because a picture with all arrows cannot be read.
     """
     arrows = arrows_of(read_modules(tree))
     floors = floors_of(arrows)
@@ -299,7 +301,8 @@ def picture(tree: Path) -> str:
 
 
 def _node(room: str) -> str:
-    """Return a room's name in Mermaid, to which ``end`` and dots have a meaning of their own."""
+    """Return a node for a room. Its id differs from its label, because ``end`` and dots have a special meaning in
+    Mermaid."""
     return f"room_{room.replace('.', '_')}"
 
 

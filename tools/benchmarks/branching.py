@@ -54,7 +54,7 @@ Chain: TypeAlias = list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Result:
     """One line of the table. Shares are from 0 to 1."""
 
     case: str
@@ -69,7 +69,7 @@ class Found:
     """Share of blocks that are in branch rows."""
     redis_us: float
     """Redis' CPU for each call that stores."""
-    dearest_us: int
+    longest_us: int
     """The longest call that Redis logged as slow; 0 if none was."""
     marks_met: float
     """Share of queries that found a marked row without all the blocks asked for."""
@@ -125,7 +125,7 @@ class Engine:
     calls: int = 0
 
 
-async def _measure(case: Case, redis: RedisServer) -> Found:
+async def _measure(case: Case, redis: RedisServer) -> Result:
     redis.client.flushall()
     redis.client.config_set("slowlog-log-slower-than", "1000")
     redis.client.slowlog_reset()
@@ -139,7 +139,7 @@ async def _measure(case: Case, redis: RedisServer) -> Found:
         for number, chain in enumerate(case.chains):
             await _store(engines[number % len(engines)], chain)
         cpu = redis.cpu() - cpu
-        dearest = max((int(entry["duration"]) for entry in redis.client.slowlog_get(128)), default=0)
+        longest = max((int(entry["duration"]) for entry in redis.client.slowlog_get(128)), default=0)
         used = _used(redis)
         calls = sum(engine.calls for engine in engines) - calls
         total, in_branches, rows, marked = _placed(redis)
@@ -149,7 +149,7 @@ async def _measure(case: Case, redis: RedisServer) -> Found:
     finally:
         await store.close()
     tails = sum(len(chain) - case.shared for chain in case.chains)
-    return Found(
+    return Result(
         case.name,
         total,
         (used - begun) / total,
@@ -157,7 +157,7 @@ async def _measure(case: Case, redis: RedisServer) -> Found:
         len(marked) / rows,
         in_branches / total,
         cpu / calls * 1e6,
-        dearest,
+        longest,
         met,
         plain,
         kept,
@@ -257,7 +257,7 @@ def _meets_mark(chain: Chain, marked: MarkedRows) -> bool:
 # ---- the program -------------------------------------------------------------------------------------
 
 
-def table(found: Sequence[Found]) -> str:
+def table(found: Sequence[Result]) -> str:
     head: tuple[str, ...] = (
         "case",
         "blocks",
@@ -266,7 +266,7 @@ def table(found: Sequence[Found]) -> str:
         "marked",
         "in branches",
         "us/call",
-        "dearest",
+        "longest",
         "marks met",
         "trips",
         "kept",
@@ -276,8 +276,8 @@ def table(found: Sequence[Found]) -> str:
         shares = [f"{share:.1%}" for share in (each.marked, each.in_branches)]
         trips = [f"{share:.0%}" for share in (each.marks_met, each.second_trips, each.second_trips_kept)]
         sizes = f"{each.bytes_a_block:.1f}", f"{each.bytes_a_tail_block:.1f}" if each.bytes_a_tail_block else ""
-        dearest = str(each.dearest_us or "<1000")
-        lines.append((each.case, str(each.blocks), *sizes, *shares, f"{each.redis_us:.0f}", dearest, *trips))
+        longest = str(each.longest_us or "<1000")
+        lines.append((each.case, str(each.blocks), *sizes, *shares, f"{each.redis_us:.0f}", longest, *trips))
     return aligned(lines)
 
 
@@ -291,7 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not path.is_file():
             print(f"--trace: there is no file {path}", file=sys.stderr)
             return 2
-    found: list[Found] = []
+    found: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="wm-") as folder, redis_server(Path(folder)) as redis:
         for case in cases(given.prompts, given.trace):
             found.append(asyncio.run(_measure(case, redis)))

@@ -48,7 +48,7 @@ class Timed:
     case: str
     calls: float
     """The number of calls in a round."""
-    dearest: int
+    longest: int
     """The longest of these calls, after the shortest time of each call over the rounds."""
     middle: int
     """The median, over the rounds, of the longest call."""
@@ -69,7 +69,7 @@ class Engine:
         """Store chains that begin at the root, or after the block ``above``."""
         await self._apply([(above, chain) for chain in chains], rank, is_store=True)
 
-    async def go_on(self, tails: Sequence[tuple[int, Sequence[int]]]) -> None:
+    async def extend(self, tails: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Store chains, each after a block of this engine."""
         await self._apply(tails, 0, is_store=True)
 
@@ -239,10 +239,10 @@ async def decode(redis: RedisServer, blocks: int, calls: int) -> str:
 
 
 def table(timed: Sequence[Timed]) -> str:
-    lines: list[tuple[str, ...]] = [("longest call, us", "calls", "dearest", "as met", "within 2 ms")]
+    lines: list[tuple[str, ...]] = [("longest call, us", "calls", "longest", "as met", "within 2 ms")]
     for each in timed:
-        holds = "yes" if each.dearest <= BAR_US else f"no, {each.dearest / BAR_US:.1f} times"
-        lines.append((each.case, f"{each.calls:.0f}", f"{each.dearest:,}", f"{each.middle:,}", holds))
+        holds = "yes" if each.longest <= BAR_US else f"no, {each.longest / BAR_US:.1f} times"
+        lines.append((each.case, f"{each.calls:.0f}", f"{each.longest:,}", f"{each.middle:,}", holds))
     return aligned(lines)
 
 

@@ -84,19 +84,19 @@ class Contender:
         for blocks in (1, 2, 4):
             async with self._case(f"{blocks} new after a block"):
                 for i in range(CALLS):
-                    await _go_on(engine, long[i % SEQUENCES : i % SEQUENCES + 1], blocks)
+                    await _extend(engine, long[i % SEQUENCES : i % SEQUENCES + 1], blocks)
         async with self._case("16 sequences, 1 new each"):
             for _ in range(CALLS):
-                await _go_on(engine, long[:SEQUENCES], 1)
+                await _extend(engine, long[:SEQUENCES], 1)
         async with self._case("16 sequences, 8 new each, one by one"):
             for _ in range(CALLS):
-                await _go_on(engine, long[:SEQUENCES], 1, steps=8)
+                await _extend(engine, long[:SEQUENCES], 1, steps=8)
         wide = chains("wide", 8, 128)
         await engine.store(wide[:64])
         await engine.store(wide[64:])
         async with self._case("128 sequences, 1 new each"):
             for _ in range(CALLS):
-                await _go_on(engine, wide, 1)
+                await _extend(engine, wide, 1)
         async with self._case("128 single removals"):
             for _ in range(CALLS):
                 await engine.remove([[each.pop()] for each in wide])
@@ -131,7 +131,7 @@ class Contender:
         return sum(int(stat["calls"]) for name, stat in found.items() if name not in _NOT_OF_SCRIPTS)
 
 
-async def _go_on(engine: Engine, sequences: Sequence[list[int]], blocks: int, steps: int = 1) -> None:
+async def _extend(engine: Engine, sequences: Sequence[list[int]], blocks: int, steps: int = 1) -> None:
     """Extend each sequence by this number of blocks, this many times, all in one batch."""
     tails = []
     for _ in range(steps):
@@ -139,7 +139,7 @@ async def _go_on(engine: Engine, sequences: Sequence[list[int]], blocks: int, st
             new = keys(f"{sequence[-1]}", blocks)
             tails.append((sequence[-1], new))
             sequence += new
-    await engine.go_on(tails)
+    await engine.extend(tails)
 
 
 async def measure(scripts: Sequence[Script], rounds: int, *, grind: bool) -> list[Contender]:

@@ -1,11 +1,11 @@
-"""Random sessions with faults at any moment; every answer has to be that of the model.
+"""Random sessions with faults at random times; every answer must equal that of the model.
 
     python -m tools.chaos [--seed 1] [--seconds 75] [--cluster] [--seeds 10] [--keep DIRECTORY]
 
-A session starts a Redis (or a Cluster), ingest workers, query replicas and engines of all kinds, and follows the
-script of its seed: bursts of batches, faults in the middle of them, quiet points at which everything is compared. The
-seed decides the faults, but not the moment at which a process reaches them. Differences are printed with the last
-events before them, and a file keeps the rest: all logs, the batches of the engines, every record of Redis.
+A session starts a Redis (or a Cluster), ingest workers, query replicas and engines of all kinds, and follows the script
+of its seed: bursts of batches, faults during the bursts, and quiet points at which all answers are compared. The seed
+determines the faults, but not the exact step of a process at which a fault occurs. A difference is printed with the
+last events before it, and a file keeps the rest: all logs, the batches of the engines, and every record in Redis.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from waymark.console.progress import Progress
 
 
 def failures(error: BaseException) -> Iterator[str]:
-    """Yield the failures; an exception group has several."""
+    """Yield the text of each failure; an exception group contains several."""
     if isinstance(error, BaseExceptionGroup):
         for each in error.exceptions:
             yield from failures(each)
@@ -39,7 +39,8 @@ def failures(error: BaseException) -> Iterator[str]:
 
 
 def run(options: Options) -> tuple[Outcome, list[str]]:
-    """Return the outcome of a session, and its findings with the events before them; none if all is well."""
+    """Run a session. Return its outcome, and its findings with the events before them; the list is empty if there are
+    none."""
     session = Session(options)
     try:
         asyncio.run(session.run())
@@ -83,7 +84,7 @@ def main() -> int:
                 tuple(arguments.without),
                 arguments.batches,
                 is_loud=not arguments.quiet,
-                # On a terminal, one line says how far a quiet session is.
+                # On a terminal, one line shows the progress of a session with ``--quiet``.
                 tell=progress.step if arguments.quiet and sys.stderr.isatty() else None,
                 keep=arguments.keep or Path(tempfile.gettempdir()),
             )

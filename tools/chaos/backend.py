@@ -1,7 +1,7 @@
-"""The Redis or the Cluster of a session: killed, emptied, frozen, and set back by its last writes.
+"""The Redis or the Cluster of a session, which can be killed, emptied, frozen, and set back to before its last writes.
 
-Every node keeps an append-only file. Killing a node, and cutting off the end of that file before a restart, has the
-effect of a failover: the same Redis, without its last writes.
+Every node keeps an append-only file. To kill a node, and cut off the end of that file before a restart, has the effect
+of a failover: the same Redis, without its last writes.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from tests.topologies import Farm, Server, farm, is_cluster_ok, start_cluster
 #: The contents of a killed node when it is back.
 Memory: TypeAlias = Literal["all", "nothing", "all but the last"]
 
-#: Processes are killed, machines are not: data that the kernel has is kept.
+#: Only processes are killed, not machines, so data that has reached the kernel is kept.
 _KEEPS_DATA = ("--save", "", "--appendonly", "yes", "--appendfsync", "no")
 BACK_SECONDS = 15.0
 
 
 @dataclass(eq=False)
 class Node:
-    """One redis-server, and the faults that it can have."""
+    """One redis-server, with methods for its faults."""
 
     port: int
     home: Path
     launch: Callable[[], None]
     kill: Callable[[], None]
     freeze: Callable[[], None]
-    """Makes it accept connections, which the kernel does, but never answer."""
+    """A function that stops the process: the kernel still accepts connections, but nothing answers."""
     thaw: Callable[[], None]
     is_whole: Callable[[], bool] = lambda: True
-    """The condition of a node that is back, besides that it answers."""
+    """The condition, apart from an answer to PING, on which the node is ready."""
     _kept: dict[str, int] = field(default_factory=dict)
 
     def admin(self) -> Redis:
-        """Return a client for the session itself, which the caller closes."""
+        """Return a client for the session itself. The caller closes it."""
         return Redis(port=self.port, protocol=2, socket_timeout=patient(20))
 
     def ask(self, *command: Any) -> Any:
@@ -60,11 +60,11 @@ class Node:
             return False
 
     def remember(self) -> None:
-        """Note that a kill may lose everything that is written from now on."""
+        """Remember this moment: ``back("all but the last")`` loses all writes from now on."""
         self._kept = {path.name: path.stat().st_size for path in self._files.glob("*.incr.aof")}
 
     async def back(self, memory: Memory) -> None:
-        """Start the node again after a kill, and return when it answers."""
+        """Start the node again after a kill, with this memory, and wait until it is ready."""
         if memory == "nothing":
             shutil.rmtree(self._files, ignore_errors=True)
         elif memory == "all but the last":
@@ -82,12 +82,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Backend:
-    """All nodes of one session, and the URL by which Waymark finds them."""
+    """All nodes of one session, and the URL at which Waymark finds them."""
 
     url: str
     nodes: list[Node]
     owner: Callable[[str], int] = lambda _: 0
-    """Which of the nodes has a key."""
+    """A function that returns the number of the node with a key."""
 
     @property
     def is_cluster(self) -> bool:
@@ -125,7 +125,7 @@ def _member(servers: Farm, server: Server) -> Node:
     def launch() -> None:
         server.process = subprocess.Popen(
             server.process.args, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )  # as it was started first
+        )  # with the options of its first start
 
     home = servers.directory / str(server.port)
     return Node(

@@ -1,7 +1,7 @@
-"""Registers engines, and sends the events of those that publish over HTTP, again and again while Redis is unavailable.
+"""Registers engines, and sends the events of those that publish over HTTP. While Redis is unavailable, it retries.
 
-It also knows which registrations may be gone: those that were made, or moved, shortly before a Redis lost writes,
-and all of them if it was emptied and every worker that remembered them has ended since.
+It also knows which registrations may be lost: those that were made or moved shortly before Redis lost writes; and all
+of them if Redis was emptied and every worker that remembered them has ended since.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Controller:
         self.is_emptied = False
         """Whether a Redis, or one of its nodes, has lost everything since the last quiet point."""
         self.has_lost_writes = False
-        """Whether it has lost everything, or its last writes."""
+        """Whether a Redis, or one of its nodes, has lost everything or its last writes since the last quiet point."""
         self.changed: set[Publisher] = set()
         """The publishers registered, unregistered or moved since the last quiet point."""
         self._crew = crew
@@ -46,11 +46,12 @@ class Controller:
         self.changed.add(publisher)
         spec = publisher.spec
         body = {"instance_id": spec.instance, "tenant_id": spec.tenant, "dp_rank": spec.rank}
-        # 404: the Redis has lost the publisher meanwhile, or the first try had an effect and only its answer was lost.
+        # 404: Redis has lost the publisher in the meantime, or the first attempt succeeded and only its answer was
+        # lost.
         await self._send("/unregister", body, {200, 404})
 
     async def send_events(self, publisher: Publisher) -> None:
-        """Send events until all of them are acknowledged, or the publisher is unknown and has to be registered again
+        """Send events until all are acknowledged, or until the publisher is unknown and has to be registered again
         first."""
         sender = publisher.sender
         assert sender is not None
@@ -68,7 +69,7 @@ class Controller:
                 return
 
     async def _send(self, path: str, body: Any, statuses: set[int]) -> httpx.Response:
-        """Send a request to any replica, until one takes it."""
+        """Send a request to one replica after the other until one accepts it."""
         deadline = Deadline(TRY_SECONDS)
         said = "no replica is up"
         while not deadline.is_over:
@@ -90,9 +91,9 @@ class Controller:
 
     # ---- registrations -----------------------------------------------------------------------------
 
-    async def restored(self) -> None:
-        """Wait until every publisher is registered. Register those that may have been lost, and report all others that
-        are missing."""
+    async def restore(self) -> None:
+        """Wait until every publisher is registered. Register publishers again that may have been lost; raise
+        ``Mismatch`` if any other is missing."""
         deadline = Deadline(RESTORED_SECONDS)
         while missing := await self._missing():
             if all(map(self._may_be_forgotten, missing)):
@@ -107,8 +108,8 @@ class Controller:
                 )
             await asyncio.sleep(_PAUSE_SECONDS)
 
-    def quiet(self) -> None:
-        """Forget which registrations may be lost: the count begins again."""
+    def reset(self) -> None:
+        """Reset, at a quiet point, the record of which registrations may be lost."""
         self.is_emptied = self.has_lost_writes = False
         self.changed.clear()
         self._crew.witnesses = set(self._crew.workers)

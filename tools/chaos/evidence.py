@@ -1,6 +1,6 @@
-"""Writes everything about a session with a difference into one file, while its processes still run.
+"""Writes everything that is known about a session with a difference into one file, while its processes still run.
 
-A fault that appears once in forty sessions does not appear again in a repetition.
+This is necessary because a fault that appears once in forty sessions rarely appears again when a session is repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tools.chaos.publishers import Publisher
 from tools.chaos.trace import Trace
 
 _FIELDS_MAX = 200
-"""The most fields of one key: enough for a registration or a record, but not for every block of an engine."""
+"""The bound on the fields written for one key: enough for a registration or a record, but not for every block of an
+engine."""
 _VALUE_BYTES = 400
 _READ = {
     "string": ("GET",),
@@ -36,7 +37,7 @@ _READ = {
 async def keep(
     directory: Path, seed: int, error: BaseException, trace: Trace, crew: Crew, redis: Backend, engines: list[Publisher]
 ) -> Path:
-    """Write the file. Return its path."""
+    """Write the file, and return its path."""
     path = directory / f"waymark-chaos-{seed}-{os.getpid()}.txt"
     parts = [
         _titled("what was found", [*_sentences(error)]),
@@ -92,7 +93,7 @@ def _engine(engine: Publisher) -> Iterator[str]:
 
 
 def _node(node: Node) -> list[str]:
-    """Return every key in the form of redis-cli; of keys with blocks only the sizes."""
+    """Return every key in the form of redis-cli. For keys with blocks, return only the sizes."""
     with suppress(OSError):
         node.thaw()
     try:

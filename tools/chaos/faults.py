@@ -1,7 +1,7 @@
 """The faults and their repairs: one method for each fault of the script.
 
-Each method covers the fault and its repair. Repairs by other processes (a controller that registers again, a sender
-that sends again) are left to the quiet point that follows.
+Each method performs the fault and its repair. Repairs by others (a controller that registers again, a sender that sends
+again) happen at the next quiet point.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tools.chaos.trace import Trace
 from waymark.simulator.encode import Encoder
 from waymark.simulator.options import Faults as EngineFaults
 
-#: Fields that a newer release, or a mistake, may have left among registrations and groups.
+#: Fields among registrations and groups that a newer release, or a mistake, may have left there.
 HOSTILE_RECORDS: tuple[tuple[str, bytes, bytes], ...] = (
     ("wm:publishers", b'["n","z",0]', b'{"kind":"TensorRT"}'),
     ("wm:publishers", b'["n","z",1]', b"\xff\xfe"),
@@ -57,7 +57,7 @@ class Raw(Encoder):
 
 
 def hostile_payload(which: int, size: float) -> bytes:
-    """Return a batch that is costly to read, or a payload that is not a batch."""
+    """Return a batch that is expensive to read, or a payload that is not a batch."""
     count = int(1e6 + 3e6 * size)
     head = b"\x93\xcb" + bytes(8)
 
@@ -77,7 +77,8 @@ def hostile_payload(which: int, size: float) -> bytes:
 
 
 class Faults:
-    """Faults to carry out. ``lease_seconds`` is the time for which a stopped worker keeps its streams."""
+    """A method for each fault of the script. ``lease_seconds`` is the time for which a stopped worker keeps its
+    streams."""
 
     def __init__(
         self,
@@ -122,21 +123,21 @@ class Faults:
         await self._kill(self._worker(fault), 1.5 * self._lease_seconds * fault.size)
 
     async def _worker_stopped(self, fault: Fault) -> None:
-        """Stop a worker for longer than its leases last; then it continues its work."""
+        """Pause a worker for longer than its leases last, and then let it continue."""
         worker = self._worker(fault)
         self._crew.stop(worker)
         await asyncio.sleep(self._lease_seconds * (1.2 + fault.size))
         self._crew.resume(worker)
 
     async def _worker_ended_while_writes_wait(self, fault: Fault) -> None:
-        """End a worker in the middle of an apply, which will never get its answer."""
+        """End a worker in the middle of an apply that Redis has not answered."""
         milliseconds = 300 + 900 * fault.size
         await self._ask(self._node(fault), "CLIENT", "PAUSE", int(milliseconds), "WRITE")
         await asyncio.sleep(fault.other * milliseconds / 1000)
         await self._worker_ended(fault)
 
     async def _worker_killed_in_a_takeover(self, fault: Fault) -> None:
-        """Kill one worker, and the other one when it takes over the streams."""
+        """Kill one worker, and then the other one while it takes over the streams."""
         first, *others = self._crew.workers[fault.target % 2 :] + self._crew.workers[: fault.target % 2]
         await self._crew.kill(first)
         await asyncio.sleep(self._lease_seconds * (0.7 + fault.size))
@@ -154,7 +155,7 @@ class Faults:
         await self._cut(self._worker(fault), fault)
 
     async def _worker_unheard(self, fault: Fault) -> None:
-        """Delay the messages of a worker until others have taken it for dead."""
+        """Hold back the messages of a worker until others assume that it has ended."""
         await self._hold(self._worker(fault), self._lease_seconds * (0.5 + fault.size))
 
     async def _worker_slowed_down(self, fault: Fault) -> None:
@@ -208,7 +209,7 @@ class Faults:
         node.thaw()
 
     async def _redis_full(self, fault: Fault) -> None:
-        """Let Redis refuse what may need memory."""
+        """Let Redis refuse commands that may need memory."""
         node = self._node(fault)
         await self._ask(node, "CONFIG", "SET", "maxmemory", 1)
         await asyncio.sleep(0.1 + 2.5 * fault.size)
@@ -221,7 +222,7 @@ class Faults:
         await self._restart_redis(fault, "nothing")
 
     async def _redis_set_back(self, fault: Fault) -> None:
-        """Set Redis back as a failover does: the writes of the last moments are lost."""
+        """Set Redis back, as a failover does: its last writes are lost."""
         self._node(fault).remember()
         await asyncio.sleep(0.05 + 0.6 * fault.other)
         await self._restart_redis(fault, "all but the last")
@@ -240,7 +241,7 @@ class Faults:
         await asyncio.to_thread(self._backend.flush)
 
     async def _redis_flushed_twice(self, fault: Fault) -> None:
-        """Flush Redis twice, the second time while the data lost the first time are restored."""
+        """Flush Redis, and flush it again while the lost data is being restored."""
         await self._redis_flushed(fault)
         await asyncio.sleep(0.03 + 0.4 * fault.size)
         await self._redis_flushed(fault)
@@ -259,7 +260,7 @@ class Faults:
     async def _engine_restarted(self, fault: Fault) -> None:
         engine = self._engine(fault)
         if engine.spec.buffer_batches == 0:
-            # An engine without a replay endpoint cannot be distinguished from one that lost batches; it is restarted at
+            # A restart of an engine without a replay endpoint looks like lost batches, so such engines only restart at
             # quiet points.
             return await self._engine_cleared(fault)
         async with engine.lock:
@@ -287,7 +288,7 @@ class Faults:
         await self._faulty(fault, EngineFaults(replay_silent=True, drop_every=7))
 
     async def _engine_replay_cut(self, fault: Fault) -> None:
-        """End a replay early; the next one continues from there, as long as each has batches."""
+        """End replays early; the next replay continues from there, as long as each one delivers batches."""
         await self._faulty(fault, EngineFaults(truncate_replay=5 + int(20 * fault.other), drop_every=9))
 
     async def _faulty(self, fault: Fault, faults: EngineFaults) -> None:
@@ -322,7 +323,7 @@ class Faults:
         socket.encoder = usual
 
     async def _hostile_record(self, fault: Fault) -> None:
-        """Write records for a moment that no process of this release writes, next to its own."""
+        """Write, for a moment, a record that no process of this release writes, next to real records."""
         name, field, value = HOSTILE_RECORDS[fault.target % len(HOSTILE_RECORDS)]
         node = self._backend.of(name)
         with suppress(RedisError):
@@ -331,7 +332,7 @@ class Faults:
             await self._ask(node, "HDEL", name, field)
 
     async def clean(self) -> None:
-        """Remove hostile records that came back when Redis was set back."""
+        """Remove hostile records that reappeared when Redis was set back."""
         for name, field, _ in HOSTILE_RECORDS:
             await self._ask(self._backend.of(name), "HDEL", name, field)
 

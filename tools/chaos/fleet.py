@@ -1,7 +1,7 @@
 """The processes of a session: workers and replicas, each with its own proxy unless Redis is a Cluster.
 
-A process that the session has killed, ended or stopped is *down*. Any other process that ends has ended by itself,
-which is a finding; so is a traceback in a log.
+A process that the session has killed, ended or paused is *down*. If any other process ends, that is a finding; so is a
+traceback in a log.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from tools.chaos.trace import Deadline
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TOLD_LINES = 12
 READY_SECONDS = 20.0
-#: The CPU that a process may use for other work before it does a requested step, or before a worker applies honest
-#: frames.
+#: The CPU seconds that a process may use before it does a requested step, or before a worker applies honest frames.
 BUSY_CPU_SECONDS = 8.0
 
 
 class Mismatch(AssertionError):
-    """The findings, one line for each."""
+    """A finding: a message, and lines with details."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(lines))
@@ -45,10 +44,11 @@ class Crew:
         self.lines: dict[Member, Proxy] = {}
         self.down: set[Member] = set()
         self.witnesses: set[Member] = set()
-        """The workers that have not been ended since the last quiet point: they remember the registrations."""
+        """The workers that have run since the last quiet point without an end or a kill, and so remember the
+        registrations."""
         self._stopped: set[Member] = set()
         self._fresh: set[Member] = set()
-        """The processes that were started and have not been ready yet: Python may not handle signals yet."""
+        """The processes that were started and have not been ready yet, so Python may not handle signals yet."""
         self._read: dict[Path, int] = {}
 
     @property
@@ -57,7 +57,7 @@ class Crew:
 
     @property
     def up(self) -> list[Member]:
-        """Return the replicas that answer."""
+        """Return the replicas that are not down."""
         return [replica for replica in self.replicas if replica not in self.down]
 
     # ---- faults of a process ---------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class Crew:
         await member.kill()
 
     async def end(self, member: Member) -> None:
-        """End a process as an orchestrator does; it has to end by itself, with code 0."""
+        """Ask a process to end, as an orchestrator does. It has to end with code 0."""
         self._leaves(member)
         member.ask_to_end()
         await self._within(member, lambda: not member.is_running, "ends when it is told to")
@@ -94,7 +94,7 @@ class Crew:
         self.witnesses.discard(member)
 
     async def recover(self) -> None:
-        """Heal all lines, resume or start every process, and wait until all are ready."""
+        """Repair all connections, resume or start every process, and wait until all are ready."""
         for proxy in self.lines.values():
             proxy.heal()
         for member in self.members:
@@ -108,7 +108,8 @@ class Crew:
         self._fresh.clear()
 
     async def _within(self, member: Member, predicate: Callable[[], bool | Awaitable[bool]], what: str) -> None:
-        """Wait until a process takes a step. Raise ``Mismatch`` if other work uses much of its CPU before."""
+        """Wait until a process has done a step. Raise ``Mismatch`` if it uses ``BUSY_CPU_SECONDS`` of CPU before
+        that."""
         used = cpu_seconds(member)
 
         async def is_so() -> bool:
@@ -123,11 +124,11 @@ class Crew:
     # ---- logs and ends ---------------------------------------------------------------------------------
 
     def said_of(self, name: str) -> list[str]:
-        """Return the last lines of all workers' logs, also of killed ones, that name a stream, in order of time."""
+        """Return the last lines about a stream in the logs of all workers, including killed ones, in order of time."""
         return [line[:230] for line in said(self.workers) if name in line][-_TOLD_LINES:]
 
     def has_changed_hands(self, name: str) -> bool:
-        """Return whether more than one process has had the stream: frames between them are lost if there is no
+        """Return whether more than one process has had a stream. Frames between two of them are lost if there is no
         replay."""
         return len({line.split()[1] for line in said(self.workers) if f'stream="{name}"' in line}) > 1
 
@@ -146,7 +147,7 @@ class Crew:
 
 
 def said(members: Sequence[Member]) -> list[str]:
-    """Return all lines of the logs, also of killed processes, in order of time."""
+    """Return all lines of the logs, including those of killed processes, in order of time."""
     paths = {path for member in members for path in member.log_path.parent.glob(f"{member.name}-*.log")}
     return sorted(
         f"{line[:24]} {path.stem}: {line[24:].strip()}"
@@ -156,7 +157,7 @@ def said(members: Sequence[Member]) -> list[str]:
 
 
 async def answered(call: Callable[[], Awaitable[Any]]) -> Any:
-    """Return the answer of a replica, and repeat the query if Redis was too slow, as it may be on a busy machine."""
+    """Return the answer of a replica. Repeat the call if Redis was too slow, which happens on a busy machine."""
     deadline = Deadline(READY_SECONDS)
     while True:
         try:
@@ -168,7 +169,7 @@ async def answered(call: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def cpu_seconds(member: Member) -> float:
-    """Return the CPU of a process so far; 0 if it has ended."""
+    """Return the CPU seconds that a process has used so far; 0 if it has ended."""
     try:
         words = Path(f"/proc/{member.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     except OSError:
@@ -184,7 +185,7 @@ def tail(member: Member) -> list[str]:
 async def crew_of(
     directory: Path, backend: Backend, *, workers: int, replicas: int, settings: Mapping[str, Any]
 ) -> AsyncIterator[Crew]:
-    """Start all processes, and return when they are ready."""
+    """Start all processes, and wait until they are ready."""
     async with AsyncExitStack() as stack:
         crew = Crew()
         for role, count, name in (("ingest", workers, "worker"), ("query", replicas, "replica")):

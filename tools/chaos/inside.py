@@ -1,4 +1,5 @@
-"""The places of each block in the rows of Redis, even if no query reaches it, and leftovers of ended holders."""
+"""Reads the index in Redis directly: the places of each block, even if no query reaches it, and leftovers of ended
+holders."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _PUBLISHER = re.compile(rb"(?:(?:.*:(?:publisher|history)|calls|first|health|dri
 
 
 class Inside:
-    """One group. Holders that are not live are left out."""
+    """The index of one group. Holders that are not live are left out."""
 
     def __init__(self, backend: Backend, tenant: str, block_size: int) -> None:
         self._backend = backend
@@ -52,7 +53,7 @@ class Inside:
         return [{_place(table, table.holders[each]) for each in ids[-1] if each in table.holders} for ids in found]
 
     async def counts(self) -> Counter[Place]:
-        """Return how many blocks are at each place, in all rows of the group, whatever their keys."""
+        """Return how many blocks are at each place, in all rows of the group."""
         client = RedisClient.open(self._backend.url, timeout_seconds=_REDIS_SECONDS)
         try:
             group, table = await self._read(Inspector(Store(client)))
@@ -67,7 +68,8 @@ class Inside:
         return counts
 
     async def leftovers(self) -> list[str]:
-        """Return leftovers of holders that are neither live nor to be swept, and publishers that are gone."""
+        """Return a line for each leftover of a holder that is neither live nor to be swept, and of a publisher that is
+        gone."""
         client = RedisClient.open(self._backend.url, timeout_seconds=_REDIS_SECONDS)
         try:
             group, _ = await self._read(Inspector(Store(client)))
@@ -83,7 +85,7 @@ class Inside:
                     for pattern, found in ((_HOLDER, holders), (_PUBLISHER, publishers)):
                         if match := pattern.fullmatch(name):
                             found.add((int(match[1]), f"{place} {name.decode()} on shard {shard}"))
-        # Shard 0 is read last, because it knows all holders before they have a block or a fence.
+        # Read shard 0 last: it has every holder before the holder has a block or a fence.
         with self._admin(group, 0) as admin:
             table = admin.hkeys(keys.holders(group.id))
             there = {int(name[10:]) for name in table if name.startswith(b"publisher:")}
@@ -119,7 +121,8 @@ def _blocks(admin: Redis, prefix: bytes) -> Counter[int]:
 
 
 def _names(admin: Redis, prefix: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the keys that do not expire, and the fields that name holders or publishers, each with its meaning."""
+    """Yield the keys, except rows, that do not expire, and the fields that name holders or publishers, each with a
+    description."""
     for name in {*admin.scan_iter(prefix + b"*", count=1000)}:
         if not _ROW_NAME.fullmatch(name) and admin.ttl(name) == -1:
             yield "key", name

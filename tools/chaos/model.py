@@ -1,8 +1,10 @@
-"""The bounds of answers: at least the blocks that are certain to be in the index, at most those that may be there.
+"""The bounds of answers: they must have the blocks that are certain to be in the index, and no blocks that cannot be
+there.
 
-For a publisher that has lost nothing the two are the same: the contents of its caches. A publisher that may have lost
-batches, and whose stream reports it, may be unknown. Blocks that it has removed, or that ended, since it was last exact
-may still be in the index if a loss keeps a life (``WAYMARK_ON_GAP=keep``). No other block may ever be there.
+For a publisher that has lost nothing the two bounds are the same: the contents of its caches. If a publisher may have
+lost batches, and its stream reports that, the index may have none of its blocks. It may also still have blocks that the
+publisher has removed since it was last known exactly, if a life goes on after a loss (``WAYMARK_ON_GAP=keep``). No
+other block may ever be in the index.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Held(NamedTuple):
 
 
 class Bounds:
-    """The bounds of one tenant and model."""
+    """The bounds for one tenant and model."""
 
     def __init__(self, block_size: int = BLOCK_SIZE) -> None:
         self.least = Model(block_size)
@@ -48,11 +50,11 @@ class Bounds:
         return set(self.most.copies)
 
     def wrong_walk(self, tokens: Tokens, space: Space, rows: Mapping[str, Any]) -> list[str]:
-        """Return the error in the answer for a whole prompt."""
+        """Return the errors in the answer for a whole prompt."""
         return _differences(self.least.query(tokens, space), self.most.query(tokens, space), rows)
 
     def wrong_block(self, prefix: Tokens, space: Space, places: Set[Place]) -> list[str]:
-        """Return the error in the places of one block, whatever precedes it."""
+        """Return the errors in the places of one block, which may have them even if blocks before it are missing."""
         least, most = (model.copies.get((space, prefix), Counter()).keys() for model in (self.least, self.most))
         found = [f"{place.instance}: it is not at {place}" for place in sorted(least - places)]
         return found + [f"{place.instance}: it is at {place}" for place in sorted(places - most)]

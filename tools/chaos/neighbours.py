@@ -17,11 +17,12 @@ from tools.chaos.fleet import BUSY_CPU_SECONDS, Crew, Mismatch, cpu_seconds
 from tools.chaos.publishers import Publisher
 from tools.chaos.trace import Deadline, Trace
 
-#: The bound on the worker's CPU between an honest frame and its watermark. Reading a costly frame takes one second.
+#: The bound on the worker's CPU seconds between an honest frame and its watermark. To read a costly frame takes one
+#: second.
 WAIT_CPU_SECONDS = 0.6
-#: A worker that has used this CPU before all honest frames are applied has failed the attempt.
+#: A worker that uses this many CPU seconds before all honest frames are applied fails the attempt.
 WAITING_CPU_SECONDS = 3.0
-#: The CPU by which a worker is known to be reading the costly frame.
+#: After this many CPU seconds a worker is certainly reading the costly frame.
 _BEGUN_CPU_SECONDS = 0.1
 _TRIES = 5
 _SECONDS = 30.0
@@ -35,9 +36,8 @@ States = Mapping[Publisher, Mapping[str, Any]]
 
 @cache
 def costly_payload() -> bytes:
-    """Return a payload of the largest size, below every ceiling, of events that are all read and then left out.
-
-    Their block size differs from the registered one.
+    """Return a payload as large as the ceilings allow, whose events are all read and then ignored, because their block
+    size differs from the registered one.
     """
     hashes, tokens = 24, [7] * 192
     events = [
@@ -56,7 +56,7 @@ def costly_payload() -> bytes:
 
 
 class Neighbours:
-    """``states`` reads the progress of each stream from ``/workers``."""
+    """The publishers next to a hostile one. ``states`` reads the progress of each stream from ``/workers``."""
 
     def __init__(
         self, crew: Crew, publishers: Sequence[Publisher], states: Callable[[], Awaitable[States]], trace: Trace
@@ -68,12 +68,12 @@ class Neighbours:
         self._trace = trace
 
     async def compare(self) -> None:
-        """Check the progress of all streams. An honest frame after a costly one is applied before that one is read, and
-        the stream of a frame above a ceiling continues after it, without a further frame.
+        """Check the progress of all streams. An honest frame must be applied before a costly frame, sent earlier, is
+        read to the end. A stream must continue after a frame above a ceiling, without a further frame.
         """
         await self._wait_for_none()
         await self._goes_on_behind_a_refused_frame()
-        # None of these frames comes again in a replay.
+        # After a restart no replay contains these frames.
         await self._hostile.restart()
         self._hostile.send_empty_batch()
 
@@ -99,8 +99,8 @@ class Neighbours:
         )
 
     async def _cpu_behind(self, worker: Member, near: Sequence[Publisher]) -> float:
-        """Return the CPU of the worker until it has applied a frame of each stream, sent while it reads a costly
-        one."""
+        """Send a frame on each stream while the worker reads a costly one. Return the CPU that it uses until it has
+        applied them."""
         began = cpu_seconds(worker)
         self._hostile.socket.publish_payload(costly_payload())
         await wait_until(
@@ -119,8 +119,8 @@ class Neighbours:
         return used
 
     async def _gone_on(self, publishers: Sequence[Publisher], after: str) -> None:
-        """Wait until all frames of these publishers are applied. Raise ``Mismatch`` if a worker computes for long
-        meanwhile.
+        """Wait until all frames of these publishers are applied. Raise ``Mismatch`` if a worker uses much CPU in the
+        meantime.
         """
         used = {worker.pid: cpu_seconds(worker) for worker in self._crew.workers}
         deadline = Deadline(_SECONDS)
@@ -135,7 +135,7 @@ class Neighbours:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _late(self, publishers: Sequence[Publisher]) -> str:
-        """Return the streams with a frame that is not applied."""
+        """Return a text about the streams with a frame that is not applied; it is empty if there are none."""
         states = await self._states()
         late = [each for each in publishers if states.get(each, {}).get("watermark") != each.last_seq]
         return ", ".join(
@@ -143,8 +143,8 @@ class Neighbours:
         )
 
     async def _goes_on_behind_a_refused_frame(self) -> None:
-        """Check that a stream continues after a refused frame. An honest stream is the clock: this number of its frames
-        are applied in the time that is allowed.
+        """Check that a stream continues after a refused frame. An honest stream serves as the clock: the refused stream
+        may take as long as ``_TURNS`` honest frames.
         """
         self._hostile.socket.publish_payload(hostile_payload(0, 0.0))
         deadline, turns = Deadline(_TURN_SECONDS), 0

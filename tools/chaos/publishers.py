@@ -1,7 +1,7 @@
 """The engines of a session: their caches, their events, and their registrations.
 
-An engine is a cache per rank that publishes its events over a socket, or by ``POST /events``. Its caches are the truth.
-The session decides which prompts they get; no choice here is random.
+An engine has a cache per rank, and publishes its events over a socket, or by ``POST /events``. Answers are compared
+with its caches. The session chooses the prompts; no choice here is random.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from waymark.simulator.publisher import SimulatedPublisher
 TENANTS = ("t-a", "t-b")
 MODEL_NAME = "m"
 SPACES = (Space(), Space(), Space(), Space("adapter"), Space(None, ("salt",)))
-"""The adapter and salt that a request may name; most name neither."""
+"""The adapters and salts that requests name; most requests name neither."""
 ADAPTER_ID = 1
-"""The number by which old engines name the adapter."""
+"""The id that old engines send in place of the adapter's name."""
 ALL_SPACES = tuple(sorted({*SPACES, Space(lora_id=ADAPTER_ID)}, key=repr))
 _WITHOUT_NAMES = ("vllm-list-6", "vllm-list-7")
-"""The dialects that have the number of an adapter and no salt."""
-#: More than an engine publishes in a session.
+"""The dialects whose events have the id of an adapter, and no salt."""
+#: More batches than an engine publishes in a session.
 ALL_BATCHES = 1_000_000
 HEARD_SECONDS = 20.0
 _KINDS = {"vllm": "vLLM", "sglang": "SGLang", "standard": "standard"}
@@ -43,18 +43,18 @@ _KINDS = {"vllm": "vLLM", "sglang": "SGLang", "standard": "standard"}
 
 @dataclass(frozen=True)
 class Spec:
-    """A publisher, as it is registered and as its engine is built."""
+    """The description of a publisher: its registration, and how its engine is built."""
 
     instance: str
     dialect: str
     tenant: str = TENANTS[0]
     rank: int = 0
     more_ranks: int = 0
-    """The ranks besides the registered one that publish over the same socket, and are known from their batches only."""
+    """The number of further ranks that publish over the same socket, and are known only from their batches."""
     is_pool: bool = False
     is_http: bool = False
     buffer_batches: int = ALL_BATCHES
-    """The number of batches in a replay; 0: no replay endpoint."""
+    """The number of batches that a replay can have; 0 for an engine without a replay endpoint."""
     lora_name: str | None = None
     gpu_blocks: int = 60
     cpu_blocks: int = 0
@@ -85,7 +85,7 @@ class Spec:
 
 
 def draw(rng: random.Random, block_size: int = BLOCK_SIZE) -> list[Spec]:
-    """Return publishers of every kind, in two tenants with the same names."""
+    """Return publishers of every kind, in two tenants that use the same names."""
     a, b = rng.sample(TENANTS, 2)
 
     def vllm() -> str:
@@ -115,16 +115,18 @@ def draw(rng: random.Random, block_size: int = BLOCK_SIZE) -> list[Spec]:
 
 
 class Publisher:
-    """One engine. Open it, register it, and let it begin before use."""
+    """One engine. Before use it has to be opened and registered, and ``begin`` has to be called."""
 
     def __init__(self, spec: Spec, seed: int) -> None:
         self.spec = spec
         self.lock = asyncio.Lock()
-        """Held while its sockets or its life change: blocks stored meanwhile would be in its caches alone."""
+        """Held while the sockets or the life of the engine change: blocks stored in the meantime would only be in its
+        caches."""
         self.excuse = ""
-        """Why batches may have been lost since this publisher was last known exactly; empty if none can be lost."""
+        """The reason why batches may have been lost since this publisher was last known exactly; empty if none can be
+        lost."""
         self.suspects: set[Held] = set()
-        """The blocks that may still be in the index if batches were lost: all since this publisher was last known
+        """The blocks that may still be in the index if batches were lost: all that it had since it was last known
         exactly."""
         is_standard, is_sglang = spec.dialect.startswith("standard"), spec.dialect.startswith("sglang")
         self.caches = {
@@ -173,8 +175,8 @@ class Publisher:
     # ---- actions of the engine --------------------------------------------------------------------------
 
     def prefill(self, tokens: Tokens, rank: int, space: Space) -> set[Held]:
-        """Put a prompt into the cache of one rank, and publish the events. Return the blocks that they may add to the
-        index."""
+        """Put a prompt into the cache of one rank, and publish the events. Return the blocks that the events may add to
+        the index."""
         ranks = sorted(self.caches)
         rank = ranks[rank % len(ranks)]
         salt = space.salts[0] if space.salts and self.spec.names_adapters else None
@@ -197,7 +199,7 @@ class Publisher:
         await self.begin()
 
     async def begin(self) -> None:
-        """Publish the first events of an engine; one without a replay endpoint waits until it has a subscriber."""
+        """Publish the first events of the engine. Without a replay endpoint, wait for a subscriber first."""
         if self._socket is not None and not self.spec.buffer_batches:
             socket = self._socket
             await wait_until(lambda: socket.subscribers > 0, f"{self.spec.label} is heard", HEARD_SECONDS)
@@ -205,7 +207,7 @@ class Publisher:
             self.clear()
 
     def send_empty_batch(self) -> None:
-        """Send a batch without events. When it is applied, all batches before it are, too."""
+        """Send a batch without events. When it is applied, all earlier batches are applied, too."""
         self.socket.publish([], ts=time.time(), rank=self.spec.rank)
 
     @property
@@ -228,8 +230,9 @@ class Publisher:
             for prefix in prefixes
         }
 
-    def is_exact_now(self) -> None:
-        """Note that the index has exactly the blocks of the caches. From now on each may change its medium."""
+    def mark_exact(self) -> None:
+        """Record that the index has exactly the blocks of the caches. From now on each block may move to another
+        medium."""
         self.excuse = ""
         self.suspects = {
             held._replace(place=held.place._replace(medium=medium))
@@ -268,7 +271,8 @@ def _socket(spec: Spec, encoder: Encoder) -> SimulatedPublisher:
 
 
 class Sender:
-    """Standard events by ``POST /events``: each stream of the envelope in its own order, and again from a gap on."""
+    """A sender of standard events by ``POST /events``: each stream of the envelope in its own order, and after a gap
+    again from the event that is missing."""
 
     POST_EVENTS = 16
 
@@ -284,7 +288,7 @@ class Sender:
             self._told.setdefault(stream, []).append(document)
 
     def due(self) -> tuple[tuple[Any, ...], Sequence[Mapping[str, Any]]] | None:
-        """Return a stream and its next events; None if all are acknowledged."""
+        """Return a stream with unacknowledged events, and its next events; None if all events are acknowledged."""
         for stream, documents in self._told.items():
             done = self._acknowledged[stream]
             if done < len(documents):
@@ -295,5 +299,5 @@ class Sender:
         self._acknowledged[stream] += count
 
     def go_back(self, stream: tuple[Any, ...], event_id: int) -> None:
-        """Go back to the event that the index expects next; ids of a stream begin at 1."""
+        """Go back to the event that the index expects next. The ids of a stream begin at 1."""
         self._acknowledged[stream] = event_id - 1

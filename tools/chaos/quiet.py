@@ -1,5 +1,4 @@
-"""A quiet point: every process runs, all batches are applied, and every answer is equal to the caches of the
-engines."""
+"""A quiet point: every process runs, all batches are applied, and every answer must match the caches of the engines."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from tools.chaos.trace import Deadline, Trace
 
 SETTLE_SECONDS = 30.0
 ANSWER_SECONDS = 4.0
-#: Workers search the fences of the shards of all groups in this time.
+#: Within this time workers search the fences of the shards of all groups.
 LEFTOVERS_SECONDS = 40.0
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.1
@@ -55,14 +54,14 @@ class Quiet:
     async def compare(self, *, is_strict: bool = False) -> list[Publisher]:
         """Compare all answers with the caches. Return the publishers that may have lost batches and report it.
 
-        With ``is_strict`` no publisher whose stream stayed with one worker has lost any, whatever its status; on a busy
-        machine a lease may expire without any fault.
+        With ``is_strict`` only a stream that changed its worker may have lost batches, whatever the status of the
+        others. On a busy machine a lease may expire without any fault.
         """
-        await self._controller.restored()
+        await self._controller.restore()
         for publisher in self._publishers:
             if publisher.sender is not None:
                 if self._controller.has_lost_writes:
-                    publisher.clear()  # it cannot know which blocks the index has lost, so it begins again
+                    publisher.clear()  # the sender cannot know which blocks the index has lost, so it clears its cache
                 await self._controller.send_events(publisher)
                 if publisher.sender.due() is not None:
                     raise Mismatch(f"{publisher.spec.label} is listed, and its events are not taken")
@@ -77,11 +76,12 @@ class Quiet:
         await self._agree(unknown, states)
         for publisher in self._publishers:
             if publisher not in unknown:
-                publisher.is_exact_now()
+                publisher.mark_exact()
         return unknown
 
-    async def is_clean(self) -> None:
-        """Wait until nothing is left of holders and publishers that are gone, except holders that are to be swept."""
+    async def wait_until_clean(self) -> None:
+        """Wait until nothing is left of holders and publishers that are gone, apart from holders that are still to be
+        swept."""
         deadline = Deadline(LEFTOVERS_SECONDS)
         while True:
             found = {tenant: await inside.leftovers() for tenant, inside in self._insides.items()}
@@ -95,10 +95,8 @@ class Quiet:
     # ---- until all is applied --------------------------------------------------------------------------
 
     async def _settled(self) -> dict[Publisher, dict[str, Any]]:
-        """Wait until every stream is as far as its engine, all in one answer. Return the state of each, as in
-        ``/workers``.
-
-        A stream may have another worker a moment later, and then does not report its losses.
+        """Wait until one answer of ``/workers`` shows every stream at the last batch of its engine. Return the states
+        from that answer: if a stream changes its worker a moment later, it no longer reports its losses.
         """
         streams = waiting = [each for each in self._publishers if each.sender is None]
         states: dict[Publisher, dict[str, Any]] = {}
@@ -108,8 +106,8 @@ class Quiet:
             if time.monotonic() - beaten > _BEAT_SECONDS:
                 beaten = time.monotonic()
                 for publisher in waiting:
-                    # A stream that is as far as its engine, but not yet complete, asks the engine once the engine is
-                    # silent.
+                    # No batch for a stream that has the last batch but misses an earlier one: it asks for a replay once
+                    # its engine is silent.
                     if states.get(publisher, {}).get("watermark") != publisher.last_seq:
                         publisher.send_empty_batch()
             states = await self.states()
@@ -132,7 +130,7 @@ class Quiet:
         return state.get("watermark") == publisher.last_seq and state.get("status") in statuses
 
     async def states(self) -> dict[Publisher, dict[str, Any]]:
-        """Return the progress of each stream, as in ``/workers``."""
+        """Return the progress of each stream, from ``/workers``."""
         rows = (await answered(lambda: self._crew.up[0].get("/workers")))["publishers"]
         by_name = {(row["instance_id"], row["tenant_id"], row["dp_rank"]): row for row in rows}
         named = {each: by_name.get(each.spec.name.rank) for each in self._publishers}
@@ -197,11 +195,11 @@ class Quiet:
 
         tasks = [walk(replica, *question) for replica in replicas for question in questions]
         self.asked += len(tasks)
-        # A difference is printed as ``tenant, prompt, of whom: instance: what``.
+        # A difference is printed as ``tenant, prompt of replica: instance: difference``.
         return [line.replace(", of ", " of ", 1) for lines in await asyncio.gather(*tasks) for line in lines]
 
     async def _wrong_inside(self, bounds: Mapping[str, Bounds]) -> list[str]:
-        """Return the errors that no query can show: blocks after missing ones."""
+        """Return the errors that no query can show: those in blocks after missing ones."""
         wrong: list[str] = []
         for tenant, inside in self._insides.items():
             blocks = sorted(bounds[tenant].blocks(), key=repr)
@@ -214,7 +212,7 @@ class Quiet:
 
 
 async def ask(replica: Api, tenant: str, tokens: Tokens, space: Space, block_size: int) -> dict[str, Any]:
-    """Return the rows of an answer."""
+    """Query a replica. Return the rows of its answer."""
     fields: dict[str, Any] = {"model": MODEL_NAME, "tenant_id": tenant}
     fields |= {"lora_name": space.lora_name, "lora_id": space.lora_id}
     if space.salts:

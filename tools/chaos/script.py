@@ -15,7 +15,7 @@ from tests.model import Space, Tokens
 from tools.chaos.model import BLOCK_SIZE
 from tools.chaos.publishers import SPACES, TENANTS, Spec
 
-#: For each fault: the resource that it occupies, and its frequency.
+#: For each fault: the resources that it occupies, and its relative frequency.
 FAULTS: dict[str, tuple[tuple[str, ...], int]] = {
     "worker ended": (("worker",), 3),
     "worker killed": (("worker",), 3),
@@ -51,13 +51,15 @@ FAULTS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 
 BIG_PROMPT_BLOCKS = 36
-#: These faults need a proxy between a process and Redis; a Cluster redirects its clients past one.
+#: These faults need a proxy between a process and Redis. A Cluster has none, because it redirects its clients to the
+#: nodes.
 ON_A_LINE = {name for name, (takes, _) in FAULTS.items() if "line" in takes[0]} | {"replica cut off", "replica unheard"}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of the script. Numbers are taken modulo the count of candidates, or as a share of the usual value."""
+    """A fault of the script. ``target`` is taken modulo the number of candidates; ``size`` and ``other`` scale the
+    fault."""
 
     what: str
     target: int
@@ -91,8 +93,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Round:
-    """Steps and a quiet point, after which publishers that may have lost batches continue, or restart to be exact
-    again.
+    """Steps and a quiet point. After it, publishers that may have lost batches continue, or restart so that they are
+    known exactly again.
     """
 
     number: int
@@ -102,7 +104,7 @@ class Round:
 
 
 def settings(rng: random.Random, *, is_cluster: bool = False) -> dict[str, Any]:
-    """Return the settings of all processes of a session. Groups of several shards are for a Cluster."""
+    """Return the settings of all processes of a session."""
     return {
         "lease_seconds": rng.choice((1, 2)),
         "redis_timeout_seconds": rng.choice((0.5, 1)),
@@ -115,15 +117,14 @@ def settings(rng: random.Random, *, is_cluster: bool = False) -> dict[str, Any]:
 
 
 def block_size(seed: int) -> int:
-    """Return the block size: one token in a quarter of the sessions."""
+    """Return the block size, which is one token in a quarter of the sessions."""
     return random.Random(f"{seed}/block size").choice((1, BLOCK_SIZE, BLOCK_SIZE, BLOCK_SIZE))
 
 
 def prompts(rng: random.Random) -> dict[str, list[Tokens]]:
-    """Return the prompts of each tenant: some that both tenants have, with three beginnings, and some that only one
-    has.
-
-    Many continue one beginning, in more blocks than a row has slots; and one of them continues into another row.
+    """Return the prompts of each tenant: some that both tenants have, and some that only one has. They share three
+    beginnings. Many continue the same beginning, with more blocks in total than a row has slots; and some continue into
+    another row.
     """
     beginnings = [_some(rng, 3), _some(rng, 3), _some(rng, 30)]
     common = [rng.choice(beginnings[1:]) + _some(rng, rng.randint(1, 5)) for _ in range(8)]
@@ -137,14 +138,14 @@ def prompts(rng: random.Random) -> dict[str, list[Tokens]]:
 
 
 def big_prompts(rng: random.Random) -> list[Tokens]:
-    """Return prompts for the publisher with many blocks: of several rows, a third of them with one beginning that fills
-    a row."""
+    """Return prompts of several rows for the publisher with many blocks. A third of them share a beginning that ends
+    inside a row."""
     beginning = _some(rng, 11)
     return [beginning * (i % 3 == 0) + _some(rng, BIG_PROMPT_BLOCKS) for i in range(60)]
 
 
 def lone(seed: int, block_size: int) -> Spec:
-    """Return the publisher whose frames differ in their blocks only, and come one by one."""
+    """Return the publisher whose frames differ only in their blocks, and are sent one by one."""
     rng = random.Random(f"{seed}/lone")
     dialect = rng.choice(("vllm-map", "vllm-list-12", "sglang-map"))
     return Spec("lone", dialect, rng.choice(TENANTS), gpu_blocks=rng.choice((60, 400)), block_size=block_size)
@@ -164,7 +165,7 @@ def _some(rng: random.Random, blocks: int) -> Tokens:
 def rounds(
     seed: int, publishers: int, *, only: Sequence[str] = (), is_cluster: bool = False, batches: int = 160
 ) -> Iterator[Round]:
-    """Yield rounds without end; the first has no faults."""
+    """Yield an endless series of rounds; the first one has no faults."""
     names = [name for name in FAULTS if (not only or name in only) and not (is_cluster and name in ON_A_LINE)]
     number = step = 0
     while True:

@@ -1,4 +1,5 @@
-"""One session: processes, engines, bursts and faults by the script of its seed, and quiet points in between."""
+"""One session: its processes and engines, with bursts and faults by the script of its seed, and quiet points in
+between."""
 
 from __future__ import annotations
 
@@ -37,12 +38,12 @@ PROBE_SECONDS = 0.05
 LEASE_SECONDS_MAX = 15
 REDIS_TIMEOUT_SECONDS_MAX = 5.0
 BUSY_PATIENCE = 5.0
-"""From this factor on the machine is so busy that a lease of one second ends again and again in the middle of a costly
-frame, so that no worker finishes it."""
+"""At this factor of ``patient`` the machine is so busy that a lease of one second expires in the middle of each costly
+frame, and no worker finishes such a frame."""
 KEEP_SECONDS = 60.0
 LONE_PAUSE_SECONDS = 0.01
 NEIGHBOURS_EVERY = 3
-"""The number of rounds between two comparisons of publishers behind costly frames."""
+"""Publishers behind costly frames are compared once in this many rounds."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,18 @@ class Options:
     seed: int
     seconds: float = 75.0
     rounds: int | None = None
-    """The most rounds besides the first, which has no faults."""
+    """The bound on the rounds after the first one, which has no faults; None for no bound."""
     is_cluster: bool = False
     only: Sequence[str] = ()
-    """The only faults."""
+    """The faults that may occur; empty for all."""
     without: Sequence[str] = ()
     """The instances that get no publishers."""
     batches: int = 160
     is_loud: bool = False
     tell: Callable[[str], None] | None = None
-    """Called with each line of the trace."""
+    """A function that is called with each line of the trace."""
     keep: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
-    """The directory for the file of a session that differs."""
+    """The directory for the evidence of a session with a difference."""
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Session:
         """All published blocks: no other block may be in any answer, at any time."""
 
     async def run(self) -> Outcome:
-        """Run the whole session. Raise ``Mismatch`` if an answer is wrong or a process has ended."""
+        """Run the whole session. Raise ``Mismatch`` if an answer is wrong or a process has ended by itself."""
         options, trace = self._options, self.trace
         trace(
             f"seed {options.seed}: block_size {self._block_size}, "
@@ -129,7 +130,7 @@ class Session:
                 await controller.register(publisher)
             for publisher in self._publishers:
                 await publisher.begin()
-            controller.quiet()
+            controller.reset()
             keeps = self._settings["on_gap"] == "keep"
             insides = {tenant: Inside(redis, tenant, self._block_size) for tenant in TENANTS}
             quiet = Quiet(
@@ -164,12 +165,12 @@ class Session:
                     await neighbours.compare()
                 if prober.done():
                     prober.result()
-            await quiet.is_clean()
+            await quiet.wait_until_clean()
             trace("nothing is left of the dead")
         return self.outcome
 
     def _keeping(self, crew: Crew, redis: Backend) -> Callable[..., Awaitable[None]]:
-        """Write the evidence at the end of a session with a difference, while the processes still run."""
+        """Return an exit callback that writes the evidence of a difference, while the processes still run."""
 
         async def keep(kind: object, error: BaseException | None, trace: object) -> None:
             if isinstance(error, AssertionError | pytest.fail.Exception | BaseExceptionGroup):
@@ -178,7 +179,7 @@ class Session:
                         self.kept = await evidence.keep(
                             self._options.keep, self._options.seed, error, self.trace, crew, redis, self._publishers
                         )
-                except Exception as exc:  # the finding matters more than its file
+                except Exception as exc:  # the difference matters more than its evidence
                     self.trace(f"what is known could not be kept: {exc!r}")
 
         return keep
@@ -207,7 +208,7 @@ class Session:
         self.outcome.answers = quiet.asked
         took = self.trace.seconds - at
         self.trace(f"quiet point {round_.number}: all answers are right after {took:.1f} s, unknown: {told(unknown)}")
-        controller.quiet()
+        controller.reset()
         for publisher in self._publishers:
             publisher.excuse = publisher.excuse or self._lasting_excuse(publisher)
         if round_.is_renewed:
@@ -215,7 +216,7 @@ class Session:
                 await self._renew(publisher)
 
     async def _renew(self, publisher: Publisher) -> None:
-        """Start the engine as a new process, all of whose batches arrive from the first one on."""
+        """Restart the engine, so that all batches of its new life arrive."""
         async with publisher.lock:
             await publisher.restart()
             publisher.send_empty_batch()
@@ -229,7 +230,7 @@ class Session:
         )
 
     async def _burst(self, step: script.Step, controller: Controller) -> None:
-        """Let all engines work, by the script."""
+        """Let all engines serve the prompts of the script, and publish their events."""
         pause = step.seconds / len(step.burst)
         for prefill in step.burst:
             publisher = self._honest[prefill.publisher]
@@ -242,7 +243,7 @@ class Session:
                 await controller.send_events(publisher)
 
     async def _send_lone(self, publisher: Publisher, step: script.Step) -> None:
-        """Let an engine publish one frame after the other, each of which has time to be applied by itself."""
+        """Let an engine publish one frame after the other, with enough time to apply each one by itself."""
         rng, size = random.Random(f"{self._options.seed}/lone {step.number}"), self._block_size
         prompts = self._lone_prompts + self._prompts[publisher.spec.tenant]
         for _ in range(int(step.seconds / LONE_PAUSE_SECONDS)):
@@ -261,8 +262,8 @@ class Session:
     # ---- at all times ----------------------------------------------------------------------------------
 
     async def _probe(self, crew: Crew) -> None:
-        """Send queries all the time: each is answered unless Redis is unavailable, and no answer has blocks that an
-        engine never had.
+        """Send queries all the time. Each must be answered unless Redis is unavailable, and no answer may have blocks
+        that an engine never had.
         """
         rng = random.Random(f"{self._options.seed}/probe")
         async with httpx.AsyncClient(timeout=patient(30.0), trust_env=False) as client:

@@ -11,8 +11,8 @@ _LINES_KEPT = 40
 
 
 class Trace:
-    """The trace of a session, called with each line; ``lines`` has the last lines, ``all`` has all of them. ``is_loud``
-    prints each at once, and ``tell`` is called with each.
+    """The trace of a session. A call adds a line; ``lines`` has the last lines, and ``all`` has all of them. With
+    ``is_loud`` each line is printed at once; ``tell`` is called with each line.
     """
 
     def __init__(self, *, is_loud: bool = False, tell: Callable[[str], None] | None = None) -> None:
@@ -39,7 +39,7 @@ class Trace:
 
 
 class Deadline:
-    """A deadline, given for a quiet machine."""
+    """A deadline in seconds on a quiet machine; a busy machine gets more time."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -4,11 +4,11 @@
         [--dynamo-python PYTHON]
 
 Nothing is downloaded: each option names an existing copy, and PYTHON has the modules that the clients import (fastapi,
-uvicorn, httpx, msgpack; for PyMotor: requests, Pillow and its listed requirements). Each engine gets one prompt
-directly. Then each client is asked for both prompts, in an order that engines in turn would not produce, and must
-choose the engine that has the prompt, every time. The configuration of each client is written here; its code is run
-unchanged. ``--dynamo-python`` names a Python with ai-dynamo-runtime, whose services recover from Waymark as their peer:
-they must start, and know its groups.
+uvicorn, httpx, msgpack; for PyMotor also requests, Pillow and the requirements that it lists). Each engine gets one
+prompt directly. Then each client gets requests with both prompts, in an order that round robin would not produce, and
+must choose the engine that has the prompt every time. The configuration of each client is written here; its code runs
+unchanged. ``--dynamo-python`` names a Python with ai-dynamo-runtime. Its services recover from Waymark as from a peer
+of their own kind: they must start, and know Waymark's groups.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from waymark.simulator.http import EngineHttp
 from waymark.simulator.workload import SimulatedPrompt, tokens_of_text
 
 MODEL, BLOCK_SIZE = "m", 16
-#: The engine whose prompt each request has; the order differs from engines in turn.
+#: For each request, the number of the engine that has its prompt; the order differs from round robin.
 ORDER = [1, 1, 0, 1, 0, 0]
 SETTLE_SECONDS = 20.0
 TEXTS = tuple(" ".join(f"{letter}{n}" for n in range(200)) for letter in "ab")
@@ -60,7 +60,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The services of a client's run."""
+    """The services with which a client runs."""
 
     waymark: str
     engines: tuple[Engine, Engine]
@@ -69,7 +69,8 @@ class Bench:
     python: str
 
     async def requests_through(self, url: str) -> Chosen:
-        """Request completions of both texts. The engines themselves report which of them computed each."""
+        """Request completions of both texts through a client. Return the chosen engines, according to the engines
+        themselves."""
         chosen = []
         async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
             for text in (TEXTS[n] for n in ORDER):
@@ -82,7 +83,7 @@ class Bench:
 
 
 async def proxy(file: Path, bench: Bench) -> Chosen:
-    """Run Mooncake's cache-aware proxy, in JSON or in msgpack: it registers the engines by itself."""
+    """Run Mooncake's cache-aware proxy, which speaks JSON or msgpack, and registers the engines by itself."""
     shared = {
         "modelname": MODEL,
         "block_size": BLOCK_SIZE,
@@ -115,7 +116,7 @@ async def proxy(file: Path, bench: Bench) -> Chosen:
 
 
 async def prototype(file: Path, bench: Bench) -> Chosen:
-    """Run the proxy of the Go prototype: it only sends queries, so the engines are registered first."""
+    """Register the engines, and run the proxy of the Go prototype, which only sends queries."""
     await _register(bench)
     urls = [each.url.removeprefix("http://") for each in bench.engines]
     return await _served(
@@ -144,7 +145,8 @@ async def _served(file: Path, bench: Bench, *words: str) -> Chosen:
         return await bench.requests_through(url)
 
 
-#: Run by PYTHON in PyMotor's directory. It registers as the coordinator does, and ranks by its own policy.
+#: A script for PYTHON in PyMotor's directory. It registers as PyMotor's coordinator does, and ranks by PyMotor's
+#: policy.
 _PYMOTOR = """
 import json, os, sys
 from types import SimpleNamespace
@@ -173,7 +175,7 @@ ConductorApiClient.unregister_kv_instance(instances)
 
 
 async def pymotor(directory: Path, bench: Bench) -> Chosen:
-    """Run MindIE PyMotor of June: its client and its policy, without the coordinator around them."""
+    """Run the client and the policy of MindIE PyMotor, in its version of June, without the coordinator."""
     address = httpx.URL(bench.waymark)
     hosts = [each.events.removeprefix("tcp://").split(":") for each in bench.engines]
     given = {
@@ -214,7 +216,8 @@ async def pymotor(directory: Path, bench: Bench) -> Chosen:
 
 
 async def _said(running: asyncio.subprocess.Process, word: str) -> str:
-    """Return the rest of the next line that begins with ``word``; the client logs to the same pipe."""
+    """Return the rest of the next line that begins with ``word``. Other lines are the client's log, which goes to the
+    same pipe."""
     assert running.stdout is not None
     while line := (await running.stdout.readline()).decode():
         first, _, rest = line.strip().partition(" ")
@@ -223,7 +226,7 @@ async def _said(running: asyncio.subprocess.Process, word: str) -> str:
     raise SystemExit("PyMotor's client has ended")
 
 
-#: Dynamo's services that fetch blocks from a peer when they start, and the flag that names it.
+#: Dynamo's services that fetch blocks from a peer when they start -> the flag that names the peer.
 PEERS = {"dynamo.indexer": "--peers", "dynamo.select_service": "--indexer-peers"}
 
 
@@ -271,7 +274,7 @@ Client = Callable[[Bench], Awaitable[Chosen]]
 
 
 async def run(name: str, client: Client, python: str, **settings: str) -> Chosen:
-    """Run one client against a fresh Waymark and fresh engines, and print the outcome."""
+    """Run one client with a new Waymark and new engines, and print the outcome."""
     port = unused_port()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
@@ -298,7 +301,7 @@ async def _engine(stack: AsyncExitStack, number: int, events: str) -> Engine:
 async def _all(arguments: argparse.Namespace) -> bool:
     named: list[tuple[str, Client, dict[str, str]]] = []
     for file in arguments.proxy:
-        # The proxy that was merged first sends JSON, and needs the newer shape.
+        # The version of the proxy that was merged first sends JSON, and needs the newer form of answers.
         is_packed = "application/msgpack" in file.read_text(encoding="utf-8")
         settings = {} if is_packed else {"WAYMARK_CONDUCTOR_SHAPE": "instances"}
         form = "msgpack" if is_packed else "JSON"

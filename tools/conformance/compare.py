@@ -1,11 +1,11 @@
-"""Compares the Dynamo API with ``dynamo.indexer`` itself: the same streams into both, the same questions to both.
+"""Compares the Dynamo API with ``dynamo.indexer`` itself: both get the same streams and the same requests.
 
     python -m tools.conformance.compare [--dynamo-python PYTHON] [--sessions N] [--output FILE]
 
-A session is random and has a seed: workers of several ranks and engines, with small caches, so that blocks move from
-GPU to CPU to disk and are removed; now and then a cache is cleared, or a rank leaves. After every few prompts both are
-asked about all of them until their answers are the same or the time is over. An answer that stays different is a
-difference: deliberate ones are named below, and any other ends the run with code 1.
+A session is random and has a seed: workers with several ranks and kinds of engines, and with small caches, so that
+blocks move from GPU to CPU to disk and are removed; now and then a cache is cleared, or a rank leaves. After every few
+prompts all prompts are queried on both until the answers are the same or the time is over. An answer that stays
+different is a difference: deliberate ones are named below, and any other ends the run with code 1.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from waymark.simulator.workload import SimulatedPrompt, conversations
 
 RELEASE = "1.6.1"
 SETTLE_SECONDS = 5.0
-#: The pause before questions whose answers may differ: differences while events are under way do not count.
+#: The pause before queries whose answers may differ on purpose, because differences while events are in transit do not
+#: count.
 SETTLED_SECONDS = 1.0
 STEPS, ASK_EVERY = 60, 12
 DIALECTS = ("vllm-map", "vllm-map-wide", "vllm-list-7", "vllm-list-12", "sglang-map", "sglang-list-7")
 MODEL = "m"
 
-#: The deliberate differences: a name for each, and the reason.
+#: The deliberate differences: name -> reason.
 ON_PURPOSE = {
     "copies": "engines report every copy of a block that enters or leaves. There the answers drift from what is in the "
     "caches; here copies are counted",
@@ -53,14 +54,14 @@ ON_PURPOSE = {
     "within one engine only",
     "unsigned hashes": "here `/query_by_hash` takes hashes from 2^63 on; there they must be negative numbers",
 }
-#: The kinds of sessions, in turn: in the first everything must be equal; the others contain something that differs on
-#: purpose. If the answers to a query differ in those, ours must be equal to the engines' caches.
+#: The kinds of sessions, used in turn. In the first kind all answers must be equal; the others contain something that
+#: differs on purpose. If the answers to a query differ there, ours must match the engines' caches.
 KINDS = ("plain", "copies", "own hashes")
 
 
 @dataclass
 class Rank:
-    """One registered socket: an engine of which one cache is used."""
+    """One registered socket, with an engine that uses one cache."""
 
     instance_id: int
     dp_rank: int
@@ -70,7 +71,7 @@ class Rank:
 
 @dataclass
 class Findings:
-    """The numbers of answers that were compared and equal, and the differences by name."""
+    """The number of compared answers by request, and the number of differences by name."""
 
     compared: Counter[str] = field(default_factory=Counter)
     differences: Counter[str] = field(default_factory=Counter)
@@ -101,9 +102,8 @@ class Pair:
         truth: Any = None,
         on_purpose: str | None = None,
     ) -> None:
-        """Send one question until the answers are the same or ``seconds`` are over.
-
-        They may differ if our answer is ``truth``, that of the engines' caches, and for the reason ``on_purpose``.
+        """Send a request to both until the answers are the same or ``seconds`` are over. They may differ if our answer
+        is ``truth``, the answer by the engines' caches, or for the reason ``on_purpose``.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
@@ -124,7 +124,7 @@ class Pair:
 
 
 def _read(answer: httpx.Response) -> Any:
-    """Return status and content; lists without an order are sorted."""
+    """Return the status and the content of an answer. A list is sorted, because its order has no meaning."""
     try:
         content = answer.json()
     except ValueError:
@@ -135,7 +135,7 @@ def _read(answer: httpx.Response) -> Any:
 
 
 def _name(path: str, theirs: Any, ours: Any) -> str:
-    """Return the name of a difference: the first deliberate one that fits, otherwise the differing part."""
+    """Return the name of a difference: the path, and the part of the answers that differs."""
     if theirs[0] != ours[0]:
         return f"{path}: status {theirs[0]} there, {ours[0]} here"
     if theirs[0] >= 400:
@@ -173,8 +173,8 @@ async def session(seed: int, findings: Findings, python: str) -> None:
         prompts = conversations(seed, open_at_once=6, system_tokens=64, turn_tokens=(8, 64))
         for step, prompt in enumerate(islice(prompts, STEPS), 1):
             if kind != "copies":
-                # The last block of a cached prompt would be computed again, as a copy. With these tokens no prompt is
-                # cached.
+                # The last block of a cached prompt would be computed again, as a copy. These tokens ensure that no
+                # prompt is cached.
                 prompt = SimulatedPrompt(prompt.tokens + tuple(range(step << 16, (step << 16) + block_size)))
             asked.append(prompt)
             rank = rng.choice([rank for rank in ranks if rank.is_registered])
@@ -193,7 +193,7 @@ async def session(seed: int, findings: Findings, python: str) -> None:
 
 
 def _engine(rng: random.Random, block_size: int, kind: str, instance_id: int, dp_rank: int) -> SimulatedEngine:
-    """Return an engine with a socket of its own, of any kind whose events both services can use."""
+    """Return an engine with a socket of its own, of a random kind whose events both services can use."""
     dialect = rng.choice(DIALECTS)
     has_tiers = dialect.startswith("sglang")  # vLLM publishes blocks off the GPU without their tokens
     cache = PrefixCache(
@@ -207,7 +207,7 @@ def _engine(rng: random.Random, block_size: int, kind: str, instance_id: int, dp
         removals_together=has_tiers,
     )
     publisher = SimulatedPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", encoder=Encoder(dialect))
-    # The rank of a cache is the rank in its batches.
+    # The index of a cache is the rank in its batches.
     return SimulatedEngine(publisher, [cache] * (dp_rank + 1))
 
 
@@ -231,7 +231,7 @@ async def _ask_all(pair: Pair, prompts: list[SimulatedPrompt], block_size: int, 
             "POST", "/query", {"model_name": MODEL, "token_ids": tokens}, seconds=SETTLE_SECONDS, truth=truth
         )
         starts = range(0, len(tokens) - block_size + 1, block_size)
-        # A block alone, at the root: its seq_hash is its local hash.
+        # For a single block at the root the seq_hash is the local hash.
         hashes = [extend(None, token_bytes(tokens[at : at + block_size]), block_size)[0] for at in starts]
         signed = [number - 2**64 if number >= 2**63 else number for number in hashes]
         by_hash = {"model_name": MODEL, "block_hashes": signed}
@@ -239,7 +239,7 @@ async def _ask_all(pair: Pair, prompts: list[SimulatedPrompt], block_size: int, 
 
 
 def _truth(ranks: list[Rank], tokens: tuple[int, ...], block_size: int) -> dict[str, Any]:
-    """Return the answer to a query, counted in the engines' own caches."""
+    """Return the right answer to a query, counted in the engines' own caches."""
     chains = (frozenset({"GPU"}), frozenset({"GPU", "CPU"}), frozenset({"GPU", "CPU", "DISK"}))
     found: dict[str, dict[str, list[int]]] = {}
     for rank in ranks:
@@ -259,7 +259,7 @@ def _truth(ranks: list[Rank], tokens: tuple[int, ...], block_size: int) -> dict[
 
 
 async def _ask_the_rest(pair: Pair, ranks: list[Rank], block_size: int) -> None:
-    """Send requests that are refused, requests about unknown names, and unregistrations."""
+    """Send invalid requests, requests about unknown names, and unregistrations."""
     taken = next(rank for rank in ranks if rank.is_registered)
     same = _registration(taken, block_size)
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -296,7 +296,7 @@ async def _ask_the_rest(pair: Pair, ranks: list[Rank], block_size: int) -> None:
         await pair.ask("GET", "/workers")
 
 
-#: The section that this program does not write.
+#: The heading after which this program leaves the page unchanged.
 CLIENTS = "\n## Clients of these APIs"
 
 

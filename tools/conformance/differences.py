@@ -1,11 +1,11 @@
-"""The deliberate differences between the answers of ``dynamo.indexer`` and Waymark: a small case of each, run with
+"""The deliberate differences between the answers of ``dynamo.indexer`` and Waymark: runs a small case of each with
 both.
 
     python -m tools.conformance.differences [--dynamo-python PYTHON] [--only NAME] [--page FILE]
 
-``compare`` looks for differences in random sessions; here each known one has a name, a reason and the shortest history
-that shows it. At its end both services get the same request. Their answers are compared with those that are written
-here: a difference that has disappeared also ends the run with code 1.
+``compare`` looks for differences in random sessions; here each known difference has a name, a reason and the shortest
+history that shows it. At the end of the history both services get the same request. Their answers are compared with
+those written here, so a difference that has disappeared also ends the run with code 1.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from waymark.simulator.publisher import SimulatedPublisher
 
 RELEASE = "1.6.1"
 MODEL, BLOCK = "m", 4
-#: How long the request is repeated until both give the answers that are written here.
+#: The time limit for repeating a query until both give the answers written here.
 SETTLE_SECONDS = 10.0
 MARKS = ("<!-- differences -->", "<!-- /differences -->")
 
 
 class Both:
-    """Both services, a worker with one rank registered with each, and the batches of that worker."""
+    """Both services, and the socket of a worker with one rank, which is registered with both."""
 
     def __init__(self, theirs: httpx.AsyncClient, ours: httpx.AsyncClient, publisher: SimulatedPublisher) -> None:
         self.clients = (theirs, ours)
@@ -69,7 +69,7 @@ Play = Callable[[Both], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Case:
-    """One difference: the history, the request, and the answer of each service (see ``_said``)."""
+    """One difference: the history, the request, and the answer of each service, in the form of ``_said``."""
 
     name: str
     why: str
@@ -91,8 +91,8 @@ def tokens(count: int) -> list[int]:
 
 
 def stored(first: int, count: int, *, medium: str = "GPU", **more: Any) -> BlockStored:
-    """Return a store of blocks ``first`` to ``first + count - 1`` of the prompt 1, 2, 3, ...; the engine hash of block
-    i is 101 + i."""
+    """Return a store of the blocks ``first`` to ``first + count - 1`` of the prompt 1, 2, 3, ... The engine hash of
+    block i is 101 + i."""
     asked = tokens(first + count)[first * BLOCK :]
     hashes = tuple(range(101 + first, 101 + first + count))
     parent = 100 + first if first else None
@@ -108,13 +108,13 @@ def query(count: int, **more: Any) -> dict[str, Any]:
 
 
 async def _late(both: Both) -> None:
-    """Store before there is a subscriber."""
+    """Publish a store before there is a subscriber."""
     both.publish(stored(0, 2))
     await both.register()
 
 
 async def _restarted(both: Both) -> None:
-    """End the engine's process, and start it again with an empty cache."""
+    """Restart the engine's process with an empty cache."""
     await both.register()
     await both.subscribed()
     both.publish(stored(0, 4))
@@ -309,7 +309,7 @@ CASES: Sequence[Case] = (
 
 
 async def play(case: Case, directory: Path, python: str) -> tuple[Any, Any]:
-    """Return the answer of each service at the end of the case's history."""
+    """Play the history of a case with both services. Return the answer of each."""
     async with AsyncExitStack() as stack:
         theirs = await stack.enter_async_context(dynamo(directory, python, "dynamo.indexer"))
         ours = await stack.enter_async_context(waymark(directory))
@@ -330,7 +330,8 @@ async def play(case: Case, directory: Path, python: str) -> tuple[Any, Any]:
 
 
 async def _settled(client: httpx.AsyncClient, case: Case, expected: Any) -> Any:
-    """Return the answer. A query is repeated until its answer is the expected one or ``SETTLE_SECONDS`` are over."""
+    """Return the answer of one service. Repeat a query until its answer is the expected one or ``SETTLE_SECONDS`` are
+    over."""
     deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
     headers = {"content-type": "application/json"} | case.headers
     while True:
@@ -341,7 +342,8 @@ async def _settled(client: httpx.AsyncClient, case: Case, expected: Any) -> Any:
 
 
 def _said(answer: httpx.Response) -> Any:
-    """Return the tokens of worker 7 for a query, and otherwise the status, with the text of a refusal."""
+    """Return the tokens of worker 7 if the answer is that of a query; otherwise the status, with the text of a
+    refusal."""
     try:
         content = answer.json()
     except ValueError:
@@ -355,7 +357,7 @@ def _said(answer: httpx.Response) -> Any:
 
 
 def table() -> str:
-    """Return the page's table: the answer of each service to the request at the end of the case."""
+    """Return the table for the page: each case with the answers of both services."""
     lines = ["| What | There | Here | Why |", "|---|---|---|---|"]
     for case in CASES:
         theirs, ours = _shown(case.theirs), _shown(case.ours)

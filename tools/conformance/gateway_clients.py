@@ -2,13 +2,13 @@
 
     python -m tools.conformance.gateway_clients [--environment DIRECTORY] [--only NAME] [--suites [SECONDS]]
 
-The clients are installed into an environment of their own, which is made if it is not there. Without the packages the
-program ends with code 3 and the reason. Each client, with only its base URL changed, must list the model, chat, stream,
-and get the error of its own kind for an unknown model; the second turn of a conversation must find the first one in the
-cache of its engine. With ``--suites`` the SDKs' own tests of these paths, from their source distributions, are run
-against the gateway, too, each file for SECONDS at most. They were written for a server that makes answers up from the
-SDKs' specifications, so some of them need features that no engine has; the closing lines name them, with the errors
-that they got. Responses that these tests read were stored before, under the ids that they have.
+The clients are installed into an environment of their own, which is created if it does not exist. If the packages are
+not available, the program ends with code 3 and the reason. Each client, with only its base URL changed, must list the
+model, chat, stream, and raise its own kind of error for an unknown model; the second turn of a conversation must find
+the first one in the cache of its engine. With ``--suites`` the SDKs' own tests of these paths, from their source
+distributions, also run against the gateway, each file for SECONDS at most. They were written for a server that makes up
+answers from the SDKs' specifications, so some of them need features that no engine has; the closing lines name those
+tests and their errors. Responses that the tests read are stored first, under the ids that the tests use.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SUITE_PACKAGES = (
 )
 SECONDS = 300.0
 
-#: The beginning of each script. ``check`` prints a line for each check; an exception is its failure.
+#: The beginning of each script. ``check`` prints a line for each check, which fails if it raises an exception.
 _HEAD = """
 import json, os, sys
 url, text = sys.argv[1], " ".join(f"word{n}" for n in range(200))
@@ -180,7 +180,7 @@ check("unknown model", lambda: "does not exist" in run("prompt", "-m", "none", "
 """,
 }
 
-#: The SDKs' own tests of the paths that the gateway serves, and the tests among them that are for other paths.
+#: The SDKs' own tests of the paths that the gateway serves, and the tests in the same files to leave out.
 SUITES = {
     "openai": (
         "tests/api_resources/chat/test_completions.py tests/api_resources/test_completions.py "
@@ -191,11 +191,11 @@ SUITES = {
     ),
     "anthropic": ("tests/api_resources/test_messages.py", "", ""),
 }
-#: The models that tests import from other parts of an SDK.
+#: SDK -> the file outside its tests that has further names of models.
 MODELS_ELSEWHERE = {"anthropic": "src/anthropic/_data/deprecated_models.py"}
-#: The model of an engine that answers with the requested id, and the ids that the SDKs' tests read.
+#: The model of the engine whose responses have a requested id, and the ids that the SDKs' tests read.
 STORED_MODEL, STORED_IDS = "stored", ("resp_677efb5139a88190b512bc3fef8e535d", "response_id", "previous_response_id")
-#: A plugin of pytest that stores responses under these ids before each test that may read them.
+#: A pytest plugin that stores responses under these ids before each test that may read them.
 _PLUGIN = f"""
 import json, os, urllib.request
 import pytest
@@ -223,7 +223,8 @@ class Skipped(Exception):
 
 
 def environment(directory: Path, *, has_suites: bool) -> Path:
-    """Return the Python of an environment with the clients; make it if it is not there. Raise Skipped."""
+    """Return the Python of an environment with the clients, and create it if it does not exist. Raise Skipped if that
+    fails."""
     python = directory / "bin" / "python"
     wanted = [*PACKAGES, *(SUITE_PACKAGES if has_suites else ())]
     if not python.exists():
@@ -244,7 +245,7 @@ def _run(command: list[str]) -> None:
 
 
 def _versions(python: Path) -> dict[str, str] | None:
-    """Return the versions of the clients; None if one is not installed."""
+    """Return the versions of the clients; None if any is not installed."""
     code = (
         f"import json\nfrom importlib.metadata import version\nprint(json.dumps({{n: version(n) for n in {PACKAGES}}}))"
     )
@@ -267,7 +268,7 @@ async def _stored(request: web.Request) -> web.StreamResponse:
 
 @asynccontextmanager
 async def stored_responses() -> AsyncIterator[str]:
-    """Start an engine for responses that tests read later, and yield its URL."""
+    """Start an engine for the responses that tests read later, and yield its URL."""
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", _stored)
     runner = web.AppRunner(application, access_log=None)
@@ -281,8 +282,8 @@ async def stored_responses() -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def gateway(directory: Path, names: set[str]) -> AsyncIterator[str]:
-    """Start a gateway in front of two simulated engines, whose model has these further names, and of one whose
-    responses have given ids; yield its URL.
+    """Start a gateway in front of two simulated engines, whose model also has ``names``, and of one engine whose
+    responses have requested ids. Yield its URL.
     """
     async with AsyncExitStack() as stack:
         urls = []
@@ -311,7 +312,7 @@ async def gateway(directory: Path, names: set[str]) -> AsyncIterator[str]:
                     if is_read and {MODEL, STORED_MODEL} <= models:
                         break
                 except httpx.TransportError:
-                    pass  # not yet
+                    pass  # it is not up yet
                 await asyncio.sleep(0.1)
         yield url
 
@@ -383,13 +384,14 @@ async def suite(name: str, python: Path, folder: Path, url: str, seconds: float)
 
 
 def ending(output: str) -> str:
-    """Return how many tests passed and failed, from pytest's output; or the end of the output if it has no numbers."""
+    """Return the numbers of passed and failed tests in pytest's output, or the end of the output if it has no
+    numbers."""
     said = re.findall(r"^=*\s*(\d+ \w+\b.* in [\d.]+s.*?)\s*=*$", output, re.MULTILINE)
     return said[-1] if said else output[-300:]
 
 
 def failures(output: str) -> list[str]:
-    """Return a line for each test that failed, and one for each error with its count, of the output of pytest."""
+    """Return, from pytest's output, a line for each failed test, and a line with the count of each error."""
     failed = {
         re.sub(r"\[.*", "", line.split("::")[-1])
         for line in output.splitlines()
@@ -403,7 +405,7 @@ def failures(output: str) -> list[str]:
 
 
 async def run(arguments: argparse.Namespace) -> bool:
-    """Run all clients, and print a table. Return whether each check of each client passed."""
+    """Run all clients, and print a table. Return whether every check passed."""
     python = environment(arguments.environment.absolute(), has_suites=arguments.suites is not None)
     print(", ".join(f"{name} {version}" for name, version in (_versions(python) or {}).items()), flush=True)
     is_fine = True

@@ -2,9 +2,9 @@
 
     python -m tools.conformance.resolving [--events 1000000] [--seed 1] [--beside TREE]
 
-A session is one publisher of a random registration, with the frames that its kind sends: valid, unusual and broken
+A session is one publisher with a random registration, and with frames as its kind sends them: valid, unusual and broken
 ones. Every part, count, flag and plan goes into the digest of its session. ``TREE`` is another checkout, with its C
-module built. Exit code 1 if a session differs.
+module built. The program ends with code 1 if a session differs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Frames:
         return event
 
     def _run(self) -> tuple[list[int], int | None, list[int]]:
-        """Return consecutive blocks of a prompt: hashes, the hash before them, and tokens."""
+        """Return consecutive blocks of a prompt: their hashes, the hash of the block before them, and their tokens."""
         dice = self._dice
         prompt = dice.choice(self._prompts)
         start = 0 if dice.random() < 0.4 else dice.randrange(len(prompt))
@@ -102,7 +102,7 @@ class Frames:
 
     def _hash(self, blocks: list[int]) -> int:
         found = int.from_bytes(blake2b(bytes(blocks), digest_size=8).digest(), "big")
-        # So few hashes that some stand for two blocks.
+        # An untidy publisher has so few hashes that some stand for two blocks.
         return found if self._tidy else found % 250 + 1
 
     def _of_engine(self) -> Any:
@@ -247,7 +247,7 @@ class Session:
         self._of, self._options = of, options
         self._decode = decoder(of.kind, seed=SEED, ceilings=ceilings)
         self.resolver = self._resolver()
-        # The engines in front of a pool: their blocks are known by hash.
+        # The engines in front of a pool, whose blocks the pool names by hash alone.
         engine = Registration(
             **{f: getattr(of, f) for f in of.__slots__} | {"kind": EngineKind.VLLM, "scope": "instance"}
         )
@@ -282,8 +282,8 @@ class Session:
             self._note_parts(finish(resolver.resolve_waiting(self._seq + 1)))
 
     def _joined(self, batches: Sequence[Any], payloads: Sequence[bytes]) -> list[tuple[int, Any]]:
-        """Return the batches with their seqs; one batch stands for as many frames as it can, in a tree that supports
-        this."""
+        """Return the batches with their seqs. In a tree that supports it, one batch stands for as many frames as
+        possible."""
         joined: list[tuple[int, Any]] = []
         at = 0
         while at < len(batches):
@@ -339,7 +339,7 @@ class Session:
         self._note([resolver.memory.blocks_of(holder) for holder in resolver.holders.values()])
 
     def disturb(self, dice: random.Random) -> None:
-        """Disturb a stream with events other than frames."""
+        """Disturb the stream with something other than a frame."""
         resolver = self.resolver
         event = dice.choice(["life", "untrusted", "over", "takeover", "missing"])
         if event == "life":
@@ -362,14 +362,14 @@ class Session:
 
 
 def _resolved(resolver: Any, plan: Any, fold: Sequence[tuple[int, Any]]) -> Sequence[Any]:
-    """Resolve a fold; the resolver of an older tree takes one batch at a time."""
+    """Resolve a fold. The resolver of an older tree takes one batch at a time."""
     if "fold" in signature(resolver.resolve).parameters:
         return finish(resolver.resolve(plan, fold))
     return [part for i, (seq, batch) in enumerate(fold) for part in finish(resolver.resolve(plan, i, seq, batch))]
 
 
 def _kind(event: object) -> str:
-    """Return the kind of an event, whatever the name of its class."""
+    """Return the kind of an event; the names of the classes differ between trees."""
     return next(kind for kind in ("Stored", "Removed", "Cleared") if type(event).__name__.startswith(kind))
 
 
@@ -419,7 +419,7 @@ def recorded() -> Iterator[tuple[str, list[bytes]]]:
 
 
 def _payloads(value: Any) -> Iterator[bytes]:
-    """Yield every binary value inside, in order: the frames of a recording."""
+    """Yield every binary value in a recording, in order. These are its frames."""
     if isinstance(value, bytes):
         yield value
     elif isinstance(value, dict | list):
@@ -450,7 +450,7 @@ def recorded_sessions() -> Iterator[tuple[str, str, int]]:
 
 
 def sessions(seed: int, events: int) -> Iterator[tuple[str, str, int]]:
-    """Yield name, digest and number of events of each session, until there have been ``events`` events."""
+    """Yield the name, the digest and the number of events of each session, until there have been ``events`` events."""
     done = 0
     for found in recorded_sessions():
         done += found[2]
@@ -476,7 +476,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def compare(seed: int, events: int, beside: Path) -> int:
-    """Print the sessions whose results differ in the other tree."""
+    """Print the sessions whose results differ in the other tree. Return 1 if there are any."""
     here, there = (_lines_of(tree, seed, events) for tree in (FIXTURES.parents[1], beside))
     count = done = differing = 0
     for one, other in zip_longest(here, there, fillvalue=""):
@@ -490,8 +490,8 @@ def compare(seed: int, events: int, beside: Path) -> int:
 
 
 def _lines_of(tree: Path, seed: int, events: int) -> Iterator[str]:
-    """Yield the output of this program with the modules of a tree; without a fixed hash seed, the order of the members
-    of a set would differ.
+    """Yield the output of this program with the modules of a tree. The hash seed is fixed, so that sets have the same
+    order.
     """
     path = os.pathsep.join([str(tree / "app"), str(tree)])
     call = [sys.executable, __file__, f"--events={events}", f"--seed={seed}"]

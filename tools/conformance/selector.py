@@ -1,11 +1,11 @@
-"""Compares the Dynamo API's selector with ``dynamo.select_service`` itself: the same calls to both.
+"""Compares the selector of the Dynamo API with ``dynamo.select_service`` itself: both get the same calls.
 
     python -m tools.conformance.selector [--dynamo-python PYTHON] [--record FILE]
 
-The calls are chosen so that one worker is the only one, or the best by far: the choice between two equal workers is
-random in both. Two things differ on purpose and are left out: blocks that two requests share count for each of them
-here and once there, and a model whose last worker has left is not listed here any more. With ``--record`` the answers
-of the release are written, for the test that needs no download.
+In each call one worker is the only one, or the best by far, because both choose at random between equal workers. Two
+things differ on purpose and are left out: Waymark counts blocks that two requests share for each request, and the
+service counts them once; and Waymark no longer lists a model whose last worker has left. With ``--record`` the answers
+of the service are written to a file, for a test that needs no download.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from waymark.simulator.workload import SimulatedPrompt
 
 BLOCK_SIZE = 4
 TOKENS = list(range(100, 118))
-#: The fields whose values are new in each run, or belong to one of the two alone.
+#: The fields whose values differ in each run, or between the two services.
 FREE = ("selection_id", "sequence_hashes")
 SETTLE_SECONDS = 20.0
 HELD = "engine 1 holds the first three blocks of the prompt"
@@ -39,7 +39,8 @@ Step = tuple[str, str, Any]
 
 
 def steps(first: str, second: str) -> list[Step]:
-    """Return the method, path and body of every call; ``first`` and ``second`` are the sockets of two engines."""
+    """Return the method, the path and the body of every call. ``first`` and ``second`` are the sockets of two
+    engines."""
     one = {"worker_id": 1, "endpoint": "http://10.0.0.1:8000", "model_name": "m", "block_size": BLOCK_SIZE}
     prompt = {"model_name": "m", "token_ids": TOKENS}
     alone = prompt | {"allowed_worker_ids": [2]}
@@ -112,7 +113,8 @@ def steps(first: str, second: str) -> list[Step]:
 
 
 def told(answer: httpx.Response) -> list[Any]:
-    """Return status and content, without free fields; for a body that does not fit, the status alone."""
+    """Return the status and the content of an answer, without free fields. For a body that was not valid, return only
+    the status."""
     try:
         content = answer.json()
     except ValueError:
@@ -131,7 +133,7 @@ def _sorted(value: Any) -> Any:
 
 
 async def play(client: httpx.AsyncClient) -> list[Any]:
-    """Return every answer of one service, with engines of its own."""
+    """Make every call to one service, with engines of its own. Return the answers."""
     async with AsyncExitStack() as stack:
         engines = []
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The two compared services, as processes: a service of Dynamo as released, and Waymark over a real Redis."""
+"""The two compared services, as processes: a released service of Dynamo, and Waymark with a real Redis."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def until_up(client: httpx.AsyncClient, path: str, running: asyncio.subpro
                 if (await client.get(path)).status_code == 200:
                     return
             except httpx.TransportError:
-                pass  # not yet
+                pass  # it is not up yet
             await asyncio.sleep(0.05)
 
 
@@ -60,7 +60,7 @@ def _text(log: Path) -> str:
 
 @asynccontextmanager
 async def dynamo(directory: Path, python: str, module: str) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield a client of a fresh ``dynamo.indexer`` or ``dynamo.select_service``."""
+    """Start a ``dynamo.indexer`` or ``dynamo.select_service``, and yield a client."""
     port, log = unused_port(), directory / f"{module}.log"
     async with (
         process(log, python, "-m", module, "--port", str(port)) as running,
@@ -72,7 +72,7 @@ async def dynamo(directory: Path, python: str, module: str) -> AsyncIterator[htt
 
 @asynccontextmanager
 async def waymark(directory: Path, **environ: str) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield a client of a fresh ``waymark serve`` over a fresh Redis, with the base path of the other service."""
+    """Start a ``waymark serve`` with a new Redis, and yield a client whose base path is that of the Dynamo API."""
     server = shutil.which("redis-server") or shutil.which("valkey-server")
     if server is None:
         raise SystemExit("no redis-server on PATH")

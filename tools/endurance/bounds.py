@@ -1,10 +1,10 @@
-"""Measures how exactly a time to live and a number of blocks are kept, by the answers of queries.
+"""Measures how exactly the bounds on the age and on the number of blocks are kept, by the answers to queries.
 
     python -m tools.endurance.bounds [--seconds 30] [--ttl 10] [--entries 20000]
 
-Two engines publish stores that share nothing, to ``waymark serve`` over a Redis of its own. With a time, each store is
-queried until no answer has it any more. With a number, the oldest store in an answer is looked up repeatedly, so the
-number of live blocks is known to within a store. Prints how far either is from its setting.
+Two engines publish stores that share no blocks to ``waymark serve`` with a Redis of its own. For the bound on the age,
+each store is queried until no answer has it any more. For the bound on the number, the oldest store in an answer is
+searched repeatedly, which gives the number of live blocks to within a store. Prints how far each is from its setting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SECONDS = 1.0
 
 
 class Stores:
-    """The published stores, in order, and whether answers have them."""
+    """The published stores, in order."""
 
     def __init__(self, server: Server, engines: list[Publisher]) -> None:
         self.tokens: dict[int, list[int]] = {}
@@ -73,7 +73,7 @@ def serving(**settings: int | str) -> Iterator[Stores]:
 
 
 def measure_time(ttl: int, seconds: float) -> bool:
-    """Print the lifetimes of stores. Return whether all are as set."""
+    """Print the lifetimes of stores. Return whether all are within the bound."""
     lifetimes: list[float] = []
     with serving(medium_ttl=f"*={ttl}") as stores:
         born: deque[tuple[int, float]] = deque()
@@ -93,7 +93,7 @@ def measure_time(ttl: int, seconds: float) -> bool:
 
 
 def measure_number(entries: int, seconds: float) -> bool:
-    """Print how many blocks were live. Return whether the number is as set."""
+    """Print how many blocks were live. Return whether the number is within the bound."""
     with serving(max_entries=entries) as stores:
         began = time.monotonic()
         oldest, above_since, longest = 0, None, 0.0
@@ -124,7 +124,7 @@ def measure_number(entries: int, seconds: float) -> bool:
 
 
 def _first(stores: Stores, low: int, high: int) -> int:
-    """Return the oldest store that answers have: stores end in order, a generation at a time."""
+    """Return the oldest store that answers have, by bisection: stores end in order, a generation at a time."""
     while low < high and not stores.has(low):
         step = 1
         while low + step < high and not stores.has(low + step):

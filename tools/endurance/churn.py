@@ -2,10 +2,11 @@
 
     python -m tools.endurance.churn [--minutes 10] [--only registration --pause 0.75]
 
-Engines turn their caches over many times, clear them, restart, are unregistered and registered again, while replicas
-are asked. ``--only`` selects one of these. The memory of every process is sampled meanwhile. The table compares the
-last third of the time with the middle one: in the first the caches still fill. At the end everything is unregistered,
-and the remaining keys of Redis are shown: only tables that are never deleted may be left.
+Engines replace the contents of their caches many times, clear them, restart, and are unregistered and registered again,
+while replicas get queries. ``--only`` selects one of these events. Meanwhile the memory of every process is sampled.
+The table compares the last third of the time with the middle third, because in the first third the caches still fill.
+At the end everything is unregistered, and the remaining keys of Redis are shown: only tables that are never deleted may
+be left.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from tests.e2e.load import Load
 
 ENGINES = 6
 DISTURBANCES = ("restart", "clear", "registration")
-#: An engine that has published this many batches is restarted before it is registered again. Otherwise the replays, and
-#: the memory of a worker during one, would be larger at the end than in the middle.
+#: An engine that has published this many batches is restarted before it is registered again. Otherwise replays, and the
+#: memory of a worker during a replay, would be larger at the end than in the middle.
 LIFE_BATCHES = 500
 SAMPLE_SECONDS = 2.0
 SETTLE_SECONDS = 60.0
-#: A last third above the middle one by more than this is growth; less is the noise of an allocator.
+#: If the last third exceeds the middle third by more than this share, a process has grown; less is noise of the
+#: allocator.
 GROWTH = 0.03
 GROWTH_BYTES = 2 * 2**20
 SETTINGS = {"lease_seconds": 2}
-#: The keys that are never deleted, whatever is unregistered.
+#: The keys that are never deleted, even when everything is unregistered.
 LASTING = {
     b"wm:groups",
     b"wm:birth:{wm:publishers}",
@@ -59,14 +61,15 @@ def resident_bytes(pid: int) -> int:
 
 
 class Churn:
-    """The samples, by name, and the work that continues meanwhile."""
+    """The samples, by name of the process, and the events that disturb the engines."""
 
     def __init__(self, fleet: Fleet, engines: Engines, load: Load, redis: Redis, rng: random.Random) -> None:
         self.samples: dict[str, list[int]] = {}
         self.queries = 0
         self.disturbances: Counter[str] = Counter()
         self.disturbing = asyncio.Lock()
-        """Held while something happens to an engine: to end there would leave it unregistered, or down."""
+        """Held during an event, because an end of the run in the middle of it would leave an engine unregistered, or
+        down."""
         self._fleet = fleet
         self._engines = engines
         self._load = load
@@ -91,7 +94,7 @@ class Churn:
             await asyncio.sleep(0.005)
 
     async def disturb(self, only: str | None, pause_seconds: float) -> None:
-        """Now and then restart or clear an engine, or unregister it and register it again."""
+        """Restart or clear an engine, or unregister and register it again, now and then until cancelled."""
         while True:
             await asyncio.sleep(pause_seconds * self._rng.uniform(0.5, 1.5))
             name = self._rng.choice(list(self._engines.engines))
@@ -108,7 +111,7 @@ class Churn:
             await replica.post("/unregister", tenant_id=self._engines.tenant_id, instance_id=name)
             await replica.post("/register", **self._engines.registrations[name])
             return
-        # The engine is at rest, because prompts during a restart would be in its cache but not in its events.
+        # No prompts now: those during a restart would be in the cache of the engine, but not in its events.
         async with self._load.at_rest():
             await (engine.clear() if what == "clear" else engine.restart(rebind=True))
 
@@ -117,7 +120,7 @@ class Churn:
             await self._fleet.replicas[0].post("/unregister", tenant_id=self._engines.tenant_id, instance_id=name)
 
     async def left(self) -> list[str]:
-        """Return the keys that are left, besides those that expire and those that are never deleted."""
+        """Return the keys that are left, apart from those that expire and those that are never deleted."""
         names = [key async for key in self._redis.scan_iter() if key not in LASTING]
         return [key.decode() for key in names if await self._redis.ttl(key) == -1]
 
@@ -149,7 +152,7 @@ async def main(minutes: float, seed: int, only: str | None, pause: float) -> boo
         engines = Engines(stack, "churn")
         for i in range(ENGINES):
             dialect = ("vllm-map", "sglang-map", "standard-tokens")[i % 3]
-            # Far smaller than the prompts: every prompt evicts another.
+            # The caches are far smaller than all prompts together, so every prompt evicts another one.
             await engines.open(fleet.replicas[0], f"i{i}", dialect=dialect, gpu_blocks=600, cpu_blocks=300)
         load = await stack.enter_async_context(Load(engines, rng, prompts=2_000, blocks=64, pause_seconds=0.01))
         churn = Churn(fleet, engines, load, redis, rng)

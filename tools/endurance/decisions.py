@@ -1,11 +1,11 @@
-"""A replica is killed while requests are decided all the time: none is refused, and the loads are right again.
+"""A replica is killed while it decides requests: no request may be refused, and afterwards the loads must be right.
 
     python -m tools.endurance.decisions [--per-second 200] [--by-client 10] [--seconds 20] [--reserved-seconds 5]
 
-Starts a Redis and two query replicas. Callers with both URLs decide, run for a moment, and release: a few a second by
-the Python client, the others by two plain HTTP calls each, which cost this process a tenth of that. After half of the
-time the first replica gets SIGKILL. Until then other callers decide through it alone and never release, as if they had
-died with it: their loads must be gone when their reservations are over.
+Starts a Redis and two query replicas. Callers with both URLs ask for a decision, run for a moment, and release: a few a
+second by the Python client, the others by two plain HTTP calls each, which cost this process a tenth of the CPU. After
+half of the time the first replica gets SIGKILL. Until then other callers use this replica alone and never release, as
+if they had died with it: their loads must be gone when their reservations expire.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ PODS = [f"pod-{number}" for number in range(8)]
 PROMPT = list(range(512))
 FORGOTTEN = 100
 _LOOK_SECONDS = 0.1
-#: The duration of a request.
+#: The bounds on the duration of a request.
 RUNS_SECONDS = (0.05, 0.5)
 
 
 class RefusedError(Exception):
-    """No replica has decided."""
+    """No replica has decided a request."""
 
 
 class Plain:
-    """A router with both URLs: it sends a request that one of them does not answer to the other, with the same
-    ``request_id``."""
+    """A router with both URLs. If one replica does not answer, it sends the same body, with the same ``request_id``, to
+    the other one."""
 
     def __init__(self, session: aiohttp.ClientSession, urls: Sequence[str]) -> None:
         self._session = session
@@ -76,7 +76,7 @@ class Plain:
 
 
 class Callers:
-    """Requests that begin at a rate, and their outcomes."""
+    """A source of requests at a steady rate, and their outcomes."""
 
     def __init__(self, request: Callable[[], Awaitable[None]], per_second: float) -> None:
         self.decided = 0
@@ -85,7 +85,7 @@ class Callers:
         self._per_second = per_second
 
     async def run(self, seconds: float) -> float:
-        """Run the requests until the last of them has ended. Return the decisions of each second."""
+        """Begin requests for this time, and wait until all have ended. Return the decisions per second."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             while (now := time.monotonic() - began) < seconds:
@@ -156,7 +156,7 @@ async def main(per_second: float, by_client: float, seconds: float, reserved_sec
 
 
 async def _gone(redis: RedisServer, nonces: Sequence[str], reserved_seconds: float) -> float:
-    """Return the seconds until these reservations are gone."""
+    """Wait until these reservations are gone. Return the seconds that it took."""
     began = time.monotonic()
 
     def left() -> set[str]:
@@ -164,7 +164,7 @@ async def _gone(redis: RedisServer, nonces: Sequence[str], reserved_seconds: flo
             return {member.decode().split()[3] for member in admin.zrange("wm:{1}:reservations", 0, -1)}
 
     async def are_gone() -> bool:
-        # Seldom, and in a thread: the callers share this loop.
+        # Check rarely, and in a thread, because the callers share this loop.
         await asyncio.sleep(_LOOK_SECONDS)
         return (await asyncio.to_thread(left)).isdisjoint(nonces)
 
@@ -173,7 +173,7 @@ async def _gone(redis: RedisServer, nonces: Sequence[str], reserved_seconds: flo
 
 
 async def _are_released(redis: RedisServer, service: Service) -> None:
-    """Check that no target has a load, because every request has ended."""
+    """Check that no target has a load after every request has ended."""
     left: list[int] = []
 
     async def are_none() -> bool:

@@ -1,12 +1,12 @@
-"""Kills everything at random, for a given time; after each round every answer must still be that of the model.
+"""Kills processes at random, for a given time; after each round every answer must still equal that of the model.
 
     python -m tools.endurance.kills [--minutes 10] [--seed 1]
 
 Starts a Redis, three ingest workers, two query replicas and six simulated engines that publish all the time. In each
-round some of them are killed, paused, ended or started again, also Redis, with or without its data. After each round
-the engines rest, a controller registers lost publishers, and all answers are compared with the engines' caches. The
-seed decides which process has which fault, but not the moment at which a process reaches it: it narrows a failure down,
-but does not repeat it exactly.
+round some of them, including Redis, are killed, paused, ended or started again; Redis comes back with or without its
+data. After each round the engines rest, a controller registers lost publishers again, and all answers are compared with
+the engines' caches. The seed determines which process has which fault, but not the exact step of the process at which
+it occurs; so the same seed makes a failure likely, but does not repeat it exactly.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from tests.e2e.load import Load
 
 ENGINES = 6
 LEASE_SECONDS = 2
-#: The time for recovery: a lease, a poll, a reconnect, a replay; on a busy machine.
+#: The time limit of a recovery on a busy machine: a lease, a poll, a reconnect and a replay.
 SETTLE_SECONDS = 60.0
 STEP_SECONDS = (0.05, 1.0)
 SETTINGS = {"lease_seconds": LEASE_SECONDS, "redis_timeout_seconds": 1, "probe_seconds": 5}
-#: More batches than an engine publishes in a life, so that a replay brings all of it.
+#: More batches than an engine publishes in a life, so that a replay has the whole life.
 BUFFER_BATCHES = 1_000_000
 
 
 class Kills:
-    """Rounds of faults over a fleet and its engines. ``done`` counts the faults by kind and process."""
+    """Rounds of faults on a fleet and its engines. ``done`` counts the faults by kind and process."""
 
     def __init__(self, fleet: Fleet, engines: Engines, load: Load, rng: random.Random) -> None:
         self.done: Counter[str] = Counter()
@@ -50,7 +50,7 @@ class Kills:
         self._is_redis_paused = False
 
     async def round(self, steps: int) -> None:
-        """Run this number of faults; afterwards start everything again, and compare."""
+        """Cause this number of faults. Then start everything again, and compare."""
         for _ in range(steps):
             await self._choose()()
             await asyncio.sleep(self._rng.uniform(*STEP_SECONDS))
@@ -58,7 +58,7 @@ class Kills:
         await self.compare()
 
     async def compare(self) -> None:
-        """Check that every answer of every replica, by tokens and by hash, is that of the model."""
+        """Check that every answer of every replica, by tokens and by hash, equals that of the model."""
         async with self._load.at_rest():
             await self._engines.agree(self._fleet.replicas, *self._load.prompts, seconds=SETTLE_SECONDS)
 
@@ -69,7 +69,7 @@ class Kills:
     # ---- one fault -------------------------------------------------------------------------------------
 
     async def _member(self) -> None:
-        """Kill, pause or end a worker or a replica that runs; start or resume one that does not."""
+        """Choose a worker or a replica. Kill, pause or end it if it runs; start or resume it if it does not."""
         member = self._rng.choice(self._fleet.members)
         if member in self._paused:
             self._paused.remove(member)
@@ -116,7 +116,7 @@ class Kills:
 
     async def _engine(self) -> None:
         engine = self._rng.choice(list(self._engines.engines.values()))
-        # The engine is at rest, because prompts during a restart would be in its cache but not in its events.
+        # No prompts now: those during a restart would be in the cache of the engine, but not in its events.
         async with self._load.at_rest():
             if self._rng.random() < 0.3:
                 self.done["engine cleared"] += 1

@@ -1,12 +1,12 @@
-"""An index is exported under traffic, and imported into another Redis: do both give the same answers?
+"""Exports an index under traffic, imports it into another Redis, and compares the answers of both.
 
     python -m tools.endurance.moves [--blocks 1000000] [--questions 2000] [--engines 8] [--shards 8]
 
-Engines publish ``--blocks`` blocks to ``waymark serve``, over a Redis of its own: prompts with shared beginnings. While
-two of them go on publishing other prompts, ``waymark export`` writes a file. ``waymark import`` puts the file into a
-second Redis, with another number of shards and a prefix of keys, and both are asked the same questions: whole prompts,
-pieces of them, and prompts that no engine has. Prints how long it took, the size of the file, and how many answers
-differ.
+Engines publish ``--blocks`` blocks, in prompts with shared beginnings, to ``waymark serve`` with a Redis of its own.
+While two engines continue to publish other prompts, ``waymark export`` writes a file. ``waymark import`` puts the file
+into a second Redis, with another number of shards and a prefix of keys. Both get the same queries: for whole prompts,
+for parts of them, and for prompts that no engine has. Prints how long the commands took, the size of the file, and how
+many answers differ.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SHARED_BLOCKS = 24
 FAMILY = 40
 PREFIX = "moved:"
 _PAUSE_SECONDS = 0.02
-#: The number of prompts that are sent before the last of them is in answers.
+#: The number of prompts to send before waiting until the last of them is in an answer.
 _PROMPTS_AHEAD = 500
 
 
 class Prompts:
-    """The prompts of a run; each can be made again from its number."""
+    """The prompts of a run, each of which its number determines."""
 
     def __init__(self, blocks: int, engines: int) -> None:
         self.engines = engines
@@ -54,11 +54,12 @@ class Prompts:
         ]
 
     def engine(self, number: int) -> int:
-        """Return the engine of a prompt; a family is on one engine."""
+        """Return the number of the engine of a prompt. All prompts of a family have the same engine."""
         return (number // FAMILY) % self.engines
 
     def send(self, engine: Publisher, number: int) -> int:
-        """Publish a prompt as new blocks after those that its family shares. Return the number of blocks."""
+        """Publish a prompt: its own blocks, and for the first of a family also the shared ones. Return the number of
+        blocks."""
         tokens, family = self.tokens(number), number // FAMILY
         shared = [(family << 24) + at + 1 for at in range(SHARED_BLOCKS)]
         own = [(1 << 62) + (number << 8) + at for at in range(PROMPT_BLOCKS - SHARED_BLOCKS)]
@@ -86,7 +87,7 @@ def ask(server: Server, tokens: list[int]) -> str:
 
 
 def command(*words: str, **settings: str) -> tuple[str, float]:
-    """Run a command of Waymark. Return its output and its seconds."""
+    """Run a command of Waymark. Return its output, and the seconds that it took."""
     began = time.perf_counter()
     environ = os.environ | {f"WAYMARK_{name.upper()}": value for name, value in settings.items()}
     done = subprocess.run(

@@ -1,13 +1,13 @@
-"""Measures how long the discovery of an ingest worker takes to register every pod of a large cluster.
+"""Measures how long the discovery in an ingest worker takes to register every pod of a large cluster.
 
     python -m tools.endurance.pods [--pods 10000] [--asked] [--seconds 30]
 
-A stand-in for the API server of Kubernetes lists new pods, with loopback addresses. Their annotations name model and
-block size; with `--asked` they do not, and the worker asks each engine for both. Engines answer over HTTP, and no
-process listens at their event ports: the worker tries to connect all the time, as it does to engines that start.
-`waymark ingest` and Redis are processes of their own. The command fails if the last pod is registered after more than
-`--seconds` (longer if the machine is busy), if a warning says that Redis does not answer, or if the loop of the worker
-was held for longer than `tests.hostile` allows.
+A stub of the API server of Kubernetes lists new pods, with loopback addresses. Their annotations name the model and the
+block size; with `--asked` they do not, and the worker asks each engine for both. The engines answer over HTTP, and
+nothing listens at their event ports, so the worker keeps trying to connect, as to engines that are still starting.
+`waymark ingest` and Redis are processes of their own. The command fails if not all pods are registered within
+`--seconds` (longer if the machine is busy), if a warning says that Redis does not answer, or if the event loop of the
+worker was blocked for longer than `tests.hostile` allows.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from tests.patience import patient, patient_settings
 from tests.ports import unused_port
 from waymark.store import keys
 
-#: The annotations of a pod that make a question to its engine unnecessary.
+#: The annotations of a pod that spare the worker a request to its engine.
 _SAID = {"type": "vLLM", "model": "llama", "block-size": "16"}
-#: Ten times as long as it should take: after this time something is wrong, and the figures show the progress.
+#: The program gives up after this multiple of the expected time, and shows the progress so far.
 _GIVE_UP = 10
 
 
@@ -68,7 +68,7 @@ async def main(pods: int, seconds: float, *, is_asked: bool) -> bool:
 
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer like an engine, which keeps a connection open."""
+    """Answer requests on one connection, like an engine."""
     while head := await reader.readuntil(b"\r\n\r\n"):
         path = head.split(b" ", 2)[1].decode()
         writer.write(http(GOOD[path]) if path in GOOD else http(b"", status="404 x"))
@@ -76,7 +76,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def _watched(live: Live, redis: Redis, pods: int, seconds: float) -> bool:
-    """Follow the registrations, and ask for ``/health`` meanwhile."""
+    """Follow the registrations, and request ``/health`` in the meantime. Return whether all bounds were kept."""
     worker, began = Processes([live.pid]), monotonic()
     cpu, held, there = worker.on_cpu(), 0.0, 0
     async with live.client() as client:

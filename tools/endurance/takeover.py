@@ -1,9 +1,9 @@
-"""Measures the effect of a kill of an ingest worker, with the default lease, under a fast stream.
+"""Measures how a fast stream recovers when its ingest worker is killed, with the default lease.
 
     python -m tools.endurance.takeover [--kills 10] [--blocks-per-second 20000] [--lease-seconds 8]
 
-Each time a worker is killed in the middle of its stream, another takes over, and every prompt of the stream is
-compared with what the engine's cache holds.
+A worker is killed repeatedly in the middle of its stream. Another one takes over, and the answers for every prompt of
+the stream are compared with the engine's cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``python -m tools.sanitize``: every test of the C module, with the address and undefined-behaviour sanitizers.
 
-The tests run with the code for this machine, and with that for any machine. Arguments go to pytest.
+The tests run twice: with the code for this machine, and with the code for any machine. Arguments are passed to pytest.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import sys
 
 from tools.sanitize.build import ROOT, Variant, build, run
 
-#: A test that runs with each implementation, or selects one.
+#: Matches a test that runs with each implementation, or selects one.
 USES_THE_MODULE = re.compile(r"\bimplementation: str|implementation_kept|native\.select")
 
 
-#: Tests that give frames of engines to the module without naming it.
+#: Tests that use the module through the decoders, without naming it.
 THROUGH_THE_DECODERS = "tests/engines"
 
 
@@ -32,7 +32,7 @@ def main() -> int:
     names = names_of_tests()
     for variant in Variant:
         print(f"{variant.value}: {' '.join(names)}", flush=True)
-        # A sanitizer ends the process, so pytest must not have captured its report.
+        # A sanitizer ends the process, so its report must not be captured by pytest.
         pytest = ["-m", "pytest", "-q", "--capture=sys", "-p", "tools.sanitize.plugin", "-p", "no:cacheprovider"]
         done = run(build(variant), [*pytest, *sys.argv[1:], *names])
         if done.returncode != 0:

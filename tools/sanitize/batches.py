@@ -1,4 +1,4 @@
-"""A reference in plain Python for the C module's reading of a batch's msgpack: which events are plain, and their
+"""A reference in plain Python for the C function that reads the msgpack of a batch: which events are plain, and their
 fields."""
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ MAIN = ["full_attention", "mla_attention", "sink_full_attention"]
 HASHES_MAX, DEPTH_MAX, FORMS_MAX = 2048, 16, 16
 #: The types of the events that ``read_batch`` returns, and the object for a clear.
 EVENT_TYPES: tuple[type, type, type, type, object] = (Stored, StoredReference, StoredWindow, Removed, Cleared())
-#: The bytes of the number behind each head of msgpack.
+#: Head byte of msgpack -> the number of bytes of the number after it.
 WIDTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2}
 WIDTHS |= {0xD2: 4, 0xD3: 8, 0xD9: 1, 0xDA: 2, 0xDB: 4, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
 
 class NotPlain(Exception):
-    """The value, event or batch is left to Python."""
+    """The C module does not read this value, event or batch, and leaves it to Python."""
 
 
 class Text(bytes):
-    """A text as bytes, perhaps not UTF-8."""
+    """A text as bytes, which may not be valid UTF-8."""
 
 
 class Pairs(list[Any]):
-    """A map, as the list of its keys and values."""
+    """A map, as a list of its pairs of key and value."""
 
 
 def _value(payload: bytes, at: int, depth: int = 0) -> tuple[Any, int]:
-    """Return the value at a place, and its end."""
+    """Return the value at an offset, and the offset of its end."""
     if at >= len(payload):
         raise NotPlain
     head = payload[at]
@@ -114,7 +114,8 @@ def _hashes(value: object) -> tuple[int, ...]:
 
 
 def _fields(event: list[Any], list_fields: tuple[int, int]) -> tuple[dict[str, Any], int]:
-    """Return the fields of an event by name, with its tag, and the number of elements of its list, 0 for a map."""
+    """Return the fields of an event by name, including its tag, and the number of elements of its list; 0 if it is a
+    map."""
     if not isinstance(event, Pairs):
         _require(event)
         is_removal = event[0] == b"BlockRemoved"
@@ -230,7 +231,7 @@ def _window(attention: str, tokens: object) -> int | None:
 
 
 def keeping(events: list[Any]) -> str:
-    """Return how events are kept: ``alike``, ``mixed``, or ``apart``."""
+    """Return how the C module keeps events: ``alike``, ``mixed``, or ``apart``."""
     forms = {}
     for each in events:
         if isinstance(each, Stored) and len(each.tokens) != 4 * each.block_size * len(each.engine_hashes):
@@ -304,7 +305,7 @@ def read_batch(
 
 
 def _start_of_events(payload: bytes) -> int:
-    """Return the place behind the heads of the batch and of its list."""
+    """Return the offset after the heads of the batch and of its list."""
     unpacker = msgpack.Unpacker(strict_map_key=False)
     unpacker.feed(payload)
     unpacker.read_array_header()

@@ -1,7 +1,7 @@
-"""The C module with the address and the undefined-behaviour sanitizer, and a Python that runs it.
+"""Builds the C module with the address and undefined-behaviour sanitizers, and runs Python with it.
 
-It is compiled by gcc, whose sanitizers come with it. The sanitizers' library has to be loaded before Python's first
-allocation, so a program that uses the module starts another Python, which has it preloaded.
+The module is compiled by gcc, which includes the sanitizers. Their library has to be loaded before Python's first
+allocation, so a program that uses the module starts another Python with the library preloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DIRECTORY = ROOT / "build" / "sanitize"
 
 MODULE = "waymark._native"
 
-#: The variable that names the module that a preloaded Python loads.
+#: The environment variable with the path of the module for ``preload``.
 VARIABLE = "SANITIZED_MODULE"
 
 FLAGS = [
@@ -34,7 +34,7 @@ FLAGS = [
 
 
 class Variant(Enum):
-    """The code for one kind of machine."""
+    """A variant of the code, for one kind of machine."""
 
     NATURAL = "natural"
     """The code for this machine: on x86-64 with SSE2, and with AVX2 if the machine has it."""
@@ -43,9 +43,9 @@ class Variant(Enum):
 
 
 def build(variant: Variant) -> Path:
-    """Compile the module. Raise ``SystemExit`` with the missing part or the error of the compiler."""
+    """Compile the module, and return its path. Raise ``SystemExit`` if something is missing or the compiler fails."""
     from waymark.base.native import (
-        digest_of,  # here only: a Python that preloads a module must not load another one first
+        digest_of,  # imported here, because a Python that preloads a module must not load another one first
     )
 
     DIRECTORY.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def build(variant: Variant) -> Path:
     command = [*_compiler(), *FLAGS, *(f"-I{path}" for path in headers)]
     command += [f'-DWAYMARK_SOURCES="{digest_of(ROOT / "native")}"']
     command += ["-U__SSE2__"] if variant is Variant.PORTABLE else []
-    # Only the module's blocks are counted, not those of the counter.
+    # The counter itself is compiled without counters.
     for source in sources:
         own = [flag for flag in command if source.name != "coverage.c" or "coverage" not in flag]
         _run([*(flag for flag in own if flag != "-shared"), "-c", str(source), "-o", str(_object(variant, source))])
@@ -82,15 +82,15 @@ def _run(command: list[str]) -> None:
 
 
 def run(module: Path, arguments: list[str]) -> subprocess.CompletedProcess[bytes]:
-    """Run ``python`` with these arguments, the sanitizers preloaded, and ``module`` for ``preload`` to load."""
+    """Run Python with these arguments. The sanitizers are preloaded, and ``preload`` loads ``module``."""
     library = subprocess.run(
         [*_compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True
     ).stdout.strip()
-    # C++ modules throw, so the sanitizers' library has to find the C++ library when it is loaded.
+    # Modules in C++ throw exceptions, so the sanitizers' library has to find the C++ library when it is loaded.
     preloaded = [library, *filter(None, [find_library("stdc++")])]
     environ = os.environ | {
         "LD_PRELOAD": " ".join(preloaded),
-        "PYTHONMALLOC": "malloc",  # each object is an allocation, whose bounds the sanitizer knows
+        "PYTHONMALLOC": "malloc",  # so that each object is an allocation whose bounds the sanitizer knows
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1:abort_on_error=1",
         VARIABLE: str(module),
@@ -99,7 +99,7 @@ def run(module: Path, arguments: list[str]) -> subprocess.CompletedProcess[bytes
 
 
 def preload() -> None:
-    """Load the module that ``run`` names, before anything imports it: Waymark then runs that one."""
+    """Load the module that ``run`` names before anything imports the usual one, so that Waymark uses it."""
     path = os.environ[VARIABLE]
     loader = importlib.machinery.ExtensionFileLoader(MODULE, path)
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
@@ -110,7 +110,7 @@ def preload() -> None:
 
 
 def check_preloaded() -> None:
-    """Fail if Waymark runs anything but the module that ``run`` names."""
+    """Raise an error if Waymark does not use the module that ``run`` names."""
     from waymark.base import native
 
     assert getattr(native.selected, "__file__", None) == os.environ[VARIABLE], "another module is loaded"

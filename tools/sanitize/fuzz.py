@@ -1,8 +1,8 @@
-"""``python -m tools.sanitize.fuzz --seconds 60``: changed inputs for each function of the C module, with sanitizers.
+"""``python -m tools.sanitize.fuzz --seconds 60``: fuzzes each function of the C module, with sanitizers.
 
-An input is kept, and changed further, if it takes the function through a new step. Every answer is compared with that
-of a reference in Python. No call may change its arguments, or an object that the whole process shares. The changes are
-those of ``--seed``: the same seed makes the same inputs.
+An input is kept, and changed further, if it reaches new code in the function. Every result is compared with that of a
+reference in Python. No call may change its arguments, or an object that the whole process shares. The same ``--seed``
+makes the same inputs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if VARIABLE in os.environ:
 from tools.sanitize.shared import SharedObjects
 from tools.sanitize.targets import TARGETS, Arguments, Target
 
-#: The most bytes of an input; longer ones reach no new code.
+#: The bound on the bytes of an input; longer inputs reach no new code.
 SIZE_MAX = 4096
-#: The input under way, which a sanitizer that ends the process cannot report.
+#: The file with the current input, because a sanitizer that ends the process does not report the input.
 LAST = DIRECTORY / "last-input"
 LAST_BYTES = 1 << 20
 
 
 class Finding(Exception):
-    """A function has answered differently from its reference, or has changed an object that is not its own."""
+    """A function has returned a different result than its reference, or has changed an object that is not its own."""
 
 
 def change_bytes(draw: random.Random, value: bytes, target: Target, others: list[bytes]) -> bytes:
@@ -80,7 +80,7 @@ def change(draw: random.Random, arguments: Arguments, target: Target, corpus: li
 
 
 def answer(function: Callable[..., object], arguments: Arguments) -> object:
-    """Return the answer of a function, or ``"refused"`` if it raises the error of an argument that does not fit."""
+    """Return the result of a function, or ``"refused"`` if it raises the error for an argument that is not valid."""
     try:
         return function(*arguments)
     except (TypeError, ValueError, OverflowError):
@@ -100,7 +100,7 @@ def check(function: Callable[..., object], target: Target, arguments: Arguments,
 
 
 def fuzz(name: str, seconds: float, seed: int) -> None:
-    """Change inputs of one function for some time. Raise ``Finding`` if an answer is wrong."""
+    """Fuzz one function for this time. Raise ``Finding`` if a result is wrong."""
     target = TARGETS[name]
     function = target.function(name)
     counter = ctypes.CDLL(os.environ[VARIABLE])
@@ -113,7 +113,7 @@ def fuzz(name: str, seconds: float, seed: int) -> None:
         for calls in count():
             if not queue and calls % 64 == 0 and time.monotonic() >= deadline:
                 break
-            # The newest inputs are changed more often than old ones.
+            # Change the newest inputs more often than old ones.
             newest = draw.choice([corpus, corpus, corpus[-20:]]) if corpus else corpus
             arguments = queue.pop() if queue else change(draw, draw.choice(newest), target, corpus)
             text = repr((name, arguments)).encode()[: LAST_BYTES - 1] + b"\0"

@@ -1,4 +1,4 @@
-"""A pytest plugin: the tests run with the sanitized C module (``-p tools.sanitize.plugin``).
+"""A pytest plugin that runs the tests with the sanitized C module (``-p tools.sanitize.plugin``).
 
 After each test the objects that the whole process shares must be unchanged.
 """
@@ -20,7 +20,7 @@ _shared: list[SharedObjects] = []
 
 
 def pytest_configure() -> None:
-    from tools.sanitize.shared import SharedObjects  # here only: it imports the module, which is preloaded now
+    from tools.sanitize.shared import SharedObjects  # here only: it imports the preloaded module
 
     check_preloaded()
     _shared.append(SharedObjects())

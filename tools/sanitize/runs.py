@@ -1,4 +1,5 @@
-"""A reference in plain Python for the C module's work on a whole batch: parts, and the bytes that Redis gets."""
+"""A reference in plain Python for the C functions that turn a whole batch into parts, and into the bytes that Redis
+gets."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def use_parts(parts_type: Callable[..., Any], payload: bytes, namespace: int, pi
     parts, waves = parts_type(Part, Place, SEQ), loops.Waves(shards)
     at, position, counted = 0, FIRST, [0, 0, 0]
     while at < len(read[1]):
-        # A small bound, so that runs end in the middle of a batch.
+        # The bound of 5 is small, so that runs end in the middle of a batch.
         rest: tuple[Any, ...] = HOLDER, SEED, namespace, {}, piece_blocks, tuple(gone), _MAY, [], waves, ()
         at, position, *more = known.run(read[1], at, position, 5, parts, *rest)[:5]
         counted = [one + other for one, other in zip(counted, more, strict=True)]
@@ -68,7 +69,8 @@ def use_frames(
     waves: Any,
     shards: int,
 ) -> None:
-    """Take two more batches of the same bytes in one step, and by one call for each; both have the same result."""
+    """Process two more batches of the same bytes with one call, and with a call for each step. Check that the results
+    are equal."""
     loops = native.selected
     assert loops is not None
     ts, events, rank, publisher_id, *_ = read
@@ -100,7 +102,7 @@ def use_frames(
 
 
 def _packed(parts: Any, prefixes: Sequence[bytes]) -> list[Any]:
-    """Return each shard's calls, wave by wave, as the step packs them."""
+    """Return the calls of each shard, wave by wave, in the form of the single call."""
     calls: list[Any] = []
     for wave in parts.shares(len(prefixes)):
         done, is_first = dict.fromkeys(wave, 0), True
@@ -120,12 +122,12 @@ _Block: TypeAlias = tuple[int, int, int]
 
 
 class _Model:
-    """A stream's blocks: the block of each engine hash, and the removed ones."""
+    """The blocks of a stream: the block of each engine hash, and the removed blocks."""
 
     def __init__(self, namespace: int, piece_blocks: int, shards: int) -> None:
         self.shards = shards
-        self.used: set[tuple[int, int]] = set()  # in this wave: a block, and the shard of a part that needs it
-        self.left: dict[int, int] = {}  # the shard that a block has left in this wave
+        self.used: set[tuple[int, int]] = set()  # pairs of a block and the shard of a part that needs it, in this wave
+        self.left: dict[int, int] = {}  # block -> the shard that it has left in this wave
         self.waiting: list[bool] = []  # one value for each part
         self.namespace = namespace
         self.piece_blocks = piece_blocks
@@ -206,7 +208,7 @@ class _Model:
         self.left.clear()
 
     def shares(self) -> list[dict[int, tuple[int, int]]]:
-        """Return how many parts and blocks each shard has in each wave."""
+        """Return the numbers of parts and blocks of each shard, for each wave."""
         waves: list[dict[int, tuple[int, int]]] = [{}]
         for (_, head, _, blocks), waits in zip(self.parts, self.waiting, strict=True):
             if waits and waves[-1]:
@@ -235,7 +237,7 @@ class _Model:
 
 
 def _bulks(words: list[bytes]) -> bytes:
-    """Return words as bulk strings of RESP."""
+    """Return words as RESP bulk strings."""
     return b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
@@ -278,7 +280,8 @@ def parts(payload: bytes, namespace: int, piece_blocks: int, shards: int) -> obj
 
 
 def _reported(parts: list[tuple[bytes, int, int, list[_Block]]], namespace: int) -> tuple[int, int, bytes]:
-    """Return the entries of the new blocks of the first parts, up to ``JOINED_MAX`` blocks or those of one part."""
+    """Return the entries of the new blocks of the first parts: of one part, or of several with at most ``JOINED_MAX``
+    blocks."""
     words, end, count = list[bytes](), 0, 0
     for kind, head, _, blocks in parts:
         if kind == b"+" and count and count + len(blocks) > JOINED_MAX:
@@ -293,7 +296,7 @@ def _reported(parts: list[tuple[bytes, int, int, list[_Block]]], namespace: int)
 
 
 def _gone_on(ts: object, events: list[Any], rank: object) -> object:
-    """Return the additions of two more batches of the same bytes."""
+    """Return the events and counts that two more batches of the same bytes add."""
     is_plain = type(ts) is float and 0 <= ts < 1e11 and (rank is None or type(rank) is int)
     stores = [len(each.engine_hashes) for each in events if isinstance(each, Stored)]
     removals = [len(each.engine_hashes) for each in events if isinstance(each, Removed)]

@@ -1,8 +1,8 @@
-"""The objects that a whole process shares, and that no function of the C module may change.
+"""The objects that a whole process shares, which no function of the C module may change.
 
-Python has one object for each single byte, for each character up to 255, for each small number and for each name. A
-function in C that makes such an object with its content, and then writes into it, changes it for the whole process. No
-sanitizer sees that: the memory belongs to the object.
+Python has only one object for each single byte, each character up to 255, each small number and each name. A C function
+that asks for a new object, gets such a shared one, and writes into it, changes it for the whole process. No sanitizer
+detects that, because the memory belongs to the object.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from waymark.domain.rows import Place
 
 _CODES = 256
 _NUMBERS = range(-5, 257)
-"""The numbers that Python makes once."""
+"""The numbers of which Python has only one object each."""
 
 
 def _names() -> list[str]:
-    """Return the names of the attributes that the module reads and writes."""
+    """Return the names of the attributes that the C module reads or writes."""
     named = {field.name for kind in (Cleared, Removed, Stored, StoredReference, Part) for field in fields(kind)}
     return sorted(named.union(Place._fields, Spot._fields))
 
 
 class SharedObjects:
-    """The shared objects, and copies of their first contents."""
+    """The shared objects, and copies of their original contents."""
 
     def __init__(self) -> None:
         self._codes = bytes(range(_CODES))
@@ -42,7 +42,7 @@ class SharedObjects:
         assert self._bytes[65] is bytes([65]), "Python has several objects for one byte"
 
     def changed(self) -> str | None:
-        """Return what has changed, in words; None if nothing has."""
+        """Return a text about the objects that have changed; None if all are unchanged."""
         if (now := b"".join(self._bytes)) != self._codes:
             return f"single bytes have changed, and are now {now!r}"
         if (text := "".join(self._characters)) != self._text:

@@ -1,4 +1,4 @@
-"""Decisions by sums, made from bytes: the arguments of the C module, and the answers that it has to give."""
+"""A reference in plain Python for the C functions that rank targets by sums. Random bytes determine their arguments."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class _Weighted(NamedTuple):
 
 
 def _draws() -> Callable[[], float]:
-    """Return a function that draws numbers, some of which are equal."""
+    """Return a function that returns a number between 0 and 1 at each call; some of them are equal."""
     numbers = iter(int(7919 * at % 13) / 13 for at in range(2**30))
     return lambda: next(numbers)
 
 
 def _facts(script: bytes) -> tuple[list[Any], dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
-    """Return members, and the rows, loads and expected blocks of some of them."""
+    """Return the members of a group, and the rows, loads and expected blocks that some of them have."""
     members: list[Any] = []
     rows: dict[Any, Any] = {}
     loads: dict[Any, Any] = {}
@@ -44,7 +44,7 @@ def _facts(script: bytes) -> tuple[list[Any], dict[Any, Any], dict[Any, Any], di
 
 
 def _least(tokens: int, size: int) -> int:
-    """Return the tokens that every target computes."""
+    """Return the number of tokens that every target has to compute."""
     if not (0 <= tokens < 2**40 and 0 < size < 2**20):
         raise ValueError("no prompt is so long, and no block has so many tokens")
     return tokens - max(0, tokens - 1) // size * size
@@ -123,7 +123,7 @@ def _words(offers: list[Offer], promises: list[str]) -> Iterator[str]:
 
 
 def _columns(script: bytes) -> list[Any]:
-    """Return pairs of a weight and a column; some numbers are missing, and some are below 0 or above 1."""
+    """Return pairs of a weight and a column of numbers. Some numbers are missing, and some are below 0 or above 1."""
     width = 1 + (script[0] % 7 if script else 0)
     rows = [script[at : at + width + 1] for at in range(1, len(script) - width, width + 1)]
     numbers = {each: (each - 64) / 128 if each % 5 else None for each in range(256)}
@@ -157,5 +157,6 @@ def least_of(script: bytes, most: int, sign: int) -> object:
 
 
 _EACH = bytes(range(256))
-#: Targets that have no block, all blocks, a part, and soon a part.
+#: First inputs: without targets, and with targets that have no blocks, all blocks, some, or some that they will have
+#: soon.
 SCRIPTS = [b"", bytes(8) * 9, _EACH, _EACH[::-1], _EACH[1::3] + _EACH[::5], b"\1\1\2\0\0\0\0\0" + bytes(64)]

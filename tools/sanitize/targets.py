@@ -1,7 +1,7 @@
-"""The targets of the fuzzer: each function of the C module, with first inputs, and a reference in plain Python.
+"""The targets of the fuzzer: each function of the C module, with its first inputs, and a reference in plain Python.
 
-A reference is written for clarity, not speed, and shares no code with the implementations of Waymark. If it raises, the
-function has to raise, too.
+A reference is written for clarity, not speed, and shares no code with the implementations of Waymark. If a reference
+raises an error, the function has to raise one, too.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from waymark.domain.rows import Place
 Arguments = tuple[Any, ...]
 
 U64_MAX = 2**64 - 1
-#: Numbers at which the behaviour changes, for arguments of 64 bits.
+#: Numbers at which the behaviour of 64-bit arguments changes.
 EDGES = [-1, 0, 1, 1337, 2**32, 2**63 - 1, 2**63, U64_MAX, 2**64]
 COUNTS = [-1, 0, 1, 2, 3, 4, 16, 17, 64, 1000, 2**31, 2**62]
 
 
 @dataclass(frozen=True)
 class Target:
-    """One function, its first arguments, and its reference; or a type, and a function that uses it."""
+    """A function, its first arguments, and its reference; or a type, and a function that uses the type."""
 
     reference: Callable[..., object]
     seeds: list[Arguments]
     words: list[bytes] = field(default_factory=list)
-    """The parts of which inputs are made, besides single bytes."""
+    """The parts from which inputs are made, in addition to single bytes."""
     numbers: dict[int, list[int | None]] = field(default_factory=dict)
-    """The numbers to which an argument is set, by its place."""
+    """Index of an argument -> the numbers to which it is set."""
     kept: frozenset[int] = frozenset()
-    """The places of arguments that stay the same as in the first inputs."""
+    """The indexes of arguments that remain as in the first inputs."""
     use: Callable[..., object] | None = None
-    """The function that is called instead, with this one, or this type, as its first argument."""
+    """A function to call instead, with the function or the type of the C module as its first argument."""
 
     def function(self, name: str) -> Callable[..., object]:
-        """Return the function that is called with changed inputs."""
+        """Return the function to call with changed inputs."""
         found: Callable[..., object] = getattr(native.selected, name)
         return found if self.use is None else partial(self.use, found)
 
@@ -56,7 +56,7 @@ class Target:
 POST = re.compile(rb"POST ((?:/[A-Za-z0-9_.-]+)+) HTTP/1\.1\r\n((?:[^\r\n]+\r\n)*)\r\n")
 FIELD = re.compile(rb"([A-Za-z0-9_-]+):[ \t]*((?:[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?)?)[ \t]*")
 HOST = re.compile(rb"[A-Za-z0-9.-]+(?::[0-9]*)?")
-#: The fields of a connection, none of which a plain request has.
+#: The header fields of a connection; a plain request has none of them.
 OF_CONNECTION = {b"transfer-encoding", b"expect", b"upgrade", b"proxy-connection"}
 HEAD_BYTES_MAX = 32768
 
@@ -114,12 +114,12 @@ POST_WORDS = [
 BLANKS = rb"[ \n\r\t]*"
 TOKEN = re.compile(BLANKS + rb"(0|[1-9][0-9]{0,9})" + BLANKS)
 HASH = re.compile(BLANKS + rb'("?)(-?(?:0|[1-9][0-9]*))\1' + BLANKS)
-#: Quotes that the C module looks at before it leaves a text to the parser.
+#: The number of quotes that the C module examines before it leaves a text to the parser.
 QUOTES_MAX = 256
 
 
 def _find_list(body: bytes, name: bytes) -> tuple[int, int] | None:
-    """Return the place of the list under ``name``, brackets included; None if the text is not plain."""
+    """Return the start and the end of the list under ``name``, brackets included; None if the text is not plain."""
     at = body.find(name)
     opened = re.compile(BLANKS + b":" + BLANKS + rb"\[").match(body, at + len(name)) if at >= 0 else None
     if opened is None:
@@ -127,7 +127,7 @@ def _find_list(body: bytes, name: bytes) -> tuple[int, int] | None:
     start, close = opened.end() - 1, body.find(b"]", opened.end())
     if close < 0 or name in body[close:] or b"\\" in body[:start] + body[close:]:
         return None
-    # A quote closer to the end than the length of the name cannot begin it.
+    # A quote that is closer to the end than the length of the name cannot begin the name.
     behind = body[close : len(body) - len(name) + 1]
     if body[:at].count(b'"') >= QUOTES_MAX or behind.count(b'"') >= QUOTES_MAX:
         return None
@@ -165,7 +165,7 @@ def cut_hashes(body: bytes, name: bytes, count_max: int) -> object:
     return _cut(body, name, count_max, _hash)
 
 
-#: A name is a key in its quotes; it comes from the program, not from a client.
+#: The name is a key with its quotes. It stays the same, because it comes from the program, not from a client.
 NAME = frozenset({1})
 
 LISTS: list[Arguments] = [
@@ -280,12 +280,12 @@ CONTENT = bytes(i * i % 251 for i in range(3000))
 
 
 def medium_of(name: str | None) -> str | None:
-    """Return the medium of any text without a digit."""
+    """Return the medium for a text; None if the text has a digit."""
     return "NONE" if name is None else None if re.search("[0-9]", name) else name.upper()
 
 
 def use_read_batch(read: Callable[..., Any], *arguments: Any) -> object:
-    """Read a batch. ``Parts`` compares which events stay together."""
+    """Read a batch. How events are kept together is compared by the target ``Parts``."""
     found = read(*arguments)
     return None if found is None else (found[0], list(found[1]), *found[2:])
 
@@ -296,14 +296,15 @@ ROW = re.compile(rb"((?:[^ ]{17}){0,63}?[^ ]{16}[^ +])(\+?)((?: [1-9][0-9]{0,15}
 
 
 def _own(keys: bytes) -> list[bytes]:
-    """Return the slots of the blocks of one piece."""
+    """Return the slots for the blocks of one piece."""
     digits = b"0123456789abcdefghijklmnopqrstuv"
     return [keys[8 * at : 8 * at + 8].hex().encode() + digits[at : at + 1] for at in range(len(keys) // 8)]
 
 
 def _row(own: list[bytes], value: bytes) -> tuple[int, bool, list[int | None], dict[int, int]] | None:
-    """Return the number of the first own block, or of all; whether the row is marked; the slot of each own block; and
-    the bitmap of each holder.
+    """Return the index among the own slots of the row's first slot, or their number if it is not one of them; whether
+    the row is marked; the index of each own slot in the row; and the bitmap of each holder. Return None if the value is
+    not a row of this piece.
     """
     found = ROW.fullmatch(value)
     if found is None:
@@ -405,7 +406,7 @@ ROW_WORDS = [b" ", b"+", b":", b" 7:1", b" 17:f", b"0", b"f", b"9" * 16, b"f" * 
 
 
 def _steps(script: bytes) -> Iterator[tuple[str, int, int, Place, int]]:
-    """Yield the steps, four bytes each: the kind, an engine hash, a key, and a place."""
+    """Yield the steps of a script. Four bytes determine the kind, an engine hash, a key, and a place."""
     for step, one, other, where in zip(*[iter(script)] * 4, strict=False):
         place = Place(where % 16, where // 16 or None)
         yield STEPS[step % len(STEPS)], one << 56 | one % 16, other << 56 | other % 16, place, 1 + step // 64
@@ -449,7 +450,8 @@ TARGETS: dict[str, Target] = {
         ],
         batches.WORDS,
         {1: [*COUNTS], 8: [-1, 0, 1, 2, 6, 7, 9, 10, 11], 9: [-1, 0, 1, 2, 3, 4]},
-        # The format is the program's own; only the unpacked bytes come from an engine.
+        # These arguments stay the same, because they come from the program; only the unpacked bytes come from an
+        # engine.
         frozenset({2, 3, 4, 5, 6, 7}),
         use=use_read_batch,
     ),

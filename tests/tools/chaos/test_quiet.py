@@ -57,11 +57,11 @@ async def test_a_stream_that_is_taken_over_while_others_are_waited_for_is_waited
     async def agree(unknown: Sequence[Publisher], states: object) -> None:
         compared.extend(unknown)
 
-    async def restored() -> None:
+    async def restore() -> None:
         """Everybody is registered."""
 
     quiet = Quiet(crew, [lossy, other], {}, controller, Trace(), keeps_on_gap=True, insides={}, block_size=4)
-    monkeypatch.setattr(controller, "restored", restored)
+    monkeypatch.setattr(controller, "restore", restore)
     monkeypatch.setattr(quiet, "_agree", agree)
     assert await quiet.compare() == [lossy, other]
     assert compared == [lossy, other]

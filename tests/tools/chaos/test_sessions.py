@@ -175,7 +175,7 @@ def test_what_goes_to_another_tier_after_a_quiet_point_may_stay_there_when_batch
     for first in (0, 1000):
         engine.prefill(tuple(range(first, first + 6 * BLOCK_SIZE)), 0, BASE)
         if first == 0:
-            engine.is_exact_now()
+            engine.mark_exact()
     moved = {held for held in engine.contents() if held.place.medium == "CPU" and max(held.prefix) < 1000}
     assert moved
     assert moved <= engine.suspects
