@@ -327,27 +327,10 @@ def decide_again(decision: KeptDecision, policy: PolicyChoice) -> ShadowChoice |
 
 
 def _candidate(target: KeptTarget) -> Candidate:
-    return Candidate(
-        target.publisher,
-        target.instance_id,
-        target.dp_rank,
-        None,
-        Role(target.role) if target.role in _ROLES else Role.BOTH,
-        target.weight,
-        target.labels,
-        target.device,
-        target.host,
-        target.disk,
-        target.shared,
-        target.expected,
-        target.wait,
-        target.active,
-        target.context,
-        target.health,
-        target.last_cold,
-        None if target.answer_times is None else AnswerTimes.of_numbers(target.answer_times),
-        target.gauges,
-    )
+    times = None if target.answer_times is None else AnswerTimes.of_numbers(target.answer_times)
+    role = Role(target.role) if target.role in _ROLES else Role.BOTH
+    # The fields of a kept target are named as those of a candidate.
+    return Candidate(**target._asdict() | {"role": role, "answer_times": times})
 
 
 # ---- the requests ----------------------------------------------------------------------------------

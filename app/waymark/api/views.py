@@ -13,7 +13,7 @@ from waymark.contract import publishers
 from waymark.decide.group_loads import GroupLoads
 from waymark.domain.names import Registration
 from waymark.domain.status import SLOT_SECONDS, StreamStatus
-from waymark.inspection.status import Complaints
+from waymark.inspection.status import Complaints, facts_of
 from waymark.store.publisher_states import PublisherState
 from waymark.store.reservations import NO_LOAD, Load
 from waymark.store.store import Store
@@ -150,42 +150,23 @@ def _service(registration: Registration) -> publishers.Service:
 
 
 def _publisher(state: PublisherState, load: Load, complaint: str, *, is_left_out: bool) -> publishers.Publisher:
-    registration, counters = state.registration, state.counters
+    target, counters = state.registration.target, state.counters
     stored, removed = state.recent
     is_failing = is_left_out and state.status in _UNDER_WAY
     return publishers.Publisher(
-        instance_id=registration.instance_id,
-        tenant_id=registration.tenant_id,
-        dp_rank=registration.dp_rank,
-        model_name=registration.model_name,
-        type=registration.kind,
-        block_size=registration.block_size,
-        scope=registration.scope,
-        endpoint=registration.endpoint,
-        address=registration.target.address,
-        role=registration.target.role,
-        weight=registration.target.weight,
-        is_further=registration.is_further,
-        labels=dict(registration.target.labels),
-        metrics_url=registration.target.metrics_url,
-        adapters=registration.target.adapters,
-        aliases=registration.target.aliases,
-        source=registration.origin.kind,
+        **facts_of(state),
+        address=target.address,
+        role=target.role,
+        labels=dict(target.labels),
+        metrics_url=target.metrics_url,
+        adapters=target.adapters,
+        aliases=target.aliases,
+        source=state.registration.origin.kind,
         status=StreamStatus.UNREACHABLE if is_failing else state.status,
-        watermark=state.watermark,
-        lag_seconds=state.lag_seconds,
-        gaps=counters.get("gaps", 0),
-        restarts=counters.get("restarts", 0),
         unsalted_events=counters.get("unsalted_events", 0),
-        blocks=state.blocks,
         load=publishers.PublisherLoad(requests=load.requests, tokens=load.tokens),
-        known=state.known,
-        copies=publishers.CopiesOfStream(rule=state.copies.rule, why=state.copies.why),
-        prefixes=state.prefixes,
         last_error=state.last_error,
-        replay=registration.can_replay,
-        worker=state.worker,
-        counters=counters,
+        replay=state.registration.can_replay,
         complaint=_FAILING if is_failing else complaint or None,
         recent=publishers.RecentlyChanged(seconds=SLOT_SECONDS, stored=stored, removed=removed) if stored else None,
     )

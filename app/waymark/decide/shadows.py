@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from math import ceil, isclose
+from operator import attrgetter
 from random import Random
 
 from waymark.base.errors import StoreUnavailable
@@ -38,6 +39,8 @@ from waymark.store.kept_decisions import BLOCKS_MAX, TARGETS_MAX, KeptDecision, 
 from waymark.store.reservations import Reservation
 from waymark.store.steps import StartTask
 
+#: The facts about a target, up to its weight, which a record keeps as they are.
+_facts = attrgetter(*KeptTarget._fields[: KeptTarget._fields.index("role")])
 #: Two values of a policy are the same up to the order in which their parts were added.
 _SAME = 1e-12
 
@@ -331,23 +334,6 @@ def work(candidate: Candidate, request: RoutingRequest) -> int:
 
 def _kept_target(candidate: Candidate, state: PromptState) -> KeptTarget:
     times = candidate.answer_times or state.answer_times.get(candidate.publisher)
-    return KeptTarget(
-        candidate.publisher,
-        candidate.instance_id,
-        candidate.dp_rank,
-        candidate.device,
-        candidate.host,
-        candidate.disk,
-        candidate.shared,
-        candidate.expected,
-        candidate.wait,
-        candidate.active,
-        candidate.context,
-        candidate.health,
-        candidate.last_cold,
-        candidate.weight,
-        candidate.role.value,
-        candidate.labels,
-        candidate.gauges or state.gauges.get(candidate.publisher),
-        None if times is None else times.numbers,
-    )
+    gauges = candidate.gauges or state.gauges.get(candidate.publisher)
+    numbers = None if times is None else times.numbers
+    return KeptTarget._make((*_facts(candidate), candidate.role.value, candidate.labels, gauges, numbers))

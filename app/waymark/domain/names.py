@@ -127,11 +127,11 @@ class Registration:
     endpoint: str | None
     """``tcp://host:port``, ``ipc://path``, or the URL of an event stream; None if there is nothing to subscribe to."""
     replay_endpoint: str | None
-    lora_name: str | None
-    additional_salt: str | None
-    scope: Scope
-    copies: Copies
-    sequence: SeqCounter
+    lora_name: str | None = None
+    additional_salt: str | None = None
+    scope: Scope = "instance"
+    copies: Copies = "count"
+    sequence: SeqCounter = "publisher"
     target: Target = PLAIN
     origin: Origin = BY_CLIENT
     prefixes: PrefixSource = DEFAULT_PREFIXES

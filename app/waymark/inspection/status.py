@@ -24,6 +24,18 @@ from waymark.store.parsing import lenient_text
 from waymark.store.publisher_states import PublisherState
 from waymark.store.workers import WORKER_SECONDS, Heartbeat
 
+#: The facts of a registration and of the state of its stream that every view shows under the same name.
+_REGISTERED = (
+    "instance_id",
+    "tenant_id",
+    "dp_rank",
+    "model_name",
+    "block_size",
+    "scope",
+    "endpoint",
+    "is_further",
+)
+_REPORTED = ("worker", "watermark", "lag_seconds", "blocks", "known", "prefixes", "counters")
 #: Counters of a stream, by their beginning, that count events without effect.
 _REJECTED = ("decode_errors", "frames_malformed", "ignored", "unresolved")
 
@@ -163,35 +175,30 @@ async def gather(inspector: Inspector, wanted: PublisherFilter) -> StatusAnswer:
     )
 
 
-def _stream(state: PublisherState, complaints: Complaints) -> StreamState:
+def facts_of(state: PublisherState) -> dict[str, Any]:
+    """Return the fields that every view of a stream has."""
     registration, counters = state.registration, state.counters
+    return {
+        **{name: getattr(registration, name) for name in _REGISTERED},
+        **{name: getattr(state, name) for name in _REPORTED},
+        "type": registration.kind,
+        "weight": registration.target.weight,
+        "copies": CopiesOfStream(rule=state.copies.rule, why=state.copies.why),
+        "gaps": counters.get("gaps", 0),
+        "restarts": counters.get("restarts", 0),
+    }
+
+
+def _stream(state: PublisherState, complaints: Complaints) -> StreamState:
+    counters = state.counters
     return StreamState(
-        tenant_id=registration.tenant_id,
-        model_name=registration.model_name,
+        **facts_of(state),
         group=state.group_id,
         publisher=state.id,
-        instance_id=registration.instance_id,
-        dp_rank=registration.dp_rank,
-        type=registration.kind,
-        block_size=registration.block_size,
-        scope=registration.scope,
-        endpoint=registration.endpoint,
-        weight=registration.target.weight,
-        is_further=registration.is_further,
         status=state.status,
-        worker=state.worker,
         has_live_worker=not complaints.is_orphan(state),
-        watermark=state.watermark,
-        lag_seconds=state.lag_seconds,
-        blocks=dict(state.blocks),
-        known=state.known,
-        copies=CopiesOfStream(rule=state.copies.rule, why=state.copies.why),
-        prefixes=dict(state.prefixes),
-        gaps=counters.get("gaps", 0),
         replays=sum(n for name, n in counters.items() if name.startswith("replays.")),
-        restarts=counters.get("restarts", 0),
         batches_lost=counters.get("batches_lost", 0),
-        counters=dict(counters),
         last_error=state.last_error or None,
         complaint=complaints.of(state) or None,
     )

@@ -81,11 +81,7 @@ class Dynamo:
             block_size=request.block_size,
             endpoint=self._endpoint(request.endpoint, "endpoint"),
             replay_endpoint=self._endpoint(request.replay_endpoint, "replay_endpoint"),
-            lora_name=None,
             additional_salt=request.additional_salt,
-            scope="instance",
-            copies="count",
-            sequence="publisher",
         )
         registrations = [
             item for item in await self._store.polled_claims.registrations() if body.caller.has(item.tenant_id)

@@ -155,11 +155,6 @@ class DynamoWorkerHandlers:
                     block_size=block_size,
                     endpoint=endpoint,
                     replay_endpoint=description.get("replay_endpoint"),
-                    lora_name=None,
-                    additional_salt=None,
-                    scope="instance",
-                    copies="count",
-                    sequence="publisher",
                     target=Target(address=address),
                 )
             )
