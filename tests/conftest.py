@@ -1,8 +1,8 @@
-"""Fixtures for every test: an emulated and a real Redis, a deadline to wait by, a free port.
+"""Fixtures for every test: an emulated and a real Redis, a free port, and the implementations of the loops.
 
-Whoever asks for ``redis`` runs twice, on fakeredis and on a real server, each time with an empty database.
-The real server is started here, once a session, on a unix socket in a directory of its own. Where there is no
-redis-server the tests fail: a test that skips itself has proved nothing.
+A test with the fixture ``redis`` runs twice, on fakeredis and on a real server, each time with an empty database. The
+real server is started here, once per session, on a unix socket in a directory of its own. If there is no redis-server,
+the tests fail, because a skipped test proves nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from waymark.base import native
 
 SERVER_START_SECONDS = 10.0
 
-# A shell without a terminal starts what it puts in the background with Ctrl-C ignored, and all children inherit that.
+# A shell without a terminal starts background commands with SIGINT ignored, and all their children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -52,7 +52,8 @@ def _no_patience_in_the_environment() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """httpx reads the certificates of every authority for each client, which takes 20 ms; no test asks the Internet."""
+    """Let httpx read one certificate authority instead of all, which take 20 ms for each client. No test uses the
+    Internet."""
     end = "-----END CERTIFICATE-----\n"
     first, _, _ = Path(certifi.where()).read_text(encoding="utf-8").partition(end)
     path = tmp_path_factory.mktemp("authority") / "ca.pem"
@@ -64,7 +65,8 @@ def _one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_version() -> Iterator[None]:
-    """redis-py reads its own version from the file of its package for each connection, which takes a millisecond."""
+    """Cache the version of redis-py, which it would read from its package's file for each connection, in a
+    millisecond."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(redis_utils, "get_lib_version", cache(redis_utils.get_lib_version))
         yield
@@ -72,7 +74,7 @@ def _one_version() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    """A command that ran inside a test has set up logging for its process, which goes on with other tests."""
+    """Restore logging after each test, because a command that runs inside a test sets it up for the whole process."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -87,17 +89,17 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on."""
+    """Return a TCP port of 127.0.0.1 on which nothing listens."""
     return unused_port()
 
 
 @pytest.fixture(scope="session")
 def redis_socket() -> Iterator[Path]:
-    """The unix socket of a real redis-server that lives as long as the test session."""
+    """Run a real redis-server for the test session, and yield its unix socket."""
     server = shutil.which("redis-server") or shutil.which("valkey-server")
     if server is None:
         pytest.fail("no redis-server on PATH: install it (Debian: apt-get install redis-server)", pytrace=False)
-    # A path of ours, not pytest's tmp_path: a unix socket's may have 107 characters at most.
+    # Not pytest's tmp_path, because the path of a unix socket may have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="wm-") as directory:
         path = Path(directory) / "redis.sock"
         options = ["--port", "0", "--unixsocket", str(path), "--dir", directory, "--save", "", "--appendonly", "no"]
@@ -126,7 +128,7 @@ def _wait_for_server(process: subprocess.Popen[bytes], path: Path, log: Path) ->
 
 @pytest.fixture
 def redis_url(redis_socket: Path) -> str:
-    """The URL of the real Redis, emptied."""
+    """Empty the real Redis, and return its URL."""
     with SyncRedis(unix_socket_path=str(redis_socket), protocol=2) as client:
         client.flushall()
         client.script_flush()
@@ -135,7 +137,7 @@ def redis_url(redis_socket: Path) -> str:
 
 @pytest.fixture(params=["emulated", "real"])
 async def redis(request: pytest.FixtureRequest) -> AsyncIterator[Redis]:
-    """A client of an empty Redis, replies as bytes over RESP2; once emulated, once real."""
+    """Yield a client of an empty Redis, emulated or real, with replies as bytes over RESP2."""
     if request.param == "real":
         client = Redis.from_url(
             request.getfixturevalue("redis_url"), protocol=2, decode_responses=False, socket_timeout=patient(5)
@@ -146,13 +148,13 @@ async def redis(request: pytest.FixtureRequest) -> AsyncIterator[Redis]:
         yield client
 
 
-#: What the loops of ``waymark.base.native`` can run by here: where there was no compiler it is Python only.
+#: The implementations of the loops of ``waymark.base.native`` on this machine; only Python if there was no compiler.
 IMPLEMENTATIONS: list[native.Implementation] = ["pure", "native"] if native.is_built else ["pure"]
 
 
 @pytest.fixture
 def implementation_kept() -> Iterator[None]:
-    """After the test, the implementation that was selected before it is selected again."""
+    """Select the earlier implementation again after the test."""
     before = native.implementation()
     yield
     native.select(before == "native")
@@ -160,6 +162,6 @@ def implementation_kept() -> Iterator[None]:
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest, implementation_kept: None) -> str:
-    """The test runs once with each implementation."""
+    """Run the test once with each implementation."""
     assert native.select(request.param == "native") == request.param
     return str(request.param)

@@ -1,7 +1,7 @@
 """Builders of registrations, events and batches, for scenarios that read like the contract.
 
-A block is a letter here: ``tokens("AB")`` are two blocks of four tokens, all of a block the letter's code. A block's
-key is what the index finds it by, ``keys("AB")``.
+A block is a letter here: ``tokens("AB")`` has two blocks of four tokens, and all tokens of a block are the code of its
+letter. ``keys("AB")`` has the keys by which the index finds these blocks.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ SEED = 1337
 
 
 def tokens(blocks: str) -> bytes:
-    """Blocks of four tokens, one per letter; a digit at the end is so many tokens of the last block: ``"AB2"``."""
+    """Return blocks of four tokens, one per letter. A digit at the end cuts the last block to this number of tokens:
+    ``"AB2"``."""
     full, rest = (blocks[:-1], int(blocks[-1])) if blocks[-1:].isdigit() else (blocks, BLOCK_SIZE)
     packed = token_bytes([ord(letter) for letter in full for _ in range(BLOCK_SIZE)])
     return packed[: len(packed) - 4 * (BLOCK_SIZE - rest)]
 
 
 def keys(blocks: str, *, ns: int = 0, extras: Sequence[int | None] | None = None) -> list[int]:
-    """The key of each block of a prompt, from its beginning."""
+    """Return the key of each block of a prompt, from the first on."""
     return [seq_hash ^ ns for seq_hash in extend(None, tokens(blocks), BLOCK_SIZE, seed=SEED, extras=extras)]
 
 
 def registration(kind: EngineKind = EngineKind.VLLM, **fields: Any) -> Registration:
-    """Rank 0 of instance ``pod-1`` of model ``m``, unless told otherwise."""
+    """Return a registration, by default of rank 0 of instance ``pod-1`` for model ``m``."""
     told: dict[str, Any] = {
         "kind": kind,
         "instance_id": "pod-1",
@@ -66,7 +67,7 @@ def registration(kind: EngineKind = EngineKind.VLLM, **fields: Any) -> Registrat
 
 
 def publisher_row(instance_id: str = "a", **values: Any) -> Publisher:
-    """A publisher of ``/workers`` in which all is well, unless told otherwise."""
+    """Return a publisher of ``/workers``, by default one without problems."""
     absent = ("endpoint", "address", "metrics_url", "watermark", "lag_seconds", "known", "last_error", "worker")
     told: dict[str, Any] = dict.fromkeys(absent) | {
         **{"instance_id": instance_id, "tenant_id": "default", "dp_rank": 0, "model_name": "m", "type": "vLLM"},
@@ -79,14 +80,15 @@ def publisher_row(instance_id: str = "a", **values: Any) -> Publisher:
 
 
 def workers_answer(*publishers: Publisher, **values: Any) -> WorkersAnswer:
-    """An answer of ``/workers`` with these publishers, and one ingest worker."""
+    """Return an answer of ``/workers`` with these publishers and one ingest worker."""
     worker = {"id": "worker-1", "streams": 3, "streams_max": None}
     told: dict[str, Any] = {"workers": [worker], "unreadable": [], "discovery": None}
     return parse(WorkersAnswer, told | {"publishers": plain(publishers)} | values)
 
 
 def stored(hashes: Sequence[int], blocks: str = "", **fields: Any) -> Any:
-    """A store at the root of the GPU; without ``blocks`` a placeholder, or identities if it has an envelope."""
+    """Return a store on the GPU, at the root. Without ``blocks`` it is a placeholder, or has identities if it has an
+    envelope."""
     told: dict[str, Any] = {"engine_hashes": tuple(hashes), "medium": "GPU"}
     if blocks:
         told |= {"parent": None, "tokens": tokens(blocks), "block_size": BLOCK_SIZE}
@@ -99,13 +101,13 @@ def stored(hashes: Sequence[int], blocks: str = "", **fields: Any) -> Any:
 
 
 def window_of(group: int | None, hashes: Sequence[int], blocks: str = "", **fields: Any) -> StoredWindow:
-    """A store of a KV-cache group other than main attention, on the GPU."""
+    """Return a store on the GPU of a KV-cache group other than main attention."""
     told: dict[str, Any] = {"medium": "GPU", "window": None, "block_size": BLOCK_SIZE if blocks else 0}
     return StoredWindow(tuple(hashes), group=group, **(told | {"is_dense": bool(blocks)} | fields))
 
 
 def removed(*hashes: int, medium: str = "GPU", **fields: Any) -> RemovalEvent:
-    """A removal; with an envelope of identities."""
+    """Return a removal; one with an envelope removes identities."""
     return RemovedIdentity(hashes, medium, **fields) if "envelope" in fields else Removed(hashes, medium, **fields)
 
 
@@ -114,7 +116,7 @@ def cleared(**fields: Any) -> Cleared:
 
 
 def envelope(event_id: int, **fields: Any) -> Envelope:
-    """What makes an event a standard one."""
+    """Return the envelope of a standard event."""
     told: dict[str, Any] = {
         "backend_id": "pod-1",
         "tenant_id": "default",
@@ -130,5 +132,5 @@ def batch(*events: Event, rank: int | None = None, ts: float | None = 1.0) -> Ba
 
 
 def slots_of(block_keys: Iterable[int], depth: int) -> bytes:
-    """The slots of consecutive blocks, the first block at ``depth``."""
+    """Return the slots of consecutive blocks, of which the first is at ``depth``."""
     return b"".join(b"%016x%c" % (key, DEPTHS[at % PIECE_BLOCKS]) for at, key in enumerate(block_keys, depth))

@@ -1,9 +1,10 @@
-"""Processes of ``waymark`` that need not import it: forked from one that has, once a test process.
+"""Starts processes of ``waymark`` without an import: they are forked from a process that has imported it.
 
-To import all of Waymark takes a second of CPU, and the tests start several hundred processes. Each of them is a process
-as any other: its own environment, directory, output and exit code. ``python -m tests.forked`` is the process that they
-are forked from. It ends with the tests' process. Coverage is measured from a process's beginning, so while it is
-measured each process is started in the usual way, and so it is where there is no pidfd (Linux has it).
+To import all of Waymark takes a second of CPU, and the tests start several hundred processes. A forked process has its
+own environment, directory, output and exit code, like any other. Each test process starts one ``python -m
+tests.forked``, from which they are forked, and which ends with the test process. When coverage is measured, processes
+are started in the usual way, because it is measured from the beginning of a process; and also on systems without pidfd
+(Linux has it).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tests.patience import patient, patient_settings
 _REQUEST_MAX = 1 << 16
 _STATUS = struct.Struct("i")
 _START_SECONDS = 60.0
-#: What roles and commands import when they need it. gRPC does not bear a fork, so a picker imports it by itself.
+#: Modules that roles and commands import on demand. gRPC does not survive a fork, so a picker imports it by itself.
 _IMPORTED = (
     *("waymark.runtime.replica", "waymark.runtime.worker", "waymark.runtime.gateway", "waymark.gateway.application"),
     *("waymark.runtime.commands", "waymark.simulator.run", "waymark.tokenization.local"),
@@ -50,7 +51,7 @@ _IMPORTED = (
 
 
 class Process(Protocol):
-    """What ``subprocess.Popen`` has too."""
+    """The methods that a forked process shares with ``subprocess.Popen``."""
 
     @property
     def pid(self) -> int: ...
@@ -73,9 +74,9 @@ def start(
     error: BinaryIO | None = None,
     stdin: BinaryIO | None = None,
 ) -> Process:
-    """``waymark`` with these words, and with nothing in its environment but ``environ`` and patient deadlines.
+    """Start ``waymark`` with these words. Its environment has only ``environ`` and patient deadlines.
 
-    Its errors are in ``output``, too, unless ``error`` is given. ``subprocess.DEVNULL`` is an output that nobody reads.
+    Standard error also goes to ``output``, unless ``error`` is given. ``output`` can be ``subprocess.DEVNULL``.
     """
     environ = {f"WAYMARK_{name.upper()}": str(value) for name, value in patient_settings().items()} | dict(environ)
     if "COVERAGE_PROCESS_START" in os.environ or not hasattr(os, "pidfd_open"):
@@ -100,7 +101,7 @@ def start(
 async def run(
     words: Sequence[str], environ: Mapping[str, str], directory: Path, stdin: bytes = b"", seconds: float = 60.0
 ) -> tuple[int, str, str]:
-    """A command until its end: its exit code, what it printed, and its errors."""
+    """Run a command to its end. Return its exit code, its output, and its standard error."""
     with TemporaryFile() as given, TemporaryFile() as output, TemporaryFile() as error:
         given.write(stdin)
         given.seek(0)
@@ -115,7 +116,7 @@ async def run(
 
 
 class _Forked:
-    """One of them. Its exit code comes through a pipe, from the process that it was forked from."""
+    """A forked process. The process from which it was forked sends its exit code through a pipe."""
 
     def __init__(self, pid: int, pipe: int) -> None:
         self.pid = pid
@@ -141,7 +142,7 @@ class _Forked:
         return bool(select.select([self._pipe], [], [], timeout)[0])
 
     def _read(self) -> int:
-        (status,) = _STATUS.unpack(os.read(self._pipe, _STATUS.size))  # an error where that process has ended
+        (status,) = _STATUS.unpack(os.read(self._pipe, _STATUS.size))  # raises if the parent has ended
         os.close(self._pipe)
         self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
@@ -149,13 +150,13 @@ class _Forked:
 
 @cache
 def _server() -> socket.socket:
-    """The socket to the process that has imported everything."""
+    """Start the process that imports everything, and return a socket to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(patient(_START_SECONDS))
     with theirs:
-        # Where tests have one authority instead of all, which take 40 ms to read for each command.
+        # The file of the only certificate authority for tests; to read all takes 40 ms for each command.
         command = [sys.executable, "-m", "tests.forked", str(theirs.fileno()), certifi.where()]
-        # What the environment names now comes first: it may be the source of another checkout.
+        # PYTHONPATH comes first, because it may name the source of another checkout.
         path = os.pathsep.join(each for each in (os.environ.get("PYTHONPATH", ""), *sys.path) if each)
         root = Path(__file__).parents[1]
         # numpy, which the emulated Redis imports, would start threads.
@@ -170,7 +171,7 @@ def _server() -> socket.socket:
 
 
 def _serve(requests: socket.socket) -> list[str]:
-    """Fork for each request. Returns the words of a process in that process; never returns in this one."""
+    """Fork for each request. Return the words of a command in the new process; never return in this one."""
     running: dict[int, tuple[int, int]] = {}
     """pidfd -> process, and the pipe for its status."""
     while True:
@@ -190,7 +191,7 @@ def _serve(requests: socket.socket) -> list[str]:
         if pid == 0:
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
-            # As the interpreter makes them: those of before may have been files, which can be sought in.
+            # Make the streams anew, as the interpreter does, because the earlier ones may have been seekable files.
             sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
             sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
             sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)
@@ -225,7 +226,7 @@ def _begin_once() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End like the interpreter, but keep the memory: a fork shares it, so that each page is copied to be given back."""
+    """End like the interpreter, but free no memory: to free a page that the fork shares would copy it first."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -238,7 +239,7 @@ if __name__ == "__main__":
     from waymark.cli import main
 
     for name in _IMPORTED:
-        with suppress(ModuleNotFoundError):  # another checkout has other modules, and its processes import them
+        with suppress(ModuleNotFoundError):  # another checkout may not have this module
             import_module(name)
     authorities = sys.argv[2]
     certifi.where = lambda: authorities

@@ -1,7 +1,8 @@
-"""For every test that uses gRPC in its own process: ``from tests.grpc_loops import events_of_this_loop``.
+"""A fixture for every test that uses gRPC in its own process: ``from tests.grpc_loops import events_of_this_loop``.
 
-gRPC has one queue of events for a process. Whichever loop reads it hands each event to the loop that it is for. That
-raises where that loop belonged to a test that is over, and the error failed the test that runs now.
+gRPC has one queue of events per process. The loop that reads the queue hands each event to the loop for which it is
+meant. If that loop is closed, because it belonged to an earlier test, this raises an error, which would fail the
+present test.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import pytest
 
 @pytest.fixture(autouse=True)
 async def events_of_this_loop(anyio_backend: str) -> None:
-    """Applies to all tests of the module, or of the directory of the ``conftest.py``, that imports it."""
+    """Ignore events for closed loops, in all tests of the module, or below the ``conftest.py``, that imports this
+    fixture."""
     leave_out_closed_loops(asyncio.get_running_loop())
 
 
 def leave_out_closed_loops(loop: asyncio.AbstractEventLoop) -> None:
-    """An event for a loop that is closed is no error of the test that runs in ``loop``; any other error is."""
+    """Let ``loop`` ignore errors because another loop is closed, and report all other errors."""
     report = loop.get_exception_handler()
     assert report is not None, "anyio collects what callbacks raise"
 

@@ -1,7 +1,7 @@
 """A server of a few lines whose connections end with it.
 
-``asyncio.Server.close`` leaves connections that were accepted open, and a handler that still waits when the loop is
-closed never closes its own: Python tells of it when the garbage is collected, in whatever test runs then.
+``asyncio.Server.close`` leaves accepted connections open, and a handler that still waits when the loop is closed never
+closes its connection. Python warns of that when it collects garbage, in whichever test runs then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 @asynccontextmanager
 async def listening(handler: Handler, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[asyncio.Server]:
-    """A server on ``host`` while the block runs. At its end handlers are cancelled, and their connections aborted."""
+    """Run a server on ``host`` while the block runs. At the end cancel the handlers, and abort their connections."""
     open_connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -25,9 +25,9 @@ async def listening(handler: Handler, port: int = 0, host: str = "127.0.0.1") ->
         try:
             await handler(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client has gone away
+            pass  # the client has closed the connection
         except asyncio.CancelledError:
-            pass  # the server ends; asyncio would report a task that was cancelled
+            pass  # the server ends; asyncio would report a cancelled task
         finally:
             del open_connections[task]
             writer.close()

@@ -1,4 +1,4 @@
-"""Waymark as a process of its own, over real sockets: what a test of hostile clients, of logs, of a client needs."""
+"""Runs Waymark as a process of its own, over real sockets, for tests of hostile clients, of logs, and of a client."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from tests.patience import patient
 from tests.ports import unused_port
 
 START_SECONDS = 20.0
-#: How long a client that does nothing wrong may wait for its answer.
+#: The time limit for the answer to a well-behaved client.
 ANSWER_SECONDS = 10.0
 
-#: Of a line of metrics, the name of its family or of its sample.
+#: Matches the name of the family or the sample in a line of metrics.
 _NAME = re.compile(r"(?:# \w+ )?(\w*)")
 
 Start = Callable[..., AbstractAsyncContextManager["Live"]]
 
 
 def lines_of(text: str, name: str) -> str:
-    """What metrics say of this sample: to parse all of them takes a hundred times as long, and tests ask often."""
+    """Return the lines about one metric, because tests read metrics often, and to parse all lines takes a hundred times
+    as long."""
     lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if (found := _NAME.match(line)) and name.startswith(found[1]))
 
@@ -49,12 +50,12 @@ class Live:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self) -> httpx.AsyncClient:
-        """A well-behaved client."""
+        """Return a well-behaved client."""
         headers = {} if self.token is None else {"authorization": f"Bearer {self.token}"}
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=patient(ANSWER_SECONDS), trust_env=False)
 
     async def metric(self, name: str, **labels: str) -> float:
-        """One sample of ``/metrics``; 0 where a series has counted nothing yet."""
+        """Return one sample of ``/metrics``; 0 if the series does not exist yet."""
         async with self.client() as client:
             text = (await client.get("/metrics")).raise_for_status().text
         families = list(text_string_to_metric_families(lines_of(text, name)))
@@ -63,17 +64,18 @@ class Live:
         return next((sample.value for sample in samples if (sample.name, sample.labels) == (name, labels)), 0.0)
 
     def said(self) -> str:
-        """What it has logged."""
+        """Return the log of the process."""
         return self.log.read_text(errors="replace")
 
     async def memory(self) -> float:
-        """Resident bytes of the process."""
+        """Return the resident bytes of the process."""
         return await self.metric("process_resident_memory_bytes")
 
 
 @asynccontextmanager
 async def start(role: str, redis_url: str, log: Path, **settings: Any) -> AsyncIterator[Live]:
-    """``waymark <role>`` on a free port, ready; ``settings`` by their field names. It must end well."""
+    """Start ``waymark <role>`` on a free port, and wait until it is ready. ``settings`` are by field name. It must exit
+    with 0."""
     port = unused_port()
     values: dict[str, Any] = {"redis_url": redis_url, "host": "127.0.0.1", "port": port} | settings
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}

@@ -1,4 +1,4 @@
-"""A stand-in for the master of a pool without events."""
+"""A stub of the master of a pool without events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiohttp import web
 
 
 class Master:
-    """A stand-in for Mooncake's master: ``has`` are its keys, ``asked`` those of each request."""
+    """A stub of Mooncake's master: ``has`` has its keys, and ``asked`` the keys of each request."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -37,7 +37,7 @@ class Master:
 
 @asynccontextmanager
 async def started_master() -> AsyncIterator[Master]:
-    """Start a master on a free port."""
+    """Start a master on a free port, and yield it."""
     found = Master()
     app = web.Application(client_max_size=2**20)
     app.router.add_get("/batch_query_keys", found.handle)

@@ -1,7 +1,8 @@
-"""The answers of the HTTP contract, by brute force: an index without hashes, holders, runs or Redis.
+"""A model of the index by brute force, without hashes, holders, runs or Redis, that gives the answers of the HTTP
+contract.
 
-A block is named by its whole prefix, so nothing here can go wrong the way an index can. It is written from the
-contract alone and shares no code with what it judges.
+A block is named by its whole prefix, so the model cannot have the faults of an index. It is written from the contract
+alone, and shares no code with the implementation that it checks.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ Tokens: TypeAlias = tuple[int, ...]
 
 
 class Space(NamedTuple):
-    """What separates equal prompts: the adapter, and those salts that are there, as a list."""
+    """The adapter and the list of salts, which distinguish prompts with equal tokens."""
 
     lora_name: str | None = None
     salts: tuple[str, ...] = ()
     lora_id: int | None = None
-    """Of an adapter that its engine does not name."""
+    """The id of an adapter whose name the engine does not send."""
 
 
 BASE = Space()
 
 
 class Place(NamedTuple):
-    """Where a copy is. ``publisher`` is the registered rank whose socket told of it, ``rank`` the rank that has it."""
+    """The place of a copy. ``publisher`` is the registered rank whose socket reported it, and ``rank`` is the rank that
+    has it."""
 
     instance: str
     publisher: int
@@ -37,25 +39,25 @@ class Place(NamedTuple):
 
 
 class Model:
-    """One (tenant, model) with one block size."""
+    """The index of one (tenant, model) with one block size."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.ranks: dict[str, set[int]] = {}
-        """Registered ranks by instance; pools are not in it."""
+        """The registered ranks by instance, without pools."""
         self.pools: set[str] = set()
         self.copies: dict[tuple[Space, Tokens], Counter[Place]] = {}
-        """How many copies of a block, named by its whole prefix, are where."""
+        """The number of copies of each block at each place. A block is named by its whole prefix."""
 
     def end(self, instance: str, publisher: int | None = None, rank: int | None = None) -> None:
-        """Forget what an instance has, or what one publisher of it told, or what that told of one rank."""
+        """Remove the blocks of an instance, of one of its publishers, or of one rank of that publisher."""
         for places in self.copies.values():
             for place in list(places):
                 if place.instance == instance and publisher in (None, place.publisher) and rank in (None, place.rank):
                     del places[place]
 
     def hold(self, instance: str, caches: Iterable[PrefixCache]) -> None:
-        """Let an instance have just what the caches of its ranks have."""
+        """Let an instance have exactly the blocks in the caches of its ranks."""
         self.end(instance)
         for rank, cache in enumerate(caches):
             for medium, prefixes in cache.contents().items():
@@ -64,7 +66,7 @@ class Model:
                     self.copies.setdefault((space, prefix.tokens), Counter())[Place(instance, 0, rank, medium)] = 1
 
     def query(self, tokens: Tokens, space: Space = BASE) -> dict[str, dict[str, Any]]:
-        """The rows of an answer, in tokens: for every instance every block of its walk."""
+        """Return the rows of an answer, in tokens, by a walk over every block for every instance."""
         size, rows = self.block_size, {}
         for instance, ranks in self.ranks.items():
             row: dict[str, Any] = {"longest_matched": 0, "GPU": 0, "CPU": 0, "DISK": 0}

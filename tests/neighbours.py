@@ -1,7 +1,7 @@
-"""The names of the neighbours' published pages: flags, fields, headers, metrics, paths, and defaults.
+"""Names from the published pages of neighbouring projects: flags, fields, headers, metrics, paths, and defaults.
 
-Each was read on the page that the project publishes of itself; ``test_neighbours`` finds it in ``docs/neighbours``. A
-default follows ``=``, and ``~`` is a blank.
+Each name is from the project's own page; ``test_neighbours`` looks for it in ``docs/neighbours``. A default follows
+``=``, and ``~`` stands for a space.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How long a test waits before it fails.
+"""The deadlines of tests, which grow with the load of the machine.
 
-A deadline in a test is only there so that a broken test ends: it is never a claim about speed. So every deadline is
-written for a quiet machine and multiplied by ``patience()``. ``WAYMARK_TEST_PATIENCE`` gives the factor; without it
-the factor follows from the load that the machine has at that moment.
+The only purpose of a deadline in a test is that a broken test ends; it is never a claim about speed. So every deadline
+is written for a quiet machine and multiplied by ``patience()``. ``WAYMARK_TEST_PATIENCE`` sets the factor; without it
+the factor depends on the load of the machine at that moment.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 import anyio
 
 VARIABLE = "WAYMARK_TEST_PATIENCE"
-#: As it was when the tests began. A test itself does not see the variable: to Waymark it would be an unknown setting.
+#: The value when the tests began. Tests do not see the variable, because to Waymark it would be an unknown setting.
 _given = os.environ.get(VARIABLE, "")
-#: Processes per processor that the machine may run before deadlines get longer.
+#: The number of processes per processor from which on deadlines become longer.
 _QUIET = 0.5
-#: A predicate is asked again after this part of the time that it has been waited for, within these seconds: to ask a
-#: hundred times a second for as long as it takes would keep the processor from the processes that are waited for.
+#: The pause between two calls of a predicate is this share of the time waited so far, within these bounds. A hundred
+#: calls a second all the time would take the processor from the processes under test.
 _PAUSE_PART, _PAUSE_MIN, _PAUSE_MAX = 0.1, 0.015, 0.1
 
 
 def patience() -> float:
-    """The factor for every deadline, at least 1 unless ``WAYMARK_TEST_PATIENCE`` says otherwise."""
+    """Return the factor for every deadline. It is at least 1, unless ``WAYMARK_TEST_PATIENCE`` sets it."""
     given = os.environ.get(VARIABLE, _given)
     if not given:
         return max(1.0, _busy() / (_QUIET * len(os.sched_getaffinity(0))))
@@ -42,21 +42,21 @@ def patience() -> float:
 
 
 def _busy() -> float:
-    """Processes that run or want to: the mean of the last minute, or of this moment where that is more."""
+    """Return the number of processes that are running or ready to run: the mean of the last minute, or the present
+    number if that is larger."""
     now = Path("/proc/loadavg")
     running = int(now.read_text().split()[3].partition("/")[0]) if now.exists() else 0
     return max(os.getloadavg()[0], float(running))
 
 
 def patient(seconds: float) -> float:
-    """A deadline, given as it should be on a quiet machine."""
+    """Return a deadline for the present load, from one for a quiet machine."""
     return seconds * patience()
 
 
 def patient_settings() -> dict[str, Any]:
-    """Waymark's own deadlines, by the names of their settings: on a busy machine Redis is slow, too.
-
-    On a quiet machine they are the defaults. A test that sets one of them shows what happens at its end.
+    """Return Waymark's own deadlines, by the names of their settings. They are longer on a busy machine, where Redis is
+    slow, too. On a quiet machine they are the defaults. A test of a timeout sets its own value.
     """
     defaults = {
         "redis_timeout_seconds": 2.0,
@@ -67,16 +67,15 @@ def patient_settings() -> dict[str, Any]:
 
 
 def within(seconds: float) -> asyncio.Timeout:
-    """``asyncio.timeout`` for tests."""
+    """Return an ``asyncio.timeout`` for tests."""
     return asyncio.timeout(patient(seconds))
 
 
 async def wait_until(
     predicate: Callable[[], bool | Awaitable[bool]], description: str | Callable[[], str], seconds: float = 10.0
 ) -> None:
-    """Return as soon as ``predicate``, plain or async, is true; fail with ``description`` after ``seconds``.
-
-    A ``description`` that is a function is asked for its sentence only when it is needed.
+    """Wait until ``predicate``, plain or async, is true; fail with ``description`` after ``seconds``. If
+    ``description`` is a function, it is called only for a failure.
     """
     began = time.monotonic()
     while True:
@@ -89,22 +88,23 @@ async def wait_until(
 
 
 def wait_for(predicate: Callable[[], bool], description: str | Callable[[], str], seconds: float = 10.0) -> None:
-    """``wait_until`` for fixtures that outlive one event loop."""
+    """Wait like ``wait_until``, but without an event loop, for fixtures that outlive one."""
     began = time.monotonic()
     while not predicate():
         time.sleep(_pause(_fail_when_late(began, description, seconds)))
 
 
 def _pause(waited: float) -> float:
-    """How long to sleep before a predicate is asked again."""
+    """Return the seconds to sleep before the next call of a predicate."""
     return min(_PAUSE_MAX, max(_PAUSE_MIN, _PAUSE_PART * waited))
 
 
 def _fail_when_late(began: float, description: str | Callable[[], str], seconds: float) -> float:
-    """Return the seconds waited. Asked anew each time, so that load that came meanwhile counts too."""
+    """Fail if the time is over, and return the seconds waited. The load is read each time, because it may have
+    grown."""
     waited = time.monotonic() - began
     if waited >= patient(seconds):
-        import pytest  # programs that are no tests wait by this module, too, where there is no pytest
+        import pytest  # programs without pytest also use this module
 
         what = description() if callable(description) else description
         pytest.fail(f"after {waited:.1f} s it is still not so: {what}")

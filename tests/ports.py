@@ -1,8 +1,8 @@
 """TCP ports of 127.0.0.1 for servers that a test starts.
 
-A port that was free a moment ago may be another's when its server starts, or while its server is down. So a port is
-reserved until this process ends: it is bound for UDP, where no server listens, and other test processes see that. It
-lies below the ports that the kernel gives to connections.
+A port that was free a moment ago may be in use when its server starts, or starts again. So each port is reserved until
+this process ends: it is bound for UDP, which no server uses, and other test processes see that. The ports are below
+those that the kernel assigns to connections.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from __future__ import annotations
 import random
 import socket
 
-#: Distance from the port of a Cluster's node to the port of its bus.
+#: The distance from the port of a Cluster node to the port of its bus.
 BUS_OFFSET = 10_000
 _PORTS = range(24_000, 32_000)
-#: Neither these nor those of their buses are among ``_PORTS``.
+#: The ports of Cluster nodes. Neither they nor the ports of their buses are in ``_PORTS``.
 _NODE_PORTS = range(10_000, 14_000)
 _TRIES = 1000
-#: Held until the process ends.
+#: The reservations, which are held until the process ends.
 _reserved: list[socket.socket] = []
-#: Not the generator that tests seed.
+#: A generator of its own, because tests seed the global one.
 _random = random.SystemRandom()
 
 
 def unused_port() -> int:
-    """A port that no process listens on, and that no other caller gets."""
+    """Return a port on which no process listens, and which no other caller gets."""
     return _reserve(_PORTS)
 
 
 def unused_ports(count: int) -> int:
-    """The first of so many ports in a row."""
+    """Return the first of ``count`` consecutive unused ports."""
     return _reserve(_PORTS, *range(1, count))
 
 
 def unused_node_port() -> int:
-    """The same for a node of a Cluster: the port of its bus is reserved with it."""
+    """Return an unused port for a Cluster node, and reserve the port of its bus, too."""
     return _reserve(_NODE_PORTS, BUS_OFFSET)
 
 
@@ -51,7 +51,7 @@ def _reserve(ports: range, *offsets: int) -> int:
 
 
 def _bound(port: int) -> socket.socket | None:
-    """A reservation of the port, or None where it is reserved or in use."""
+    """Reserve a port. Return None if it is reserved or in use."""
     reservation = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         reservation.bind(("127.0.0.1", port))

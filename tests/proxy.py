@@ -1,7 +1,7 @@
-"""A proxy between one process and Redis: its connections are aborted, held or slowed down, and their calls are kept.
+"""A proxy between one process and Redis that can abort, hold or delay connections, and record their calls.
 
-While a connection is held, nothing is closed. Afterwards everything that was sent arrives, also from a sender that has
-long given up: a network that was interrupted and delivers late.
+While connections are held, they stay open. Afterwards everything that was sent arrives, even from a sender that has
+given up long ago, as in a network that was interrupted and delivers late.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ _CHUNK_BYTES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A command as it reached Redis, and its reply."""
+    """A command that reached Redis, and its reply."""
 
     at: float
-    """When it was sent on to Redis, on the monotonic clock."""
+    """The time at which it was forwarded to Redis, on the monotonic clock."""
     words: tuple[bytes, ...]
     reply: Any
 
     @property
     def verdict(self) -> bytes | None:
-        """What a script has decided; None where this was no script."""
+        """Return the verdict of a script; None if the call was not a script."""
         is_script = self.words[0].upper() == b"EVALSHA" and isinstance(self.reply, list)
         return self.reply[0] if is_script else None
 
 
 class Proxy:
-    """Listens on ``port`` of 127.0.0.1 and passes everything on to ``redis``: a port there, or the path of a socket.
-    If it changes, new connections go there.
+    """A proxy that listens on ``port`` of 127.0.0.1 and forwards to ``redis``, which is a port of 127.0.0.1 or the path
+    of a socket. If ``redis`` changes, new connections use the new value.
 
-    ``calls`` has every call since the start where ``keeps_calls`` is set; it is not bounded.
+    With ``keeps_calls``, ``calls`` has every call since the start, without a bound.
     """
 
     def __init__(self, redis: int | str, *, keeps_calls: bool = False) -> None:
         self.port = 0
         self.delay_seconds = 0.0
-        """Before each piece, in each direction."""
+        """The delay of each piece, in each direction."""
         self.lost_replies = 0
-        """So many replies are to be swallowed, each together with its connection: Redis has done what was asked."""
+        """The number of replies to drop, each by aborting its connection, after Redis has run the command."""
         self.calls: list[Call] = []
         self._keeps_calls = keeps_calls
         self.redis = redis
@@ -60,7 +60,7 @@ class Proxy:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def hold(self) -> None:
-        """Keep what is sent, in both directions; after ``heal`` it arrives, late."""
+        """Hold all data, in both directions, until ``heal``."""
         self._whole.clear()
 
     def heal(self) -> None:
@@ -68,7 +68,7 @@ class Proxy:
         self.delay_seconds = 0.0
 
     def cut(self) -> None:
-        """Abort every connection, with what was on its way."""
+        """Abort every connection, and drop the data in transit."""
         for writers in self._connections.values():
             for writer in writers:
                 writer.transport.abort()
@@ -80,11 +80,11 @@ class Proxy:
             await asyncio.wait(self._connections, timeout=0.1)
 
     def with_token(self, token: bytes, since: float) -> list[Call]:
-        """Scripts under this lease token that reached Redis after ``since``."""
+        """Return the calls of scripts with this lease token that reached Redis after ``since``."""
         return [call for call in self.calls if call.verdict is not None and call.at > since and token in call.words]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, until both ends are closed."""
+        """Serve one connection until both ends are closed."""
         task = asyncio.current_task()
         assert task is not None
         writers = self._connections[task] = [writer]
@@ -110,7 +110,7 @@ class Proxy:
     async def _to_redis(
         self, client: asyncio.StreamReader, redis: asyncio.StreamWriter, conversation: _Conversation | None
     ) -> None:
-        with suppress(OSError):  # where the other end is closed, the end of the stream is no ConnectionError
+        with suppress(OSError):  # to write EOF to a closed connection raises an OSError that is not a ConnectionError
             while part := await _read(client):
                 await self._passage()
                 if conversation is not None:
@@ -130,14 +130,14 @@ class Proxy:
             if self.lost_replies:
                 self.lost_replies -= 1
                 client.transport.abort()
-            if not client.is_closing():  # the calls of a client that is gone are kept, too
+            if not client.is_closing():  # calls are recorded even if their client is gone
                 client.write(part)
                 with suppress(ConnectionError):
                     await client.drain()
         client.close()
 
     async def _passage(self) -> None:
-        """Return when a piece may pass."""
+        """Wait until a piece may pass."""
         await self._whole.wait()
         if self.delay_seconds:
             await asyncio.sleep(self.delay_seconds)
@@ -159,13 +159,13 @@ class _Conversation:
     def answers(self, part: bytes) -> None:
         self._replies.feed(part)
         while (reply := self._replies.gets()) is not False:
-            if self._asked:  # what is published to a subscriber answers no command
+            if self._asked:  # a message to a subscriber is not a reply to a command
                 at, words = self._asked.popleft()
                 self._calls.append(Call(at, words, reply))
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
-    """Some bytes; none where the other end is closed, well or badly."""
+    """Return some bytes; none if the other end is closed, cleanly or not."""
     try:
         return await reader.read(_CHUNK_BYTES)
     except ConnectionError:

@@ -1,4 +1,4 @@
-"""The settings as pages and charts list them: variable, type, default and sentence of each."""
+"""The settings in the form of pages and charts: the variable, the type, the default and the sentence of each."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from waymark.base.settings import PREFIX, Settings
 
 
 class Described(NamedTuple):
-    """A setting, described for people."""
+    """The description of a setting for readers."""
 
     variable: str
     type: str
     default: str
     sentence: str
     group: str
-    """The comment above the group that it is in."""
+    """The comment above its group."""
 
 
 def describe() -> list[Described]:
-    """Every setting in the order of declaration."""
+    """Return every setting, in the order of declaration."""
     sentences, groups = _sentences(), _groups()
     return [
         Described(PREFIX + name.upper(), type_text(field), default_text(field), sentences[name], groups[name])
@@ -34,7 +34,7 @@ def describe() -> list[Described]:
 
 
 def _sentences() -> dict[str, str]:
-    """The docstring of each field. Pydantic would read them at each start of a process."""
+    """Return the docstring of each field. Pydantic could read them, but it would do so whenever a process starts."""
     (declared,) = ast.parse(inspect.getsource(Settings)).body
     assert isinstance(declared, ast.ClassDef)
     found: dict[str, str] = {}
@@ -48,7 +48,7 @@ def _sentences() -> dict[str, str]:
 
 
 def _groups() -> dict[str, str]:
-    """The group of each field."""
+    """Return the group of each field."""
     group, found = "", dict[str, str]()
     for comment, name in re.findall(r"^    (?:# (.+)|(\w+): .+)$", inspect.getsource(Settings), re.MULTILINE):
         if comment:
@@ -59,7 +59,7 @@ def _groups() -> dict[str, str]:
 
 
 def markdown_table() -> str:
-    """The table that stands in ``docs/configuration.md``, without a final newline."""
+    """Return the table in ``docs/configuration.md``, without a final newline."""
     lines = ["| Variable | Type | Default | What it is |", "|---|---|---|---|"]
     for group, settings in groupby(describe(), attrgetter("group")):
         lines.append(f"| **{group}** | | | |")

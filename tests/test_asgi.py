@@ -1,4 +1,4 @@
-"""``waymark.asgi:app`` in a server that is not ours."""
+"""``waymark.asgi:app`` in other servers than our own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.outside
 ROOT = Path(__file__).parents[1]
 
 
-#: Questions that our own server answers on its straight way: a prompt or a reservation, and a key of the answer.
+#: Requests that our own server answers on its straight way: path -> the body, and a key of the answer.
 STRAIGHT: dict[str, tuple[dict[str, Any], str]] = {
     "/query": ({"token_ids": [1, 2, 3, 4]}, "default"),
     "/query_by_hash": ({"seq_hashes": [1, 2]}, "default"),
@@ -73,7 +73,7 @@ async def test_uvicorn_serves_it_and_closes_it(redis_url: str) -> None:
 
         await wait_until(is_ready, "it is ready", 30)
         body = {"type": "standard", "modelname": "m", "block_size": 4}
-        # The Dynamo API shows instances with a number alone.
+        # The Dynamo API only shows instances whose id is a number.
         for instance_id in ("i", "7"):
             assert (await client.post("/register", json=body | {"instance_id": instance_id})).status_code == 200
         publishers = (await client.get("/workers")).json()["publishers"]
@@ -103,7 +103,7 @@ async def test_it_does_not_start_on_a_redis_that_nobody_else_reaches() -> None:
 async def test_a_server_is_told_which_setting_keeps_it_from_starting(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that sees an exception takes it for an application without a lifespan, and goes on."""
+    """A server that sees an exception assumes an application without a lifespan, and continues."""
     monkeypatch.setenv("WAYMARK_REDIS_URL", "redis://127.0.0.1:1")
     monkeypatch.setenv(variable, value)
     sent: list[AsgiMessage] = []

@@ -1,4 +1,5 @@
-"""The build hook: nothing is wrong where the C cannot be compiled. ``test_package`` builds a wheel with a compiler."""
+"""The build hook: a build succeeds even if the C cannot be compiled. ``test_package`` builds a wheel with a
+compiler."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def build(directory: Path, **environ: str) -> tuple[subprocess.CompletedProcess[str], list[Path]]:
-    """Build a wheel of the checkout; what it said, and the wheels."""
+    """Build a wheel of the checkout. Return the finished process, and the wheels."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(directory)]
-    # Nobody runs what is compiled here for its speed, and the compiler takes a third of the time.
+    # Without optimization the compiler takes a third of the time, and speed does not matter here.
     environ = {"CFLAGS": "-O0"} | environ
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | environ, capture_output=True, text=True, timeout=patient(120)
@@ -66,7 +67,7 @@ def test_make_lets_python_keep_what_it_has_compiled() -> None:
 
 
 def interpreter(directory: Path, name: str, *, is_optimized: bool = False, has_venv: bool = True) -> str:
-    """Put a Python into a directory that says so of itself; its path."""
+    """Put a stub of a Python interpreter into a directory, and return its path. It reports these properties."""
     directory.mkdir()
     (directory / "Python.h").touch()
     (directory / "sitecustomize.py").write_text(
@@ -109,18 +110,18 @@ def test_make_installs_again_after_a_change_of_the_c(stamp: str) -> None:
 
 
 def test_programs_are_installed_one_after_the_other(tmp_path: Path) -> None:
-    """Two processes of apt-get at once: the second one fails."""
+    """If two processes of apt-get ran at once, the second one would fail."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "scripts").mkdir()
     for name in ("redis-server.sh", "package.sh"):
-        # It takes a moment, so that a second one begins in it if it may.
+        # Each takes a moment, so that another one would begin during it if that were possible.
         (tmp_path / "scripts" / name).write_text("mkdir running && sleep 0.3 && rmdir running && echo installed\n")
     command = ["make", "--no-print-directory", "--jobs", "4", "programs"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patient(60))
     assert (done.returncode, done.stdout.split()) == (0, ["installed"] * 3), done.stderr
 
 
-#: A stand-in for uv and pipx: it writes down its words, and "installs" a command.
+#: A stub of uv and pipx: it records its arguments, and "installs" a command.
 INSTALLER = """#!/bin/sh
 echo "${0##*/} $*" >>"$SAID"
 case "$1" in
@@ -145,7 +146,7 @@ def test_make_install_puts_the_command_on_the_path(
     programs, bin_ = tmp_path / "programs", tmp_path / "bin"
     for directory in (programs, bin_):
         directory.mkdir()
-    for program in ("make", "sh"):  # and nothing else of this machine, which may have both installers
+    for program in ("make", "sh"):  # no other program, because this machine may have both installers
         found = shutil.which(program)
         assert found is not None
         (programs / program).symlink_to(found)

@@ -1,8 +1,8 @@
-"""Whatever a process remembers is bound to what it was learned from: every container that lives on is named here.
+"""No cache may outlive the Redis whose answers it holds: every container that outlives a call is named here.
 
-A cache of what Redis has answered is made by the ``Incarnation`` of its store, which empties it when Redis has come
-back empty. Any other container that outlives a call stands in the table below, with the reason why nothing of another
-Redis can be in it. A new one that does neither fails.
+A cache of answers of Redis is made by the ``Incarnation`` of its store, which empties it when Redis comes back empty.
+Any other container that outlives a call is in the table below, with the reason why it cannot hold data of an earlier
+Redis. The test fails for a new container of neither kind.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from waymark.store.store import Store
 from waymark.tokenization.tokenizers import Tokenizers
 
 ROOT = Path(__file__).parents[1] / "app" / "waymark"
-#: The parts that see what Redis answers; `domain` and `serving` keep what these hand them.
+#: The parts that see answers of Redis; `domain` and `serving` keep only data that these pass to them.
 PARTS = ("api", "apply", "ingest", "decide", "store")
 CONTAINERS = {
     "dict", "set", "list", "deque", "defaultdict", "Counter", "OrderedDict", "WeakKeyDictionary", "WeakValueDictionary",
@@ -34,7 +34,7 @@ CONTAINERS = {
 }  # fmt: skip
 DECORATORS = {"cache", "lru_cache", "cached_property"}
 
-#: A container, or a class whose containers all have the same reason; and the reason.
+#: A container, or a class whose containers all have the same reason -> the reason.
 ELSEWHERE = {
     "decide.asked_pools:AskedPools": "what masters of pools have answered; pools, by a table that never changes",
     "api.events:_Publishers": "of a FromClaims, good for as long as the claims",
@@ -170,7 +170,8 @@ def is_container(value: ast.expr | None) -> bool:
 
 
 def containers(tree: ast.Module, module: str) -> Iterator[str]:
-    """``module:Class.attribute`` of each that outlives the call which makes it, and of each remembering function."""
+    """Yield ``module:Class.attribute`` for each container that outlives the call in which it is made, and for each
+    cached function."""
 
     def of_body(body: list[ast.stmt], name: str) -> Iterator[str]:
         for statement in body:

@@ -1,4 +1,4 @@
-"""The workflows fit their schema and run the rows of ``make matrix``; git's hooks check what ``make lint`` does."""
+"""The workflows match their schema and run the rows of ``make matrix``; Git's hooks run the checks of ``make lint``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_image_is_built_for_both_architectures(name: str) -> None:
     steps = workflow(name)["jobs"]["image"]["steps"]
     (at,) = [at for at, step in enumerate(steps) if "docker buildx build" in step.get("run", "")]
     assert "--platform linux/amd64,linux/arm64 " in steps[at]["run"]
-    # The processor of the runner executes one of them; the other is emulated.
+    # The processor of the runner runs one of the two platforms; the other one is emulated.
     assert any(step.get("uses", "").startswith("docker/setup-qemu-action@") for step in steps[:at])
     assert not re.search(r"--platform|x86|amd64|aarch64|arm64", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
 
@@ -81,7 +81,7 @@ def hooks() -> dict[str, Any]:
 
 def test_the_hooks_of_a_commit_are_the_commands_of_make_lint() -> None:
     (recipe,) = re.findall(r"^lint:.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE)
-    # A hook is given the files that change, and formats them instead of complaining.
+    # A hook gets the changed files, and formats them instead of reporting them.
     linted = [line.removesuffix(" --check") for line in re.findall(r"^\t@\$\(BIN\)/(.+)$", recipe, re.MULTILINE)]
     run = [hook["entry"].removesuffix(" --force-exclude") for hook in hooks().values() if "stages" not in hook]
     assert run == [f".venv/bin/{command}" for command in linted]

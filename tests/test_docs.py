@@ -1,4 +1,4 @@
-"""The docs tell the truth about the settings, and their requests are understood."""
+"""The docs are right about the settings, and the requests in them are valid."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_the_page_of_settings_holds_their_table() -> None:
     assert between(page, PAGE_TABLE).strip() == markdown_table(), WRITE
 
 
-#: Words that a way through the pages may have.
+#: The bound on the words of a way through the pages.
 WAY_WORDS = 3000
 
 
 def section(text: str, name: str) -> str:
-    """The part of a page below the heading that a link names, down to the next heading of its level."""
+    """Return the part of a page from the heading that a link names to the next heading of the same level."""
     headings = list(re.finditer(r"^(#+) (.+)$", text, re.MULTILINE))
     for at, heading in enumerate(headings):
         if re.sub(r"[^\w\s-]", "", heading[2].lower()).replace(" ", "-") == name:
@@ -60,7 +60,7 @@ def test_every_file_that_the_page_of_the_source_names_is_there() -> None:
 
 
 def test_nothing_but_the_changelog_names_a_former_setting() -> None:
-    """A page, a message or the dashboard that names one has somebody set a variable that stops the process."""
+    """A reader of a page, a message or the dashboard with a former name would set a variable that stops the process."""
     texts = [path for folder in ("docs", "helm", "lua", "deploy") for path in (ROOT / folder).rglob("*.*")]
     texts += [ROOT / "README.md", ROOT / "docker-compose.yml", *(ROOT / "app").rglob("*.py")]
     named = {
@@ -100,7 +100,7 @@ def test_the_page_of_capacity_holds_what_was_measured() -> None:
     }
 
     def rounded(figure: float) -> str:
-        """To two digits."""
+        """Round a figure to two digits."""
         return f"{float(f'{figure:.2g}'):,.12g}"
 
     def of(what: str) -> str:
@@ -170,7 +170,7 @@ async def test_the_requests_of_the_runbooks_are_understood_as_they_stand(redis_u
             assert answer.status_code in (200, 404), answer.text
 
 
-#: What shows each row of the table that says how old an answer may be.
+#: Each row of the table about the age of answers -> the test that shows it.
 AGES = {
     "`POST /events`, `/register`": "api/test_own_writes::test_events_are_in_the_next_answer",
     "the same, answered by another": "store/test_row_reader::test_only_rows_that_many_holders_share_may_be_old",

@@ -1,4 +1,4 @@
-"""docs/examples: each router sends a prompt to the engine that has it, and to any where Waymark is not there."""
+"""docs/examples: each router sends a prompt to the engine that has it, or to any engine if Waymark is not available."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.outside
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 MODEL, BLOCK_SIZE = "llama", 16
 TEXTS = [" ".join(f"{letter}{n}" for n in range(64)) for letter in "ab"]
-"""Text i is what engine i has."""
+"""Engine i has text i."""
 PAGE = EXAMPLES.parent / "integrations.md"
 ORDER = [1, 1, 0, 1, 0, 0]
 DEADLINE = patient(20)
@@ -41,7 +41,7 @@ def test_no_body_of_an_answer_passes_through_the_picker_of_the_page() -> None:
     shown = [each for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) for each in yaml.safe_load_all(block)]
     (picker,) = [each["typed_config"] for each in shown if isinstance(each, dict) and "typed_config" in each]
     tried = picker_filter("NONE")["typed_config"]
-    del tried["metadata_options"]  # the page has it where it tells of several pools
+    del tried["metadata_options"]  # the page has this for several pools
     assert picker == tried
     (policy,) = [each for each in shown if isinstance(each, dict) and each.get("kind") == "EnvoyExtensionPolicy"]
     assert [each["processingMode"] for each in policy["spec"]["extProc"]] == [
@@ -55,14 +55,14 @@ def chat(text: str) -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Waymark with two engines, each of which has its text."""
+    """A Waymark with two engines, each of which has its text."""
 
     waymark: AsyncClient
     engines: list[EngineHttp]
     live: Live
 
     async def books(self) -> dict[str, int]:
-        """What the engines said of the requests."""
+        """Return the sums that the engines have reported about the requests."""
         async with self.live.client() as client:
             total: dict[str, int] = (await client.get("/books")).json()["total"]
         return total
@@ -72,7 +72,7 @@ class Fleet:
         return [engine.url for engine in self.engines]
 
     async def until_under_way(self, requests: int) -> None:
-        """Wait until so many requests are reserved and not released; loads are a moment old."""
+        """Wait until this number of requests are reserved and not released. Loads may be a moment old."""
 
         async def are() -> bool:
             scores = await self.waymark.score(MODEL, messages=chat(TEXTS[0]))
@@ -129,14 +129,14 @@ def example(name: str) -> Any:
 
 @pytest.fixture
 def nobody() -> AsyncClient:
-    """A client of a service that is not there."""
+    """Return a client of a service that does not exist."""
     return AsyncClient(f"http://127.0.0.1:{unused_port()}", trust_env=False)
 
 
 async def test_a_plain_router_a_strategy_of_litellm_and_one_of_production_stack(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nobody: AsyncClient
 ) -> None:
-    """One fleet for all three, as it takes seconds to start."""
+    """All three share one fleet, because it takes seconds to start."""
     async with running(redis_url, tmp_path / "log") as fleet:
         await plain_router(fleet, nobody)
         await strategy_of_litellm(fleet, nobody, monkeypatch)
@@ -164,7 +164,7 @@ async def plain_router(fleet: Fleet, nobody: AsyncClient) -> None:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, **names: Any) -> None:
-    """A package that is not installed, with the names that an example imports of it."""
+    """Replace a package that is not installed by a stub with the names that an example imports."""
     parts = module.split(".")
     for end in range(1, len(parts) + 1):
         name = ".".join(parts[:end])
@@ -175,7 +175,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, **names: Any) -> None
 
 
 async def strategy_of_litellm(fleet: Fleet, nobody: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``Router`` of litellm 1.106.2 calls it; with the package installed, its own base classes are used."""
+    """Call the strategy as ``Router`` of litellm 1.106.2 does. If the package is installed, its own base classes are
+    used."""
     if importlib.util.find_spec("litellm") is None:
         stand_in(monkeypatch, "litellm.integrations.custom_logger", CustomLogger=type("CustomLogger", (), {}))
         stand_in(
@@ -204,7 +205,7 @@ async def strategy_of_litellm(fleet: Fleet, nobody: AsyncClient, monkeypatch: py
 
 
 async def router_of_production_stack(fleet: Fleet, nobody: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``route_general_request`` of production-stack at a6c01db0 calls it."""
+    """Call the router as ``route_general_request`` of production-stack at a6c01db0 does."""
     if importlib.util.find_spec("vllm_router") is None:
         stand_in(monkeypatch, "vllm_router.routers.routing_logic", PrefixAwareRouter=type("PrefixAwareRouter", (), {}))
     router = example("production_stack_router").WaymarkRouter(fleet.waymark, deadline=DEADLINE)
@@ -214,7 +215,7 @@ async def router_of_production_stack(fleet: Fleet, nobody: AsyncClient, monkeypa
         return fleet.urls.index(await router.route_request(endpoints, {}, stats, None, {"model": MODEL} | body))
 
     assert [await routed({"messages": chat(TEXTS[n])}) for n in ORDER] == ORDER
-    # Requests under way outweigh what an engine has.
+    # Requests under way outweigh the blocks of an engine.
     busy = SimpleNamespace(in_prefill_requests=1, in_decoding_requests=8)
     stats = {fleet.urls[1]: busy}
     assert await routed({"messages": chat(TEXTS[1])}, **stats) == 0
@@ -224,7 +225,7 @@ async def router_of_production_stack(fleet: Fleet, nobody: AsyncClient, monkeypa
 
 
 async def function_of_the_page(fleet: Fleet) -> None:
-    """The page's own lines, with this fleet's address and more time."""
+    """Run the lines of the page, with the address of this fleet and a longer timeout."""
     code = re.search(r"```python\n(from waymark.client import .+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert code is not None
     names: dict[str, Any] = {}

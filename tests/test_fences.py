@@ -1,7 +1,7 @@
-"""Every fenced command of the pages that a reader follows first runs as it stands there, and prints what they show.
+"""Every fenced command on the pages that a new reader follows runs unchanged, and prints the output that they show.
 
-A session is the shell of a reader: the commands of a page run in their order, on ports of their own. ``NOT_RUN`` names
-the commands that are left out, and why.
+A session is the shell of a reader: the commands of a page run in order, on ports of their own. ``NOT_RUN`` has the
+commands that are left out, with the reasons.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.outside
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/first-steps.md", "docs/gateway.md", "docs/commands.md", "docs/routing.md", "docs/index.md")
-#: The beginning of a command -> why it is not run.
+#: The beginning of a command -> the reason why it is not run.
 NOT_RUN = {
     "vllm serve ": "needs a GPU; a simulated engine is in its place",
     "make demo": "test_readme.py runs what it runs, and compares the table",
@@ -43,13 +43,13 @@ NOT_RUN = {
     "uvx ": "Waymark is not on PyPI yet",
     "pip install ": "changes the environment of the tests; test_package.py installs the wheel",
 }
-#: Ids that are others in each Redis, as the pages show them.
+#: Ids that differ in each Redis, as the pages show them.
 HOLDER, RESERVATION = "28114406051234", "1.1.3.3.5f0c2a9e11d04b7c"
 SECONDS = 60.0
 
 
 class Command(NamedTuple):
-    """One command of a page, and what the page shows that it prints."""
+    """A command of a page, and the output that the page shows."""
 
     text: str
     printed: str
@@ -69,7 +69,7 @@ def commands(page: str) -> Iterator[Command]:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether a shell would run it, and not wait for more."""
+    """Return whether a shell would run a text without waiting for more lines."""
     try:
         shlex.split(text, comments=True)
     except ValueError:
@@ -78,7 +78,7 @@ def _is_whole(text: str) -> bool:
 
 
 class Session:
-    """A shell in which ``waymark`` is installed. ``ports`` are the ports of the page, and those in their place."""
+    """A shell in which ``waymark`` is installed. ``ports`` maps the ports of the page to those that replace them."""
 
     def __init__(self, directory: Path, ports: dict[str, str], redis_url: str | None = None) -> None:
         self._directory = directory
@@ -88,7 +88,7 @@ class Session:
         self.jobs: list[forked.Process] = []
         self._texts: list[str] = []
         self.ids: dict[str, str] = {}
-        """The ids of the page, and those in their place."""
+        """The ids of the page -> the ids that replace them."""
         self._environ = {name: value for name, value in os.environ.items() if not name.startswith("WAYMARK_")}
         self._environ |= {"WAYMARK_URL": self.here("http://127.0.0.1:13333"), "WAYMARK_QUERY_DEADLINE_MS": "10000"}
 
@@ -98,7 +98,7 @@ class Session:
         return text
 
     async def run(self, command: Command) -> None:
-        """Run a command, and compare what it prints."""
+        """Run a command, and compare its output."""
         text = self.here(command.text)
         if assigned := re.fullmatch(r"(?:export )?(\w+)=(\S+|'.*'|\".*\")(?:\s+#.*)?", text):
             self._assign(*assigned.groups())
@@ -121,11 +121,11 @@ class Session:
         if name == "WAYMARK_REDIS_URL":
             assert self._redis_url is not None
             self._environ[name] = self._redis_url
-        elif name != "PATH":  # where the command is, for which the tests have their own
+        elif name != "PATH":  # PATH leads to the command, for which the tests have their own way
             self._variables[name] = value
 
     async def _output(self, text: str, words: list[str]) -> str:
-        """What a command in the foreground prints, once it succeeds; a reader would repeat it, too."""
+        """Return the output of a command in the foreground. Repeat it until it succeeds, as a reader would."""
         run = {"waymark": self._waymark, "curl": self._curl, "redis-cli": self._redis}.get(words[0])
         output = ""
 
@@ -140,7 +140,7 @@ class Session:
     async def _waymark(self, words: list[str]) -> tuple[bool, str]:
         path = self._directory / "output"
         with path.open("wb") as file:
-            # A reader has no WAYMARK_URL, which these would ask in place of the Redis that is set.
+            # A reader has no WAYMARK_URL. With it, these commands would ask that service instead of the given Redis.
             hidden = {"WAYMARK_URL"} if words[0] == "inspect" and "WAYMARK_REDIS_URL" in self._environ else set()
             environ = {name: value for name, value in self._environ.items() if name not in hidden}
             process = forked.start(words, environ, file, ROOT)
@@ -204,7 +204,7 @@ class Session:
             try:
                 async with httpx.AsyncClient(trust_env=False) as client:
                     answer = await client.get(url)
-                # Engines that register themselves do it once: at the service that runs now, or at the next one.
+                # Engines that register themselves do so once: with the service that runs now, or with the next one.
                 return answer.is_success and ("--register" not in words or "engine-1" in answer.text)
             except httpx.TransportError:
                 return False
@@ -266,13 +266,13 @@ def test_what_is_not_run_is_on_a_page() -> None:
 
 
 def test_every_fence_is_run_or_has_a_reason() -> None:
-    """The tests below run every fence of ``console`` and of ``python``."""
+    """The tests below run every ``console`` and ``python`` fence."""
     fence = re.compile(r"^ *```(\w*)\n.*?^ *```$", re.DOTALL | re.MULTILINE)
     found = [(page, language) for page in PAGES for language in fence.findall((ROOT / page).read_text("utf-8"))]
     others = [each for each in found if each[1] != "console"]
     assert others == [
-        ("README.md", ""),  # a picture
-        ("README.md", ""),  # what `make demo` prints, which test_readme.py compares
+        ("README.md", ""),  # a diagram
+        ("README.md", ""),  # the output of `make demo`, which test_readme.py compares
         ("docs/gateway.md", "python"),
         ("docs/routing.md", "python"),
     ]
@@ -296,7 +296,7 @@ async def test_the_readme_and_the_page_of_routing_run_as_they_stand(tmp_path: Pa
             Command("waymark simulate --http-port 8000 --model-name Qwen/Qwen3-0.6B --prompts 0 --stay &", "")
         )
         for command in run_of("README.md"):
-            if "/query" in command.text:  # of the blocks that the first steps store
+            if "/query" in command.text:  # a query of the blocks that the first steps store
                 for each in run_of("docs/first-steps.md"):
                     if re.search(r"/(register|events) ", each.text):
                         await shell.run(each)
@@ -323,7 +323,7 @@ async def test_the_pages_of_the_gateway_and_of_the_commands_run_as_they_stand(
         for command in run_of("docs/gateway.md"):
             await shell.run(command)
         (code,) = fences("docs/gateway.md", "python")
-        from openai import OpenAI  # every process of the tests reads this module, and this takes a second
+        from openai import OpenAI  # here only: it takes a second, and every test process imports this module
 
         await asyncio.to_thread(exec, shell.here(code), {"OpenAI": OpenAI})
         lines = capsys.readouterr().out.splitlines()

@@ -1,7 +1,7 @@
-"""Private and undocumented names of other packages: each one that is used is listed here, with its reason.
+"""Private and undocumented names of other packages: each one that we use is listed here, with the reason.
 
-Such a name may change in any release. So the package that has it is bounded above in ``pyproject.toml``, and the lists
-below are exactly what is found in the tree.
+Such a name may change in any release. So ``pyproject.toml`` has an upper bound for its package, and the lists below
+must equal the names found in the tree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.trees import tree_of
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "app" / "waymark"
 
-#: (file below app/waymark, name as it is written there) -> (package that it is from, why it is used).
+#: (file below app/waymark, name as it is written there) -> (its package, the reason for its use).
 BORROWED: dict[tuple[str, str], tuple[str, str]] = {
     ("store/redis/connect.py", "self._in_use_connections"): (
         "redis",
@@ -46,9 +46,9 @@ BORROWED: dict[tuple[str, str], tuple[str, str]] = {
     ),
     ("gateway/upstream.py", "self._loop"): ("aiohttp", "the reader of a connection needs the loop of its connector"),
 }
-#: Packages that many names are taken from, also such as they do not promise.
+#: Packages of which we use many names, some of them undocumented.
 WATCHED = ("aiohttp", "redis", "uvicorn")
-#: Their modules whose names are all documented. Of every other module only those are that ``__all__`` has.
+#: The modules of these packages whose names are all documented. In any other module only the names in ``__all__`` are.
 DOCUMENTED_MODULES = {
     "aiohttp.abc",
     "aiohttp.web",
@@ -58,7 +58,8 @@ DOCUMENTED_MODULES = {
     "redis.credentials",
     "redis.exceptions",
 }
-#: As ``BORROWED``: undocumented names of these packages, and methods and attributes of their classes that ours replace.
+#: Undocumented names of these packages, and methods and attributes of their classes that ours replace, as in
+#: ``BORROWED``.
 UNDOCUMENTED: dict[tuple[str, str], tuple[str, str]] = {
     ("gateway/upstream.py", "BaseConnector.connect"): (
         "aiohttp",
@@ -120,7 +121,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(nodes: list[ast.AST]) -> set[str]:
-    """Private names that this module gives to something of its own."""
+    """Return the private names that a module defines itself."""
     names: set[str] = set()
     for node in nodes:
         match node:
@@ -136,7 +137,7 @@ def own_names(nodes: list[ast.AST]) -> set[str]:
 
 
 def own_modules(nodes: list[ast.AST]) -> set[str]:
-    """The modules of ours that this one imports."""
+    """Return our own modules that a module imports."""
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "waymark":
@@ -145,7 +146,8 @@ def own_modules(nodes: list[ast.AST]) -> set[str]:
 
 
 def borrowed(nodes: list[ast.AST], own: set[str]) -> Iterator[str]:
-    """Private names in a module that are not among ``own``: imported, read from an object, or asked for by getattr."""
+    """Yield the private names in a module that are not in ``own``: imported, read from an object, or read with
+    getattr."""
     for node in nodes:
         match node:
             case ast.Import(names=names):
@@ -163,7 +165,7 @@ def borrowed(nodes: list[ast.AST], own: set[str]) -> Iterator[str]:
 
 
 def found_in(sources: Path) -> set[tuple[str, str]]:
-    """Every borrowed name in a tree of modules."""
+    """Return every borrowed name in a tree of modules."""
     read = {path: nodes_of(path) for path in sources.rglob("*.py")}
     modules = {".".join(path.relative_to(sources.parent).with_suffix("").parts): path for path in read}
     names = {path: own_names(nodes) for path, nodes in read.items()}
@@ -175,7 +177,7 @@ def found_in(sources: Path) -> set[tuple[str, str]]:
 
 
 def undocumented(nodes: list[ast.AST]) -> Iterator[str]:
-    """Names of the watched packages that a module imports, or reads from one of them, and that are not documented."""
+    """Yield the undocumented names that a module imports, or reads, from the watched packages."""
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names} & {*WATCHED}
     for node in nodes:
         match node:
@@ -193,14 +195,14 @@ def is_documented(module: str, name: str) -> bool:
 
 
 def replaced(of: type) -> Iterator[str]:
-    """Methods and attributes of a watched package's class that a class of ours replaces."""
+    """Yield the methods and attributes of a watched package's class that a class of ours replaces."""
     watched = [
         base
         for base in of.__mro__[1:]
         if base.__module__.partition(".")[0] in WATCHED and base.__module__ not in DOCUMENTED_MODULES
     ]
     if not watched:
-        return  # to read the sources of a class takes long
+        return  # it takes long to read the source of a class
     names = {name for name in vars(of) if not name.startswith("__") and name not in MADE_BY_PYTHON} | stored(of)
     for name in names:
         for base in watched:
@@ -216,7 +218,7 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 @cache
 def stored(of: type) -> set[str]:
-    """The attributes that the methods of a class give to its objects."""
+    """Return the attributes that the methods of a class set on its objects."""
     return set(re.findall(r"self\.(\w+)(?:: [^=\n]+)? = ", inspect.getsource(of)))
 
 
@@ -304,7 +306,7 @@ def test_undocumented_names_are_found() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Replaces a method and an attribute, and has an attribute of its own."""
+    """A class that replaces a method and an attribute, and has an attribute of its own."""
 
     def __init__(self) -> None:
         self.started = True

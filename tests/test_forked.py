@@ -1,4 +1,4 @@
-"""A process that is forked is one as any other: words, environment, output, exit code, signals."""
+"""A forked process is like any other: arguments, environment, output, exit code, signals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_its_exit_code_and_output_are_its_own(tmp_path: Path) -> None:
     assert (tmp_path / "good").read_text() == f"waymark {__version__} ({native.implementation()})\n"
     assert "WAYMARK_PORT" in (tmp_path / "bad").read_text()
     assert (good.poll(), good.wait()) == (0, 0)
-    good.kill()  # no process is hit that has its number now
+    good.kill()  # a kill must not reach a newer process with the same id
 
 
 async def test_it_gets_signals_and_is_waited_for(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ async def test_it_gets_signals_and_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_it_is_of_the_source_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m tools.chaos --app DIRECTORY` runs the processes of another checkout."""
+    """`python -m tools.chaos --app DIRECTORY` relies on this to run processes of another checkout."""
     package = tmp_path / "app" / "waymark"
     for name in ("__init__", "runtime/__init__", "runtime/replica", "gateway/__init__", "gateway/application"):
         path = package / f"{name}.py"
@@ -57,7 +57,7 @@ def test_it_is_of_the_source_that_the_environment_names(tmp_path: Path, monkeypa
         path.touch()
     (package / "cli.py").write_text("def main(words):\n    print('another', *words)\n")
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
-    monkeypatch.delenv("COVERAGE_PROCESS_START", raising=False)  # with it processes are not forked
+    monkeypatch.delenv("COVERAGE_PROCESS_START", raising=False)  # with this variable processes are not forked
     monkeypatch.setattr(forked, "_server", cache(forked._server.__wrapped__))
     process = started(tmp_path / "log", "query")
     assert process.wait(patient(20)) == 0

@@ -1,4 +1,4 @@
-"""Each test that uses gRPC in its own process leaves out the events of loops that are closed."""
+"""Each test that uses gRPC in its own process ignores events for closed loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How the house is built, where a program can check it; ``tests/test_layers.py`` has who may import whom."""
+"""The rules about the structure of the code that a program can check; ``tests/test_layers.py`` has those about
+imports."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from waymark.simulator.options import SimulateOptions
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "app" / "waymark"
-#: A module is a subject, so it rarely needs more lines than this; these have one subject and need more.
+#: A module has one subject, so it rarely needs more lines than this; the listed modules have one subject and need more.
 LINES_MAX = 500
 LONG = {
     "base/settings.py": "a table: a field and a sentence for each setting",
@@ -31,7 +32,7 @@ LONG = {
     "store/reservations.py": "one record: its text, the calls that write it, and what their replies say",
     "store/scripts.py": "a table: a method for each script",
 }
-#: Names of the standard library: nobody else defines them.
+#: Names of the standard library, which our code must not define.
 STANDARD_NAMES = {"Sequence", "Path", "Mapping", "Iterable"}
 
 
@@ -42,7 +43,7 @@ def sources() -> dict[str, str]:
 
 @cache
 def parsed() -> dict[str, house.Module]:
-    """The modules by their names; to read their syntax trees takes a second."""
+    """Return the modules by name. They are read once, because it takes a second to parse them."""
     return house.read_modules(ROOT)
 
 
@@ -78,26 +79,26 @@ def test_a_long_file_has_a_reason() -> None:
 
 
 def test_a_status_of_a_stream_is_a_member_of_its_enum() -> None:
-    """No other text is compared with a status: a misspelt one would be no error."""
+    """No status is compared with a literal string, because a misspelt string would not be an error."""
     words = "|".join(StreamStatus)
-    # Two of the words are nothing but statuses; the others have further meanings.
+    # Two of the words are only used as statuses; the others have other meanings, too.
     written = re.compile(rf"""\bstatus\b.*["'](?:{words})["']|["'](?:replaying|pending)["']""")
     assert written.search('if each["status"] in ("lost", "failed"):')
-    # The words of Dynamo's API, which are fewer.
+    # Only these have the words of Dynamo's API.
     assert {name for name, text in sources().items() if written.search(text)} == {
         *("domain/status.py", "api/dynamo/workers.py", "contract/dynamo.py"),
     }
 
 
 def test_a_value_of_a_stranger_is_shown_by_one_function() -> None:
-    """``shown`` bounds it, keeps it on one line and in one kind of quotes; ``repr`` does neither."""
+    """``shown`` bounds the length of a value, and keeps it on one line and in one kind of quotes; ``repr`` does not."""
     conversion = re.compile(r"""![ra]\}|%r|\brepr\(|'\{(?:self\.)?[a-z_.]+(?:\([a-z_.]*\))?\}'(?! or)""")
     assert conversion.search('raise InvalidValue(f"the field is {value!r}")')
     assert {name for name, text in sources().items() if conversion.search(text)} == {
         "base/shown.py",
-        *("store/calls.py", "store/reservations.py"),  # numbers, as Redis has them
-        *("simulator/cache.py", "tokenization/tokenizers.py"),  # what is hashed
-        *("discovery/reconciler.py", "ingest/polling.py", "ingest/running.py"),  # defects, in a log or an activity
+        *("store/calls.py", "store/reservations.py"),  # numbers from Redis
+        *("simulator/cache.py", "tokenization/tokenizers.py"),  # input of a hash
+        *("discovery/reconciler.py", "ingest/polling.py", "ingest/running.py"),  # a defect, in a log or an activity
         *("base/record.py", "base/settings.py", "domain/events.py"),  # a __repr__
         *("console/drain.py", "inspection/redis_cli.py"),  # commands to run
         "cli/demonstration.py",  # its own prompts
@@ -105,7 +106,7 @@ def test_a_value_of_a_stranger_is_shown_by_one_function() -> None:
 
 
 def test_no_module_reads_source_text() -> None:
-    """What a field means is in its model. Pydantic reads the sentences of the simulator's options."""
+    """The meaning of a field is in its model. Pydantic reads the docstrings of the simulator's options."""
     read = re.compile(r"^\s*(?:import|from) (?:ast|inspect|tokenize)\b", re.MULTILINE)
     assert read.search("    from ast import parse")
     assert {name for name, text in sources().items() if read.search(text)} == set()
@@ -114,7 +115,7 @@ def test_no_module_reads_source_text() -> None:
 
 
 def test_the_demo_has_no_table_of_its_own() -> None:
-    """What is printed is made by ``console``."""
+    """The output of the demo is made by ``console``."""
     assert not hasattr(demo, "table")
     assert {name for name, text in sources().items() if "import rich" in text or "from rich" in text} <= {
         name for name in sources() if name.startswith("console/")
@@ -122,7 +123,7 @@ def test_the_demo_has_no_table_of_its_own() -> None:
 
 
 def test_engines_are_asked_over_http_by_one_client() -> None:
-    """Engines get the sessions of ``asker``; the others ask a Waymark."""
+    """Requests to engines use the sessions of ``asker``; the other listed clients send requests to a Waymark."""
     opened = re.compile(r"\b(?:aiohttp\.ClientSession|httpx\.(?:Async)?Client|BoundedClient)\(")
     assert {name for name, text in sources().items() if opened.search(text)} == {
         *("base/asker.py", "client/asynchronous.py", "client/blocking.py", "client/bounded.py", "console/service.py"),
@@ -130,7 +131,7 @@ def test_engines_are_asked_over_http_by_one_client() -> None:
 
 
 def test_event_streams_are_split_in_one_module() -> None:
-    """``StreamEnd`` of the gateway looks for what the last event says, not for where it ends."""
+    """``StreamEnd`` of the gateway examines the content of the last event, and does not split events."""
     split = re.compile(r"""\\r\?\\n\\r\?\\n|split\(b?"\\n\\n|iter_lines\(|\(b?"data: ?"\)|== b?.data\b""")
     assert split.search('last = body.rsplit(b"\\n\\n", 1)[-1]')
     assert split.search('elif name == "data":')
@@ -138,11 +139,11 @@ def test_event_streams_are_split_in_one_module() -> None:
 
 
 def test_a_bound_on_what_was_used_last_is_kept_by_one_cache() -> None:
-    """Those of the simulator are the caches of engines: what they keep is the matter itself."""
+    """The simulator has its own, because its caches are those of the simulated engines."""
     evicts = re.compile(r"\bpopitem\(last=False\)|\bmove_to_end\(")
     assert {name for name, text in sources().items() if evicts.search(text)} == {
         *("base/bounded_cache.py", "simulator/cache.py", "decide/simulated_fleet.py"),
-        "ingest/replay_places.py",  # turns, of which none is forgotten
+        "ingest/replay_places.py",  # turns, none of which is evicted
     }
 
 
@@ -155,7 +156,7 @@ def test_token_ids_of_a_command_are_read_by_one_function() -> None:
 
 
 def test_a_word_with_several_meanings_is_the_whole_name_of_one_class_at_most() -> None:
-    """A kind, a result or a client says of what it is."""
+    """The name of a kind, a result or a client has to say what it belongs to."""
     defined = re.compile(r"^(?:class (\w+)|([A-Z]\w+)(?:: TypeAlias)? = (?:Literal|Callable))\b", re.MULTILINE)
     names = Counter(name or other for text in sources().values() for name, other in defined.findall(text))
     assert names["Client"] == 1, "that of a router"
@@ -163,7 +164,7 @@ def test_a_word_with_several_meanings_is_the_whole_name_of_one_class_at_most() -
     assert {"Turn", "Turns", "Kind"} & names.keys() == set()
 
 
-#: Classes that share a name, because they are the same thing: a schema of the API, and what the client reads of it.
+#: Class names that two modules may share, because both classes describe the same thing -> the modules.
 SHARED_NAMES = {
     "Service": {"contract/publishers.py", "client/answers.py"},
     "Usage": {"client/calls.py", "domain/books.py"},
@@ -171,7 +172,7 @@ SHARED_NAMES = {
 
 
 def types_of(tree: ast.Module) -> Iterator[str]:
-    """The classes and type aliases of a module, without the underscore of private ones."""
+    """Yield the names of the classes and type aliases of a module, without the underscore of private ones."""
     for node in house.statements_of(tree):
         if isinstance(node, ast.ClassDef):
             yield node.name.lstrip("_")
@@ -215,7 +216,7 @@ def test_names_of_the_standard_library_are_its_own() -> None:
 
 
 def glossary() -> list[tuple[str, str]]:
-    """The rows: a word, and what it means."""
+    """Return the rows of the glossary: a word and its meaning."""
     text = (ROOT / "docs" / "glossary.md").read_text("utf-8")
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE)
     return [(word, meaning) for word, meaning in rows if word != "Word"]
@@ -231,7 +232,7 @@ def test_a_row_of_the_glossary_is_one_word_and_one_sentence() -> None:
 
 
 #: Rows of ``make house`` about the English of docstrings, comments and names -> the bound, and the goal. A bound only
-#: moves towards its goal; "if" and "when" are the only words that should not become rarer.
+#: moves towards its goal. "If" and "when" are the only words that should not become rarer.
 ENGLISH = {
     '"what" as a noun, in 1,000 words': (1.2, 2),
     '"where" for "if" or "when", in 1,000 words': (0.2, 1),

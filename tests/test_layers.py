@@ -1,4 +1,4 @@
-"""Imports go one way: this is the table of who may import whom."""
+"""Imports go one way: the table of the packages that each package may import."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from tests.trees import tree_of
 ROOT = Path(__file__).parents[1]
 #: A room is a package of waymark, or one of these packages inside a package.
 INNER_ROOMS = {"store.redis", "api.http", "api.dynamo", "decide.policies"}
-#: What packages import that compute only, and the client, which needs nothing of a server.
+#: The modules that packages without I/O may import, and the client, which needs no part of a server.
 LOW = {"base.errors", "base.native", "base.record", "base.shape", "base.shown"}
 
-# Room -> the rooms and modules that it may import: down only. The version in app/waymark/__init__.py is free for all.
+# Room -> the rooms and modules that it may import, which are all below it. Any room may import the version from
+# app/waymark/__init__.py.
 PARTS: dict[str, set[str]] = {
     "__init__": set(),
     "base": {"_native"},
     "domain": {"base.errors", "base.native", "base.record", "base.shape"},
     "engines": LOW | {"base.samples", "domain"},
-    # What handlers return and the client reads: the client may import it, since it needs only the words of ``domain``.
+    # The types that handlers return and the client reads. The client may import them, because they only need
+    # ``domain``.
     "contract": {"base.shape", "domain"},
     "chat": LOW,
     "decide.policies": LOW | {"domain"},
@@ -58,23 +60,23 @@ PARTS: dict[str, set[str]] = {
     "asgi": {"runtime"},
 }
 
-# The rooms whose ``__init__`` names the modules that other rooms may import.
+# The rooms whose ``__init__`` lists the modules that other rooms may import.
 FACES = ("domain", "store")
 
 # The rooms that make a process from its settings.
 ABOVE = {"runtime", "cli"}
 
-# The rooms that write lines of a protocol themselves.
+# The rooms that may write lines of a protocol themselves.
 ON_THE_WIRE = {"store", "store.redis", "serving"}
 
-# The rooms that compute, and nothing else: no I/O, no clock, no thread, no environment.
+# The rooms that only compute: no I/O, no clock, no thread, no environment.
 PURE = {"domain", "contract", "engines", "decide.policies", "chat"}
-# The modules of the standard library that compute.
+# The modules of the standard library that only compute.
 COMPUTING = {
     *("__future__", "array", "base64", "binascii", "bisect", "collections", "dataclasses", "difflib", "enum"),
     *("functools", "hashlib", "itertools", "json", "math", "operator", "re", "struct", "sys", "types", "typing"),
 }
-# Module of a pure part -> what else of the standard library it imports, and why.
+# Module of a pure part -> the other modules of the standard library that it imports, with the reasons.
 NOT_COMPUTING: dict[str, dict[str, str]] = {
     "domain.pool_keys": {"pickle": "vLLM hashes a pickled tuple; nothing is unpickled"},
     "chat.multipart": {"email": "reads the parameter of a header; it sends and receives nothing"},
@@ -134,7 +136,7 @@ LIBRARIES: dict[str, set[str]] = {
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every statement; expressions, which are most of a module, have no import."""
+    """Yield every statement. Expressions, which are most of a module, cannot contain an import."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
             yield node
@@ -156,7 +158,7 @@ def imported(module: str, tree: ast.AST) -> set[str]:
 
 @pytest.fixture(scope="module")
 def sources() -> dict[str, str]:
-    """The text of each module, by its name without ``waymark``."""
+    """Return the text of each module, by its name without ``waymark``."""
     root = ROOT / "app" / "waymark"
     return {
         ".".join(path.relative_to(root).with_suffix("").parts): path.read_text(encoding="utf-8")
@@ -166,7 +168,7 @@ def sources() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def imports(sources: dict[str, str]) -> dict[str, set[str]]:
-    """What each module imports, also in functions and for types only."""
+    """Return the imports of each module, including those in functions and for types only."""
     return {module: imported(module, tree_of(text)) for module, text in sources.items()}
 
 
@@ -175,15 +177,15 @@ LINE = re.compile(r"\\r\\n|[*$]%[di]")
 
 
 def written(text: str) -> list[object]:
-    """The constants with a line of a protocol: its end, or the head of a RESP value."""
-    if LINE.search(text) is None:  # most have none, and to parse them all takes long
+    """Return the constants with a part of a protocol: the end of a line, or the head of a RESP value."""
+    if LINE.search(text) is None:  # most modules have none, and to parse all of them takes long
         return []
     constants = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
     return [value for value in constants if LINE.search(repr(value))]
 
 
 def test_only_where_the_wire_is_does_a_module_write_its_lines(sources: dict[str, str]) -> None:
-    """RESP is the store's, HTTP is that of those who speak it."""
+    """Only the store writes RESP, and only modules that speak HTTP write its lines."""
     lines = {module: written(text) for module, text in sources.items() if room_of(module) not in ON_THE_WIRE}
     assert {module: found for module, found in lines.items() if found} == {}
     assert any(written(text) for text in sources.values()), "the lines of those that speak a protocol are found"
@@ -196,7 +198,7 @@ def test_a_module_imports_only_what_its_place_allows(imports: dict[str, set[str]
 
 
 def test_no_module_imports_itself_by_way_of_others(imports: dict[str, set[str]]) -> None:
-    """In types neither: two modules that name each other's types are one."""
+    """This includes imports for types only: two modules that need each other's types belong together."""
     modules = {f"waymark.{module.removesuffix('.__init__')}": names for module, names in imports.items()}
 
     def module_of(name: str) -> str | None:
@@ -219,7 +221,7 @@ def test_rooms_make_no_circle(imports: dict[str, set[str]]) -> None:
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:
-    """The modules of a circle, the first one again at the end; empty if there is none."""
+    """Return the modules of a circle, with the first one again at the end; empty if there is no circle."""
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
@@ -295,7 +297,7 @@ def test_a_part_that_computes_has_no_clock_no_socket_and_no_thread(part: str) ->
 def test_an_order_of_targets_follows_from_its_arguments(
     module: str, sources: dict[str, str], imports: dict[str, set[str]]
 ) -> None:
-    """It has no I/O and no clock, waits for nothing, and draws only from what its caller passes."""
+    """It has no I/O and no clock, does not wait, and only draws from a generator that its caller passes."""
     tree = tree_of(sources[module])
     assert {name.partition(".")[0] for name in imports[module]} <= COMPUTING | {"abc", "random", "waymark"}
     of_store = {name for name in imports[module] if name.startswith("waymark.store")}
@@ -317,7 +319,7 @@ def test_no_exception_is_left_over(imports: dict[str, set[str]]) -> None:
 
 
 def test_only_rooms_that_make_processes_know_the_settings(imports: dict[str, set[str]]) -> None:
-    """Every other room has options of its own, with what it needs."""
+    """Every other room has options of its own, with the values that it needs."""
     know = {
         module for module, names in imports.items() if any(name.startswith("waymark.base.settings") for name in names)
     }

@@ -1,4 +1,4 @@
-"""Everything in the repository is written by its authors: no file carries another project's licence."""
+"""Everything in the repository is written by its authors: no file has another project's licence."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ pytestmark = pytest.mark.outside
 
 ROOT = Path(__file__).parents[1]
 
-#: The project's own licence and its notice of copyright.
+#: The project's own licence and copyright notice.
 OWN = {"LICENSE", "NOTICE"}
 
-#: Directories that are made here, by builds and tools, and are no part of the repository.
+#: Directories that builds and tools create, and that are not part of the repository.
 MADE = {"build", "dist", "__pycache__"}
 
-#: What the header of a file says whose authors want to be named. Written so that this file is not found itself.
+#: Matches the header of a file whose authors want to be named. It is written so that it does not match itself.
 HEADER = re.compile(
     "|".join(
         [
@@ -38,7 +38,8 @@ HEADER = re.compile(
     ),
     re.IGNORECASE,
 )
-#: Each header has one of them. To try the pattern at each character of the repository takes three seconds.
+#: Each header has one of these. They are searched first, because the pattern takes three seconds for the whole
+#: repository.
 PARTS = ("copyri", "spdx-", "licen", "under the ter", "permission is", "redistribution and", "all rights", "@auth")
 
 
@@ -49,7 +50,7 @@ def header_in(text: str) -> re.Match[str] | None:
 
 
 def files() -> list[Path]:
-    """Everything that is tracked; where nothing is, as in a copy of the tree, everything that stands here."""
+    """Return all tracked files; if none is tracked, as in a copy of the tree, return all files."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=patient(60))
     if listed.returncode == 0 and listed.stdout:
         return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]

@@ -1,6 +1,6 @@
-"""Style and types, beside the other tests: what ``make lint`` says is the verdict of a test.
+"""Style and types as tests: they pass if ``make lint`` succeeds.
 
-The rows of ``make matrix``, which have neither ruff nor mypy, leave it out.
+The rows of ``make matrix`` leave this file out, because they have neither ruff nor mypy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.outside
 @pytest.mark.long
 def test_style_and_types() -> None:
-    # What the make that runs the tests hands on to a make of its own does not concern this one.
+    # If make runs the tests, its variables for a nested make must not affect this one.
     environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     command = ["make", "--no-print-directory", "lint"]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=patient(600))

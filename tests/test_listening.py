@@ -1,4 +1,4 @@
-"""Servers of tests leave nothing open behind them."""
+"""Servers of tests leave no connection open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages for those who come from another project: whatever they say is here, is here."""
+"""The pages for users of other projects: whatever they say Waymark has, it has."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 def rows(page: Path) -> list[list[str]]:
-    """The cells of each row of a page."""
+    """Return the cells of each table row of a page."""
     lines = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line != HEADER]
 
 
 @cache
 def paths() -> frozenset[str]:
-    """The method and path of every operation of a replica and of a gateway."""
+    """Return the method and path of every operation of a replica and of a gateway."""
     table = (ROOT / "app" / "waymark" / "api" / "application.py").read_text(encoding="utf-8")
     return frozenset(map(" ".join, re.findall(r'"(GET|POST|PATCH|DELETE)",\s*"(/[^"]*)"', table)))
 
 
 @cache
 def words() -> frozenset[str]:
-    """Every word of the texts and names in the source, but not of its docstrings."""
+    """Return every word of the strings and names in the source, without docstrings."""
     found: set[str] = set()
     for file in (ROOT / "app" / "waymark").rglob("*.py"):
         nodes = list(ast.walk(tree_of(file.read_text(encoding="utf-8"))))
@@ -56,7 +56,7 @@ def words() -> frozenset[str]:
 
 
 def is_here(name: str) -> bool:
-    """Whether a name that a page gives stands for something."""
+    """Return whether a name on a page exists in Waymark."""
     if name.startswith("WAYMARK_"):
         return name.removeprefix("WAYMARK_").lower() in SETTINGS
     if name.startswith("waymark_"):
@@ -85,11 +85,11 @@ def test_settings_and_metrics_in_the_rest_of_a_page_are_here(page: Path) -> None
 
 
 def missing(cells: list[str], names: str) -> list[str]:
-    """The names, and the defaults in brackets behind them, that no cell has."""
+    """Return the names, and the defaults in brackets after them, that no cell has."""
     found = []
     for name in names.split():
         text, _, default = name.replace("~", " ").partition("=")
-        # Several names may share the default behind the last one.
+        # Several names may share the default after the last one.
         given = rf"`{re.escape(text)}`(, `[^`]+`)* \({re.escape(default)}\)"
         whole = f"`{text}={default}`" if default else f"`{text}`"
         if not any(whole in cell or (default and re.search(given, cell)) for cell in cells):

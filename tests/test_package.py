@@ -1,4 +1,4 @@
-"""The package as it is installed: the base is a client, an extra is the server, and nothing else comes along."""
+"""The installed package: the base is a client, the server is an extra, and neither brings anything else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODULE = "waymark/_native" + (".abi3.so" if HAS_LIMITED_API else str(sysconfig.g
 
 
 def run(*command: str | Path, cwd: Path = ROOT, code: int = 0, **environ: str) -> subprocess.CompletedProcess[str]:
-    # Nobody runs what is compiled here for its speed, and the compiler takes a third of the time.
+    # Without optimization the compiler takes a third of the time, and speed does not matter here.
     environ = {"CFLAGS": "-O0"} | environ
     done = subprocess.run(
         command, cwd=cwd, env=os.environ | environ, capture_output=True, text=True, check=False, timeout=patient(300)
@@ -48,12 +48,12 @@ def run(*command: str | Path, cwd: Path = ROOT, code: int = 0, **environ: str) -
 
 
 def files() -> list[str]:
-    """What is in the package of the checkout."""
+    """Return the files in the package of the checkout."""
     return sorted(path.name for path in (ROOT / "app" / "waymark").iterdir())
 
 
 class Build(NamedTuple):
-    """The directory with the wheel and the sdist, what was said, and the files of the checkout before."""
+    """A build: the directory with the wheel and the sdist, the output, and the earlier files of the checkout."""
 
     directory: Path
     said: str | None
@@ -61,7 +61,7 @@ class Build(NamedTuple):
 
 
 def compiler_that(directory: Path, command: str) -> Path:
-    """A compiler that makes its target by a command of the shell."""
+    """Return a stub of a compiler that makes its target with a shell command."""
     compiler = directory / "compiler"
     compiler.write_text(f"#!/bin/sh\nfor target; do :; done\n{command}\n")
     compiler.chmod(0o755)
@@ -70,12 +70,12 @@ def compiler_that(directory: Path, command: str) -> Path:
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """The build of the checkout: the one of ``make wheel``, or our own."""
+    """Return the build of the checkout by ``make wheel``, or build it here."""
     before = files()
     if directory := os.environ.get(DIST):
         return Build(Path(directory), None, before)
     made = tmp_path_factory.mktemp("built")
-    # The module of the checkout is of the same sources, and was compiled by the same hook when it was installed.
+    # The installed module of the checkout has the same sources, and the same hook compiled it.
     here = ROOT / "app" / MODULE
     link = str(compiler_that(tmp_path_factory.mktemp("compiler"), f'cp {here} "$target"')) if here.exists() else ""
     done = run(sys.executable, "-m", "hatchling", "build", "-d", made, LDSHARED=link or os.environ.get("LDSHARED", ""))
@@ -88,7 +88,7 @@ def built(build: Build) -> Path:
 
 
 def metadata_of(tree: Path, directory: Path) -> str:
-    """Return the metadata of a wheel of ``tree``, as pip asks for them before it builds one."""
+    """Return the metadata of a wheel of ``tree``, as pip requests them before it builds one."""
     prepare = "import sys; from hatchling.build import *; prepare_metadata_for_build_wheel(sys.argv[1])"
     directory.mkdir()
     run(sys.executable, "-c", prepare, directory, cwd=tree)
@@ -122,7 +122,7 @@ def test_what_has_no_public_address_is_not_published(built: Path, tmp_path: Path
 
 
 def needed(names: set[str]) -> set[str]:
-    """The distributions that these need, themselves included, as they are installed here."""
+    """Return the installed distributions that these need, themselves included."""
     found: set[str] = set()
     while names:
         name = names.pop()
@@ -135,7 +135,7 @@ def needed(names: set[str]) -> set[str]:
 
 
 def install(wheel: Path, python: Path) -> None:
-    """Install into an environment that has no pip itself; by uv where this one has none either."""
+    """Install a wheel into an environment without pip, with the pip of this one, or with uv if it has none."""
     options = ("--no-index", "--no-deps", wheel)
     if find_spec("pip"):
         run(sys.executable, "-m", "pip", "--python", python, "install", *options)
@@ -145,7 +145,8 @@ def install(wheel: Path, python: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment with the wheel, installed; its base dependencies are linked, not downloaded."""
+    """Return the Python of an environment with the installed wheel. Its base dependencies are linked, not
+    downloaded."""
     directory = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", directory)
     python = directory / "bin" / "python"
@@ -206,7 +207,7 @@ def test_with_a_compiler_the_module_is_in_the_wheel_and_the_checkout_is_as_befor
 
 
 def test_a_checkout_refuses_a_module_of_other_sources(built: Path, tmp_path: Path) -> None:
-    """What a checkout is after a pull that changed the C: newer sources beside the module that was built before."""
+    """After a pull that changed the C, a checkout has newer sources than its module."""
     (wheel,) = built.glob("*.whl")
     if MODULE not in zipfile.ZipFile(wheel).namelist():
         pytest.skip("built without the C part")
@@ -228,7 +229,7 @@ def test_a_checkout_refuses_a_module_of_other_sources(built: Path, tmp_path: Pat
 
 
 def sources_of(tree: Path) -> dict[str, bytes]:
-    """The C of a checkout or of an sdist."""
+    """Return the C sources of a checkout or of an sdist."""
     return {path.name: path.read_bytes() for path in (tree / "native").glob("*.[ch]")}
 
 
@@ -239,7 +240,7 @@ def test_a_wheel_of_the_sdist_is_the_wheel_of_the_checkout(built: Path, tmp_path
     (root,) = tmp_path.iterdir()
     names = sorted(zipfile.ZipFile(wheel).namelist())
     assert sources_of(root) == sources_of(ROOT)
-    # The same C is not compiled once more: here the compiler writes an empty module.
+    # The C is not compiled again: the compiler here writes an empty module.
     compiler = compiler_that(tmp_path, ': >"$target"')
     is_native = any(name.startswith("waymark/_native") for name in names)
     link = str(compiler) if is_native else os.environ.get("LDSHARED", "")
@@ -299,7 +300,7 @@ def test_a_command_of_the_server_says_what_to_install(installed: Path, words: st
 
 
 def extra_needs(extra: str) -> set[str]:
-    """The distributions of an extra, and of the extras in it."""
+    """Return the distributions that an extra needs, including those of the extras in it."""
     own = [Requirement(line) for line in PROJECT["optional-dependencies"][extra]]
     inner = {name for requirement in own if requirement.name == "waymark" for name in requirement.extras}
     return {requirement.name for requirement in own} | {name for each in inner for name in extra_needs(each)}

@@ -15,9 +15,9 @@ from tests import patience
 from waymark.base.settings import Settings
 
 TESTS = Path(__file__).parent
-#: Programs that measure, and are no tests.
+#: Programs that are not tests, such as measurements.
 PROGRAMS = {"benchmarks", "chaos", "conformance", "endurance", "sanitize"}
-#: Calls of the standard library that wait, and what stands for them here.
+#: Calls of the standard library that wait -> the function to use in tests.
 INSTEAD = {
     "asyncio.timeout": "within",
     "asyncio.timeout_at": "within",
@@ -25,10 +25,10 @@ INSTEAD = {
     "anyio.fail_after": "within",
     "anyio.move_on_after": "within",
 }
-#: ``asyncio.wait`` returns at its timeout and does not fail: a test uses it to see that something does not happen.
+#: ``asyncio.wait`` returns at its timeout and does not fail. A test uses it to show that something does not happen.
 MAY_RETURN = {"asyncio.wait"}
 SLEEPS = {"anyio.sleep", "asyncio.sleep", "time.sleep"}
-#: Files that sleep for a fixed time, and why: none of them waits like that for what it asserts.
+#: Files that sleep for a fixed time -> the reason. None of them waits in this way for a state that it asserts.
 MAY_SLEEP = {
     "api/test_activity.py": "Redis is away for a while",
     "api/test_hostile_connections.py": "a client that sends slowly",
@@ -59,12 +59,13 @@ MAY_SLEEP = {
     "tokenization/test_local.py": "turns of the loop while a thread works",
     "tokenization/test_remote.py": "a service that never answers",
 }
-#: Calls that wait for a process, for ever unless they are given a ``timeout``.
+#: Calls that wait for a process, and without a ``timeout`` do so forever.
 FOR_A_PROCESS = {f"subprocess.{name}" for name in ("call", "check_call", "check_output", "run")}
-#: What the name of a time that was measured ends with, and calls whose differences are one.
+#: The endings of names of measured times, and of calls whose differences are measured times.
 MEASURED = ("elapsed", "seconds", "took", "waited")
 CLOCKS = (".monotonic", ".perf_counter", ".time")
-#: Words without which a source has neither a deadline nor a time that was measured: to read a syntax tree takes long.
+#: Words without which a source has neither a deadline nor a measured time. They are searched first, because to parse a
+#: source takes long.
 ABOUT_TIME = re.compile(
     r"timeout|fail_after|move_on_after|wait_for|process\.wait|\.join\(\s*\d|subprocess|time\(|"
     + "|".join((*MEASURED, *(clock.removeprefix(".") for clock in CLOCKS[:2])))
@@ -72,7 +73,8 @@ ABOUT_TIME = re.compile(
 
 
 def bare_deadlines(source: str) -> list[str]:
-    """Line and reason of each deadline in ``source``, and in the programs it has as strings, that ignores the load."""
+    """Return the line and the reason for each deadline that ignores the load, in a source and in the programs that it
+    has as strings."""
     found: list[str] = []
     if ABOUT_TIME.search(source) is None:
         return found
@@ -104,10 +106,11 @@ def bare_waits(call: ast.Call) -> Iterator[str]:
 
 
 def bare_deadlines_in(program: str) -> list[str]:
-    """A program in a string has no ``patience``: its deadlines are arguments of it, and no numbers."""
+    """Return the deadlines of a program in a string that are numbers. It has no ``patience``, so they should be its
+    arguments."""
     try:
         tree = ast.parse(program)
-    except SyntaxError:  # it is prose, or only a part of a program
+    except SyntaxError:  # the string is prose, or only a part of a program
         return []
     return [
         ast.unparse(call)
@@ -119,7 +122,7 @@ def bare_deadlines_in(program: str) -> list[str]:
 
 
 def is_time_below_a_number(test: ast.Compare) -> bool:
-    """Whether it says that a time that was measured is below a bound, and the bound does not know the load."""
+    """Return whether a comparison demands that a measured time is below a bound that ignores the load."""
     sides = [test.left, *test.comparators]
     for lower, order, upper in zip(sides, test.ops, sides[1:], strict=False):
         measured, bound = (lower, upper) if isinstance(order, (ast.Lt, ast.LtE)) else (upper, lower)
@@ -137,7 +140,7 @@ def _is_measured(node: ast.expr) -> bool:
 
 
 def dotted(node: ast.expr) -> str:
-    """A name with its dots; what is before a call or a subscript in it is left out."""
+    """Return a dotted name, without the part before a call or a subscript."""
     match node:
         case ast.Name(id=name):
             return name
@@ -162,10 +165,10 @@ def test_every_deadline_knows_the_load() -> None:
 
 
 def fixed_sleeps(source: str) -> list[int]:
-    """Lines of ``source`` at which it sleeps for a fixed time."""
+    """Return the lines in which a source sleeps for a fixed time."""
     found: list[int] = []
     if "sleep(" not in source:
-        return found  # to read a syntax tree takes long
+        return found  # to parse a source takes long
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and dotted(node.func) in SLEEPS:
             times = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]

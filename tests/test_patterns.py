@@ -1,4 +1,4 @@
-"""Regular expressions that read a stranger's text: none takes time with the square of its length."""
+"""Regular expressions for text from others: none takes time that grows with the square of the length of the text."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from tests.trees import tree_of
 from waymark.tokenization.segments import Splitter
 
 APP = Path(__file__).parents[1] / "app" / "waymark"
-#: Their patterns read the words and files of the person who starts the process.
+#: The parts whose patterns only read arguments and files of the person who starts the process.
 OPERATORS = ("cli", "console", "remote", "cli/demonstration.py", "base/settings.py", "simulator")
-#: A pattern that tries again at each character needs a second of CPU for so many, others less than a millisecond.
+#: For a text of this length, a pattern that tries again at each character takes a second of CPU; others take less than
+#: a millisecond.
 LENGTH, SECONDS = 2**14, 0.1
 _FLAGS: dict[str, int] = {"ASCII": re.ASCII, "DOTALL": re.DOTALL, "MULTILINE": re.MULTILINE}
 
 
-#: They try a pattern at each character of a text, not at its beginning alone.
+#: The functions that try a pattern at each character of a text, not only at its beginning.
 SEARCHES = ("search", "findall", "finditer", "sub", "subn", "split")
 
 
 def is_searched(source: str, call: ast.Call, function: str) -> bool:
-    """Whether the pattern is looked for in a text, or matched at a place that is known."""
+    """Return whether a call searches a text for its pattern, and does not match it at a known place."""
     if function != "compile":
         return function in SEARCHES
     line = source.splitlines()[call.lineno - 1]
@@ -37,7 +38,8 @@ def is_searched(source: str, call: ast.Call, function: str) -> bool:
 
 
 def patterns() -> Iterator[tuple[str, str | bytes, int, bool]]:
-    """The place, the pattern and the flags of each call of ``re`` with a literal pattern, and if it is searched for."""
+    """Yield the place, the pattern and the flags of each call of ``re`` with a literal pattern, and whether the call
+    searches for it."""
     for path in sorted(APP.rglob("*.py")):
         place = path.relative_to(APP)
         if place.parts[0] in OPERATORS:
@@ -65,7 +67,7 @@ def patterns() -> Iterator[tuple[str, str | bytes, int, bool]]:
 
 
 def attacks(pattern: str) -> Iterator[str]:
-    """Texts that begin as the pattern does and then repeat something that it may repeat."""
+    """Yield texts that begin like the pattern, and then repeat something that the pattern may repeat."""
     literals = list(dict.fromkeys(re.findall(r"[A-Za-z0-9_:/.,=\"%@#{-]+", re.sub(r"\\(.)", r"\1", pattern))))[:6]
     repeated = [
         " ",

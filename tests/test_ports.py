@@ -1,4 +1,4 @@
-"""No two tests get the same port, in one process or in several, while its server is down either."""
+"""No two tests get the same port, in one process or in several, even while its server is down."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def port_or_none() -> int | None:
 
 
 def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = 32_000 + os.getpid() % 70 * 10  # nobody else reserves there, but another run of this test
+    first = 32_000 + os.getpid() % 70 * 10  # only another run of this test also reserves ports there
     monkeypatch.setattr(ports, "_PORTS", range(first, first + 10))
     found = list(itertools.takewhile(bool, (port_or_none() for _ in range(11))))
     assert 0 < len(found) == len(set(found)) <= 10

@@ -41,7 +41,7 @@ def test_the_first_screen_says_what_it_is_worth_with_the_figures_of_the_pages_th
 
 
 def headings(text: str) -> list[str]:
-    """The names that links to the headings of a page have: small letters, hyphens for spaces, no other signs."""
+    """Return the names of a page's headings in links: lower-case letters, hyphens for spaces, and no other signs."""
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return [re.sub(r"[^\w\s-]", "", title.lower()).replace(" ", "-") for title in titles]
 

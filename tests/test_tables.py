@@ -1,4 +1,5 @@
-"""What kinds of publishers and media differ in stands in two tables; the rest of the code asks those."""
+"""The differences between kinds of publishers, and between media, are in two tables, which the rest of the code
+uses."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from waymark.engines import decoder
 
 ROOT = Path(__file__).parents[1] / "app" / "waymark"
 TABLES = {"domain/engines.py", "domain/media.py"}
-#: It plays the engines: their names are what it writes.
+#: It plays the engines, so it has to use their names.
 PLAYER = "simulator"
 KINDS = {str(kind) for kind in EngineKind}
-#: Kinds that are ordinary words are looked for only where something is compared with them.
+#: Kinds that are also ordinary words count only in comparisons.
 WORDS = {str(EngineKind.STANDARD), str(EngineKind.NONE)}
 NAMES = (KINDS - WORDS) | {medium.name for medium in MEDIA}
 
 
 def named(tree: ast.AST) -> Iterator[str]:
-    """Every mention of one kind or medium, with its line."""
+    """Yield every mention of a kind or a medium, with its line."""
     for node in ast.walk(tree):
         match node:
             case ast.Constant(value=str(text)) if text in NAMES:

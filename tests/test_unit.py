@@ -1,4 +1,4 @@
-"""``pytest --unit``: what it leaves out, and that nothing else gets through."""
+"""``pytest --unit`` leaves out the right tests, and the others cannot open sockets or start processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[1]
 
 
 class Item(SimpleNamespace):
-    """Two of them are the same only if they are one, as with pytest's."""
+    """A stub of a test item. Two items are equal only if they are the same object, as in pytest."""
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def item(fixtures: tuple[str, ...] = (), mark: str = "", path: str = "tests/test_it.py", **parameters: str) -> Any:
-    """A test as pytest has collected it, as far as the choice looks at it."""
+    """Return a collected test, with the attributes on which the choice depends."""
     return Item(
         path=Path(path),
         nodeid=path,

@@ -1,6 +1,7 @@
-"""Real servers on loopback, as a test needs them: one, a Cluster, a primary behind Sentinels; all killed at the end.
+"""Real Redis servers on loopback for a test: one server, a Cluster, or a primary with Sentinels. All are killed at the
+end.
 
-Nothing waits for a time, only for what the servers themselves say; timeouts of the servers are short, so that a
+Nothing here waits for a fixed time, only for a state that the servers report. Their timeouts are short, so that a
 failover takes two or three seconds.
 """
 
@@ -25,15 +26,16 @@ from tests.patience import patient
 from tests.ports import unused_node_port
 
 READY_SECONDS = 30.0
-#: After how long without an answer a node or a primary is taken for dead, on a quiet machine; see ``node_timeout_ms``.
+#: The time without an answer after which a node or a primary counts as failed, on a quiet machine; see
+#: ``node_timeout_ms``.
 _NODE_TIMEOUT_MS = 1000
 SLOTS = 16384
-#: A replica that has got nothing yet, not even a ping, is on no map of a Cluster.
+#: A replica is not on the map of a Cluster before it has received data or a ping, so pings are frequent.
 _ALWAYS = ("--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
 
 
 def wait_for(predicate: Callable[[], bool], description: str, seconds: float = READY_SECONDS) -> None:
-    """``wait_until`` for fixtures that outlive one event loop; an error of Redis counts as not yet."""
+    """Wait like ``patience.wait_for``. An error of Redis counts as false."""
     problem = ""
 
     def is_so() -> bool:
@@ -48,19 +50,20 @@ def wait_for(predicate: Callable[[], bool], description: str, seconds: float = R
 
 
 def node_timeout_ms() -> int:
-    """A node that a busy machine holds up for a second is not dead; and a failover takes no minutes there."""
+    """Return the node timeout, which is longer on a busy machine, but short enough that a failover takes no minutes
+    there."""
     return int(min(patient(_NODE_TIMEOUT_MS), 5 * _NODE_TIMEOUT_MS))
 
 
 @dataclass(eq=False)
 class Server:
-    """One process."""
+    """One server process."""
 
     port: int
     process: subprocess.Popen[bytes]
     log: Path
     options: dict[str, Any] = field(default_factory=dict)
-    """How a client of the library connects, beside host and port."""
+    """The options with which a redis-py client connects, apart from host and port."""
 
     @property
     def url(self) -> str:
@@ -81,12 +84,12 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def kill(self) -> None:
-        """As a machine that is gone."""
+        """Kill the process, as if its machine were gone."""
         self.process.kill()
         self.process.wait()
 
     def pause(self) -> None:
-        """Connections are accepted, and nothing is answered."""
+        """Stop the process: the kernel still accepts connections, but nothing answers."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -94,7 +97,7 @@ class Server:
 
 
 class Farm:
-    """Servers that end together."""
+    """A set of servers that end together."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -103,7 +106,8 @@ class Farm:
     def start(
         self, *options: str, port: int | None = None, is_tls: bool = False, more: dict[str, Any] | None = None
     ) -> Server:
-        """A redis-server with these options, ready; ``more`` is what a client of the library needs to connect."""
+        """Start a redis-server with these options, and wait until it is ready. ``more`` are the options with which a
+        redis-py client connects."""
         program = shutil.which("redis-server") or shutil.which("valkey-server")
         assert program is not None, "no redis-server on PATH: install it (Debian: apt-get install redis-server)"
         port = unused_node_port() if port is None else port
@@ -111,7 +115,7 @@ class Farm:
         home = self.directory / str(port)
         home.mkdir(exist_ok=True)
         listen = ["--port", "0", "--tls-port", str(port)] if is_tls else ["--port", str(port)]
-        # A configuration file, or none, comes first.
+        # If there is a configuration file, it is the first option.
         files = [option for option in options[:1] if not option.startswith("--")]
         command = [
             program, *files, *listen, "--bind", "127.0.0.1", "--dir", str(home), "--logfile", str(log),
@@ -138,7 +142,7 @@ def _answers(server: Server) -> bool:
 
 @contextmanager
 def farm() -> Iterator[Farm]:
-    """An empty farm, in a directory of its own."""
+    """Yield an empty farm, in a directory of its own, and kill its servers at the end."""
     with tempfile.TemporaryDirectory(prefix="wm-", ignore_cleanup_errors=True) as directory:
         found = Farm(Path(directory))
         try:
@@ -151,7 +155,7 @@ def farm() -> Iterator[Farm]:
 
 
 def follow(farm: Farm, primary: Server, *options: str) -> Server:
-    """A replica that has caught up."""
+    """Start a replica of a primary, and wait until it has caught up."""
     replica = farm.start("--replicaof", "127.0.0.1", str(primary.port), *options)
     wait_for(lambda: is_in_sync(replica), "the replica has caught up")
     return replica
@@ -177,7 +181,7 @@ class Sentinels:
 
 
 def start_sentinels(farm: Farm, *options: str, password: str | None = None) -> Sentinels:
-    """With ``password``, the Sentinels ask for it."""
+    """Start a primary, a replica and three Sentinels. With ``password``, clients of the Sentinels need it."""
     primary = farm.start(*options)
     replica = follow(farm, primary, *options)
     watching: list[Server] = []
@@ -212,7 +216,7 @@ def start_sentinels(farm: Farm, *options: str, password: str | None = None) -> S
 
 @dataclass
 class Cluster:
-    """Primaries in the order of their slots, and the replica of each, where there are any."""
+    """A Cluster: its primaries, in the order of their slots, and the replica of each, if there are replicas."""
 
     primaries: list[Server]
     replicas: list[Server]
@@ -222,7 +226,7 @@ class Cluster:
         return "redis+cluster://" + ",".join(f"127.0.0.1:{each.port}" for each in self.primaries[:2])
 
     def of(self, key: str) -> int:
-        """Which of the primaries the key's slot was given to in the beginning."""
+        """Return the number of the primary that had the slot of a key at the start."""
         slot = self.slot(key)
         return next(i for i, slots in enumerate(_ranges(len(self.primaries))) if slot in slots)
 
@@ -242,7 +246,7 @@ def start_cluster(
     is_tls: bool = False,
     more: dict[str, Any] | None = None,
 ) -> Cluster:
-    """Of this many primaries, each with a replica where asked for."""
+    """Start a Cluster with this number of primaries, each with a replica if ``has_replicas``."""
     options = (
         "--cluster-enabled", "yes", "--cluster-node-timeout", str(node_timeout_ms()),
         "--cluster-replica-validity-factor", "0", *options,
@@ -293,13 +297,14 @@ def is_cluster_ok(node: Server) -> bool:
 
 
 def migrate(source: Server, target: Server, names: Sequence[Any]) -> None:
-    """Keys of a slot that is on its way go ahead of it."""
+    """Move keys of a migrating slot to the target."""
     source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *names)
 
 
 @contextmanager
 def moving(cluster: Cluster, keys: Sequence[str], source: Server, target: Server) -> Iterator[Callable[[], None]]:
-    """The slots of ``keys`` on their way from one primary to another; call it to let them arrive. All goes back."""
+    """Begin to migrate the slots of ``keys`` from one primary to another. Yield a function that completes the
+    migration. Undo it at the end."""
     slots = sorted({cluster.slot(key) for key in keys})
 
     def begin(giver: Server, taker: Server) -> None:

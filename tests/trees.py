@@ -1,4 +1,4 @@
-"""Syntax trees of sources, parsed once in a test process: several tests read those of the whole package."""
+"""Syntax trees of sources, parsed once per test process, because several tests read those of the whole package."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from functools import cache
 
 @cache
 def tree_of(source: str) -> ast.Module:
-    """The syntax tree of a source. Nobody changes it."""
+    """Return the syntax tree of a source. Callers must not change it."""
     return ast.parse(source)

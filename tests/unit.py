@@ -1,11 +1,11 @@
-"""``pytest --unit``: the tests that need nothing but Python, for the inner loop (``make check``).
+"""``pytest --unit``: runs the tests that need only Python, for the inner loop (``make check``).
 
-A test is left out when it needs a real Redis, when it is marked ``outside`` (it opens a socket or starts a process) or
-``slow`` (it takes a second, or as much in all its cases). A socket or a process in one of the others is an error, in
-the whole suite, too.
+A test is left out if it needs a real Redis, or if it is marked ``outside`` (it opens a socket or starts a process) or
+``slow`` (all its cases together take a second or more). If any other test opens a socket or starts a process, it fails,
+in the whole suite, too.
 
-A test above the store has the fixture ``store``, which is emulated in the inner loop and real in the whole suite: what
-differs between the two is below. The tests of the store and of its scripts have the fixture ``redis`` and run on both.
+A test of a layer above the store has the fixture ``store``, which is emulated in the inner loop and real in the whole
+suite. The tests of the store and of its scripts have the fixture ``redis``, and run on both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-#: Directories of tests/ in which every test is outside.
+#: The directories of tests/ in which every test is ``outside``.
 OUTSIDE_DIRECTORIES = {
     "chaos",
     "deploy",
@@ -35,27 +35,28 @@ OUTSIDE_DIRECTORIES = {
     "serving",
     "store",
 }
-#: Those whose tests wait at least two thirds of their time.
+#: The directories whose tests wait for at least two thirds of their time.
 WAITING_DIRECTORIES = {"discovery", "e2e", "epp", "gateway", "ingest", "redis", "ui"}
-#: Fixtures that start a server or open a socket.
+#: The fixtures that start a server or open a socket.
 OUTSIDE_FIXTURES = {"free_port", "redis_socket", "redis_url", "silent_port"}
-#: The mark of a file in which every test is outside or slow.
+#: Matches the mark of a file in which every test is ``outside`` or ``slow``.
 WHOLE_FILE = re.compile(r"^pytestmark = pytest\.mark\.(outside|slow)$", re.MULTILINE)
-#: How many examples a property is tried with that does not say it itself.
+#: The number of examples for a property that does not set it.
 UNIT_EXAMPLES, WHOLE_EXAMPLES, RANDOM_EXAMPLES = 10, 12, 100
-#: The part of the examples of a property that says how many it needs, and of the random histories of a test.
+#: If a property sets its number of examples, or a test its number of random histories, the number is divided by these.
 UNIT_PART, WHOLE_PART = 10, 8
-#: How many random histories of a test are among the unit tests, and how many are in the suite at least.
+#: The number of random histories of a test among the unit tests, which is also the minimum in the whole suite.
 UNIT_SEEDS = 4
-#: Another run looks for other examples, and has them all.
+#: With the variable, a run has random examples, and all of them.
 _is_random = "WAYMARK_TEST_RANDOM" in os.environ
-#: Test processes for each processor: many tests wait for other processes. With three a run took longer, because each of
-#: them collects all tests and the processors are in use already. And at most so many, for the memory's sake.
+#: The number of test processes per processor: more than one, because many tests wait for other processes. With three a
+#: run took longer, because each process collects all tests. The second number is a bound, for the sake of memory.
 _PER_PROCESSOR, _PROCESSES_MAX = 2, 8
-#: New objects after which garbage is looked for. With the default of 700 a twentieth of the CPU went there.
+#: The number of new objects after which garbage is collected. With the default of 700, this took a twentieth of the
+#: CPU.
 _GARBAGE = 20_000
 _FORBIDDEN = {"socket.bind": "binds a socket", "socket.connect": "connects", "subprocess.Popen": "starts a process"}
-#: A test that is not ``outside`` runs.
+#: Whether a test that is not ``outside`` is running.
 _is_inside = False
 _is_unit = False
 
@@ -70,8 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
     global _is_unit
     is_unit = _is_unit = config.getoption("--unit")
     sys.addaudithook(_refuse)
-    # A busy machine makes an example slow, and that is no fault of the code. The same tests have the same examples, so
-    # that a run that fails fails again; WAYMARK_TEST_RANDOM=1 looks for others.
+    # No deadline for an example, because a busy machine makes it slow. The examples are the same in each run, so that a
+    # failure can be repeated; WAYMARK_TEST_RANDOM=1 chooses others.
     whole = RANDOM_EXAMPLES if _is_random else WHOLE_EXAMPLES
     settings.register_profile(
         "waymark",
@@ -84,21 +85,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def examples(count: int) -> int:
-    """How many examples a property is tried with that has ``count``: a part of them, unless others are looked for."""
+    """Return the number of examples for a property that asks for ``count``: all of them in a random run, otherwise a
+    part."""
     if _is_random and not _is_unit:
         return count
     return max(UNIT_EXAMPLES, count // (UNIT_PART if _is_unit else WHOLE_PART))
 
 
 def seeds(count: int) -> list[Any]:
-    """Parameters of a test of ``count`` random histories: a part of them, and the first few in the inner loop too."""
+    """Return parameters for a test of ``count`` random histories: a part of them, of which the first few are also unit
+    tests."""
     tried = count if _is_random else min(count, max(UNIT_SEEDS, count // WHOLE_PART))
     return [pytest.param(seed, marks=[pytest.mark.slow] if seed >= UNIT_SEEDS else []) for seed in range(tried)]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Let a test process report a set-up or a tear-down only if it says something, and the start of a test only with
-    ``-v``, which shows it: to read the reports of 14,000 tests takes the main process 20 s of CPU, and most are these.
+    """Let a test process report a set-up or a tear-down only if it failed or has output, and the start of a test only
+    with ``-v``, which shows it. To read the reports of 14,000 tests takes the main process 20 s of CPU, and most
+    reports are of these kinds.
     """
     shows_starts = session.config.option.verbose > 0
     for plugin in session.config.pluginmanager.get_plugins():
@@ -114,18 +118,18 @@ def _send_if_needed(send: Callable[..., None], shows_starts: bool, name: str, **
 
 
 def is_silent(report: Any) -> bool:
-    """Whether the report only says that a set-up or a tear-down went well."""
+    """Return whether a report only says that a set-up or a tear-down succeeded."""
     return report["when"] != "call" and report["outcome"] == "passed" and not report["sections"]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """``--numprocesses auto``."""
+    """Return the number of test processes for ``--numprocesses auto``."""
     return min(_PER_PROCESSOR * len(os.sched_getaffinity(0)), _PROCESSES_MAX)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What is left out as a whole is not even imported: some of it imports much."""
+    """Do not import files that are left out as a whole, because some of them import much."""
     return True if config.getoption("--unit") and _is_left_out(collection_path) else None
 
 
@@ -144,14 +148,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     remaining = [item for item in items if item not in gone]
     items[:] = in_order(remaining, getattr(config, "workerinput", {}).get("workercount", 1))
     if not is_unit and config.pluginmanager.hasplugin("rerunfailures"):
-        # A machine that stops for seconds breaks what no deadline covers. The closing lines name each test that was
-        # run again, and one that fails twice has failed.
+        # If the machine stops for seconds, tests can fail that have no deadline. The closing lines name each test that
+        # was run again; one that fails twice has failed.
         for item in outside:
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 def emulated_twins(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests above the store that are also there on a real Redis."""
+    """Return the emulated cases of tests that also run on a real Redis."""
     names = {item.nodeid for item in items}
 
     def is_twin(item: pytest.Item) -> bool:
@@ -162,11 +166,10 @@ def emulated_twins(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def in_order(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
-    """Let each process begin with its part of the tests that are marked ``long``: one that begins last is waited for.
-    Then every second process runs its waiting tests before its others, and the rest run them after: while all
-    processes wait, the processors are idle.
-
-    xdist gives each process as many tests as the others, in their order, and later to an idle one of another's last.
+    """Return the tests in an order in which each process begins with its share of those marked ``long``, because a long
+    test at the end delays the whole run. After that, every second process runs its waiting tests first, and the other
+    processes run theirs last, so that the processes do not all wait at once. xdist gives each process the same number
+    of consecutive tests, and later moves the last tests of a busy process to an idle one.
     """
     long = [item for item in items if item.get_closest_marker("long")]
     others = [item for item in items if not item.get_closest_marker("long")]
@@ -187,13 +190,14 @@ def _taken(items: deque[pytest.Item], count: int) -> list[pytest.Item]:
 
 
 def is_waiting(item: pytest.Item) -> bool:
-    """Whether the test waits for other processes most of its time."""
+    """Return whether a test mostly waits for other processes."""
     return not WAITING_DIRECTORIES.isdisjoint(item.nodeid.partition("::")[0].split("/"))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collecting makes thousands of objects that stay: to look for garbage among them takes a third of the time."""
+    """Turn off garbage collection while tests are collected: thousands of objects stay, and searching them takes a
+    third of the time."""
     gc.disable()
     try:
         return (yield)
@@ -204,7 +208,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def is_outside(item: pytest.Item) -> bool:
-    """Whether the test needs more than Python and a moment."""
+    """Return whether a test needs more than Python, or takes more than a moment."""
     needs = OUTSIDE_FIXTURES.intersection(getattr(item, "fixturenames", ()))
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     is_real = "real" in (parameters.get("redis"), parameters.get("store"), parameters.get("any_bench"))
@@ -216,7 +220,7 @@ def is_outside(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Mark the time in which a socket or a process is the test's own, and not pytest's or a plugin's."""
+    """Mark the time in which sockets and processes are opened by the test itself, not by pytest or a plugin."""
     global _is_inside
     _is_inside = not is_outside(item)
     try:
