@@ -75,7 +75,7 @@ def _picked(options: Options) -> Iterable[Row]:
     return picked.measure(options)
 
 
-#: The names of each part, and the function that measures it, which gets the rows measured so far.
+#: Each part: its names, and the function that measures it. The function gets the rows measured so far.
 PARTS: list[tuple[tuple[str, ...], Callable[[Options, Sequence[Row]], Iterable[Row]]]] = [
     (("P1", "P2", "P3", "P3b", "P4"), lambda options, _: queries.measure(options)),
     (("P5", "P6"), lambda options, _: index.measure(options)),
@@ -200,8 +200,7 @@ def _about(options: Options) -> dict[str, Any]:
     }
 
 
-#: The entries of a chain that fits a core's first cache, and of a chain of 32 MiB. A multiplier 4n + 1 visits each
-#: entry once.
+#: The number of entries of a chain that fits into the first cache of a core, and of a chain of 32 MiB.
 _CHAINS = (1 << 10, 1 << 22)
 _STEPS = 200_000
 _LOOPS = 1_000_000
@@ -216,8 +215,8 @@ def _loop_ms() -> float:
 
 
 def _miss_ns() -> float:
-    """Return the CPU time of a memory read that misses all caches of this core; a neighbour can make it five times as
-    expensive."""
+    """Return the CPU time of a memory read that misses all caches of this core. Other load on the host can make it five
+    times as long."""
     near, far = (array("Q", ((place * 1_664_525 + 1_013_904_223) % size for place in range(size))) for size in _CHAINS)
     return (_steps_ms(far) - _steps_ms(near)) * 1e6 / _STEPS
 

@@ -216,7 +216,7 @@ def _placed(redis: RedisServer) -> tuple[int, int, int, MarkedRows]:
 
 
 async def _asked(redis: RedisServer, chains: Sequence[Chain], marked: MarkedRows, hot: HotRows) -> tuple[float, float]:
-    """Return the share of queries that met a mark, and of those that needed a further round trip."""
+    """Return the share of queries that met a mark, and the share of queries that needed a further round trip."""
     store = Store.open(redis.url, hot=hot, timeout_seconds=TIMEOUT_SECONDS)
     reader, met, more = store.reader, 0, 0
     try:

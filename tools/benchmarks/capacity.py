@@ -27,7 +27,7 @@ HEARTBEAT = "heartbeat"
 GIB = 2**30
 #: A plan uses at most this share of a core, or of the value of a setting.
 SHARE_USED = 0.6
-#: How long a worker polls a stream often after a frame, and the shortest pause between two reports of a stream.
+#: How long after a frame a worker polls the stream frequently, and the shortest pause between two reports of a stream.
 AWAKE_SECONDS, REPORT_SECONDS = 2.5, 1.0
 #: The largest value of WAYMARK_SHARDS.
 SHARDS_MAX = 256
@@ -44,7 +44,7 @@ def rates(share: float = 1.0) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """A figure of each kind of process."""
+    """One figure for each kind of process."""
 
     worker: float = 1.0
     home: float = 1.0
@@ -80,7 +80,7 @@ class Cost:
         return self + other * -1
 
     def each(self, units: float) -> Cost:
-        """Return the cost of one of ``count`` units. A negative measurement is noise, and counts as 0."""
+        """Return the cost of one of ``units`` units. A negative measurement is noise, and counts as 0."""
         return Cost(*(max(0.0, getattr(self, each.name)) / units for each in fields(Cost)))
 
     def hottest(self, nodes: int) -> float:
@@ -91,7 +91,7 @@ class Cost:
     def of(
         cls, each: Processes, workers: int, nodes: int, replicas: int, received: float = 0.0, sent: float = 0.0
     ) -> Cost:
-        """Return the CPU of all processes if each process of a kind takes this CPU."""
+        """Return the cost of all processes if each process of a kind takes this CPU."""
         redis = each.home + each.other * (nodes - 1)
         return cls(each.worker * workers, redis, each.home - each.other, each.replica * replicas, received, sent)
 

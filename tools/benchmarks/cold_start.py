@@ -164,7 +164,7 @@ class _Probed:
 
 
 class _Probe:
-    """A separate process that asks at a steady rate until it is stopped."""
+    """A separate process that sends queries at a steady rate until it is stopped."""
 
     def __init__(self, of: _Probed) -> None:
         words = map(str, (of.port, of.bodies, *of.pids))

@@ -140,9 +140,8 @@ def _query(kind: str, part: Sequence[Prompt], folder: Path) -> Ask:
 
 
 def _select(part: Sequence[Prompt], folder: Path, sizes: Sizes) -> Ask:
-    """Ask for as many decisions as queries of the same prompts.
-
-    Each prompt comes several times, so that a round spans several readings of the loads, one every 80 ms.
+    """Return a function that sends as many ``/select`` as ``/query`` for the prompts. It repeats each prompt, so that a
+    round spans several reads of the loads, which happen every 80 ms.
     """
     asked = islice(cycle(part), sizes.turns * len(part))
     bodies = write_bodies(folder / "bodies", map(prompts.by_tokens, asked))
@@ -196,7 +195,8 @@ def _ingest(kind: str, sizes: Sizes) -> Ask:
 
 @contextmanager
 def _started(folder: Path, tree: Path, engines: int) -> Iterator[Contender]:
-    """Start the processes of a tree. The first engine will have the prompts; the others are alive, and empty."""
+    """Start the processes of a tree, with this number of engines. All engines are alive, but only the first one stores
+    blocks."""
     command = (str(tree / ".venv" / "bin" / "waymark"),)
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server(folder))

@@ -158,7 +158,8 @@ async def gateways(policy: str, engines: int, count: int) -> AsyncIterator[Gatew
 
 @asynccontextmanager
 async def _engine(number: int, behind: Sequence[Gateways]) -> AsyncIterator[str]:
-    """Yield the address of an engine whose requests go to the only element of ``behind``."""
+    """Start the HTTP server of an engine, and yield its address. ``behind`` has one element, which gets the
+    requests."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         return await behind[0].serve(number, request)

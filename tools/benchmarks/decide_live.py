@@ -31,7 +31,7 @@ from waymark.simulator.encode import GPU, BlockRemoved, BlockStored, Encoder, Wi
 from waymark.simulator.publisher import SimulatedPublisher
 from waymark.store.reservations import parse_reservations
 
-#: Constants of the peer, by the name of a run.
+#: The environment of the peer, by the kind of run.
 KINDS: Mapping[str, Mapping[str, str]] = {
     "defaults": {},
     "tuned": {"DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT": "2", "DYN_ROUTER_PREFILL_LOAD_SCALE": "10"},
@@ -83,8 +83,8 @@ class Live:
         expects: bool,
         is_as_decided: bool = False,
     ) -> None:
-        """Take the parts of a running Waymark. With ``is_as_decided`` engines get requests in the order in which Redis
-        decided, however long the answers took."""
+        """With ``is_as_decided``, engines get requests in the order of the decisions in Redis, even if the answers
+        arrive in another order."""
         self._service = service
         self._clients = clients
         self._turns = cycle(clients)
@@ -96,7 +96,7 @@ class Live:
     async def decide(self, now: float, jobs: Sequence[Job]) -> list[Placed]:
         placed = await as_answered(self._decide(next(self._turns), job) for job in jobs)
         if self._is_as_decided:
-            # No prefill ends within an instant, so the tokens before a reservation tell its place in the order of its
+            # No prefill ends within an instant, so the tokens before a reservation give its position among those of its
             # target.
             placed.sort(key=lambda each: parse_reservations(self._reservations[each.job.number])[0].waited or 0)
         return placed

@@ -33,7 +33,7 @@ ENGINES = 8
 TARGETS = (8, 100, 1_000)
 REPLICA_MS = 0.15
 REDIS_MS = 0.12
-#: The time of a decision with all speculative entries of a prompt of 512 blocks.
+#: Redis' time for a decision about a prompt of 512 blocks with all its speculative entries.
 REDIS_COLD_MS = 0.20
 _BEHIND_SECONDS = 4.0
 

@@ -100,7 +100,7 @@ def awake_cores() -> Iterator[None]:
     time.
     """
     loops = [
-        subprocess.Popen([sys.executable, "-Sc", _AWAKE, str(core)])  # in this session, where its priority counts
+        subprocess.Popen([sys.executable, "-Sc", _AWAKE, str(core)])  # in this session, so that its priority counts
         for core in sorted(os.sched_getaffinity(0))
     ]
     try:

@@ -2,7 +2,7 @@
 
 A prompt is a list of pieces of 512 tokens. A piece has a number that names the whole prefix up to it, as the
 ``hash_ids`` of the published request traces do (FAST'25, "Mooncake: Trading More Storage for Less Computation"), and
-its tokens follow from that number. So prompts share tokens where they share numbers, and only numbers are kept.
+its tokens follow from that number. So prompts with equal numbers have equal tokens, and only the numbers are kept.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _fresh_numbers = count(10**9)
 
 
 def traced(path: Path, pieces: int = 16) -> Iterator[Prompt]:
-    """Yield the prompts of a trace file that have at least this number of pieces, cut to it, in the order of the
-    trace."""
+    """Yield the prompts of a trace file that have at least ``pieces`` pieces, each cut to that length, in the order of
+    the trace."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             request = json.loads(line)

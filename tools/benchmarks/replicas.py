@@ -199,7 +199,8 @@ def _loaded(replicas: Sequence[Server], redis: RedisServer, file: Path) -> tuple
 
 
 def _ingest_beside(options: Options) -> list[Row]:
-    """Return the rows of the CPU of the worker and of Redis per block, alternately with one replica and with four."""
+    """Return the rows of the CPU of the worker and of Redis per block, measured alternately with one replica and with
+    four."""
     rounds, blocks = (2, 3_200) if options.is_quick else (5, 32_768)
     ratios = []
     with started(options, has_peer=False) as bench, publishers(1) as (engine,):

@@ -5,11 +5,11 @@
 Engines up to number RANKED have eight ranks, each with a stream and a cache of its own. Prints the endpoints of all
 streams as JSON. Each line on standard input is a step as JSON, and each step prints a line when it is done:
 
-- ``{"step": "fill"}`` publishes the first BLOCKS blocks of each cache - ``{"step": "make", "seconds": 30, "share": 0.1,
-"kinds": ["stored"], "heartbeats": 1, "every": 1}`` makes the frames for these seconds: frames of the given kinds at a
-share of the rate of the capacity model, and ``heartbeats`` empty batches a second, for each stream or for every
-``every``-th - ``{"step": "go"}`` publishes them at their times, waits a second, and prints the numbers of published
-frames
+- ``{"step": "fill"}`` publishes the first BLOCKS blocks of each cache
+- ``{"step": "make", "seconds": 30, "share": 0.1, "kinds": ["stored"], "heartbeats": 1, "every": 1}`` makes the frames
+for these seconds: frames of the given kinds at a share of the rate of the capacity model, and ``heartbeats`` empty
+batches a second, for each stream or for every ``every``-th
+- ``{"step": "go"}`` publishes them at their times, waits a second, and prints the numbers of published frames
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     waymark bench --simulate --policies least-work,dynamo ...   times to the first token: ``decide``
 
 Engines with prefix caches serve a trace on its own clock, once for each routing: by chance, by prefix stickiness, by
-Waymark's answers, and by the caches themselves, which is the upper bound for the rule. Waymark is real: a Redis of its
-own, workers and replicas as processes, frames over ZMQ, queries over HTTP to the replicas in turn. In another run
-everything but Redis is killed in the middle and started again. It is compared with a model of an indexer that loses its
-whole index when it is killed.
+Waymark's answers, and by the contents of the caches, which is the upper bound. Waymark is real: a Redis of its own,
+workers and replicas as processes, frames over ZMQ, queries over HTTP to the replicas in turn. In another run everything
+but Redis is killed in the middle and started again. It is compared with a model of an indexer that loses its whole
+index when it is killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routing by an index of the engines' events, which arrive late, and which may be killed during a run.
+"""Routing by an index of the engines' events. The index gets the events late, and may be killed during a run.
 
 The blocks that an engine stores are visible ``lag_seconds`` later on the trace's clock and not before: its frames are
 held back for that time, and no query is sent before all sent frames are visible. So a run does not depend on the speed

@@ -23,7 +23,7 @@ class Router(Protocol):
         of the requests."""
 
     def hear(self, at_seconds: float, engine: int, events: list[WireEvent]) -> None:
-        """Take in the events of an engine."""
+        """Process the events of an engine."""
 
 
 class Deaf:

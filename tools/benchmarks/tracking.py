@@ -1,5 +1,4 @@
-"""Measures how much CPU Redis would need for CLIENT TRACKING, which reports changed rows to replicas, and would save by
-it.
+"""Measures the CPU that Redis would need, and save, with CLIENT TRACKING, which reports changed rows to replicas.
 
     python -m tools.benchmarks.tracking [--prompts 2000]
 

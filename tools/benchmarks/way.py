@@ -400,7 +400,7 @@ class Emptied:
 
 
 def play(wire: socket.socket) -> None:
-    """Act as a replica's client and Redis, until it hangs up."""
+    """Act as the client and the Redis of a replica, until the replica closes the connection."""
     arriving: list[bytes] = []
     at = 0
     while data := wire.recv(_MESSAGE_BYTES_MAX):

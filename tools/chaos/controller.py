@@ -92,7 +92,7 @@ class Controller:
     # ---- registrations -----------------------------------------------------------------------------
 
     async def restore(self) -> None:
-        """Wait until every publisher is registered. Register publishers again that may have been lost; raise
+        """Wait until every publisher is registered. Register those again that may have been lost, and raise
         ``Mismatch`` if any other is missing."""
         deadline = Deadline(RESTORED_SECONDS)
         while missing := await self._missing():

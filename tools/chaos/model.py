@@ -54,7 +54,7 @@ class Bounds:
         return _differences(self.least.query(tokens, space), self.most.query(tokens, space), rows)
 
     def wrong_block(self, prefix: Tokens, space: Space, places: Set[Place]) -> list[str]:
-        """Return the errors in the places of one block, which may have them even if blocks before it are missing."""
+        """Return the errors in the places of one block, whether or not the blocks before it are there."""
         least, most = (model.copies.get((space, prefix), Counter()).keys() for model in (self.least, self.most))
         found = [f"{place.instance}: it is not at {place}" for place in sorted(least - places)]
         return found + [f"{place.instance}: it is at {place}" for place in sorted(places - most)]

@@ -1,5 +1,4 @@
-"""Compares honest publishers with and without a publisher of costly frames on the same worker: they should not
-suffer."""
+"""Checks that honest publishers do not suffer from a publisher of costly frames on the same worker."""
 
 from __future__ import annotations
 

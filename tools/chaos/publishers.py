@@ -271,8 +271,8 @@ def _socket(spec: Spec, encoder: Encoder) -> SimulatedPublisher:
 
 
 class Sender:
-    """A sender of standard events by ``POST /events``: each stream of the envelope in its own order, and after a gap
-    again from the event that is missing."""
+    """A sender of standard events by ``POST /events``. It keeps the order of each stream of envelopes, and after a gap
+    it sends events again from the missing one on."""
 
     POST_EVENTS = 16
 

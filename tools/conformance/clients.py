@@ -6,7 +6,7 @@
 Nothing is downloaded: each option names an existing copy, and PYTHON has the modules that the clients import (fastapi,
 uvicorn, httpx, msgpack; for PyMotor also requests, Pillow and the requirements that it lists). Each engine gets one
 prompt directly. Then each client gets requests with both prompts, in an order that round robin would not produce, and
-must choose the engine that has the prompt every time. The configuration of each client is written here; its code runs
+must always choose the engine that has the prompt. The configuration of each client is written here; its code runs
 unchanged. ``--dynamo-python`` names a Python with ai-dynamo-runtime. Its services recover from Waymark as from a peer
 of their own kind: they must start, and know Waymark's groups.
 """

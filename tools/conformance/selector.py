@@ -3,9 +3,9 @@
     python -m tools.conformance.selector [--dynamo-python PYTHON] [--record FILE]
 
 In each call one worker is the only one, or the best by far, because both choose at random between equal workers. Two
-things differ on purpose and are left out: Waymark counts blocks that two requests share for each request, and the
-service counts them once; and Waymark no longer lists a model whose last worker has left. With ``--record`` the answers
-of the service are written to a file, for a test that needs no download.
+things differ on purpose and are left out: blocks that two requests share count for each of them in Waymark, and only
+once in the service; and Waymark no longer lists a model whose last worker has left. With ``--record`` the answers of
+the service are written to a file, for a test that needs no download.
 """
 
 from __future__ import annotations

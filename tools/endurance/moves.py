@@ -38,7 +38,7 @@ _PROMPTS_AHEAD = 500
 
 
 class Prompts:
-    """The prompts of a run, each of which its number determines."""
+    """The prompts of a run. The number of a prompt determines its tokens."""
 
     def __init__(self, blocks: int, engines: int) -> None:
         self.engines = engines

@@ -33,7 +33,7 @@ LAST_BYTES = 1 << 20
 
 
 class Finding(Exception):
-    """A function has returned a different result than its reference, or has changed an object that is not its own."""
+    """The result of a function differs from that of its reference, or it has changed an object that is not its own."""
 
 
 def change_bytes(draw: random.Random, value: bytes, target: Target, others: list[bytes]) -> bytes:

@@ -285,7 +285,7 @@ def medium_of(name: str | None) -> str | None:
 
 
 def use_read_batch(read: Callable[..., Any], *arguments: Any) -> object:
-    """Read a batch. How events are kept together is compared by the target ``Parts``."""
+    """Read a batch. The target ``Parts`` compares how events are kept together."""
     found = read(*arguments)
     return None if found is None else (found[0], list(found[1]), *found[2:])
 
