@@ -19,6 +19,8 @@ from waymark.store.books import HOURS_KEPT
 from waymark.store.claims import Claim
 from waymark.store.store import Store
 
+#: The sums that ``BookRow`` has under the same names.
+_AMOUNTS = ("requests", "unreported", "available", "chosen", "expected", "delivered", "random", "earned")
 PARAMETERS = ("model", "tenant", "since")
 _SINCE = re.compile(r"(\d{1,6})(s|m|h|)", re.ASCII)
 _SECONDS = {"s": 1, "": 1, "m": 60, "h": 3600}
@@ -93,17 +95,9 @@ def _target(group: GroupName, claim: Claim | None, drift: Drift | None, sums: Su
 
 def _amounts(sums: Sums) -> dict[str, Any]:
     """Return the fields of ``BookRow``."""
-    return {
-        "requests": sums.requests,
-        "unreported": sums.unreported,
+    return {name: getattr(sums, name) for name in _AMOUNTS} | {
         "prompt_tokens": sums.prompt,
         "completion_tokens": sums.completion,
-        "available": sums.available,
-        "chosen": sums.chosen,
-        "chosen_by_medium": {"device": sums.device, "host": sums.host, "disk": sums.disk, "shared": sums.shared},
-        "expected": sums.expected,
-        "delivered": sums.delivered,
-        "random": sums.random,
-        "earned": sums.earned,
+        "chosen_by_medium": {place: getattr(sums, place) for place in ("device", "host", "disk", "shared")},
         "ttft_ms": round(sums.first_token_ms / sums.first_tokens, 1) if sums.first_tokens else None,
     }

@@ -95,19 +95,8 @@ class _Request:
     """One request, and the receiver of the result of its steps."""
 
     __slots__ = (
-        "_answering",
-        "_body",
-        "_caller",
-        "_echo",
-        "_format",
-        "_has_place",
-        "_headers",
-        "_is_begun",
-        "_may_do_without",
-        "_operation",
-        "_request_id",
-        "_started",
-        "_waiting",
+        *("_answering", "_body", "_caller", "_echo", "_format", "_has_place", "_headers", "_is_begun"),
+        *("_may_do_without", "_operation", "_request_id", "_started", "_waiting"),
     )
 
     def __init__(

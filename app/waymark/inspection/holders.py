@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from waymark.base.errors import NotFound
 from waymark.contract.inspections import (
@@ -151,13 +151,8 @@ async def find_holder(inspector: Inspector, groups: Sequence[InspectedGroup], ho
 async def _record(inspector: Inspector, group: InspectedGroup, table: HolderTable, holder: Holder) -> RecordOfHolder:
     claims = [claim for claim in await inspector.claims(group.name) if claim.publisher == holder.publisher]
     return RecordOfHolder(
-        instance_id=holder.instance_id,
-        dp_rank=holder.dp_rank,
-        medium=holder.medium,
-        block_size=holder.block_size,
+        **_facts(table, holder),
         backend_id=holder.backend_id,
-        scope=holder.scope,
-        not_counted=not_counted(table, holder) or None,
         publishers=tuple(
             PublisherOfHolder(
                 id=state.id,
@@ -216,14 +211,13 @@ def _live(table: HolderTable, id_: int) -> LiveBlockHolder | None:
     holder = table.holders.get(id_)
     if holder is None:
         return None
-    return LiveBlockHolder(
-        instance_id=holder.instance_id,
-        dp_rank=holder.dp_rank,
-        medium=holder.medium,
-        block_size=holder.block_size,
-        scope=holder.scope,
-        not_counted=not_counted(table, holder) or None,
-    )
+    return LiveBlockHolder(**_facts(table, holder))
+
+
+def _facts(table: HolderTable, holder: Holder) -> dict[str, Any]:
+    """Return the fields that every view of a holder has."""
+    names = ("instance_id", "dp_rank", "medium", "block_size", "scope")
+    return {name: getattr(holder, name) for name in names} | {"not_counted": not_counted(table, holder) or None}
 
 
 # Finds a block by its key alone: a row is found by its first block, and any other block only by looking.

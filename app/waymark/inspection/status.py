@@ -25,16 +25,7 @@ from waymark.store.publisher_states import PublisherState
 from waymark.store.workers import WORKER_SECONDS, Heartbeat
 
 #: The facts of a registration and of the state of its stream that every view shows under the same name.
-_REGISTERED = (
-    "instance_id",
-    "tenant_id",
-    "dp_rank",
-    "model_name",
-    "block_size",
-    "scope",
-    "endpoint",
-    "is_further",
-)
+_REGISTERED = ("instance_id", "tenant_id", "dp_rank", "model_name", "block_size", "scope", "endpoint", "is_further")
 _REPORTED = ("worker", "watermark", "lag_seconds", "blocks", "known", "prefixes", "counters")
 #: Counters of a stream, by their beginning, that count events without effect.
 _REJECTED = ("decode_errors", "frames_malformed", "ignored", "unresolved")

@@ -79,23 +79,9 @@ class RequestCycle:
     """A request as it arrives, and its answer as it is given."""
 
     __slots__ = (
-        "_body",
-        "_changed",
-        "_connection",
-        "_expects_continue",
-        "_head",
-        "_is_chunked",
-        "_is_due",
-        "_left",
-        "_straight",
-        "held",
-        "is_answered",
-        "is_disconnected",
-        "is_on_wire",
-        "is_whole",
-        "keep_alive",
-        "scope",
-        "task",
+        *("_body", "_changed", "_connection", "_expects_continue", "_head", "_is_chunked", "_is_due", "_left"),
+        *("_straight", "held", "is_answered", "is_disconnected", "is_on_wire", "is_whole", "keep_alive", "scope"),
+        *("task",),
     )
 
     def __init__(

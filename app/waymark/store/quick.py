@@ -99,17 +99,8 @@ class QuickRead(Fetch):
     """The read of a first portion. It is a step whose result is the read itself."""
 
     __slots__ = (
-        "_changes",
-        "_clearings",
-        "_fetched",
-        "_hot",
-        "_keys",
-        "_reads",
-        "_seconds",
-        "blocks",
-        "is_over",
-        "plan",
-        "runs",
+        *("_changes", "_clearings", "_fetched", "_hot", "_keys", "_reads", "_seconds", "blocks", "is_over", "plan"),
+        *("runs",),
     )
 
     def __init__(

@@ -58,25 +58,8 @@ _WINDOW = 512
 _WORD = 32
 #: Texts that change the last ids of a text before them, if anything does. An engine may write such texts for an image.
 _FOLLOWING = (
-    "a",
-    "A",
-    "é",
-    "1",
-    " ",
-    " a",
-    "\n",
-    "\n\n",
-    "<",
-    "[",
-    "'",
-    "'s",
-    ".",
-    ",",
-    "_",
-    "▁",
-    "\u0301",
-    "中",
-    "🙂",
+    *("a", "A", "é", "1", " ", " a", "\n", "\n\n", "<", "["),
+    *("'", "'s", ".", ",", "_", "▁", "\u0301", "中", "🙂"),
 )
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
