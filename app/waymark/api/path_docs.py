@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from waymark.api import (
     activity,
     admin,
@@ -21,6 +23,10 @@ from waymark.contract import admin as admin_answers
 from waymark.contract import dynamo, prompts, publishers, results
 from waymark.contract import inspections as inspection_answers
 
+#: The descriptions of paths by the tenants that they concern: those of the caller, that of the body, or none, and then
+#: they need no Redis either. ``Doc`` itself is that of a path of all tenants.
+_filtered, _of_body = partial(Doc, reach="filtered"), partial(Doc, reach="body")
+_unbound = partial(Doc, reach="none", needs_redis=False)
 _TEXT, _HTML = "text/plain", "text/html"
 
 _NOTE = {"X-Waymark-Note": "explains why Waymark needs no dump and no peers: the index is in Redis"}
@@ -32,98 +38,76 @@ _OF_QUERY = PARTIAL | {
     "X-Waymark-Note": "why every number is zero, if no engine has this model or block size; else absent",
     "X-Waymark-Unknown": "the field of the request that the note is about, model or block_size; else absent",
 }
-QUERY = Doc(
+QUERY = _of_body(
     "Returns how much of a prompt each instance has; the prompt is given as tokens, text or messages.",
     query_schemas.QueryRequest,
     prompts.QueryAnswer,
     headers=_OF_QUERY,
-    reach="body",
 )
-QUERY_BY_HASH = Doc(
+QUERY_BY_HASH = _of_body(
     "Returns how much of a prompt each instance has; the prompt is given as the rolling hashes of its blocks.",
     query_schemas.QueryByHashRequest,
     prompts.QueryAnswer,
     headers=_OF_QUERY,
-    reach="body",
 )
 
-HEALTH = Doc("Answers 200 while the process is alive.", answer=publishers.HealthAnswer, needs_redis=False, reach="none")
+HEALTH = _unbound("Answers 200 while the process is alive.", answer=publishers.HealthAnswer)
 READY = Doc("Answers 200 when the process can answer queries.", answer=publishers.ReadyAnswer, reach="none")
-DYNAMO_HEALTH = Doc(
-    "Answers 200 without a body while the process is alive.", media_type=_TEXT, needs_redis=False, reach="none"
-)
+DYNAMO_HEALTH = _unbound("Answers 200 without a body while the process is alive.", media_type=_TEXT)
 METRICS = Doc("Returns the metrics as Prometheus text.", media_type=_TEXT, needs_redis=False)
 DYNAMO_METRICS = Doc(
     "Returns the metrics as Prometheus text, and those of the released indexer by its names.",
     media_type=_TEXT,
     needs_redis=False,
 )
-OPENAPI = Doc("Returns this contract.", needs_redis=False, reach="none")
-SERVICES = Doc("Lists every registration.", answer=publishers.ServicesAnswer, reach="filtered")
-WORKERS = Doc(
-    "Lists publishers and ingest workers with their state.", answer=publishers.WorkersAnswer, reach="filtered"
-)
-BOOKS = Doc(
+OPENAPI = _unbound("Returns this contract.")
+SERVICES = _filtered("Lists every registration.", answer=publishers.ServicesAnswer)
+WORKERS = _filtered("Lists publishers and ingest workers with their state.", answer=publishers.WorkersAnswer)
+BOOKS = _filtered(
     "Returns what decisions promised and what engines delivered, in tokens, since a time such as 30m or 2h ago (1h).",
     answer=results.BooksAnswer,
     parameters=books.PARAMETERS,
     errors=(400,),
-    reach="filtered",
 )
-COMPARE = Doc(
+COMPARE = _filtered(
     "Returns how often shadows prefer other targets than those that were chosen, and an estimate of the consequences.",
     answer=results.PoliciesAnswer,
     parameters=policies.PARAMETERS,
     errors=(400,),
-    reach="filtered",
 )
-REPLAY = Doc(
+REPLAY = _filtered(
     "Returns the same for a policy or a picker file that decides again over the kept decisions.",
     policies.TryPolicyRequest,
     results.PoliciesAnswer,
-    reach="filtered",
 )
-PLACEMENT = Doc(
+PLACEMENT = _filtered(
     "Returns the tokens that would be lost with the cache of each engine, the cheapest of a model first.",
     answer=results.PlacementAnswer,
     parameters=placement.PARAMETERS,
-    reach="filtered",
 )
-PLACEMENT_WARM = Doc(
+PLACEMENT_WARM = _filtered(
     "Returns the prefixes that an engine should pull first, up to a number of tokens (100,000), and where they are.",
     answer=results.WarmAnswer,
     parameters=placement.WARM_PARAMETERS,
     errors=(400, 404),
-    reach="filtered",
 )
-ROOT = Doc("Redirects to the page, /ui.", status=307, media_type=_TEXT, needs_redis=False, reach="none")
-PAGE = Doc(
-    "Returns the web page that shows engines, prompts and recent events.",
-    media_type=_HTML,
-    errors=(404,),
-    needs_redis=False,
-    reach="none",
-)
-PAGE_FILE = Doc(
-    "Returns a file of the page.", media_type="text/javascript", errors=(404,), needs_redis=False, reach="none"
-)
-ACTIVITY = Doc(
+ROOT = _unbound("Redirects to the page, /ui.", status=307, media_type=_TEXT)
+PAGE = _unbound("Returns the web page that shows engines, prompts and recent events.", media_type=_HTML, errors=(404,))
+PAGE_FILE = _unbound("Returns a file of the page.", media_type="text/javascript", errors=(404,))
+ACTIVITY = _filtered(
     "Streams the activity as server-sent events: registrations, drains, restarts, losses, takeovers and sweeps.",
     media_type="text/event-stream",
     request_headers=("Last-Event-ID",),
     parameters=activity.PARAMETERS,
-    reach="filtered",
 )
-GLOBAL_VIEW = Doc(
+GLOBAL_VIEW = _filtered(
     "Lists each combination of model, tenant, block size, adapter and salt, with its instances and block counts.",
     answer=publishers.GlobalViewAnswer,
-    reach="filtered",
 )
-INSPECT_PROMPT = Doc(
+INSPECT_PROMPT = _of_body(
     "Returns which blocks of a prompt each instance has and where, and why no instance has a match.",
     query_schemas.InspectRequest,
     inspection_answers.InspectAnswer,
-    reach="body",
 )
 INSPECT_STATUS = Doc(
     "Returns the state of Redis, of each ingest worker and of each stream. 'waymark status' prints the same.",
@@ -157,14 +141,11 @@ INDEX_STATS = Doc(
     "Returns what the index contains, and how many decisions used it, in all replicas together.",
     answer=admin_answers.IndexStats,
 )
-INDEX_BACKENDS = Doc(
-    "Returns the event counts of each publisher.", answer=admin_answers.IndexBackends, reach="filtered"
-)
-INDEX_CLEAR = Doc(
+INDEX_BACKENDS = _filtered("Returns the event counts of each publisher.", answer=admin_answers.IndexBackends)
+INDEX_CLEAR = _filtered(
     "Removes all opaque prefixes from the index, or the entries of all publishers.",
     admin.ClearRequest,
     admin_answers.ClearAnswer,
-    reach="filtered",
 )
 CACHE_STATS = Doc(
     "Returns what the response cache contains, and how often this gateway answered from it.",
@@ -177,129 +158,104 @@ CACHE_CLEAR = Doc(
     admin_answers.InvalidateAnswer,
     needs_redis=False,
 )
-REGISTER = Doc(
+REGISTER = _of_body(
     "Registers a publisher, or all ranks of an engine by its URL, and subscribes to its events.",
     registration_schemas.AnyRegisterRequest,
     publishers.RegisterAnswer,
     errors=(409,),
-    reach="body",
 )
-UNREGISTER = Doc(
+UNREGISTER = _of_body(
     "Removes a publisher and its blocks.",
     registration_schemas.UnregisterRequest,
     publishers.UnregisterAnswer,
     errors=(404,),
-    reach="body",
 )
-WEIGHT = Doc(
+WEIGHT = _of_body(
     "Changes the weight of an engine; with weight 0 it gets no new requests.",
     registration_schemas.WeightRequest,
     publishers.WeightAnswer,
     errors=(404, 409),
-    reach="body",
 )
-REPAIR = Doc(
+REPAIR = _of_body(
     "Asks the worker of an engine for a snapshot of the engine's cache, or without one for all batches of its life.",
     registration_schemas.RepairRequest,
     publishers.RepairAnswer,
     errors=(404, 409),
-    reach="body",
 )
-EVENTS = Doc(
+EVENTS = _of_body(
     "Applies events in the KV Events format (type standard). A publisher without a ZMQ socket sends its events here.",
     events.EventsRequest,
     publishers.EventsAnswer,
     errors=(404, 409),
     may_be_list=True,
-    reach="body",
 )
-SCORE = Doc(
+SCORE = _of_body(
     "Returns the score of each target for a prompt, under one policy.",
     decision_bodies.ScoreRequest,
     prompts.ScoreAnswer,
     headers=PARTIAL,
-    reach="body",
 )
-SELECT = Doc(
+SELECT = _of_body(
     "Picks the target for a prompt, and by default makes a reservation.",
     decision_bodies.SelectRequest,
     prompts.SelectAnswer,
     errors=(404, 429),
     queue="decide",
-    reach="body",
 )
-RELEASE = Doc(
+RELEASE = _filtered(
     "Ends reservations, renews them, or reports that their prefill is done.",
     decision_bodies.ReleaseRequest,
     prompts.ReleaseAnswer,
     queue="decide",
-    reach="filtered",
 )
-TOKENIZE = Doc(
+TOKENIZE = _unbound(
     "Returns the token ids of a text or of messages.",
     query_schemas.TokenizeRequest,
     prompts.TokenizeAnswer,
     errors=(503,),
-    needs_redis=False,
-    reach="none",
 )
-DETOKENIZE = Doc(
-    "Returns the text of token ids.",
-    query_schemas.DetokenizeRequest,
-    prompts.DetokenizeAnswer,
-    errors=(503,),
-    needs_redis=False,
-    reach="none",
+DETOKENIZE = _unbound(
+    "Returns the text of token ids.", query_schemas.DetokenizeRequest, prompts.DetokenizeAnswer, errors=(503,)
 )
-DYNAMO_QUERY = Doc(
+DYNAMO_QUERY = _of_body(
     "Returns how much of a prompt each worker has.",
     dynamo_bodies.DynamoQueryRequest,
     dynamo.DynamoQueryAnswer,
     errors=(404,),
     headers=PARTIAL,
-    reach="body",
 )
-DYNAMO_QUERY_BY_HASH = Doc(
+DYNAMO_QUERY_BY_HASH = _of_body(
     "Returns how much of a prompt of the base model each worker has; the prompt is given as its local hashes.",
     dynamo_bodies.DynamoQueryByHashRequest,
     dynamo.DynamoQueryAnswer,
     errors=(404,),
     headers=PARTIAL,
-    reach="body",
 )
-DYNAMO_QUERY_TIERED = Doc(
+DYNAMO_QUERY_TIERED = _of_body(
     "Returns how many blocks of a prompt of the base model each worker has, tier by tier.",
     dynamo_bodies.DynamoQueryByHashRequest,
     dynamo.DynamoTieredAnswer,
     errors=(404,),
     headers=PARTIAL,
-    reach="body",
 )
-DYNAMO_REGISTER = Doc(
+DYNAMO_REGISTER = _of_body(
     "Registers an engine and subscribes to its events.",
     dynamo_bodies.DynamoRegisterRequest,
     dynamo.DynamoStatus,
     201,
     errors=(409,),
-    reach="body",
 )
-DYNAMO_UNREGISTER = Doc(
-    "Removes an instance and its blocks.",
-    dynamo_bodies.DynamoUnregisterRequest,
-    dynamo.DynamoStatus,
-    errors=(404,),
-    reach="filtered",
+DYNAMO_UNREGISTER = _filtered(
+    "Removes an instance and its blocks.", dynamo_bodies.DynamoUnregisterRequest, dynamo.DynamoStatus, errors=(404,)
 )
-DYNAMO_WORKERS = Doc(
+DYNAMO_WORKERS = _filtered(
     "Lists the registered workers, in order of registration. The id of a worker is a decimal number.",
     answer=list[dynamo.DynamoWorker],
-    reach="filtered",
 )
-DUMP = Doc(
+DUMP = _filtered(
     "Lists the groups by model:group. They contain no events, because the index is in Redis.",
     answer=dict[str, dynamo.DynamoDumpedGroup],
     headers=_NOTE,
-    reach="filtered",
 )
 REGISTER_PEER = Doc(
     "Adds a peer to a list that all replicas share.", dynamo_bodies.PeerRequest, dynamo.DynamoStatus, 201, headers=_NOTE
@@ -364,5 +320,5 @@ LOADS = Doc(
     answer=list[dynamo.DynamoGroupLoads],
     parameters=("model_name", "routing_group"),
 )
-CONTRACT_PAGE = Doc("Returns this contract as a page.", media_type=_HTML, needs_redis=False, reach="none")
+CONTRACT_PAGE = _unbound("Returns this contract as a page.", media_type=_HTML)
 WORKER_READY = Doc("Answers 200 when Redis answers.")
