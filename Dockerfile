@@ -1,10 +1,10 @@
-# One image for every role: `query`, `ingest`, `epp`, `gateway`, `serve`, `demo` or `simulate` is the container's argument.
-# It runs as nobody in particular, on a read-only root, and writes no file.
+# One image for every role: `query`, `ingest`, `epp`, `gateway`, `serve`, `demo` or `simulate` is the container's
+# argument. It runs as an unprivileged user, on a read-only root file system, and writes no file.
 
 ARG PYTHON_VERSION=3.13
 
 FROM python:${PYTHON_VERSION}-slim AS build
-# Parts in C are compiled where there is a compiler. Debian's own versions: pinned ones are gone with its next release.
+# The parts in C are compiled if there is a compiler. Versions are not pinned, because Debian removes old ones.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
@@ -12,7 +12,7 @@ RUN apt-get update \
 RUN python -m venv --without-pip /opt/waymark
 WORKDIR /src
 COPY . .
-# What is installed is this directory.
+# The package is this directory, so it has no version to pin.
 # hadolint ignore=DL3013
 RUN pip --python /opt/waymark/bin/python install --no-cache-dir '.[demo,epp,mongo]'
 
@@ -26,14 +26,14 @@ RUN groupadd --system --gid 10001 waymark \
     && useradd --system --uid 10001 --gid 10001 --no-create-home --shell /usr/sbin/nologin waymark
 COPY --from=build /opt/waymark /opt/waymark
 COPY deploy/healthcheck.py /opt/waymark/healthcheck.py
-# An ingest worker answers on the port on which a query replica does, so that one health check fits both. A trial, too,
-# listens on all addresses of its container: which of them can be reached, the container's user decides.
+# An ingest worker answers on the same port as a query replica, so that one health check is enough for both. A trial
+# also listens on all addresses of its container; the published ports decide which of them can be reached.
 ENV PATH=/opt/waymark/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 WAYMARK_HOST=0.0.0.0 WAYMARK_PROBE_PORT=13333
 USER 10001:10001
 WORKDIR /
 EXPOSE 13333
 STOPSIGNAL SIGTERM
-# podman keeps it in an image that is built with --format docker, and drops it otherwise.
+# podman drops the health check, unless the image is built with --format docker.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s --retries=3 \
     CMD ["python", "-I", "/opt/waymark/healthcheck.py"]
 ENTRYPOINT ["waymark"]

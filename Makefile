@@ -1,9 +1,9 @@
-# Needs make and Python 3.11 or later, nothing else: everything is installed into .venv.
+# Needs only make and Python 3.11 or later: everything else is installed into .venv.
 
 VENV := .venv
 BIN := $(VENV)/bin
 
-# Python keeps what it has compiled, whatever the environment says: else every process compiles all of it again.
+# Let Python keep compiled files, whatever the environment says; otherwise every process compiles them again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
@@ -75,8 +75,8 @@ lint: $(VENV)/.installed-dev ## check style and types only
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
-# Python keeps what it compiles. Without this each of the test processes compiles all tests of a fresh clone. A test
-# that cannot be collected is reported by the run itself.
+# Compile the tests once. Otherwise each test process compiles all tests of a fresh clone. If a test cannot be
+# collected, the run itself reports that.
 compiled-1: PART := tests/[a-d]*
 compiled-2: PART := tests/[e-z]*
 compiled-1 compiled-2: $(VENV)/.installed-dev
@@ -86,7 +86,7 @@ compiled-1 compiled-2: $(VENV)/.installed-dev
 clean: ## remove the environment, builds and caches
 	rm -rf $(VENV) $(VENV)-conformance .matrix .coverage build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-# One after the other, also beside what pip installs: a second apt-get fails while the first one runs.
+# Install programs one after the other, even with make -j, because a second apt-get fails while the first one runs.
 programs: redis-server nginx chromium
 nginx: | redis-server
 chromium: | nginx
@@ -103,10 +103,12 @@ chromium:
 screenshots: $(VENV)/.installed-dev redis-server chromium ## take the pictures of the page in docs/images again
 	@$(BIN)/python -m tests.ui.screenshots
 
-# What the C module is built from, and by. The directory is newer than the module where a file of it was deleted.
+# The sources of the C module, and its build hook. The directory is included, because it becomes newer if a file is
+# deleted.
 NATIVE := $(wildcard native/*.c native/*.h) native hatch_build.py
 
-# Editable, so that a change of Python needs no new install; a change of pyproject.toml or of C does.
+# The install is editable, so that a change of Python code needs no new install; a change of pyproject.toml or of C
+# does.
 $(VENV)/.installed: pyproject.toml $(NATIVE) | $(VENV)/.made
 	@echo 'installing Waymark into $(VENV)'
 	@$(BIN)/python -m pip install --quiet --editable '.[demo]'
@@ -126,7 +128,7 @@ $(VENV)-conformance/.installed: pyproject.toml $(NATIVE)
 	@$(VENV)-conformance/bin/python -m pip install --quiet --editable '.[demo,epp]' 'ai-dynamo-runtime==1.6.1'
 	@touch $@
 
-# Marked at the end, so that an environment that is only half there is made again.
+# The mark is made last, so that an incomplete environment is made again.
 $(VENV)/.made:
 	@echo 'making an environment in $(VENV)'
 	@python="$$(sh scripts/python.sh)" && "$$python" -m venv --clear $(VENV)

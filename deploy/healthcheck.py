@@ -1,7 +1,9 @@
-"""Exit 0 if the Waymark in this container answers ``/health``, else 1 and a sentence: the image's HEALTHCHECK.
+"""The image's HEALTHCHECK: exits with 0 if the Waymark in this container answers ``/health``, else with 1 and a
+sentence.
 
-It cannot know the container's role, so it asks where a query replica and where an ingest worker would answer, as the
-settings say; one answer will do. Standard library only, and little of it: it starts every few seconds.
+It does not know the role of the container, so it tries the ports on which a query replica and an ingest worker would
+answer, according to the settings; one answer is enough. It imports only a little of the standard library, because it
+starts every few seconds.
 """
 
 import os
@@ -9,7 +11,7 @@ import sys
 from http.client import HTTPConnection, HTTPException
 
 SECONDS = 2.0
-# Listening everywhere is not an address one can ask; the ones that are.
+# Addresses that mean "listen everywhere" -> an address to which a request can be sent.
 ASKED = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 

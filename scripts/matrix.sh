@@ -28,7 +28,7 @@ case $row in
 esac
 
 mkdir -p "$home"
-# A copy: an editable install of another row would put its C module into the checkout.
+# Use a copy, because an editable install of another row would put its C module into the checkout.
 rm -rf "$home/source"
 mkdir "$home/source"
 git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t "$home/source" 2>/dev/null || true

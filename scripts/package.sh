@@ -1,14 +1,14 @@
 #!/bin/sh
-# See to it that a program is there which tests run: sh scripts/package.sh NAME WHAT_FOR [OTHER_NAME...]
-# Installs Debian's package NAME where that takes no password; otherwise says in one line what to install.
+# Make sure that a program for the tests is installed: sh scripts/package.sh NAME WHAT_FOR [OTHER_NAME...]
+# Installs Debian's package NAME if that needs no password; otherwise says in one line what to install.
 set -eu
 
 name=$1 purpose=$2
 shift 2
-# Debian keeps some where only root looks.
+# Debian keeps some programs in directories that are only on the PATH of root.
 PATH=$PATH:/usr/local/sbin:/usr/sbin
 
-# One that says its version: what some systems call so only says how to install it.
+# The program has to report its version: some systems have a stub of this name that only says how to install it.
 found() {
     for each in "$name" "$@"; do
         [ -n "$each" ] && { "$each" --version || "$each" -v; } 2>&1 | grep -q '[0-9]\.' && return 0

@@ -1,9 +1,10 @@
 #!/bin/sh
-# Print a Python 3.11 or later that can make a virtual environment; otherwise say in one line what is missing.
-# One that was built with profile-guided optimization comes first, since it runs the tests in a tenth less time.
+# Print the path of a Python 3.11 or later that can make a virtual environment; otherwise say in one line what is
+# missing. A Python that was built with profile-guided optimization is preferred, since it runs the tests in a tenth
+# less time.
 set -eu
 
-# Distributions optimize theirs, in /usr, and do not say so in the arguments. The C module is built with its headers.
+# Distributions optimize the Python in /usr, but its configure arguments may not say so. The C module needs the headers.
 optimized='
 import os, sys, sysconfig
 is_optimized = sys.base_prefix == "/usr" or "--enable-optimizations" in sysconfig.get_config_var("CONFIG_ARGS")
@@ -14,7 +15,7 @@ for name in python3.13 python3.12 python3.11 python3 python; do
     for directory in $PATH; do
         python=$directory/$name
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
-        # Debian splits venv off: the module is there, what it needs to install pip is not.
+        # Debian has venv in a package of its own: without it the module exists, but cannot install pip.
         "$python" -c 'import ensurepip, venv' 2>/dev/null || { without_venv=$python; continue; }
         if "$python" -c "$optimized" 2>/dev/null; then
             echo "$python"

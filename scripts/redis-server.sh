@@ -1,6 +1,6 @@
 #!/bin/sh
-# See to it that a real redis-server (or valkey-server) is on PATH: the tests run against one.
-# Installs Debian's package where that takes no password; otherwise says in one line what to install.
+# Make sure that a real redis-server (or valkey-server) is on PATH, because the tests run against one. Installs Debian's
+# package if that needs no password; otherwise says in one line what to install.
 set -eu
 
 found() { command -v redis-server >/dev/null 2>&1 || command -v valkey-server >/dev/null 2>&1; }

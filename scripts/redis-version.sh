@@ -12,7 +12,7 @@ rm -rf "$target"
 mkdir -p "$target"
 target=$(cd "$target" && pwd)
 
-# Programs of an image or a package bring their own libraries; the loader of these starts them.
+# Programs of an image or a package need their own libraries, so they are started by the loader of those libraries.
 wrap() { # wrap NAME PROGRAM ROOT
     loader=$(find "$3" -name 'ld-linux-*.so.*' | head -n 1)
     libraries=$(find "$3" -name '*.so*' -exec dirname {} + | sort -u | paste -s -d : -)
@@ -31,7 +31,7 @@ from_image() {
     done
 }
 
-# Debian's packages of other releases, with the libraries that they need.
+# Use Debian's packages of other releases, with the libraries that they need.
 from_debian() {
     case $row in
         redis8) suite=trixie base=trixie name=redis ;;
@@ -51,7 +51,7 @@ from_debian() {
     done
     rm -f "$packages" "$target/package.deb"
     for word in server cli; do
-        # The server's package has links to one program, which is in the tools'.
+        # The package of the server only has links to a program in the package of the tools.
         program=$(find "$target/root/usr/bin" -type f \( -name "$name-$word" -o -name "$name-check-rdb" \) | sort | tail -n 1)
         wrap "redis-$word" "$program" "$target/root"
     done

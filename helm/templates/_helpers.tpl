@@ -1,10 +1,10 @@
-{{/* Names and labels, and what more than one template needs. */}}
+{{/* Names, labels, and other definitions that more than one template needs. */}}
 
 {{- define "waymark.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
-{{/* Room for the longest suffix is kept: names have 63 characters at most. */}}
+{{/* Cut so that the longest suffix fits: names have at most 63 characters. */}}
 {{- define "waymark.fullname" -}}
 {{- $name := include "waymark.name" . }}
 {{- if .Values.fullnameOverride }}
@@ -16,7 +16,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Called with root and role; what selects the pods of one role, and never changes. */}}
+{{/* Called with root and role: the labels that select the pods of one role. They must never change. */}}
 {{- define "waymark.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "waymark.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -44,12 +44,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
-{{/* A number as it is written: whole ones would come out as 1.6777216e+07. */}}
+{{/* A number as it is written in the values; Helm would render a large whole number as 1.6777216e+07. */}}
 {{- define "waymark.text" -}}
 {{- if and (kindIs "float64" .) (eq (floor .) .) }}{{ int64 . }}{{ else }}{{ . }}{{ end }}
 {{- end }}
 
-{{/* The URL of Redis; empty where a secret of the operator's holds it. Exactly one place may say where Redis is. */}}
+{{/* The URL of Redis; empty if a Secret of the operator has it. Exactly one value may say where Redis is. */}}
 {{- define "waymark.redisUrl" -}}
 {{- $redis := .Values.redis }}
 {{- $places := 0 }}
@@ -60,12 +60,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if $redis.bundled.enabled }}redis://{{ include "waymark.fullname" . }}-redis:6379/0{{ else }}{{ $redis.url }}{{ end }}
 {{- end }}
 
-{{/* How pods are replaced. The default's bounds stay beside a type that has none; Kubernetes would refuse them. */}}
+{{/* The update strategy. Helm merges the bounds of the default into a type without bounds, which Kubernetes would refuse. */}}
 {{- define "waymark.strategy" -}}
 {{- if eq .type "Recreate" }}{{ toYaml (omit . "rollingUpdate") }}{{ else }}{{ toYaml . }}{{ end }}
 {{- end }}
 
-{{/* Called with root and file; the text of a file, whose links lead to where the runbooks are read. */}}
+{{/* Called with root and file: the text of a file, with links to the address of the runbooks. */}}
 {{- define "waymark.withRunbooks" -}}
 {{- $text := .root.Files.Get .file }}
 {{- with .root.Values.runbookUrl }}{{ $text = $text | replace "docs/operations.md#" (printf "%s#" .) }}{{ end }}

@@ -1,7 +1,7 @@
-{{/* What query replicas and gateways have alike: an Ingress, an HTTPRoute and an autoscaler. Each is called with root, role,
+{{/* The parts that query replicas and gateways share: an Ingress, an HTTPRoute and an autoscaler. Each is called with root, role,
 name (of the Service) and values. */}}
 
-{{/* Fail if something of a part is switched on without the part. Called with part, its values, and the value. */}}
+{{/* Fail if a value of a part is set and the part is not enabled. Called with part, its values, and the value. */}}
 {{- define "waymark.needs" -}}
 {{- if not .values.enabled }}
 {{- fail (printf "%s is set without %s.enabled, so there is nothing that it could lead to: set %s.enabled=true too" .value .part .part) }}

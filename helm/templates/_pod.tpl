@@ -1,5 +1,5 @@
 {{/*
-The pod of a role: the same for both but for its argument, its port's variable and the publishers' file.
+The pod of a role. Roles differ in the argument, in the variable of the port, and in the file of publishers.
 Called with root, role, and values, which are the role's.
 */}}
 {{- define "waymark.pod" -}}
@@ -64,11 +64,11 @@ spec:
   {{- end }}
   serviceAccountName: {{ include "waymark.serviceAccountName" $root }}
   automountServiceAccountToken: {{ and (eq .role "ingest") $root.Values.discovery.enabled }}
-  # A Service called "waymark" would set WAYMARK_PORT to something that is no port of ours.
+  # Otherwise a Service called "waymark" would set WAYMARK_PORT to a value that is not our port.
   enableServiceLinks: false
   securityContext:
     {{- toYaml $root.Values.podSecurityContext | nindent 4 }}
-  # The time to drain, and then to answer what has begun and to give leases back.
+  # The time to drain, and then to answer the requests that have begun and to release leases.
   terminationGracePeriodSeconds: {{ add (int .values.drainSeconds) (int (default 0 .values.finishSeconds)) 20 }}
   {{- with .values.priorityClassName }}
   priorityClassName: {{ . }}
@@ -228,7 +228,7 @@ spec:
         httpGet: {path: /ready, port: http}
         {{- toYaml .values.readinessProbe | nindent 8 }}
       {{- if and .values.drainSeconds (not $isPicker) }}
-      # Goes on answering until every proxy knows that this pod is going; only then comes SIGTERM.
+      # The pod continues to answer until every proxy has removed it, and only then gets SIGTERM.
       lifecycle:
         preStop:
           exec:
