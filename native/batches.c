@@ -198,15 +198,20 @@ PyObject *read_batch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 
 #define SECONDS_MAX 1e11 /* a larger time counts milliseconds */
 
-/* The common facts of the batches that continue, and the counts of their events. */
+enum { MEDIUM_CHARS = 16 /* of a name that is remembered */ };
+
+/* The common facts of the batches that continue. */
 typedef struct {
     const Events *first;
-    PyObject *ts, *rank, *publisher; /* the ts of the batch before, borrowed, and the ts of all */
+    PyObject *ts, *rank, *publisher; /* the ts of the batch before, and the rank and the id of all; borrowed */
+    PyObject *ways, *way;            /* in place of first and rank: the ways by rank, and that of the last batch, a reference */
+    PyObject *medium;                /* of the last event, a reference or NULL, */
+    char medium_name[MEDIUM_CHARS];  /* its name in the payload, */
+    int64_t medium_size;             /* and the size of the name; -1 if it has none */
     PyObject *medium_of;
     long stored_fields, removed_fields;
     Py_ssize_t events_max;
-    size_t hashes_max;
-    size_t stores, stored, removals, removed;
+    size_t hashes_max; /* in the batches that follow */
 } Going;
 
 /* Whether two times are seconds of one clock that has not gone back. */
@@ -218,66 +223,111 @@ static int are_in_order(PyObject *before, PyObject *ts)
     return 0 <= from && from <= to && to < SECONDS_MAX;
 }
 
-/* Whether the rank of a batch is this one. -1 with an exception. */
-static int is_rank(PyObject *found, PyObject *rank)
+/* Whether a batch has the rank of all, or a rank with a way, which becomes the last one. -1 with an exception. */
+static int has_way(Going *going, PyObject *rank)
 {
-    if (found == NULL || found == Py_None || rank == Py_None)
-        return (found == NULL ? Py_None : found) == rank;
-    return PyLong_Check(found) ? PyObject_RichCompareBool(found, rank, Py_EQ) : 0;
+    if (rank != Py_None && !PyLong_Check(rank))
+        return 0;
+    if (going->ways == NULL)
+        return rank == Py_None || going->rank == Py_None ? rank == going->rank
+                                                         : PyObject_RichCompareBool(rank, going->rank, Py_EQ);
+    PyObject *way = PyObject_GetItem(going->ways, rank);
+    if (way == NULL && PyErr_ExceptionMatches(PyExc_KeyError)) {
+        PyErr_Clear();
+        return 0;
+    }
+    Py_XDECREF(going->way);
+    going->way = way;
+    if (way == NULL || !is_tuple_of(way, WAY_OBJECTS))
+        return -1;
+    going->first = as_events(PyTuple_GetItem(way, 0));
+    return going->first == NULL ? -1 : 1;
 }
 
-/* Whether a batch differs from the one before in its blocks only, and its hashes are within the bound. -1 with an
+/* Whether a batch differs from one before in its blocks only, and its hashes are within the bound. -1 with an
  * exception. */
-static int goes_on(const Going *going, const Events *events, const Head *head)
+static int goes_on(Going *going, const Events *events, const Head *head)
 {
-    if (head->others > 0 || !are_in_order(going->ts, head->ts) ||
-        events->hashes_count > going->hashes_max - going->stored - going->removed)
+    if (head->others > 0 || !are_in_order(going->ts, head->ts) || events->hashes_count > going->hashes_max)
         return 0;
-    int is_alike = is_rank(head->rank, going->rank);
+    int is_alike = has_way(going, head->rank == NULL ? Py_None : head->rank);
     if (is_alike == 1)
         is_alike = PyObject_RichCompareBool(head->publisher == NULL ? Py_None : head->publisher, going->publisher, Py_EQ);
     return is_alike == 1 ? are_of_one_kind(going->first, events) : is_alike;
 }
 
-/* Count the events of a batch. */
-static void add_up(Going *going, const Events *events)
+/* Remember the medium of a batch for the next one. */
+static void keep_medium(Going *going, const Batch *batch)
 {
-    for (size_t i = 0; i < events->count; i++) {
-        const PlainEvent *event = &events->events[i];
-        *(event->kind == STORE ? &going->stores : &going->removals) += 1;
-        *(event->kind == STORE ? &going->stored : &going->removed) += event->hashes_count;
-    }
+    going->medium = batch->medium;
+    going->medium_size = batch->medium_at == NULL || batch->medium_size > MEDIUM_CHARS ? -1 : (int64_t)batch->medium_size;
+    if (going->medium_size >= 0 && batch->medium_at != (const unsigned char *)going->medium_name)
+        memcpy(going->medium_name, batch->medium_at, (size_t)going->medium_size);
 }
 
-/* Read the next batch: append its events to the list `found`, and set *ts to its time, a reference. 1, or 0 if the
- * batch does not continue, or -1 with an exception. */
-static int read_next(Going *going, PyObject *payload, PyObject *found, PyObject **ts)
+/* Read the next batch: its events, or NULL if the batch does not continue, or with an exception. *ts becomes its time,
+ * a reference. */
+static PyObject *read_next(Going *going, PyObject *payload, PyObject **ts)
 {
     Input input;
     Head head = {0};
     if (!open_bytes(payload, &input))
-        return -1;
+        return NULL;
     Events *events = new_events(&going->first->types);
     int outcome = -1;
     if (events != NULL) {
         Batch batch = begin_batch(&input, events, going->medium_of, going->stored_fields, going->removed_fields);
+        if (going->medium_size >= 0) {
+            batch.medium = Py_XNewRef(going->medium);
+            batch.medium_at = (const unsigned char *)going->medium_name;
+            batch.medium_size = (uint64_t)going->medium_size;
+        }
         outcome = (int)read_all(&batch, going->events_max, &head);
-        end_batch(&batch);
+        Py_XDECREF(going->medium);
+        keep_medium(going, &batch);
+        Py_XDECREF(batch.adapter);
         if (outcome == 1)
             outcome = keep_together(events);
         if (outcome > 0)
-            outcome = outcome == ALIKE && goes_on(going, events, &head);
-        if (outcome == 1 && PyList_Append(found, (PyObject *)events) < 0)
-            outcome = -1;
-        if (outcome == 1) {
-            add_up(going, events);
+            outcome = outcome == ALIKE ? goes_on(going, events, &head) : 0;
+        if (outcome == 1)
             *ts = Py_NewRef(head.ts);
-        }
-        Py_DECREF((PyObject *)events);
+        else
+            Py_CLEAR(events);
     }
     drop_head(&head);
     close_input(&input);
-    return outcome;
+    return (PyObject *)events;
+}
+
+/* Append a batch to those of one rank, which begin with it or differ from it in their blocks only. The references to its
+ * events and its time move there. 0 with an exception. */
+static int append_batch(Going *going, RankBatches *batches, PyObject *events, PyObject *ts)
+{
+    const Events *added = (Events *)events;
+    for (size_t i = 0; i < added->count; i++) {
+        const int is_store = added->events[i].kind == STORE;
+        *(is_store ? &batches->stores : &batches->removals) += 1;
+        *(is_store ? &batches->stored : &batches->removed) += (Py_ssize_t)added->events[i].hashes_count;
+    }
+    going->hashes_max -= added->hashes_count;
+    Py_XDECREF(batches->ts);
+    going->ts = batches->ts = ts;
+    const int is_done = batches->events != NULL && PyList_Append(batches->events, events) == 0;
+    Py_DECREF(events);
+    return is_done;
+}
+
+/* Read the arguments of go_on from events_max on. 0 with an exception. */
+static int read_reading(Going *going, PyObject *const *args)
+{
+    going->medium_size = -1;
+    going->events_max = PyLong_AsSsize_t(args[0]);
+    going->hashes_max = PyErr_Occurred() ? 0 : PyLong_AsSize_t(args[1]);
+    going->medium_of = args[2];
+    going->stored_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[3]);
+    going->removed_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[4]);
+    return !PyErr_Occurred() && are_fields(going->stored_fields, going->removed_fields);
 }
 
 /* go_on(payloads: tuple[bytes, ...], ts: float | None, rank: int | None, publisher: bytes | None, events_max: int,
@@ -295,27 +345,39 @@ PyObject *events_go_on(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     if (!PyTuple_Check(args[0]))
         return PyErr_Format(PyExc_TypeError, "go_on() takes a tuple of payloads");
-    Going going = {.first = (Events *)self, .ts = args[1], .rank = args[2], .publisher = args[3], .medium_of = args[6]};
-    going.events_max = PyLong_AsSsize_t(args[4]);
-    going.hashes_max = PyErr_Occurred() ? 0 : PyLong_AsSize_t(args[5]);
-    going.stored_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[7]);
-    going.removed_fields = PyErr_Occurred() ? 0 : PyLong_AsLong(args[8]);
-    if (PyErr_Occurred() || !are_fields(going.stored_fields, going.removed_fields))
-        return NULL;
-    PyObject *found = PyList_New(0), *ts = Py_NewRef(args[1]);
-    int outcome = found == NULL ? -1 : 1;
-    for (Py_ssize_t i = 0; outcome == 1 && i < PyTuple_Size(args[0]); i++) {
-        PyObject *next = NULL;
-        outcome = read_next(&going, PyTuple_GetItem(args[0], i), found, &next);
-        if (outcome == 1) {
-            Py_DECREF(ts);
-            going.ts = ts = next;
+    Going going = {.first = (Events *)self, .ts = args[1], .rank = args[2], .publisher = args[3]};
+    RankBatches found = {.ts = Py_NewRef(args[1])};
+    PyObject *result = NULL, *ts;
+    if (read_reading(&going, args + 4) && (found.events = PyList_New(0)) != NULL) {
+        for (Py_ssize_t i = 0; i < PyTuple_Size(args[0]); i++) {
+            PyObject *next = read_next(&going, PyTuple_GetItem(args[0], i), &ts);
+            if (next == NULL || !append_batch(&going, &found, next, ts))
+                break;
         }
+        result = PyErr_Occurred() ? NULL : describe_batches(&found);
     }
-    if (outcome >= 0)
-        return Py_BuildValue("NNnnnn", found, ts, (Py_ssize_t)going.stores, (Py_ssize_t)going.stored,
-                             (Py_ssize_t)going.removals, (Py_ssize_t)going.removed);
-    Py_XDECREF(found);
-    Py_DECREF(ts);
-    return NULL;
+    Py_XDECREF(going.medium);
+    drop_batches(&found);
+    return result;
+}
+
+Py_ssize_t read_by_ways(PyObject *ways, PyObject *payloads, PyObject *ts, PyObject *reading, RankBatches *found)
+{
+    PyObject *args[READING_OBJECTS];
+    for (Py_ssize_t i = 0; i < READING_OBJECTS; i++)
+        args[i] = PyTuple_GetItem(reading, i);
+    Going going = {.first = as_events(args[0]), .ts = ts, .ways = ways, .publisher = args[1]};
+    Py_ssize_t count = 0;
+    int is_done = going.first != NULL && read_reading(&going, args + 2);
+    for (Py_ssize_t i = 0; is_done && i < PyTuple_Size(payloads); i++) {
+        PyObject *next_ts, *next = read_next(&going, PyTuple_GetItem(payloads, i), &next_ts);
+        if (next == NULL)
+            break;
+        if (count == 0 || found[count - 1].way != going.way)
+            found[count++] = (RankBatches){.way = Py_NewRef(going.way), .events = PyList_New(0)};
+        is_done = append_batch(&going, &found[count - 1], next, next_ts);
+    }
+    Py_XDECREF(going.medium);
+    Py_XDECREF(going.way);
+    return count;
 }

@@ -94,6 +94,32 @@ int keep_together(Events *events);
 /* run(at, position, hashes_max, parts, holders, forms, seed, full, piece_blocks, waves); mixed.c */
 PyObject *events_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 
+/* ---- batches that go on: batches.c and frames.c ---------------------------------------------------- */
+
+/* The lengths of the tuples that run_frames takes: how batches are read, and a way, see frames.c. */
+enum { READING_OBJECTS = 7, WAY_OBJECTS = 5 };
+
+/* Batches that follow each other and differ in their blocks only: references. */
+typedef struct {
+    PyObject *way;    /* that of their rank; NULL for go_on */
+    PyObject *events; /* a list with the Events of each */
+    PyObject *ts;     /* of the last one */
+    Py_ssize_t stores, stored, removals, removed;
+} RankBatches;
+
+/* Whether an object is a tuple of so many objects at least. 0 with an exception. */
+int is_tuple_of(PyObject *object, Py_ssize_t count);
+
+/* The events, the ts and the numbers as a tuple. */
+PyObject *describe_batches(const RankBatches *batches);
+
+/* Release the references. */
+void drop_batches(RankBatches *batches);
+
+/* Read batches up to the first that has no way, or differs in more than its blocks; *found has room for as many as there
+ * are payloads. Each way begins anew where the rank changes. How many there are, even with an exception. */
+Py_ssize_t read_by_ways(PyObject *ways, PyObject *payloads, PyObject *ts, PyObject *reading, RankBatches *found);
+
 /* go_on(payloads, ts, rank, publisher, events_max, hashes_max, medium, stored_fields, removed_fields); batches.c */
 PyObject *events_go_on(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 

@@ -1,30 +1,37 @@
-/* Frames in one step: go_on reads them, run resolves them, and pack writes the words of the calls, shard by shard. */
-
-#include "plain.h"
+/* Frames in one step: read_by_ways reads them, run resolves them, and calls writes the words of the calls, shard by shard.
+ *
+ * A way says how the frames of a rank are resolved. It is a tuple, which begins with: events like theirs, the
+ * KnownBlocks of its holder, arguments of run (holder, seed, namespace, full, piece_blocks, waves, neighbours), the
+ * tables of gone hashes, and what may be done.
+ */
 
 #include "events.h"
 #include "parts.h"
+#include "plain.h"
 #include "waves.h"
 
-/* The lengths of the tuples that run_frames takes. */
-enum { READING = 7, RUNNING = 7 };
+enum { RUNNING_OBJECTS = 7, WAVES_AT = 5 };
 
-/* Whether an argument is a tuple of `count` objects. 0 with an exception. */
-static int is_tuple_of(PyObject *object, Py_ssize_t count)
+int is_tuple_of(PyObject *object, Py_ssize_t count)
 {
-    if (PyTuple_Check(object) && PyTuple_Size(object) == count)
+    if (PyTuple_Check(object) && PyTuple_Size(object) >= count)
         return 1;
-    PyErr_Format(PyExc_TypeError, "run_frames() takes tuples of %d and %d objects", READING, RUNNING);
+    PyErr_Format(PyExc_TypeError, "run_frames() takes tuples of %d, %d and %d objects", READING_OBJECTS, WAY_OBJECTS,
+                 RUNNING_OBJECTS);
     return 0;
 }
 
-/* The result of go_on for the payloads. NULL with an exception. */
-static PyObject *read_frames(PyObject *events, PyObject *payloads, PyObject *ts, PyObject *reading)
+PyObject *describe_batches(const RankBatches *batches)
 {
-    PyObject *args[2 + READING] = {payloads, ts};
-    for (Py_ssize_t i = 0; i < READING; i++)
-        args[2 + i] = PyTuple_GetItem(reading, i);
-    return events_go_on(events, args, 2 + READING);
+    return Py_BuildValue("OOnnnn", batches->events, batches->ts, batches->stores, batches->stored, batches->removals,
+                         batches->removed);
+}
+
+void drop_batches(RankBatches *batches)
+{
+    Py_XDECREF(batches->way);
+    Py_XDECREF(batches->events);
+    Py_XDECREF(batches->ts);
 }
 
 /* The events of all frames, each with its seq, as the argument `following` of run. NULL with an exception. */
@@ -40,18 +47,22 @@ static PyObject *list_following(PyObject *frames, uint64_t seq)
     return following;
 }
 
-/* The result of run for the frames that were read, which follow `events`; no event of `events` itself is run. NULL with
- * an exception; some frames may be done then. */
-static PyObject *run_read(PyObject *known, PyObject *events, PyObject *frames, PyObject *hashes_max, PyObject *parts,
-                          uint64_t seq, PyObject *running, PyObject *gone, PyObject *may)
+/* The result of run for frames of one rank; no event of the way itself is run. NULL with an exception; some frames may be
+ * done then. */
+static PyObject *run_read(const RankBatches *batches, PyObject *hashes_max, PyObject *parts, uint64_t seq)
 {
-    PyObject *following = list_following(frames, seq), *position = PyLong_FromLong(1);
+    PyObject *events = PyTuple_GetItem(batches->way, 0), *known = PyTuple_GetItem(batches->way, 1);
+    PyObject *running = PyTuple_GetItem(batches->way, 2);
+    if (as_known(known) == NULL || !is_tuple_of(running, RUNNING_OBJECTS))
+        return NULL;
+    PyObject *following = list_following(batches->events, seq), *position = PyLong_FromLong(1);
     PyObject *at = PyLong_FromSize_t(((Events *)events)->count), *ran = NULL;
     if (following != NULL && at != NULL && position != NULL) {
         PyObject *args[] = {events, at, position, hashes_max, parts,
                             PyTuple_GetItem(running, 0), PyTuple_GetItem(running, 1), PyTuple_GetItem(running, 2),
-                            PyTuple_GetItem(running, 3), PyTuple_GetItem(running, 4), gone, may, following,
-                            PyTuple_GetItem(running, 5), PyTuple_GetItem(running, 6)};
+                            PyTuple_GetItem(running, 3), PyTuple_GetItem(running, 4), PyTuple_GetItem(batches->way, 3),
+                            PyTuple_GetItem(batches->way, 4), following, PyTuple_GetItem(running, WAVES_AT),
+                            PyTuple_GetItem(running, 6)};
         ran = known_run(known, args, sizeof args / sizeof *args);
     }
     Py_XDECREF(following);
@@ -71,46 +82,74 @@ static int is_whole(PyObject *ran, PyObject *frames)
     return begun == count && (size_t)at == events && restored + miscounted == 0;
 }
 
-/* run_frames(events: Events, payloads: tuple[bytes, ...], ts: float | None, reading: tuple, parts: Parts, seq: int,
- *            running: tuple, gone: tuple[KnownBlocks, ...], may: int, prefixes: tuple[bytes, ...])
- *     -> tuple[tuple, tuple, list[dict[int, tuple[int, tuple]]] | None] | None
+/* Run what was read, rank by rank, up to the first rank that is not whole, and append (way, results of go_on, results of
+ * run) for each to a list. 1 if all are whole, 0 if not, -1 with an exception; some frames may be done then. */
+static int run_all(const RankBatches *read, Py_ssize_t count, PyObject *hashes_max, PyObject *parts, uint64_t seq,
+                   PyObject *list)
+{
+    int outcome = 1;
+    for (Py_ssize_t i = 0; outcome == 1 && i < count; i++) {
+        PyObject *ran = run_read(&read[i], hashes_max, parts, seq), *described = NULL;
+        if (ran != NULL) {
+            outcome = is_whole(ran, read[i].events);
+            described = Py_BuildValue("ONN", read[i].way, describe_batches(&read[i]), ran);
+        }
+        if (described == NULL || PyList_Append(list, described) < 0)
+            outcome = -1;
+        Py_XDECREF(described);
+        seq += (uint64_t)PyList_Size(read[i].events);
+    }
+    return outcome;
+}
+
+/* Begin the waves of a way. 0 with an exception. */
+static int begin_waves(PyObject *way)
+{
+    PyObject *running = PyTuple_GetItem(way, 2);
+    Waves *waves = is_tuple_of(running, RUNNING_OBJECTS) ? as_waves(PyTuple_GetItem(running, WAVES_AT)) : NULL;
+    if (waves != NULL)
+        begin_wave(waves);
+    return waves != NULL;
+}
+
+/* run_frames(ways: Mapping[int | None, tuple], payloads: tuple[bytes, ...], ts: float | None, reading: tuple, seq: int,
+ *            prefixes: tuple[bytes, ...])
+ *     -> tuple[list[tuple[tuple, tuple, tuple]], list[dict[int, tuple[int, tuple]]] | None] | None
  *
- * Read the batches in these payloads, up to the first that differs from `events` in more than its blocks; `ts` is that
- * of `events`. Store and remove their blocks as a wave of their own, and write the words of the calls to Redis.
- * `reading` has the arguments of go_on after the ts; `running` is holder, seed, namespace, full, piece_blocks, waves
- * and neighbours of run; `parts` is empty, `seq` is that of the first batch, and `prefixes` has the prefix of the keys
+ * Read the batches in these payloads, up to the first whose rank has no way, or that differs from the events of its way
+ * in more than its blocks; `ts` is that of the batch before. Store and remove their blocks as a wave of their own, add
+ * their parts to these, which are empty, and write the words of the calls to Redis. `reading` has Events of the same types,
+ * and the arguments of go_on after the rank; `seq` is that of the first batch, and `prefixes` has the prefix of the keys
  * of each shard.
  *
- * None if the first batch differs in more; then nothing has changed. Otherwise the results of go_on, run and calls; run
- * counts the first batch among those that have begun. None in place of the calls if the run ended before the last batch
- * did, or if copies must be judged. An exception may come after some blocks have changed.
+ * None if there is no such batch; then nothing has changed. Otherwise, for all batches of a rank that follow each other:
+ * the way, the results of go_on, and those of run, which counts the first batch among those that have begun. Then the
+ * calls; None in place of them if a run ended before the last batch of its rank did, or if copies must be judged. The
+ * batches of other ranks behind that one are not among the results. An exception may come after some blocks have changed.
  */
-PyObject *known_run_frames(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+PyObject *parts_run_frames(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("run_frames", nargs, 10) || as_events(args[0]) == NULL || !is_tuple_of(args[3], READING) ||
-        !is_tuple_of(args[6], RUNNING))
+    if (!has_arguments("run_frames", nargs, 6) || !is_tuple_of(args[1], 0) || !is_tuple_of(args[3], READING_OBJECTS))
         return NULL;
-    Waves *waves = as_waves(PyTuple_GetItem(args[6], RUNNING - 2));
-    if (waves == NULL)
-        return NULL;
-    if (!PyTuple_Check(args[9]) || PyTuple_Size(args[9]) == 0)
+    if (!PyTuple_Check(args[5]) || PyTuple_Size(args[5]) == 0)
         return PyErr_Format(PyExc_TypeError, "run_frames() takes a tuple of the prefixes of all shards");
-    const uint64_t seq = PyLong_AsUnsignedLongLong(args[5]);
-    PyObject *read = PyErr_Occurred() ? NULL : read_frames(args[0], args[1], args[2], args[3]);
-    if (read == NULL)
+    const uint64_t seq = PyLong_AsUnsignedLongLong(args[4]);
+    if (PyErr_Occurred())
         return NULL;
-    PyObject *frames = PyTuple_GetItem(read, 0), *ran = NULL, *calls = NULL;
-    if (PyList_Size(frames) == 0) {
-        Py_DECREF(read);
-        return Py_NewRef(Py_None);
+    RankBatches *read = PyMem_New(RankBatches, PyTuple_Size(args[1]));
+    if (read == NULL)
+        return PyErr_NoMemory();
+    const Py_ssize_t count = read_by_ways(args[0], args[1], args[2], args[3], read);
+    PyObject *list = NULL, *calls = NULL;
+    if (!PyErr_Occurred() && count > 0 && begin_waves(read[0].way) && (list = PyList_New(0)) != NULL) {
+        const int outcome = run_all(read, count, PyTuple_GetItem(args[3], 3), self, seq, list);
+        calls = outcome < 0 ? NULL : outcome ? parts_calls(self, args[5]) : Py_NewRef(Py_None);
     }
-    begin_wave(waves);
-    ran = run_read(self, args[0], frames, PyTuple_GetItem(args[3], 3), args[4], seq, args[6], args[7], args[8]);
-    if (ran != NULL)
-        calls = is_whole(ran, frames) ? parts_calls(args[4], args[9]) : Py_NewRef(Py_None);
+    for (Py_ssize_t i = 0; i < count; i++)
+        drop_batches(&read[i]);
+    PyMem_Free(read);
     if (calls != NULL)
-        return Py_BuildValue("NNN", read, ran, calls);
-    Py_DECREF(read);
-    Py_XDECREF(ran);
-    return NULL;
+        return Py_BuildValue("NN", list, calls);
+    Py_XDECREF(list);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }

@@ -1,6 +1,6 @@
 /* KnownBlocks and its methods for single blocks; app/waymark/domain/pure_known.py has the same in Python.
  *
- * The methods for whole events are in stores.c, removals.c, runs.c and frames.c, the table itself in blocks.c.
+ * The methods for whole events are in stores.c, removals.c, runs.c, the table itself in blocks.c.
  */
 
 #include "plain.h"
@@ -345,9 +345,6 @@ static PyMethodDef known_methods[] = {
     METHOD("run", known_run, METH_FASTCALL,
            "run($self, events, start, position, hashes_max, parts, holder, seed, namespace, full, piece_blocks, former, "
            "may, following, waves, neighbours, /)\n--\n\nPlain events, one after the other."),
-    METHOD("run_frames", known_run_frames, METH_FASTCALL,
-           "run_frames($self, events, payloads, ts, reading, parts, seq, running, former, may, prefixes, /)\n--\n\n"
-           "Frames like one before, from their payloads to the words of calls."),
     METHOD("copies", known_copies, METH_O, "copies($self, key, /)\n--\n\nThe copies of a block with one hash."),
     METHOD("set_copies", known_set_copies, METH_FASTCALL,
            "set_copies($self, key, copies, is_left, /)\n--\n\nA block has so many copies."),

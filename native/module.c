@@ -22,9 +22,9 @@
  *                  its table, and an index by hash                                                blocks.c, index.c
  *                  its methods for whole events                                                   stores.c, removals.c
  *                  its method for whole batches                                                   runs.c
- *                  the same from payloads to the words of a call                                  frames.c
  *     Parts        what changes in the index                                                      parts.c
  *                  from Python, for each shard, and as the script of Redis reads it               adding.c, shares.c, calls.c
+ *                  from the payloads of batches like some before to the words of calls            frames.c
  *     Waves        the blocks of parts that other shards may have to wait for                      waves.c
  *     Events       plain events of one batch                                                      events.c
  *                  as objects                                                                     event_objects.c

@@ -308,6 +308,9 @@ static PyMethodDef parts_methods[] = {
     METHOD("shares", parts_shares, METH_O, "shares($self, shards, /)\n--\n\nEach wave, as the parts of its shards."),
     METHOD("calls", parts_calls, METH_O, "calls($self, prefixes, /)\n--\n\nThe calls for all parts, wave by wave."),
     METHOD("cut", parts_cut, METH_FASTCALL, "cut($self, start, end, /)\n--\n\nSome of the parts."),
+    METHOD("run_frames", parts_run_frames, METH_FASTCALL,
+           "run_frames($self, ways, payloads, ts, reading, seq, prefixes, /)\n--\n\n"
+           "Frames like some before, from their payloads to the words of calls."),
     METHOD("pack", parts_pack, METH_FASTCALL, "pack($self, start, end, prefix, /)\n--\n\nParts as Redis reads them."),
     METHOD("reported", parts_reported, METH_FASTCALL,
            "reported($self, start, blocks_max, /)\n--\n\nNew blocks by their engine hashes, as Redis reads them."),

@@ -98,6 +98,9 @@ PyObject *parts_end(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 /* pack(start: int, end: int, prefix: bytes) -> tuple[int, list[int], int, bytes, list[int], bytes]; calls.c */
 PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 
+/* run_frames(ways, payloads, ts, reading, seq, prefixes); frames.c */
+PyObject *parts_run_frames(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
+
 /* reported(start: int, blocks_max: int) -> tuple[int, int, bytes]; calls.c */
 PyObject *parts_reported(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 

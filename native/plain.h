@@ -22,7 +22,6 @@ Block *first_block(KnownBlocks *known, PyObject *key);
 PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t nargs); /* stores.c */
 PyObject *known_take(PyObject *self, PyObject *const *args, Py_ssize_t nargs);   /* removals.c */
 PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs);    /* runs.c */
-PyObject *known_run_frames(PyObject *self, PyObject *const *args, Py_ssize_t nargs); /* frames.c */
 PyObject *known_copies(PyObject *self, PyObject *key);                           /* copies.c */
 PyObject *known_set_copies(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *known_left(PyObject *self, PyObject *ignored);

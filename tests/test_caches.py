@@ -78,6 +78,7 @@ ELSEWHERE = {
     "ingest.received:ReceivedFrames": "frames of one stream, until they are applied",
     "ingest.rank_streams:RankStreams": "one stream, under one grant",
     "ingest.life:Life": "one stream, under one grant",
+    "ingest.straight:StraightWay": "one stream, under one grant",
     "ingest.polling:Poller._others": "workers that lived before Redis came back empty, to wait for",
     "ingest.polling:Poller.running": "streams under way, each under its grant",
     "ingest.polling:Poller._faults": "what the log says already",

@@ -96,13 +96,14 @@ def tables(loops: native.NativeFunctions) -> Tables:
 
 def frames_call(tables: Tables, events: Any, payloads: Any, *, seq: Any = 1, **changes: Any) -> tuple[Any, ...]:
     """A call of ``run_frames``: the method and its arguments."""
-    reading = 0, None, 99, 10**6, str, 10, 3
+    reading = events, None, 99, 10**6, str, 10, 3
     running: tuple[Any, ...] = 7, 7, 0, {}, 32, tables.waves, ()
-    values = {"reading": reading, "parts": tables.loops.Parts(Part, Place, 1), "running": running}
+    values = {"reading": reading, "running": running}
     values |= {"prefixes": (b"wm:",)} | changes
     may = MAY_STORE | MAY_REMOVE | MAY_REPEAT | COUNTS
-    first: tuple[Any, ...] = events, payloads, 1.5, values["reading"], values["parts"], seq, values["running"]
-    return tables.known.run_frames, *first, (tables.gone,), may, values["prefixes"]
+    ways = values.get("ways", {0: (events, tables.known, values["running"], (tables.gone,), may)})
+    parts = tables.loops.Parts(Part, Place, 1)
+    return parts.run_frames, ways, payloads, 1.5, values["reading"], seq, values["prefixes"]
 
 
 WINDOW = {"type": "BlockStored", "block_hashes": [1, 2], "block_size": 1, "group_idx": 1, "kv_cache_spec_kind": "mamba"}
@@ -525,7 +526,7 @@ def test_frames_are_read_and_run_up_to_the_first_that_says_something_else(
     events = read(loops, EVENTS)
     frames = packed_frame(STORE), packed_frame(REMOVE), packed_frame(STORE | {"lora_name": "b"}), packed_frame(STORE)
     run_frames, *arguments = frames_call(tables, events, frames, seq=5)
-    (following, *counts), ran, packed = run_frames(*arguments)
+    ((_, (following, *counts), ran),), packed = run_frames(*arguments)
     assert [list(each) for each in following] == [list(read(loops, [STORE])), list(read(loops, [REMOVE]))]
     assert counts == [1.5, 1, 3, 1, 2]
     assert (ran[0], ran[6], packed[0][0][1][0], packed[0][0][1][4]) == (1, 2, 5, [5, 6])
@@ -559,14 +560,14 @@ def test_frames_that_are_not_done_have_no_words_and_many_parts_are_several_calls
     events = read(loops, EVENTS)
     unknown = packed_frame(STORE, REMOVE, ["BlockRemoved", [9], "GPU"], STORE)
     run_frames, *arguments = frames_call(tables, events, (unknown,))
-    _, ran, packed = run_frames(*arguments)
+    ((_, _, ran),), packed = run_frames(*arguments)
     assert (ran[0], ran[1], packed) == (2, 6, None)
     for count, calls in ((128, [128]), (129, [128, 1]), (300, [128, 128, 44])):
         tables = Tables(loops)
         stores = [STORE | {"block_hashes": [each], "token_ids": [each, 1]} for each in range(count)]
         frames = [packed_frame(*stores[start : start + 64]) for start in range(0, count, 64)]
         run_frames, *arguments = frames_call(tables, events, tuple(frames))
-        _, ran, packed = run_frames(*arguments)
+        ((_, _, ran),), packed = run_frames(*arguments)
         assert (ran[3], [wave[0][0] for wave in packed]) == (count, calls)
 
 
@@ -575,9 +576,12 @@ def test_frames_that_are_not_done_have_no_words_and_many_parts_are_several_calls
     [
         ({"reading": (0,) * 6}, TypeError),
         ({"reading": [0] * 7}, TypeError),
+        ({"reading": (0,) * 7}, TypeError),
+        ({"ways": 7}, TypeError),
+        ({"ways": {0: 7}}, TypeError),
+        ({"ways": {0: (7,) * 5}}, TypeError),
         ({"running": (0,) * 7}, TypeError),
         ({"running": (7, 7, 0, {}, 33, None)}, TypeError),
-        ({"parts": 7}, TypeError),
         ({"seq": -1}, OverflowError),
         ({"events": 7}, TypeError),
         ({"payloads": [b""]}, TypeError),
@@ -594,7 +598,7 @@ def test_what_is_no_argument_of_run_frames_is_refused(
     run_frames, *arguments = frames_call(tables, **values)
     with pytest.raises(error):
         run_frames(*arguments)
-    with pytest.raises(TypeError, match="takes 10 arguments"):
+    with pytest.raises(TypeError, match="takes 6 arguments"):
         run_frames(*arguments, 1)
     with pytest.raises(TypeError, match="there must be Events"):
         read(loops, EVENTS).patterns(7)

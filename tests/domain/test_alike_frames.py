@@ -20,7 +20,7 @@ from tests.unit import seeds
 from waymark.base import native
 from waymark.domain import plain_runs, stream_blocks
 from waymark.domain.engines import EngineKind
-from waymark.domain.events import Batch
+from waymark.domain.events import Batch, PlainEvents
 from waymark.domain.generations import BlockBounds
 from waymark.domain.held import HeldBlocks
 from waymark.domain.parts import Part, blocks_of, shares_of
@@ -46,13 +46,15 @@ class StraightStream(Stream):
     def __init__(self, **options: Any) -> None:
         super().__init__(is_native=True, is_whole=True, **options)
         self.frames: AlikeFrames | None = None
-        self.pattern: Batch | None = None
+        self.patterns: dict[int | None, Batch] = {}
         self.straight = self.unlike = self.unfinished = self.ruled = 0
         """How many frames went straight to their end, said something else, or were finished by the ordinary way; and
         how many went straight with events that needed their own rule.
         """
         self.waves = 0
         """How many runs of frames went straight in several waves."""
+        self.ranks = 0
+        """How many runs had frames of several ranks."""
         self.frames_of: list[int] = []
         """Of the last payloads: how many were resolved together, one after the other."""
         self.sent_at_once: list[tuple[int, list[dict[int, ApplyCall]]]] = []
@@ -77,7 +79,7 @@ class StraightStream(Stream):
 
     def forget(self) -> None:
         """Something else happens to the stream."""
-        self.frames = self.pattern = None
+        self.frames, self.patterns = None, {}
 
     def _run(self, payloads: Sequence[bytes]) -> AlikeRun | None:
         if self.frames is None:
@@ -94,16 +96,21 @@ class StraightStream(Stream):
         if reading is None:
             self.frames = None
         else:
-            self.pattern = batch.pattern(self.pattern)
-            self.frames = self.index.resolver.alike(self.pattern, reading)
+            self.patterns[batch.dp_rank] = batch.pattern(self.patterns.get(batch.dp_rank))
+            self.frames = self.index.resolver.alike(batch, self.patterns, reading)
 
     def _apply(self, run: AlikeRun) -> None:
         index, resolver = self.index, self.index.resolver
+        self.ranks += len(run.batches) > 1
+        counted = [each.batch.events.hashes for each in run.batches if isinstance(each.batch.events, PlainEvents)]
+        assert isinstance(run.total.events, PlainEvents)
+        assert (run.total.frames, run.total.events.hashes) == (run.frames, sum(counted))
         if run.waves is None:
             self.unfinished += 1
             rest = run.begun.parts
             if rest is None:
-                rest = finish(resolver.resolve(Plan(), [(run.seq, run.batch)], run.begun))
+                last = run.batches[-1]
+                rest = finish(resolver.resolve(Plan(), [(last.seq, last.batch)], run.begun))
             index.parts = list(rest)
             self.frames = None
         else:
@@ -131,8 +138,8 @@ class OrdinaryEngine:
         self.gone: list[int] = []
         self.has_origin = chance.random() < 0.5
 
-    def payloads(self, count: int) -> list[bytes]:
-        return [packed_batch(*self._events()) for _ in range(count)]
+    def payloads(self, count: int, rank: int = 0) -> list[bytes]:
+        return [packed_batch(*self._events(), rank=rank) for _ in range(count)]
 
     def _events(self) -> list[Any]:
         chance = self.chance
@@ -179,6 +186,18 @@ class OrdinaryEngine:
         return store(hashes, parent, token_ids=token_ids, **({"origin": "NEW"} if self.has_origin else {}))
 
 
+class EngineOfRanks:
+    """Payloads of an engine with several ranks."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._ranks = [OrdinaryEngine(chance) for _ in range(3)]
+
+    def payloads(self, count: int) -> list[bytes]:
+        ranks = [self._chance.choice([0, 0, 1, 2]) for _ in range(count)]
+        return [payload for rank in ranks for payload in self._ranks[rank].payloads(1, rank)]
+
+
 def unpacked(wave: PackedWave) -> dict[int, ApplyCall]:
     """The words of the C module, one by one."""
     calls = {}
@@ -215,7 +234,7 @@ def rests(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def history(
     chance: random.Random,
     kind: EngineKind,
-    engine: Engine | OrdinaryEngine,
+    engine: Engine | OrdinaryEngine | EngineOfRanks,
     steps: int,
     shards: int = 1,
     bounds: BlockBounds | None = None,
@@ -272,6 +291,13 @@ def test_random_histories_come_to_the_same_in_both_ways(
 ) -> None:
     chance = random.Random(f"straight {seed}")
     history(chance, kind, engine(chance), 40, shards=[1, 2, 3, SHARDS_MAX][seed % 4])
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_random_histories_of_several_ranks_go_straight_together(seed: int) -> None:
+    chance = random.Random(f"ranks {seed}")
+    stream = history(chance, EngineKind.VLLM, EngineOfRanks(chance), 40, shards=[1, 2, 3, SHARDS_MAX][seed % 4])
+    assert stream.ranks > 0
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)

@@ -74,7 +74,7 @@ def use_frames(
     loops = native.selected
     assert loops is not None
     ts, events, rank, publisher_id, *_ = read
-    reading = rank, publisher_id, EVENTS_MAX, 10**6, medium_of, 10, 3
+    reading = publisher_id, EVENTS_MAX, 10**6, medium_of, 10, 3
     prefixes = tuple(PREFIX + b"%d" % shard for shard in range(shards))
     outcomes: list[Any] = []
     for is_one_step in (True, False):
@@ -85,12 +85,11 @@ def use_frames(
         if is_one_step:
             frames = (payload, payload)
             patterns = events.patterns(events)
-            taken = known.run_frames(
-                patterns, frames, ts, reading, parts, SEQ, (*running, waves, ()), tuple(gone), _MAY, prefixes
-            )
-            ran, packed = (None, None) if taken is None else taken[1:]
+            ways = {rank: (patterns, known, (*running, waves, ()), tuple(gone), _MAY)}
+            taken = parts.run_frames(ways, frames, ts, (patterns, *reading), SEQ, prefixes)
+            ran, packed = (None, None) if taken is None else (taken[0][0][2], taken[1])
         else:
-            following = events.go_on((payload, payload), ts, *reading)[0]
+            following = events.go_on((payload, payload), ts, rank, *reading)[0]
             numbered, ran, packed = list(enumerate(following, SEQ)), None, None
             if following:
                 rest = (*running, tuple(gone), _MAY, numbered, waves, ())

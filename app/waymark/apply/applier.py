@@ -193,24 +193,26 @@ class Applier:
         await self._apply(last, moves, commit, event_ids)
         self._counts.applied(batches, parts, gaps, time.perf_counter() - began)
 
-    async def finish(self, incoming: Incoming, commit: Commit, begun: BegunFrames) -> None:
-        """Resolve the rest of the frames that have ``begun``, and apply them as ``apply`` does.
+    async def finish(self, fold: Sequence[Incoming], commit: Commit, begun: BegunFrames) -> None:
+        """Resolve the rest of the last batch, which has ``begun``, and apply all as ``apply`` does.
 
         This is for frames that went straight, so their plan is empty, and Redis may have all of their parts.
         """
         parts = begun.parts
         if parts is None:
-            work = self.resolver.resolve(Plan(), [(incoming.seq, incoming.batch)], begun)
+            work = self.resolver.resolve(Plan(), [(fold[-1].seq, fold[-1].batch)], begun)
             parts = await self.slices.run(work)
-        await self._apply_parts([incoming.batch], parts, commit)
+        await self._apply_parts([incoming.batch for incoming in fold], parts, commit)
 
-    def alike(self, batch: Batch, reading: tuple[Any, ...]) -> StraightFrames | None:
-        """Return the straight way of further frames like ``batch``, the pattern of batches that were applied last; None
-        if there is none.
+    def alike(
+        self, last: Batch, patterns: Mapping[int | None, Batch], reading: tuple[Any, ...]
+    ) -> StraightFrames | None:
+        """Return the straight way of further frames like ``patterns``, which are those of batches that were applied, up
+        to ``last``; None if there is none.
 
         Anything else that happens to the stream ends this way.
         """
-        frames = None if self._is_staged else self.resolver.alike(batch, reading)
+        frames = None if self._is_staged else self.resolver.alike(last, patterns, reading)
         if frames is None:
             return None
         if self._alike_calls is None:

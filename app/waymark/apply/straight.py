@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from waymark.apply.counts import Bounding, Counts
 from waymark.apply.pool_hashes import PoolHashes
-from waymark.domain.events import Batch
 from waymark.domain.parts import Commit
 from waymark.domain.plain_runs import AlikeFrames, AlikeRun
 from waymark.store.alike_calls import AlikeCalls, OnEnd, SentCalls
@@ -25,8 +24,13 @@ class StraightFrames:
 
     @property
     def may_send(self) -> bool:
-        """Whether the first call could be sent now."""
+        """Whether the first call could be sent in this stream's turn."""
         return self._calls.may_send
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether it is this stream's turn without a wait."""
+        return self._calls.has_turn
 
     def take(self, seq: int, payloads: tuple[bytes, ...]) -> AlikeRun | None:
         """Resolve the first of these frames that are alike; see ``AlikeFrames.take``."""
@@ -44,7 +48,7 @@ class StraightFrames:
         entries = [*reported_entries(run.parts)] if self._pool_hashes.is_wanted else ()
         return self._calls.send(run.waves, commit, on_end, entries)
 
-    def applied(self, batch: Batch, run: AlikeRun, seconds: float) -> bool:
+    def applied(self, run: AlikeRun, seconds: float) -> bool:
         """Count frames that Redis has acknowledged after ``seconds``. Return whether further ones may follow."""
-        self._counts.applied([batch], run.parts, 0, seconds)
+        self._counts.applied([run.total], run.parts, 0, seconds)
         return self._frames.may_go_on()

@@ -252,31 +252,3 @@ class KnownBlocks(Protocol):
 
         Return the fields of an ``EventRun``, or None as ``extend`` does.
         """
-
-    def run_frames(
-        self,
-        events: Any,
-        payloads: tuple[bytes, ...],
-        ts: float | None,
-        reading: tuple[Any, ...],
-        parts: Any,
-        seq: int,
-        running: tuple[Any, ...],
-        former: tuple[KnownBlocks, ...],
-        may: int,
-        prefixes: tuple[bytes, ...],
-        /,
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Any] | None] | None:
-        """Read the frames in ``payloads`` that differ from ``events`` in their blocks only, ``run`` them, and pack
-        their parts.
-
-        ``ts`` is that of the frame before, ``seq`` that of the first frame, and ``parts`` are empty. ``reading`` has
-        the arguments of ``Events.go_on`` from the rank on; ``running`` has the holder, the seed, the namespace, the
-        full places, the blocks of a piece, the waves, which start from empty ones, and the neighbours. ``prefixes`` has
-        the prefix of the keys of rows for each shard.
-
-        Return the results of ``go_on`` and of ``run``, which counts the first frame among those that have begun; and
-        those of ``PackedParts.calls``. These are None if the run stopped before the end, or if copies have to be
-        judged. Return None, without a change, if the first frame differs in more than its blocks, or as ``extend``
-        does.
-        """

@@ -19,7 +19,7 @@ part and the parts after it, up to the next one that waits. Parts of one shard a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
@@ -35,9 +35,7 @@ Mode = Literal["count", "set", "all"]
 """How a holder's copies are counted. With ``all`` the counts are no longer trusted, and a removal takes the block."""
 
 STEP = 2
-"""The distance between the positions of two hashes. If a hash changes to another block, it leaves its old block at the
-position in between.
-"""
+"""The distance between positions of two hashes. A hash that changes to another block leaves the old one in between."""
 #: A block with neither copies nor further hashes.
 NO_COPIES = b"0"
 UNCHANGED = b""
@@ -134,6 +132,8 @@ class PackedParts(Sequence[Part]):
     """The number of stored blocks among them."""
     singles: int
     """The number of parts for blocks of unknown depth."""
+    run_frames: Callable[..., Any]
+    """Reads and resolves frames, adds their parts, and packs them; see ``plain_runs``."""
 
     def __iadd__(self, others: PackedParts) -> Self: ...  # type: ignore[empty-body]
 

@@ -151,7 +151,7 @@ class PlainPlacer:
         return ran
 
     def running(self, holder: int, seed: int, namespace: int, generations: Sequence[int]) -> tuple[Any, ...]:
-        """Return the arguments that all frames share in ``KnownBlocks.run_frames``."""
+        """Return the arguments that all frames share in ``Parts.run_frames``."""
         memory = self._memory
         neighbours = memory.neighbours(holder, generations)
         return holder, seed, namespace, memory.full.places, self._piece_blocks, self._waves, neighbours

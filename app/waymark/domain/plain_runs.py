@@ -1,9 +1,9 @@
 """Resolves plain events together: those of a batch that differ in their blocks alone, and those of further frames.
 
 Frames that differ from earlier ones in their blocks only are read, resolved and packed in one step. Such a frame needs
-no plan: its holder is there, and its facts are known. The step is ``KnownBlocks.run_frames``. If it stops before the
-end of the frames, for example at a block under a second hash, the resolver goes on where it stopped, at once if little
-is left.
+no plan: its holder is there, and its facts are known. The step is ``run_frames`` of ``Parts``, for frames of any ranks.
+If it stops before the end of the frames, for example at a block under a second hash, the resolver goes on where it
+stopped, at once if little is left.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 from waymark.base import native
 from waymark.domain.events import Batch, PlainEvents, Removed, Stored
-from waymark.domain.known import MAY_REMOVE, MAY_REPEAT, MAY_STORE, EventRun
+from waymark.domain.known import MAY_REMOVE, MAY_REPEAT, MAY_STORE, REMOVED_EACH, EventRun, KnownBlocks
 from waymark.domain.life_facts import COPIES_LAST
 from waymark.domain.media import DEVICE
 from waymark.domain.names import HolderName
@@ -207,54 +207,39 @@ class BegunFrames(NamedTuple):
     """All parts, if the rest is resolved, too."""
 
 
-class AlikeRun:
-    """Frames that were read and resolved, or else resolved up to the first event that needs its own rule."""
+class AlikeWay(NamedTuple):
+    """How the frames of one rank are taken. ``run_frames`` reads the first five fields."""
 
-    __slots__ = ("_epochs", "_like", "_read", "parts", "ran", "rest", "seq", "waves")
+    loop: Any
+    """``Events`` that are like those of the frames."""
+    table: KnownBlocks
+    running: tuple[Any, ...]
+    former: tuple[KnownBlocks, ...]
+    may: int
+    batch: Batch
+    """The batch that they are like, of which nothing was rejected or ignored."""
+    plain: PlainRun
 
-    def __init__(
-        self,
-        like: Batch,
-        seq: int,
-        read: tuple[Any, ...],
-        ran: EventRun,
-        parts: PackedParts,
-        waves: list[PackedWave] | None,
-        epochs: Mapping[HolderName, int],
-    ) -> None:
-        self._epochs = epochs
-        self._like = like
-        """The batch that they are like, of which nothing was rejected or ignored."""
-        self.seq = seq
-        """The seq of the first frame."""
-        self._read = read
-        self.ran = ran
-        self.parts = parts
-        self.rest: Parts | None = None
-        """All parts, if a rest was left to the resolver."""
-        self.waves = waves
-        """All parts, packed; None if the ordinary way has to go on."""
+
+class AlikeBatch(NamedTuple):
+    """Frames of one rank that follow each other, resolved up to the first event that needs its own rule."""
+
+    seq: int
+    """The seq of the first frame."""
+    way: AlikeWay
+    reading: tuple[Any, ...]
+    """The result of ``go_on``."""
+    ran: EventRun
 
     @property
     def frames(self) -> int:
-        return len(self._read[0])
-
-    @property
-    def last_seq(self) -> int:
-        """The seq of the last frame."""
-        return self.seq + len(self._read[0]) - 1
-
-    @property
-    def ts(self) -> float:
-        """The ts of the last frame."""
-        ts: float = self._read[1]
-        return ts
+        return len(self.reading[0])
 
     @property
     def batch(self) -> Batch:
         """The batch that stands for all frames."""
-        loops, ts, *counts = self._read
-        like = self._like
+        loops, ts, *counts = self.reading
+        like = self.way.batch
         events = like.events
         assert type(events) is PlainEvents
         return Batch(
@@ -264,20 +249,69 @@ class AlikeRun:
     @property
     def work_left(self) -> int:
         """The most work that may be left, in the unit of slices."""
-        _, _, stores, blocks, removals, removed = self._read
+        _, _, stores, blocks, removals, removed = self.reading
         work: int = EVENT_WORK * (stores + removals) + blocks + removed - self.ran.hashes
         return work
 
+
+class AlikeRun:
+    """Frames that were read and resolved; the last ones of a rank maybe only up to an event that needs its own rule."""
+
+    __slots__ = ("batches", "frames", "parts", "rest", "seq", "waves")
+
+    def __init__(
+        self, seq: int, batches: Sequence[AlikeBatch], parts: PackedParts, waves: list[PackedWave] | None
+    ) -> None:
+        self.seq = seq
+        """The seq of the first frame."""
+        self.batches = batches
+        """The frames, rank by rank."""
+        self.frames = sum([batch.frames for batch in batches])
+        self.parts = parts
+        self.rest: Parts | None = None
+        """All parts, if a rest was left to the resolver."""
+        self.waves = waves
+        """All parts, packed; None if the ordinary way has to go on."""
+
+    @property
+    def last_seq(self) -> int:
+        """The seq of the last frame."""
+        return self.seq + self.frames - 1
+
+    @property
+    def last_rank(self) -> int | None:
+        """The rank that the last frame names."""
+        return self.batches[-1].way.batch.dp_rank
+
+    @property
+    def ts(self) -> float:
+        """The ts of the last frame."""
+        ts: float = self.batches[-1].reading[1]
+        return ts
+
+    @property
+    def total(self) -> Batch:
+        """A batch with the numbers of all frames, for counts."""
+        first = self.batches[0]
+        if len(self.batches) == 1:
+            return first.batch
+        readings = [batch.reading for batch in self.batches]
+        numbers = [sum(of_kind) for of_kind in zip(*[reading[2:] for reading in readings], strict=True)]
+        loops = [loop for reading in readings for loop in reading[0]]
+        return AlikeBatch(self.seq, first.way, (loops, self.ts, *numbers), first.ran).batch
+
     @property
     def begun(self) -> BegunFrames:
-        """How far the batch is resolved."""
-        number = self.ran.begun - 1  # the first frame has begun, too
-        parts = PackedPartList(self.seq + number, self.parts)
-        return BegunFrames(BatchProgress(parts, self.ran.position, at=self.ran.at), number, self._epochs, self.rest)
+        """How far the last batch is resolved."""
+        last = self.batches[-1]
+        number = last.ran.begun - 1  # the first frame has begun, too
+        parts, name = PackedPartList(last.seq + number, self.parts), last.way.plain.name
+        epochs = {} if name.epoch is None else {name.lasting: name.epoch}
+        return BegunFrames(BatchProgress(parts, last.ran.position, at=last.ran.at), number, epochs, self.rest)
 
 
 class AlikeFrames:
-    """Takes the frames of one stream that differ in their blocks only, without a plan.
+    """Takes the frames of one stream that differ from earlier ones in their blocks only, without a plan.
 
     It ends with any other event of the stream; ``may_go_on`` says whether a run of its own has ended it.
     """
@@ -286,110 +320,136 @@ class AlikeFrames:
         self,
         state: StreamBlocks,
         runs: PlainRuns,
-        batch: Batch,
-        plain: PlainRun,
+        patterns: Mapping[int | None, Batch],
+        ts: float | None,
         reading: tuple[Any, ...],
         seed: int,
         resolve: Resolve,
     ) -> None:
-        self._state, self._runs, self._batch, self._plain, self._resolve = state, runs, batch, plain, resolve
-        self._reading = reading
-        self._ts = batch.ts
-        self.holder = plain.holder
-        self._running = state.placer.plain.running(plain.holder, seed, plain.namespace, plain.generations)
-        name = plain.name
-        self._epochs = {} if name.epoch is None else {name.lasting: name.epoch}
-        known, self._former = state.memory.tables(plain.holder)
-        self._run = known.run_frames
+        self._state, self._runs, self._resolve = state, runs, resolve
+        self._reading, self._ts = reading, ts
+        self._ways = _Ways(state, runs, patterns, seed)
         assert native.selected is not None
         self._new_parts: Callable[..., PackedParts] = native.selected.Parts
-        self._may = self._bits()
+        self._bounded_run: PlainRun | None = None
+        """The facts of the only rank, if its generations are bounded."""
 
     @classmethod
     def like(
-        cls, state: StreamBlocks, runs: PlainRuns, batch: Batch, reading: tuple[Any, ...], seed: int, resolve: Resolve
+        cls,
+        state: StreamBlocks,
+        runs: PlainRuns,
+        last: Batch,
+        patterns: Mapping[int | None, Batch],
+        reading: tuple[Any, ...],
+        seed: int,
+        resolve: Resolve,
     ) -> Self | None:
-        """Return the object for frames like ``batch``; see ``Resolver.alike``. ``resolve`` is the resolver's."""
-        is_counted = batch.rejected or batch.ignored
-        if is_counted or runs.has_rules() or state.placer.is_behind or not _has_room(state):
+        """Return the object for frames like ``patterns``; see ``Resolver.alike``. ``resolve`` is the resolver's."""
+        if runs.has_rules() or state.placer.is_behind or not _has_room(state):
             return None
-        plain = runs.begin(Plan(), 0, batch)
-        if plain is None:
+        is_bounded = state.generations.are_bounded
+        if is_bounded:
+            patterns = {last.dp_rank: patterns[last.dp_rank]}
+        frames = cls(state, runs, patterns, last.ts, reading, seed, resolve)
+        try:
+            way = frames._ways[last.dp_rank]
+        except KeyError:
             return None
-        wanted = MAY_STORE * (plain.events.store is not None) | MAY_REMOVE * (plain.events.removal is not None)
-        return cls(state, runs, batch, plain, reading, seed, resolve) if plain.may == wanted else None
+        frames._bounded_run = way.plain if is_bounded else None
+        return frames
 
     def take(self, seq: int, payloads: tuple[bytes, ...], prefixes: tuple[bytes, ...]) -> AlikeRun | None:
-        """Read and resolve frames from seq ``seq`` on, up to the first that differs in more than its blocks.
-        ``prefixes`` has the prefix of the keys of rows for each shard.
+        """Read and resolve frames from seq ``seq`` on, up to the first that differs in more than its blocks from those
+        of its rank. ``prefixes`` has the prefix of the keys of rows for each shard.
 
         Return None if the first one differs in more than its blocks, or if these belong to another generation; nothing
         has changed then.
         """
-        if self._state.generations.are_bounded:
-            payloads = payloads[: self._takes(len(payloads))]
+        if self._bounded_run is not None:
+            payloads = payloads[: self._takes(self._bounded_run, len(payloads))]
             if not payloads:
                 return None
         memory = self._state.memory
         if memory.is_over:
             finish(memory.trim())
-            _, self._former = memory.tables(self.holder)
+            self._ways.clear()
         parts = self._new_parts(Part, Place, seq)
-        result = self._run(
-            self._plain.events.loop,
-            payloads,
-            self._ts,
-            self._reading,
-            parts,
-            seq,
-            self._running,
-            self._former,
-            self._may,
-            prefixes,
-        )
+        result = parts.run_frames(self._ways, payloads, self._ts, self._reading, seq, prefixes)
         if result is None:
             return None
-        read, numbers, waves = result
-        ran = EventRun(*numbers)
-        self._ts = read[1]
-        memory.note_run(self.holder, ran)
-        if self._plain.is_unsalted:
-            self._state.unsalted += ran.stores
-        run = AlikeRun(self._batch, seq, read, ran, parts, waves, self._epochs)
-        if waves is None and run.work_left <= _WORK_MAX:
+        batches: list[AlikeBatch] = []
+        next_seq = seq
+        for way, reading, numbers in result[0]:
+            ran = EventRun(*numbers)
+            memory.note_run(way.plain.holder, ran)
+            if way.plain.is_unsalted:
+                self._state.unsalted += ran.stores
+            if ran.are_removed_each and not way.may & REMOVED_EACH:
+                self._ways.look_again(way)
+            batches.append(AlikeBatch(next_seq, way, reading, ran))
+            next_seq += len(reading[0])
+        self._ts = reading[1]
+        run = AlikeRun(seq, batches, parts, result[1])
+        if run.waves is None and batches[-1].work_left <= _WORK_MAX:
             self._finish(run, prefixes)
         return run
 
     def _finish(self, run: AlikeRun, prefixes: tuple[bytes, ...]) -> None:
         """Resolve the rest of a run by the rules of its events, and pack all parts if they can be sent at once."""
-        run.rest = finish(self._resolve(Plan(), [(run.seq, run.batch)], run.begun))
+        last = run.batches[-1]
+        run.rest = finish(self._resolve(Plan(), [(last.seq, last.batch)], run.begun))
+        self._ways.look_again(last.way)
         parts = packed(run.rest)
         if parts is None or parts.singles or self._state.doubts:
             return
         run.parts, run.waves = parts, parts.calls(prefixes)
 
-    def _takes(self, frames: int) -> int:
+    def _takes(self, plain: PlainRun, frames: int) -> int:
         """Return how many of some frames belong to the same generation as the last ones. A frame is never split, and a
         full generation takes no more.
         """
-        state, holder = self._state, self.holder
+        state, holder = self._state, plain.holder
         if not state.memory.has(holder):
             return 0
-        if not self._plain.may & MAY_STORE:
+        if not plain.may & MAY_STORE:
             return frames
-        name, blocks = self._plain.name, state.memory.blocks_of(holder)
+        name, blocks = plain.name, state.memory.blocks_of(holder)
         if state.generations.takes(name, blocks + ALIKE_HASHES_MAX):
             return frames
         return int(state.generations.takes(name, blocks))
 
     def may_go_on(self) -> bool:
         """Return whether further frames may be taken, after those that Redis has acknowledged."""
-        self._may = self._bits()
         return _has_room(self._state) and not self._runs.has_rules()
 
-    def _bits(self) -> int:
-        copies = self._state.memory.copies(self.holder)
-        return self._plain.may | MAY_REPEAT | copies.bits(self._plain.mode)
+
+class _Ways(dict[int | None, AlikeWay]):
+    """The ways of the ranks, each made when the first frame of its rank is read."""
+
+    def __init__(self, state: StreamBlocks, runs: PlainRuns, patterns: Mapping[int | None, Batch], seed: int) -> None:
+        self._state, self._runs, self._patterns, self._seed = state, runs, patterns, seed
+
+    def __missing__(self, rank: int | None) -> AlikeWay:
+        """Return the way of a rank. Raise KeyError if there is none."""
+        batch, state = self._patterns[rank], self._state
+        plain = None if batch.rejected or batch.ignored else self._runs.begin(Plan(), 0, batch)
+        if plain is None:
+            raise KeyError(rank)
+        wanted = MAY_STORE * (plain.events.store is not None) | MAY_REMOVE * (plain.events.removal is not None)
+        if plain.may != wanted:
+            raise KeyError(rank)
+        running = state.placer.plain.running(plain.holder, self._seed, plain.namespace, plain.generations)
+        table, former = state.memory.tables(plain.holder)
+        way = self[rank] = AlikeWay(plain.events.loop, table, running, former, self._may(plain), batch, plain)
+        return way
+
+    def look_again(self, way: AlikeWay) -> None:
+        """Note that copies of the way's holder may count in another way now."""
+        self[way.batch.dp_rank] = way._replace(may=self._may(way.plain))
+
+    def _may(self, plain: PlainRun) -> int:
+        return plain.may | MAY_REPEAT | self._state.memory.copies(plain.holder).bits(plain.mode)
 
 
 def _has_room(state: StreamBlocks) -> bool:

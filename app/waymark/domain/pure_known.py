@@ -175,9 +175,6 @@ class PureKnownBlocks:
     def run(self, *_: object) -> None:
         """Return None: the pure implementation has no shortcut."""
 
-    def run_frames(self, *_: object) -> None:
-        """Return None: the pure implementation has no short way."""
-
     def _put(self, engine_hash: int, packed: int) -> None:
         if engine_hash in self._spots:
             self._drop(engine_hash)

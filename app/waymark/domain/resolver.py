@@ -151,12 +151,16 @@ class Resolver(StreamBlocks):
                 seq, rest = seq + count, None if count == frames else rest.behind(count)
         return parts
 
-    def alike(self, batch: Batch, reading: tuple[Any, ...]) -> AlikeFrames | None:
-        """Return the short way of further frames that differ from ``batch`` in their blocks only; None if there is
-        none. ``batch`` is the ``pattern`` of batches that were resolved last. ``reading`` has the arguments of
-        ``KnownBlocks.run_frames`` that come from the decoder.
+    def alike(self, last: Batch, patterns: Mapping[int | None, Batch], reading: tuple[Any, ...]) -> AlikeFrames | None:
+        """Return the short way of further frames that differ from earlier ones of their rank in their blocks only; None
+        if there is none.
+
+        ``last`` is the batch that was resolved last, and ``patterns`` has for each rank the ``pattern`` of its batches.
+        ``reading`` has the argument of ``run_frames`` that comes from the decoder.
         """
-        return None if self.is_shared else AlikeFrames.like(self, self._plain, batch, reading, self._seed, self.resolve)
+        if self.is_shared:
+            return None
+        return AlikeFrames.like(self, self._plain, last, patterns, reading, self._seed, self.resolve)
 
     def _resolve_batch(self, progress: BatchProgress, plan: Plan, index: int, batch: Batch) -> Slices[None]:
         """Resolve a batch of one frame from event ``progress.at`` on; ``index`` is the batch's index in the fold."""

@@ -199,12 +199,13 @@ class Decoder:
         return plain.go_on(batch, short, self.ceilings.batch_events, hashes_max, self._list_fields) if short else batch
 
     def reading_of(self, batch: Batch, hashes_max: int) -> tuple[Any, ...] | None:
-        """Return the arguments with which ``KnownBlocks.run_frames`` reads frames like ``batch``, up to
-        ``hashes_max`` hashes; None if it cannot.
+        """Return how ``run_frames`` of the C module reads frames like ``batch``, up to ``hashes_max`` hashes; None if
+        it cannot.
         """
         if self._list_fields is None or type(batch.events) is not PlainEvents or not self._may_be_plain(b""):
             return None
-        return plain.reading_of(batch, self.ceilings.batch_events, hashes_max, self._list_fields)
+        reading = plain.reading_of(batch, self.ceilings.batch_events, hashes_max, self._list_fields)
+        return batch.events.loop, *reading[1:]
 
     @property
     def plain_bytes_max(self) -> int:

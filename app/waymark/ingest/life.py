@@ -162,7 +162,7 @@ class Life:
         return incoming.batch.frames - 1
 
     async def flush(self, begun: BegunFrames | None = None) -> None:
-        """Apply the open fold. Its only batch may have ``begun``, because its frames went straight."""
+        """Apply the open fold. Its last batch may have ``begun``, because its frames went straight."""
         if not self._fold:
             return
         fold = self._fold
@@ -172,7 +172,7 @@ class Life:
         if begun is None:
             await self.applier.apply(fold, self.commit)
         else:
-            await self.applier.finish(fold[0], self.commit, begun)
+            await self.applier.finish(fold, self.commit, begun)
         self.note_applied()
         if self.applier.resolver.doubts:
             await self._doubt_copies()

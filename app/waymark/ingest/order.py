@@ -73,6 +73,12 @@ class FrameOrder:
         """Note a live frame that a replay has applied already."""
         self.last_live, self._last_topic = frame.seq, frame.topic
 
+    def take_straight(self, frame: Frame, digest: str, ts: float, dp_rank: int) -> None:
+        """Note the last one of live frames that were in order, and are being applied."""
+        self.passed(frame)
+        self._last_rank = dp_rank
+        self.advance(frame.seq, digest, ts)
+
     def went_on(self, count: int) -> None:
         """Note ``count`` further live frames, in order, and of the topic and rank of the last one."""
         assert self.last_live is not None

@@ -1,8 +1,9 @@
 """The straight way of frames: while the task of a stream waits, a callback applies the frames that are alike.
 
-A frame goes straight if it is the next one in order, and differs from the last applied one in its blocks only. It is
-read, resolved and packed in one step, and the callback of the last reply counts it and moves the watermark. The task is
-woken by every other frame, and goes on where a frame that went straight could not be applied as a whole.
+A frame goes straight if it is the next one in order, and differs from the last applied one of its rank in its blocks
+only. It is read, resolved and packed in one step, and the callback of the last reply counts it and moves the watermark.
+The task is woken by every other frame, and goes on where a frame that went straight could not be applied as a whole. If
+the stream has to wait for its turn, the task does, and frames go straight in the turn.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Final
 from waymark.apply.applier import Applier, Incoming
 from waymark.apply.straight import StraightFrames
 from waymark.base.metrics import Metrics
-from waymark.domain.events import Batch
+from waymark.domain.events import Batch, PlainEvents
 from waymark.domain.plain_runs import ALIKE_HASHES_MAX, AlikeRun
 from waymark.ingest.batch_decoder import SEQ_MAX
 from waymark.ingest.frames import PayloadFacts, digest
@@ -31,6 +32,8 @@ _PAUSE_MAX: Final = 16
 """While each frame says something else, a straight way is looked for after so many ordinary batches at least."""
 _BYTES_MAX: Final = 327_680
 """The most bytes of frames to read at once: those of a call that stores blocks, in about a millisecond."""
+_RANKS_MAX: Final = 1024
+"""The most ranks whose frames go straight."""
 
 
 class StraightWay:
@@ -42,13 +45,18 @@ class StraightWay:
         self._life, self._subscriber, self._received, self._metrics = life, subscriber, received, metrics
         registration = life.applier.grant.claim.registration
         self._is_plain = registration.sequence == "publisher" and registration.topic is None
+        self._dp_rank = registration.dp_rank
         self._bytes_max = life.decoder.plain_bytes_max
         """The bytes of the longest frame that goes straight."""
         self._last: Batch | None = None
         """The last batch that was applied in the ordinary way, until it is known whether others can follow it."""
+        self._last_of_ranks: dict[int | None, Batch] = {}
+        """The last one of each rank."""
         subscriber.on_frames = self.take
-        self._pattern: tuple[Applier, int, Batch] | None = None
-        """The applier and the life of these batches, and their pattern."""
+        self._patterns: dict[int | None, Batch] = {}
+        """The pattern of the batches of each rank."""
+        self._pattern_life: tuple[Applier, int, bytes | None] | None = None
+        """The applier, the life and the process of these batches."""
         self._frames: StraightFrames | None = None
         self._ranks: frozenset[int] = frozenset()
         """The registered ranks for which ``_frames`` is right."""
@@ -56,13 +64,13 @@ class StraightWay:
         """After how many ordinary batches to look for a straight way again, and the same for the next frame that says
         something else.
         """
-        self._is_open = False
+        self._is_open = self._is_turn = False
         self._wakes = False
         """Whether each reply wakes the task, because it waits for longer than its usual pause."""
         self._run: AlikeRun | None = None
         """The frames that are not applied yet."""
-        self._batch: Batch
-        """Their batch."""
+        self._digest = ""
+        """The digest of the last one of them."""
         self._calls: SentCalls | None = None
         """The calls for them, until these end."""
         self._ended: asyncio.Future[None] | None = None
@@ -71,15 +79,19 @@ class StraightWay:
 
     def drop(self) -> None:
         """Note another event of the stream. No frame goes straight before the next ordinary one is applied."""
-        self._last = self._frames = self._pattern = None
+        self.pause()
+        self._pattern_life = None
 
     def pause(self) -> None:
         """Note that frames go the ordinary way."""
         self._last = self._frames = None
+        self._last_of_ranks.clear()
 
     def note(self, batch: Batch) -> None:
-        """Note the last batch of a fold."""
+        """Note a batch of a fold."""
         self._last = batch
+        if type(batch.events) is PlainEvents:
+            self._last_of_ranks[batch.dp_rank] = batch
 
     def open(self, *, wakes: bool) -> None:
         """Let frames go straight until ``close``, if the stream is in a steady state. The task is about to wait;
@@ -88,12 +100,15 @@ class StraightWay:
         life, applier = self._life, self._life.applier
         self._wakes = wakes
         last, self._last = self._last, None
-        if last is not None and self._is_due():
+        is_due = last is not None and self._is_due()
+        if last is not None and (is_due or not self._last_of_ranks.keys() <= self._patterns.keys()):
+            self._learn(last)
+        if last is not None and is_due:
             reading = life.decoder.reading_of(last, ALIKE_HASHES_MAX) if self._is_plain else None
             if reading is not None and life.is_proven and not (life.is_open or life.is_lost):
-                pattern = self._pattern_with(last)
-                self._frames, self._ranks = applier.alike(pattern, reading), applier.resolver.registered_ranks
-        if self._may_send:
+                self._frames = applier.alike(last, self._patterns, reading)
+                self._ranks = applier.resolver.registered_ranks
+        if self._frames is not None and self._frames.may_send:
             self._is_open = applier.resolver.registered_ranks == self._ranks
 
     def _is_due(self) -> bool:
@@ -101,13 +116,15 @@ class StraightWay:
         self._rest = max(0, self._rest - 1)
         return not self._rest
 
-    def _pattern_with(self, batch: Batch) -> Batch:
-        """Return the pattern of the last batch and of those before it in its life."""
-        applier, begun, before = self._pattern or (None, 0, None)
-        is_same = applier is self._life.applier and begun == self._life.begun
-        pattern = batch.pattern(before if is_same else None)
-        self._pattern = self._life.applier, self._life.begun, pattern
-        return pattern
+    def _learn(self, last: Batch) -> None:
+        """Learn the patterns of the batches of the last fold, beside those before them in their life."""
+        pattern_life = self._life.applier, self._life.begun, last.publisher_id
+        if pattern_life != self._pattern_life or len(self._patterns) > _RANKS_MAX:
+            self._pattern_life, self._patterns = pattern_life, {}
+        for rank, batch in self._last_of_ranks.items():
+            if batch.publisher_id == last.publisher_id:
+                self._patterns[rank] = batch.pattern(self._patterns.get(rank))
+        self._last_of_ranks.clear()
 
     async def close(self) -> None:
         """End the straight way for now, and finish the frames that went straight and are not applied. Raise their
@@ -122,8 +139,21 @@ class StraightWay:
             run, self._run = self._run, None
             self.pause()
             self._life.applier.slices.begin()
+            for part in run.batches:
+                self._life.append(Incoming(part.seq, self._digest, part.batch))
+                self.note(part.batch)
             await self._life.flush(run.begun)
-            self.note(self._batch)
+
+    async def in_turn(self) -> bool:
+        """Take the buffered frames, if they may go straight, and wait until they are applied. It is the stream's turn.
+        Return whether any were taken.
+        """
+        self.open(wakes=False)
+        self._is_turn = True
+        self.take()
+        self._is_turn, has_taken = False, self._run is not None
+        await self.close()
+        return has_taken
 
     def leave(self) -> None:
         """Ignore the replies of the calls under way, because the stream has ended. Let go of the blocks."""
@@ -138,7 +168,7 @@ class StraightWay:
         """Take the buffered frames, if they may go straight. Return whether the task may go on waiting."""
         if not self._is_open or self._run is not None:
             return self._calls is not None  # their replies come first
-        if self._subscriber.buffered_frames > 1 and not self._may_send:
+        if not (self._is_turn or self._may_send):
             return False
         try:
             payloads = self._payloads()
@@ -149,7 +179,7 @@ class StraightWay:
 
     @property
     def _may_send(self) -> bool:
-        return self._frames is not None and self._frames.may_send
+        return self._frames is not None and self._frames.may_send and self._frames.has_turn
 
     def _payloads(self) -> Sequence[bytes]:
         """Return the payloads of the first buffered frames that continue the order."""
@@ -173,30 +203,27 @@ class StraightWay:
         assert straight is not None
         run = straight.take(order.next_seq, payloads)
         if run is None:
-            self._is_open = False
+            self._frames, self._is_open = None, False
             self._rest, self._pause = self._pause, min(2 * self._pause, _PAUSE_MAX)
             return False
         self._rest, self._pause = 0, 1
         digested = digest(payloads[run.frames - 1])
         # The calls are sent first, because readers wait for them.
         calls = straight.send(run, order.commit_at(run.last_seq, digested, run.ts), self._end)
-        self._run = run
-        self._note(run, digested)
+        self._run, self._digest = run, digested
+        self._note(run)
         if calls is None or calls.done():
             return False
         self._calls = calls
         return True
 
-    def _note(self, run: AlikeRun, digested: str) -> None:
+    def _note(self, run: AlikeRun) -> None:
         """Note frames that were taken as the ordinary way does before it applies them."""
-        frames = self._subscriber.take(run.frames)
+        frames, rank, life = self._subscriber.take(run.frames), run.last_rank, self._life
         self.heard = time.monotonic()
-        size = sum([len(frame.payload) for frame in frames])
         self._metrics.frames.inc(len(frames))
-        self._metrics.frame_bytes.inc(size)
-        self._batch = run.batch
-        self._life.order.passed(frames[-1])
-        self._life.append(Incoming(run.seq, digested, self._batch, size))
+        self._metrics.frame_bytes.inc(sum([len(frame.payload) for frame in frames]))
+        life.order.take_straight(frames[-1], self._digest, run.ts, self._dp_rank if rank is None else rank)
 
     def _end(self, outcome: bool | Exception) -> None:
         """End the calls; see ``StraightFrames.send``."""
@@ -222,7 +249,7 @@ class StraightWay:
         run, straight = self._run, self._frames
         assert run is not None
         assert straight is not None
-        may_go_on = straight.applied(self._batch, run, calls.seconds)
+        may_go_on = straight.applied(run, calls.seconds)
         self._life.note_applied()
         self._run = None
         if not may_go_on:

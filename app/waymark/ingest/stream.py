@@ -125,8 +125,9 @@ class Stream:
                         await self._run_replay()
                     if self._subscriber.buffered_frames:
                         async with self._life.applier.turn():
-                            self._received.take(self._options.fold_batches)
-                            await self._live()
+                            if not await self._straight.in_turn():
+                                self._received.take(self._options.fold_batches)
+                                await self._live()
                     elif self._subscriber.is_connected and self._subscriber.connection != self._received.connection:
                         await self._connected(self._subscriber.connection)
                     elif self._is_probe_due():

@@ -60,10 +60,13 @@ class AlikeCalls:
 
     @property
     def may_send(self) -> bool:
-        """Whether the connection of the first call is open, and the stream need not wait for its turn."""
-        prefix = self.prefixes[0]
-        is_crowded = self._pacer.is_crowded(self._client.server_of(prefix))
-        return not is_crowded and self._client.connection(prefix, is_script=True) is not None
+        """Whether the connection of the first call is open."""
+        return self._client.connection(self.prefixes[0], is_script=True) is not None
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether the stream need not wait for its turn."""
+        return not self._pacer.is_crowded(self._client.server_of(self.prefixes[0]))
 
     def send(
         self, waves: Sequence[PackedWave], commit: Commit, on_end: OnEnd, entries: Sequence[PackedWords] = ()

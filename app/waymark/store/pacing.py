@@ -76,7 +76,8 @@ class Pacer:
 
     def is_crowded(self, server: object) -> bool:
         """Return whether a stream would have to wait for its turn now."""
-        return self._blocks_max > 0 and self._queue(server).is_crowded
+        queue = self._queues.get(server)
+        return queue is not None and queue.is_crowded
 
     @asynccontextmanager
     async def turn(self, server: object, while_waiting: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
