@@ -14,7 +14,17 @@ from typing import Any, Final
 
 import pytest
 
-from tests.domain.test_runs import BOUNDS, HASHES, REMOVAL, Engine, Stream, packed_batch, pass_time, store
+from tests.domain.test_runs import (
+    BOUNDS,
+    HASHES,
+    REMOVAL,
+    Engine,
+    Stream,
+    is_compared,
+    packed_batch,
+    pass_time,
+    store,
+)
 from tests.factories import BLOCK_SIZE, registration
 from tests.unit import seeds
 from waymark.base import native
@@ -248,7 +258,7 @@ def history(
         Stream(is_native=True, is_whole=True, **of),
         Stream(is_native=False, is_whole=False, **of),
     )
-    for _ in range(steps):
+    for step in range(steps):
         payloads = engine.payloads(chance.choice([1, 1, 3, 9]))
         if bounds is not None:
             pass_time((straight, ordinary, pure), chance.choice([0, 0, 0, 5, 60]))
@@ -262,7 +272,8 @@ def history(
                 parts[-1] += stream.index.parts
                 at += count
         assert straight.index.parts == parts[0] == parts[1]
-        assert straight.state == ordinary.state == pure.state
+        if is_compared(step, steps):
+            assert straight.state == ordinary.state == pure.state
         rest = parts[0]
         for count, waves in straight.sent_at_once:
             first = min((call.seqs[0] for wave in waves for call in wave.values()), default=0)
@@ -284,12 +295,10 @@ def history(
 
 
 @pytest.mark.parametrize("engine", [Engine, OrdinaryEngine])
-@pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
 @pytest.mark.parametrize("seed", seeds(20))
-def test_random_histories_come_to_the_same_in_both_ways(
-    seed: int, kind: EngineKind, engine: type[Engine | OrdinaryEngine]
-) -> None:
+def test_random_histories_come_to_the_same_in_both_ways(seed: int, engine: type[Engine | OrdinaryEngine]) -> None:
     chance = random.Random(f"straight {seed}")
+    kind = [EngineKind.VLLM, EngineKind.SGLANG][seed % 2]
     history(chance, kind, engine(chance), 40, shards=[1, 2, 3, SHARDS_MAX][seed % 4])
 
 

@@ -304,6 +304,11 @@ def pass_time(streams: Sequence[Stream], seconds: int) -> None:
         finish(resolver.memory.release())
 
 
+def is_compared(step: int, steps: int) -> bool:
+    """Whether the states of the streams are compared after this step: to read them takes a third of the time."""
+    return step % 4 == 3 or step == steps - 1
+
+
 def history(
     chance: random.Random,
     kind: EngineKind,
@@ -325,7 +330,7 @@ def history(
     ways = ((True, True), (True, False), (False, False))
     streams = [Stream(is_native=is_native, is_whole=is_whole, **options) for is_native, is_whole in ways]
     engine = Engine(chance)
-    for _ in range(steps):
+    for step in range(steps):
         payloads = engine.payloads(chance.choice([1, 1, 3, 9]))
         if bounds is not None:
             pass_time(streams, chance.choice([0, 0, 5, 30, 60]))
@@ -336,8 +341,9 @@ def history(
         waited += sum(part.waits for part in whole)
         sent = [stream.sent() for stream in streams]
         assert sent[0] == sent[1] == sent[2]
-        state = [stream.state for stream in streams]
-        assert state[0] == state[1] == state[2]
+        if is_compared(step, steps):
+            state = [stream.state for stream in streams]
+            assert state[0] == state[1] == state[2]
         if whole and chance.random() < 0.1:
             place = chance.choice(whole).place
             for stream in streams:
@@ -380,11 +386,9 @@ def test_a_removal_over_generations_may_be_of_copies_and_of_unknown_hashes(
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
 @pytest.mark.parametrize("seed", seeds(10))
-def test_random_histories_of_generations_come_to_the_same_in_all_ways(
-    seed: int, kind: EngineKind, bounds: BlockBounds
-) -> None:
+def test_random_histories_of_generations_come_to_the_same_in_all_ways(seed: int, bounds: BlockBounds) -> None:
+    kind = [EngineKind.VLLM, EngineKind.SGLANG][seed % 2]
     plain, *_ = history(random.Random(f"generations {seed}"), kind, 40, bounds=bounds)
     assert plain > 5
 
