@@ -22,9 +22,7 @@ def for_template(
 ) -> list[dict[str, Any]]:
     """Return the messages for a template, with the parameters and errors of ``openai.for_template``."""
     converted = [_message(message, index, takes_parts=takes_parts, mark=mark) for index, message in enumerate(messages)]
-    return [
-        _message(message_of_system, None, takes_parts=takes_parts) for message_of_system in as_message(system)
-    ] + converted
+    return [_message(message, None, takes_parts=takes_parts) for message in as_message(system)] + converted
 
 
 def tools_for_template(tools: Sequence[Any]) -> list[Any]:

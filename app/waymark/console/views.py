@@ -213,11 +213,9 @@ def _state(not_counted: str | None) -> Text:
 def holder(holders: Sequence[inspections.HolderRow]) -> list[ScreenPart]:
     """Return a holder's record, its publisher and its contents, in each group that knows the id."""
     screen_parts: list[ScreenPart] = []
-    for known_holder in holders:
-        group, record = GroupName(known_holder.tenant_id, known_holder.model_name).text, known_holder.record
-        screen_parts.append(
-            joined(text(f"holder {known_holder.id}", "bold"), f" of {group}, group {known_holder.group}")
-        )
+    for row in holders:
+        group, record = GroupName(row.tenant_id, row.model_name).text, row.record
+        screen_parts.append(joined(text(f"holder {row.id}", "bold"), f" of {group}, group {row.group}"))
         if record is None:
             screen_parts.append(text("its life has ended; its entries are being swept", "yellow"))
         else:
@@ -229,7 +227,7 @@ def holder(holders: Sequence[inspections.HolderRow]) -> list[ScreenPart]:
                 )
             )
             screen_parts += map(_publisher, record.publishers)
-        screen_parts += _holdings(known_holder.holdings)
+        screen_parts += _holdings(row.holdings)
     return screen_parts
 
 

@@ -96,9 +96,7 @@ class Preferences:
             by_publisher.update(zip([member.publisher for member in missing], missing_candidates, strict=True))
         candidates = [by_publisher[member.publisher] for member in members]
         scored = rank(policy, request, candidates, fleet, self._random, 1, bound).scored
-        return scored[0], next(
-            (candidate for candidate in scored if candidate.candidate.publisher == self._chosen), None
-        )
+        return scored[0], next((entry for entry in scored if entry.candidate.publisher == self._chosen), None)
 
     def _whole(self, policy: PolicyChoice, state: PromptState) -> tuple[Scored | None, Scored | None]:
         question = self._question._replace(policy=policy, rival=self._chosen)

@@ -175,8 +175,8 @@ class Describer:
             for rank, endpoint, *endpoints in ranks:
                 own = await self._names.own(base, endpoint, "endpoint", rank)
                 replay, snapshot = [
-                    None if endpoint_text is None else await self._names.own(base, endpoint_text, name, rank)
-                    for name, endpoint_text in zip(_FIELDS[1:], endpoints, strict=True)
+                    None if text is None else await self._names.own(base, text, name, rank)
+                    for name, text in zip(_FIELDS[1:], endpoints, strict=True)
                 ]
                 sockets.append(RankSockets(rank, own, replay, snapshot))
         except UnusableSocket as error:

@@ -86,11 +86,7 @@ class Reconciler:
     @property
     def problems(self) -> list[str]:
         """Why engines are not registered as their source wants, a sentence each."""
-        return [
-            f"{known_engine.wanted}: {known_engine.problem}"
-            for known_engine in self._known.values()
-            if known_engine.problem
-        ]
+        return [f"{engine.wanted}: {engine.problem}" for engine in self._known.values() if engine.problem]
 
     @property
     def registered(self) -> int:
@@ -205,11 +201,8 @@ class Reconciler:
                             "engine is registered", extra=fields(publisher=str(registration.name), source=self._kind)
                         )
                 names = {own_registration.name for own_registration in registrations}
-                own_names = [
-                    own_registration.name
-                    for own_registration in there.of(known_engine.wanted.origin)
-                    if self._is_of(own_registration, known_engine.wanted)
-                ]
+                wanted = known_engine.wanted
+                own_names = [former.name for former in there.of(wanted.origin) if self._is_of(former, wanted)]
                 if follows_clients and new_names and not await self._are_any_registered(own_names):
                     await self._take(new_names)  # a further rank of an engine that was unregistered meanwhile
                 await self._take(name for name in own_names if name not in names)
@@ -330,16 +323,16 @@ class _EarlierRegistrations:
 
     def __init__(self, registrations: Sequence[Registration], kind: OriginKind) -> None:
         self.all = registrations
-        self.names = {own_registration.name for own_registration in registrations}
+        self.names = {registration.name for registration in registrations}
         self._by_origin: dict[Origin, list[Registration]] = {}
         for registration in registrations:
             self._by_origin.setdefault(registration.origin, []).append(registration)
-        foreign = [own_registration for own_registration in registrations if own_registration.origin.kind != kind]
-        self._foreign_names = {own_registration.name for own_registration in foreign}
+        foreign = [registration for registration in registrations if registration.origin.kind != kind]
+        self._foreign_names = {registration.name for registration in foreign}
         self._foreign_sockets = {
-            (own_registration.endpoint, own_registration.group): own_registration.name
-            for own_registration in foreign
-            if own_registration.endpoint is not None
+            (registration.endpoint, registration.group): registration.name
+            for registration in foreign
+            if registration.endpoint is not None
         }
 
     def of(self, origin: Origin) -> Sequence[Registration]:

@@ -72,18 +72,11 @@ class Complaints:
         is_whole = state.registration.topic is None  # then it has the events of every topic
         sharing = (self._at if is_whole else self._without_topic).get(endpoint, ())
         # With a wrong address a thousand engines may have the same one, so that only the first few are looked at.
-        registrations = [
-            state_of_other.registration
-            for state_of_other in sharing[: _NAMES_MAX + 1]
-            if state_of_other.registration.name != own
-        ]
+        registrations = [other.registration for other in sharing[: _NAMES_MAX + 1] if other.registration.name != own]
         if not registrations:
             return ""
         count = len(sharing) - (is_whole and not state.registration.kind.traits.is_opaque)
-        names = [
-            f"{shown(state_of_other.instance_id)} rank {state_of_other.dp_rank}"
-            for state_of_other in registrations[:_NAMES_MAX]
-        ]
+        names = [f"{shown(other.instance_id)} rank {other.dp_rank}" for other in registrations[:_NAMES_MAX]]
         more = f" and {count - _NAMES_MAX} more" if count > _NAMES_MAX else ""
         return (
             f"its endpoint {state.registration.endpoint} is also that of {', '.join(names)}{more}: "

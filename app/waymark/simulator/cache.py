@@ -265,10 +265,7 @@ class PrefixCache:
 
     def contents(self) -> dict[str, frozenset[Prefix]]:
         """Return by medium every block held, each as its whole prefix; meant for small caches."""
-        return {
-            medium: frozenset(_prefix(b) for b in medium_blocks.blocks())
-            for medium, medium_blocks in self._media.items()
-        }
+        return {medium: frozenset(_prefix(b) for b in held.blocks()) for medium, held in self._media.items()}
 
     def copies(self) -> dict[str, Counter[int]]:
         """Return by medium the number of physical copies, by the hash in events."""

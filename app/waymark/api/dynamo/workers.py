@@ -110,11 +110,8 @@ class DynamoWorkerHandlers:
                     await self._store.registry.register(registration)
             except (InvalidValue, Conflict) as exc:
                 wanted, reasons = [], [f"reconciliation failed: {exc.sentence}"]
-        await self._unregister(
-            worker,
-            old_description or description,
-            frozenset(wanted_registration.name for wanted_registration in wanted),
-        )
+        names = frozenset(registration.name for registration in wanted)
+        await self._unregister(worker, old_description or description, names)
         self._store.reader.forget_rows()
         return _shown(worker, description, "incomplete" if reasons else "schedulable", reasons)
 
@@ -123,11 +120,8 @@ class DynamoWorkerHandlers:
         reasons = [] if description.get("endpoint") else ["endpoint is required"]
         if not description.get("block_size"):
             reasons.append("block_size must be greater than 0")
-        return reasons + [
-            f"kv_events endpoint is required for dp_rank {rank}"
-            for rank, endpoint in _ranks(description)
-            if not endpoint
-        ]
+        missing = [rank for rank, endpoint in _ranks(description) if not endpoint]
+        return reasons + [f"kv_events endpoint is required for dp_rank {rank}" for rank in missing]
 
     def _registrations(self, worker: str, description: Mapping[str, Any]) -> list[Registration]:
         address, block_size, group = description["endpoint"], description["block_size"], _group(description)
