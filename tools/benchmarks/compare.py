@@ -209,7 +209,7 @@ def _started(folder: Path, tree: Path, engines: int) -> Iterator[Contender]:
 
 
 def _what(kind: str) -> str:
-    """Return a phrase about the contents of a batch of this kind; the figures are per batch."""
+    """Return a phrase about the contents of a batch of this kind."""
     if kind == "steps":
         return f"a batch of {SEQUENCES} stores of 1 block"
     if kind == "live":

@@ -5,8 +5,8 @@
 An engine publishes one store of four blocks at a time, an idle worker applies it, and a replica is queried for it. The
 worker records the moment at which a frame reaches each step, by a clock that all processes share. A figure is the
 median of all frames, in microseconds by that clock. ``--real-time`` gives the processes a core whenever they need one,
-whatever else runs. ``--calls`` counts Python calls from the first moment to the last instead, a number that does not
-depend on other processes. ``--of`` chooses other frames: those of a group with a bound on its blocks and ten
+whatever else runs. With ``--calls`` a figure is the number of Python calls from the first moment to the last, which
+does not depend on other processes. ``--of`` chooses other frames: those of a group with a bound on its blocks and ten
 generations, those of a group with a pool, or frames whose blocks are known under other hashes.
 """
 

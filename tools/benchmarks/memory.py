@@ -4,8 +4,8 @@
 
 Engines fill their caches, and then remove a block for each block that they store, until each has replaced its whole
 cache ``--turns`` times. With the defaults, an engine that stores 30 blocks a second does this in an hour. A real worker
-receives all frames over sockets, and its resident memory is measured before, after the caches are full, and after each
-turn.
+receives all frames over sockets. Its resident memory is measured at the start, when the caches are full, and after the
+last turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.benchmarks.prompts import BLOCK_SIZE
 from tools.benchmarks.report import Row, table
 
 MIB = 2**20
-#: The blocks of a prompt: it is stored in consecutive batches, and removed at once.
+#: The number of blocks of a prompt. A prompt is stored in consecutive batches, and removed at once.
 PROMPT_BLOCKS = 4 * STORE_BLOCKS
 #: The bound on the frames that wait for the worker, over all publishers; without it the figures would include buffers.
 AHEAD = 2_000

@@ -3,7 +3,7 @@
 Both are fed by the same sockets with the same frames, so both hold the same blocks: prompts of a trace on eight engines
 in turn, and prompts that share nothing. In every round both get the same bodies, one server after the other; a body is
 sent once, unless the row says "once more" or many connections send queries at the same time. The ``floor`` gets the
-same bodies, too: the cost of a query beyond the floor's is the cost of its work.
+same bodies, too: the cost that a query adds to the floor's is the cost of the work.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _questions(
 
 
 def _crowds(known: Sequence[Prompt]) -> list[Question]:
-    """Return questions over many connections at once, with one request for each prompt; all prompts are known."""
+    """Return the questions that are sent over many connections at once. All their prompts are known."""
     return [
         Question(name, list(islice(cycle(known), _TURNS * connections)), connections=connections)
         for name, connections in CROWDS.items()

@@ -55,7 +55,7 @@ def against(
     name: str,
     bar: float | None = None,
 ) -> Row:
-    """Return the row of two things measured alternately: the medians, and the median of the ratios of all rounds."""
+    """Return the row of two series measured alternately: their medians, and the median of the ratios of all rounds."""
     ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
     return Row(target, what, median(ours), unit, median(theirs), name, ratio, bar)
 

@@ -59,8 +59,8 @@ def measure(options: Options) -> list[Row]:
         ask = _Asker(replica, folder)
         for number in range(rounds + 1):
             fresh = [talks.conversation() for _ in range(requests)]
-            # Measure the ids right before the same prompts as text. This does not help the text: ids do not make a
-            # conversation known.
+            # Measure the ids right before the same prompts as text. The text is still new to the replica, because ids
+            # do not make a conversation known.
             found = {"ids": ask(talks.as_ids(fresh)), "whole": ask(map(_as_messages, fresh))}
             found["known"] = ask(map(_as_messages, fresh))
             longer = [talks.longer(messages) for messages in fresh]

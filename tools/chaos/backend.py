@@ -1,4 +1,4 @@
-"""The Redis or the Cluster of a session, which can be killed, emptied, frozen, and set back to before its last writes.
+"""The Redis or the Cluster of a session, which can be killed, emptied, frozen, and set back to an earlier state.
 
 Every node keeps an append-only file. To kill a node, and cut off the end of that file before a restart, has the effect
 of a failover: the same Redis, without its last writes.

@@ -288,7 +288,7 @@ class Faults:
         await self._faulty(fault, EngineFaults(replay_silent=True, drop_every=7))
 
     async def _engine_replay_cut(self, fault: Fault) -> None:
-        """End replays early; the next replay continues from there, as long as each one delivers batches."""
+        """End replays early. Each next replay continues from there, as long as the last one had batches."""
         await self._faulty(fault, EngineFaults(truncate_replay=5 + int(20 * fault.other), drop_every=9))
 
     async def _faulty(self, fault: Fault, faults: EngineFaults) -> None:

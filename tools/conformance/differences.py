@@ -1,4 +1,4 @@
-"""The deliberate differences between the answers of ``dynamo.indexer`` and Waymark: runs a small case of each with
+"""Shows each deliberate difference between the answers of ``dynamo.indexer`` and Waymark, with a small case run on
 both.
 
     python -m tools.conformance.differences [--dynamo-python PYTHON] [--only NAME] [--page FILE]
