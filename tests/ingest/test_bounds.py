@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import count
 from typing import Any
+
+import pytest
 
 from tests.conftest import wait_until
 from tests.ingest.conftest import BLOCK_SIZE, GROUP, PATIENCE_SECONDS, WITHOUT_PROBES, Bench, Hand, Pod
@@ -246,3 +249,44 @@ async def test_a_publisher_without_a_socket_shares_the_number_of_its_group(bench
 
 async def evicted(hand: Hand, **labels: Any) -> None:
     await wait_until(lambda: hand.metric("index_evictions_total", **labels) >= 1, "it is counted")
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["blocks-wait", "a-generation-waits"])
+@pytest.mark.parametrize("shards", [1, 4])
+async def test_a_stream_that_waits_for_memory_ends_its_old_generations(bench: Bench, shards: int, begins: bool) -> None:
+    """Nobody else ends them, and their blocks take the memory that the stream waits for."""
+    bench.shards = shards
+    hand = await bench.worker(options=WITHOUT_PROBES, apply=ApplyOptions(entry_ttl_seconds=4))
+    pod = await bench.pod(**LARGE)
+    await pod.caught_up()
+    (old,) = await prompts(pod, 1, 1)
+    await pod.at_watermark(pod.last_seq)
+    stored, numbers = time.monotonic(), count(2)
+
+    async def has_begun() -> bool:
+        await prompts(pod, next(numbers), 1)
+        await pod.at_watermark(pod.last_seq)
+        return sum(name.startswith("holder:") for name in await bench.record(pod.name)) == 2
+
+    if begins:
+        await wait_until(lambda: time.monotonic() > stored + 0.5, "the next store begins a generation")
+    else:
+        await wait_until(has_begun, "the next generation has begun", PATIENCE_SECONDS)
+    await bench.redis.config_set("maxmemory", "1")
+    try:
+        (new,) = await prompts(pod, next(numbers), 1)
+
+        async def is_over() -> bool:
+            return await bench.row(pod, old) == (0, {}, {})
+
+        await wait_until(lambda: hand.metric("redis_up") == 0, "the stream waits", PATIENCE_SECONDS)
+        await wait_until(is_over, "the time of the old blocks is over", PATIENCE_SECONDS)
+        assert hand.metric("index_evictions_total", reason="ttl") >= 10
+        await bench.is_swept()
+    finally:
+        await bench.redis.config_set("maxmemory", "0")
+    await pod.at_watermark(pod.last_seq)
+    assert (await bench.row(pod, new))[0] in (0, 10), "all of it, if its time is not over"
+    await prompts(pod, next(numbers), 1)
+    await pod.at_watermark(pod.last_seq)
+    assert (hand.metric("leases_lost_total"), hand.metric("restarts_total")) == (0, 0)

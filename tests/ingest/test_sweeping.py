@@ -423,7 +423,7 @@ class Groups:
         self.away = set(away)
         self.kept: list[int] = []
 
-    async def tabled_groups(self, known: Iterable[GroupEntry]) -> dict[GroupName, GroupEntry]:
+    async def groups_by_table(self, entries: Iterable[GroupEntry]) -> dict[GroupName, GroupEntry]:
         if self.away:
             raise StoreUnavailable("a primary does not answer")
         return {GroupName("default", "b"): GroupEntry(2, 1)}

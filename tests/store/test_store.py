@@ -228,5 +228,5 @@ async def test_groups_are_found_by_their_tables(store: Store, redis: Redis) -> N
     await redis.hset(keys.holders(3), "group", keys.group_field(GroupName("default", "known")))
     await redis.hset(keys.holders(4), "group", "no name")
     await redis.set(keys.holders(5), "no table")
-    assert await store.claim_writer.tabled_groups([GroupEntry(3, 1)]) == {GROUP: GroupEntry(2, 1)}
+    assert await store.claim_writer.groups_by_table([GroupEntry(3, 1)]) == {GROUP: GroupEntry(2, 1)}
     await redis.delete(keys.holders(4), keys.holders(5))  # the key table has no such values

@@ -9,7 +9,8 @@ waiting at the same time:
   Redis may not have yet; only the calls of this fold write them to Redis. After the acknowledgement ``counts`` counts
   the fold, and the applier is in step again.
 - **waiting**: Redis is unavailable, and ``calls.last_error`` says why. A patient applier, which applies a stream,
-  repeats its call until Redis answers; Redis may therefore run a call twice. An applier that serves a request raises
+  repeats its call until Redis answers; Redis may therefore run a call twice. If Redis has no memory left, old
+  generations end meanwhile, except those with holders of the fold. An applier that serves a request raises
   ``StoreUnavailable`` at once instead.
 - **over**: the applier raised an exception, for example ``Fenced``, ``StoreUnavailable`` or ``MemoryError``, or was
   cancelled. It may be ahead of Redis, and its tables may be half changed. So it is discarded, and the next applier
@@ -101,6 +102,7 @@ class Applier:
         self.bounding = Bounding(resolver, metrics, self.new_life, self._note_entries)
         self.slices = SliceRunner()
         self.calls = calls = RedisCalls(metrics, self.slices.begin, is_patient=is_patient)
+        calls.while_full = self._free_memory
         self._kept_hashes = kept = store.hashes.kept(grant, pool_hashes_max)
         self.pool_hashes = PoolHashes(
             grant,
@@ -118,11 +120,15 @@ class Applier:
         self._counts = Counts(resolver, counters, metrics)
         self._staged: list[NewHolder] = []
         self._has_singles = False
+        self._fold_holders: Callable[[], set[int]] = set
+        """Returns the holders that the fold under way needs."""
+        self._is_freeing = False
         self._alike_calls: AlikeCalls | None = None
         """The calls for frames that go straight, which take longer to create than to send."""
 
     def close(self) -> None:
         """Let go of the parts that refer to this object, so that the blocks do not wait for the garbage collector."""
+        self.calls.while_full = None
         del self.bounding, self.pool_hashes
         self.resolver.close()
 
@@ -167,6 +173,7 @@ class Applier:
         resolver, batches = self.resolver, [incoming.batch for incoming in fold]
         self.bounding.begin_fold()
         plan = await self.slices.run(resolver.plan(batches))
+        self._fold_holders = lambda: resolver.holders_of_epochs(plan.epochs)
         if plan.facts_changed:
             await self.keep_facts()
         for unit in plan.ended:
@@ -180,17 +187,19 @@ class Applier:
 
     async def _apply_parts(self, batches: Sequence[Batch], parts: Parts, commit: Commit | None, gaps: int = 0) -> None:
         """Apply the parts of batches, and count them."""
+        event_ids = self.resolver.take_event_ids()
+        self._fold_holders = lambda: {*event_ids, *(part.holder for part in parts)}
         if has_singles(parts):
             await self._keep_singles()
         await self.pool_hashes.keep(parts)
         moves = Moves(self.resolver.memory)
-        event_ids = self.resolver.take_event_ids()
         *portions, last = portions_of(parts, self.grant.shards)
         began = time.perf_counter()
         # Until the new watermark is written, a worker that takes over applies every portion again.
         for portion in portions:
             await self._apply(portion, moves, None, {})
         await self._apply(last, moves, commit, event_ids)
+        self._fold_holders = set
         self._counts.applied(batches, parts, gaps, time.perf_counter() - began)
 
     async def finish(self, fold: Sequence[Incoming], commit: Commit, begun: BegunFrames) -> None:
@@ -226,8 +235,20 @@ class Applier:
 
     async def _apply_all(self, parts: Sequence[Part]) -> None:
         moves = Moves(self.resolver.memory)
+        self._fold_holders = lambda: {part.holder for part in parts}
         for portion in portions_of(parts, self.grant.shards):
             await self._apply(portion, moves, None, {})
+        self._fold_holders = set
+
+    async def _free_memory(self) -> None:
+        """End old generations while a call waits for memory, because nothing else ends those of this stream."""
+        if self._is_staged or self._is_freeing:
+            return
+        self._is_freeing = True
+        try:
+            await self.bounding.end_beside(self._fold_holders())
+        finally:
+            self._is_freeing = False
 
     async def _keep_singles(self) -> None:
         """Mark the group as one with blocks of unknown depth, before the first such block is written."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 from waymark.domain.events import Batch, MixedEvents, PlainEvents, Removed, Stored
+from waymark.domain.generations import RemovalReason
 from waymark.domain.names import HolderName
 from waymark.domain.parts import Part, blocks_of, stored_of
 from waymark.domain.resolver import Resolver
@@ -176,15 +177,31 @@ class Bounding:
                 await self._end_over()
                 await self._note()
 
+    async def end_beside(self, fold_holders: Collection[int]) -> None:
+        """End the generations too old or beyond the last cut while a fold waits, except ``fold_holders``.
+        Raises Fenced.
+        """
+        generations = self._resolver.generations
+        if not self.is_needed:
+            return
+        now = generations.now
+        self.begin_fold()
+        generations_over = self._resolver.over()
+        generations.now = now  # all generations of a fold use one time
+        for name, reason in generations_over:
+            if reason is not None and self._resolver.holders.get(name, 0) not in {0, *fold_holders}:
+                await self._end_one(name, reason)
+
     async def _end_over(self) -> None:
-        resolver = self._resolver
-        for name, reason in resolver.over():
-            if name not in resolver.holders:
-                continue  # an earlier call in this loop has ended this holder, too
-            blocks = self._blocks_of(name)
-            await self._end(name)
-            if reason is not None and blocks:
-                self._metrics.index_evictions.labels(reason=reason).inc(blocks)
+        for name, reason in self._resolver.over():
+            if name in self._resolver.holders:  # an earlier call in this loop may have ended this holder, too
+                await self._end_one(name, reason)
+
+    async def _end_one(self, name: HolderName, reason: RemovalReason | None) -> None:
+        blocks = self._blocks_of(name)
+        await self._end(name)
+        if reason is not None and blocks:
+            self._metrics.index_evictions.labels(reason=reason).inc(blocks)
 
     def _blocks_of(self, unit: HolderName) -> int:
         resolver = self._resolver

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from waymark.base.errors import RecordDamaged, StoreUnavailable
+from waymark.base.errors import RecordDamaged, StoreFull, StoreUnavailable
 from waymark.base.logs import fields
 from waymark.base.metrics import Metrics
 
@@ -33,6 +33,8 @@ class RedisCalls:
         """Why Redis does not answer; None while it answers."""
         self.on_silence: Callable[[bool], None] | None = None
         """Called with True if Redis does not answer, and with False if it answers again."""
+        self.while_full: Callable[[], Awaitable[None]] | None = None
+        """Called before each pause while Redis has no memory left."""
         self._metrics = metrics
         self._begin = begin
 
@@ -56,6 +58,8 @@ class RedisCalls:
                         self.on_silence(True)
                 self.last_error = exc.sentence
                 self._metrics.redis_up.set(0)
+                if self.while_full is not None and isinstance(exc, StoreFull):
+                    await self.while_full()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _PAUSE_SECONDS_MAX)
             else:

@@ -111,6 +111,10 @@ class StoreUnavailable(WaymarkError):
         self.retry_after_seconds = retry_after_seconds
 
 
+class StoreFull(StoreUnavailable):
+    """Redis answers, but has no memory left: it refuses what does not free memory."""
+
+
 class RecordDamaged(StoreUnavailable):
     """Redis answers, but the values under the keys of one call cannot be used. Other keys are not concerned."""
 

@@ -148,6 +148,11 @@ class StreamBlocks:
         """Return the live generations of a name, oldest first."""
         return self._holders_of.get(name.lasting, ())
 
+    def holders_of_epochs(self, epochs: Sequence[Mapping[HolderName, int]]) -> set[int]:
+        """Return the holders to which the stores of batches may go, whose generations are ``epochs``."""
+        open_names = {(lasting, epoch) for of_batch in epochs for lasting, epoch in of_batch.items()}
+        return {holder for name, holder in self.holders.items() if (name.lasting, name.epoch) in open_names}
+
     def newest_beside(self, holder: int) -> int:
         """Return the newest generation of the holder's name."""
         return max((holder, *self.placer.others.get(holder, ())))

@@ -166,10 +166,10 @@ class LostGroups:
         """The groups of the last poll, and those that could not be written."""
 
     async def keep(self, groups: Mapping[GroupName, GroupEntry]) -> None:
-        """Keep the groups that are not among ``groups``, which Redis has."""
+        """Keep the groups besides ``groups``, which Redis has."""
         failed: dict[GroupName, GroupEntry] = {}
         try:
-            last = await self._writer.tabled_groups(groups.values()) if self._groups is None else self._groups
+            last = await self._writer.groups_by_table(groups.values()) if self._groups is None else self._groups
         except StoreUnavailable as exc:
             log.debug("no lost group can be found", extra=fields(error=exc.sentence))
             last = {}

@@ -234,22 +234,22 @@ class ClaimWriter:
         )
         return result.is_applied
 
-    async def tabled_groups(self, known: Iterable[GroupEntry]) -> dict[GroupName, GroupEntry]:
-        """Return the groups that have a table, except ``known``, if their ids are small: ids are given in order.
+    async def groups_by_table(self, entries: Iterable[GroupEntry]) -> dict[GroupName, GroupEntry]:
+        """Return the groups with a table, except ``entries``, if their ids are small: ids are given in order.
 
         How many shards such a group has is known no more. So it is taken for a new one.
         """
-        known_ids = {entry.group_id for entry in known}
+        known_ids = {entry.group_id for entry in entries}
         ids = [group_id for group_id in range(1, _TABLES_MAX + 1) if group_id not in known_ids]
         names = await self._client.several(
             [("HGET", keys.holders(group_id), "group") for group_id in ids], is_lenient=True
         )
-        found: dict[GroupName, GroupEntry] = {}
+        groups: dict[GroupName, GroupEntry] = {}
         for group_id, name in zip(ids, names, strict=True):
             with suppress(Malformed):
                 if name is not None:
-                    found[decode_group(name)] = GroupEntry(group_id, self._shards)
-        return found
+                    groups[decode_group(name)] = GroupEntry(group_id, self._shards)
+        return groups
 
     async def keep_group(self, group: GroupName, entry: GroupEntry) -> None:
         """Write the entry of a group without publishers again that Redis has lost, if it still has the group."""

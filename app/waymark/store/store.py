@@ -323,9 +323,9 @@ class Store:
 
     def bar(self, reason: str | None) -> None:
         """Let nothing but ``other_format`` read the index, for a reason; None ends that."""
-        self.client.barred = reason
+        self.client.bar_reason = reason
         if self._read_client is not None:
-            self._read_client.barred = reason
+            self._read_client.bar_reason = reason
 
     async def other_format(self) -> str | None:
         """Return why this release cannot use the index in this Redis, as a sentence; None if it can."""

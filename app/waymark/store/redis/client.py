@@ -98,7 +98,7 @@ class RedisClient:
         self.redis_cli = RedisCliCall(["redis-cli"], [note] if self.is_embedded else [])
         self.metrics: Metrics | None = None
         """The metrics of its store."""
-        self.barred: str | None = None
+        self.bar_reason: str | None = None
         """Why Redis gets no command now, except ``hmget``; None if it gets every command."""
 
     @classmethod
@@ -148,8 +148,8 @@ class RedisClient:
             await self._driver.aclose()
 
     @contextmanager
-    def _translated(self, *, is_barred: bool = True) -> Iterator[None]:
-        if is_barred:
+    def _translated(self, *, has_bar: bool = True) -> Iterator[None]:
+        if has_bar:
             self._check_bar()
         task = asyncio.current_task()
         cancels = task.cancelling() if task else 0
@@ -164,8 +164,8 @@ class RedisClient:
             raise self.translated(exc) from exc
 
     def _check_bar(self) -> None:
-        if self.barred is not None:
-            raise StoreUnavailable(self.barred)
+        if self.bar_reason is not None:
+            raise StoreUnavailable(self.bar_reason)
 
     def translated(self, error: errors.RedisError | OSError) -> StoreUnavailable:
         """Count an error of the driver, and return the error that the rest of ``store`` gets for it."""
@@ -293,7 +293,7 @@ class RedisClient:
 
     async def hmget(self, key: str, *fields: str) -> list[bytes | None]:
         """Return the values of fields, also while other commands are barred."""
-        with self._translated(is_barred=False):
+        with self._translated(has_bar=False):
             return cast("list[bytes | None]", await self._read("HMGET", key, *fields))
 
     async def hgetall(self, key: str) -> dict[bytes, bytes]:
@@ -378,7 +378,7 @@ class RedisClient:
         """Return the connection for reads, or for scripts, to the server of ``key``; None if it is not open, and
         ``ask`` or ``run`` has to open it.
         """
-        if self.barred is not None:
+        if self.bar_reason is not None:
             return None
         if self.reads is not None:
             return (self.reads.scripts if is_script else self.reads).connection
@@ -386,7 +386,7 @@ class RedisClient:
 
     def script_connection(self, name: str) -> ReadConnection | None:
         """Return the open connection to the only server for a script, or None if ``run`` must send the script."""
-        if self.reads is None or name not in REPEATABLE or self.barred is not None:
+        if self.reads is None or name not in REPEATABLE or self.bar_reason is not None:
             return None
         return self.reads.scripts.connection
 

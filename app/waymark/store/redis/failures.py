@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterator
 
-from waymark.base.errors import RecordDamaged, StoreUnavailable
+from waymark.base.errors import RecordDamaged, StoreFull, StoreUnavailable
 from waymark.store.redis import errors
 from waymark.store.redis.credentials import SecretUnreadable
 
@@ -36,7 +36,7 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
                 "docs/configuration.md lists, or set another one in WAYMARK_REDIS_USERNAME"
             )
         if isinstance(cause, errors.OutOfMemoryError):
-            return StoreUnavailable(
+            return StoreFull(
                 f"Redis at {url} has no memory left ({_kind(cause)}: {cause}): raise its maxmemory, or spread the "
                 "blocks over a Cluster"
             )
