@@ -7,7 +7,9 @@ frame and continues.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from typing import NamedTuple, Self
 
 from xxhash import xxh3_64, xxh3_64_hexdigest
@@ -63,7 +65,11 @@ def parse_live(parts: Sequence[bytes], connection: int, received: float) -> Fram
         return None
     if len(seq) != SEQ_BYTES:
         return None
-    return Frame(int.from_bytes(seq, "big"), payload, topic, connection, received)
+    return _new_frame((int.from_bytes(seq, "big"), payload, topic, connection, received))
+
+
+#: A frame from the tuple of its fields, without a call of Python.
+_new_frame: Callable[[tuple[int, bytes, bytes, int, float]], Frame] = partial(tuple.__new__, Frame)
 
 
 class ReplayedBatch(NamedTuple):
@@ -132,6 +138,14 @@ class FrameRoom:
         buffers = self.buffers + (not held)
         return self.bytes + size <= self._bytes_max or held + size <= self._bytes_max // buffers
 
+    def enter(self, size: int, held: int) -> bool:
+        """Note that a buffer that holds ``held`` bytes takes ``size`` more. Return False if there is no room."""
+        if self.bytes + size > self._bytes_max and not self.has(size, held):
+            return False
+        self.bytes += size
+        self.buffers += not held and size > 0
+        return True
+
     def change(self, before: int, now: int) -> None:
         """Note that a buffer holds ``now`` bytes instead of ``before``."""
         self.bytes += now - before
@@ -169,22 +183,28 @@ class FrameBuffer:
         return has_own and self._room.has(size, self._held)
 
     def put(self, frame: Frame) -> None:
-        size = _size(frame)
-        if not self.has_room(size):
+        # Each frame comes through here, so no other method of the buffer is called.
+        frames, size = self._frames, len(frame.topic) + len(frame.payload)
+        has_own = len(frames) < self._frames_max and self.bytes + size <= self._bytes_max
+        if not (has_own and self._room.enter(size, self._held)):
             self.dropped += 1
             return
-        self._frames.append(frame)
+        frames.append(frame)
         self.bytes += size
-        self._hold(self._held + size)
+        self._held += size
 
     def take(self, limit: int) -> list[Frame]:
         """Remove at most ``limit`` frames with at most ``TAKE_BYTES`` together, or one larger frame."""
         self._hold(self.bytes)
-        frames, result, size = self._frames, list[Frame](), 0
-        while frames and len(result) < limit and (not result or size + len(frames[0].payload) <= TAKE_BYTES):
-            size += len(frames[0].payload)
-            result.append(frames.popleft())
-        self.bytes -= sum(map(_size, result))
+        frames, result, room = self._frames, list[Frame](), TAKE_BYTES
+        for frame in islice(frames, limit):
+            room -= len(frame.payload)
+            if room < 0 and result:
+                break
+            result.append(frame)
+        for _ in result:
+            frames.popleft()
+        self.bytes -= sum([len(frame.topic) + len(frame.payload) for frame in result])
         return result
 
     def leave(self) -> None:
@@ -194,7 +214,3 @@ class FrameBuffer:
     def _hold(self, size: int) -> None:
         self._room.change(self._held, size)
         self._held = size
-
-
-def _size(frame: Frame) -> int:
-    return len(frame.topic) + len(frame.payload)

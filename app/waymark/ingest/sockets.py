@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from enum import StrEnum
+from operator import attrgetter
 from socket import AF_INET
 from typing import Any, TypeAlias
 
@@ -40,6 +41,7 @@ PARTS_MAX = 4
 _REST_PER_CALL = 8
 #: Plain integers, because pyzmq looks up and converts its own constants in each call.
 _NOBLOCK, _EVENTS, _READABLE = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
+_bytes_of: Callable[[zmq.Frame], bytes] = attrgetter("bytes")
 _NEVER_MILLISECONDS = 24 * 3600 * 1000
 _UP = zmq.EVENT_HANDSHAKE_SUCCEEDED
 # The first of these events ends a connection, or an attempt at one.
@@ -155,7 +157,7 @@ class MessageReader:
         if self._has_rest:
             self._drop_rest()
             return []
-        return [part.bytes for part in self._parts()]
+        return list(map(_bytes_of, self._parts()))
 
     def receive_within(self, has_room: Callable[[int], bool]) -> list[bytes] | None:
         """Receive as ``receive`` does, but copy nothing before ``has_room`` has returned True for the size of the

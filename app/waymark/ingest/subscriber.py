@@ -322,12 +322,6 @@ class Subscriber:
             self.state_version += 1
             self.wake()
 
-    def _bounded(self, frame: Frame) -> Frame:
-        payload = frame.payload
-        if isinstance(payload, PayloadFacts) or len(payload) <= self._payload_bytes_max:
-            return frame
-        return frame._replace(payload=PayloadFacts.of(payload))
-
     def _read_frames(self, link: sockets.LiveConnection) -> bool:
         """Fill the buffer from the socket. Return True if there may be more to read."""
         if not link.is_up:
@@ -357,7 +351,7 @@ class Subscriber:
                     if frame is None:
                         self.malformed += 1
                     else:
-                        buffer.put(self._bounded(frame))
+                        buffer.put(frame if len(frame.payload) <= self._payload_bytes_max else _bounded(frame))
                     size += sum(map(len, parts))
                 if size > BYTES_PER_READ:
                     break
@@ -372,3 +366,9 @@ class Subscriber:
     def _offer(self) -> bool:
         """Offer the buffered frames to the reader. Return whether it may go on waiting."""
         return not self._buffer or (self.on_frames is not None and self.on_frames())
+
+
+def _bounded(frame: Frame) -> Frame:
+    """Return a frame that keeps only the facts of its payload."""
+    assert isinstance(frame.payload, bytes)
+    return frame._replace(payload=PayloadFacts.of(frame.payload))

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from math import ceil
 from typing import TypeAlias
 
 from waymark.base.record import record
@@ -323,7 +324,8 @@ class _ServerQueue:
                 self._call_up()
         if self.waiting and not self._under_way and self._timer is None:
             # Only the pause blocks the queue. A call that was sent calls this method again when it ends.
-            pause = max(0.0, self._not_before - self._clock())
+            # The event loop rounds to milliseconds, and a timer that is early would be begun again and again.
+            pause = ceil(1000 * max(0.0, self._not_before - self._clock())) / 1000
             self._timer = asyncio.get_running_loop().call_later(pause, self._after_pause)
 
     def _after_pause(self) -> None:
