@@ -39,8 +39,6 @@ TRIM = "{{ ('a' * 400000) | trim('b' * 400000 ~ 'a') }}"
 HOSTILE = {
     "a text is doubled": doubled("{% set ns.x = ns.x ~ ns.x %}", "messages[0].content"),
     "a list is doubled": doubled("{% set ns.x = ns.x + ns.x %}", "[1]"),
-    "lists of lists": doubled("{% set ns.x = [ns.x, ns.x] %}", "[1]"),
-    "lists as json": doubled("{% set ns.x = [ns.x, ns.x] %}", "[1]") + "{{ ns.x | tojson }}",
     "an indent": "{{ [1, [2]] | tojson(indent=1000000000) }}",
     "a product": "{{ 'x' * 9999999999 }}",
     "a trim": TRIM,
