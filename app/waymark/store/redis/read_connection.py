@@ -256,7 +256,7 @@ class ReadConnection(asyncio.Protocol):
                 except errors.RedisError as exc:
                     error = exc.with_traceback(None)  # which would keep the request alive in a cycle
             request.end(answer, error)
-            if isinstance(error, errors.InvalidResponse):
+            if error is not None and isinstance(error, errors.InvalidResponse):  # a start imports no errors
                 raise errors.InvalidResponse(*error.args)
         if parser.has_data():
             raise errors.InvalidResponse("more replies than commands")
