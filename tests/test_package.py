@@ -96,11 +96,16 @@ def metadata_of(tree: Path, directory: Path) -> str:
     return found.read_text(encoding="utf-8")
 
 
+def unpack(sdist: Path, directory: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have it
+        archive.extractall(directory)
+
+
 def test_what_has_no_public_address_is_not_published(built: Path, tmp_path: Path) -> None:
     """With an address the package has Project-URLs, and every link of its README is absolute."""
     (sdist,) = built.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(sdist, tmp_path)
     (tree,) = tmp_path.glob("waymark-*")
     (tree / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "publishable.py", tree / "scripts")
@@ -235,8 +240,7 @@ def sources_of(tree: Path) -> dict[str, bytes]:
 
 def test_a_wheel_of_the_sdist_is_the_wheel_of_the_checkout(built: Path, tmp_path: Path) -> None:
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(sdist, tmp_path)
     (root,) = tmp_path.iterdir()
     names = sorted(zipfile.ZipFile(wheel).namelist())
     assert sources_of(root) == sources_of(ROOT)

@@ -352,7 +352,8 @@ def source(name: str, python: Path, directory: Path) -> Path:
           "--dest", str(directory)])  # fmt: skip
     archive = directory / f"{name}-{version}.tar.gz"
     with tarfile.open(archive) as files:
-        files.extractall(directory, filter="data")
+        files.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and later have it
+        files.extractall(directory)
     return directory / archive.name.removesuffix(".tar.gz")
 
 
