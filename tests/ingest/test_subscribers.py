@@ -147,13 +147,13 @@ class Played:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory, self.free, self.now, self.given = 2**30, 0, 0.0, list[float]()
-        monkeypatch.setattr(module, "process_memory", lambda: self.memory)
-        monkeypatch.setattr(module, "give_back_memory", self.give_back)
+        monkeypatch.setattr(unfinished, "process_memory", lambda: self.memory)
+        monkeypatch.setattr(unfinished, "give_back_memory", self.give_back)
         monkeypatch.setattr(module, "time", self)
         monkeypatch.setattr(asyncio, "to_thread", self.at_once)
         self.maps_long_blocks = False
-        monkeypatch.setattr(module, "map_long_blocks", lambda: setattr(self, "maps_long_blocks", True))
-        monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(unfinished, "map_long_blocks", lambda: setattr(self, "maps_long_blocks", True))
+        monkeypatch.setattr(unfinished, "LOOK_SECONDS", 0.0)
 
     def monotonic(self) -> float:
         self.now += 0.05
@@ -256,7 +256,7 @@ async def test_connections_are_looked_at_while_memory_is_given_back(
 ) -> None:
     looks, release = list[float](), Event()
     monkeypatch.setattr(asyncio, "to_thread", IN_A_THREAD)
-    monkeypatch.setattr(module, "give_back_memory", release.wait)
+    monkeypatch.setattr(unfinished, "give_back_memory", release.wait)
     monkeypatch.setattr(Subscribers, "check", lambda _, memory, now: looks.append(now))
     played.memory += 2**27
     try:
