@@ -151,10 +151,12 @@ class Worker:
                 tasks.create_task(self._overdue.keep_ending())
                 tasks.create_task(self.poller.keep_polling(tasks))
         finally:
-            await self._scraper.close()
-            await self._asker.close()
-            await self._leave()
-            context.term()
+            try:
+                await self._scraper.close()
+                await self._asker.close()
+                await self._leave()
+            finally:  # before Python 3.11.4 a timeout in a cancelled task is another cancellation
+                context.term()
 
     async def _leave(self) -> None:
         try:
