@@ -15,7 +15,7 @@ from waymark.domain.names import GroupName
 from waymark.domain.packing import pack
 from waymark.domain.rows import PIECE_BLOCKS
 from waymark.store.chain import PackedKeys
-from waymark.store.hot import HOLDERS_MIN, HotRows
+from waymark.store.hot import HOLDERS_MIN, HotRows, crowd_blocks
 from waymark.store.quick import FirstPortions, KnownPlans, KnownRuns, QuickPlan, QuickRead, Start
 from waymark.store.reader import Reader
 from waymark.store.steps import finished
@@ -257,3 +257,9 @@ def test_a_large_portion_follows_matches_of_a_whole_small_one() -> None:
     assert portions.pieces(7) == 16
     portions.remember(7, 200, 127)
     assert portions.pieces(7) == 4
+
+
+def test_the_blocks_of_all_runs_of_a_crowd_count() -> None:
+    crowd = b" ".join(b"%d" % holder for holder in range(1, HOLDERS_MIN + 1))
+    fewer = crowd.rpartition(b" ")[0]
+    assert crowd_blocks([(crowd, 2), (fewer, 5), (crowd, 3)]) == 5
