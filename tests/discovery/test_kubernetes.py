@@ -884,7 +884,8 @@ async def test_pods_are_annotated_with_the_worth_of_their_caches_if_it_changes(
     async def value(**tokens: int) -> None:
         worths = {f"serving/{name.replace('_', '-')}": [each, each, each, each, each] for name, each in tokens.items()}
         found = {"format": 1, "ended": 0.0, "seconds": 0.0, "share": 1.0, "decisions": 0, "worths": worths}
-        await store.scripts.keep_worth(
+        await store.scripts.run(
+            "keep_worth",
             valuing=keys.valuing(1),
             worth=keys.worth(1),
             walk="7" * 16,

@@ -66,7 +66,7 @@ async def test_redis_is_away_while_a_gap_is_filled(bench: Bench, monkeypatch: py
     """In the middle of the copy, and at each change of the staged life: the call, or only its reply, is lost."""
     pod = await waiting_for_the_next_worker(bench)
     copies = refused = 0
-    keys_of, stage_life = Takeover.keys_of, Scripts.stage_life
+    keys_of, run = Takeover.keys_of, Scripts.run
 
     async def breaks_off(self: Takeover, *of: Any) -> AsyncIterator[list[int]]:
         nonlocal copies
@@ -76,18 +76,20 @@ async def test_redis_is_away_while_a_gap_is_filled(bench: Bench, monkeypatch: py
             if copies == 1:
                 raise StoreUnavailable("connection refused")
 
-    async def is_away(self: Scripts, **values: Any) -> Outcome:
+    async def is_away(self: Scripts, name: str, /, **values: Any) -> Outcome:
         nonlocal refused
+        if name != "stage_life":
+            return await run(self, name, **values)
         refused += 1
         if refused % 3 == 1:
             raise StoreUnavailable("connection refused")
-        outcome = await stage_life(self, **values)
+        outcome = await run(self, name, **values)
         if refused % 3 == 2:
             raise StoreUnavailable("the reply was lost")
         return outcome
 
     monkeypatch.setattr(Takeover, "keys_of", breaks_off)
-    monkeypatch.setattr(Scripts, "stage_life", is_away)
+    monkeypatch.setattr(Scripts, "run", is_away)
     worker = await bench.worker("worker-2", options=PATIENT)
     await is_filled(pod)
     assert (copies, refused) == (2, 3 * len(["begin", "drop", "begin", "take"]))

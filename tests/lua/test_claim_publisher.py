@@ -21,7 +21,8 @@ async def claim(
     scripts: Scripts, expected: bytes, registration: bytes, name: bytes = NAME, *, restores: str = "0"
 ) -> Verdict:
     return (
-        await scripts.claim_publisher(
+        await scripts.run(
+            "claim_publisher",
             publishers=keys.PUBLISHERS,
             unregistered=keys.UNREGISTERED,
             changes=keys.PUBLISHERS_CHANGES,
@@ -105,39 +106,88 @@ async def test_of_twenty_claims_at_once_one_stands(redis: Redis, scripts: Script
 
 async def test_a_group_keeps_its_id_and_shards_and_publishers_get_new_ones(scripts: Scripts) -> None:
     assert (
-        await scripts.new_ids(
-            groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
+        await scripts.run(
+            "new_ids",
+            groups=keys.GROUPS,
+            group=GROUP,
+            shards=1,
+            above=0,
+            publisher_above=0,
+            hash_seed=SEED,
+            format=keys.FORMAT,
         )
     ).numbers == (1, 1, 1)
     assert (
-        await scripts.new_ids(
-            groups=keys.GROUPS, group=LARGE, shards=3, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
+        await scripts.run(
+            "new_ids",
+            groups=keys.GROUPS,
+            group=LARGE,
+            shards=3,
+            above=0,
+            publisher_above=0,
+            hash_seed=SEED,
+            format=keys.FORMAT,
         )
     ).numbers == (2, 3, 2)
     assert (
-        await scripts.new_ids(
-            groups=keys.GROUPS, group=GROUP, shards=8, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
+        await scripts.run(
+            "new_ids",
+            groups=keys.GROUPS,
+            group=GROUP,
+            shards=8,
+            above=0,
+            publisher_above=0,
+            hash_seed=SEED,
+            format=keys.FORMAT,
         )
     ).numbers == (1, 1, 3)
 
 
 async def test_a_group_whose_id_was_anothers_gets_one_above_it(redis: Redis, scripts: Scripts) -> None:
-    await scripts.new_ids(
-        groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
+    await scripts.run(
+        "new_ids",
+        groups=keys.GROUPS,
+        group=GROUP,
+        shards=1,
+        above=0,
+        publisher_above=0,
+        hash_seed=SEED,
+        format=keys.FORMAT,
     )
     assert (
-        await scripts.new_ids(
-            groups=keys.GROUPS, group=GROUP, shards=2, above=6, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
+        await scripts.run(
+            "new_ids",
+            groups=keys.GROUPS,
+            group=GROUP,
+            shards=2,
+            above=6,
+            publisher_above=0,
+            hash_seed=SEED,
+            format=keys.FORMAT,
         )
     ).numbers == (7, 2, 2)
     assert (
-        await scripts.new_ids(
-            groups=keys.GROUPS, group=GROUP, shards=3, above=6, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
+        await scripts.run(
+            "new_ids",
+            groups=keys.GROUPS,
+            group=GROUP,
+            shards=3,
+            above=6,
+            publisher_above=0,
+            hash_seed=SEED,
+            format=keys.FORMAT,
         )
     ).numbers == (7, 2, 3)
     assert (
-        await scripts.new_ids(
-            groups=keys.GROUPS, group=LARGE, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
+        await scripts.run(
+            "new_ids",
+            groups=keys.GROUPS,
+            group=LARGE,
+            shards=1,
+            above=0,
+            publisher_above=0,
+            hash_seed=SEED,
+            format=keys.FORMAT,
         )
     ).numbers == (8, 1, 4)
     assert await hgetall(redis, keys.GROUPS) == {
@@ -152,36 +202,64 @@ async def test_a_group_whose_id_was_anothers_gets_one_above_it(redis: Redis, scr
 
 async def test_a_publisher_whose_id_was_anothers_gets_one_above_it(redis: Redis, scripts: Scripts) -> None:
     assert (
-        await scripts.new_ids(
-            groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=41, hash_seed=SEED, format=keys.FORMAT
+        await scripts.run(
+            "new_ids",
+            groups=keys.GROUPS,
+            group=GROUP,
+            shards=1,
+            above=0,
+            publisher_above=41,
+            hash_seed=SEED,
+            format=keys.FORMAT,
         )
     ).numbers == (1, 1, 42)
     assert (
-        await scripts.new_ids(
-            groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=5, hash_seed=SEED, format=keys.FORMAT
+        await scripts.run(
+            "new_ids",
+            groups=keys.GROUPS,
+            group=GROUP,
+            shards=1,
+            above=0,
+            publisher_above=5,
+            hash_seed=SEED,
+            format=keys.FORMAT,
         )
     ).numbers == (1, 1, 43)
 
 
 async def test_the_first_hash_seed_stays(redis: Redis, scripts: Scripts) -> None:
-    await scripts.new_ids(
-        groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
+    await scripts.run(
+        "new_ids",
+        groups=keys.GROUPS,
+        group=GROUP,
+        shards=1,
+        above=0,
+        publisher_above=0,
+        hash_seed=SEED,
+        format=keys.FORMAT,
     )
-    await scripts.new_ids(
-        groups=keys.GROUPS, group=LARGE, shards=1, above=0, publisher_above=0, hash_seed=1337, format=keys.FORMAT
+    await scripts.run(
+        "new_ids",
+        groups=keys.GROUPS,
+        group=LARGE,
+        shards=1,
+        above=0,
+        publisher_above=0,
+        hash_seed=1337,
+        format=keys.FORMAT,
     )
     assert await redis.hget(keys.GROUPS, "hash_seed") == b"18446744073709551615"
 
 
 async def test_ids_that_were_forgotten_are_known_again_and_come_not_twice(redis: Redis, scripts: Scripts) -> None:
-    assert await scripts.keep_ids(
-        groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=30, format=keys.FORMAT
+    assert await scripts.run(
+        "keep_ids", groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=30, format=keys.FORMAT
     ) == (
         Verdict.APPLIED,
         (7,),
     )
-    assert await scripts.keep_ids(
-        groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=12, format=keys.FORMAT
+    assert await scripts.run(
+        "keep_ids", groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=12, format=keys.FORMAT
     ) == (
         Verdict.APPLIED,
         (7,),
@@ -193,14 +271,21 @@ async def test_ids_that_were_forgotten_are_known_again_and_come_not_twice(redis:
         b"format": keys.FORMAT.encode(),
     }
     assert (
-        await scripts.new_ids(
-            groups=keys.GROUPS, group=LARGE, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
+        await scripts.run(
+            "new_ids",
+            groups=keys.GROUPS,
+            group=LARGE,
+            shards=1,
+            above=0,
+            publisher_above=0,
+            hash_seed=SEED,
+            format=keys.FORMAT,
         )
     ).numbers == (8, 1, 31)
 
     before = await hgetall(redis, keys.GROUPS)
-    assert await scripts.keep_ids(
-        groups=keys.GROUPS, group=LARGE, id=9, shards=2, publisher=50, format=keys.FORMAT
+    assert await scripts.run(
+        "keep_ids", groups=keys.GROUPS, group=LARGE, id=9, shards=2, publisher=50, format=keys.FORMAT
     ) == (
         Verdict.OTHER,
         (8,),
@@ -211,10 +296,19 @@ async def test_ids_that_were_forgotten_are_known_again_and_come_not_twice(redis:
 async def test_an_index_of_another_format_gets_no_ids(redis: Redis, scripts: Scripts) -> None:
     await redis.hset(keys.GROUPS, mapping={"last_group": "1", "format": "rows 32 64"})
     before = await hgetall(redis, keys.GROUPS)
-    new = await scripts.new_ids(
-        groups=keys.GROUPS, group=GROUP, shards=1, above=0, publisher_above=0, hash_seed=SEED, format=keys.FORMAT
+    new = await scripts.run(
+        "new_ids",
+        groups=keys.GROUPS,
+        group=GROUP,
+        shards=1,
+        above=0,
+        publisher_above=0,
+        hash_seed=SEED,
+        format=keys.FORMAT,
     )
-    kept = await scripts.keep_ids(groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=30, format=keys.FORMAT)
+    kept = await scripts.run(
+        "keep_ids", groups=keys.GROUPS, group=GROUP, id=7, shards=2, publisher=30, format=keys.FORMAT
+    )
     assert new.verdict is kept.verdict is Verdict.OTHER
     assert await hgetall(redis, keys.GROUPS) == before
     await redis.delete(keys.GROUPS)  # the key table has this format only

@@ -19,7 +19,8 @@ NAME = b'["pod-1","t",0]'
 async def begin(
     scripts: Scripts, group: bytes, row: bytes = b'{"row":1}', *, target: bytes = b"", version: str = "a" * 16
 ) -> Verdict:
-    outcome = await scripts.begin_publisher(
+    outcome = await scripts.run(
+        "begin_publisher",
         holders=keys.holders(1),
         record=keys.record(1, 1),
         publisher=1,
@@ -48,7 +49,8 @@ async def test_a_publisher_begins_with_a_record_and_a_row(redis: Redis, scripts:
 async def test_a_record_of_another_publisher_is_left_alone(redis: Redis, scripts: Scripts) -> None:
     await begin(scripts, b'["t","m"]')
     before = await snapshot(redis)
-    outcome = await scripts.begin_publisher(
+    outcome = await scripts.run(
+        "begin_publisher",
         holders=keys.holders(1),
         record=keys.record(1, 1),
         publisher=1,

@@ -44,7 +44,8 @@ async def called(
 ) -> Outcome:
     """The script as it is, for the holders of these names."""
     holders = [word for name in begin for word in (name, '{"a":1}')]
-    return await scripts.new_life(
+    return await scripts.run(
+        "new_life",
         holders=keys.holders(1),
         record=stream.grant.record,
         fence=keys.fence(1, 0),

@@ -68,8 +68,8 @@ async def test_what_was_renewed_meanwhile_is_not_dropped(store: Store) -> None:
     last = (await store.client.several([("ZRANGE", "wm:{1}:placements", 0, 0, "WITHSCORES")]))[0]
     score = float(last[0][1] if isinstance(last[0], list | tuple) else last[1])
     await place(store, range(1), ms=HOUR)
-    outcome = await store.scripts.drop_placements(
-        placements="wm:{1}:placements", placement=names, before=f"{score:.0f}"
+    outcome = await store.scripts.run(
+        "drop_placements", placements="wm:{1}:placements", placement=names, before=f"{score:.0f}"
     )
     assert outcome.numbers == (1,)
     assert await holders(store, range(2)) == [{"a"}, set()]
@@ -80,23 +80,23 @@ async def test_a_block_has_a_bound_of_holders_and_those_whose_time_is_over_make_
 ) -> None:
     name = ["wm:{1}:placement:0000000000000007"]
     for holder, ms in (("a", 1), ("b", HOUR)):
-        await store.scripts.place(
-            placements="wm:{1}:placements", placement=name, holder=holder, milliseconds=ms, holders_max=2
+        await store.scripts.run(
+            "place", placements="wm:{1}:placements", placement=name, holder=holder, milliseconds=ms, holders_max=2
         )
 
     async def has_room() -> bool:
-        await store.scripts.place(
-            placements="wm:{1}:placements", placement=name, holder="c", milliseconds=HOUR, holders_max=2
+        await store.scripts.run(
+            "place", placements="wm:{1}:placements", placement=name, holder="c", milliseconds=HOUR, holders_max=2
         )
         return await redis.hkeys(name[0]) == [b"b", b"c"]
 
     await wait_until(has_room, "the first one is over")
-    await store.scripts.place(
-        placements="wm:{1}:placements", placement=name, holder="d", milliseconds=HOUR, holders_max=2
+    await store.scripts.run(
+        "place", placements="wm:{1}:placements", placement=name, holder="d", milliseconds=HOUR, holders_max=2
     )
     assert await redis.hkeys(name[0]) == [b"b", b"c"]
-    await store.scripts.place(
-        placements="wm:{1}:placements", placement=name, holder="b", milliseconds=HOUR, holders_max=2
+    await store.scripts.run(
+        "place", placements="wm:{1}:placements", placement=name, holder="b", milliseconds=HOUR, holders_max=2
     )
     assert speculative._HOLDERS_MAX > 2
 
@@ -127,25 +127,18 @@ async def test_a_call_looks_at_few_fields_and_the_next_goes_on_from_there(store:
         await place(store, range(10), holder)
     await place(store, range(10, 20), "b")
     names = [f"wm:{{1}}:placement:{n:016x}" for n in range(20)]
-    assert await store.scripts.match_placements(dropped=DROPPED, placement=names, fields_max=7, holder=[]) == (
-        3,
-        {"a": 3, "b": 3, "c": 3},
-    )
-    assert await store.scripts.match_placements(
-        dropped=DROPPED, placement=names[3:], fields_max=22, holder=list("abc")
-    ) == (
-        8,
-        {"a": 7, "b": 8, "c": 7},
-    )
-    assert await store.scripts.match_placements(dropped=DROPPED, placement=names[11:], fields_max=22, holder=["b"]) == (
-        9,
-        {"b": 9},
-    )
+
+    async def matches(placement: list[str], fields_max: int, holder: str = "") -> tuple[int, dict[bytes, int]]:
+        _, count, found = await store.scripts.reply(
+            "match_placements", dropped=DROPPED, placement=placement, fields_max=fields_max, holder=list(holder)
+        )
+        return count, dict(zip(found[::2], found[1::2], strict=True))
+
+    assert await matches(names, 7) == (3, {b"a": 3, b"b": 3, b"c": 3})
+    assert await matches(names[3:], 22, "abc") == (8, {b"a": 7, b"b": 8, b"c": 7})
+    assert await matches(names[11:], 22, "b") == (9, {b"b": 9})
     # More holders than one call looks at, which only another program can have written: those are left out.
-    assert await store.scripts.match_placements(dropped=DROPPED, placement=names, fields_max=2, holder=[]) == (
-        1,
-        {"a": 1, "b": 1},
-    )
+    assert await matches(names, 2) == (1, {b"a": 1, b"b": 1})
 
 
 async def test_what_others_wrote_under_the_name_of_a_block_has_no_holders(store: Store, redis: Redis) -> None:

@@ -25,29 +25,32 @@ A, B = "a" * 16, "b" * 16
 async def test_a_token_meets_a_fence_at_ten(
     redis: Redis, scripts: Scripts, token: str, verdict: Verdict, counter: int, stands: str
 ) -> None:
-    assert await scripts.raise_fence(fence=FENCE, publisher=1, token=f"10.{A}", first="") == (
+    assert await scripts.run("raise_fence", fence=FENCE, publisher=1, token=f"10.{A}", first="") == (
         Verdict.APPLIED,
         (10, 0, 0, 0),
     )
-    assert await scripts.raise_fence(fence=FENCE, publisher=1, token=token, first="") == (verdict, (counter, 0, 0, 0))
+    assert await scripts.run("raise_fence", fence=FENCE, publisher=1, token=token, first="") == (
+        verdict,
+        (counter, 0, 0, 0),
+    )
     assert await hgetall(redis, FENCE) == {b"1": stands.encode()}
 
 
 async def test_publishers_have_fences_of_their_own(redis: Redis, scripts: Scripts) -> None:
-    await scripts.raise_fence(fence=FENCE, publisher=1, token=f"10.{A}", first="")
-    assert (await scripts.raise_fence(fence=FENCE, publisher=2, token=f"1.{B}", first="")).is_applied
+    await scripts.run("raise_fence", fence=FENCE, publisher=1, token=f"10.{A}", first="")
+    assert (await scripts.run("raise_fence", fence=FENCE, publisher=2, token=f"1.{B}", first="")).is_applied
     assert await hgetall(redis, FENCE) == {b"1": f"10.{A}".encode(), b"2": f"1.{B}".encode()}
 
 
 @pytest.mark.parametrize("token", [f"10.{A}", f"1.{B}"], ids=["let-in", "refused"])
 async def test_the_reply_names_the_highest_holder_seen(redis: Redis, scripts: Scripts, token: str) -> None:
-    await scripts.raise_fence(fence=FENCE, publisher=1, token=f"9.{A}", first="")
+    await scripts.run("raise_fence", fence=FENCE, publisher=1, token=f"9.{A}", first="")
     await redis.hset(FENCE, "holder", "41")
-    assert (await scripts.raise_fence(fence=FENCE, publisher=1, token=token, first="")).numbers[1] == 41
+    assert (await scripts.run("raise_fence", fence=FENCE, publisher=1, token=token, first="")).numbers[1] == 41
 
 
 async def test_a_dropped_fence_is_gone_and_can_be_dropped_again(redis: Redis, scripts: Scripts) -> None:
-    await scripts.raise_fence(fence=FENCE, publisher=1, token=f"1.{A}", first="")
+    await scripts.run("raise_fence", fence=FENCE, publisher=1, token=f"1.{A}", first="")
     for _ in range(2):
-        assert await scripts.drop_fence(fence=FENCE, publisher=1, token=f"1.{A}") == (Verdict.APPLIED, (0,))
+        assert await scripts.run("drop_fence", fence=FENCE, publisher=1, token=f"1.{A}") == (Verdict.APPLIED, (0,))
         assert await snapshot(redis) == {}

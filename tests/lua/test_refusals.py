@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -25,7 +25,8 @@ PREFIXES = {"prefixes": keys.opaque_prefixes(1), "hot": keys.opaque_prefixes(1, 
 Call = Callable[[Scripts, str], Awaitable[Outcome]]
 
 CALLS: dict[str, Call] = {
-    "apply_prefixes": lambda scripts, token: scripts.apply_prefixes(
+    "apply_prefixes": lambda scripts, token: scripts.run(
+        "apply_prefixes",
         record=RECORD,
         fence=FENCE,
         **PREFIXES,
@@ -38,7 +39,8 @@ CALLS: dict[str, Call] = {
         warm_holder=2,
         change=["hot", 5],
     ),
-    "commit_batch": lambda scripts, token: scripts.commit_batch(
+    "commit_batch": lambda scripts, token: scripts.run(
+        "commit_batch",
         record=RECORD,
         fence=FENCE,
         publisher=1,
@@ -51,9 +53,10 @@ CALLS: dict[str, Call] = {
         shards=[1, 5],
         event=[1, 1],
     ),
-    "drop_fence": lambda scripts, token: scripts.drop_fence(fence=FENCE, publisher=1, token=token),
-    "drop_lease": lambda scripts, token: scripts.drop_lease(lease=LEASE, record=RECORD, token=token),
-    "end_publisher": lambda scripts, token: scripts.end_publisher(
+    "drop_fence": lambda scripts, token: scripts.run("drop_fence", fence=FENCE, publisher=1, token=token),
+    "drop_lease": lambda scripts, token: scripts.run("drop_lease", lease=LEASE, record=RECORD, token=token),
+    "end_publisher": lambda scripts, token: scripts.run(
+        "end_publisher",
         holders=HOLDERS,
         record=RECORD,
         lease=LEASE,
@@ -66,8 +69,10 @@ CALLS: dict[str, Call] = {
         token=token,
         version=WORD,
         only="",
+        holder=(),
     ),
-    "keep_hashes": lambda scripts, token: scripts.keep_hashes(
+    "keep_hashes": lambda scripts, token: scripts.run(
+        "keep_hashes",
         record=RECORD,
         fence=FENCE,
         hashes=keys.hashes(1),
@@ -81,13 +86,22 @@ CALLS: dict[str, Call] = {
         milliseconds=9000,
         entry=BLOCK,
     ),
-    "keep_singles": lambda scripts, token: scripts.keep_singles(
-        holders=HOLDERS, record=RECORD, fence=FENCE, publisher=1, token=token, calls=0, version=WORD
+    "keep_singles": lambda scripts, token: scripts.run(
+        "keep_singles", holders=HOLDERS, record=RECORD, fence=FENCE, publisher=1, token=token, calls=0, version=WORD
     ),
-    "mark_publisher": lambda scripts, token: scripts.mark_publisher(
-        holders=HOLDERS, record=RECORD, fence=FENCE, publisher=1, token=token, calls=0, row=b'{"a":1}', version=WORD
+    "mark_publisher": lambda scripts, token: scripts.run(
+        "mark_publisher",
+        holders=HOLDERS,
+        record=RECORD,
+        fence=FENCE,
+        publisher=1,
+        token=token,
+        calls=0,
+        row=b'{"a":1}',
+        version=WORD,
     ),
-    "new_life": lambda scripts, token: scripts.new_life(
+    "new_life": lambda scripts, token: scripts.run(
+        "new_life",
         holders=HOLDERS,
         record=RECORD,
         fence=FENCE,
@@ -102,15 +116,29 @@ CALLS: dict[str, Call] = {
         life=WORD,
         begin=["0 CPU", '{"a":1}'],
     ),
-    "note_entries": lambda scripts, token: scripts.note_entries(
-        entries=ENTRIES, record=RECORD, publisher=1, token=token, max=9, milliseconds=500, cut="", value="2 5:2"
+    "note_entries": lambda scripts, token: scripts.run(
+        "note_entries",
+        entries=ENTRIES,
+        record=RECORD,
+        publisher=1,
+        token=token,
+        max=9,
+        milliseconds=500,
+        cut="",
+        value="2 5:2",
     ),
-    "raise_fence": lambda scripts, token: scripts.raise_fence(fence=FENCE, publisher=1, token=token, first=""),
-    "renew_leases": lambda scripts, token: scripts.renew_leases(
-        lease=[LEASE], record=[RECORD], milliseconds=1000, token=[token]
+    "raise_fence": lambda scripts, token: scripts.run("raise_fence", fence=FENCE, publisher=1, token=token, first=""),
+    "renew_leases": lambda scripts, token: scripts.run(
+        "renew_leases", lease=[LEASE], record=[RECORD], milliseconds=1000, token=[token]
     ),
-    "write_record": lambda scripts, token: scripts.write_record(
-        record=RECORD, fence=FENCE, publisher=1, token=token, calls=0, field=["status", "x", "flags", ""]
+    "write_record": lambda scripts, token: scripts.run(
+        "write_record",
+        record=RECORD,
+        fence=FENCE,
+        publisher=1,
+        token=token,
+        calls=0,
+        field=["status", "x", "flags", ""],
     ),
 }
 COUNTED = (
@@ -192,6 +220,6 @@ async def test_after_a_loss_nothing_is_written(redis: Redis, stream: Stream, nam
 class Behind(Scripts):
     """The caller knows of one call, of a publisher whose calls nobody has counted here."""
 
-    async def _run(self, name: str, values: Mapping[str, Any]) -> Outcome:
+    async def run(self, name: str, /, **values: Any) -> Outcome:
         assert values["calls"] == 0, "the calls that the shard has acknowledged"
-        return await super()._run(name, {**values, "calls": 1})
+        return await super().run(name, **{**values, "calls": 1})

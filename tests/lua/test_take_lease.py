@@ -16,7 +16,8 @@ A, B, C = "a" * 16, "b" * 16, "c" * 16
 
 @pytest.fixture(autouse=True)
 async def publisher(scripts: Scripts) -> None:
-    await scripts.begin_publisher(
+    await scripts.run(
+        "begin_publisher",
         holders=keys.holders(1),
         record=RECORD,
         publisher=1,
@@ -32,7 +33,8 @@ async def publisher(scripts: Scripts) -> None:
 async def take(
     scripts: Scripts, random: str, *, own: str = "", milliseconds: int = 60_000, above: int = 0, force: str = ""
 ) -> Outcome:
-    return await scripts.take_lease(
+    return await scripts.run(
+        "take_lease",
         lease=LEASE,
         record=RECORD,
         own=own,
@@ -46,7 +48,9 @@ async def take(
 
 async def renew(scripts: Scripts, token: str, *, milliseconds: int = 60_000) -> int:
     """Return the state of the one lease that is renewed."""
-    outcome = await scripts.renew_leases(lease=[LEASE], record=[RECORD], milliseconds=milliseconds, token=[token])
+    outcome = await scripts.run(
+        "renew_leases", lease=[LEASE], record=[RECORD], milliseconds=milliseconds, token=[token]
+    )
     (state,) = outcome.numbers
     assert outcome.is_applied is (state > 0)
     return state
@@ -124,7 +128,7 @@ async def test_one_that_ran_out_is_taken_up_again_if_nobody_has_taken_it(redis: 
 async def test_one_that_somebody_else_took_and_gave_back_is_lost(redis: Redis, scripts: Scripts) -> None:
     await take(scripts, A)
     await take(scripts, B, force="1")
-    await scripts.drop_lease(lease=LEASE, record=RECORD, token=f"2.{B}")
+    await scripts.run("drop_lease", lease=LEASE, record=RECORD, token=f"2.{B}")
     assert await renew(scripts, f"1.{A}") == 0
     assert await is_free(redis)
 
@@ -132,7 +136,7 @@ async def test_one_that_somebody_else_took_and_gave_back_is_lost(redis: Redis, s
 async def test_one_that_was_dropped_is_not_taken_up_again(redis: Redis, scripts: Scripts) -> None:
     """A renewal of all leases of a worker may be on its way when one of the streams ends."""
     await take(scripts, A)
-    await scripts.drop_lease(lease=LEASE, record=RECORD, token=f"1.{A}")
+    await scripts.run("drop_lease", lease=LEASE, record=RECORD, token=f"1.{A}")
     before = await snapshot(redis)
     assert await renew(scripts, f"1.{A}") == 0
     assert await snapshot(redis) == before
@@ -143,7 +147,8 @@ async def test_of_many_those_of_the_caller_are_renewed(redis: Redis, scripts: Sc
     await take(scripts, A, milliseconds=5_000)
     others = [keys.lease(1, number) for number in (2, 3)], [keys.record(1, number) for number in (2, 3)]
     await redis.hset(others[1][0], "token", f"1.{B}")
-    outcome = await scripts.renew_leases(
+    outcome = await scripts.run(
+        "renew_leases",
         lease=[others[0][0], LEASE, others[0][1]],
         record=[others[1][0], RECORD, others[1][1]],
         milliseconds=90_000,
@@ -156,7 +161,7 @@ async def test_of_many_those_of_the_caller_are_renewed(redis: Redis, scripts: Sc
 
 async def test_a_dropped_one_is_free_and_nobodys(redis: Redis, scripts: Scripts) -> None:
     await take(scripts, A)
-    assert await scripts.drop_lease(lease=LEASE, record=RECORD, token=f"1.{A}") == (Verdict.APPLIED, (0,))
+    assert await scripts.run("drop_lease", lease=LEASE, record=RECORD, token=f"1.{A}") == (Verdict.APPLIED, (0,))
     assert await is_free(redis)
     assert b"worker" not in await hgetall(redis, RECORD)
     assert await take(scripts, B) == (Verdict.APPLIED, (2,))
@@ -164,8 +169,8 @@ async def test_a_dropped_one_is_free_and_nobodys(redis: Redis, scripts: Scripts)
 
 async def test_dropping_twice_leaves_the_next_one_alone(redis: Redis, scripts: Scripts) -> None:
     await take(scripts, A)
-    await scripts.drop_lease(lease=LEASE, record=RECORD, token=f"1.{A}")
+    await scripts.run("drop_lease", lease=LEASE, record=RECORD, token=f"1.{A}")
     await take(scripts, B)
     before = await snapshot(redis)
-    assert (await scripts.drop_lease(lease=LEASE, record=RECORD, token=f"1.{A}")).verdict is Verdict.FENCED
+    assert (await scripts.run("drop_lease", lease=LEASE, record=RECORD, token=f"1.{A}")).verdict is Verdict.FENCED
     assert await snapshot(redis) == before

@@ -205,8 +205,8 @@ class Recorder(Scripts):
         super().__init__(client)
         self.replies: list[tuple[str, Outcome]] = []
 
-    async def _run(self, name: str, values: Mapping[str, Any]) -> Outcome:
-        outcome = await super()._run(name, values)
+    async def run(self, name: str, /, **values: Any) -> Outcome:
+        outcome = await super().run(name, **values)
         self.replies.append((name, outcome))
         return outcome
 

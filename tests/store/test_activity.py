@@ -106,7 +106,7 @@ async def test_an_unregistered_publisher_is_noted_though_the_last_reply_was_lost
 async def test_the_stream_is_trimmed_to_about_its_length(redis_url: str) -> None:
     store = Store.open(redis_url)
     for _ in range(20):
-        await store.scripts.note_activity(activity=keys.ACTIVITY, length=200, entry=[b'{"kind":"x"}'] * 100)
+        await store.scripts.run("note_activity", activity=keys.ACTIVITY, length=200, entry=[b'{"kind":"x"}'] * 100)
     kept = len(await store.activity.newest(activity.LENGTH))
     assert 200 <= kept < 500, "Redis trims whole nodes of about 100 entries"
     await store.close()

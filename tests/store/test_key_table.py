@@ -155,7 +155,8 @@ async def unmarked(grant: Grant, store: Store) -> None:
 
 
 async def write(store: Store, grant: Grant, name: str, value: str) -> None:
-    await store.scripts.write_record(
+    await store.scripts.run(
+        "write_record",
         record=grant.record,
         fence=keys.fence(grant.group_id, 0),
         publisher=grant.publisher,
@@ -199,7 +200,8 @@ async def publish_and_unregister(stream: Stream) -> None:
     beside = await store.reservations.reserve(grant.group_id, [Offer(other.grant.publisher, 5)], ReservationTerms(9))
     assert beside.reservation is not None
     await store.reservations.release([beside.reservation], ReservationPart.OK)
-    await store.scripts.add_counts(
+    await store.scripts.run(
+        "add_counts",
         counts=keys.COUNTS,
         seen=keys.SEEN,
         writer=keys.counted("0" * 16),
@@ -214,7 +216,8 @@ async def publish_and_unregister(stream: Stream) -> None:
     await store.prefixes.apply(grant, gpu, disk, [PrefixChange(prefix_key("b"), Change.WARM)], ttl_seconds=HOUR_SECONDS)
 
     await place(store, redis, grant.group_id)
-    await store.scripts.keep_decisions(
+    await store.scripts.run(
+        "keep_decisions",
         decisions=keys.decisions(grant.group_id),
         length=10,
         keep_ms=HOUR_SECONDS * 1000,
@@ -241,8 +244,8 @@ async def publish_and_unregister(stream: Stream) -> None:
     await store.leases.forget_told(replace(grant, calls={}))
     await store.registry.unregister([grant.claim.registration.name])
     group_id = grant.group_id
-    await store.scripts.end_lost(
-        holders=keys.holders(group_id), record=grant.record, dead=keys.dead(group_id), holder=left
+    await store.scripts.run(
+        "end_lost", holders=keys.holders(group_id), record=grant.record, dead=keys.dead(group_id), holder=left
     )
     while (holder := await store.sweeper.pick(stream.entry)) is not None:
         async for _ in store.sweeper.steps(stream.entry, holder):
@@ -293,7 +296,9 @@ async def place(store: Store, redis: Redis, group_id: int) -> None:
     await store.placements.place(group_id, [1, 2], "http://a:1", milliseconds=HOUR_SECONDS * 1000, blocks_max=1)
     await store.placements.match(group_id, [1, 2], until=asyncio.get_running_loop().time() + HOUR_SECONDS)
     all_of, block = keys.placements(group_id), keys.placement(group_id, "7" * 16)
-    await store.scripts.place(placements=all_of, placement=[block], holder="http://a:1", milliseconds=1, holders_max=2)
+    await store.scripts.run(
+        "place", placements=all_of, placement=[block], holder="http://a:1", milliseconds=1, holders_max=2
+    )
 
     async def is_gone() -> bool:
         return not await redis.exists(block)
@@ -301,7 +306,8 @@ async def place(store: Store, redis: Redis, group_id: int) -> None:
     await wait_until(is_gone, "it has run out between two scripts")
 
     async def is_over() -> bool:
-        await store.scripts.place(
+        await store.scripts.run(
+            "place",
             placements=all_of,
             placement=[keys.placement(group_id, "8" * 16)],
             holder="http://a:1",
@@ -396,9 +402,11 @@ async def select(store: Store, redis: Redis) -> None:
     assert await store.selections.describe("7", WORKER, b"") is Verdict.APPLIED
     assert await store.selections.add_peer("http://peer:8091")
     assert await store.selections.remove_peer("http://peer:8091")
-    await store.scripts.keep_catalog(catalog=keys.ASKED, worker="2", before=b"", value=b"1", workers_max=10)  # long ago
+    await store.scripts.run(
+        "keep_catalog", catalog=keys.ASKED, worker="2", before=b"", value=b"1", workers_max=10
+    )  # long ago
     await store.hashes.asked.add([1])
-    await store.scripts.keep_catalog(catalog=keys.VALUED, worker="2", before=b"", value=b"1", workers_max=10)
+    await store.scripts.run("keep_catalog", catalog=keys.VALUED, worker="2", before=b"", value=b"1", workers_max=10)
     await store.valuations.asked.add([1])
     async for _ in store.valuations.walk(GroupEntry(1, 1), lease_seconds=HOUR_SECONDS):
         pass

@@ -219,7 +219,8 @@ async def test_an_opaque_prefix_that_was_removed_does_not_come_back(late: Late) 
     stream = late.stream
 
     async def change(kind: str) -> None:
-        outcome = await Scripts(late.client).apply_prefixes(
+        outcome = await Scripts(late.client).run(
+            "apply_prefixes",
             **stream.grant.fenced_call,
             prefixes=keys.opaque_prefixes(1),
             hot=keys.opaque_prefixes(1, 1),

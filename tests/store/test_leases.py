@@ -75,7 +75,9 @@ async def test_a_record_that_a_failover_set_back_does_not_bring_an_old_token_bac
     store: Store, redis: Redis, stream: Stream, shards: int
 ) -> None:
     """The last shard remembers more than the record: the new token goes above it."""
-    await store.scripts.raise_fence(fence=keys.fence(1, shards - 1), publisher=1, token="41." + "a" * 16, first="")
+    await store.scripts.run(
+        "raise_fence", fence=keys.fence(1, shards - 1), publisher=1, token="41." + "a" * 16, first=""
+    )
     await store.leases.drop(stream.grant)
     grant = await store.leases.take(stream.grant.claim, "worker-2", 60.0)
     assert grant is not None

@@ -119,8 +119,12 @@ async def test_a_fence_that_was_raised_too_late_is_dropped(
     other = await stream_of(store, redis, registration("pod-2"))
     await store.registry.unregister([stream.grant.claim.registration.name])
     for shard in range(shards):
-        await store.scripts.raise_fence(
-            fence=keys.fence(1, shard), publisher=stream.grant.publisher, token=stream.grant.token, first=""
+        await store.scripts.run(
+            "raise_fence",
+            fence=keys.fence(1, shard),
+            publisher=stream.grant.publisher,
+            token=stream.grant.token,
+            first="",
         )
     await searched(store, stream.entry)
     for shard in range(shards):

@@ -87,7 +87,7 @@ async def test_a_clearing_whose_reply_was_lost_says_the_same_again(store: Store)
     await keep(store, 0)
     names = {"answers": keys.ANSWERS, "kept": keys.ANSWERS_KEPT, "due": keys.ANSWERS_DUE}
     for verdict in ("applied", "repeated"):
-        outcome = await store.scripts.clear_answers(**names, nonce="0" * 16, name="")
+        outcome = await store.scripts.run("clear_answers", **names, nonce="0" * 16, name="")
         assert (outcome.verdict, outcome.numbers) == (verdict, (1,))
 
 
@@ -227,18 +227,18 @@ async def test_responses_whose_times_were_evicted_do_not_stay(store: Store, redi
 
 async def test_counts_whose_reply_was_lost_are_added_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("waymark.store.responses._FLUSH_SECONDS", 0.01)
-    add, losses = store.scripts.add_counts, 2
+    run, losses = store.scripts.run, 2
 
-    async def lose(**words: Any) -> Outcome:
+    async def lose(name: str, /, **values: Any) -> Outcome:
         nonlocal losses
-        outcome = await add(**words)
-        if losses:
+        outcome = await run(name, **values)
+        if losses and name == "add_counts":
             losses -= 1
             store.counts.add("kv_index.load", b"other", number=4)
             raise StoreUnavailable("the reply is lost")
         return outcome
 
-    monkeypatch.setattr(store.scripts, "add_counts", lose)
+    monkeypatch.setattr(store.scripts, "run", lose)
     store.counts.add("kv_index.load", b"key", number=3)
 
     async def are_added() -> bool:

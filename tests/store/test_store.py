@@ -56,7 +56,8 @@ async def test_a_failover_that_has_forgotten_it_gets_it_back(redis: Redis, redis
     claim = await store.directory.claim(of.name)
     assert claim is not None
     await redis.delete(keys.GROUPS)
-    await store.scripts.keep_ids(
+    await store.scripts.run(
+        "keep_ids",
         groups=keys.GROUPS,
         group=keys.group_field(of.group),
         id=claim.group_id,

@@ -89,7 +89,7 @@ class Activity:
         while self._waiting:
             entries = [self._waiting[index] for index in range(min(_PER_CALL, len(self._waiting)))]
             try:
-                await self._scripts.note_activity(activity=keys.ACTIVITY, length=LENGTH, entry=entries)
+                await self._scripts.run("note_activity", activity=keys.ACTIVITY, length=LENGTH, entry=entries)
             except StoreUnavailable as exc:
                 log.debug("activity not noted yet", extra=fields(error=exc.sentence))
                 await asyncio.sleep(_AGAIN_SECONDS)

@@ -93,7 +93,8 @@ class ClaimWriter:
 
     async def _new_ids(self, registration: Registration, group_above: int = 0, publisher_above: int = 0) -> Outcome:
         group = keys.group_field(registration.group)
-        return await self._scripts.new_ids(
+        return await self._scripts.run(
+            "new_ids",
             groups=keys.GROUPS,
             group=group,
             shards=self._shards,
@@ -198,7 +199,8 @@ class ClaimWriter:
         return None
 
     async def _begin(self, claim: Claim) -> Outcome:
-        return await self._scripts.begin_publisher(
+        return await self._scripts.run(
+            "begin_publisher",
             holders=keys.holders(claim.group_id),
             record=keys.record(claim.group_id, claim.publisher),
             publisher=claim.publisher,
@@ -224,7 +226,8 @@ class ClaimWriter:
             return True
         # After a failover ``wm:groups`` may lack these ids. Then queries would not find the group, and the ids would
         # be assigned again.
-        result = await self._scripts.keep_ids(
+        result = await self._scripts.run(
+            "keep_ids",
             groups=keys.GROUPS,
             group=group,
             id=claim.group_id,
@@ -255,7 +258,8 @@ class ClaimWriter:
         """Write the entry of a group without publishers again that Redis has lost, if it still has the group."""
         field = keys.group_field(group)
         if await self._client.hget(keys.holders(entry.group_id), "group") == field:
-            await self._scripts.keep_ids(
+            await self._scripts.run(
+                "keep_ids",
                 groups=keys.GROUPS,
                 group=field,
                 id=entry.group_id,
@@ -329,7 +333,8 @@ class ClaimWriter:
         return replace(claim, raw=raw) if is_set else None
 
     async def _write(self, name: PublisherName, expected: bytes, raw: bytes, *, is_restored: bool = False) -> bool:
-        outcome = await self._scripts.claim_publisher(
+        outcome = await self._scripts.run(
+            "claim_publisher",
             publishers=keys.PUBLISHERS,
             unregistered=keys.UNREGISTERED,
             changes=keys.PUBLISHERS_CHANGES,

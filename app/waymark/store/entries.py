@@ -56,7 +56,8 @@ class Entries:
         self, grant: Grant, blocks: Mapping[int, int], max_entries: int, cut: int | None = None
     ) -> tuple[GroupEntries, bool] | None:
         value = " ".join([str(sum(blocks.values())), *(f"{holder}:{n}" for holder, n in blocks.items())])
-        outcome = await self._scripts.note_entries(
+        outcome = await self._scripts.run(
+            "note_entries",
             entries=keys.entries(grant.group_id),
             record=grant.record,
             publisher=grant.publisher,

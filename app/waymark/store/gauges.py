@@ -37,7 +37,8 @@ class EngineGauges:
                 "adapters_max": gauges.adapters_max,
             }
         )
-        outcome = await self._scripts.note_gauges(
+        outcome = await self._scripts.run(
+            "note_gauges",
             record=keys.record(group_id, publisher),
             gauges=keys.gauges(group_id, publisher),
             milliseconds=milliseconds,

@@ -67,7 +67,8 @@ class AskedGroups:
         changes += [(name, b"") for name, asked in asked_at.items() if not self._is_recent(asked, now)]
         for name, value in changes:
             # If another process has noted the same meanwhile, no hash is lost.
-            await self._scripts.keep_catalog(
+            await self._scripts.run(
+                "keep_catalog",
                 catalog=self._key,
                 worker=name.decode(),
                 before=asked_at.get(name, b""),
@@ -112,7 +113,7 @@ class KeptHashes:
     async def keep_entries(self, entries: Sequence[Arg]) -> bool:
         """Keep up to ``CALL_ENTRIES`` blocks, given as words; False if fenced."""
         while True:
-            outcome = await self._scripts.keep_hashes(**self.values(entries))
+            outcome = await self._scripts.run("keep_hashes", **self.values(entries))
             if outcome.verdict is Verdict.FENCED:
                 return False
             self.heard(outcome.numbers[0])

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from waymark.store import keys
 from waymark.store.leases import random_nonce
+from waymark.store.parsing import lenient_text
 from waymark.store.scripts import Scripts
 
 
@@ -60,9 +61,9 @@ class Incarnation:
 
     async def read(self, scripts: Scripts) -> str:
         """Return the nonce of the whole Redis; another nonce later means that Redis came back empty."""
-        nonce = await scripts.name_birth(incarnation=keys.INCARNATION, nonce=random_nonce())
-        self.saw(keys.INCARNATION, nonce.encode())
-        return nonce
+        _, nonce = await scripts.reply("name_birth", incarnation=keys.INCARNATION, nonce=random_nonce())
+        self.saw(keys.INCARNATION, nonce)
+        return lenient_text(nonce)
 
     def forget(self) -> None:
         """Clear every cache."""

@@ -111,8 +111,8 @@ class Index:
 
     async def _commit(self, grant: Grant, commit: Commit | None, events: list[Arg]) -> Verdict:
         """Move the watermark, which is on shard 0. The other shards have applied their parts before."""
-        outcome = await self._scripts.commit_batch(
-            **grant.fenced_call, **commit_words(commit), shards=grant.moved_calls, event=events
+        outcome = await self._scripts.run(
+            "commit_batch", **grant.fenced_call, **commit_words(commit), shards=grant.moved_calls, event=events
         )
         if outcome.verdict is not Verdict.FENCED:
             grant.committed(outcome.numbers[-1])
@@ -191,7 +191,8 @@ class Index:
     ) -> Outcome:
         prefix = keys.block_prefix(grant.group_id, shard)
         call = partial(
-            self._scripts.apply_rows,
+            self._scripts.run,
+            "apply_rows",
             **self._words_of(grant, shard, prepared.holders, record),
             row=prepared.rows,
             **commit_words(commit),

@@ -280,8 +280,8 @@ class KeptDecisions:
                 self._written_at[group_id] = time.monotonic()
 
     async def _keep(self, group_id: int, words: Sequence[str | bytes]) -> None:
-        await self._scripts.keep_decisions(
-            decisions=keys.decisions(group_id), length=LENGTH, keep_ms=KEEP_MS, entry=words
+        await self._scripts.run(
+            "keep_decisions", decisions=keys.decisions(group_id), length=LENGTH, keep_ms=KEEP_MS, entry=words
         )
 
     async def _keep_trimming(self) -> None:

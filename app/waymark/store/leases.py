@@ -14,7 +14,7 @@ import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import Final, Protocol, TypedDict
+from typing import Any, Final, Protocol
 
 from waymark.base.errors import RecordDamaged, StoreUnavailable
 from waymark.base.record import record
@@ -80,16 +80,6 @@ class TakenLease:
     calls: dict[int, int]
     first_told: int
     """The highest number of calls of shard 0 that another shard was told of."""
-
-
-class FencedCall(TypedDict):
-    """Arguments of a script; see ``Grant.fenced_call``."""
-
-    record: str
-    fence: str
-    publisher: int
-    token: str
-    calls: int
 
 
 @record(frozen=True, slots=True)
@@ -173,7 +163,7 @@ class Grant:
         return keys.record(self.claim.group_id, self.claim.publisher)
 
     @property
-    def fenced_call(self) -> FencedCall:
+    def fenced_call(self) -> dict[str, Any]:
         """The arguments of a script that writes only while the worker has the stream; shard 0 also has the record."""
         return {
             "record": self.record,
@@ -219,7 +209,8 @@ class Leases:
         record, lease = keys.record(ids.group_id, ids.publisher), keys.lease(ids.group_id, ids.publisher)
         while True:
             random = random_nonce()
-            outcome = await self._scripts.take_lease(
+            outcome = await self._scripts.run(
+                "take_lease",
                 lease=lease,
                 record=record,
                 own=own,
@@ -259,8 +250,12 @@ class Leases:
         """
         outcomes = await asyncio.gather(
             *(
-                self._scripts.raise_fence(
-                    fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token=token, first=first
+                self._scripts.run(
+                    "raise_fence",
+                    fence=keys.fence(ids.group_id, shard),
+                    publisher=ids.publisher,
+                    token=token,
+                    first=first,
                 )
                 for shard in range(ids.shards)
             )
@@ -319,7 +314,8 @@ class Leases:
                 raise
 
     async def _renew(self, grants: Sequence[Grant], seconds: float) -> None:
-        outcome = await self._scripts.renew_leases(
+        outcome = await self._scripts.run(
+            "renew_leases",
             lease=[grant.lease for grant in grants],
             record=[grant.record for grant in grants],
             milliseconds=max(1, int(seconds * 1000)),
@@ -332,7 +328,7 @@ class Leases:
 
     async def drop(self, grant: Grant) -> None:
         """Release the lease, so that another worker can take it at once."""
-        outcome = await self._scripts.drop_lease(lease=grant.lease, record=grant.record, token=grant.token)
+        outcome = await self._scripts.run("drop_lease", lease=grant.lease, record=grant.record, token=grant.token)
         if outcome.verdict is Verdict.GONE:
             await self.forget(grant.claim)
 
@@ -344,7 +340,9 @@ class Leases:
         """
         await asyncio.gather(
             *(
-                self._scripts.drop_fence(fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token="")
+                self._scripts.run(
+                    "drop_fence", fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token=""
+                )
                 for shard in range(ids.shards)
             )
         )
@@ -362,7 +360,9 @@ class Leases:
         if not outcome.is_applied:
             return False
         for shard in range(ids.shards):
-            await self._scripts.drop_fence(fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token=token)
+            await self._scripts.run(
+                "drop_fence", fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token=token
+            )
         return True
 
     async def end_without_record(self, ids: PublisherIds) -> bool:
@@ -381,7 +381,8 @@ class Leases:
 
     async def _end(self, ids: PublisherIds, token: str, only: str, holders: Sequence[int] = ()) -> Outcome:
         group_id, publisher = ids.group_id, ids.publisher
-        return await self._scripts.end_publisher(
+        return await self._scripts.run(
+            "end_publisher",
             holders=keys.holders(group_id),
             record=keys.record(group_id, publisher),
             lease=keys.lease(group_id, publisher),
@@ -420,7 +421,8 @@ class SnapshotPlaces:
 
         ``socket`` is the digest of its endpoint. A repeated call with the same ``place`` takes one place.
         """
-        outcome = await self._scripts.hold_snapshot(
+        outcome = await self._scripts.run(
+            "hold_snapshot",
             snapshots=keys.SNAPSHOTS,
             asked=keys.snapshot_asked(socket),
             holder=place.nonce,
@@ -431,7 +433,8 @@ class SnapshotPlaces:
         return SnapshotPlace(place.nonce, 0.0 if outcome.is_applied else outcome.numbers[0] / 1000)
 
     async def release(self, place: SnapshotPlace, socket: str) -> None:
-        await self._scripts.hold_snapshot(
+        await self._scripts.run(
+            "hold_snapshot",
             snapshots=keys.SNAPSHOTS,
             asked=keys.snapshot_asked(socket),
             holder=place.nonce,

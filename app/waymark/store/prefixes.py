@@ -41,7 +41,8 @@ class Prefixes:
         args: list[str | int] = []
         for change in changes:
             args += (change.change, "" if change.tokens is None else change.tokens)
-        outcome = await self._scripts.apply_prefixes(
+        outcome = await self._scripts.run(
+            "apply_prefixes",
             **grant.fenced_call,
             prefixes=keys.opaque_prefixes(grant.group_id),
             hot=keys.opaque_prefixes(grant.group_id, hot),

@@ -20,6 +20,7 @@ from waymark.domain.names import Holder, HolderName
 from waymark.domain.parts import Commit
 from waymark.domain.status import RecordKind, StreamStatus
 from waymark.store import keys
+from waymark.store.calls import commit_words
 from waymark.store.claims import Claim
 from waymark.store.holder_tables import decode_table, encode_holder
 from waymark.store.leases import Grant, random_nonce
@@ -278,7 +279,8 @@ class Records:
         then made once. The new ids are higher than ``above``.
         """
         nonce = nonce or random_nonce()
-        outcome = await self._scripts.new_life(
+        outcome = await self._scripts.run(
+            "new_life",
             holders=keys.holders(grant.group_id),
             **grant.fenced_call,
             dead=keys.dead(grant.group_id),
@@ -340,7 +342,8 @@ class Records:
         shards: Sequence[Arg] = (),
     ) -> list[int] | None:
         facts = facts or {}
-        outcome = await self._scripts.stage_life(
+        outcome = await self._scripts.run(
+            "stage_life",
             holders=keys.holders(grant.group_id),
             **grant.fenced_call,
             dead=keys.dead(grant.group_id),
@@ -349,10 +352,7 @@ class Records:
             above=above,
             step=step,
             life=nonce,
-            watermark="" if commit is None else commit.watermark,
-            ts="" if commit is None or commit.ts is None else str(commit.ts),
-            newest_ts="" if commit is None or commit.newest_ts is None else str(commit.newest_ts),
-            digest="" if commit is None else commit.digest,
+            **commit_words(commit),
             flags=facts.get("flags", ""),
             main_groups=facts.get("main_groups", ""),
             shards=shards,
@@ -362,8 +362,8 @@ class Records:
 
     async def ask_repair(self, claim: Claim) -> bool:
         """Ask the worker of a stream to repair it; False if the publisher is gone."""
-        outcome = await self._scripts.ask_repair(
-            record=keys.record(claim.group_id, claim.publisher), nonce=random_nonce()
+        outcome = await self._scripts.run(
+            "ask_repair", record=keys.record(claim.group_id, claim.publisher), nonce=random_nonce()
         )
         return outcome.is_applied
 
@@ -380,11 +380,12 @@ class Records:
         return await self._write(grant, args)
 
     async def _write(self, grant: Grant, args: Sequence[Arg]) -> bool:
-        return grant.counted(await self._scripts.write_record(**grant.fenced_call, field=args))
+        return grant.counted(await self._scripts.run("write_record", **grant.fenced_call, field=args))
 
     async def set_lost(self, grant: Grant, *, is_lost: bool) -> bool:
         """Set in the holder table whether the publisher is lost; False if fenced."""
-        outcome = await self._scripts.mark_publisher(
+        outcome = await self._scripts.run(
+            "mark_publisher",
             holders=keys.holders(grant.group_id),
             **grant.fenced_call,
             row=grant.claim.row(is_lost=is_lost),
@@ -394,7 +395,8 @@ class Records:
 
     async def note_health(self, grant: Grant, *, milliseconds: int) -> bool:
         """Note for this many ms that the engine cannot be reached, or with 0 that it can. Return False if fenced."""
-        outcome = await self._scripts.note_health(
+        outcome = await self._scripts.run(
+            "note_health",
             load=keys.load(grant.group_id),
             changes=keys.load_changes(grant.group_id),
             **grant.fenced_call,
@@ -404,8 +406,8 @@ class Records:
 
     async def keep_singles(self, grant: Grant) -> bool:
         """Mark the group as having blocks of unknown depth. Return False if fenced."""
-        outcome = await self._scripts.keep_singles(
-            holders=keys.holders(grant.group_id), **grant.fenced_call, version=random_nonce()
+        outcome = await self._scripts.run(
+            "keep_singles", holders=keys.holders(grant.group_id), **grant.fenced_call, version=random_nonce()
         )
         return grant.counted(outcome)
 

@@ -423,7 +423,8 @@ class Reservations:
         self, group_id: int, terms: ReservationTerms, nonce: str, publishers: Sequence[int], words: Sequence[str]
     ) -> ScriptCall:
         pulls = terms.pulls or NO_PULLS
-        return self._scripts.reserve(
+        return self._scripts.call(
+            "reserve",
             load=keys.load(group_id),
             changes=keys.load_changes(group_id),
             reservations=keys.reservations(group_id),
@@ -499,7 +500,8 @@ class Reservations:
 
         def one(reservation: Reservation) -> Steps[bool]:
             cached, prompt, completion = usage if reservation is promise else NO_USAGE
-            outcome = yield from self._scripts.release(
+            outcome = yield from self._scripts.call(
+                "release",
                 load=keys.load(reservation.group_id),
                 changes=keys.load_changes(reservation.group_id),
                 reservations=keys.reservations(reservation.group_id),
@@ -555,7 +557,8 @@ class Reservations:
 
     async def end_overdue(self, group_id: int) -> int:
         """End at most ``OVERDUE_MAX`` overdue reservations, and return their number."""
-        outcome = await self._scripts.end_overdue(
+        outcome = await self._scripts.run(
+            "end_overdue",
             load=keys.load(group_id),
             changes=keys.load_changes(group_id),
             reservations=keys.reservations(group_id),
@@ -582,17 +585,18 @@ class Reservations:
         """Read the loads that changed after change number ``since`` (-1: all loads), and those of ``publishers`` in any
         case.
         """
-        verdict, last, texts = await self._scripts.read_loads(
+        verdict, last, *loads = await self._scripts.reply(
+            "read_loads",
             load=keys.load(group_id),
             changes=keys.load_changes(group_id),
             since=since,
             most=CHANGES_MAX,
             publisher=publishers,
         )
-        if verdict is not Verdict.APPLIED:
+        if verdict != b"applied":
             # The number is older than the values, so that no change between the two is missed.
-            return LoadChanges(last, await self.values(group_id), is_all=True)
+            return LoadChanges(int(last), await self.values(group_id), is_all=True)
         values = {}
-        for publisher, load, health, drift in zip(*[iter(texts)] * 4, strict=True):
+        for publisher, load, health, drift in zip(*[iter(loads[0])] * 4, strict=True):
             values[publisher], values[HEALTH + publisher], values[DRIFT + publisher] = load, health, drift
-        return LoadChanges(last, values)
+        return LoadChanges(int(last), values)

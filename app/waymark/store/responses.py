@@ -75,14 +75,15 @@ class StoredAnswers:
 
     async def find(self, key: bytes) -> FoundAnswer:
         """Return the answer to a request, by the request's key."""
-        verdict, nonce, value = await self._scripts.find_answer(**_answer_keys(), name=key.hex())
-        return FoundAnswer(nonce, value if verdict is Verdict.APPLIED else None)
+        verdict, nonce, value = await self._scripts.reply("find_answer", **_answer_keys(), name=key.hex())
+        return FoundAnswer(nonce, value if verdict == b"applied" else None)
 
     async def keep(
         self, key: bytes, value: bytes, nonce: bytes, *, milliseconds: int, entries_max: int, bytes_max: int
     ) -> AnswersSize | None:
         """Keep an answer to a request that began under ``nonce``; None if all answers were cleared since then."""
-        outcome = await self._scripts.keep_answer(
+        outcome = await self._scripts.run(
+            "keep_answer",
             **_answer_keys(),
             nonce=nonce,
             name=key.hex(),
@@ -99,7 +100,7 @@ class StoredAnswers:
     async def clear(self, key: bytes | None = None) -> int:
         """Remove the answer to one request, or every answer, and return how many there were."""
         name = "" if key is None else key.hex()
-        outcome = await self._scripts.clear_answers(**_answer_keys(), nonce=secrets.token_hex(8), name=name)
+        outcome = await self._scripts.run("clear_answers", **_answer_keys(), nonce=secrets.token_hex(8), name=name)
         return outcome.numbers[0]
 
     async def room(self) -> AnswersSize:
@@ -171,7 +172,10 @@ class StoredResponses:
 
     async def find(self, names: Sequence[str]) -> list[bytes | None]:
         """Return the responses by name: an empty value if it was deleted, None if Redis does not have it."""
-        return await self._scripts.find_responses(kept=keys.RESPONSES_KEPT, due=keys.RESPONSES_DUE, name=names)
+        _, *values = await self._scripts.reply(
+            "find_responses", kept=keys.RESPONSES_KEPT, due=keys.RESPONSES_DUE, name=names
+        )
+        return values
 
     async def keep(self, name: str, value: bytes, bounds: ResponseBounds) -> ResponseChange:
         """Keep a response. Old responses are removed to make room; with MongoDB, only those that MongoDB has."""
@@ -187,7 +191,8 @@ class StoredResponses:
 
     async def _change(self, name: str, value: bytes, bounds: ResponseBounds, length: int) -> ResponseChange:
         group = _GROUP if bounds.queue_max else ""
-        outcome = await self._scripts.keep_response(
+        outcome = await self._scripts.run(
+            "keep_response",
             **_keys(),
             name=name,
             milliseconds=bounds.milliseconds,
@@ -202,15 +207,22 @@ class StoredResponses:
 
     async def take(self, consumer: str, count: int, *, idle_ms: int) -> list[QueuedResponse]:
         """Return entries for a consumer: those that another one has held for ``idle_ms``, or else new ones."""
-        entries = await self._scripts.take_responses(
-            queue=keys.RESPONSES_QUEUE, group=_GROUP, consumer=consumer, count=count, milliseconds=idle_ms
+        _, *texts = await self._scripts.reply(
+            "take_responses",
+            queue=keys.RESPONSES_QUEUE,
+            group=_GROUP,
+            consumer=consumer,
+            count=count,
+            milliseconds=idle_ms,
         )
-        return [QueuedResponse(*entry) for entry in entries]
+        words = map(lenient_text, texts)
+        return [QueuedResponse(*entry) for entry in zip(words, words, words, strict=True)]
 
     async def end(self, entries: Sequence[QueuedResponse]) -> None:
         """Remove entries from the queue, because MongoDB has their responses."""
         texts = [text for entry in entries for text in entry[:2]]
-        await self._scripts.end_responses(
+        await self._scripts.run(
+            "end_responses",
             responses=keys.RESPONSES,
             due=keys.RESPONSES_DUE,
             copied=keys.RESPONSES_COPIED,
@@ -266,7 +278,8 @@ class ReplicaCounts:
                 self._number += 1
             count, prefix = self._adding
             try:
-                added = await self._scripts.add_counts(
+                added = await self._scripts.run(
+                    "add_counts",
                     counts=keys.COUNTS,
                     seen=keys.SEEN,
                     writer=keys.counted(self._writer),

@@ -34,8 +34,8 @@ class Selections:
 
     async def change(self, selection_id: str, earlier: str, value: str, milliseconds: int = 1) -> bool:
         """Replace ``earlier`` by ``value``, which expires; empty removes the key. False if Redis has another value."""
-        outcome = await self._scripts.keep_selection(
-            selection=_key(selection_id), before=earlier, value=value, milliseconds=milliseconds
+        outcome = await self._scripts.run(
+            "keep_selection", selection=_key(selection_id), before=earlier, value=value, milliseconds=milliseconds
         )
         return outcome.is_applied
 
@@ -50,8 +50,13 @@ class Selections:
 
     async def describe(self, worker: str, earlier: bytes | None, value: bytes) -> Verdict:
         """Replace a worker's description; an empty value removes it. Returns APPLIED, OTHER or FULL."""
-        outcome = await self._scripts.keep_catalog(
-            catalog=keys.CATALOG, worker=worker, before=earlier or b"", value=value, workers_max=WORKERS_MAX
+        outcome = await self._scripts.run(
+            "keep_catalog",
+            catalog=keys.CATALOG,
+            worker=worker,
+            before=earlier or b"",
+            value=value,
+            workers_max=WORKERS_MAX,
         )
         return outcome.verdict
 
@@ -61,15 +66,15 @@ class Selections:
 
     async def add_peer(self, url: str) -> bool:
         """Store a peer, which may already be stored. Return False if there are too many."""
-        outcome = await self._scripts.keep_catalog(
-            catalog=keys.PEERS, worker=url, before=b"", value=b"1", workers_max=PEERS_MAX
+        outcome = await self._scripts.run(
+            "keep_catalog", catalog=keys.PEERS, worker=url, before=b"", value=b"1", workers_max=PEERS_MAX
         )
         return outcome.verdict is not Verdict.FULL
 
     async def remove_peer(self, url: str) -> bool:
         """Forget a peer; False if it is not kept."""
-        outcome = await self._scripts.keep_catalog(
-            catalog=keys.PEERS, worker=url, before=b"1", value=b"", workers_max=PEERS_MAX
+        outcome = await self._scripts.run(
+            "keep_catalog", catalog=keys.PEERS, worker=url, before=b"1", value=b"", workers_max=PEERS_MAX
         )
         return outcome.is_applied
 

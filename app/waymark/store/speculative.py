@@ -20,7 +20,7 @@ import hiredis
 
 from waymark.base.errors import StoreUnavailable
 from waymark.store import keys
-from waymark.store.parsing import pairs
+from waymark.store.parsing import lenient_text, pairs
 from waymark.store.redis import errors
 from waymark.store.redis.client import RedisClient
 from waymark.store.redis.read_connection import Replies
@@ -89,7 +89,8 @@ class PromptHistories:
         """Note that a prompt with these blocks goes to a target, which may have ``capacity`` blocks."""
         names = [f"{key:016x}" for key in block_keys]
         for start in reversed(range(0, len(names), _NOTED_PER_CALL)):
-            await self._scripts.note_history(
+            await self._scripts.run(
+                "note_history",
                 history=keys.history(group_id, publisher),
                 holders=keys.holders(group_id),
                 publisher=publisher,
@@ -109,8 +110,8 @@ class PromptHistories:
         async with asyncio.timeout_at(until):
             for start in range(0, len(publishers), _TARGETS_PER_CALL):
                 batch = publishers[start : start + _TARGETS_PER_CALL]
-                blocks = await self._scripts.match_history(
-                    history=[keys.history(group_id, publisher) for publisher in batch], block=names
+                _, blocks = await self._scripts.reply(
+                    "match_history", history=[keys.history(group_id, publisher) for publisher in batch], block=names
                 )
                 matches |= {publisher: count for publisher, count in zip(batch, blocks, strict=True) if count}
         return matches
@@ -144,7 +145,8 @@ class Placements:
         dropped = 0
         for first in range(0, len(block_keys), BLOCKS_PER_CALL):
             names = [keys.placement(group_id, f"{key:016x}") for key in block_keys[first : first + BLOCKS_PER_CALL]]
-            outcome = await self._scripts.place(
+            outcome = await self._scripts.run(
+                "place",
                 placements=keys.placements(group_id),
                 placement=names,
                 holder=holder,
@@ -167,8 +169,8 @@ class Placements:
         if not oldest:
             return 0
         names = [keys.placement(group_id, block.decode()) for block, _ in oldest]
-        outcome = await self._scripts.drop_placements(
-            placements=name, placement=names, before=f"{float(oldest[-1][1]):.0f}"
+        outcome = await self._scripts.run(
+            "drop_placements", placements=name, placement=names, before=f"{float(oldest[-1][1]):.0f}"
         )
         return outcome.numbers[0]
 
@@ -178,7 +180,8 @@ class Placements:
         ``milliseconds`` is how long placements last.
         """
         name = keys.placement(group_id, f"{_DROPPED:016x}")
-        await self._scripts.place(
+        await self._scripts.run(
+            "place",
             placements=keys.placements(group_id),
             placement=[name],
             holder=holder,
@@ -201,11 +204,12 @@ class Placements:
             ]
             try:
                 async with asyncio.timeout_at(until):
-                    count, matches = await self._scripts.match_placements(
-                        dropped=dropped, placement=names, fields_max=_FIELDS_PER_CALL, holder=going
+                    _, count, found = await self._scripts.reply(
+                        "match_placements", dropped=dropped, placement=names, fields_max=_FIELDS_PER_CALL, holder=going
                     )
             except TimeoutError:
                 break
+            matches = {lenient_text(name): blocks for name, blocks in zip(found[::2], found[1::2], strict=True)}
             depths |= {holder: position + blocks for holder, blocks in matches.items()}
             going = [holder for holder, blocks in matches.items() if blocks == count]
             position += count

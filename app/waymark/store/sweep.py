@@ -14,7 +14,7 @@ not be unregistered, and answers would count its blocks permanently.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from waymark.base.metrics import Metrics
 from waymark.base.record import record
@@ -50,7 +50,7 @@ class Sweeper:
             return None
         holder = self._parser.parse(RecordKind.DEAD_HOLDER, key, member, integer_of, member, "the holder's id")
         if holder is None:
-            await self._scripts.forget_dead(dead=key, holder=member)
+            await self._scripts.run("forget_dead", dead=key, holder=member)
         return holder
 
     async def left(self, entry: GroupEntry) -> int:
@@ -88,7 +88,7 @@ class Sweeper:
             if await self._is_gone(entry, shard, holder, is_swept=True):
                 return
             self._parser.forget(keys.engine(entry.group_id, shard, holder))
-        forgotten = await self._scripts.forget_dead(dead=keys.dead(entry.group_id), holder=holder)
+        forgotten = await self._scripts.run("forget_dead", dead=keys.dead(entry.group_id), holder=holder)
         self._metrics.sweeps.inc(forgotten.numbers[0])
 
     async def _scan(self, entry: GroupEntry, shard: int, holder: int, cursor: int) -> tuple[int, list[Place]]:
@@ -103,7 +103,8 @@ class Sweeper:
         if not await self._is_dead(entry, shard, holder):
             return Outcome(Verdict.GONE, (0, 0))
         prefix = keys.block_prefix(entry.group_id, shard)
-        return await self._scripts.sweep_rows(
+        return await self._scripts.run(
+            "sweep_rows",
             engine=keys.engine(entry.group_id, shard, holder),
             row=[prefix + place.name for place in places],
             piece=[prefix + Place(place.head).name for place in places if place.branch is not None],
@@ -118,7 +119,8 @@ class Sweeper:
         """Begin or end the sweep on a shard; return whether another worker has ended it on all."""
         if not await self._is_dead(entry, shard, holder):
             return True
-        ended = await self._scripts.end_holder(
+        ended = await self._scripts.run(
+            "end_holder",
             engine=keys.engine(entry.group_id, shard, holder),
             fence=keys.fence(entry.group_id, shard),
             dead=None if shard else keys.dead(entry.group_id),
@@ -202,25 +204,24 @@ class UnclaimedPublishers:
         lease = await self._leases.take_for(ids, "unregister", 5.0, force=True)
         if lease is None:
             return await self._leases.end_without_record(ids)
-        fence, calls = keys.fence(ids.group_id, 0), lease.calls[0]
-        marked = await self._scripts.write_record(
-            record=record,
-            fence=fence,
-            publisher=ids.publisher,
-            token=lease.token,
-            calls=calls,
-            field=["unclaimed", "1"],
-        )
+        fenced: dict[str, Any] = {
+            "record": record,
+            "fence": keys.fence(ids.group_id, 0),
+            "publisher": ids.publisher,
+            "token": lease.token,
+            "calls": lease.calls[0],
+        }
+        marked = await self._scripts.run("write_record", **fenced, field=["unclaimed", "1"])
         if (
             marked.is_applied
             and not await self._has_claim(ids, name)
             and await self._leases.end_for(ids, lease.token, only_unclaimed=True)
         ):
             return True
-        await self._scripts.write_record(
-            record=record, fence=fence, publisher=ids.publisher, token=lease.token, calls=calls, field=["unclaimed", ""]
+        await self._scripts.run("write_record", **fenced, field=["unclaimed", ""])
+        await self._scripts.run(
+            "drop_lease", lease=keys.lease(ids.group_id, ids.publisher), record=record, token=lease.token
         )
-        await self._scripts.drop_lease(lease=keys.lease(ids.group_id, ids.publisher), record=record, token=lease.token)
         return False
 
     async def _has_claim(self, ids: UnclaimedPublisher, name: bytes | None) -> bool:
@@ -286,7 +287,8 @@ class Leftovers:
             lost = list(owners.keys() & unknown)
             are_dead = await self._client.several([("SISMEMBER", dead, holder) for holder in lost]) if lost else ()
             for holder in (holder for holder, is_dead in zip(lost, are_dead, strict=True) if not is_dead):
-                await self._scripts.end_lost(
+                await self._scripts.run(
+                    "end_lost",
                     holders=table,
                     record=keys.record(group_id, _publisher_of(owners[holder])),
                     dead=dead,

@@ -54,10 +54,10 @@ class Heartbeats:
         ``streams_max`` for as long as it runs.
         """
         member = Heartbeat(worker, streams_max).member
-        members = await self._scripts.beat(
-            workers=keys.WORKERS, worker=member, keep_seconds=keep_seconds, leaving="1" if is_leaving else ""
+        _, *members = await self._scripts.reply(
+            "beat", workers=keys.WORKERS, worker=member, keep_seconds=keep_seconds, leaving="1" if is_leaving else ""
         )
-        return dict(map(Heartbeat.of, members))
+        return dict(Heartbeat.of(lenient_text(member)) for member in members)
 
 
 class DiscoveryLease:
@@ -68,7 +68,8 @@ class DiscoveryLease:
     async def hold(self, state: Discovery, seconds: float) -> bool:
         """Take or renew the lease of discovery; False if another worker has it. With ``seconds`` 0 it is released."""
         report = {"registered": state.registered, "waiting": state.waiting, "problems": list(state.problems)}
-        outcome = await self._scripts.hold_discovery(
+        outcome = await self._scripts.run(
+            "hold_discovery",
             discovery=keys.DISCOVERY,
             worker=state.worker,
             milliseconds=int(seconds * 1000),

@@ -142,7 +142,8 @@ class Valuations:
         self, entry: GroupEntry, nonce: str, seconds: float, value: bytes = b"", keep_seconds: float = 0.0
     ) -> bool:
         """Begin, continue or end a walk. Return False if another one runs."""
-        outcome = await self._scripts.keep_worth(
+        outcome = await self._scripts.run(
+            "keep_worth",
             valuing=keys.valuing(entry.group_id),
             worth=keys.worth(entry.group_id),
             walk=nonce,

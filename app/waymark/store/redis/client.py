@@ -451,7 +451,11 @@ class Script(NamedTuple):
         return cls(text, sha, of_keys, of_args, split(of_keys), split(of_args))
 
     def words(self, values: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return the KEYS and the ARGV of a call, from a value for each name of the signature."""
+        """Return the KEYS and the ARGV of a call, from a value for each name of the signature. Raise TypeError or
+        KeyError if the names are others.
+        """
+        if len(values) != len(self.keys) + len(self.args):
+            raise TypeError(f"values for {', '.join(values)} in place of {self.text[: self.text.index(chr(10))]}")
         return words_of(*self.keys_of, values), words_of(*self.args_of, values)
 
     def again(self, args: Sequence[Any]) -> Sequence[Any]:
