@@ -90,7 +90,7 @@ def read_modules(tree: Path) -> dict[str, Module]:
 
 
 def statements_of(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the statements in a node, nested ones included. To walk through expressions, too, would take ten times as
+    """Yield the statements in a node, nested ones included. Walking through expressions, too, would take ten times as
     long."""
     for field_name in ("body", "orelse", "finalbody", "handlers", "cases"):
         for statement in getattr(node, field_name, ()):

@@ -151,8 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measured(options: Options, only: Sequence[str]) -> tuple[list[Row], list[float], list[float], list[str]]:
-    """Return the rows of the chosen parts, two timings of the machine between them, and the errors of parts that
-    failed.
+    """Return the rows of the chosen parts, two timings of the machine taken between the parts, and the errors of failed
+    parts.
 
     If a part fails, the rows yielded so far are kept. After a part that is stopped, no other part runs.
     """

@@ -74,7 +74,7 @@ class Result:
     marks_met: float
     """Share of queries that found a marked row without all the blocks asked for."""
     second_trips: float
-    """The share of queries that needed a round trip more than their rows, without kept rows."""
+    """The share of queries that needed another round trip after the one for their rows, without kept rows."""
     second_trips_kept: float
     """The same, with the rows that a replica keeps."""
 

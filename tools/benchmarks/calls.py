@@ -49,7 +49,7 @@ class Timed:
     calls: float
     """The number of calls in a round."""
     longest: int
-    """The longest of these calls, after the shortest time of each call over the rounds."""
+    """The longest of these calls, if each call counts with its shortest time in any round."""
     middle: int
     """The median, over the rounds, of the longest call."""
 

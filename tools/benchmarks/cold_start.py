@@ -10,8 +10,8 @@ On a machine with few cores most of the latency may be the wait for a core, whic
 latency is also given without the time in which the querying process, the replica and Redis were ready to run but had no
 core, as counted by the kernel. ``--real-time``, which needs root, gives all processes of the benchmark real-time
 priority, and these three a higher one than the others. Because only one of them works on a query at a time, two cores
-are then enough, whatever else the machine does. If they use more than 95 % of a core, the kernel stops them for some 50
-ms of each second; the figures without the wait for cores exclude that time.
+are then enough, whatever else the machine does. If real-time processes use more than 95 % of a core, the kernel stops
+them for some 50 ms of each second; the figures without the wait for cores exclude that time.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ ENGINES = 8
 TARGETS = (8, 100, 1_000)
 REPLICA_MS = 0.15
 REDIS_MS = 0.12
-#: Redis' time for a decision about a prompt of 512 blocks with all its speculative entries.
+#: The bound on Redis' time for a decision that writes all speculative entries of a prompt of 512 blocks.
 REDIS_COLD_MS = 0.20
 _BEHIND_SECONDS = 4.0
 
@@ -107,7 +107,7 @@ def _releases(bench: _Bench, asked: Sequence[Prompt]) -> Iterator[Row]:
 
 def _behind(bench: _Bench, asked: Sequence[Prompt], seconds: float) -> Row:
     """Return the background cost of decisions. After a decision a replica reads the loads for a while, and checks if
-    its target has the prompt, which never happens here.
+    its target has the prompt; here it never does.
     """
     sleep(3 * seconds)  # by then the earlier decisions are rarely checked
     before = bench.replica.cpu()

@@ -197,8 +197,8 @@ async def _messages(proxy: Envoy) -> int:
 
 
 def rows(found: Mapping[tuple[str, int], Cost]) -> Iterator[Row]:
-    """Yield the rows of P14: for a picker, the ratio of the cost of an answer with the most chunks to that of one
-    chunk."""
+    """Yield the rows of P14: for a picker, the ratio of the cost of an answer with the most chunks to that of an answer
+    with one."""
     for kind in ("NONE", "FULL_DUPLEX_STREAMED"):
         few, many = (found[kind, chunks].picker for chunks in CHUNKS)
         what = f"picker, response_body_mode {kind}, an answer of {CHUNKS[1]:,} chunks"

@@ -5,7 +5,7 @@
 The events are those that vLLM's block manager has published for hybrid models. They are read and resolved three times:
 only the events of full attention, like those of a plain model; all events with ``WAYMARK_HYBRID=off``; all events with
 ``boundary``. A walk is over a prompt of 512 blocks, on a rank with one or two further groups. It does not include
-Redis, HTTP and the lookup of blocks. Each figure is the minimum of all rounds; the compared functions run alternately.
+Redis, HTTP or the lookup of blocks. Each figure is the minimum of all rounds; the compared functions run alternately.
 """
 
 from __future__ import annotations

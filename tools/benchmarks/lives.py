@@ -2,7 +2,7 @@
 
 The publisher has 200,000 blocks when it clears its cache, restarts, or is unregistered. From then on a replica is
 queried until its answer no longer counts them. Meanwhile a reader, in a process of its own, repeatedly reads 512 blocks
-of another publisher from Redis. Its waits are given as if the reader and Redis each had a core of its own: a wait is
+of another publisher from Redis. Its waits are given as if the reader and Redis each had their own core: a wait is
 the CPU time of the reader and of all threads of Redis until the reply, but at most the clock time minus the time of the
 reader in the scheduler's queue. This Redis has no persistence. The waits by the clock, which are given as well, include
 the time in which other processes and a hypervisor used the cores.

@@ -50,7 +50,7 @@ def measure(options: Options) -> list[Row]:
 
 async def _filled(redis: RedisServer, instances: int, system: Prompt, held: list[Prompt]) -> list[Row]:
     """Fill the index: every rank of every instance has the system prompt, and one rank has the rest of each prompt.
-    Then measure how 512 blocks get one more holder."""
+    Then measure the cost of one more holder for 512 blocks."""
     store = Store.open(redis.url)
     try:
         shared = prompts.seq_hashes(system)[:SYSTEM_BLOCKS]

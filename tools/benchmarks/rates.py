@@ -1,6 +1,6 @@
 """The work of one core in a second: blocks stored, decoded and removed, and queries of 64, 512 and 2,048 blocks.
 
-Memory and ingest are computed from the rows of P5 and P6, which are measured again if this run does not have them. They
+Memory and ingest are computed from the rows of P5 and P6, which are measured again if this run does not have them. Both
 are for a busy worker, which applies several frames in one call. The cost of a query is measured here, for complete
 prompts of one engine. ``tools.benchmarks.scale_model`` measures the cost of a fleet whose workers are not busy.
 """

@@ -115,7 +115,7 @@ def _first_of_floor(folder: Path, redis: RedisServer, modules: str) -> tuple[flo
 
 
 def _of_peer(folder: Path, python: str, blocks: int) -> float:
-    """Return the seconds until a second dynamo.indexer has copied the index of one with this number of blocks."""
+    """Return how many seconds a new dynamo.indexer takes to copy an index of this number of blocks from another one."""
     with dynamo(folder, python) as first, publishers(1, INSTANCE) as (engine,):
         engine.register(first)
         some = list(islice(prompts.fresh(LONG_PIECES), blocks // (LONG_PIECES * PIECE_TOKENS // prompts.BLOCK_SIZE)))

@@ -17,7 +17,7 @@ class Row:
     """One figure, and optionally the figure to compare it with."""
 
     target: str
-    """``P1`` to ``P11``, or the name of a part that has no target."""
+    """``P1`` to ``P14``, or the name of a part that has no target."""
     what: str
     figure: float
     unit: str

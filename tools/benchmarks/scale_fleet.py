@@ -228,7 +228,7 @@ class Published:
     latest: float
     """The longest delay of a frame, in seconds."""
     awake: float
-    """For how many seconds a stream had got a frame within ``AWAKE_SECONDS``, summed over the streams."""
+    """For how many seconds the last frame of a stream was at most ``AWAKE_SECONDS`` old, summed over the streams."""
     reports: float
 
 

@@ -53,8 +53,8 @@ from tools.benchmarks.scale_fleet import (
 
 #: The number of frames and queries in a second.
 _RATE = 100.0
-#: Kind, one stream in this many publishes, and the frames in a second. Heartbeats have three steps, because one part of
-#: their cost grows with the frames, and another part with the streams that get any.
+#: For each step: the kind of frame, N if one stream in N publishes, and the frames in a second. Heartbeats have
+#: three steps, because one part of their cost grows with the frames, and another part with the streams that get any.
 _FRAMES = (
     (HEARTBEAT, 1, _RATE),
     (HEARTBEAT, 8, _RATE),

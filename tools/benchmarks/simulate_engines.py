@@ -1,9 +1,9 @@
 """Engines of a simulation: a prefix cache that evicts the least recently used blocks, and a queue of tokens to compute.
 
 Blocks are named by engine hashes. They are made once per request for all engines, because a router that reads the
-caches asks every engine for each request. Each request marks its blocks as used, from the last to the first, and so a
-parent always after its children. Therefore the eviction of the least recently used block never takes a block before its
-children.
+caches asks every engine for each request. Each request marks its blocks as used, from the last to the first, so a
+parent is always marked after its children. Therefore the eviction of the least recently used block never takes a block
+before its children.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Redis or the Cluster of a session, which can be killed, emptied, frozen, and set back to an earlier state.
 
-Every node keeps an append-only file. To kill a node, and cut off the end of that file before a restart, has the effect
-of a failover: the same Redis, without its last writes.
+Every node keeps an append-only file. Killing a node, and cutting off the end of that file before a restart, has the
+effect of a failover: the same Redis, without its last writes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Node:
     """A function that stops the process: the kernel still accepts connections, but nothing answers."""
     thaw: Callable[[], None]
     is_whole: Callable[[], bool] = lambda: True
-    """The condition, apart from an answer to PING, on which the node is ready."""
+    """Returns whether the node is ready, if it also answers PING."""
     _kept: dict[str, int] = field(default_factory=dict)
 
     def admin(self) -> Redis:

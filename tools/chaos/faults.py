@@ -149,7 +149,7 @@ class Faults:
         await asyncio.sleep(seconds)
         self._crew.start(member)
 
-    # ---- lines -----------------------------------------------------------------------------------------
+    # ---- connections to Redis --------------------------------------------------------------------------
 
     async def _worker_cut_off(self, fault: Fault) -> None:
         await self._cut(self._worker(fault), fault)
@@ -288,7 +288,7 @@ class Faults:
         await self._faulty(fault, EngineFaults(replay_silent=True, drop_every=7))
 
     async def _engine_replay_cut(self, fault: Fault) -> None:
-        """End replays early. Each next replay continues from there, as long as the last one had batches."""
+        """End replays early. Each further replay continues there, as long as the one before had batches."""
         await self._faulty(fault, EngineFaults(truncate_replay=5 + int(20 * fault.other), drop_every=9))
 
     async def _faulty(self, fault: Fault, faults: EngineFaults) -> None:

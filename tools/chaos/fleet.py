@@ -44,8 +44,7 @@ class Crew:
         self.lines: dict[Member, Proxy] = {}
         self.down: set[Member] = set()
         self.witnesses: set[Member] = set()
-        """The workers that have run since the last quiet point without an end or a kill, and so remember the
-        registrations."""
+        """The workers that have run ever since the last quiet point, and so remember the registrations."""
         self._stopped: set[Member] = set()
         self._fresh: set[Member] = set()
         """The processes that were started and have not been ready yet, so Python may not handle signals yet."""
@@ -128,7 +127,7 @@ class Crew:
         return [line[:230] for line in said(self.workers) if name in line][-_TOLD_LINES:]
 
     def has_changed_hands(self, name: str) -> bool:
-        """Return whether more than one process has had a stream. Frames between two of them are lost if there is no
+        """Return whether more than one process has had a stream. Frames sent between two processes are lost without a
         replay."""
         return len({line.split()[1] for line in said(self.workers) if f'stream="{name}"' in line}) > 1
 

@@ -3,8 +3,8 @@ there.
 
 For a publisher that has lost nothing the two bounds are the same: the contents of its caches. If a publisher may have
 lost batches, and its stream reports that, the index may have none of its blocks. It may also still have blocks that the
-publisher has removed since it was last known exactly, if a life goes on after a loss (``WAYMARK_ON_GAP=keep``). No
-other block may ever be in the index.
+publisher has removed since the index last had exactly its blocks, if a life goes on after a loss
+(``WAYMARK_ON_GAP=keep``). No other block may ever be in the index.
 """
 
 from __future__ import annotations

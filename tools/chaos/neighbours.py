@@ -16,7 +16,7 @@ from tools.chaos.fleet import BUSY_CPU_SECONDS, Crew, Mismatch, cpu_seconds
 from tools.chaos.publishers import Publisher
 from tools.chaos.trace import Deadline, Trace
 
-#: The bound on the worker's CPU seconds between an honest frame and its watermark. To read a costly frame takes one
+#: The bound on the worker's CPU seconds between an honest frame and its watermark. Reading a costly frame takes one
 #: second.
 WAIT_CPU_SECONDS = 0.6
 #: A worker that uses this many CPU seconds before all honest frames are applied fails the attempt.
@@ -67,8 +67,8 @@ class Neighbours:
         self._trace = trace
 
     async def compare(self) -> None:
-        """Check the progress of all streams. An honest frame must be applied before a costly frame, sent earlier, is
-        read to the end. A stream must continue after a frame above a ceiling, without a further frame.
+        """Check the progress of all streams. An honest frame must be applied before a costly frame that was sent
+        earlier has been read completely. A stream must continue after a frame above a ceiling, without a further frame.
         """
         await self._wait_for_none()
         await self._goes_on_behind_a_refused_frame()

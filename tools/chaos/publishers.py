@@ -123,11 +123,10 @@ class Publisher:
         """Held while the sockets or the life of the engine change: blocks stored in the meantime would only be in its
         caches."""
         self.excuse = ""
-        """The reason why batches may have been lost since this publisher was last known exactly; empty if none can be
-        lost."""
+        """The reason why batches may have been lost since ``mark_exact``; empty if none can be lost."""
         self.suspects: set[Held] = set()
-        """The blocks that may still be in the index if batches were lost: all that it had since it was last known
-        exactly."""
+        """The blocks that may still be in the index if batches were lost: all that the publisher has had since
+        ``mark_exact``."""
         is_standard, is_sglang = spec.dialect.startswith("standard"), spec.dialect.startswith("sglang")
         self.caches = {
             rank: PrefixCache(

@@ -52,7 +52,7 @@ class Quiet:
         self._block_size = block_size
 
     async def compare(self, *, is_strict: bool = False) -> list[Publisher]:
-        """Compare all answers with the caches. Return the publishers that may have lost batches and report it.
+        """Compare all answers with the caches. Return the publishers whose streams report that batches may be lost.
 
         With ``is_strict`` only a stream that changed its worker may have lost batches, whatever the status of the
         others. On a busy machine a lease may expire without any fault.
@@ -106,7 +106,7 @@ class Quiet:
             if time.monotonic() - beaten > _BEAT_SECONDS:
                 beaten = time.monotonic()
                 for publisher in waiting:
-                    # No batch for a stream that has the last batch but misses an earlier one: it asks for a replay once
+                    # A stream that has the last batch but misses an earlier one gets none: it asks for a replay once
                     # its engine is silent.
                     if states.get(publisher, {}).get("watermark") != publisher.last_seq:
                         publisher.send_empty_batch()

@@ -93,8 +93,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Round:
-    """Steps and a quiet point. After it, publishers that may have lost batches continue, or restart so that they are
-    known exactly again.
+    """Steps and a quiet point. Publishers that may have lost batches then continue, or restart so that the index has
+    exactly their blocks again.
     """
 
     number: int

@@ -43,7 +43,7 @@ frame, and no worker finishes such a frame."""
 KEEP_SECONDS = 60.0
 LONE_PAUSE_SECONDS = 0.01
 NEIGHBOURS_EVERY = 3
-"""Publishers behind costly frames are compared once in this many rounds."""
+"""The publishers next to the hostile one are checked once in this many rounds."""
 
 
 @dataclass(frozen=True)

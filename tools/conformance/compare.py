@@ -4,8 +4,8 @@
 
 A session is random and has a seed: workers with several ranks and kinds of engines, and with small caches, so that
 blocks move from GPU to CPU to disk and are removed; now and then a cache is cleared, or a rank leaves. After every few
-prompts all prompts are queried on both until the answers are the same or the time is over. An answer that stays
-different is a difference: deliberate ones are named below, and any other ends the run with code 1.
+prompts all prompts are queried on both until the answers are the same or the time limit is reached. An answer that
+stays different is a difference: deliberate ones are named below, and any other ends the run with code 1.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Pair:
         truth: Any = None,
         on_purpose: str | None = None,
     ) -> None:
-        """Send a request to both until the answers are the same or ``seconds`` are over. They may differ if our answer
-        is ``truth``, the answer by the engines' caches, or for the reason ``on_purpose``.
+        """Send a request to both until the answers are the same or ``seconds`` have passed. The answers may differ for
+        the reason ``on_purpose``, or if ours is ``truth``, which was counted in the engines' caches.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         while True:

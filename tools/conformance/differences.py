@@ -330,8 +330,8 @@ async def play(case: Case, directory: Path, python: str) -> tuple[Any, Any]:
 
 
 async def _settled(client: httpx.AsyncClient, case: Case, expected: Any) -> Any:
-    """Return the answer of one service. Repeat a query until its answer is the expected one or ``SETTLE_SECONDS`` are
-    over."""
+    """Return the answer of one service. Repeat a query until its answer is the expected one or ``SETTLE_SECONDS`` have
+    passed."""
     deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
     headers = {"content-type": "application/json"} | case.headers
     while True:

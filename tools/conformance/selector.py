@@ -113,8 +113,8 @@ def steps(first: str, second: str) -> list[Step]:
 
 
 def told(answer: httpx.Response) -> list[Any]:
-    """Return the status and the content of an answer, without free fields. For a body that was not valid, return only
-    the status."""
+    """Return the status and the content of an answer, without the values of ``FREE`` fields. For a body that was not
+    valid, return only the status."""
     try:
         content = answer.json()
     except ValueError:

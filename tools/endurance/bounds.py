@@ -3,8 +3,8 @@
     python -m tools.endurance.bounds [--seconds 30] [--ttl 10] [--entries 20000]
 
 Two engines publish stores that share no blocks to ``waymark serve`` with a Redis of its own. For the bound on the age,
-each store is queried until no answer has it any more. For the bound on the number, the oldest store in an answer is
-searched repeatedly, which gives the number of live blocks to within a store. Prints how far each is from its setting.
+each store is queried until no answer has it any more. For the bound on the number, a search for the oldest store in an
+answer is repeated, which gives the number of live blocks to within a store. Prints how far each is from its setting.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Churn:
         self.queries = 0
         self.disturbances: Counter[str] = Counter()
         self.disturbing = asyncio.Lock()
-        """Held during an event, because an end of the run in the middle of it would leave an engine unregistered, or
+        """Held during an event, because a run that ended in the middle of one would leave an engine unregistered, or
         down."""
         self._fleet = fleet
         self._engines = engines
@@ -111,7 +111,7 @@ class Churn:
             await replica.post("/unregister", tenant_id=self._engines.tenant_id, instance_id=name)
             await replica.post("/register", **self._engines.registrations[name])
             return
-        # No prompts now: those during a restart would be in the cache of the engine, but not in its events.
+        # Prompts must wait: those during a restart would be in the cache of the engine, but not in its events.
         async with self._load.at_rest():
             await (engine.clear() if what == "clear" else engine.restart(rebind=True))
 

@@ -44,8 +44,8 @@ class RefusedError(Exception):
 
 
 class Plain:
-    """A router with both URLs. If one replica does not answer, it sends the same body, with the same ``request_id``, to
-    the other one."""
+    """A router with both URLs. If one replica does not answer, the router sends the same body, with the same
+    ``request_id``, to the other replica."""
 
     def __init__(self, session: aiohttp.ClientSession, urls: Sequence[str]) -> None:
         self._session = session

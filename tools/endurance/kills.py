@@ -116,7 +116,7 @@ class Kills:
 
     async def _engine(self) -> None:
         engine = self._rng.choice(list(self._engines.engines.values()))
-        # No prompts now: those during a restart would be in the cache of the engine, but not in its events.
+        # Prompts must wait: those during a restart would be in the cache of the engine, but not in its events.
         async with self._load.at_rest():
             if self._rng.random() < 0.3:
                 self.done["engine cleared"] += 1
@@ -125,7 +125,7 @@ class Kills:
                 self.done["engine killed and started"] += 1
                 await engine.restart(rebind=True)
 
-    # ---- and back --------------------------------------------------------------------------------------
+    # ---- recovery --------------------------------------------------------------------------------------
 
     async def _recover(self) -> None:
         if self._is_redis_paused:

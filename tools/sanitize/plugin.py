@@ -20,7 +20,7 @@ _shared: list[SharedObjects] = []
 
 
 def pytest_configure() -> None:
-    from tools.sanitize.shared import SharedObjects  # here only: it imports the preloaded module
+    from tools.sanitize.shared import SharedObjects  # imported only here, because it imports the preloaded module
 
     check_preloaded()
     _shared.append(SharedObjects())

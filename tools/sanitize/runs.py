@@ -279,8 +279,8 @@ def parts(payload: bytes, namespace: int, piece_blocks: int, shards: int) -> obj
 
 
 def _reported(parts: list[tuple[bytes, int, int, list[_Block]]], namespace: int) -> tuple[int, int, bytes]:
-    """Return the entries of the new blocks of the first parts: of one part, or of several with at most ``JOINED_MAX``
-    blocks."""
+    """Return the entries of the new blocks of the first part, and of the next parts up to ``JOINED_MAX`` blocks in
+    all."""
     words, end, count = list[bytes](), 0, 0
     for kind, head, _, blocks in parts:
         if kind == b"+" and count and count + len(blocks) > JOINED_MAX:

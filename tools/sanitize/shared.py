@@ -1,8 +1,8 @@
 """The objects that a whole process shares, which no function of the C module may change.
 
-Python has only one object for each single byte, each character up to 255, each small number and each name. A C function
-that asks for a new object, gets such a shared one, and writes into it, changes it for the whole process. No sanitizer
-detects that, because the memory belongs to the object.
+Python has only one object for each single byte, each character up to 255, each small number and each name. If a C
+function asks for a new object, gets such a shared one and writes into it, the object changes for the whole process. No
+sanitizer detects that, because the memory belongs to the object.
 """
 
 from __future__ import annotations

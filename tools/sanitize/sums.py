@@ -19,7 +19,7 @@ class _Weighted(NamedTuple):
 
 
 def _draws() -> Callable[[], float]:
-    """Return a function that returns a number between 0 and 1 at each call; some of them are equal."""
+    """Return a function that returns a number between 0 and 1 at each call; some of these numbers are equal."""
     numbers = iter(int(7919 * at % 13) / 13 for at in range(2**30))
     return lambda: next(numbers)
 
@@ -157,6 +157,5 @@ def least_of(script: bytes, most: int, sign: int) -> object:
 
 
 _EACH = bytes(range(256))
-#: First inputs: without targets, and with targets that have no blocks, all blocks, some, or some that they will have
-#: soon.
+#: The first inputs: no targets, and targets that have no blocks, all blocks or some, or that will soon have some.
 SCRIPTS = [b"", bytes(8) * 9, _EACH, _EACH[::-1], _EACH[1::3] + _EACH[::5], b"\1\1\2\0\0\0\0\0" + bytes(64)]

@@ -302,9 +302,9 @@ def _own(keys: bytes) -> list[bytes]:
 
 
 def _row(own: list[bytes], value: bytes) -> tuple[int, bool, list[int | None], dict[int, int]] | None:
-    """Return the index among the own slots of the row's first slot, or their number if it is not one of them; whether
-    the row is marked; the index of each own slot in the row; and the bitmap of each holder. Return None if the value is
-    not a row of this piece.
+    """Return four facts: at which index ``own`` has the row's first slot, or the length of ``own`` if it does not have
+    it; whether the row is marked; at which index the row has each slot of ``own``; and the bitmap of each holder.
+    Return None if the value is not a row of this piece.
     """
     found = ROW.fullmatch(value)
     if found is None:
