@@ -5,10 +5,27 @@
 
 #include "bytes.h"
 
+#if defined(__x86_64__) && defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 enum { SLOT_CHARS = 17, HEX_DIGITS = 16, DEPTHS = 32 };
 
 static const char depth_digits[] = "0123456789abcdefghijklmnopqrstuv";
 
+#if defined(__x86_64__) && defined(__SSE2__)
+/* Write the 16 hex digits of 64 bits. */
+static inline void write_hex(char *at, uint64_t number)
+{
+    const __m128i bytes = _mm_cvtsi64_si128((long long)as_big64(number)), four_bits = _mm_set1_epi8(15);
+    const __m128i upper = _mm_and_si128(_mm_srli_epi16(bytes, 4), four_bits);
+    const __m128i digits = _mm_unpacklo_epi8(upper, _mm_and_si128(bytes, four_bits));
+    /* From 10 on they are letters, which are 39 characters after the digits. */
+    const __m128i letters = _mm_and_si128(_mm_cmpgt_epi8(digits, _mm_set1_epi8(9)), _mm_set1_epi8(39));
+    const __m128i text = _mm_add_epi8(_mm_add_epi8(digits, _mm_set1_epi8('0')), letters);
+    _mm_storeu_si128((__m128i *)(void *)at, text);
+}
+#else
 /* Write the 8 hex digits of 32 bits, at once. */
 static inline void write_hex32(char *out, uint32_t number)
 {
@@ -27,6 +44,7 @@ static inline void write_hex(char *at, uint64_t number)
     write_hex32(at, (uint32_t)(number >> 32));
     write_hex32(at + 8, (uint32_t)number);
 }
+#endif
 
 /* Write the SLOT_CHARS of a slot, without a terminating zero. */
 static inline void write_slot(char *at, uint64_t key, unsigned depth)
