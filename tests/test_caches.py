@@ -79,6 +79,7 @@ ELSEWHERE = {
     "ingest.rank_streams:RankStreams": "one stream, under one grant",
     "ingest.life:Life": "one stream, under one grant",
     "ingest.straight:StraightWay": "one stream, under one grant",
+    "ingest.sweeping:LostGroups._groups": "groups to write again, each only into a Redis that has its table",
     "ingest.polling:Poller._others": "workers that lived before Redis came back empty, to wait for",
     "ingest.polling:Poller.running": "streams under way, each under its grant",
     "ingest.polling:Poller._faults": "what the log says already",

@@ -457,3 +457,14 @@ async def test_a_new_worker_keeps_the_groups_that_have_a_table() -> None:
     for _ in range(2):
         await lost.keep(groups_of(a=1))
     assert redis.kept == [2]
+
+
+async def test_tables_that_cannot_be_read_at_the_start_are_read_later() -> None:
+    redis = Groups(2)
+    lost = LostGroups(cast("Store", SimpleNamespace(claim_writer=redis)))
+    for _ in range(2):
+        await lost.keep(groups_of(a=1))
+    assert not redis.kept
+    redis.away.clear()
+    await lost.keep(groups_of(a=1))
+    assert redis.kept == [2]

@@ -157,22 +157,25 @@ async def _if_reached(step: Coroutine[None, None, int]) -> int:
 class LostGroups:
     """Writes the entries of groups again that Redis has lost, because nobody would sweep a group without publishers.
 
-    Before its first poll a worker knows no group, and looks for their tables.
+    Before its first poll a worker knows no group, and looks for their tables, until all primaries have answered.
     """
 
     def __init__(self, store: Store) -> None:
         self._writer = store.claim_writer
-        self._groups: Mapping[GroupName, GroupEntry] | None = None
+        self._groups: Mapping[GroupName, GroupEntry] = {}
         """The groups of the last poll, and those that could not be written."""
+        self._are_tables_read = False
 
     async def keep(self, groups: Mapping[GroupName, GroupEntry]) -> None:
         """Keep the groups besides ``groups``, which Redis has."""
         failed: dict[GroupName, GroupEntry] = {}
-        try:
-            last = await self._writer.groups_by_table(groups.values()) if self._groups is None else self._groups
-        except StoreUnavailable as exc:
-            log.debug("no lost group can be found", extra=fields(error=exc.sentence))
-            last = {}
+        last = self._groups
+        if not self._are_tables_read:
+            try:
+                last = {**await self._writer.groups_by_table(groups.values()), **last}
+                self._are_tables_read = True
+            except StoreUnavailable as exc:
+                log.debug("no lost group can be found", extra=fields(error=exc.sentence))
         for group in last.keys() - groups.keys():
             try:
                 await self._writer.keep_group(group, last[group])
