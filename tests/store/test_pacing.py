@@ -367,6 +367,24 @@ async def test_cancelled_streams_leave_their_turns_to_others(seed: int) -> None:
     await streams.make(0)
 
 
+async def test_a_stream_cancelled_in_the_moment_of_its_turn_passes_it_on() -> None:
+    streams, long = Streams(Pacer(FULL + _CALL_COST)), asyncio.Event()
+    async with within(20), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(streams.make(number, instead=long if number > 2 else None)) for number in range(9)]
+        await settled()
+        for number in range(3):
+            streams.calls.end(number)
+        await settled()
+        assert streams.begun == list(range(7))
+        streams.calls.pacer.pass_turn(None)
+        tasks[7].cancel()
+        await settled()
+        assert streams.begun == [*range(7), 8]
+        long.set()
+        for number in range(9):
+            streams.calls.end(number)
+
+
 async def test_without_a_bound_it_is_always_everybodys_turn() -> None:
     streams = Streams(Pacer())
     async with within(20), asyncio.TaskGroup() as tasks:
