@@ -222,6 +222,18 @@ async def test_whoever_waits_is_called_upon_to_renew_and_an_error_of_it_ends_the
     assert calls.ended == [0, 1]
 
 
+async def test_a_call_given_up_in_the_moment_of_its_admission_gives_its_place_back() -> None:
+    pacer, ends, unwanted = Pacer(FULL + _CALL_COST, clock=lambda: 0.0), list[EndCall](), list[EndCall]()
+    pacer.admit_soon(None, FULL, ends.append)
+    give_up = pacer.admit_soon(None, FULL, unwanted.append)
+    ends[0](True)
+    give_up()
+    pacer.admit_soon(None, FULL, ends.append)
+    await settled()
+    assert (len(ends), len(unwanted)) == (2, 0)
+    assert pacer.waiting == 0
+
+
 @pytest.mark.parametrize("seed", range(10))
 async def test_cancellations_and_errors_leave_no_room_behind(seed: int) -> None:
     chosen = random.Random(seed)
@@ -243,10 +255,11 @@ async def test_cancellations_and_errors_leave_no_room_behind(seed: int) -> None:
                 under_way -= blocks + _CALL_COST
 
     tasks = [asyncio.create_task(call()) for _ in range(200)]
-    while not all(task.done() for task in tasks):
-        await asyncio.sleep(0)
-        if chosen.random() < 0.3:
-            chosen.choice(tasks).cancel()
+    async with within(20):
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            if chosen.random() < 0.3:
+                chosen.choice(tasks).cancel()
     assert {type(task.exception()) for task in tasks if not task.cancelled()} <= {type(None), LookupError}
     assert most <= BLOCKS_MAX
     assert (under_way, pacer.waiting) == (0, 0)
