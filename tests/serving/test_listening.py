@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.live import start
+from tests.patience import within
 from waymark.base.errors import PortUnavailable
 from waymark.serving.listening import EarlyState, listen
 
@@ -24,6 +25,16 @@ def test_an_address_gets_a_socket_that_accepts() -> None:
     (listening,) = opened("127.0.0.1", 0)
     with listening, socket.create_connection(listening.getsockname()) as client:
         assert client.getpeername() == listening.getsockname()
+
+
+async def test_hundreds_of_clients_are_connected_before_the_first_is_accepted() -> None:
+    (listening,) = opened("127.0.0.1", 0)
+    with listening:
+        connections = [asyncio.open_connection(*listening.getsockname()) for _ in range(300)]
+        async with within(5):
+            streams = await asyncio.gather(*connections)
+        for _, writer in streams:
+            writer.close()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def listen(host: str, port: int, *, host_name: str, port_name: str) -> list[sock
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             bound.bind(address)
             # A port that another process has bound without listening is noticed only now.
-            bound.listen()
+            bound.listen(_BACKLOG)
     except (OSError, UnicodeError) as exc:  # not a valid host name
         for bound in opened:
             bound.close()
