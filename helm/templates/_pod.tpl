@@ -130,7 +130,7 @@ spec:
         - name: WAYMARK_FINISH_SECONDS
           value: {{ .values.finishSeconds | quote }}
         {{- with $certificate }}
-        - name: WAYMARK_EPP_TLS_FILES
+        - name: WAYMARK_EPP_TLS
           value: cert=/etc/waymark/certificate/{{ .certKey }},key=/etc/waymark/certificate/{{ .keyKey }}
         {{- end }}
         {{- end }}
@@ -162,17 +162,20 @@ spec:
           value: /etc/waymark/redis-password/password
         {{- end }}
         {{- if $redis.sentinelPasswordSecret.name }}
-        - name: WAYMARK_REDIS_SENTINEL_PASSWORD_FILE
-          value: /etc/waymark/redis-sentinel-password/password
+        - name: WAYMARK_REDIS_SENTINEL
+          value: {{ with $root.Values.config.WAYMARK_REDIS_SENTINEL }}{{ . }},{{ end }}password_file=/etc/waymark/redis-sentinel-password/password
         {{- end }}
         {{- if $redis.tlsSecret.name }}
         {{- $tls := list }}
+        {{- with $root.Values.config.WAYMARK_REDIS_TLS }}
+        {{- $tls = append $tls . }}
+        {{- end }}
         {{- range $label, $key := dict "ca" $redis.tlsSecret.caKey "cert" $redis.tlsSecret.certKey "key" $redis.tlsSecret.keyKey }}
         {{- if $key }}
         {{- $tls = append $tls (printf "%s=/etc/waymark/redis-tls/%s" $label $key) }}
         {{- end }}
         {{- end }}
-        - name: WAYMARK_REDIS_TLS_FILES
+        - name: WAYMARK_REDIS_TLS
           value: {{ join "," $tls }}
         {{- end }}
         {{- with $root.Values.apiToken.existingSecret }}

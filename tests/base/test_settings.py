@@ -129,13 +129,20 @@ def test_a_former_setting_is_warned_of_and_what_it_names_is_there(caplog: pytest
         ({"PICKER_CONFIG": "/picker.yaml", "POLICY": "llm-d"}, {"policy": "/picker.yaml"}),
         (
             {"REDIS_TLS_CA_FILE": "/ca", "REDIS_TLS_CERT_FILE": "/cert", "REDIS_TLS_KEY_FILE": "/key"},
-            {"redis_tls_files": {"ca": Path("/ca"), "cert": Path("/cert"), "key": Path("/key")}},
+            {"redis_tls": {"ca": "/ca", "cert": "/cert", "key": "/key"}},
         ),
         (
             {"REDIS_TLS_FILES": "cert=/c", "REDIS_TLS_CA_FILE": "/ca"},
-            {"redis_tls_files": {"ca": Path("/ca"), "cert": Path("/c")}},
+            {"redis_tls": {"ca": "/ca", "cert": "/c"}},
         ),
-        ({"EPP_CERT_FILE": "/c", "EPP_KEY_FILE": "/k"}, {"epp_tls_files": {"cert": Path("/c"), "key": Path("/k")}}),
+        (
+            {"REDIS_TLS_FILES": "ca=/ca", "REDIS_TLS_VERIFY": "None", "REDIS_SENTINEL_PASSWORD_FILE": "/p"},
+            {"redis_tls": {"ca": "/ca", "verify": "none"}, "redis_sentinel": {"password_file": "/p"}},
+        ),
+        ({"REDIS_SENTINEL_USERNAME": "u"}, {"redis_sentinel": {"username": "u"}}),
+        ({"EPP_TLS_FILES": "cert=/c,key=/k", "EPP_TLS": "true"}, {"epp_tls": {"cert": Path("/c"), "key": Path("/k")}}),
+        ({"RESPONSE_CACHE": "Redis", "RESPONSES": "off"}, {"answers": {"cache": "redis", "responses": "off"}}),
+        ({"EPP_CERT_FILE": "/c", "EPP_KEY_FILE": "/k"}, {"epp_tls": {"cert": Path("/c"), "key": Path("/k")}}),
         (
             {"DISCOVERY_API_PORT": "1", "DISCOVERY_PORT": "2", "DISCOVERY_REPLAY_PORT": "0"},
             {"discovery_ports": {"api": 1, "events": 2, "replay": 0}},
@@ -207,10 +214,12 @@ def test_an_empty_value_counts_as_none_but_an_empty_token_is_refused() -> None:
         pytest.param({"WAYMARK_PROTECT_READS": "true"}, "WAYMARK_API_TOKEN", id="reads-protected-by-no-token"),
         pytest.param({"WAYMARK_REDIS_READ_URL": "memory://"}, "WAYMARK_REDIS_READ_URL", id="reading-nowhere"),
         pytest.param(
-            {"WAYMARK_REDIS_TLS_FILES": "ca=/ca,key=/key"},
-            "WAYMARK_REDIS_TLS_FILES",
-            id="idle-for-longer-than-in-all",
+            {"WAYMARK_REDIS_TLS": "ca=/ca,key=/key"},
+            "WAYMARK_REDIS_TLS has a key",
+            id="a-key-without-its-certificate",
         ),
+        pytest.param({"WAYMARK_REDIS_TLS": "verify=some"}, 'WAYMARK_REDIS_TLS is "verify=some": verify', id="verify"),
+        pytest.param({"WAYMARK_EPP_TLS": "cert=/c"}, "WAYMARK_EPP_TLS needs cert and key", id="half-a-certificate"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(environ: dict[str, str], variable: str) -> None:
@@ -224,8 +233,8 @@ def test_settings_that_contradict_each_other_are_refused(environ: dict[str, str]
         ({}, "memory"),
         ({"REDIS_URL": "redis://one"}, "redis"),
         ({"ANSWERS_REDIS_URL": "redis://two"}, "redis"),
-        ({"REDIS_URL": "redis://one", "RESPONSES": "memory"}, "memory"),
-        ({"REDIS_URL": "redis://one", "RESPONSES": "off"}, "off"),
+        ({"REDIS_URL": "redis://one", "ANSWERS": "responses=memory"}, "memory"),
+        ({"REDIS_URL": "redis://one", "ANSWERS": "responses=off,cache=redis"}, "off"),
     ],
 )
 def test_responses_are_kept_where_other_gateways_find_them(environ: dict[str, str], place: str) -> None:

@@ -31,8 +31,6 @@ ELSEWHERE: dict[str, str | None] = {
     "WAYMARK_REDIS_URL": "redis.url",
     "WAYMARK_REDIS_READ_URL": "redis.readUrl",
     "WAYMARK_REDIS_PASSWORD_FILE": "redis.passwordSecret.name",
-    "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE": "redis.sentinelPasswordSecret.name",
-    "WAYMARK_REDIS_TLS_FILES": "redis.tlsSecret.name",
     "WAYMARK_API_TOKEN": "apiToken.existingSecret",
     "WAYMARK_API_TOKENS_FILE": "apiTokensSecret.name",
     "WAYMARK_ENGINE_API_KEY": "engineApiKey.existingSecret",
@@ -46,7 +44,6 @@ ELSEWHERE: dict[str, str | None] = {
     "WAYMARK_RESPONSES_MONGO_URL": "gateway.mongoSecret.name",
     "WAYMARK_ANSWERS_REDIS_URL": "gateway.answersRedisSecret.name",
     "WAYMARK_EPP_DRAIN_SECONDS": "epp.drainSeconds",
-    "WAYMARK_EPP_TLS_FILES": "epp.certSecret.name",
     "WAYMARK_EPP_PORT": None,
     "WAYMARK_EPP_HEALTH_PORT": None,
     "WAYMARK_PORT": None,
@@ -219,6 +216,8 @@ def _setting_schema(kind: str) -> dict[str, Any]:
         return {"anyOf": [exact, {"type": "string", "pattern": "^[0-9]+$"}]}
     if kind == "`true` or `false`":
         return {"type": "boolean"}
+    if kind.startswith("`true` or `false` or "):
+        return {"anyOf": [{"enum": [True, False]}, {"type": "string"}]}
     choices = re.findall(r"`(\w+)`", kind)
     if kind == " or ".join(f"`{choice}`" for choice in choices):
         return {"enum": choices}

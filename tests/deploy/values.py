@@ -41,6 +41,9 @@ def every_setting() -> dict[str, Any]:
         "WAYMARK_KEY_PREFIX": "staging:",
         "WAYMARK_DISCOVERY_PORTS": "api=8001,events=5558",
         "WAYMARK_GATEWAY_KEY_LIMITS": "requests=8,tokens=9000",
+        "WAYMARK_REDIS_SENTINEL": "username=watcher",
+        "WAYMARK_REDIS_TLS": "verify=ca",
+        "WAYMARK_ANSWERS": "cache=redis,responses=off",
         "WAYMARK_ANSWERS_BYTES": "cache=2048,responses=4096",
         "WAYMARK_ANSWERS_TTL": "cache=60,mongo=9000",
     }

@@ -147,7 +147,7 @@ async def test_certificates_of_files_may_change(
 
 async def test_what_cannot_be_used_is_named(store: Store, start_epp: StartEpp, tmp_path: Path) -> None:
     missing = EppOptions("127.0.0.1", 0, None, True, tmp_path / "no.crt", tmp_path / "no.key")
-    with pytest.raises(SettingsError, match="WAYMARK_EPP_TLS_FILES"):
+    with pytest.raises(SettingsError, match="WAYMARK_EPP_TLS"):
         await start_epp(store, options=missing)
     first = await start_epp(store)
     with pytest.raises(SettingsError, match="WAYMARK_EPP_PORT"):

@@ -106,7 +106,7 @@ async def test_no_body_and_no_key_is_logged(start: Start, caplog: pytest.LogCapt
     running = await start(
         2,
         gateway_keys=(f"a:{digest(secret)}",),
-        response_cache="memory",
+        answers={"cache": "memory"},
         engine_api_key=secret,
         engine_key_hosts=("*",),
     )
@@ -536,7 +536,7 @@ async def test_a_request_of_every_form_is_passed_on(start: Start) -> None:
 
 @pytest.mark.parametrize("paths", [*([path] for path in PATHS), [COUNT_TOKENS, *FURTHER]], ids=lambda paths: paths[0])
 async def test_a_body_that_is_too_deep_is_refused_before_any_engine_has_it(start: Start, paths: list[str]) -> None:
-    running = await start(1, response_cache="memory", responses="memory", cache_control_injection=True)
+    running = await start(1, answers={"cache": "memory", "responses": "memory"}, cache_control_injection=True)
     body = {"model": "demo", "messages": [{"role": "user", "content": "a"}], "input": "a", "prompt": "a", "system": "b"}
     names = ("unknown", "system", "input", "tools", "metadata")
     for path, name, depth in product(paths, names, (199, 200, 254, 1000, 5000)):

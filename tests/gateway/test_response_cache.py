@@ -64,7 +64,7 @@ async def results(running: Running, *bodies: Any, path: str = "/v1/chat/completi
 @pytest.mark.outside
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
 async def test_an_equal_request_gets_the_same_answer(start: Start, path: str) -> None:
-    running = await start(2, response_cache="memory")
+    running = await start(2, answers={"cache": "memory"})
     answering(running)
     body = chat("a", prompt="a", temperature=0)
     first, second = await running.post(body, path), await running.post({**body, "user": "b"}, path)
@@ -95,7 +95,7 @@ async def test_an_equal_request_gets_the_same_answer(start: Start, path: str) ->
 @pytest.mark.outside
 @pytest.mark.parametrize("kind", ["memory", "redis"])
 async def test_one_answer_is_cleared_by_its_key(start: Start, kind: str) -> None:
-    running = await start(1, response_cache=kind)
+    running = await start(1, answers={"cache": kind})
     answering(running)
     first, other = await running.post(chat("a")), await running.post(chat("b"))
     key = first.headers["x-cache-key"]
@@ -121,7 +121,7 @@ async def test_one_answer_is_cleared_by_its_key(start: Start, kind: str) -> None
 @pytest.mark.outside
 @pytest.mark.parametrize("kind", ["memory", "redis"])
 async def test_an_answer_under_way_is_not_kept_when_its_key_is_cleared(start: Start, kind: str) -> None:
-    running = await start(1, response_cache=kind)
+    running = await start(1, answers={"cache": kind})
     answering(running)
     key = (await running.post(chat("a"))).headers["x-cache-key"]
     await wait_until(lambda: running.value("response_cache_entries") == 1, "the answer is kept", 10)
@@ -150,7 +150,7 @@ async def test_an_answer_under_way_is_not_kept_when_its_key_is_cleared(start: St
     [("/v1/chat/completions", (DELTA, LAST, DONE)), ("/v1/messages", (MESSAGE, STOP))],
 )
 async def test_a_stream_is_sent_again_as_a_stream(start: Start, path: str, pieces: tuple[bytes, ...]) -> None:
-    running = await start(1, response_cache="memory")
+    running = await start(1, answers={"cache": "memory"})
     streaming(running, *pieces)
     body = chat("a", stream=True)
     first, second = await running.post(body, path), await running.post(body, path)
@@ -177,14 +177,14 @@ async def test_a_stream_is_sent_again_as_a_stream(start: Start, path: str, piece
     ],
 )
 async def test_any_other_field_makes_another_request(start: Start, change: dict[str, Any]) -> None:
-    running = await start(1, response_cache="memory")
+    running = await start(1, answers={"cache": "memory"})
     answering(running)
     assert await results(running, chat("a"), chat("a", **change), chat("a")) == ["MISS", "MISS", "HIT"]
 
 
 @pytest.mark.outside
 async def test_what_may_not_be_kept_passes_by(start: Start) -> None:
-    running = await start(1, response_cache="memory")
+    running = await start(1, answers={"cache": "memory"})
     answering(running)
     for body in (chat("a", temperature=0.1), chat("a", temperature="0"), chat("a", temperature=True)):
         assert await results(running, body, body) == ["BYPASS", "BYPASS"]
@@ -209,7 +209,7 @@ async def test_what_may_not_be_kept_passes_by(start: Start) -> None:
     ids=["unfinished", "without-an-end", "failed", "aborted", "too-long"],
 )
 async def test_a_stream_that_is_not_whole_is_not_kept(start: Start, pieces: tuple[bytes, ...]) -> None:
-    running = await start(1, response_cache="memory", answers_bytes={"cache": 100 * 256})
+    running = await start(1, answers={"cache": "memory"}, answers_bytes={"cache": 100 * 256})
     streaming(running, *pieces)
     body = chat("a", stream=True)
     assert await results(running, body, body) == ["MISS", "MISS"]
@@ -221,14 +221,14 @@ async def test_an_answer_of_any_shape_holds_up_no_equal_request(
     start: Start, monkeypatch: pytest.MonkeyPatch, finish: Any
 ) -> None:
     monkeypatch.setattr("waymark.gateway.response_cache._FLIGHT_SECONDS", 1e6)
-    running = await start(1, response_cache="memory")
+    running = await start(1, answers={"cache": "memory"})
     answering(running, finish)
     assert await results(running, chat("a"), chat("a")) == ["MISS", "MISS"]
 
 
 @pytest.mark.outside
 async def test_an_answer_that_failed_is_not_whole_or_too_long_is_not_kept(start: Start) -> None:
-    running = await start(1, response_cache="memory", answers_bytes={"cache": 500 * 256})
+    running = await start(1, answers={"cache": "memory"}, answers_bytes={"cache": 500 * 256})
     for finish in (None, "abort", "x" * 600):
         answering(running, finish)
         body = chat(f"{finish}"[:9])
@@ -245,11 +245,11 @@ async def test_an_answer_that_failed_is_not_whole_or_too_long_is_not_kept(start:
 @each_place
 async def test_clients_and_tenants_never_share(start: Start, where: str) -> None:
     keys = tuple(f"{name}:{sha256(name.encode()).hexdigest()}" for name in ("one", "two"))
-    running = await start(1, response_cache=where, gateway_keys=keys)
+    running = await start(1, answers={"cache": where}, gateway_keys=keys)
     answering(running)
     for name in ("one", "two"):
         assert await results(running, chat("a"), chat("a"), headers={"x-api-key": name}) == ["MISS", "HIT"]
-    by_tenant = await start(1, response_cache=where, tenant_header="x-tenant")
+    by_tenant = await start(1, answers={"cache": where}, tenant_header="x-tenant")
     answering(by_tenant)
     await by_tenant.store.registry.register(registration(by_tenant.engines[0].url, 1, tenant_id="two"))
     for name in ("default", "two"):
@@ -260,7 +260,7 @@ async def test_clients_and_tenants_never_share(start: Start, where: str) -> None
 async def test_equal_requests_at_once_are_one_for_the_engines(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the engine takes long for its next piece: only a client that does not read keeps nobody waiting."""
     monkeypatch.setattr("waymark.gateway.kept_answer.STALL_SECONDS", 0.0)
-    running = await start(2, response_cache="memory")
+    running = await start(2, answers={"cache": "memory"})
     go_on = asyncio.Event()
     for engine in running.engines:
         engine.handler = lambda request: events(request, DELTA, LAST, DONE, until=go_on)
@@ -274,7 +274,7 @@ async def test_equal_requests_at_once_are_one_for_the_engines(start: Start, monk
 
 @pytest.mark.outside
 async def test_others_ask_themselves_where_the_first_goes_away_or_fails(start: Start) -> None:
-    running = await start(1, response_cache="memory")
+    running = await start(1, answers={"cache": "memory"})
     never = asyncio.Event()
     running.engines[0].handler = lambda request: events(request, DELTA, DONE, until=never)
     first = asyncio.create_task(running.post(chat("a", stream=True)))
@@ -292,7 +292,7 @@ async def test_a_client_that_does_not_read_holds_up_no_equal_request(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("waymark.gateway.response_cache._FLIGHT_SECONDS", 1e6)
-    running = await start(1, response_cache="memory")
+    running = await start(1, answers={"cache": "memory"})
     streaming(running, *[DELTA + b": %b\n\n" % (b"x" * 65_536)] * 128, LAST, DONE)
     body = json.dumps(chat("a", stream=True)).encode()
     lines = b"POST /v1/chat/completions HTTP/1.1", b"Host: x", b"Content-Type: application/json", b"Content-Length: %d"
@@ -309,8 +309,8 @@ async def test_a_client_that_does_not_read_holds_up_no_equal_request(
 @pytest.mark.outside
 @each_place
 async def test_what_began_before_a_clearing_is_not_kept(start: Start, where: str) -> None:
-    running = await start(1, response_cache=where)
-    other = running if where == "memory" else await start(0, response_cache=where)
+    running = await start(1, answers={"cache": where})
+    other = running if where == "memory" else await start(0, answers={"cache": where})
     go_on = asyncio.Event()
     running.engines[0].handler = lambda request: events(request, DELTA, LAST, DONE, until=go_on)
     body = chat("a", stream=True)
@@ -331,7 +331,7 @@ async def test_what_began_before_a_clearing_answers_nothing_that_is_asked_after_
 ) -> None:
     # Otherwise the second request would go to an engine after this time, also if it waited for the first.
     monkeypatch.setattr("waymark.gateway.response_cache._FLIGHT_SECONDS", 1e6)
-    running = await start(1, response_cache=where)
+    running = await start(1, answers={"cache": where})
     go_on = asyncio.Event()
     running.engines[0].handler = lambda request: events(request, DELTA, LAST, DONE, until=go_on)
     body = chat("a", stream=True)
@@ -359,7 +359,7 @@ async def test_the_admin_paths_need_the_token(start: Start) -> None:
 @pytest.mark.outside
 async def test_a_gateway_with_keys_and_no_token_tells_strangers_nothing(start: Start) -> None:
     """Its clients are strangers to its operator: the key of one opens none of these paths."""
-    running = await start(1, gateway_keys=(f"one:{sha256(b'one').hexdigest()}",), response_cache="memory")
+    running = await start(1, gateway_keys=(f"one:{sha256(b'one').hexdigest()}",), answers={"cache": "memory"})
     paths = ["prefix-routing/stats", "kv-index/stats", "kv-index/backends", "response-cache/stats"]
     clears = {"response-cache/invalidate": {"clear_all": True}, "kv-index/clear": {"scope": "all"}}
     for headers in ({}, {"authorization": "Bearer one"}):
@@ -373,7 +373,7 @@ async def test_a_gateway_with_keys_and_no_token_tells_strangers_nothing(start: S
 
 @pytest.mark.parametrize("path", ["response-cache/invalidate", "kv-index/clear"])
 async def test_no_depth_of_a_body_is_an_error_of_ours(start: Start, path: str) -> None:
-    running = await start(1, response_cache="memory")
+    running = await start(1, answers={"cache": "memory"})
     for depth in (1, 198, 199, 200, *range(252, 258), *range(1022, 1027), 100_000):
         deep = b"[" * depth + b"]" * depth
         for body in (deep, b'{"clear_all": %b}' % deep, b'{"clear_all": true, "scope": "all", "x": %b}' % deep):
@@ -499,7 +499,7 @@ def test_a_long_number_is_told_as_it_is_written(number: str, *, is_long: bool) -
 
 @pytest.mark.outside
 async def test_numbers_are_compared_as_they_are_written(start: Start) -> None:
-    running = await start(1, response_cache="memory")
+    running = await start(1, answers={"cache": "memory"})
     answering(running)
     found = []
     for seed in ("18446744073709551616", "18446744073709551617", "1e20", "100000000000000000000", "1", "1.0"):
@@ -511,7 +511,7 @@ async def test_numbers_are_compared_as_they_are_written(start: Start) -> None:
 
 @pytest.mark.outside
 async def test_every_header_that_an_engine_may_read_is_part_of_the_request(start: Start) -> None:
-    running = await start(1, response_cache="memory")
+    running = await start(1, answers={"cache": "memory"})
     answering(running)
 
     async def result(*headers: tuple[str, str]) -> str:
@@ -531,7 +531,7 @@ KEY, OTHER = b"k" * 32, b"o" * 32
 
 
 async def test_gateways_share_answers_and_one_of_them_clears_all(start: Start) -> None:
-    one, two = await start(1, response_cache="redis"), await start(0, response_cache="redis")
+    one, two = await start(1, answers={"cache": "redis"}), await start(0, answers={"cache": "redis"})
     answering(one)
     first = await one.post()
     await wait_until(lambda: one.value("response_cache_entries") == 1, "the answer is kept", 10)
@@ -563,7 +563,7 @@ async def test_gateways_share_answers_and_one_of_them_clears_all(start: Start) -
 
 
 async def test_evictions_and_errors_are_those_of_all_gateways(start: Start) -> None:
-    bounds = {"response_cache": "redis", "answers_bytes": {"cache": 2 * 2**28 // 1000 + 1}}
+    bounds = {"answers": {"cache": "redis"}, "answers_bytes": {"cache": 2 * 2**28 // 1000 + 1}}
     with redis_server() as answers:
         await answers.start()
         one, two = [await start(engines, **bounds, answers_redis_url=answers.url) for engines in (1, 0)]
@@ -596,7 +596,7 @@ async def evicted(one: Running, two: Running, number: int) -> None:
 
 
 async def test_what_is_kept_in_redis_has_bounds(start: Start) -> None:
-    running = await start(1, response_cache="redis", answers_bytes={"cache": 2 * 2**28 // 1000 + 1})
+    running = await start(1, answers={"cache": "redis"}, answers_bytes={"cache": 2 * 2**28 // 1000 + 1})
     answering(running)
     assert await results(running, *map(chat, "abcd")) == ["MISS"] * 4
     await wait_until(lambda: running.value("response_cache_evictions_total") == 2, "all were kept", 10)
@@ -666,7 +666,7 @@ async def test_a_slow_redis_costs_one_request_its_time() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("RESPONSE_CACHE", "disk"),
+        ("ANSWERS", "cache=disk"),
         ("ANSWERS_BYTES", "cache=1"),
         ("ANSWERS_TTL", "cache=0"),
     ],

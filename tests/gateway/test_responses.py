@@ -78,7 +78,7 @@ async def respond(running: Running, text: Any, previous: str | None = None, **mo
 @WHERE
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_conversation_goes_on_from_its_last_answer(start: Start, where: str, is_stream: bool) -> None:
-    running = await start(1, responses=where)
+    running = await start(1, answers={"responses": where})
     answering(running)
     more: dict[str, Any] = {"stream": True} if is_stream else {}
     first = await respond(running, "one", instructions="be short", **more)
@@ -95,7 +95,7 @@ async def test_a_conversation_goes_on_from_its_last_answer(start: Start, where: 
 
 @WHERE
 async def test_a_response_can_be_deleted(start: Start, where: str) -> None:
-    running = await start(1, responses=where)
+    running = await start(1, answers={"responses": where})
     answering(running)
     first = await respond(running, "one")
     deleted = await running.client.delete(f"{PATH}/{first['id']}")
@@ -121,7 +121,7 @@ async def test_a_response_can_be_deleted(start: Start, where: str) -> None:
 async def test_some_answers_are_not_stored(
     start: Start, where: str, more: dict[str, Any], status: str, of_engine: dict[str, Any]
 ) -> None:
-    running = await start(1, responses=where, answers_bytes={"responses": 1500 * 256})
+    running = await start(1, answers={"responses": where}, answers_bytes={"responses": 1500 * 256})
     answering(running, status, **of_engine)
     for is_stream in (False, True):
         found = await respond(running, "one", **more, stream=is_stream)
@@ -139,7 +139,7 @@ async def test_gateways_share_responses_in_redis_without_being_told(start: Start
 @WHERE
 async def test_clients_and_tenants_never_see_each_other_s(start: Start, where: str) -> None:
     keys = tuple(f"{name}:{sha256(name.encode()).hexdigest()}" for name in ("one", "two"))
-    running = await start(1, responses=where, gateway_keys=keys)
+    running = await start(1, answers={"responses": where}, gateway_keys=keys)
     answering(running)
     first = await running.post({"model": "demo", "input": "x"}, PATH, headers={"x-api-key": "one"})
     path = f"{PATH}/{first.json()['id']}"
@@ -151,7 +151,7 @@ async def test_an_answer_is_not_held_up_where_it_cannot_be_stored(start: Start) 
     with redis_server() as server:
         await server.start()
         running = await start(
-            1, responses="redis", redis_url=server.url, redis_timeout_seconds=0.5, query_deadline_ms=300
+            1, answers={"responses": "redis"}, redis_url=server.url, redis_timeout_seconds=0.5, query_deadline_ms=300
         )
         answering(running)
         first = await respond(running, "one")
@@ -170,8 +170,8 @@ async def a_chat(_: web.Request) -> web.StreamResponse:
 async def test_answers_have_a_redis_of_their_own_and_chats_go_on_without_it(start: Start, redis_url: str) -> None:
     with redis_server() as server:
         await server.start()
-        settings = {"response_cache": "redis", "redis_timeout_seconds": patient(0.5)}
-        running = await start(1, responses="redis", answers_redis_url=server.url, **settings)
+        settings = {"answers": {"cache": "redis", "responses": "redis"}, "redis_timeout_seconds": patient(0.5)}
+        running = await start(1, answers_redis_url=server.url, **settings)
         answering(running)
         first = await respond(running, "one")
         chats = {"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": "x"}]}
@@ -197,7 +197,7 @@ async def test_answers_have_a_redis_of_their_own_and_chats_go_on_without_it(star
 
 
 async def test_without_a_store_nothing_of_it_is_read_or_written(start: Start) -> None:
-    running = await start(1, responses="off")
+    running = await start(1, answers={"responses": "off"})
     answering(running)
     body = {"model": "demo", "input": "x", "previous_response_id": "resp_0"}
     answer = await running.post(body, PATH)
@@ -208,7 +208,7 @@ async def test_without_a_store_nothing_of_it_is_read_or_written(start: Start) ->
 @WHERE
 async def test_what_is_stored_has_bounds_altogether(start: Start, where: str) -> None:
     room = 53_688  # of two responses, since 256 MiB are the room of 10,000
-    running = await start(1, responses=where, answers_bytes={"responses": room})
+    running = await start(1, answers={"responses": where}, answers_bytes={"responses": room})
     answering(running)
     found = [await respond(running, text) for text in "abc"]
     statuses = [(await running.client.get(f"{PATH}/{each['id']}")).status_code for each in found]
@@ -226,7 +226,7 @@ async def test_a_response_without_room_is_counted(start: Start, monkeypatch: pyt
         return False
 
     monkeypatch.setattr(MemoryResponses, "keep", keep)
-    running = await start(1, responses="memory")
+    running = await start(1, answers={"responses": "memory"})
     answering(running)
     found = await respond(running, "one")
     assert (await running.client.get(f"{PATH}/{found['id']}")).status_code == 404
@@ -253,7 +253,7 @@ async def test_a_response_is_no_larger_than_a_document_of_mongodb(start: Start) 
 
 
 def test_mongo_needs_redis() -> None:
-    with pytest.raises(SettingsError, match="WAYMARK_RESPONSES is memory"):
+    with pytest.raises(SettingsError, match="WAYMARK_ANSWERS has responses=memory"):
         Settings.from_env({"WAYMARK_RESPONSES_MONGO_URL": "mongodb://db"})
 
 

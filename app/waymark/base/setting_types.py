@@ -78,6 +78,24 @@ def _split_values(text: Any) -> Any:
     return values
 
 
+def _split_lower(text: Any) -> Any:
+    return _split_values(_lower(text))
+
+
+def _split_files(text: Any) -> Any:
+    """Split ``cert=FILE,key=FILE``. A word without ``=`` stays."""
+    return _split_values(text.removeprefix("true,")) if isinstance(text, str) and "=" in text else text
+
+
+def _split_tls(text: Any) -> Any:
+    values = _split_values(text)
+    if "verify" in values:
+        values = {**values, "verify": _lower(values["verify"])}
+        if values["verify"] not in ("full", "ca", "none"):
+            raise ValueError("verify is full (the CA and the host name), ca (only the CA) or none")
+    return values
+
+
 def _split_seconds(text: Any) -> Any:
     return _split_values(text.upper() if isinstance(text, str) else text)
 
@@ -146,6 +164,9 @@ AnswersTtl = Annotated[int, Field(ge=1, le=3650 * _DAY)]
 
 Split = BeforeValidator(_split)
 SplitValues = BeforeValidator(_split_values)
+SplitLower = BeforeValidator(_split_lower)
+SplitFiles = BeforeValidator(_split_files)
+SplitTls = BeforeValidator(_split_tls)
 SplitSeconds = BeforeValidator(_split_seconds)
 SplitKeys = BeforeValidator(_split_keys)
 ParsedSources = BeforeValidator(_parsed_sources)
@@ -216,7 +237,10 @@ def _is_secret(field: FieldInfo) -> bool:
 
 def type_text(field: FieldInfo) -> str:
     """Return the allowed values of the field's variable, with its bounds, for people."""
-    (kind,) = _leaves(field.annotation)
+    return " or ".join(_kind_text(kind, field) for kind in _leaves(field.annotation))
+
+
+def _kind_text(kind: Any, field: FieldInfo) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(f"`{choice}`" for choice in get_args(kind))
     if get_origin(kind) is tuple:

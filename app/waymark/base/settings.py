@@ -38,8 +38,11 @@ if TYPE_CHECKING:
         Port,
         RedisUrl,
         Split,
+        SplitFiles,
         SplitKeys,
+        SplitLower,
         SplitSeconds,
+        SplitTls,
         SplitValues,
         Token,
         TokenSource,
@@ -131,14 +134,10 @@ class Settings(_Table):
     """The user name for Redis, if its URL contains none."""
     redis_password_file: Path | None = None
     """The file with the password for Redis; it is read for every new connection."""
-    redis_sentinel_username: Annotated[str | None, Field(min_length=1)] = None
-    """The user name for the Sentinels; it is separate from that for Redis."""
-    redis_sentinel_password_file: Path | None = None
-    """The file with the password for the Sentinels; it is read for every new connection."""
-    redis_tls_files: Annotated[dict[Literal["ca", "cert", "key"], Path], SplitValues] = _NOTHING
-    """PEM files: `ca` signs the certificate of Redis, by default one of the system; `cert` and `key` of a client."""
-    redis_tls_verify: Annotated[Literal["full", "ca", "none"], Lower] = "full"
-    """What is checked of a certificate of Redis: its CA and host name, its CA only, or nothing."""
+    redis_sentinel: Annotated[dict[Literal["username", "password_file"], str], SplitValues] = _NOTHING
+    """The user and the password of the Sentinels, `username=NAME,password_file=FILE`; they are not those of Redis."""
+    redis_tls: Annotated[dict[Literal["ca", "cert", "key", "verify"], str], SplitTls] = _NOTHING
+    """TLS of Redis: its CA, a certificate of a client, and what is checked: `ca=FILE,cert=FILE,key=FILE,verify=ca`."""
     redis_timeout_seconds: Annotated[float, Field(ge=0.05, le=60)] = 2.0
     """How long to wait for a connection to Redis, and for a reply."""
 
@@ -153,10 +152,8 @@ class Settings(_Table):
     """The TCP port on which an endpoint picker answers Envoy over gRPC."""
     epp_health_port: Annotated[int, Field(ge=0, le=65535)] = 9003
     """The TCP port for gRPC health checks of an endpoint picker, without TLS; 0 means only on `WAYMARK_EPP_PORT`."""
-    epp_tls: bool = True
-    """Whether the gRPC port of an endpoint picker has TLS."""
-    epp_tls_files: Annotated[dict[Literal["cert", "key"], Path], SplitValues] = _NOTHING
-    """The PEM files of an endpoint picker, `cert=FILE,key=FILE`; by default it makes a certificate when it starts."""
+    epp_tls: Annotated[bool | dict[Literal["cert", "key"], Path], SplitFiles] = True
+    """TLS of an endpoint picker: `cert=FILE,key=FILE`, or `true` for a certificate that it makes when it starts."""
     api_tokens_file: str | None = None
     """The JSON file with the SHA-256 of further tokens, and their tenants; with it, reads need a token, too."""
     protect_reads: bool = False
@@ -249,10 +246,8 @@ class Settings(_Table):
     """How long an engine may pause within an answer at a gateway; twice as long before the answer begins."""
     cache_control_injection: bool = False
     """Whether a gateway marks the system prompt of `/v1/messages` with `cache_control`, if no block of it has one."""
-    response_cache: Annotated[Literal["off", "memory", "redis"], Lower] = "off"
-    """Where a gateway caches answers to equal requests without a `temperature` or with 0; gateways share `redis`."""
-    responses: Annotated[Literal["off", "memory", "redis"], Lower] | None = None
-    """Where answers of `/v1/responses` are stored; the default is `redis`, but `memory` on the emulated Redis."""
+    answers: Annotated[dict[Literal["cache", "responses"], Literal["off", "memory", "redis"]], SplitLower] = _NOTHING
+    """Where a gateway caches answers, and stores those of `/v1/responses`: `cache=off,responses=redis`, or `memory`."""
     responses_mongo_url: SecretStr | None = None
     """The MongoDB that gets a copy of every stored answer: `mongodb://host/waymark?timeoutMS=500`."""
     answers_bytes: Annotated[dict[Literal["cache", "responses"], AnswersBytes], SplitValues] = _NOTHING
@@ -300,8 +295,8 @@ class Settings(_Table):
         """Return why these settings do not fit together, or None."""
         if self.responses_mongo_url is not None and self.responses_place != "redis":
             return (
-                f"WAYMARK_RESPONSES_MONGO_URL is set but WAYMARK_RESPONSES is {self.responses_place}: only what is in "
-                "Redis is copied to MongoDB, so set the latter to redis, or leave the former out"
+                f"WAYMARK_RESPONSES_MONGO_URL is set but WAYMARK_ANSWERS has responses={self.responses_place}: only "
+                "what is in Redis is copied to MongoDB, so give responses=redis, or leave the former out"
             )
         if self.protect_reads and self.api_token is None and self.api_tokens_file is None:
             return "WAYMARK_PROTECT_READS is true but there is no WAYMARK_API_TOKEN: set one, or leave the former out"
@@ -316,20 +311,20 @@ class Settings(_Table):
             return "WAYMARK_REDIS_READ_URL is memory://, which would stay empty: leave it out"
         if self.answers_redis_url is not None and self.answers_redis_url.startswith("memory://"):
             return (
-                "WAYMARK_ANSWERS_REDIS_URL is memory://, which no other gateway can see: leave it out, and set "
-                "WAYMARK_RESPONSE_CACHE and WAYMARK_RESPONSES to memory"
+                "WAYMARK_ANSWERS_REDIS_URL is memory://, which no other gateway can see: leave it out, and give "
+                "cache=memory,responses=memory in WAYMARK_ANSWERS"
             )
-        if len(self.epp_tls_files) == 1:
-            return "WAYMARK_EPP_TLS_FILES needs cert and key: give cert=FILE,key=FILE, or leave it out"
-        if "key" in self.redis_tls_files and "cert" not in self.redis_tls_files:
-            return "WAYMARK_REDIS_TLS_FILES has a key without cert: give both"
+        if not isinstance(self.epp_tls, bool) and len(self.epp_tls) == 1:
+            return "WAYMARK_EPP_TLS needs cert and key: give cert=FILE,key=FILE, or leave it out"
+        if "key" in self.redis_tls and "cert" not in self.redis_tls:
+            return "WAYMARK_REDIS_TLS has a key without cert: give both"
         return None
 
     @property
     def responses_place(self) -> Literal["off", "memory", "redis"]:
         """Where answers of ``/v1/responses`` are stored: in Redis, if there is one that other gateways reach."""
         url = self.answers_redis_url or self.redis_url
-        return self.responses or ("memory" if url == "memory://" else "redis")
+        return self.answers.get("responses") or ("memory" if url == "memory://" else "redis")
 
     def is_given(self, name: str) -> bool:
         """Return whether a value of the setting was given, and be it the default."""
@@ -387,11 +382,16 @@ RENAMED: Final = {
     PREFIX + "INGEST_PORT": (PREFIX + "PROBE_PORT", None),
     PREFIX + "EPP_METRICS_PORT": (PREFIX + "PROBE_PORT", None),
     PREFIX + "PICKER_CONFIG": (PREFIX + "POLICY", None),
-    PREFIX + "REDIS_TLS_CA_FILE": (PREFIX + "REDIS_TLS_FILES", "ca="),
-    PREFIX + "REDIS_TLS_CERT_FILE": (PREFIX + "REDIS_TLS_FILES", "cert="),
-    PREFIX + "REDIS_TLS_KEY_FILE": (PREFIX + "REDIS_TLS_FILES", "key="),
-    PREFIX + "EPP_CERT_FILE": (PREFIX + "EPP_TLS_FILES", "cert="),
-    PREFIX + "EPP_KEY_FILE": (PREFIX + "EPP_TLS_FILES", "key="),
+    PREFIX + "REDIS_TLS_CA_FILE": (PREFIX + "REDIS_TLS", "ca="),
+    PREFIX + "REDIS_TLS_CERT_FILE": (PREFIX + "REDIS_TLS", "cert="),
+    PREFIX + "REDIS_TLS_KEY_FILE": (PREFIX + "REDIS_TLS", "key="),
+    PREFIX + "REDIS_TLS_FILES": (PREFIX + "REDIS_TLS", ""),
+    PREFIX + "REDIS_TLS_VERIFY": (PREFIX + "REDIS_TLS", "verify="),
+    PREFIX + "REDIS_SENTINEL_USERNAME": (PREFIX + "REDIS_SENTINEL", "username="),
+    PREFIX + "REDIS_SENTINEL_PASSWORD_FILE": (PREFIX + "REDIS_SENTINEL", "password_file="),
+    PREFIX + "EPP_TLS_FILES": (PREFIX + "EPP_TLS", ""),
+    PREFIX + "EPP_CERT_FILE": (PREFIX + "EPP_TLS", "cert="),
+    PREFIX + "EPP_KEY_FILE": (PREFIX + "EPP_TLS", "key="),
     PREFIX + "DISCOVERY_API_PORT": (PREFIX + "DISCOVERY_PORTS", "api="),
     PREFIX + "DISCOVERY_PORT": (PREFIX + "DISCOVERY_PORTS", "events="),
     PREFIX + "DISCOVERY_REPLAY_PORT": (PREFIX + "DISCOVERY_PORTS", "replay="),
@@ -399,6 +399,8 @@ RENAMED: Final = {
     PREFIX + "GATEWAY_KEYS_FILE": (PREFIX + "GATEWAY_KEYS", ""),
     PREFIX + "GATEWAY_KEY_REQUESTS": (PREFIX + "GATEWAY_KEY_LIMITS", "requests="),
     PREFIX + "GATEWAY_KEY_TOKENS": (PREFIX + "GATEWAY_KEY_LIMITS", "tokens="),
+    PREFIX + "RESPONSE_CACHE": (PREFIX + "ANSWERS", "cache="),
+    PREFIX + "RESPONSES": (PREFIX + "ANSWERS", "responses="),
     PREFIX + "RESPONSE_CACHE_BYTES": (PREFIX + "ANSWERS_BYTES", "cache="),
     PREFIX + "RESPONSES_BYTES": (PREFIX + "ANSWERS_BYTES", "responses="),
     PREFIX + "RESPONSE_CACHE_TTL_SECONDS": (PREFIX + "ANSWERS_TTL", "cache="),
@@ -515,7 +517,7 @@ def _unknown(name: str) -> str:
 # ---- values without pydantic -----------------------------------------------------------------------
 
 _TRUTHS = {"true": True, "false": False}
-_PATH_NAMES = ("redis_password_file", "redis_sentinel_password_file", "tokenizers_dir")
+_PATH_NAMES = ("redis_password_file", "tokenizers_dir")
 #: The values that pydantic would accept as they are, of the settings that most processes have: any text but an empty
 #: one, a URL with a usual scheme, a word, or an integer up to a bound.
 _TEXTS: Final[dict[str, Callable[[str], Any]]] = {

@@ -312,7 +312,7 @@ def _from_files(cert_file: Path, key_file: Path) -> Any:
     try:
         first = _read_pair(cert_file, key_file)
     except OSError as exc:
-        raise SettingsError(f"the certificate of WAYMARK_EPP_TLS_FILES cannot be used: {exc}") from None
+        raise SettingsError(f"the certificate of WAYMARK_EPP_TLS cannot be used: {exc}") from None
     return grpc.dynamic_ssl_server_credentials(_certificates(first), _reader_of(cert_file, key_file, first), False)
 
 

@@ -125,12 +125,13 @@ def upstream(settings: Settings) -> Upstream:
 
 def response_cache(settings: Settings, metrics: Metrics, store: Store) -> ResponseCache | None:
     """Return the response cache of a gateway, or None if it is off."""
-    if settings.response_cache == "off":
+    place = settings.answers.get("cache", "off")
+    if place == "off":
         return None
     bytes_max = settings.answers_bytes.get("cache", ANSWERS_BYTES)
     response_bytes = bytes_max // _LARGEST_PART
     options = CacheOptions(
-        place=settings.response_cache,
+        place=place,
         entries_max=max(1, 1000 * bytes_max // ANSWERS_BYTES),
         bytes_max=bytes_max,
         ttl_seconds=settings.answers_ttl.get("cache", 300),

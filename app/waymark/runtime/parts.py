@@ -36,13 +36,17 @@ def credentials(settings: Settings) -> Credentials:
     return Credentials(
         settings.redis_username,
         settings.redis_password_file,
-        settings.redis_sentinel_username,
-        settings.redis_sentinel_password_file,
-        settings.redis_tls_files.get("ca"),
-        settings.redis_tls_files.get("cert"),
-        settings.redis_tls_files.get("key"),
-        settings.redis_tls_verify,
+        settings.redis_sentinel.get("username"),
+        _file(settings.redis_sentinel.get("password_file")),
+        _file(settings.redis_tls.get("ca")),
+        _file(settings.redis_tls.get("cert")),
+        _file(settings.redis_tls.get("key")),
+        settings.redis_tls.get("verify", "full"),
     )
+
+
+def _file(path: str | None) -> Path | None:
+    return None if path is None else Path(path)
 
 
 def open_store(settings: Settings, metrics: Metrics | None = None, *, keeps_answers: bool = False) -> Store:
@@ -169,7 +173,7 @@ def api_options(settings: Settings, *, is_gateway: bool = False) -> ApiOptions:
     return ApiOptions(
         access=AccessOptions(
             token=None if settings.api_token is None else settings.api_token.get_secret_value(),
-            tokens_file=None if settings.api_tokens_file is None else Path(settings.api_tokens_file),
+            tokens_file=_file(settings.api_tokens_file),
             protects_reads=settings.protect_reads,
             is_closed=is_gateway and bool(settings.gateway_keys),
             allowed_endpoints=settings.allowed_endpoints,

@@ -40,13 +40,14 @@ def open_port(settings: Settings) -> list[socket.socket]:
 
 
 def epp_options(settings: Settings) -> EppOptions:
+    files = {} if isinstance(settings.epp_tls, bool) else settings.epp_tls
     return EppOptions(
         host=settings.host,
         port=settings.epp_port,
         health_port=settings.epp_health_port or None,
-        has_tls=settings.epp_tls,
-        cert_file=settings.epp_tls_files.get("cert"),
-        key_file=settings.epp_tls_files.get("key"),
+        has_tls=bool(settings.epp_tls),
+        cert_file=files.get("cert"),
+        key_file=files.get("key"),
         streams_max=settings.connections_max,
         drain_seconds=settings.epp_drain_seconds,
         finish_seconds=settings.finish_seconds,

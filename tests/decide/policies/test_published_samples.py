@@ -160,7 +160,7 @@ def read(plugins: dict[str, dict[str, Any]], **profiles: list[str]) -> PickerCon
 def test_a_sample_loads_and_the_log_names_the_setting(name: str) -> None:
     config = read_picker_config(f"plugins:{SAMPLES[name]}schedulingProfiles: [{{name: default}}]\n")
     (note,) = config.notes
-    assert ("WAYMARK_TOKENIZERS" if name == "tokenizer" else "WAYMARK_RESPONSES") in note
+    assert ("WAYMARK_TOKENIZERS" if name == "tokenizer" else "WAYMARK_ANSWERS") in note
 
 
 @pytest.mark.parametrize(

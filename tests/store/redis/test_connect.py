@@ -92,10 +92,8 @@ def test_the_settings_say_how_redis_is_entered(tmp_path: Path) -> None:
     environ = {
         "WAYMARK_REDIS_USERNAME": "waymark",
         "WAYMARK_REDIS_PASSWORD_FILE": str(secret),
-        "WAYMARK_REDIS_SENTINEL_USERNAME": "watcher",
-        "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE": str(secret),
-        "WAYMARK_REDIS_TLS_FILES": "ca=/ca,cert=/cert,key=/key",
-        "WAYMARK_REDIS_TLS_VERIFY": "CA",
+        "WAYMARK_REDIS_SENTINEL": f"username=watcher,password_file={secret}",
+        "WAYMARK_REDIS_TLS": "ca=/ca,cert=/cert,key=/key,verify=CA",
     }
     credentials = parts.credentials(Settings.from_env(environ))
     assert credentials == Credentials(
@@ -125,12 +123,12 @@ def test_a_password_file_is_read_for_every_connection(tmp_path: Path) -> None:
         ("redis://cache", {"password_file": "missing"}, "REDIS_PASSWORD_FILE .*missing cannot be read: No such"),
         ("redis://cache", {"password_file": "empty"}, "WAYMARK_REDIS_PASSWORD_FILE .*empty is empty: put"),
         ("redis://cache", {"password_file": "binary"}, "REDIS_PASSWORD_FILE .*binary cannot be read: it is no UTF"),
-        ("redis+sentinel://a/m", {"sentinel_password_file": "missing"}, "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"),
+        ("redis+sentinel://a/m", {"sentinel_password_file": "missing"}, "WAYMARK_REDIS_SENTINEL password_file"),
         ("redis://:p@cache", {"password_file": "good"}, "REDIS_URL has a password, .*WAYMARK_REDIS_PASSWORD_FILE"),
         ("redis://u@cache", {"username": "v"}, "WAYMARK_REDIS_URL has a user, .*WAYMARK_REDIS_USERNAME"),
-        ("rediss://cache", {"tls_ca_file": "missing"}, "WAYMARK_REDIS_TLS_FILES ca=.*missing cannot be used: No such"),
-        ("rediss://cache", {"tls_ca_file": "good"}, "WAYMARK_REDIS_TLS_FILES ca=.*good cannot be used: .*PEM"),
-        ("rediss://cache", {"tls_cert_file": "good"}, "WAYMARK_REDIS_TLS_FILES cert=.*good .*cannot be used: .*PEM"),
+        ("rediss://cache", {"tls_ca_file": "missing"}, "WAYMARK_REDIS_TLS ca=.*missing cannot be used: No such"),
+        ("rediss://cache", {"tls_ca_file": "good"}, "WAYMARK_REDIS_TLS ca=.*good cannot be used: .*PEM"),
+        ("rediss://cache", {"tls_cert_file": "good"}, "WAYMARK_REDIS_TLS cert=.*good .*cannot be used: .*PEM"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_said_at_the_start(

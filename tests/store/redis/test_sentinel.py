@@ -50,7 +50,7 @@ async def test_all_that_the_roles_do_works_behind_sentinels(watched: Sentinels, 
 
 async def test_sentinels_ask_for_a_password_of_their_own(watched: Sentinels) -> None:
     client = RedisClient.open(watched.url)
-    with pytest.raises(StoreUnavailable, match="WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"):
+    with pytest.raises(StoreUnavailable, match="for Sentinels WAYMARK_REDIS_SENTINEL"):
         await client.ping()
     await client.close()
 

@@ -95,13 +95,13 @@ async def test_a_server_whose_certificate_nobody_known_has_signed_is_refused(ser
     url = f"rediss://127.0.0.1:{server.port}"
     sentence = await refusal(url, replace(files.credentials, tls_ca_file=files.stranger))
     assert "certificate verify failed" in sentence
-    assert "WAYMARK_REDIS_TLS_FILES" in sentence
-    assert "WAYMARK_REDIS_TLS_FILES" in await refusal(url, replace(files.credentials, tls_ca_file=None))
+    assert "WAYMARK_REDIS_TLS" in sentence
+    assert "WAYMARK_REDIS_TLS" in await refusal(url, replace(files.credentials, tls_ca_file=None))
 
 
 async def test_a_certificate_for_another_host_is_refused_unless_told_otherwise(server: Server, files: Files) -> None:
     url = f"rediss://localhost:{server.port}"
-    assert "WAYMARK_REDIS_TLS_VERIFY" in await refusal(url, files.credentials)
+    assert "WAYMARK_REDIS_TLS" in await refusal(url, files.credentials)
     for credentials in (
         replace(files.credentials, tls_verify="ca"),
         replace(files.credentials, tls_verify="none", tls_ca_file=files.stranger),

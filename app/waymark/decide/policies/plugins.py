@@ -209,7 +209,7 @@ _PLUGINS = (
         "responses-store",
         PluginKind.OTHER,
         _RESPONSES,
-        "an endpoint picker stores no responses; waymark gateway does (WAYMARK_RESPONSES)",
+        "an endpoint picker stores no responses; waymark gateway does (WAYMARK_ANSWERS)",
     ),
     Plugin(
         "models-data-source",

@@ -193,7 +193,7 @@ def options_of(credentials: Credentials, address: Address) -> dict[str, Any]:
 def sentinel_options_of(credentials: Credentials, address: Address) -> dict[str, Any]:
     """Return the arguments of redis-py for a connection to a Sentinel."""
     username, file = credentials.sentinel_username, credentials.sentinel_password_file
-    return _tls(credentials, address) | _login(username, None, file, "WAYMARK_REDIS_SENTINEL_PASSWORD_FILE")
+    return _tls(credentials, address) | _login(username, None, file, "WAYMARK_REDIS_SENTINEL password_file")
 
 
 def server(

@@ -10,7 +10,7 @@ import shlex
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from waymark.base.errors import SettingsError
 from waymark.base.record import record
@@ -35,13 +35,14 @@ class Credentials:
     tls_ca_file: Path | None = None
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
-    tls_verify: Literal["full", "ca", "none"] = "full"
+    tls_verify: str = "full"
+    """What is checked of a certificate: ``full`` (its CA and the host name), ``ca`` (only its CA) or ``none``."""
 
     def check(self, address: Address, variable: str) -> None:
         """Check that the files can be read and that the settings fit ``address``. Raises SettingsError."""
         for name, path in (
             ("WAYMARK_REDIS_PASSWORD_FILE", self.password_file),
-            ("WAYMARK_REDIS_SENTINEL_PASSWORD_FILE", self.sentinel_password_file),
+            ("WAYMARK_REDIS_SENTINEL password_file", self.sentinel_password_file),
         ):
             if path is not None:
                 try:
@@ -58,11 +59,11 @@ class Credentials:
             self._check_tls()
 
     def _check_tls(self) -> None:
-        names = f"WAYMARK_REDIS_TLS_FILES ca={self.tls_ca_file}"
+        names = f"WAYMARK_REDIS_TLS ca={self.tls_ca_file}"
         try:
             context = ssl.create_default_context(cafile=self.tls_ca_file)
             if self.tls_cert_file is not None:
-                names = f"WAYMARK_REDIS_TLS_FILES cert={self.tls_cert_file} and key={self.tls_key_file}"
+                names = f"WAYMARK_REDIS_TLS cert={self.tls_cert_file} and key={self.tls_key_file}"
                 context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
         except OSError as exc:  # this includes ssl.SSLError
             raise SettingsError(f"{names} cannot be used: {exc.strerror or exc}; give PEM files") from None

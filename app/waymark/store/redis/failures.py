@@ -27,8 +27,7 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
         if isinstance(cause, errors.AuthenticationError):
             return StoreUnavailable(
                 f"Redis at {url} refuses the login ({cause}): check the user and password in {variable}, or "
-                "WAYMARK_REDIS_USERNAME and WAYMARK_REDIS_PASSWORD_FILE; for Sentinels "
-                "WAYMARK_REDIS_SENTINEL_USERNAME and WAYMARK_REDIS_SENTINEL_PASSWORD_FILE"
+                "WAYMARK_REDIS_USERNAME and WAYMARK_REDIS_PASSWORD_FILE; for Sentinels WAYMARK_REDIS_SENTINEL"
             )
         if isinstance(cause, errors.NoPermissionError):
             return StoreUnavailable(
@@ -42,8 +41,8 @@ def unavailable(url: str, variable: str, exc: Exception) -> StoreUnavailable:
             )
         if isinstance(cause, ssl.SSLError):
             return StoreUnavailable(
-                f"Redis at {url} has no trusted TLS certificate ({cause}): check WAYMARK_REDIS_TLS_FILES, "
-                f"WAYMARK_REDIS_TLS_VERIFY, and whether {variable} has the right scheme"
+                f"Redis at {url} has no trusted TLS certificate ({cause}): check WAYMARK_REDIS_TLS, "
+                f"and whether {variable} has the right scheme"
             )
     if is_damage(exc):
         return RecordDamaged(
