@@ -30,8 +30,8 @@ static Outcome read_number(Reader *reader, PyObject **found)
     return *found == NULL ? FAILED : READ;
 }
 
-/* The id of the process that sent a batch, if the fourth element of the batch is such an id: 16 bytes. FAILED with an
- * exception. */
+/* Read the id of the process that sent a batch, if the fourth element of the batch is such an id: 16 bytes. FAILED with
+ * an exception. */
 static Outcome read_publisher(Reader *reader, PyObject **found)
 {
     Value value;
@@ -109,7 +109,7 @@ static Outcome read_all(Batch *batch, Py_ssize_t events_max, Head *head)
     return outcome == READ && batch->reader.at != batch->reader.end ? UNUSUAL : outcome;
 }
 
-/* The same as read_batch, for bytes in memory. */
+/* Do the same as read_batch, for bytes in memory. */
 static PyObject *read_payload(Batch *batch, Py_ssize_t events_max)
 {
     Head head = {0};
@@ -129,7 +129,7 @@ static PyObject *read_payload(Batch *batch, Py_ssize_t events_max)
     return answer;
 }
 
-/* A batch to be read from memory. */
+/* Return a batch to be read from memory. */
 static Batch begin_batch(const Input *payload, Events *events, PyObject *medium_of, long stored_fields,
                          long removed_fields)
 {
@@ -146,7 +146,7 @@ static void end_batch(Batch *batch)
     Py_XDECREF(batch->adapter);
 }
 
-/* Whether these numbers of fields of a store and of a removal may be read. 0 with an exception. */
+/* Return whether these numbers of fields of a store and of a removal may be read. 0 with an exception. */
 static int are_fields(long stored_fields, long removed_fields)
 {
     if (stored_fields >= 1 && stored_fields <= STORED_FIELDS && removed_fields >= 1 && removed_fields <= REMOVED_FIELDS)
@@ -161,10 +161,10 @@ static int are_fields(long stored_fields, long removed_fields)
  *
  * The batch `[ts, events, rank?, publisher?, ...]`: ts, the events, the rank, the id of the publisher's process, how
  * many events are not plain, and whether the events are mixed. In place of an event that is not plain there is its
- * position in the payload, (start, end). `stored_fields` and `removed_fields` are the most fields that are read of a
- * store and of a removal that is a list. The events are Events if keep_together can keep them. None if the batch itself
- * is not plain, or has more than `events_max` events. `medium` is called with the name of a medium, or None, and
- * returns our name for it, or None if it is not a name.
+ * position in the payload, (start, end). `stored_fields` and `removed_fields` are the most fields that are read if a
+ * store, or a removal, is a list. The events are Events if keep_together can keep them. None if the batch itself is not
+ * plain, or has more than `events_max` events. `medium` is called with the name of a medium, or None, and returns our
+ * name for it, or None if it is not a name.
  */
 PyObject *read_batch(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -203,8 +203,8 @@ enum { MEDIUM_CHARS = 16 /* of a name that is remembered */ };
 /* The common facts of the batches that continue. */
 typedef struct {
     const Events *first;
-    PyObject *ts, *rank, *publisher; /* the ts of the batch before, and the rank and the id of all; borrowed */
-    PyObject *ways, *way;            /* in place of first and rank: the ways by rank, and that of the last batch, a reference */
+    PyObject *ts, *rank, *publisher; /* the ts of the last batch, and the rank and the id of all batches; borrowed */
+    PyObject *ways, *way;            /* for a call by ways: the ways by rank, and that of the last batch (a reference) */
     PyObject *medium;                /* of the last event, a reference or NULL, */
     char medium_name[MEDIUM_CHARS];  /* its name in the payload, */
     int64_t medium_size;             /* and the size of the name; -1 if it has none */
@@ -214,7 +214,7 @@ typedef struct {
     size_t hashes_max; /* in the batches that follow */
 } Going;
 
-/* Whether two times are seconds of one clock that has not gone back. */
+/* Return whether two times are seconds of one clock that has not gone backwards. */
 static int are_in_order(PyObject *before, PyObject *ts)
 {
     if (!PyFloat_Check(before) || !PyFloat_Check(ts))
@@ -223,7 +223,7 @@ static int are_in_order(PyObject *before, PyObject *ts)
     return 0 <= from && from <= to && to < SECONDS_MAX;
 }
 
-/* Whether a batch has the rank of all, or a rank with a way, which becomes the last one. -1 with an exception. */
+/* Return whether a batch has the common rank, or one with a way, which is remembered. -1 with an exception. */
 static int has_way(Going *going, PyObject *rank)
 {
     if (rank != Py_None && !PyLong_Check(rank))
@@ -244,8 +244,8 @@ static int has_way(Going *going, PyObject *rank)
     return going->first == NULL ? -1 : 1;
 }
 
-/* Whether a batch differs from one before in its blocks only, and its hashes are within the bound. -1 with an
- * exception. */
+/* Return whether a batch differs from an earlier one in its blocks only, and its hashes are within the bound. -1
+ * with an exception. */
 static int goes_on(Going *going, const Events *events, const Head *head)
 {
     if (head->others > 0 || !are_in_order(going->ts, head->ts) || events->hashes_count > going->hashes_max)
@@ -300,8 +300,8 @@ static PyObject *read_next(Going *going, PyObject *payload, PyObject **ts)
     return (PyObject *)events;
 }
 
-/* Append a batch to those of one rank, which begin with it or differ from it in their blocks only. The references to its
- * events and its time move there. 0 with an exception. */
+/* Append a batch to those of one rank, which differ in their blocks only. Take over the references to its events and
+   its time. 0 with an exception. */
 static int append_batch(Going *going, RankBatches *batches, PyObject *events, PyObject *ts)
 {
     const Events *added = (Events *)events;

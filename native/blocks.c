@@ -2,13 +2,13 @@
 
 #include "blocks.h"
 
-/* The hash of a block for the index by engine hash. */
+/* Return the hash of a block for the index by engine hash. */
 static uint64_t hash_spread_of(const void *known, uint32_t number)
 {
     return spread(block_at(known, number)->hash);
 }
 
-/* The hash of a block for the index by key. */
+/* Return the hash of a block for the index by key. */
 static uint64_t key_spread_of(const void *known, uint32_t number)
 {
     return spread(block_at(known, number)->key);
@@ -25,7 +25,7 @@ void fetch_blocks(const KnownBlocks *known, Index *index, const uint64_t *number
     }
 }
 
-/* Room for one more block. 0 with an exception. */
+/* Make room for one more block. 0 with an exception. */
 static int reserve_block(KnownBlocks *known)
 {
     if (known->free != 0 || known->count < known->chunks_count * CHUNK_BLOCKS)
@@ -45,7 +45,7 @@ static int reserve_block(KnownBlocks *known)
     return 1;
 }
 
-/* The number for a new block; there is room for the block. */
+/* Return the number for a new block; there is room for the block. */
 static uint32_t new_block(KnownBlocks *known)
 {
     if (known->free == 0)
@@ -78,7 +78,7 @@ void remove_block(KnownBlocks *known, uint32_t number)
     leave_place(known->places, place);
 }
 
-/* Room for one more block with this engine hash and key in the indexes. 0 with an exception. */
+/* Make room for one more block with this engine hash and key in the indexes. 0 with an exception. */
 static int reserve_slots(KnownBlocks *known, uint64_t hash, uint64_t key)
 {
     return reserve_slot(&known->by_hash, spread(hash), hash_spread_of, known) &&

@@ -35,13 +35,13 @@ typedef struct {
     Index by_hash, by_key;
 } KnownBlocks;
 
-/* The block with this number, which is in use or free. */
+/* Return the block with this number, which is in use or free. */
 static inline Block *block_at(const KnownBlocks *known, uint32_t number)
 {
     return &known->chunks[number / CHUNK_BLOCKS][number % CHUNK_BLOCKS];
 }
 
-/* The number of the block with an engine hash; -1 if there is none. */
+/* Return the number of the block with an engine hash; -1 if there is none. */
 static inline int64_t find_hash(KnownBlocks *known, uint64_t hash)
 {
     Search search = begin_search(&known->by_hash, spread(hash));
@@ -51,7 +51,7 @@ static inline int64_t find_hash(KnownBlocks *known, uint64_t hash)
     return found;
 }
 
-/* The number of the first block with a key; -1 if there is none. */
+/* Return the number of the first block with a key; -1 if there is none. */
 static inline int64_t find_key(KnownBlocks *known, uint64_t key)
 {
     Search search = begin_search(&known->by_key, spread(key));
@@ -63,15 +63,15 @@ static inline int64_t find_key(KnownBlocks *known, uint64_t key)
 
 typedef int64_t Find(KnownBlocks *known, uint64_t number);
 
-/* Let the caches fetch, for many numbers, all slots of `index`, and then the blocks that a search looks at. One search
- * after the other would wait for each. */
+/* Let the caches fetch, for many numbers at once, the slots of `index` and then the blocks that a search looks at.
+ * Single searches would each wait. */
 void fetch_blocks(const KnownBlocks *known, Index *index, const uint64_t *numbers, size_t count);
 
 /* Add a block whose place exists. A former block with its engine hash is removed; a block with its key stays the first.
  * 0 with an exception; nothing has changed then. */
 int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth);
 
-/* The same for a block whose engine hash and key are not in the table. */
+/* Do the same for a block whose engine hash and key are not in the table. */
 int put_new_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth);
 
 /* Remove a block by its number. */
@@ -91,13 +91,13 @@ int move_block(KnownBlocks *known, uint32_t number, KnownBlocks *other);
 /* Remove the blocks of these engine hashes that are in the table. */
 void discard_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count);
 
-/* A block becomes the first of its key. 0 with an exception; nothing has changed then. */
+/* Make a block the first of its key. 0 with an exception; nothing has changed then. */
 int lead_block(KnownBlocks *known, uint32_t number);
 
-/* Whether a number occurs twice: 1 or 0, -1 with an exception. */
+/* Return whether a number occurs twice: 1 or 0, -1 with an exception. */
 int has_repeats(const uint64_t *numbers, size_t count);
 
-/* Whether none of these numbers is found, and none occurs twice: 1 or 0, -1 with an exception. */
+/* Return whether none of these numbers is found, and none occurs twice: 1 or 0, -1 with an exception. */
 int are_strange(KnownBlocks *known, const uint64_t *numbers, size_t count, Find *find);
 
 /* Free the last blocks of a table that is not used any more. Return whether some are left. */

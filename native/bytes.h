@@ -20,7 +20,7 @@
 #define as_big64(number) (number)
 #endif
 
-/* The number in the bytes at `at`, the lowest first. */
+/* Return the number in the bytes at `at`, the lowest first. */
 static inline uint64_t load_little64(const void *at)
 {
     uint64_t number;
@@ -28,7 +28,7 @@ static inline uint64_t load_little64(const void *at)
     return as_little64(number);
 }
 
-/* The same for four bytes. */
+/* Return the number in four bytes, the lowest first. */
 static inline uint32_t load_little32(const void *at)
 {
     uint32_t number;
@@ -43,14 +43,14 @@ static inline void store_little64(void *at, uint64_t number)
     memcpy(at, &number, sizeof number);
 }
 
-/* The same with four bytes. */
+/* Write a number to `at` as four bytes, the lowest first. */
 static inline void store_little32(void *at, uint32_t number)
 {
     number = as_little32(number);
     memcpy(at, &number, sizeof number);
 }
 
-/* The number in eight bytes, the highest first. */
+/* Return the number in eight bytes, the highest first. */
 static inline uint64_t load_big64(const void *at)
 {
     uint64_t number;

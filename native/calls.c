@@ -36,7 +36,7 @@ typedef struct {
     uint16_t buckets[BUCKETS]; /* numbers of rows */
 } Call;
 
-/* The number of a holder or a seq, from 1; it gets one if it has none yet. There is room for one for each part. */
+/* Return the number of a holder or a seq, from 1; a new one if it has none yet. There is room for one for each part. */
 static uint16_t number_of(uint64_t *numbers, uint16_t *count, uint64_t number)
 {
     for (uint16_t i = *count; i > 0; i--) /* mostly it is the last one */
@@ -46,7 +46,7 @@ static uint16_t number_of(uint64_t *numbers, uint16_t *count, uint64_t number)
     return *count;
 }
 
-/* The number of a place's row; it gets one if it has none yet. There is room for two for each part. */
+/* Return the number of a place's row; a new one if it has none yet. There is room for two for each part. */
 static uint16_t number_of_row(Call *call, const Part *place)
 {
     size_t bucket = (size_t)((place->head ^ place->branch * 3 ^ place->place_kind) * 0x9E3779B97F4A7C15 >> 54);
@@ -60,7 +60,7 @@ static uint16_t number_of_row(Call *call, const Part *place)
     return call->buckets[bucket] = call->rows_count;
 }
 
-/* The row of a branch row's piece. */
+/* Return the number of the row of a branch row's piece. */
 static uint16_t number_of_piece(Call *call, const Part *branch_row)
 {
     const Part row = {.head = branch_row->head, .place_kind = ROW};
@@ -85,7 +85,7 @@ static void number_all(Call *call, const Part *parts, size_t count)
             number_of_piece(call, &call->rows[i]);
 }
 
-/* The copies of a part, joined by semicolons. NULL with an exception. */
+/* Return the copies of a part, joined by semicolons. NULL with an exception. */
 static PyObject *join_copies(const Part *part)
 {
     PyObject *semicolon = PyBytes_FromStringAndSize(";", 1);
@@ -94,7 +94,7 @@ static PyObject *join_copies(const Part *part)
     return joined;
 }
 
-/* Two bytes, the highest first. */
+/* Write a number to `at` as two bytes, the highest first. */
 static void store_big16(char *at, uint16_t number)
 {
     at[0] = (char)(number >> 8);
@@ -103,7 +103,7 @@ static void store_big16(char *at, uint16_t number)
 
 /* ---- bulk strings: words as Redis reads them ----------------------------------------------------- */
 
-/* The decimal digits of a length. */
+/* Return the number of decimal digits of a length. */
 static size_t digits_of(size_t length)
 {
     size_t digits = 1;
@@ -114,7 +114,7 @@ static size_t digits_of(size_t length)
     return digits;
 }
 
-/* The bytes of a word with its length and the ends of lines. */
+/* Return the number of bytes of a word with its length and the ends of lines. */
 static size_t bulk_size(size_t length)
 {
     return 1 + digits_of(length) + 2 + length + 2;
@@ -148,7 +148,7 @@ typedef struct {
     Py_ssize_t copied_size;
 } Body;
 
-/* 0 with an exception; then there is nothing to release. */
+/* Plan the fields of a packed part after its header. 0 with an exception; then there is nothing to release. */
 static int plan_body(const Part *part, Body *body)
 {
     const int is_behind = part->kind == '+' && part->has_parent && part->place_kind == BRANCH_ROW &&
@@ -166,7 +166,7 @@ static int plan_body(const Part *part, Body *body)
     return 0;
 }
 
-/* The bytes of a packed part. */
+/* Return the number of bytes of a packed part. */
 static size_t part_size(const Body *body)
 {
     return HEADER + body->namespace + body->parent + body->slots + body->hashes + (size_t)body->copied_size;
@@ -208,7 +208,7 @@ static char *write_part(Call *call, const Parts *parts, const Part *part, const 
     return at + body->copied_size;
 }
 
-/* The parts `start` to `end` as words. NULL with an exception. */
+/* Return the parts `start` to `end` as words. NULL with an exception. */
 static PyObject *pack_parts(Call *call, const Parts *parts, size_t start, size_t end)
 {
     Body bodies[CALL_PARTS];
@@ -227,7 +227,7 @@ static PyObject *pack_parts(Call *call, const Parts *parts, size_t start, size_t
     return words;
 }
 
-/* The keys of a call's rows as words. NULL with an exception. */
+/* Return the keys of a call's rows as words. NULL with an exception. */
 static PyObject *pack_rows(const Call *call, const char *prefix, size_t length)
 {
     const size_t row = length + HEX_DIGITS, other = row + 2;
@@ -248,7 +248,7 @@ static PyObject *pack_rows(const Call *call, const char *prefix, size_t length)
     return words;
 }
 
-/* Numbers as a list. NULL with an exception. */
+/* Return numbers as a list. NULL with an exception. */
 static PyObject *list_numbers(const uint64_t *numbers, size_t count)
 {
     PyObject *list = PyList_New((Py_ssize_t)count);
@@ -300,14 +300,14 @@ PyObject *parts_pack(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 
 /* ---- engine hashes ------------------------------------------------------------------------------- */
 
-/* The characters of a block as lua/keep_hashes.lua has it: its key, its depth, its head, and its namespace if it has
- * one. */
+/* Return the number of characters of a block as lua/keep_hashes.lua has it: its key, its depth, its head, and its
+ * namespace if it has one. */
 static size_t reported_size(const Part *part)
 {
     return SLOT_CHARS + HEX_DIGITS + (part->namespace ? HEX_DIGITS : 0);
 }
 
-/* Whether the blocks of a part are new under their engine hashes, and their depth is known. */
+/* Return whether the blocks of a part are new under their engine hashes, and their depth is known. */
 static int is_reported(const Part *part)
 {
     return part->kind == '+' && !part->is_known && !part->is_identity && part->place_kind != SINGLE;

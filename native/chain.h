@@ -14,7 +14,7 @@ typedef struct {
     int has_parent;
 } Chain;
 
-/* The seq_hash of the next block, whose tokens are hashed already. */
+/* Return the seq_hash of the next block, whose tokens are hashed already. */
 static inline uint64_t go_on(Chain *chain, uint64_t local)
 {
     unsigned char pair[2 * KEY];

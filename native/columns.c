@@ -4,10 +4,10 @@
 
 #include <stdlib.h>
 
-/* Up to this number of places are found in one pass over the numbers; for more places all numbers are sorted. */
+/* Up to this number of places, one pass over the numbers finds them; for more places all numbers are sorted. */
 #define FEW 64
 
-/* The numbers of a sequence of `count`; `absent` stands for None, unless that is NULL. 0 with an exception. */
+/* Read the numbers of a sequence of `count`; `absent` stands for None, unless that is NULL. 0 with an exception. */
 static int read_numbers(PyObject *sequence, double *numbers, Py_ssize_t count, const double *absent)
 {
     PyObject *items = PySequence_Tuple(sequence); /* a list could change while methods of its objects run */
@@ -53,7 +53,7 @@ static int add_column(PyObject *pair, int is_clamped, double *sums, double *numb
     return 1;
 }
 
-/* The numbers in a list; NULL with an exception. */
+/* Return the numbers in a list; NULL with an exception. */
 static PyObject *listed(const double *numbers, Py_ssize_t count)
 {
     PyObject *list = PyList_New(count);
@@ -108,7 +108,7 @@ typedef struct {
     Py_ssize_t place;
 } Entry;
 
-/* The order of two entries, as qsort asks for it. */
+/* Return the order of two entries, as qsort asks for it. */
 static int compare_entries(const void *one, const void *other)
 {
     const Entry *a = one, *b = other;

@@ -49,7 +49,7 @@ PyObject *known_left(PyObject *self, PyObject *ignored)
 
 /* ---- events --------------------------------------------------------------------------------------- */
 
-/* The bytes that Redis keeps for this number of copies. NULL with an exception. */
+/* Return the bytes that Redis keeps for this number of copies. NULL with an exception. */
 static PyObject *text_of(uint32_t copies)
 {
     return copies < 2 ? PyBytes_FromString("0") : PyBytes_FromFormat("%u", copies);
@@ -65,8 +65,8 @@ static int add_counted(Run *run, Part *part, int64_t position, const Block *bloc
     return is_done;
 }
 
-/* Whether the first blocks of a store are in the table as the store has them: in the same order, and each with a single
- * hash. *count gets their number. No chain continues from a single, or in another namespace. */
+/* Return whether the first blocks of a store are in the table as the store has them: in the same order, and each with a
+ * single hash. *count gets their number. No chain continues from a single, or in another namespace. */
 static int are_repeated(KnownBlocks *known, Run *run, const Store *store, size_t *count)
 {
     int depth = store->depth;
@@ -97,7 +97,7 @@ int add_again(KnownBlocks *known, Run *run, const PlainEvent *event, Block *bloc
                            : add_counted(run, part, position, block, after);
 }
 
-/* Store again a block of a store that is in the table, at `depth` in its piece. 0 with an exception. */
+/* Repeat the store of a block that is in the table, at `depth` in its piece. 0 with an exception. */
 static int store_repeated(KnownBlocks *known, Run *run, const PlainEvent *event, const Store *store, const uint64_t *above,
                           size_t i, int depth, int64_t position)
 {

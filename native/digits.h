@@ -5,7 +5,7 @@
 
 #include "bytes.h"
 
-/* The digits from `at` as a number; *at moves to their end. -1 if there are none, or more than 10. */
+/* Read the digits from `at` as a number; *at moves to their end. -1 if there are none, or more than 10. */
 static inline int64_t read_number(const char **at)
 {
     const char *first = *at;
@@ -19,7 +19,7 @@ static inline int64_t read_number(const char **at)
 }
 
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-/* 0 if all of eight bytes are digits; otherwise the lowest bit that is set is in the first byte that is not a digit.
+/* Return 0 if eight bytes are digits; otherwise a number whose lowest set bit is in the first byte that is not a digit.
  *
  * A digit is 0x30..0x39: its upper half is 3, and stays so with 6 added. Only a byte that is not a digit carries into
  * the next byte.
@@ -30,7 +30,7 @@ static inline uint64_t not_digits(uint64_t text)
     return ((text & upper) | ((text + more) & upper) >> 4) ^ 0x3333333333333333;
 }
 
-/* The number that eight bytes of 0..9 stand for, the first of them the highest. */
+/* Return the number that eight bytes of 0..9 stand for, the first of them the highest. */
 static inline uint64_t eight_digits(uint64_t number)
 {
     number = number * 10 + (number >> 8); /* pairs of digits, then fours, then all eight */
@@ -38,8 +38,8 @@ static inline uint64_t eight_digits(uint64_t number)
     return ((number & 0xFFFF) * 10000 + (number >> 32 & 0xFFFF)) & 0xFFFFFFFF;
 }
 
-/* As read_number, for up to 7 digits with 8 readable bytes: all at once, because with a branch for each digit the
- * processor would mispredict the end of each number. */
+/* Read like read_number, for up to 7 digits with 8 readable bytes: all at once, because with a branch for each digit
+ * the processor would mispredict the end of each number. */
 static inline int64_t read_short_number(const char **at)
 {
     uint64_t text;
@@ -54,7 +54,7 @@ static inline int64_t read_short_number(const char **at)
     return (int64_t)eight_digits((text & 0x0F0F0F0F0F0F0F0F) << (64 - 8 * digits));
 }
 
-/* The digits from `at` as a number, eight at once, as long as there are eight; *at moves to their end. */
+/* Read the digits from `at` as a number, eight at once, as long as there are eight; *at moves to their end. */
 static inline uint64_t read_eights(const char **at, const char *end)
 {
     uint64_t number = 0, text;

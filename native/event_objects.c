@@ -30,7 +30,7 @@ int intern_attributes(void)
            intern_names(removed_names, removed_attributes, REMOVED_ATTRIBUTES);
 }
 
-/* Hashes as a tuple of numbers. */
+/* Return hashes as a tuple of numbers. */
 static PyObject *hashes_as_tuple(const uint64_t *hashes, size_t count)
 {
     PyObject *found = PyTuple_New((Py_ssize_t)count);
@@ -44,7 +44,7 @@ static PyObject *hashes_as_tuple(const uint64_t *hashes, size_t count)
     return found;
 }
 
-/* An object of `type` with these attributes, of which the first `owned` are released. NULL with an exception. */
+/* Return an object of `type` with these attributes, of which the first `owned` are released. NULL with an exception. */
 static PyObject *build_owned(PyObject *type, PyObject *const *names, PyObject *const *values, int count, int owned)
 {
     int are_all = 1;
@@ -56,13 +56,13 @@ static PyObject *build_owned(PyObject *type, PyObject *const *names, PyObject *c
     return found;
 }
 
-/* Whether an engine had the blocks of a store before, according to its event; a borrowed reference. */
+/* Return whether an engine had the blocks of a store before, according to its event; a borrowed reference. */
 static PyObject *reused(const PlainEvent *event)
 {
     return event->origin == UNTOLD ? Py_None : event->origin == FROM_REUSE ? Py_True : Py_False;
 }
 
-/* A store without tokens as a StoredReference. */
+/* Return a store without tokens as a StoredReference. */
 static PyObject *make_reference(const Events *events, const PlainEvent *event)
 {
     enum { OWNED = 4 };
@@ -78,7 +78,7 @@ static PyObject *make_reference(const Events *events, const PlainEvent *event)
     return build_owned(events->types.reference, reference_attributes, values, REFERENCE_ATTRIBUTES, OWNED);
 }
 
-/* A store of another group as a StoredWindow. */
+/* Return a store of another group as a StoredWindow. */
 static PyObject *make_window(const Events *events, const PlainEvent *event)
 {
     enum { OWNED = 5 };
@@ -95,7 +95,7 @@ static PyObject *make_window(const Events *events, const PlainEvent *event)
     return build_owned(events->types.window, window_attributes, values, WINDOW_ATTRIBUTES, OWNED);
 }
 
-/* A store with tokens as a Stored. */
+/* Return a store with tokens as a Stored. */
 static PyObject *make_stored(const Events *events, const PlainEvent *event)
 {
     /* In the order of stored_names; borrowed references come last. */
@@ -119,7 +119,7 @@ static PyObject *make_stored(const Events *events, const PlainEvent *event)
     return build_owned(events->types.stored, stored_attributes, values, STORED_ATTRIBUTES, OWNED);
 }
 
-/* A tuple of `count` zeros. */
+/* Return a tuple of `count` zeros. */
 static PyObject *zeros(size_t count)
 {
     PyObject *found = PyTuple_New((Py_ssize_t)count);
@@ -133,7 +133,7 @@ static PyObject *zeros(size_t count)
     return found;
 }
 
-/* A removal as a Removed. */
+/* Return a removal as a Removed. */
 static PyObject *make_removed(const Events *events, const PlainEvent *event)
 {
     enum { OWNED = 4 };

@@ -31,7 +31,7 @@ Events *new_events(const EventTypes *types)
 
 /* ---- events that are alike ----------------------------------------------------------------------- */
 
-/* Whether two names, numbers or None are equal; mostly they are one object. -1 with an exception. */
+/* Return whether two names, numbers or None are equal; mostly they are one object. -1 with an exception. */
 static int is_equal(PyObject *one, PyObject *other)
 {
     if (one == NULL || other == NULL)
@@ -39,7 +39,7 @@ static int is_equal(PyObject *one, PyObject *other)
     return PyObject_RichCompareBool(one, other, Py_EQ);
 }
 
-/* Whether two events of one kind differ in nothing but their blocks. -1 with an exception. */
+/* Return whether two events of one kind differ in nothing but their blocks. -1 with an exception. */
 static int are_alike(const PlainEvent *one, const PlainEvent *other)
 {
     if (one->window != other->window || one->is_dense != other->is_dense || one->has_group != other->has_group || one->group != other->group || one->tells_salts != other->tells_salts ||
@@ -49,7 +49,7 @@ static int are_alike(const PlainEvent *one, const PlainEvent *other)
     return is_same_medium == 1 ? is_equal(one->adapter, other->adapter) : is_same_medium;
 }
 
-/* The first event of a kind; NULL if there is none. */
+/* Return the first event of a kind; NULL if there is none. */
 static const PlainEvent *first_of(const Events *events, uint8_t kind)
 {
     for (size_t i = 0; i < events->count; i++)
@@ -125,7 +125,7 @@ static PyObject *events_item(PyObject *self, Py_ssize_t at)
     return make_event(events, &events->events[at]);
 }
 
-/* How many events of a kind there are, and their hashes. The first becomes *pattern, as an object without its blocks, or
+/* Count the events of a kind, and their hashes. The first event becomes *pattern, as an object without its blocks, or
  * None if there is none. 0 with an exception. */
 static int sum_up(const Events *events, uint8_t kind, Py_ssize_t *count, Py_ssize_t *hashes, PyObject **pattern)
 {
@@ -258,18 +258,18 @@ static void events_dealloc(PyObject *self)
 
 static PyMethodDef events_methods[] = {
     METHOD("facts", events_facts, METH_NOARGS,
-           "facts($self, /)\n--\n\nStores, their blocks, the first store; then the same of the removals."),
+           "facts($self, /)\n--\n\nCount the stores and their blocks, with the first store; then the removals."),
     METHOD("go_on", events_go_on, METH_FASTCALL,
            "go_on($self, payloads, ts, rank, publisher, events_max, hashes_max, medium, stored_fields, removed_fields, "
-           "/)\n--\n\nThose of the next batches, as far as these say nothing else besides their blocks."),
+           "/)\n--\n\nRead the next batches, as far as they differ from this one in their blocks only."),
     METHOD("patterns", events_patterns, METH_O,
-           "patterns($self, before, /)\n--\n\nThe first of each kind, also of those before, without their blocks."),
+           "patterns($self, before, /)\n--\n\nReturn the first store and the first removal, without blocks."),
     METHOD("run", events_run, METH_FASTCALL,
            "run($self, start, position, hashes_max, parts, holders, forms, seed, full, piece_blocks, waves, /)\n--\n\n"
-           "Events of several forms, one after the other."),
+           "Run events of several forms, one after the other."),
     METHOD("forms", events_forms, METH_NOARGS,
-           "forms($self, /)\n--\n\nOf each form an event without its blocks, the events, and their hashes."),
-    METHOD("hashes", events_hashes, METH_FASTCALL, "hashes($self, start, end, /)\n--\n\nThose of some stores."),
+           "forms($self, /)\n--\n\nReturn each form: an event without its blocks, and two counts."),
+    METHOD("hashes", events_hashes, METH_FASTCALL, "hashes($self, start, end, /)\n--\n\nReturn those of some stores."),
     {NULL, NULL, 0, NULL},
 };
 

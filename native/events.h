@@ -52,10 +52,10 @@ typedef struct {
     EventTypes types;
 } Events;
 
-/* The object as Events, borrowed. NULL with an exception. */
+/* Return the object as Events, borrowed. NULL with an exception. */
 Events *as_events(PyObject *object);
 
-/* New Events, which are empty; their events become objects of these types. */
+/* Return new Events, which are empty; their events become objects of these types. */
 Events *new_events(const EventTypes *types);
 
 /* Release the references of an event. */
@@ -68,17 +68,17 @@ static inline void drop_event(PlainEvent *event)
 /* Intern the names of the attributes of all events. 0 with an exception. */
 int intern_attributes(void);
 
-/* An event as an object; for an event that is left to Python, its position in the payload, (start, end). */
+/* Return an event as an object; for an event that is left to Python, its position in the payload, (start, end). */
 PyObject *make_event(const Events *events, const PlainEvent *event);
 
-/* An event without its blocks, as an object. */
+/* Return an event without its blocks, as an object. */
 PyObject *make_pattern(const Events *events, const PlainEvent *event);
 
-/* A list of all events, each as an object. */
+/* Return a list of all events, each as an object. */
 PyObject *list_events(const Events *events);
 
-/* Whether the events of two batches, each of which can be kept together, are alike: those of `more` differ from those
- * of `events` in their blocks only. -1 with an exception. */
+/* Return whether the events of two batches, each of which can be kept together, are alike: those of `more` differ from
+ * those of `events` in their blocks only. -1 with an exception. */
 int are_of_one_kind(const Events *events, const Events *more);
 
 enum { FORMS_MAX = 16 };
@@ -87,8 +87,8 @@ enum { FORMS_MAX = 16 };
  * removals are alike; or together, in several forms. */
 typedef enum { APART, ALIKE, MIXED } Keeping;
 
-/* How these events can be kept. If they are kept together, each event gets the number of its form: events of one form
- * differ in their blocks only. The events get the block size of the first store. -1 with an exception. */
+/* Return how these events can be kept. If they are kept together, each event gets the number of its form: events of one
+ * form differ in their blocks only. The events get the block size of the first store. -1 with an exception. */
 int keep_together(Events *events);
 
 /* run(at, position, hashes_max, parts, holders, forms, seed, full, piece_blocks, waves); mixed.c */
@@ -96,7 +96,7 @@ PyObject *events_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
 
 /* ---- batches that go on: batches.c and frames.c ---------------------------------------------------- */
 
-/* The lengths of the tuples that run_frames takes: how batches are read, and a way, see frames.c. */
+/* The lengths of two tuples that run_frames takes: `reading`, and a way (see frames.c). */
 enum { READING_OBJECTS = 7, WAY_OBJECTS = 5 };
 
 /* Batches that follow each other and differ in their blocks only: references. */
@@ -107,17 +107,17 @@ typedef struct {
     Py_ssize_t stores, stored, removals, removed;
 } RankBatches;
 
-/* Whether an object is a tuple of so many objects at least. 0 with an exception. */
+/* Return whether an object is a tuple of at least `count` objects. 0 with an exception. */
 int is_tuple_of(PyObject *object, Py_ssize_t count);
 
-/* The events, the ts and the numbers as a tuple. */
+/* Return the events, the ts and the numbers as a tuple. */
 PyObject *describe_batches(const RankBatches *batches);
 
 /* Release the references. */
 void drop_batches(RankBatches *batches);
 
-/* Read batches up to the first that has no way, or differs in more than its blocks; *found has room for as many as there
- * are payloads. Each way begins anew where the rank changes. How many there are, even with an exception. */
+/* Read batches up to the first that has no way, or differs in more than its blocks, into *found, which has room for
+ * all. Batches of one rank that follow each other share a RankBatches. Return their number, even with an exception. */
 Py_ssize_t read_by_ways(PyObject *ways, PyObject *payloads, PyObject *ts, PyObject *reading, RankBatches *found);
 
 /* go_on(payloads, ts, rank, publisher, events_max, hashes_max, medium, stored_fields, removed_fields); batches.c */

@@ -24,7 +24,7 @@ static const Name windows[] = {NAME("sliding_window"), NAME("sliding_window_mla"
 
 /* ---- finding fields ------------------------------------------------------------------------------ */
 
-/* Whether a text is ASCII, so that Python and C read it alike. */
+/* Return whether a text is ASCII, so that Python and C read it alike. */
 static int is_ascii(const Value *value)
 {
     unsigned char all = 0;
@@ -44,7 +44,7 @@ int skip_simple(Reader *reader)
     return read_value(reader, &value) && is_simple(&value);
 }
 
-/* The field with a name; FIELDS if there is none. */
+/* Return the field with a name; FIELDS if there is none. */
 static Field find_field(const Value *name)
 {
     Field field = 0;
@@ -84,7 +84,7 @@ int find_fields(Reader *reader, const Value *head, Event *event)
 
 /* ---- reading fields ------------------------------------------------------------------------------ */
 
-/* A hash as u64: an integer by its 64 bits, bytes by their last 8. */
+/* Read a hash as u64: an integer by its 64 bits, bytes by their last 8. */
 static int as_hash(const Value *value, uint64_t *hash)
 {
     if (value->kind == INTEGER || value->kind == NEGATIVE) {
@@ -214,7 +214,7 @@ Outcome read_medium(Batch *batch, const Event *fields, PlainEvent *event)
     return READ;
 }
 
-/* Whether both are texts, with the same bytes. */
+/* Return whether both are texts, with the same bytes. */
 static int is_same_text(const Value *one, const Value *other)
 {
     return one->kind == TEXT && other->kind == TEXT && one->number == other->number &&
@@ -270,7 +270,7 @@ int has_plain_keys(const Batch *batch, const Event *event, size_t count, const V
     return 1;
 }
 
-/* Whether a value is one of these names. */
+/* Return whether a value is one of these names. */
 static int is_among(const Value *value, const Name *names, size_t count)
 {
     int is_found = 0;
@@ -279,8 +279,8 @@ static int is_among(const Value *value, const Name *names, size_t count)
     return is_found;
 }
 
-/* How many tokens a group must have before a boundary: a window includes the token that is computed next. 0 if the group
- * needs something else. */
+/* Return how many tokens a group must have before a boundary: a window includes the token that is computed next. 0 if
+ * the group needs something else. */
 static uint32_t window_of(const Batch *batch, const Event *fields, const Value *attention)
 {
     Reader inside;

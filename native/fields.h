@@ -65,13 +65,13 @@ typedef struct {
 /* The outcome of reading. FAILED: with an exception. */
 typedef enum { FAILED = -1, UNUSUAL = 0, READ = 1 } Outcome;
 
-/* Whether a value is this text. */
+/* Return whether a value is this text. */
 static inline int is_name(const Value *value, const Name *name)
 {
     return value->kind == TEXT && value->number == name->size && memcmp(value->start, name->text, name->size) == 0;
 }
 
-/* Whether an unused value is one that the library can read, too. */
+/* Return whether an unused value is one that the library can read, too. */
 int is_simple(const Value *value);
 
 /* Skip an unused value. 0 if it is UNUSUAL. */
@@ -80,7 +80,7 @@ int skip_simple(Reader *reader);
 /* Find the fields of an event whose head has been read, and move the reader to its end. 0 if it is UNUSUAL. */
 int find_fields(Reader *reader, const Value *head, Event *event);
 
-/* The value at a place where a whole value is known to be; nil if there is no place. */
+/* Return the value at a place where a whole value is known to be; nil if there is no place. */
 static inline Value value_at(const Batch *batch, const unsigned char *at, Reader *inside)
 {
     Value value = {NIL, 0, NULL};
@@ -96,38 +96,38 @@ static inline Value value_at(const Batch *batch, const unsigned char *at, Reader
  * count of all hashes is raised only when the event is kept. */
 Outcome read_hashes(const Batch *batch, const Event *fields, PlainEvent *event);
 
-/* The parent of a store: a hash other than those of the store, or nil. What 0 means depends on the engine. */
+/* Read the parent of a store: a hash other than those of the store, or nil. What 0 means depends on the engine. */
 Outcome read_parent(const Batch *batch, const Event *fields, PlainEvent *event);
 
 /* Append the token ids of an event to those of all events, in the same way. */
 Outcome read_tokens(const Batch *batch, const Event *fields, PlainEvent *event);
 
-/* An integer of at most `most`. */
+/* Read an integer of at most `most`. */
 Outcome read_integer(const Batch *batch, const unsigned char *at, uint64_t most, uint64_t *found);
 
-/* The group of an event, if it names one. */
+/* Read the group of an event, if it names one. */
 Outcome read_group(const Batch *batch, const Event *fields, PlainEvent *event);
 
-/* The medium of an event; medium_of is called if it is not that of the last event. */
+/* Read the medium of an event; medium_of is called if it is not that of the last event. */
 Outcome read_medium(Batch *batch, const Event *fields, PlainEvent *event);
 
-/* The adapter: its name, else its id, else None. *name: the name, nil if it has none. */
+/* Read the adapter: its name, else its id, else None. *name: the name, nil if it has none. */
 Outcome read_adapter(Batch *batch, const Event *fields, Value *name, PlainEvent *event);
 
-/* Whether the blocks were new, or only announced again, if a store says so. */
+/* Read whether the blocks were new, or only announced again, if a store says so. */
 Outcome read_origin(const Batch *batch, const Event *fields, PlainEvent *event);
 
-/* How many copies a removal leaves, if it says so. Only 0 copies of each block are plain. */
+/* Read how many copies a removal leaves, if it says so. Only 0 copies of each block are plain. */
 Outcome read_copy_counts(const Batch *batch, const Event *fields, PlainEvent *event);
 
-/* Whether the extra keys of `count` blocks name nothing but the adapter of the event. */
+/* Return whether the extra keys of `count` blocks name nothing but the adapter of the event. */
 int has_plain_keys(const Batch *batch, const Event *event, size_t count, const Value *adapter);
 
 /* Check that the blocks are of the attention that a prefix needs, or that the event says nothing about it. Otherwise
  * the event becomes a WINDOW. */
 Outcome read_attention(const Batch *batch, const Event *fields, PlainEvent *event);
 
-/* The next event. If it is UNUSUAL, the reader may stand anywhere in it. */
+/* Read the next event. If it is UNUSUAL, the reader may stand anywhere in it. */
 Outcome read_event(Batch *batch, PlainEvent *found);
 
 #endif

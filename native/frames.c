@@ -1,7 +1,7 @@
 /* Frames in one step: read_by_ways reads them, run resolves them, and calls writes the words of the calls, shard by shard.
  *
- * A way says how the frames of a rank are resolved. It is a tuple, which begins with: events like theirs, the
- * KnownBlocks of its holder, arguments of run (holder, seed, namespace, full, piece_blocks, waves, neighbours), the
+ * A way says how the frames of a rank are resolved. It is a tuple, which begins with: events like those of the frames,
+ * the KnownBlocks of its holder, arguments of run (holder, seed, namespace, full, piece_blocks, waves, neighbours), the
  * tables of gone hashes, and what may be done.
  */
 
@@ -34,7 +34,7 @@ void drop_batches(RankBatches *batches)
     Py_XDECREF(batches->ts);
 }
 
-/* The events of all frames, each with its seq, as the argument `following` of run. NULL with an exception. */
+/* Return the events of all frames, each with its seq, as the argument `following` of run. NULL with an exception. */
 static PyObject *list_following(PyObject *frames, uint64_t seq)
 {
     const Py_ssize_t count = PyList_Size(frames);
@@ -47,8 +47,8 @@ static PyObject *list_following(PyObject *frames, uint64_t seq)
     return following;
 }
 
-/* The result of run for frames of one rank; no event of the way itself is run. NULL with an exception; some frames may be
- * done then. */
+/* Return the result of run for frames of one rank; no event of the way itself is run. NULL with an exception; some
+ * frames may be done then. */
 static PyObject *run_read(const RankBatches *batches, PyObject *hashes_max, PyObject *parts, uint64_t seq)
 {
     PyObject *events = PyTuple_GetItem(batches->way, 0), *known = PyTuple_GetItem(batches->way, 1);
@@ -71,7 +71,7 @@ static PyObject *run_read(const RankBatches *batches, PyObject *hashes_max, PyOb
     return ran;
 }
 
-/* Whether a run reached the end of its last frame, and no copies must be judged. */
+/* Return whether a run reached the end of its last frame, and no copies must be judged. */
 static int is_whole(PyObject *ran, PyObject *frames)
 {
     const Py_ssize_t count = PyList_Size(frames);
@@ -122,10 +122,10 @@ static int begin_waves(PyObject *way)
  * and the arguments of go_on after the rank; `seq` is that of the first batch, and `prefixes` has the prefix of the keys
  * of each shard.
  *
- * None if there is no such batch; then nothing has changed. Otherwise, for all batches of a rank that follow each other:
- * the way, the results of go_on, and those of run, which counts the first batch among those that have begun. Then the
- * calls; None in place of them if a run ended before the last batch of its rank did, or if copies must be judged. The
- * batches of other ranks behind that one are not among the results. An exception may come after some blocks have changed.
+ * None if there is no such batch; then nothing has changed. Otherwise the first result has, for each sequence of
+ * batches of one rank: the way, the results of go_on, and those of run, which counts the first batch among those that
+ * have begun. The second result has the calls; it is None if a run ended before the last batch of its rank did, or if
+ * copies must be judged; later sequences are left out then. An exception may come after some blocks have changed.
  */
 PyObject *parts_run_frames(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

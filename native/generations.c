@@ -31,7 +31,7 @@ int read_neighbours(KnownBlocks *known, Run *run, PyObject *given)
     return 1;
 }
 
-/* The table that has an engine hash: the run's own, or the first of its neighbours; NULL if there is none. */
+/* Return the table that has an engine hash: the run's own, or the first of its neighbours; NULL if there is none. */
 KnownBlocks *table_with(KnownBlocks *known, const Run *run, uint64_t hash)
 {
     if (run->neighbours_count == 0 || find_hash(known, hash) >= 0)
@@ -42,7 +42,7 @@ KnownBlocks *table_with(KnownBlocks *known, const Run *run, uint64_t hash)
     return NULL;
 }
 
-/* Whether none of these numbers is found in a table. */
+/* Return whether none of these numbers is found in a table. */
 static int are_absent(KnownBlocks *known, const uint64_t *numbers, size_t count, Index *index, Find *find)
 {
     fetch_blocks(known, index, numbers, count);
@@ -66,7 +66,7 @@ int are_new_to_all(KnownBlocks *known, const Run *run, const Store *store, size_
     return are_new;
 }
 
-/* Find in the generations, as `collect` does, the blocks of hashes that the table itself does not have. Only blocks
+/* Find the blocks of the hashes that the table itself does not have, in its generations, as `collect` does. Only blocks
  * with a single copy are found there. */
 static int find_in_generations(Run *run, const uint64_t *hashes, size_t count)
 {
@@ -90,7 +90,7 @@ static int find_in_generations(Run *run, const uint64_t *hashes, size_t count)
     return 1;
 }
 
-/* The same as `collect`, in all generations. */
+/* Do the same as `collect`, in all generations. */
 int collect_in_all(KnownBlocks *known, Run *run, const uint64_t *hashes, size_t count, int *are_last)
 {
     if (collect(known, hashes, count, run->blocks, run->numbers, are_last)) {
@@ -115,13 +115,13 @@ int collect_in_all(KnownBlocks *known, Run *run, const uint64_t *hashes, size_t 
     return find_in_generations(run, hashes, count);
 }
 
-/* The table with a block of a removal. */
+/* Return the table with a block of a removal. */
 KnownBlocks *owner_of(KnownBlocks *known, const Run *run, size_t at)
 {
     return run->owners[at] == 0 ? known : run->neighbours[run->owners[at] - 1].known;
 }
 
-/* The end of the blocks from `start` on that one part can have: as `end_of_group`, within one table. */
+/* Return the end of the blocks from `start` on that one part can have: as `end_of_group`, within one table. */
 size_t end_of_owned(const Run *run, size_t start, size_t count)
 {
     size_t end = start + 1;

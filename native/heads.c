@@ -4,7 +4,7 @@
 
 #define FIELDS_MAX 100
 #define HEAD_BYTES_MAX 32768
-/* So that no length overflows; a server refuses shorter bodies already. */
+/* A number of so many digits does not overflow, and is far above the bound that a server has for bodies. */
 #define LENGTH_DIGITS_MAX 9
 
 typedef struct {
@@ -17,19 +17,19 @@ typedef struct {
     size_t length;
 } Facts;
 
-/* Whether a character is an ASCII letter or digit. */
+/* Return whether a character is an ASCII letter or digit. */
 static inline int is_letter_or_digit(unsigned char c)
 {
     return (unsigned)(c - '0') < 10 || (unsigned)((c | 32) - 'a') < 26;
 }
 
-/* Whether a character may stand before or after a value. */
+/* Return whether a character may stand before or after a value. */
 static inline int is_blank(char c)
 {
     return c == ' ' || c == '\t';
 }
 
-/* Whether a span equals `word` except for upper and lower case; `word` is in lower case. */
+/* Return whether a span equals `word` except for upper and lower case; `word` is in lower case. */
 static int is_word(Span span, const char *word)
 {
     const size_t length = strlen(word);
@@ -43,7 +43,7 @@ static int is_word(Span span, const char *word)
     return 1;
 }
 
-/* A path of names and slashes from `at`; NULL if it is not one. *path: where it is. */
+/* Read a path of names and slashes from `at`; NULL if it is not one. *path: where it is. */
 static const char *read_path(const char *at, const char *end, Span *path)
 {
     path->start = at;
@@ -58,7 +58,7 @@ static const char *read_path(const char *at, const char *end, Span *path)
     return at == path->start ? NULL : at;
 }
 
-/* Whether a value is a name or an IPv4 address, and perhaps a port. */
+/* Return whether a value is a name or an IPv4 address, and perhaps a port. */
 static int is_plain_host(Span value)
 {
     const char *at = value.start;
@@ -87,7 +87,7 @@ static int read_length(Span value, size_t *length)
     return 1;
 }
 
-/* Whether a field has no meaning for the connection, or the plainest one. */
+/* Return whether a field has no meaning for the connection, or the plainest one. */
 static int is_plain_field(Span name, Span value, Facts *facts)
 {
     if (is_word(name, "host"))
@@ -120,7 +120,7 @@ static const char *read_field(const char *at, const char *end, Span *name, Span 
     return end - at >= 2 && at[0] == '\r' && at[1] == '\n' ? at + 2 : NULL;
 }
 
-/* A new pair of a field's name in lower case and its value; NULL with an exception. */
+/* Return a new pair of a field's name in lower case and its value; NULL with an exception. */
 static PyObject *make_pair(Span name, Span value)
 {
     /* Made without its bytes, because Python shares one object for each single byte, and a name may have one letter. */
@@ -155,7 +155,7 @@ static const char *read_fields(const char *at, const char *end, PyObject *fields
     return NULL;
 }
 
-/* As plain_post, into the empty list `fields`; NULL if the request is not plain, or with an exception. */
+/* Read a request as plain_post does, into the empty list `fields`; NULL if it is not plain, or with an exception. */
 static PyObject *read_post(const Input *data, PyObject *fields)
 {
     static const char method[] = "POST ", version[] = " HTTP/1.1\r\n";

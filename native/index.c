@@ -14,7 +14,7 @@ int choose_secret(void)
     return 1;
 }
 
-/* Give a segment another capacity. 0 without memory for it; then it is as it was. */
+/* Give a segment another capacity. 0 without memory for it; the segment is unchanged then. */
 static int resize(Index *index, Segment *segment, uint32_t capacity, HashOf *hash_of, const void *owner)
 {
     Segment resized = {NULL, capacity, segment->used};
@@ -49,7 +49,7 @@ int grow_segment(Index *index, Segment *segment, HashOf *hash_of, const void *ow
     return 0;
 }
 
-/* The things after this one move up, as far as the first that is where it belongs, so that no search ends at a gap. */
+/* The things after a removed one move up, up to the first that is where it belongs, so that no search ends at a gap. */
 void delete_slot(Index *index, uint64_t hash, uint32_t number, HashOf *hash_of, const void *owner)
 {
     Segment *segment = segment_of(index, hash);

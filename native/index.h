@@ -40,13 +40,13 @@ typedef struct {
     size_t bytes;
 } Index;
 
-/* Without knowing this number, no client can choose things whose hashes collide. */
+/* A secret number: without it no client can choose things whose hashes collide. */
 extern uint64_t index_secret __attribute__((visibility("hidden")));
 
-/* Choose it, once in each process. 0 with an exception. */
+/* Choose this number, once in each process. 0 with an exception. */
 int choose_secret(void);
 
-/* The hash of a number. */
+/* Return the hash of a number. */
 static inline uint64_t spread(uint64_t number)
 {
     return fold_product(number ^ index_secret, PRIME64_1 ^ index_secret);
@@ -55,31 +55,31 @@ static inline uint64_t spread(uint64_t number)
 /* The hash of thing `number` of `owner`; all of its bits count. */
 typedef uint64_t HashOf(const void *owner, uint32_t number);
 
-/* The segment for a hash: by its highest bits. */
+/* Return the segment for a hash: by its highest bits. */
 static inline Segment *segment_of(Index *index, uint64_t hash)
 {
     return &index->segments[hash >> (64 - SEGMENT_BITS)];
 }
 
-/* Where a hash belongs in its segment: the bits after those of the segment, scaled to the capacity. */
+/* Return where a hash belongs in its segment: the bits after those of the segment, scaled to the capacity. */
 static inline uint32_t home_of(const Segment *segment, uint64_t hash)
 {
     return (uint32_t)(((unsigned __int128)(hash << SEGMENT_BITS) * segment->capacity) >> 64);
 }
 
-/* The slot after `at`; the first one follows the last. */
+/* Return the slot after `at`; the first one follows the last. */
 static inline uint32_t next_slot(const Segment *segment, uint32_t at)
 {
     return at + 1 == segment->capacity ? 0 : at + 1;
 }
 
-/* The number of the thing in a slot that is not empty. */
+/* Return the number of the thing in a slot that is not empty. */
 static inline uint32_t number_in(uint32_t slot)
 {
     return (slot & THINGS_MAX) - 1;
 }
 
-/* The first bits of a slot that is `steps` from where its thing belongs. */
+/* Return the first bits of a slot that is `steps` from where its thing belongs. */
 static inline uint32_t distance_bits(uint32_t steps)
 {
     return (steps < FAR ? steps : FAR) << NUMBER_BITS;
@@ -95,7 +95,7 @@ static inline int reserve_slot(Index *index, uint64_t hash, HashOf *hash_of, con
     return segment->used + 1 <= (uint64_t)segment->capacity * 4 / 5 || grow_segment(index, segment, hash_of, owner);
 }
 
-/* How far the slot `at`, which is not empty, is from where its thing belongs. */
+/* Return how far the slot `at`, which is not empty, is from where its thing belongs. */
 static inline uint32_t steps_to(const Segment *segment, uint32_t at, HashOf *hash_of, const void *owner)
 {
     const uint32_t slot = segment->slots[at], steps = slot >> NUMBER_BITS;
@@ -159,7 +159,7 @@ static inline Search begin_search(Index *index, uint64_t hash)
     return (Search){segment, segment->capacity == 0 ? 0 : home_of(segment, hash), 0};
 }
 
-/* The number of the next thing, which may have the hash; -1 after the last one. */
+/* Return the number of the next thing, which may have the hash; -1 after the last one. */
 static inline int64_t next_found(Search *search)
 {
     const Segment *segment = search->segment;

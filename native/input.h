@@ -50,7 +50,7 @@ static inline int copy_exactly(Input *input, size_t terminator)
     return 1;
 }
 
-/* The content of a bytes object; a zero follows its last byte. 0 with an exception. */
+/* Get the content of a bytes object; a zero follows its last byte. 0 with an exception. */
 static inline int open_bytes(PyObject *object, Input *input)
 {
     char *start;
@@ -62,7 +62,7 @@ static inline int open_bytes(PyObject *object, Input *input)
     return copy_exactly(input, 1);
 }
 
-/* The content of an object with a buffer. 0 with an exception. */
+/* Get the content of an object with a buffer. 0 with an exception. */
 static inline int open_buffer(PyObject *object, Input *input)
 {
     if (PyObject_GetBuffer(object, &input->view, PyBUF_SIMPLE) < 0)

@@ -17,7 +17,7 @@ KnownBlocks *as_known(PyObject *object)
 
 /* ---- blocks as objects, objects as numbers ------------------------------------------------------- */
 
-/* A block as a Spot: place, namespace, depth, key. */
+/* Return a block as a Spot: place, namespace, depth, key. */
 static PyObject *make_spot(KnownBlocks *known, const Block *block)
 {
     PyObject *place = make_place(known->places, block->place);
@@ -27,13 +27,13 @@ static PyObject *make_spot(KnownBlocks *known, const Block *block)
     return build_named(known->places->spot_type, Py_BuildValue("NKiK", place, namespace, (int)block->depth, block->key));
 }
 
-/* The same for the block with this number; None if it is -1. */
+/* Return the block with this number as a Spot; None if the number is -1. */
 static PyObject *spot_or_none(KnownBlocks *known, int64_t number)
 {
     return number < 0 ? Py_NewRef(Py_None) : make_spot(known, block_at(known, (uint32_t)number));
 }
 
-/* The number at `i` of a sequence. 0 with an exception. */
+/* Read the number at `i` of a sequence. 0 with an exception. */
 static int number_at(PyObject *numbers, Py_ssize_t i, uint64_t *number)
 {
     PyObject *item = PySequence_GetItem(numbers, i);
@@ -64,7 +64,7 @@ uint64_t *read_numbers(PyObject *sequence, size_t *count)
     return numbers;
 }
 
-/* Whether none of the numbers of a sequence is found, and none occurs twice: 1 or 0, -1 with an exception. */
+/* Return whether none of the numbers of a sequence is found, and none occurs twice: 1 or 0, -1 with an exception. */
 static int are_all_strange(KnownBlocks *known, PyObject *sequence, Find *find)
 {
     size_t count = 0;
@@ -74,7 +74,7 @@ static int are_all_strange(KnownBlocks *known, PyObject *sequence, Find *find)
     return outcome;
 }
 
-/* The number of a place that is an argument; the place counts one more block. -1 with an exception. */
+/* Return the number of a place that is an argument; the place counts one more block. -1 with an exception. */
 static int64_t enter_given_place(KnownBlocks *known, PyObject *object, PyObject *namespace)
 {
     Place place;
@@ -131,8 +131,8 @@ static PyObject *known_are_new(PyObject *self, PyObject *const *args, Py_ssize_t
 
 /* ---- changes ------------------------------------------------------------------------------------- */
 
-/* Whether there are equally many keys, depths and engine hashes, and each depth is one of a piece. 0 with an exception.
- * */
+/* Return whether there are equally many keys, depths and engine hashes, and each depth is one of a piece. 0 with an
+ * exception. */
 static int are_blocks(const size_t counts[3], const uint64_t *depths)
 {
     if (counts[0] != counts[1] || counts[0] != counts[2]) {
@@ -174,7 +174,7 @@ static PyObject *known_store(PyObject *self, PyObject *const *args, Py_ssize_t n
     return place >= 0 && is_done ? Py_NewRef(Py_None) : NULL;
 }
 
-/* The block that is the first of its key, in the table. NULL with an exception. */
+/* Return the block that is the first of its key, in the table. NULL with an exception. */
 Block *first_block(KnownBlocks *known, PyObject *key)
 {
     const uint64_t number = PyLong_AsUnsignedLongLong(key);
@@ -298,7 +298,7 @@ static PyObject *known_new(PyTypeObject *type, PyObject *args, PyObject *names)
     return (PyObject *)known;
 }
 
-/* Its blocks leave their places, which other tables may share. */
+/* Free the object. Its blocks leave their places, which other tables may share. */
 static void known_dealloc(PyObject *self)
 {
     KnownBlocks *known = (KnownBlocks *)self;
@@ -322,33 +322,33 @@ static PyObject *known_size(PyObject *self, PyObject *ignored)
 }
 
 static PyMethodDef known_methods[] = {
-    METHOD("blocks", known_blocks, METH_NOARGS, "blocks($self, /)\n--\n\nHow many are found by their key."),
-    METHOD("get", known_get, METH_O, "get($self, engine_hash, /)\n--\n\nThe block of an engine hash."),
-    METHOD("get_block", known_get_block, METH_O, "get_block($self, key, /)\n--\n\nThe block with a key."),
-    METHOD("first", known_first, METH_O, "first($self, key, /)\n--\n\nThe first engine hash of a block."),
+    METHOD("blocks", known_blocks, METH_NOARGS, "blocks($self, /)\n--\n\nCount those with a key."),
+    METHOD("get", known_get, METH_O, "get($self, engine_hash, /)\n--\n\nReturn the block of a hash."),
+    METHOD("get_block", known_get_block, METH_O, "get_block($self, key, /)\n--\n\nReturn the block with a key."),
+    METHOD("first", known_first, METH_O, "first($self, key, /)\n--\n\nReturn a block's first hash."),
     METHOD("are_new", known_are_new, METH_FASTCALL,
-           "are_new($self, engine_hashes, keys, /)\n--\n\nWhether none is here, and none of them is there twice."),
+           "are_new($self, engine_hashes, keys, /)\n--\n\nReturn whether all are unknown and different."),
     METHOD("store", known_store, METH_FASTCALL,
-           "store($self, place, namespace, keys, depths, engine_hashes, /)\n--\n\nBlocks of one place."),
-    METHOD("name", known_name, METH_FASTCALL, "name($self, engine_hash, key, /)\n--\n\nA further hash of a block."),
-    METHOD("lead", known_lead, METH_O, "lead($self, engine_hash, /)\n--\n\nIt is the first of its block."),
+           "store($self, place, namespace, keys, depths, engine_hashes, /)\n--\n\nAdd blocks of one place."),
+    METHOD("name", known_name, METH_FASTCALL, "name($self, engine_hash, key, /)\n--\n\nAdd a hash to a block."),
+    METHOD("lead", known_lead, METH_O, "lead($self, engine_hash, /)\n--\n\nMake it the first of its block."),
     METHOD("pop", known_pop, METH_O, "pop($self, engine_hash, /)\n--\n\nTake an engine hash out."),
     METHOD("clear", known_clear, METH_NOARGS, "clear($self, /)\n--\n\nTake all out, and keep the memory."),
     METHOD("release", known_release, METH_NOARGS,
-           "release($self, /)\n--\n\nForget some blocks of a table of no further use; whether some are left."),
+           "release($self, /)\n--\n\nForget some blocks of an unused table. Return whether it has more."),
     METHOD("discard", known_discard, METH_O, "discard($self, engine_hashes, /)\n--\n\nTake engine hashes out."),
-    METHOD("move", known_move, METH_FASTCALL, "move($self, engine_hash, place, /)\n--\n\nA block is elsewhere."),
+    METHOD("move", known_move, METH_FASTCALL, "move($self, engine_hash, place, /)\n--\n\nMove a block."),
     METHOD("extend", known_extend, METH_FASTCALL,
            "extend($self, parent, engine_hashes, tokens, block_size, seed, namespace, full, piece_blocks, former, /)\n--\n\n"
-           "A plain store, from its tokens."),
-    METHOD("take", known_take, METH_FASTCALL, "take($self, engine_hashes, former, /)\n--\n\nA plain removal."),
+           "Run a plain store, from its tokens."),
+    METHOD("take", known_take, METH_FASTCALL, "take($self, engine_hashes, former, /)\n--\n\nRun a plain removal."),
     METHOD("run", known_run, METH_FASTCALL,
            "run($self, events, start, position, hashes_max, parts, holder, seed, namespace, full, piece_blocks, former, "
-           "may, following, waves, neighbours, /)\n--\n\nPlain events, one after the other."),
-    METHOD("copies", known_copies, METH_O, "copies($self, key, /)\n--\n\nThe copies of a block with one hash."),
+           "may, following, waves, neighbours, /)\n--\n\nRun plain events, one after the other."),
+    METHOD("copies", known_copies, METH_O, "copies($self, key, /)\n--\n\nCount the copies of a block."),
     METHOD("set_copies", known_set_copies, METH_FASTCALL,
-           "set_copies($self, key, copies, is_left, /)\n--\n\nA block has so many copies."),
-    METHOD("left", known_left, METH_NOARGS, "left($self, /)\n--\n\nThe hashes of blocks that a removal left."),
+           "set_copies($self, key, copies, is_left, /)\n--\n\nSet how many copies a block has."),
+    METHOD("left", known_left, METH_NOARGS, "left($self, /)\n--\n\nReturn the hashes that a removal left."),
     METHOD("__sizeof__", known_size, METH_NOARGS, NULL),
     {NULL, NULL, 0, NULL},
 };

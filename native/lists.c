@@ -10,10 +10,10 @@
 #define read_plain_tokens(at, close, out) 0
 #endif
 
-/* The quotes at which the search for a name looks before it gives up; a query has about ten members. */
+/* The number of quotes that the search for a name looks at before it gives up; a query has about ten members. */
 #define QUOTES_MAX 256
 
-/* The first character from `at` that is not a JSON blank; `end` if there is none. */
+/* Return the first character from `at` that is not a JSON blank; `end` if there is none. */
 static inline const char *skip_blanks(const char *at, const char *end)
 {
     while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t'))
@@ -21,7 +21,7 @@ static inline const char *skip_blanks(const char *at, const char *end)
     return at;
 }
 
-/* The first `name` (in its quotes) from `at`; NULL if there is none. *has_given_up: there may be one. */
+/* Return the first `name` (in its quotes) from `at`; NULL if there is none. *has_given_up: there may be one. */
 static const char *find_name(const char *at, const char *end, const char *name, size_t length, int *has_given_up)
 {
     for (int quotes = 0; quotes < QUOTES_MAX; quotes++) {
@@ -54,7 +54,7 @@ static int read_tokens(const char *at, const char *close, const char *end, Py_ss
     return at == close;
 }
 
-/* A number of 64 bits from `at`, in quotes or not; a negative one as its two's complement. 0 if it is not plain. */
+/* Read a number of 64 bits at `at`, in quotes or not; a negative one as its two's complement. 0 if it is not plain. */
 static int read_hash(const char **at, const char *end, uint64_t *hash)
 {
     const int is_text = **at == '"';
@@ -76,7 +76,7 @@ static int read_hash(const char **at, const char *end, uint64_t *hash)
     return !is_text || *(*at)++ == '"';
 }
 
-/* As read_tokens, for `count` hashes. */
+/* Read `count` hashes, as read_tokens reads tokens. */
 static int read_hashes(const char *at, const char *close, const char *end, Py_ssize_t count, unsigned char *out)
 {
     for (Py_ssize_t i = 0; i < count; i++) {
@@ -92,7 +92,7 @@ static int read_hashes(const char *at, const char *close, const char *end, Py_ss
     return at == close;
 }
 
-/* How many commas there are between `at` and `end`. */
+/* Return how many commas there are between `at` and `end`. */
 static Py_ssize_t count_commas(const char *at, const char *end)
 {
     Py_ssize_t count = 0;
@@ -107,7 +107,7 @@ static Py_ssize_t count_commas(const char *at, const char *end)
     return count;
 }
 
-/* Where the list under `name` opens; NULL if the text is not plain. *close: its closing bracket. */
+/* Return where the list under `name` opens; NULL if the text is not plain. *close: its closing bracket. */
 static const char *find_list(const char *body, const char *end, const Input *name, const char **close)
 {
     const size_t length = (size_t)name->size;
@@ -129,7 +129,7 @@ static const char *find_list(const char *body, const char *end, const Input *nam
     return open;
 }
 
-/* As cut and cut_hashes, for numbers of `width` bytes. */
+/* Cut out a list as cut and cut_hashes do, with numbers of `width` bytes. */
 static PyObject *cut_list(const Input *text, const Input *name, Py_ssize_t count_max, Py_ssize_t width)
 {
     const char *body = text->start, *end = body + text->size, *close;
@@ -157,7 +157,7 @@ static PyObject *cut_list(const Input *text, const Input *name, Py_ssize_t count
     return Py_BuildValue("nnN", open - body, close + 1 - body, numbers);
 }
 
-/* Does the work of cut and cut_hashes, and takes their arguments. */
+/* Do the work of cut and cut_hashes, with their arguments. */
 static PyObject *cut_arguments(const char *function, PyObject *const *args, Py_ssize_t nargs, Py_ssize_t width)
 {
     Input body, name;
@@ -188,7 +188,7 @@ PyObject *cut(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     return cut_arguments("cut", args, nargs, 4);
 }
 
-/* As cut, for hashes: see there. */
+/* Do the same as cut, for hashes. */
 PyObject *cut_hashes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     return cut_arguments("cut_hashes", args, nargs, 8);

@@ -40,7 +40,7 @@ typedef struct {
 
 /* ---- stores by hash ------------------------------------------------------------------------------- */
 
-/* The block of a hash that the holder does not have: from the first neighbour that has it, or else from the gone
+/* Return the block of a hash that the holder does not have: from the first neighbour that has it, or else from the gone
  * blocks. NULL if there is none. */
 static const Block *find_beside(const Run *run, uint64_t hash)
 {
@@ -150,7 +150,7 @@ static int store_by_hash(HolderRun *holder, FormRun *form, const PlainEvent *eve
 
 /* ---- one event after the other --------------------------------------------------------------------- */
 
-/* Whether a table has none of the blocks of an event. */
+/* Return whether a table has none of the blocks of an event. */
 static int has_none(KnownBlocks *known, const uint64_t *hashes, size_t count)
 {
     for (size_t i = 0; i < count; i++)
@@ -206,7 +206,7 @@ static int run_forms(MixedRun *mixed, const Events *events, size_t *at, int64_t 
 
 /* ---- from Python ----------------------------------------------------------------------------------- */
 
-/* The holders, each (known, holder, gone, neighbours, may). 0 with an exception. */
+/* Read the holders, each (known, holder, gone, neighbours, may). 0 with an exception. */
 static int read_holders(PyObject *given, const Run *common, MixedRun *mixed)
 {
     if (PyTuple_Size(given) > FORMS_MAX) {
@@ -240,7 +240,7 @@ static int read_holders(PyObject *given, const Run *common, MixedRun *mixed)
     return 1;
 }
 
-/* The forms, each (way, holder, namespace, step, position_max). 0 with an exception. */
+/* Read the forms, each (way, holder, namespace, step, position_max). 0 with an exception. */
 static int read_forms(PyObject *given, const Events *events, MixedRun *mixed)
 {
     if ((size_t)PyTuple_Size(given) != events->forms) {
@@ -272,7 +272,7 @@ static int read_forms(PyObject *given, const Events *events, MixedRun *mixed)
     return 1;
 }
 
-/* The counts of the holders and of the forms after a run: a tuple, or NULL with an exception. */
+/* Return the counts of the holders and of the forms after a run: a tuple, or NULL with an exception. */
 static PyObject *tell_counts(const MixedRun *mixed, const Events *events, size_t at, int64_t position, size_t hashes)
 {
     PyObject *holders = PyList_New(0), *forms = PyList_New(0);
@@ -304,9 +304,9 @@ static PyObject *tell_counts(const MixedRun *mixed, const Events *events, size_t
  * first event that is left to its rule, and after `hashes_max` hashes or somewhat more. A holder is (known, id, gone,
  * neighbours, may), as for KnownBlocks.run; a form is (way, number of its holder, namespace, step, position_max).
  * Returns the number of the next event, its position, how many hashes there were; for each holder how many blocks were
- * stored and removed, of how many the copies were miscounted because a removal left one, of how many they were by the
- * engine's own count, and whether a copy that was left has been removed; and for each form how many events were run,
- * and how many of their blocks are unknown.
+ * stored and removed, how many were stored again after a removal had left a copy, how many have copies that the engine
+ * counts differently, and whether a copy that was left has been removed; and for each form how many events were run, and
+ * how many of their blocks are unknown.
  */
 PyObject *events_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -43,33 +43,33 @@
 #error "define WAYMARK_SOURCES, as hatch_build.py does"
 #endif
 
-/* The arguments stand in the docstring, where Python finds a signature. */
+/* The arguments are in the docstring, because Python looks for a signature there. */
 #define ENTRY(name, arguments, doc)                                                                                    \
     {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, #name "($module, " arguments ", /)\n--\n\n" doc}
 
 static PyMethodDef methods[] = {
-    ENTRY(cut, "body, name, count_max", "The token ids in a JSON text; None where the text is unusual."),
-    ENTRY(cut_hashes, "body, name, count_max", "The hashes in a JSON text; None where the text is unusual."),
-    ENTRY(plain_post, "data", "Path, fields and body of a plain POST; None where the data are anything else."),
-    ENTRY(digest, "payload, seed", "XXH3-64 of a payload."),
-    ENTRY(hash_blocks, "tokens, block_size, seed, parent, namespace", "The keys of a prompt's blocks."),
-    ENTRY(hash_keys, "seq_hashes, namespace", "The keys of blocks whose seq_hashes are known."),
-    ENTRY(chain, "local_hashes, seed, parent", "The keys of blocks whose tokens are hashed already."),
+    ENTRY(cut, "body, name, count_max", "Return the token ids in a JSON text; None if the text is unusual."),
+    ENTRY(cut_hashes, "body, name, count_max", "Return the hashes in a JSON text; None if the text is unusual."),
+    ENTRY(plain_post, "data", "Return the path, fields and body of a plain POST; None for any other data."),
+    ENTRY(digest, "payload, seed", "Return the XXH3-64 of a payload."),
+    ENTRY(hash_blocks, "tokens, block_size, seed, parent, namespace", "Return the keys of a prompt's blocks."),
+    ENTRY(hash_keys, "seq_hashes, namespace", "Return the keys of blocks whose seq_hashes are known."),
+    ENTRY(chain, "local_hashes, seed, parent", "Return the keys of blocks whose tokens are hashed already."),
     ENTRY(read_batch,
           "payload, events_max, stored, reference, window, removed, cleared, medium, stored_fields, removed_fields",
-          "The plain events of a batch; None where the batch is unusual."),
-    ENTRY(row_runs, "keys, rows", "Runs of equal holders, as far as the row of each piece decides by itself."),
-    ENTRY(piece_runs, "keys, values", "Runs of equal holders in one piece, by its row and branch rows."),
+          "Return the plain events of a batch; None if the batch is unusual."),
+    ENTRY(row_runs, "keys, rows", "Return runs of equal holders, as far as the row of each piece decides by itself."),
+    ENTRY(piece_runs, "keys, values", "Return runs of equal holders in one piece, by its row and branch rows."),
     ENTRY(rank_sums,
           "members, rows, loads, expected, draw, tokens, least, size, device_credit, host_credit, disk_credit, "
           "shared_credit, weight_new, weight_active",
-          "The targets of a decision, least cost first, if their costs are sums."),
+          "Return the targets of a decision, least cost first, if their costs are sums."),
     ENTRY(offer_sums, "offer, sums, most, blocks, size, weight_new, available, reusable, random, handicap, weight",
-          "Offers, promises and words of a reservation."),
+          "Return the offers, promises and words of a reservation."),
     ENTRY(pack_sums, "head, words, sums, most, blocks, size, weight_new, available, reusable, random, handicap, weight",
-          "A call of reserve, packed."),
-    ENTRY(add_columns, "columns, is_clamped", "The sum of each candidate, of columns with weights."),
-    ENTRY(least_of, "values, draws, most, sign", "The places of the least values, least first."),
+          "Pack a call of reserve."),
+    ENTRY(add_columns, "columns, is_clamped", "Add up columns with weights, for each candidate."),
+    ENTRY(least_of, "values, draws, most, sign", "Return the places of the least values, least first."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -20,10 +20,10 @@ typedef struct {
     const unsigned char *start; /* of texts and binaries */
 } Value;
 
-/* How deep values may be inside of values; deeper ones are left to the library. */
+/* How deeply values may be nested; deeper ones are left to the library. */
 enum { DEPTH_MAX = 16 };
 
-/* The number in `bytes` bytes, up to 8, the highest first. */
+/* Return the number in `bytes` bytes, up to 8, the highest first. */
 static inline uint64_t big_endian(const unsigned char *at, int bytes)
 {
     uint64_t number = 0;
@@ -32,7 +32,7 @@ static inline uint64_t big_endian(const unsigned char *at, int bytes)
     return number;
 }
 
-/* A number of `bytes` from the reader. 0 if it is not whole. */
+/* Read a number of `bytes` bytes. 0 if it is not whole. */
 static inline int read_width(Reader *reader, int bytes, uint64_t *number)
 {
     if (reader->end - reader->at < bytes)
@@ -42,7 +42,7 @@ static inline int read_width(Reader *reader, int bytes, uint64_t *number)
     return 1;
 }
 
-/* A text or a binary of `value->number` bytes. */
+/* Read a text or a binary of `value->number` bytes. */
 static inline int read_span(Reader *reader, Kind kind, Value *value)
 {
     if ((uint64_t)(reader->end - reader->at) < value->number)
@@ -53,7 +53,7 @@ static inline int read_span(Reader *reader, Kind kind, Value *value)
     return 1;
 }
 
-/* A list or a map: only its head. Each of its values takes at least a byte, so a length above the bytes that are left
+/* Read the head of a list or a map. Each of its values takes at least a byte, so a length above the bytes that are left
  * is refused. */
 static inline int read_length(Reader *reader, Kind kind, Value *value)
 {
@@ -61,7 +61,7 @@ static inline int read_length(Reader *reader, Kind kind, Value *value)
     return value->number <= (uint64_t)(reader->end - reader->at) / (kind == MAP ? 2 : 1);
 }
 
-/* An integer of two's complement. 0 if it is not whole. */
+/* Read an integer in two's complement. 0 if it is not whole. */
 static inline int read_signed(Reader *reader, int bytes, Value *value)
 {
     if (!read_width(reader, bytes, &value->number))
@@ -73,7 +73,7 @@ static inline int read_signed(Reader *reader, int bytes, Value *value)
     return 1;
 }
 
-/* A float of 4 or 8 bytes, as a double. 0 if it is not whole. */
+/* Read a float of 4 or 8 bytes, as a double. 0 if it is not whole. */
 static inline int read_float(Reader *reader, int bytes, Value *value)
 {
     if (!read_width(reader, bytes, &value->number))
@@ -89,7 +89,7 @@ static inline int read_float(Reader *reader, int bytes, Value *value)
     return 1;
 }
 
-/* The next value. 0 if it is not whole, or of a type that no event has (extensions). */
+/* Read the next value. 0 if it is not whole, or of a type that no event has (extensions). */
 static inline int read_value(Reader *reader, Value *value)
 {
     if (reader->at >= reader->end)

@@ -34,7 +34,7 @@ int add_places(PyObject *module);       /* places.c */
 int add_parts(PyObject *module);        /* parts.c */
 int add_waves(PyObject *module);        /* waves.c */
 
-/* Whether there are `count` arguments; with an exception if there are not. */
+/* Return whether there are `count` arguments; with an exception if there are not. */
 static inline int has_arguments(const char *name, Py_ssize_t nargs, Py_ssize_t count)
 {
     if (nargs != count)
@@ -42,7 +42,7 @@ static inline int has_arguments(const char *name, Py_ssize_t nargs, Py_ssize_t c
     return nargs == count;
 }
 
-/* The same for the call of a type, which takes no argument by its name. */
+/* Return whether a type is called with `count` arguments, none of them by its name; with an exception if it is not. */
 static inline int has_only_arguments(const char *name, PyObject *args, PyObject *names, Py_ssize_t count)
 {
     if (names != NULL && PyDict_Size(names) > 0) {

@@ -5,7 +5,7 @@
 
 #include "native.h"
 
-/* An object of `type` with these attributes, built without its __init__. NULL with an exception. */
+/* Return an object of `type` with these attributes, built without its __init__. NULL with an exception. */
 static inline PyObject *build_object(PyTypeObject *type, PyObject *const *names, PyObject *const *values, int count)
 {
     PyObject *object = PyType_GenericAlloc(type, 0);
@@ -15,7 +15,7 @@ static inline PyObject *build_object(PyTypeObject *type, PyObject *const *names,
     return object;
 }
 
-/* An object of a NamedTuple, without its __new__ in Python; takes `fields` over. NULL with an exception. */
+/* Return an object of a NamedTuple, without its __new__ in Python; takes `fields` over. NULL with an exception. */
 static inline PyObject *build_named(PyObject *type, PyObject *fields)
 {
     static newfunc make_tuple;
@@ -28,7 +28,7 @@ static inline PyObject *build_named(PyObject *type, PyObject *fields)
     return made;
 }
 
-/* Names of attributes, interned once. 0 with an exception. */
+/* Intern the names of attributes, each once. 0 with an exception. */
 static inline int intern_names(const char *const *names, PyObject **attributes, int count)
 {
     for (int i = 0; i < count; i++)
@@ -37,7 +37,7 @@ static inline int intern_names(const char *const *names, PyObject **attributes, 
     return 1;
 }
 
-/* An object of a type that was made from a spec holds a reference to its type. */
+/* Free an object, and its reference to its type, which was made from a spec. */
 static inline void free_object(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);

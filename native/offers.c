@@ -26,7 +26,7 @@ typedef struct {
     PyObject *promise; /* borrowed from the list of promises */
 } OfferTerms;
 
-/* A number of blocks, of tokens of a block, or of words. -1 with an exception. */
+/* Read a number of blocks, of tokens of a block, or of words. -1 with an exception. */
 static long long read_count(PyObject *object)
 {
     const long long count = PyLong_AsLongLong(object);
@@ -37,7 +37,7 @@ static long long read_count(PyObject *object)
     return -1;
 }
 
-/* The terms of the target of a sum; `weight` is its weight. 0 with an exception. */
+/* Read the terms of the target of a sum; `weight` is its weight. 0 with an exception. */
 static int read_terms(const Offered *of, PyObject *sum, PyObject *weight, OfferTerms *terms)
 {
     long long blocks[ROW_FIELDS] = {0}, matched = 0;
@@ -68,7 +68,7 @@ static int read_terms(const Offered *of, PyObject *sum, PyObject *weight, OfferT
     return 1;
 }
 
-/* Whether the promise of two targets is the same text. */
+/* Return whether the promise of two targets is the same text. */
 static int promise_equally(const OfferTerms *a, const OfferTerms *b)
 {
     return a->expected == b->expected && memcmp(a->amounts, b->amounts, sizeof a->amounts) == 0;

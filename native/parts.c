@@ -28,14 +28,14 @@ Parts *as_parts(PyObject *object)
 
 /* ---- adding -------------------------------------------------------------------------------------- */
 
-/* Room for more parts and blocks. 0 with an exception. */
+/* Make room for more parts and blocks. 0 with an exception. */
 static int make_room(Parts *parts, size_t more, size_t blocks)
 {
     return reserve((void **)&parts->parts, &parts->capacity, parts->count, more, sizeof *parts->parts) &&
            reserve((void **)&parts->blocks, &parts->blocks_capacity, parts->blocks_count, blocks, sizeof *parts->blocks);
 }
 
-/* Whether blocks continue the last part, by the rule of PartList.add_packed. */
+/* Return whether blocks continue the last part, by the rule of PartList.add_packed. */
 static int does_join(const Parts *parts, const Part *part, int64_t position, const PartBlock *blocks, size_t count)
 {
     const Part *last = parts->count == 0 ? NULL : &parts->parts[parts->count - 1];
@@ -52,7 +52,7 @@ static int does_join(const Parts *parts, const Part *part, int64_t position, con
     return 1;
 }
 
-/* The copies of a part, as a list that it shares with no other part. NULL with an exception. */
+/* Return the copies of a part, as a list that it shares with no other part. NULL with an exception. */
 static PyObject *own_copies(Part *part)
 {
     PyObject *own = part->copies;
@@ -118,13 +118,13 @@ int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlo
 
 /* ---- as a sequence ------------------------------------------------------------------------------- */
 
-/* The Place of a part. */
+/* Return the Place of a part. */
 static PyObject *place_of(const Parts *parts, const Part *part)
 {
     return build_place(parts->place_type, part->head, part->branch, part->place_kind);
 }
 
-/* A part as an object of its type in Python. */
+/* Return a part as an object of its type in Python. */
 static PyObject *make_part(const Parts *parts, size_t at)
 {
     const Part *part = &parts->parts[at];
@@ -299,21 +299,21 @@ static void parts_dealloc(PyObject *self)
 static PyMethodDef parts_methods[] = {
     METHOD("add", parts_add, METH_FASTCALL,
            "add($self, kind, holder, position, place, namespace, slots, hashes, is_known, is_identity, parent, copies, "
-           "waits, /)\n--\n\nBlocks at consecutive positions."),
+           "waits, /)\n--\n\nAdd blocks at consecutive positions."),
     METHOD("add_block", parts_add_block, METH_FASTCALL,
            "add_block($self, kind, holder, position, spot, engine_hash, is_known, is_identity, parent, copies, waits, /)\n--\n\n"
-           "One block."),
+           "Add one block."),
     METHOD("end", parts_end, METH_FASTCALL,
-           "end($self, start, parts_max, blocks_max, /)\n--\n\nThe end of the parts that go together."),
-    METHOD("shares", parts_shares, METH_O, "shares($self, shards, /)\n--\n\nEach wave, as the parts of its shards."),
-    METHOD("calls", parts_calls, METH_O, "calls($self, prefixes, /)\n--\n\nThe calls for all parts, wave by wave."),
-    METHOD("cut", parts_cut, METH_FASTCALL, "cut($self, start, end, /)\n--\n\nSome of the parts."),
+           "end($self, start, parts_max, blocks_max, /)\n--\n\nReturn the end of the parts that fit one call."),
+    METHOD("shares", parts_shares, METH_O, "shares($self, shards, /)\n--\n\nSplit the parts by wave and shard."),
+    METHOD("calls", parts_calls, METH_O, "calls($self, prefixes, /)\n--\n\nPack the calls, wave by wave."),
+    METHOD("cut", parts_cut, METH_FASTCALL, "cut($self, start, end, /)\n--\n\nCopy some parts."),
     METHOD("run_frames", parts_run_frames, METH_FASTCALL,
            "run_frames($self, ways, payloads, ts, reading, seq, prefixes, /)\n--\n\n"
-           "Frames like some before, from their payloads to the words of calls."),
-    METHOD("pack", parts_pack, METH_FASTCALL, "pack($self, start, end, prefix, /)\n--\n\nParts as Redis reads them."),
+           "Turn frames like some before into the words of calls."),
+    METHOD("pack", parts_pack, METH_FASTCALL, "pack($self, start, end, prefix, /)\n--\n\nPack parts for Redis."),
     METHOD("reported", parts_reported, METH_FASTCALL,
-           "reported($self, start, blocks_max, /)\n--\n\nNew blocks by their engine hashes, as Redis reads them."),
+           "reported($self, start, blocks_max, /)\n--\n\nPack new blocks by their engine hashes, for Redis."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -44,11 +44,11 @@ typedef struct {
     PyObject *part_type, *place_type; /* references */
 } Parts;
 
-/* The object as Parts, borrowed. NULL with an exception. */
+/* Return the object as Parts, borrowed. NULL with an exception. */
 Parts *as_parts(PyObject *object);
 
-/* Whether `count` positions are at most `most`; the first is `position`, and each other one is `step` more than the one
- * before. */
+/* Return whether `count` positions are at most `most`; the first is `position`, and each other one is `step` more than
+ * the one before. */
 static inline int are_positions(int64_t position, size_t count, size_t step, uint32_t most)
 {
     return position >= 0 && position <= most && (count == 0 || (count - 1) * step <= (uint64_t)(most - position));
@@ -71,7 +71,7 @@ int add_to_parts(Parts *parts, const Part *part, int64_t position, const PartBlo
 /* Append the parts `start` to `end` of another. 0 with an exception; nothing has changed then. */
 int append_parts(Parts *parts, const Parts *other, size_t start, size_t end);
 
-/* New Parts, which are empty. NULL with an exception. */
+/* Return new Parts, which are empty. NULL with an exception. */
 PyObject *new_parts(PyTypeObject *type, PyObject *part_type, PyObject *place_type, uint64_t seq);
 
 /* add(kind, holder, position, place, namespace, slots, hashes, is_known, is_identity, parent, copies, waits); adding.c */
@@ -86,10 +86,10 @@ PyObject *parts_shares(PyObject *self, PyObject *shards_given);
 /* calls(prefixes: tuple[bytes, ...]) -> list[dict[int, tuple[int, tuple]]]; shares.c */
 PyObject *parts_calls(PyObject *self, PyObject *prefixes);
 
-/* The end of the parts from `start` on that fit one call: one part, and more within the bounds; calls.c */
+/* Return the end of the parts from `start` on that fit one call: one part, and more within the bounds; calls.c */
 size_t end_of_parts(const Parts *parts, size_t start, size_t parts_max, size_t blocks_max);
 
-/* The parts `start` to `end`, at most CALL_PARTS, as pack returns them; calls.c. NULL with an exception. */
+/* Return the parts `start` to `end`, at most CALL_PARTS, as pack returns them; calls.c. NULL with an exception. */
 PyObject *pack_call(const Parts *parts, size_t start, size_t end, PyObject *prefix);
 
 /* end(start: int, parts_max: int, blocks_max: int) -> int; calls.c */
@@ -106,13 +106,13 @@ PyObject *parts_reported(PyObject *self, PyObject *const *args, Py_ssize_t nargs
 
 /* ---- what both files need --------------------------------------------------------------------------- */
 
-/* Whether two parts have the same place in Redis. */
+/* Return whether two parts have the same place in Redis. */
 static inline int is_at_place_of(const Part *one, const Part *other)
 {
     return one->head == other->head && one->branch == other->branch && one->place_kind == other->place_kind;
 }
 
-/* The numbers of `count` arguments. 0 with an exception. */
+/* Read `count` arguments as numbers. 0 with an exception. */
 static inline int read_bounds(PyObject *const *args, size_t count, size_t *bounds)
 {
     for (size_t i = 0; i < count && !PyErr_Occurred(); i++)
@@ -120,7 +120,7 @@ static inline int read_bounds(PyObject *const *args, size_t count, size_t *bound
     return !PyErr_Occurred();
 }
 
-/* Whether two numbers are a range of parts. 0 with an exception. */
+/* Return whether two numbers are a range of parts. 0 with an exception. */
 static inline int is_range(const Parts *parts, size_t start, size_t end)
 {
     if (start <= end && end <= parts->count)

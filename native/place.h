@@ -11,7 +11,7 @@ enum { SHARED_DIGITS = 2 };
 /* The kind of a place. FREE: no place of the stream has this number. */
 typedef enum { FREE, ROW, BRANCH_ROW, SINGLE } PlaceKind;
 
-/* Whether a branch row is a shared one. */
+/* Return whether a branch row is a shared one. */
 static inline int is_shared(uint64_t head, uint64_t branch)
 {
     return (head ^ branch) << 4 * SHARED_DIGITS == 0;
@@ -35,7 +35,7 @@ static inline int read_place(PyObject *place, uint64_t *head, uint64_t *branch, 
     return !PyErr_Occurred();
 }
 
-/* A Place, of the type `type`. */
+/* Return a Place of the type `type`. */
 static inline PyObject *build_place(PyObject *type, uint64_t head, uint64_t branch, uint8_t kind)
 {
     PyObject *branch_or_none = kind == BRANCH_ROW ? PyLong_FromUnsignedLongLong(branch) : Py_NewRef(Py_None);
@@ -44,7 +44,7 @@ static inline PyObject *build_place(PyObject *type, uint64_t head, uint64_t bran
     return build_named(type, Py_BuildValue("KNO", head, branch_or_none, kind == SINGLE ? Py_True : Py_False));
 }
 
-/* Whether an object is a type of tuples, as that of a Place has to be. */
+/* Return whether an object is a type of tuples, as that of a Place has to be. */
 static inline int is_tuple_type(PyObject *type)
 {
     return PyType_Check(type) && PyType_IsSubtype((PyTypeObject *)type, &PyTuple_Type);

@@ -12,13 +12,13 @@ Places *as_places(PyObject *object)
     return NULL;
 }
 
-/* The hash of everything that distinguishes places. */
+/* Return the hash of everything that distinguishes places. */
 static uint64_t hash_of_place(const Place *place)
 {
     return spread(spread(place->head) ^ rotate_left(spread(place->branch), 16) ^ place->namespace ^ place->kind);
 }
 
-/* The hash of a place for the index of places. */
+/* Return the hash of a place for the index of places. */
 static uint64_t place_hash_of(const void *places, uint32_t number)
 {
     return hash_of_place(&((const Places *)places)->places[number]);
@@ -33,14 +33,14 @@ int read_place_in(PyObject *object, PyObject *namespace, Place *place)
     return !PyErr_Occurred();
 }
 
-/* Whether two places are the same, whatever their blocks. */
+/* Return whether two places are the same, whatever their blocks. */
 static int is_same_place(const Place *one, const Place *other)
 {
     return one->head == other->head && one->branch == other->branch && one->namespace == other->namespace &&
            one->kind == other->kind;
 }
 
-/* A number that no place has. -1 with an exception. */
+/* Return a number that no place has. -1 with an exception. */
 static int64_t new_number(Places *places)
 {
     if (places->free != 0) {

@@ -30,14 +30,14 @@ typedef struct {
     uint32_t last_number;
 } Places;
 
-/* The object as Places, borrowed. NULL with an exception. */
+/* Return the object as Places, borrowed. NULL with an exception. */
 Places *as_places(PyObject *object);
 
 /* Read a Place of Python into a place without blocks, in a namespace. 0 with an exception. */
 int read_place_in(PyObject *object, PyObject *namespace, Place *place);
 
-/* The number of a place, which is added if it is new. A new place has no block: it must be entered, or it is never
- * removed. -1 with an exception; nothing has changed then. */
+/* Return the number of a place, which is added if it is new. A new place has no block: it must be entered, or it is
+ * never removed. -1 with an exception; nothing has changed then. */
 int64_t number_of_place(Places *places, const Place *place);
 
 /* Count one more block at the place. */
@@ -56,7 +56,7 @@ static inline void leave_place(Places *places, uint32_t number)
         drop_place(places, number);
 }
 
-/* The Place with this number, which is in use. */
+/* Return the Place with this number, which is in use. */
 PyObject *make_place(Places *places, uint32_t number);
 
 #endif

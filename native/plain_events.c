@@ -19,7 +19,7 @@ static void keep_hashes(PlainEvent *event)
     Py_CLEAR(event->adapter);
 }
 
-/* A store, from its fields. */
+/* Read a store from its fields. */
 static Outcome read_stored(Batch *batch, const Event *fields, PlainEvent *event)
 {
     Value adapter;
@@ -54,7 +54,7 @@ static Outcome read_stored(Batch *batch, const Event *fields, PlainEvent *event)
     return outcome;
 }
 
-/* A removal, from its fields. */
+/* Read a removal from its fields. */
 static Outcome read_removed(Batch *batch, const Event *fields, PlainEvent *event)
 {
     event->kind = REMOVAL;
@@ -94,7 +94,7 @@ static int cut_fields(const Batch *batch, Event *event, uint64_t fields)
     return 1;
 }
 
-/* Whether an event has none of these fields, or nil in them. */
+/* Return whether an event has none of these fields, or nil in them. */
 static int has_none_of(const Batch *batch, const Event *event, const Field *fields, int count)
 {
     Reader inside;

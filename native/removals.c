@@ -28,7 +28,7 @@ int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, Block *blo
     while (outcome && collected < count) {
         const int64_t number = find_hash(known, hashes[collected]);
         Block *block = number < 0 ? NULL : block_at(known, (uint32_t)number);
-        /* The block is missing, or named twice, or has further hashes. */
+        /* A removal is not plain if a block is missing, is named twice, or has further hashes. */
         outcome = block != NULL && !block->is_collected && block->copies > 0;
         if (!outcome)
             break;

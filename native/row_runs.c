@@ -106,7 +106,7 @@ static int begin_runs(Runs *runs)
     return runs->list != NULL;
 }
 
-/* The list of all runs, if they are whole; otherwise the exception stays. The references of the runs are released. */
+/* Return the list of all runs if they are whole, else NULL with the exception. Release the references of the runs. */
 static PyObject *finish_runs(Runs *runs, int is_whole)
 {
     if (is_whole && !end_run(runs))
@@ -141,7 +141,7 @@ static Verdict add_row(Runs *runs, Holders *holders, const Piece *piece, const I
     return blocks < 0 ? FAILED : blocks == piece->count ? GOES_ON : IS_OVER;
 }
 
-/* As row_runs, for the values of a list. *pieces gets the number of pieces whose row decided alone. */
+/* Do the same as row_runs, for the values of a list. *pieces gets the number of pieces whose row decided alone. */
 static Verdict add_rows(Runs *runs, const Input *keys, PyObject *rows, Py_ssize_t *pieces)
 {
     Piece piece;
@@ -209,7 +209,7 @@ static int add_value(const Piece *piece, const Input *value, int is_row, Holders
     return outcome >= 0;
 }
 
-/* As piece_runs, for the values of a list, which stay open until the runs are written. */
+/* Do the same as piece_runs, for the values of a list, which stay open until the runs are written. */
 static PyObject *unite_values(const Piece *piece, PyObject *values, Input *inputs, Py_ssize_t count)
 {
     Runs runs;

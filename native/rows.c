@@ -72,7 +72,7 @@ int read_slots(const Input *value, const Piece *piece, Slots *slots, const char 
     return 1;
 }
 
-/* The own blocks of a bitmap of slots. */
+/* Return the own blocks of a bitmap of slots. */
 static uint32_t own_blocks(const Slots *slots, uint64_t bitmap)
 {
     if (slots->shift >= 0)
@@ -85,7 +85,7 @@ static uint32_t own_blocks(const Slots *slots, uint64_t bitmap)
     return blocks;
 }
 
-/* The value of a hex digit; -1 for any other character. */
+/* Return the value of a hex digit; -1 for any other character. */
 static int hex_digit(char digit)
 {
     if (digit >= '0' && digit <= '9')
@@ -119,7 +119,7 @@ static int read_holder(const char **at, const Slots *slots, Holder *holder)
     return 1;
 }
 
-/* For qsort, ascending. */
+/* Return the ascending order of two ids, as qsort asks for it. */
 static int compare_ids(const void *one, const void *other)
 {
     const uint64_t a = ((const Holder *)one)->id, b = ((const Holder *)other)->id;

@@ -48,7 +48,7 @@ int make_event_room(Run *run, size_t hashes)
     return 0;
 }
 
-/* Whether a block of a store's piece, or the former block of its hash, has left another shard in this wave. */
+/* Return whether a block of a store's piece, or the former block of its hash, has left another shard in this wave. */
 static int waits_for_others(const Run *run, const Store *store, size_t start, size_t end, int shard)
 {
     for (size_t i = start; i < end; i++) {
@@ -264,14 +264,14 @@ static int run_batches(KnownBlocks *known, Run *run, size_t *at, int64_t *positi
 /* run(events: Events, at: int, position: int, hashes_max: int, parts: Parts, holder: int, seed: int, namespace: int,
  *     full: dict[Place, object], piece_blocks: int, gone: tuple[KnownBlocks, ...], may: int,
  *     following: list[tuple[int, Events]], waves: Waves, neighbours: tuple[tuple[int, KnownBlocks, bool], ...])
- *     -> tuple[int, int, int, int, int, int, int, int, bool]
+ *     -> tuple[int, int, int, int, int, int, int, int, int, bool]
  *
  * Run the events from number `at` on: store and remove their blocks, and add the parts to `parts`. `may` has bits of
  * `May`. Ends before the first event that is not plain, and after `hashes_max` hashes or somewhat more. At the end of
  * the events the run continues with those of the batches that follow, each with its seq, up to the first of another
  * kind. Returns the number of the next event, its position, how many stores there were, how many blocks were stored and
- * removed, how many hashes the events have, how many of the batches that follow have begun, of how many blocks the
- * copies were miscounted because a removal left one, of how many they were by the engine's own count, and whether a
+ * removed, how many hashes the events have, how many of the batches that follow have begun, how many blocks were stored
+ * again after a removal had left a copy, how many blocks have copies that the engine counts differently, and whether a
  * copy that was left has been removed; the number and the position are of the last batch that has begun.
  */
 PyObject *known_run(PyObject *self, PyObject *const *args, Py_ssize_t nargs)

@@ -79,34 +79,34 @@ int store_new(KnownBlocks *known, Run *run, const Store *store, const uint64_t *
 /* Read the neighbours of a run: a tuple of (holder, KnownBlocks, whether it is a generation). 0 with an exception. */
 int read_neighbours(KnownBlocks *known, Run *run, PyObject *given);
 
-/* The table that has an engine hash: the run's own, or the first of its neighbours; NULL if there is none. */
+/* Return the table that has an engine hash: the run's own, or the first of its neighbours; NULL if there is none. */
 KnownBlocks *table_with(KnownBlocks *known, const Run *run, uint64_t hash);
 
-/* Whether the blocks of a store from `start` on are new to all generations, and each of them comes once: 1 or 0, -1 with
- * an exception. */
+/* Return whether the blocks of a store from `start` on are new to all generations, and each of them comes once: 1 or 0,
+ * -1 with an exception. */
 int are_new_to_all(KnownBlocks *known, const Run *run, const Store *store, size_t start);
 
 /* As `collect`, in all generations, into the run's blocks, numbers and owners. If a block is in another generation, all
  * have a single copy. 1 or 0, -1 with an exception. */
 int collect_in_all(KnownBlocks *known, Run *run, const uint64_t *hashes, size_t count, int *are_last);
 
-/* The table with the collected block `at`. */
+/* Return the table with the collected block `at`. */
 KnownBlocks *owner_of(KnownBlocks *known, const Run *run, size_t at);
 
-/* The end of the collected blocks from `start` on that one part can have: as `end_of_group`, within one table. */
+/* Return the end of the blocks from `start` on that one part can have: as `end_of_group`, within one table. */
 size_t end_of_owned(const Run *run, size_t start, size_t count);
 
-/* Memory for the blocks of an event. 0 with an exception. */
+/* Make room for the blocks of an event. 0 with an exception. */
 int make_event_room(Run *run, size_t hashes);
 
-/* Free this memory. */
+/* Free this room. */
 void free_event_room(Run *run);
 
 /* Run a store, at `position`. 1 if it was plain, 0 if not and nothing has changed, -1 with an exception; some of it may
  * be done then. */
 int run_store(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position);
 
-/* The same with a removal. */
+/* Run a removal in the same way. */
 int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t position);
 
 /* ---- copies.c ------------------------------------------------------------------------------------- */
@@ -117,7 +117,7 @@ int run_removal(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t p
 int store_again(KnownBlocks *known, Run *run, const PlainEvent *event, Store *store, const uint64_t *above,
                 int64_t position, size_t *known_blocks);
 
-/* Store once more a block that is in the table with a single hash. `part` describes it, and says whether it has to
+/* Repeat the store of a block that is in the table with a single hash. `part` describes it, and says whether it has to
  * wait. 0 with an exception. */
 int add_again(KnownBlocks *known, Run *run, const PlainEvent *event, Block *block, Part *part, int64_t position);
 

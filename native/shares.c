@@ -49,8 +49,8 @@ PyObject *parts_shares(PyObject *self, PyObject *shards_given)
     return waves;
 }
 
-/* The next call of each shard for the parts of a wave; done[shard] of its parts are packed already. A dict, empty if none
- * is left. NULL with an exception. */
+/* Return the next call of each shard for the parts of a wave; done[shard] of its parts are packed already. A dict,
+ * empty if none is left. NULL with an exception. */
 static PyObject *next_calls(PyObject *wave, PyObject *prefixes, size_t *done)
 {
     PyObject *calls = PyDict_New(), *number, *share;

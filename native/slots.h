@@ -53,7 +53,7 @@ static inline void write_slot(char *at, uint64_t key, unsigned depth)
     at[HEX_DIGITS] = depth_digits[depth & (DEPTHS - 1)];
 }
 
-/* The digit of a character, up to 31; -1 if it is not a digit. */
+/* Return the digit of a character, up to 31; -1 if it is not a digit. */
 static inline int digit_of(char character)
 {
     if (character >= '0' && character <= '9')

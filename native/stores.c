@@ -92,7 +92,7 @@ int pack_blocks(const Block *blocks, size_t count, PyObject **slots, PyObject **
     return 1;
 }
 
-/* The blocks `start` to `end` of a store at one place: (place, slots, engine hashes, start, the block before or None). */
+/* Put blocks of a store at one place. Return (place, slots, engine hashes, start, the block before or None). */
 static PyObject *store_piece(KnownBlocks *known, const Store *store, size_t start, size_t end, int depth)
 {
     Block blocks[PIECE_BLOCKS];
@@ -133,9 +133,8 @@ static PyObject *extend(KnownBlocks *known, Store *store, Chain *chain, const In
  *        full: dict[Place, object], piece_blocks: int, gone: tuple[KnownBlocks, ...])
  *     -> list[tuple[Place, bytes, bytes, int, int | None]] | None
  *
- * A store of complete blocks that are all new, and continue from a block of the table at a place that is not full, or
- * begin at the root; their engine hashes leave the sets of gone hashes. None for any other store; nothing has changed
- * then.
+ * Store complete blocks that are all new, and continue from a block of the table at a place that is not full, or begin
+ * at the root; take their engine hashes out of `gone`. None for any other store; nothing has changed then.
  */
 PyObject *known_extend(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

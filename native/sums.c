@@ -14,7 +14,7 @@ int has_fields(PyObject *object, Py_ssize_t count, const char *what)
     return 0;
 }
 
-/* The numbers of the first fields of a tuple; zeros for None. 0 with an exception. */
+/* Read the numbers of the first fields of a tuple; zeros for None. 0 with an exception. */
 static int read_fields(PyObject *tuple, double *numbers, int count, const char *what)
 {
     for (int i = 0; i < count; i++)
@@ -51,7 +51,7 @@ typedef struct {
     PyObject *tuple; /* a reference */
 } Sum;
 
-/* The order of two sums, as qsort asks for it. */
+/* Return the order of two sums, as qsort asks for it. */
 static int compare_sums(const void *one, const void *other)
 {
     const Sum *a = one, *b = other;
@@ -62,7 +62,7 @@ static int compare_sums(const void *one, const void *other)
     return a->publisher < b->publisher ? -1 : a->publisher > b->publisher;
 }
 
-/* The new tokens of a target and its cost, in the order of Python's additions. 0 with an exception. */
+/* Compute the new tokens of a target and its cost, in the order of Python's additions. 0 with an exception. */
 static int add_up(const Terms *terms, PyObject *member, PyObject *row, PyObject *load, double soon, double *new, double *cost)
 {
     double blocks[ROW_FIELDS], loads[LOAD_FIELDS];
@@ -89,7 +89,7 @@ static int add_up(const Terms *terms, PyObject *member, PyObject *row, PyObject 
     return 1;
 }
 
-/* The number of blocks that a publisher has soon, as an object; NULL with an exception. */
+/* Return the number of blocks that a publisher has soon, as an object; NULL with an exception. */
 static PyObject *soon_of(const Terms *terms, PyObject *publisher)
 {
     PyObject *soon = terms->expected == Py_None ? NULL : PyObject_CallFunctionObjArgs(terms->expected, publisher, NULL);
@@ -99,7 +99,7 @@ static PyObject *soon_of(const Terms *terms, PyObject *publisher)
     return PyErr_Occurred() ? NULL : PyLong_FromLong(0);
 }
 
-/* The sum of a member; its tuple is NULL with an exception. */
+/* Return the sum of a member; its tuple is NULL with an exception. */
 static Sum sum_of(const Terms *terms, PyObject *member)
 {
     Sum sum = {0.0, 0.0, 0, NULL};
@@ -125,7 +125,7 @@ static Sum sum_of(const Terms *terms, PyObject *member)
     return sum;
 }
 
-/* The tuples of sums, least first, in a list, which takes them over; NULL with an exception. */
+/* Return the tuples of sums, least first, in a list, which takes them over; NULL with an exception. */
 static PyObject *listed(Sum *sums, Py_ssize_t count)
 {
     if (count > 1)

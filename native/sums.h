@@ -12,10 +12,10 @@ enum { LOAD_TOKENS, LOAD_REQUESTS, LOAD_FIELDS };
 /* The fields of the tuples that rank_sums makes. */
 enum { COST, DRAW, SUM_PUBLISHER, MEMBER, NEW, ROW, LOAD, SOON, SUM_FIELDS };
 
-/* Whether an object is a tuple of at least `count` fields; with an exception if it is not. */
+/* Return whether an object is a tuple of at least `count` fields; with an exception if it is not. */
 int has_fields(PyObject *object, Py_ssize_t count, const char *what);
 
-/* The weight of a member's target, a new reference; NULL with an exception. */
+/* Return the weight of a member's target, a new reference; NULL with an exception. */
 PyObject *weight_of(PyObject *member);
 
 #endif

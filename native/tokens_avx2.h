@@ -11,7 +11,7 @@
 /* The module is for every x86-64, so a function that needs more says so, and is called after has_avx2 only. */
 #define NEEDS_AVX2 __attribute__((target("avx2,bmi")))
 
-/* Whether the processor can do what these functions need. */
+/* Return whether the processor can do what these functions need. */
 static inline int has_avx2(void)
 {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi");
@@ -22,7 +22,7 @@ typedef struct {
     __m256i half[2];
 } Text;
 
-/* The first characters from `at`, of which `left` may be read, followed by commas. */
+/* Load the first characters from `at`, of which `left` may be read, followed by commas. */
 NEEDS_AVX2 static inline Text load_text(const char *at, Py_ssize_t left)
 {
     char few[64];
@@ -36,20 +36,20 @@ NEEDS_AVX2 static inline Text load_text(const char *at, Py_ssize_t left)
                    _mm256_loadu_si256((const __m256i *)(const void *)(at + 32))}};
 }
 
-/* The upper bits of all bytes of two halves, the first in the lowest bit. */
+/* Return the upper bits of all bytes of two halves, the first in the lowest bit. */
 NEEDS_AVX2 static inline uint64_t bits_of(__m256i first, __m256i second)
 {
     return (uint32_t)_mm256_movemask_epi8(first) | (uint64_t)(uint32_t)_mm256_movemask_epi8(second) << 32;
 }
 
-/* Which characters are `what`. */
+/* Return a bit for each character, set if it is `what`. */
 NEEDS_AVX2 static inline uint64_t which(Text text, char what)
 {
     const __m256i wanted = _mm256_set1_epi8(what);
     return bits_of(_mm256_cmpeq_epi8(text.half[0], wanted), _mm256_cmpeq_epi8(text.half[1], wanted));
 }
 
-/* Which characters are digits. */
+/* Return a bit for each character, set if it is a digit. */
 NEEDS_AVX2 static inline uint64_t which_digits(Text text)
 {
     __m256i is_digit[2];
@@ -83,20 +83,20 @@ NEEDS_AVX2 static inline void add_ends(Ends *ends, uint32_t from, uint64_t comma
             out[i] = from + (uint32_t)_tzcnt_u64(commas);
 }
 
-/* The eight characters before the end of number `i`. */
+/* Return the eight characters before the end of number `i`. */
 static inline const void *before_end(const Ends *ends, uint32_t i)
 {
     return ends->base + ends->at[1 + i] - 8;
 }
 
-/* The eight characters before the end of number `i`, and those before the end of the next one. */
+/* Load the eight characters before the end of number `i`, and those before the end of the next one. */
 NEEDS_AVX2 static inline __m128i load_two(const Ends *ends, uint32_t i)
 {
     const __m128 one = _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)before_end(ends, i)));
     return _mm_castps_si128(_mm_loadh_pi(one, (const __m64 *)before_end(ends, i + 1)));
 }
 
-/* Of four numbers from number `i`: the upper four digits of each, and the lower four. */
+/* Return, for four numbers from number `i` on, the upper four digits of each, and the lower four. */
 NEEDS_AVX2 static inline __m256i read_four(Ends *ends, uint32_t i)
 {
     const __m128i former = _mm_loadu_si128((const __m128i *)(const void *)(ends->at + i));
@@ -111,7 +111,7 @@ NEEDS_AVX2 static inline __m256i read_four(Ends *ends, uint32_t i)
     return _mm256_madd_epi16(pairs, _mm256_set1_epi32(1 << 16 | 100));
 }
 
-/* Number `i` by itself. */
+/* Read number `i` by itself. */
 NEEDS_AVX2 static inline uint32_t read_one(Ends *ends, uint32_t i)
 {
     const uint32_t length = ends->at[1 + i] - ends->at[i] - ends->gap;

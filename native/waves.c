@@ -23,7 +23,7 @@ Waves *as_waves(PyObject *object)
 
 /* ---- the table ----------------------------------------------------------------------------------- */
 
-/* The slot of a block, or the free one where it belongs; there is one, since the table is never full. */
+/* Return the slot of a block, or the free one where it belongs; there is one, since the table is never full. */
 static WaveBlock *slot_of(const Waves *waves, uint64_t block)
 {
     size_t at = (size_t)spread(block) & (waves->capacity - 1);
@@ -32,7 +32,7 @@ static WaveBlock *slot_of(const Waves *waves, uint64_t block)
     return &waves->blocks[at];
 }
 
-/* The block, if it is of this wave, else NULL. */
+/* Return the block, if it is of this wave, else NULL. */
 static const WaveBlock *find(const Waves *waves, uint64_t block)
 {
     const WaveBlock *found = waves->count == 0 ? NULL : slot_of(waves, block);
@@ -58,7 +58,7 @@ static int grow(Waves *waves)
     return 1;
 }
 
-/* The entry of the block, which is added if it is new in this wave. NULL with an exception. */
+/* Return the entry of the block, which is added if it is new in this wave. NULL with an exception. */
 static WaveBlock *enter(Waves *waves, uint64_t block)
 {
     if (2 * (waves->count + 1) > waves->capacity && !grow(waves))
@@ -118,8 +118,8 @@ int has_left_elsewhere(const Waves *waves, uint64_t block, int shard)
 
 typedef int Ask(const Waves *waves, uint64_t block, int shard);
 
-/* The number of the first of some blocks for which `ask` is true; their number if there is none, -1 with an exception.
- * A block may be None. */
+/* Return the number of the first of some blocks for which `ask` is true; their number if there is none, -1 with an
+ * exception. A block may be None. */
 static Py_ssize_t first_of(const Waves *waves, PyObject *blocks, int shard, Ask *ask)
 {
     const Py_ssize_t count = PySequence_Size(blocks);
@@ -136,7 +136,7 @@ static Py_ssize_t first_of(const Waves *waves, PyObject *blocks, int shard, Ask 
     return count;
 }
 
-/* The shard of a Place. -1 with an exception. */
+/* Return the shard of a Place. -1 with an exception. */
 static int shard_of_place(const Waves *waves, PyObject *place)
 {
     uint64_t head, branch;
@@ -245,7 +245,7 @@ static PyObject *waves_new(PyTypeObject *type, PyObject *args, PyObject *names)
     return (PyObject *)waves;
 }
 
-/* Frees the table. */
+/* Free the table. */
 static void waves_dealloc(PyObject *self)
 {
     PyMem_Free(((Waves *)self)->blocks);
@@ -254,13 +254,13 @@ static void waves_dealloc(PyObject *self)
 
 static PyMethodDef waves_methods[] = {
     METHOD("begin", waves_begin, METH_NOARGS, "begin($self, /)\n--\n\nBegin a fold, or a wave."),
-    METHOD("use", waves_use, METH_FASTCALL, "use($self, seq_hash, place, /)\n--\n\nA part was resolved with this block."),
+    METHOD("use", waves_use, METH_FASTCALL, "use($self, seq_hash, place, /)\n--\n\nNote a block that a part needs."),
     METHOD("first_that_waits", waves_first_that_waits, METH_FASTCALL,
-           "first_that_waits($self, blocks, place, /)\n--\n\nThe number of the first block that must wait to leave."),
+           "first_that_waits($self, blocks, place, /)\n--\n\nFind the first block that must wait to leave."),
     METHOD("leave", waves_leave, METH_FASTCALL,
-           "leave($self, blocks, place, /)\n--\n\nBlocks leave a place; whether they must wait."),
+           "leave($self, blocks, place, /)\n--\n\nNote blocks that leave. Return whether they wait."),
     METHOD("store", waves_store, METH_FASTCALL,
-           "store($self, blocks, place, /)\n--\n\nWhether blocks that are stored at a place must wait."),
+           "store($self, blocks, place, /)\n--\n\nReturn whether blocks stored at a place must wait."),
     {NULL, NULL, 0, NULL},
 };
 

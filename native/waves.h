@@ -24,10 +24,10 @@ typedef struct {
     uint32_t wave, shards;
 } Waves;
 
-/* The object as Waves, borrowed. NULL with an exception. */
+/* Return the object as Waves, borrowed. NULL with an exception. */
 Waves *as_waves(PyObject *object);
 
-/* The shard of the rows of a head. */
+/* Return the shard of the rows of a head. */
 static inline int shard_of(const Waves *waves, uint64_t head)
 {
     return (int)(head % waves->shards);
@@ -42,10 +42,10 @@ int use_block(Waves *waves, uint64_t block, int shard);
 /* Note that a part removes the block, or a hash of the block, from a row on this shard. 0 with an exception. */
 int leave_block(Waves *waves, uint64_t block, int shard);
 
-/* Whether a part of this wave on another shard is resolved with the block. */
+/* Return whether a part of this wave on another shard is resolved with the block. */
 int is_used_elsewhere(const Waves *waves, uint64_t block, int shard);
 
-/* Whether a part of this wave removes the block from a row on another shard. */
+/* Return whether a part of this wave removes the block from a row on another shard. */
 int has_left_elsewhere(const Waves *waves, uint64_t block, int shard);
 
 #endif

@@ -69,27 +69,27 @@ static inline void xxh3_prepare(Xxh3 *state, uint64_t seed, size_t length_max)
     }
 }
 
-/* By 1 to 63 bits. */
+/* Rotate a number left by 1 to 63 bits. */
 static inline uint64_t rotate_left(uint64_t number, int bits)
 {
     return number << bits | number >> (64 - bits);
 }
 
-/* The two halves of the 128-bit product, folded into one. */
+/* Return the two halves of the 128-bit product, folded into one. */
 static inline uint64_t fold_product(uint64_t one, uint64_t other)
 {
     const unsigned __int128 product = (unsigned __int128)one * other;
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* The last step for inputs of more than 8 bytes. */
+/* Do the last step for inputs of more than 8 bytes. */
 static inline uint64_t avalanche(uint64_t hash)
 {
     hash = (hash ^ hash >> 37) * PRIME_MX1;
     return hash ^ hash >> 32;
 }
 
-/* The last step for inputs of up to 3 bytes. */
+/* Do the last step for inputs of up to 3 bytes. */
 static inline uint64_t avalanche_tiny(uint64_t hash)
 {
     hash = (hash ^ hash >> 33) * PRIME64_2;
@@ -97,7 +97,7 @@ static inline uint64_t avalanche_tiny(uint64_t hash)
     return hash ^ hash >> 32;
 }
 
-/* 0 to 3 bytes */
+/* Hash 0 to 3 bytes. */
 static inline uint64_t hash_tiny(const unsigned char *input, size_t length, uint64_t seed)
 {
     if (length == 0)
@@ -108,7 +108,7 @@ static inline uint64_t hash_tiny(const unsigned char *input, size_t length, uint
     return avalanche_tiny((flip + seed) ^ bytes);
 }
 
-/* 4 to 8 bytes */
+/* Hash 4 to 8 bytes. */
 static inline uint64_t hash_word(const unsigned char *input, size_t length, uint64_t seed)
 {
     const uint64_t flip = load_little64(default_secret + 8) ^ load_little64(default_secret + 16);
@@ -120,7 +120,7 @@ static inline uint64_t hash_word(const unsigned char *input, size_t length, uint
     return hash ^ hash >> 28;
 }
 
-/* 9 to 16 bytes */
+/* Hash 9 to 16 bytes. */
 static inline uint64_t hash_pair(const unsigned char *input, size_t length, uint64_t seed)
 {
     const uint64_t first_flip = load_little64(default_secret + 24) ^ load_little64(default_secret + 32);
@@ -130,7 +130,7 @@ static inline uint64_t hash_pair(const unsigned char *input, size_t length, uint
     return avalanche(length + __builtin_bswap64(first) + last + fold_product(first, last));
 }
 
-/* 16 bytes of the input with 16 of the secret. */
+/* Mix 16 bytes of the input with 16 of the secret. */
 static inline uint64_t mix(const unsigned char *input, size_t secret_at, uint64_t seed)
 {
     const unsigned char *secret = default_secret + secret_at;
@@ -138,7 +138,7 @@ static inline uint64_t mix(const unsigned char *input, size_t secret_at, uint64_
                         load_little64(input + 8) ^ (load_little64(secret + 8) - seed));
 }
 
-/* 17 to 128 bytes: 16 from the start and 16 from the end at a time, until they meet. */
+/* Hash 17 to 128 bytes: 16 from the start and 16 from the end at a time, until they meet. */
 static inline uint64_t hash_from_both_ends(const unsigned char *input, size_t length, uint64_t seed)
 {
     const unsigned char *end = input + length;
@@ -148,7 +148,7 @@ static inline uint64_t hash_from_both_ends(const unsigned char *input, size_t le
     return avalanche(hash);
 }
 
-/* 129 to 240 bytes */
+/* Hash 129 to 240 bytes. */
 static uint64_t hash_medium(const unsigned char *input, size_t length, uint64_t seed)
 {
     uint64_t hash = length * PRIME64_1;
@@ -166,7 +166,7 @@ typedef struct {
     __m128i pairs[LANES / 2];
 } Lanes;
 
-/* The two lanes with number `pair` from `at`, of any alignment. */
+/* Load the two lanes with number `pair` from `at`, of any alignment. */
 static inline __m128i load_pair(const unsigned char *at, int pair)
 {
     return _mm_loadu_si128((const __m128i *)(const void *)(at + 16 * pair));
@@ -219,8 +219,8 @@ static inline void scramble(Lanes *lanes, const unsigned char *secret)
 }
 #endif
 
-/* 241 bytes and more: stripes into lanes, with the secret 8 bytes further on for each; the lanes are scrambled after
- * every 16 stripes. */
+/* Hash 241 bytes and more: stripes into lanes, with the secret 8 bytes further on for each; the lanes are scrambled
+ * after every 16 stripes. */
 static uint64_t hash_large(const unsigned char *input, size_t length, const unsigned char *secret)
 {
     uint64_t lane[LANES] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
@@ -242,7 +242,7 @@ static uint64_t hash_large(const unsigned char *input, size_t length, const unsi
     return avalanche(hash);
 }
 
-/* The hash of an input of any length, for which the state is prepared. */
+/* Return the hash of an input of any length, for which the state is prepared. */
 static inline uint64_t xxh3(const Xxh3 *state, const void *data, size_t length)
 {
     const unsigned char *input = data;
