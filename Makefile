@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DEFAULT_GOAL := help
 .PHONY: help demo install check coverage matrix wheel test chaos hostile sanitize fuzz conformance bench scale house lint compiled-1 compiled-2 publishable programs redis-server nginx chromium screenshots clean
 
-help: ## say what there is
+help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simulated engines; on a terminal it stays until Ctrl-C
@@ -18,18 +18,18 @@ demo: $(VENV)/.installed ## run the whole of Waymark on this machine, with simul
 install: ## put the command waymark on the PATH of this user, in an environment of its own; needs uv or pipx
 	@sh scripts/install.sh
 
-check: lint ## the inner loop: style, types, and the tests that need nothing but Python; two minutes
+check: lint ## check style and types, and run the tests that need only Python, in two minutes
 	@$(BIN)/python -m pytest --unit --quiet --numprocesses 2 --dist loadfile
 
-test: ## check everything: style, types, and the tests on a real Redis
+test: ## run all tests, also those of style and types, on a real Redis
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.installed-dev programs
 	@$(MAKE) --no-print-directory --jobs 2 compiled-1 compiled-2
 	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal --rerun-show-tracebacks tests
 
-chaos: $(VENV)/.installed-dev redis-server ## break anything in the middle of anything; SEED=1 SECONDS=75 CHAOS='--cluster --seeds 10'
+chaos: $(VENV)/.installed-dev redis-server ## run random sessions in which processes and connections fail; SEED=1 SECONDS=75 CHAOS='--cluster --seeds 10'
 	@$(BIN)/python -m tools.chaos $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(CHAOS)
 
-hostile: $(VENV)/.installed-dev redis-server ## lie at every door beside honest clients; SEED=1 SECONDS=120 HOSTILE='--only page'
+hostile: $(VENV)/.installed-dev redis-server ## send invalid and hostile input to every port, next to honest clients; SEED=1 SECONDS=120 HOSTILE='--only page'
 	@$(BIN)/python -m tests.hostile $(if $(SEED),--seed $(SEED)) $(if $(SECONDS),--seconds $(SECONDS)) $(HOSTILE)
 
 sanitize: $(VENV)/.installed-dev redis-server ## run the tests of the C module with the address and undefined-behaviour sanitizers (gcc)
@@ -38,22 +38,22 @@ sanitize: $(VENV)/.installed-dev redis-server ## run the tests of the C module w
 fuzz: $(VENV)/.installed-dev ## change the inputs of each function of the C module, with sanitizers; SECONDS=60 SEED=1 FUZZ='--only cut'
 	@$(BIN)/python -m tools.sanitize.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(FUZZ)
 
-coverage: $(VENV)/.installed-dev programs ## the tests, and how much of the code they run; TESTS='tests/domain'
+coverage: $(VENV)/.installed-dev programs ## run the tests, and show how much of the code they run; TESTS='tests/domain'
 	@rm -f .coverage .coverage.*
 	@COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/python -m coverage run -m pytest $(TESTS)
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report $(if $(TESTS),--fail-under=0)
 
-matrix: programs ## the tests in one row of the matrix: ROW=python3.13, redis6.2, valkey9, pure, lowest...; TESTS='tests/store'
+matrix: programs ## run the tests in one row of the matrix: ROW=python3.13, redis6.2, valkey9, pure, lowest...; TESTS='tests/store'
 	@sh scripts/matrix.sh '$(ROW)' $(TESTS)
 
-wheel: $(VENV)/.installed-dev ## build wheel and sdist into dist/, install this wheel into an environment of its own and try it
+wheel: $(VENV)/.installed-dev ## build a wheel and an sdist into dist/, install the wheel into an environment of its own, and try it
 	@rm -rf dist
 	@$(BIN)/python -m build --quiet --outdir dist
 	@WAYMARK_TEST_DIST=$(CURDIR)/dist $(BIN)/python -m pytest --quiet tests/test_package.py
 	@ls dist
 
-publishable: ## fail where a release must not be published: pyproject.toml has no public address of the repository
+publishable: ## fail if a release must not be published, because pyproject.toml has no public address of the repository
 	@python="$$(sh scripts/python.sh)" && "$$python" scripts/publishable.py
 
 conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.indexer and its selector, which are downloaded; writes docs/conformance.md
@@ -61,10 +61,10 @@ conformance: $(VENV)-conformance/.installed redis-server ## compare with dynamo.
 	@$(VENV)-conformance/bin/python -m tools.conformance.differences --page docs/conformance.md
 	@$(VENV)-conformance/bin/python -m tools.conformance.selector
 
-bench: $(VENV)-conformance/.installed redis-server ## measure everything that is claimed, beside dynamo.indexer; BENCH='--only P1 --trace FILE'
+bench: $(VENV)-conformance/.installed redis-server ## measure every figure that the pages claim, next to dynamo.indexer; BENCH='--only P1 --trace FILE'
 	@$(VENV)-conformance/bin/python -m tools.benchmarks $(BENCH)
 
-scale: $(VENV)/.installed-dev redis-server ## a thousand engines on a Redis Cluster, held against docs/capacity.md; ENGINES=1000 SCALE='--share 0.1'
+scale: $(VENV)/.installed-dev redis-server ## run a thousand engines on a Redis Cluster, and compare the costs with docs/capacity.md; ENGINES=1000 SCALE='--share 0.1'
 	@$(BIN)/python -m tools.benchmarks.scale $(if $(ENGINES),--engines $(ENGINES)) $(SCALE)
 
 house: $(VENV)/.installed-dev ## count rooms, arrows, files, functions and words of the source; TREES='. ../other' HOUSE=--crumbs
@@ -128,7 +128,7 @@ $(VENV)-conformance/.installed: pyproject.toml $(NATIVE)
 	@$(VENV)-conformance/bin/python -m pip install --quiet --editable '.[demo,epp]' 'ai-dynamo-runtime==1.6.1'
 	@touch $@
 
-# The mark is made last, so that an incomplete environment is made again.
+# The marker file is made last, so that an incomplete environment is made again.
 $(VENV)/.made:
 	@echo 'making an environment in $(VENV)'
 	@python="$$(sh scripts/python.sh)" && "$$python" -m venv --clear $(VENV)

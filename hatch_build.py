@@ -27,7 +27,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 _MODULE = "waymark/_native"
-# The oldest CPython whose limited API the C uses. A free-threaded CPython has none, nor has another interpreter.
+# The oldest CPython whose limited API the C uses. Free-threaded CPython and other interpreters have none.
 _API = "0x030B0000"
 _HAS_LIMITED_API = sys.implementation.name == "cpython" and not sysconfig.get_config_var("Py_GIL_DISABLED")
 _CHOICES = ("auto", "always", "never")
@@ -59,7 +59,7 @@ class AddressHook(MetadataHookInterface):
 
 
 def absolute(text: str, repository: str, tag: str) -> str:
-    """The text with links to the files at that tag; ``blob`` is a page with the file, so an image needs ``raw``."""
+    """Return the text with links to files at that tag; ``blob`` is a page with the file, so an image needs ``raw``."""
 
     def link(found: re.Match[str]) -> str:
         return f"{found['before']}{repository}/{'raw' if found['image'] else 'blob'}/{tag}/{found['file']})"
@@ -88,7 +88,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
         name = _MODULE + (".abi3.so" if _HAS_LIMITED_API else sysconfig.get_config_var("EXT_SUFFIX"))
         if version == "editable":
             target = root / "app" / name
-            for former in target.parent.glob("_native.*.so"):  # Python would prefer one that is for its version only
+            for former in target.parent.glob("_native.*.so"):  # Python would prefer one for its version only
                 former.unlink()
         else:
             self._directory = tempfile.TemporaryDirectory(prefix="waymark-native-")
@@ -119,7 +119,7 @@ def _digest(source: Path) -> str:
 
 
 def _compile(source: Path, target: Path) -> str:
-    """Why it cannot be built; empty where it was."""
+    """Compile the module. Return why it cannot be built; empty if it was built."""
     link = sysconfig.get_config_var("LDSHARED")
     if not link:
         return "this Python does not say how it was compiled"

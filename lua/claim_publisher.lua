@@ -28,8 +28,8 @@ if present == ARGV[3] then
 end
 if present ~= ARGV[2] then return {'stale', 0} end
 if ARGV[4] == '1' and redis.call('ZSCORE', KEYS[2], ARGV[1]) then return {'gone', 0} end
--- A removal comes first (rule 3), because an unregistered publisher frees memory. The change comes next: workers that see
--- it read a registration for nothing at worst, and one that is not among the changes would be seen late.
+-- A removal comes first (rule 3), because an unregistered publisher frees memory. The change comes next: at worst,
+-- workers that see it read a registration in vain. A registration without a change would be seen late.
 redis.call('ZREM', KEYS[2], ARGV[1])
 if present ~= ARGV[3] then
   redis.call('XADD', KEYS[3], 'MAXLEN', '~', CHANGES, '*', 'nonce', ARGV[5], 'publisher', ARGV[1])

@@ -1,7 +1,7 @@
 -- end_lost(holders, record, dead; holder) -> {verdict, ended}
 --
--- Let a holder be swept that has blocks on another shard and that this shard, shard 0, does not know. It came back
--- empty, or without its last writes, or it has forgotten the holder after a sweep that the other shard has lost.
+-- Let a holder be swept that has blocks on another shard, and that this shard, shard 0, does not know. Shard 0 came
+-- back empty or without its last writes, or has forgotten the holder after a sweep that the other shard has lost.
 --
 -- KEYS  holders  hash  the group's holder table
 --       record   hash  the record of the holder's publisher, which may be gone

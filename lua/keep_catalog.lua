@@ -2,7 +2,7 @@
 --
 -- Change the description of a worker, a peer, or a group about which clients ask, if no other client has changed it.
 --
--- KEYS  catalog      hash  workers as clients describe them, the peers that they have named, or when a group was asked about
+-- KEYS  catalog      hash  workers as clients describe them, peers that clients have named, or the times at which groups were asked about
 -- ARGV  worker       the worker's id, the peer's URL, or the id of the group
 --       before       the description that the caller knows; empty for none
 --       value        the new description, as JSON; empty removes it

@@ -2,7 +2,7 @@
 --
 -- Find which holders were sent the beginning of a prompt, from the placements of its blocks. It only reads.
 --
--- KEYS  dropped     hash  until which Redis ms a placement ends that was made before its holder was dropped
+-- KEYS  dropped     hash  for each dropped holder: the Redis ms by which the placements from before the drop have ended
 --       placement*  hash  one for each block of the prompt, in order: until which Redis ms each holder counts as having it
 -- ARGV  fields_max  the script stops after reading this many fields, so that no call takes long
 --       holder*     the holders that have all blocks before these; none if these begin with the prompt's first block

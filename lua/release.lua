@@ -16,7 +16,7 @@
 -- ARGV  reservation   the member as `reserve` wrote it. The script also finds it after 'prefill', which sets its tokens
 --                     to 0
 --       part          'prefill': its tokens are computed; 'ok', 'failed' or 'unanswered': the request has ended; 'renew':
---                     extend it. After 3 'failed' within 10 s, and no answer, `reserve` passes the target over for 5 s. It
+--                     extend it. After 3 'failed' within 10 s without an answer, `reserve` passes the target over for 5 s. It
 --                     then lets one request through. If this fails, too, the time doubles, up to 60 s. 'unanswered' says
 --                     nothing about the target, because the client left before the answer
 --       minute        the caller's clock in minutes; the counts of outcomes are halved every minute

@@ -17,7 +17,7 @@ home="$PWD/.matrix/$row"
 python=3.11
 resolution=highest
 case $row in
-    python*) python=${PYTHON:-${row#python}} ;; # PYTHON=... where it is not on the PATH
+    python*) python=${PYTHON:-${row#python}} ;; # set PYTHON if it is not on the PATH
     lowest) resolution=lowest-direct ;;
     pure) export BUILD_NATIVE=never ;;
     native) export BUILD_NATIVE=always ;;

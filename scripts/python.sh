@@ -1,7 +1,7 @@
 #!/bin/sh
 # Print the path of a Python 3.11 or later that can make a virtual environment; otherwise say in one line what is
-# missing. A Python that was built with profile-guided optimization is preferred, since it runs the tests in a tenth
-# less time.
+# missing. A Python that was built with profile-guided optimization is preferred, since it needs a tenth less time for
+# the tests.
 set -eu
 
 # Distributions optimize the Python in /usr, but its configure arguments may not say so. The C module needs the headers.

@@ -88,7 +88,7 @@ class StandardEvent(Model):
 
 
 class EventsRequest(Root[StandardEvent | list[StandardEvent]]):
-    """One event, or a list of them."""
+    """One event, or a list of events."""
 
 
 _LEASE_SECONDS = 10.0

@@ -1,7 +1,7 @@
 """Keeps engine hashes in Redis if the group has a pool or a client that names blocks by these hashes.
 
 The stream of an engine stores, for each of its engine hashes, the block that the hash names. The stream of a pool looks
-hashes up, also while the pool sends no events. If the pool reports an object before an engine has reported its block,
+hashes up, even while the pool sends no events. If the pool reports an object before an engine has reported its block,
 the object is stored later, when the block is known.
 """
 

@@ -2,7 +2,7 @@
 
 The parser holds the whole process, and a megabyte of empty lists takes it as long as fifty megabytes of text. So the
 characters that begin or separate values are counted first, in a hundredth of the time. Such characters inside a text
-count, too; no prompt has so many of them.
+count, too; no prompt has so many.
 """
 
 from __future__ import annotations

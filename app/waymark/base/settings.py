@@ -327,7 +327,7 @@ class Settings(_Table):
         return self.answers.get("responses") or ("memory" if url == "memory://" else "redis")
 
     def is_given(self, name: str) -> bool:
-        """Return whether a value of the setting was given, and be it the default."""
+        """Return whether a value of the setting was given, even if it is the default."""
         return name in vars(self)
 
     def copy_with(self, **values: Any) -> Settings:
@@ -375,7 +375,7 @@ class Settings(_Table):
 CLIENT_URL = PREFIX + "URL"
 
 _REDIS_URLS = frozenset({"redis_url", "redis_read_url", "answers_redis_url"})
-#: The variables of renamed settings, and of those within another one now, with the setting and the label of the value.
+#: The variables of settings that were renamed or became a part of another one, with that setting and the part's label.
 RENAMED: Final = {
     PREFIX + "GATEWAY_DRAIN_SECONDS": (PREFIX + "FINISH_SECONDS", None),
     PREFIX + "EPP_FINISH_SECONDS": (PREFIX + "FINISH_SECONDS", None),
@@ -407,7 +407,7 @@ RENAMED: Final = {
     PREFIX + "RESPONSES_TTL_SECONDS": (PREFIX + "ANSWERS_TTL", "responses="),
     PREFIX + "RESPONSES_MONGO_TTL_SECONDS": (PREFIX + "ANSWERS_TTL", "mongo="),
 }
-#: Of these, those whose value is a path, among other things by the new name, where a path begins with ``/`` or ``./``.
+#: The ones whose value is a path. The new setting takes other values, too, so a path begins with ``/`` or ``./``.
 _PATHS = frozenset({PREFIX + "PICKER_CONFIG", PREFIX + "GATEWAY_KEYS_FILE"})
 #: The variables of former settings, now constants, with the value and the place of each.
 FORMER: Final = {

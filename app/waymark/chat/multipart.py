@@ -13,7 +13,7 @@ _IS_MODEL = re.compile(rb'(?im)^content-disposition:[^\r\n]*[; ]name="?model"?\s
 
 
 def fields_of_form(body: bytes, content_type: bytes) -> dict[str, str] | None:
-    """Return the model as the only field, or no field without a model; None if the body is no such form."""
+    """Return the model as the only field, or no field without a model; None if the body is not such a form."""
     if not _is_form(content_type):
         return None
     position = model_part(body, content_type)
@@ -21,7 +21,7 @@ def fields_of_form(body: bytes, content_type: bytes) -> dict[str, str] | None:
 
 
 def model_part(body: bytes, content_type: bytes) -> slice | None:
-    """Return the place of the field ``model`` in a form; None if it is no form, or has it not among the first parts."""
+    """Return the place of the field ``model`` in a form; None without a form, or if its first parts lack the field."""
     if not _is_form(content_type):
         return None
     header = Message()

@@ -69,9 +69,9 @@ def _whole_characters(head: bytes) -> bytes:
 
 # Which requests may be answered from the response cache, and the key of each answer. Pure.
 #
-# A request may be if it asks for the most likely tokens: its ``temperature`` is 0 or absent. The key covers everything
-# that could change the answer: path, tenant, and every field not known to be neutral. So a new or unknown field makes
-# another key, and never a wrong answer.
+# A request may be answered from it if it asks for the most likely tokens: its ``temperature`` is 0 or absent. The key
+# covers everything that could change the answer: path, tenant, and every field not known to be neutral. So a new or
+# unknown field leads to another key, and never to a wrong answer.
 
 
 #: Fields that say whose request it is.
@@ -86,7 +86,7 @@ _NEUTRAL_HEADERS = frozenset(
     }
 )  # fmt: skip
 _NEUTRAL_HEADERS_BEGIN = (b"cf-", b"sec-", b"x-amzn-", b"x-b3-", b"x-envoy-", b"x-forwarded-", b"x-stainless-")
-#: A number with as many digits may be read as another one: above 64 bits it becomes a float.
+#: A number with this many digits may be read as another number: above 64 bits it becomes a float.
 _LONG_NUMBER = b"0" * 16
 #: Every digit as 0, and everything else as a blank.
 _DIGITS = bytes(0x30 if 0x30 <= byte <= 0x39 else 0x20 for byte in range(256))

@@ -62,7 +62,7 @@ def truncation_of(fields: Mapping[str, Any]) -> Truncation | None:
     return Truncation(keep, side if side in ("left", "right") else None)
 
 
-#: Names are kept in caches by model; a longer one is no model.
+#: Names of models are kept in caches; no model has a longer name.
 _NAME_CHARACTERS_MAX = 4096
 
 
@@ -130,7 +130,7 @@ _PLACE_FIELDS = (
 def check_places(fields: Any) -> None:
     """Raise ``InvalidValue`` if a body tells the engine where to copy from, as only a proxy behind Waymark may.
 
-    The body goes on byte for byte, so that the field cannot be taken out.
+    The body is forwarded byte for byte, so the field cannot be removed.
     """
     if isinstance(fields, Mapping):
         for name in _PLACE_FIELDS:

@@ -1,9 +1,9 @@
-"""The ``waymark`` command, which runs one role with its arguments and environment. Besides ``console``, the only
-package that prints.
+"""The ``waymark`` command, which runs one role with its arguments and environment. It is the only package that prints,
+besides ``console``.
 
 Settings come from the environment, once; the few flags are for values that a person changes by hand. ``main`` runs a
-command, ``parser`` lists them, reads their words and has the exit codes, ``loop`` the event loop and the settings; each
-other module is a command, or several.
+command. ``parser`` lists the commands, reads their words and settings, and has the exit codes. Each other module has
+one or several commands, or a part of one.
 """
 
 from __future__ import annotations

@@ -98,11 +98,11 @@ class _DemoService:
 
     @property
     def tenant_id(self) -> str:
-        """The tenant of the engines: in a service of its own it is the one that the page and the commands ask about."""
+        """The tenant of the engines: in the demo's own service, the one that the page and the commands ask about."""
         return TENANT if self.process is None else "default"
 
     async def is_ready(self) -> bool:
-        """Whether the service answers, and no other has taken the port meanwhile."""
+        """Return whether the service answers, and no other has taken the port meanwhile."""
         if not await self.client.ready():
             return False
         return self.worker_id is None or self.worker_id in (await self.client.workers()).workers
@@ -191,7 +191,7 @@ async def _stay(stack: AsyncExitStack, service: _DemoService, host: str, engines
 async def _joined(
     stack: AsyncExitStack, service: _DemoService, host: str, number: int, *, gpu_blocks: int = _GPU_BLOCKS
 ) -> SimulatedEngine:
-    """Start an engine for as long as ``stack`` is open, and register it; a service that ran before forgets it then."""
+    """Start an engine until ``stack`` closes, and register it; at its end a service that ran before forgets it."""
     engine = build_engine(
         f"tcp://{host}:0",
         f"tcp://{host}:0",
@@ -246,8 +246,8 @@ async def _chat(service: _DemoService, engines: dict[str, SimulatedEngine], chan
 
 
 async def _read(engines: dict[str, SimulatedEngine]) -> None:
-    """Send the text to one engine again and again, and its first half to another one, past Waymark: two engines of
-    the fleet know it, and do not forget it.
+    """Send the text to one engine again and again, and its first half to another one, without asking Waymark, so that
+    two engines of the fleet always have it, in part or whole.
     """
     tokens = tokens_of_text(TEXT)
     while True:

@@ -2,8 +2,8 @@
 
 A command is a module of this package with ``add_flags(parser, command)`` and ``run(arguments)``, the exit code. Only
 the module of the chosen command is imported, and it imports the rest of Waymark in ``run``: ``--help`` and
-``--version`` do without. The flags of ``simulate`` alone are read from the models of its options. A wrong word gets the
-usage, and the nearest right one.
+``--version`` do not need it. The flags of ``simulate`` alone are read from the models of its options. A wrong word ends
+the process with the usage and the nearest valid word.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ async def register(arguments: argparse.Namespace) -> AsyncIterator[PrintedLine]:
 async def _settled(
     waymark: AsyncClient, engine: Registered, arguments: argparse.Namespace
 ) -> tuple[list[Publisher], bool]:
-    """Wait until the streams of an engine have begun, or the time for that is over.
+    """Wait until the streams of an engine have begun, or their time has passed.
 
     Return them, and whether an ingest worker is alive.
     """

@@ -1,4 +1,4 @@
-"""The promise of a decision about its target, the reliability of such promises, and its consequences.
+"""The promise that a decision makes about its target, and the consequences if such promises are not kept.
 
 The books compare four amounts of tokens of each request: what the best target had, what the chosen one had, what was
 expected of it, and what its engine delivered. The first three are known when the request is sent; they are a part of

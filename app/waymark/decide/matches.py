@@ -242,7 +242,7 @@ def needs_of(question: Question, fleet: Fleet) -> Collection[ReadingKind]:
 
 
 def history_of(question: Question) -> HistoryTerms | None:
-    """Return the terms of the history of prompts, if the policy has a scorer of it."""
+    """Return the terms of the history of prompts, if the policy has such a scorer."""
     file = question.policy.file
     return None if file is None else file.history
 

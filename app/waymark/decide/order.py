@@ -486,5 +486,5 @@ def _offer(publisher: int, new: float, rest_cost: float, weight: float, linear: 
     block: giving the rest of a block back would take a call of its own.
     """
     tokens = math.ceil(new) if is_reserved else 0
-    # Each decision makes eight of them, and the constructor takes twice as long.
+    # Each decision makes eight offers, and the constructor takes twice as long.
     return tuple.__new__(Offer, (publisher, tokens, rest_cost + linear.new * (new - tokens), weight, 0, 0))

@@ -90,7 +90,7 @@ class ReportedPrompts:
         self._asked: Sequence[AskedGroup] = ()
         self._asked_until = self._told_until = float("-inf")
         self._told: Sequence[AskedGroup] = ()
-        """What Redis was told last. A Redis that came back empty has other registrations, also if they are equal."""
+        """What Redis was told last. A Redis that came back empty has other registrations, even if they look equal."""
 
     async def match(self, keyspace: Keyspace, local_hashes: Sequence[int]) -> list[HolderMatch]:
         """Return the holders of the beginning of a prompt, the longest match first. Raise StoreUnavailable if Redis is

@@ -26,7 +26,7 @@ from waymark.tokenization.tokenizers import Tokenizers
 SEQUENCES_MAX = 64
 #: Characters of text that count as a token if the tokens are not known.
 _CHARACTERS = 4
-#: A shorter body is parsed as fast.
+#: A shorter body is parsed just as fast.
 _LONG_BYTES = 2048
 
 

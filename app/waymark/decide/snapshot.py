@@ -127,7 +127,7 @@ class _Readings:
 
 @record(slots=True)
 class _LastTable:
-    """The targets of a group as they were known last, also after Redis came back empty."""
+    """The targets of a group as they were known last, even after Redis came back empty."""
 
     fleet: Fleet
     entry: GroupEntry | None = None

@@ -143,7 +143,7 @@ class RequestUnderWay:
         self._of = requests
         self._prefilled_at: float | None = None
         self._ttft_ms: float | None = None
-        """The time to the first token, while Redis is still to be told of it."""
+        """The time to the first token, until Redis knows it."""
         self._was_moved = False
         """Whether it was moved: the time at which its present target got it is unknown."""
         self._has_ended = False

@@ -32,9 +32,9 @@ from waymark.domain.targets import ADAPTERS_MAX, is_engine_url
 #: How long an engine may take for all of its answers.
 SECONDS = 5.0
 ANSWER_BYTES_MAX = 4 * 2**20
-#: An engine that claims to have more is not believed: each rank is a socket and a task of an ingest worker.
+#: An engine that claims to have more ranks is not believed: each costs an ingest worker a socket and a task.
 RANKS_MAX = 256
-#: The characters of a name that an engine gives itself, or a model.
+#: The most characters of a name that an engine gives itself or a model.
 NAME_MAX = 256
 
 _SOURCES, _SERVER, _MODELS, _METRICS = "/kv_event_sources", "/server_info", "/v1/models", "/metrics"

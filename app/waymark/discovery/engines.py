@@ -100,8 +100,8 @@ class EngineRegistrations:
 def _is_without_events(
     description: Description, draft: Draft, former: Draft, sockets: Sequence[RankSockets | None]
 ) -> bool:
-    """Return whether it is registered as a server without events: by its fields, as known before, or for want of
-    sockets.
+    """Return whether an engine is registered as a server without events: its draft says so; or no sockets are known,
+    and it is a server of another make, or was registered so before.
     """
     if draft.type is not None:
         return kind_of(draft.type) == WITHOUT_EVENTS

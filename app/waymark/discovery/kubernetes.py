@@ -1,10 +1,10 @@
 """Lists and watches pods of Kubernetes over plain HTTP.
 
 A list is read in pages; then a watch goes on from its resource version, with bookmarks, until the API server ends it. A
-watch that breaks off is followed by another from the last version that was seen. A version that the server has
-forgotten (410), or an event that cannot be read, begins again with a list. The token is read for each request, as the
-kubelet replaces it. Known pods stay known after any failure: a pod leaves only by a list or an event; and whatever the
-server answers, requests are paced.
+watch that breaks off is followed by another from the last version that was seen. If the server has forgotten the
+version (410), or an event cannot be read, pods are listed again. The token is read for each request, as the kubelet
+replaces it. Known pods stay known after any failure: a pod leaves only by a list or an event; and whatever the server
+answers, requests are paced.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LIST_SECONDS, _PATCH_SECONDS = 30.0, 10.0
 _WATCH_SECONDS, _WATCH_SECONDS_MAX = 300, 330.0
 #: Watches from one version that fail in a row; then pods are listed again.
 _WATCHES_MAX = 3
-#: Between two attempts. The longest pause is short, because engines that come meanwhile are not known.
+#: The pauses between attempts. The longest one is short, because engines that start meanwhile are not known.
 _BACKOFF_SECONDS, _BACKOFF_SECONDS_MAX = 1.0, 4.0
 #: A list is read again after this time if it lacks pods although the server has reported no error, or has items other
 #: than pods.

@@ -26,9 +26,9 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: Engines that are asked at the same time, and for how long a round begins to ask further ones: this many seconds, or
-#: this many times as long as its first pass over all engines took, because a busy machine needs most of its time for
-#: that pass.
+#: The most engines that are asked at the same time. A round asks further engines for this many seconds, or for this
+#: many times the duration of its first pass over all engines, because a busy machine needs most of its time for that
+#: pass.
 _ASKED_MAX = 32
 _ROUND_SECONDS, _ROUND_TIMES = 5.0, 4
 #: Ranks of one write, exceeded by at most one engine.
@@ -107,7 +107,7 @@ class Reconciler:
     async def reconcile(self, wanted: Sequence[WantedEngine], *, reading: int, gone: Iterable[Origin] = ()) -> bool:
         """Make the registrations those of ``wanted``, the complete list of the source.
 
-        False if the time of a round was over before every engine had its turn.
+        Return False if the time of a round was over before every engine had its turn.
 
         ``reading`` is the number of times that the source was read completely. Engines that the source itself calls
         gone are unregistered at once. If more than half are merely absent, they must be absent in a reading
@@ -161,7 +161,7 @@ class Reconciler:
             while ready or not asking.done():
                 await has_come.wait()
                 has_come.clear()
-                while ready:  # with each the engines that have answered meanwhile
+                while ready:  # including the engines that have answered meanwhile
                     await self._register(_some_of(ready), there)
             await asking
         finally:

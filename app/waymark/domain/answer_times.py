@@ -83,7 +83,7 @@ class AnswerTimes(NamedTuple):
 
     @classmethod
     def of_numbers(cls, numbers: tuple[float, ...]) -> AnswerTimes | None:
-        """Return the times with these sums, or None for a wrong number of them. The last five may be missing."""
+        """Return the times with these sums, or None for a wrong number of sums. The last five may be missing."""
         if len(numbers) not in (_NUMBERS, 2 * _NUMBERS) or not all(0 <= number < float("inf") for number in numbers):
             return None
         return cls(TimeSums(*numbers[:_NUMBERS]), TimeSums(*numbers[_NUMBERS:]))

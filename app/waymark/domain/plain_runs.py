@@ -191,7 +191,7 @@ Resolve: TypeAlias = "Callable[[Plan, Sequence[tuple[int, Batch]], BegunFrames],
 PackedShare: TypeAlias = tuple[int, PackedCall]
 """How many parts a shard gets in a call, and the call."""
 PackedWave: TypeAlias = dict[int, PackedShare]
-"""The share of each shard in a wave, or the next piece of it; see ``waymark.domain.parts``."""
+"""The share of each shard in a wave, or the next piece of that share; see ``waymark.domain.parts``."""
 
 
 class BegunFrames(NamedTuple):

@@ -15,7 +15,7 @@ from waymark.base.event_streams import last_event
 from waymark.base.metrics import Metrics
 from waymark.chat.requests import Form
 
-#: Ways in which a model itself ends an answer. Abortion is not among them.
+#: Ways in which a model itself ends an answer; an aborted answer has another one.
 _FINISHED = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter"})
 _FINISH = re.compile(rb'"finish_reason":\s*"(\w+)"')
 _ERROR = re.compile(rb'(?m)^(?:event: error$|data: \{"error")')

@@ -103,7 +103,7 @@ class StreamEnd:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last event has arrived to its end, where its usage is."""
+        """Whether the last event has arrived completely, with the usage at its end."""
         return self._has_last and ends_event(self._tail)
 
 
@@ -155,7 +155,7 @@ class Proxy:
                     is_every_one = True
                     break  # no further one is left
                 raise
-            # It goes to an unreachable engine only if all are; without a walk it may not be known which are.
+            # An unreachable engine is tried only if all are; without a walk it may not be known which ones are.
             is_every_one = routed.selected.is_degraded and routed.selected.walk is not None
             answered = await self._attempted(proxied, routed, is_last=attempt == ATTEMPTS)
             if isinstance(answered, EngineAnswer):

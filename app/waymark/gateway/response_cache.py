@@ -4,8 +4,8 @@ Only one of several equal requests goes to an engine at a time; the others wait 
 each is sent on its own. A cached answer is complete, has status 200, and was finished by the model.
 
 All gateways share the answers, in Redis; while it is unavailable, a gateway keeps answers in its own memory. The first
-failure changes over, so no further request waits for Redis. A look at Redis every half a minute changes back, and the
-answers kept meanwhile are forgotten, because they could not be cleared.
+failure switches to memory, so no further request waits for Redis. Redis is checked every half minute; when it answers,
+the gateway switches back, and forgets the answers kept meanwhile, because they could not be cleared.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class _AnswerReader(ResponseHandler):
                 return False
             if not line[1].startswith(b"1"):
                 return True
-            # Behind the head of an interim answer comes another one.
+            # The head of an interim answer is followed by another head.
             end = _END_OF_HEAD.search(head, line.end(1))
             if end is None:
                 break

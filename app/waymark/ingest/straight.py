@@ -70,7 +70,7 @@ class StraightWay:
         self._run: AlikeRun | None = None
         """The frames that are not applied yet."""
         self._digest = ""
-        """The digest of the last one of them."""
+        """The digest of the last frame."""
         self._calls: SentCalls | None = None
         """The calls for them, until these end."""
         self._ended: asyncio.Future[None] | None = None

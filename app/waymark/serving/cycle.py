@@ -94,8 +94,8 @@ class RequestCycle:
         straight: asgi.StraightRequest | None = None,
         body: bytes = b"",
     ) -> None:
-        """Create the cycle of a request whose head has arrived, or the whole: then it is ``straight``, and has its
-        ``body``.
+        """Create the cycle of a request whose head has arrived. If the whole has arrived, it is ``straight`` and has
+        its ``body``.
         """
         self.scope = scope
         self.keep_alive = keep_alive
@@ -123,7 +123,7 @@ class RequestCycle:
 
     def take(self, piece: bytes) -> None:
         """Keep a piece of the body; the application is not woken before the end of a short body."""
-        # Mostly it is all, and need not be copied.
+        # Mostly the piece is the whole body, and need not be copied.
         if not self._body:
             self._body = piece
         elif isinstance(self._body, bytearray):

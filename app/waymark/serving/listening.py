@@ -85,7 +85,7 @@ def _role_at(host: str, port: int) -> str | None:
 
 
 def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[object, ...]]]:
-    # For a text, Python imports its codec of international names.
+    # If the host is a text, Python imports its codec of international names, so an address is given as bytes.
     name = host.encode() if host.replace(".", "").isdecimal() and host.isascii() else host
     addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return list(

@@ -236,7 +236,7 @@ def in_task(steps_of: Callable[P, Steps[T]]) -> Callable[P, Coroutine[Any, Any, 
 
 
 class StepsRun(Generic[T]):
-    """A run of steps, which is the receiver of each of them."""
+    """A run of steps, which is the receiver of each step."""
 
     __slots__ = ("_receiver", "_step", "_steps", "done")
 

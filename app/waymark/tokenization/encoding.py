@@ -29,7 +29,7 @@ from waymark.tokenization.rendering import ANSWER, REQUEST, TEXT, TOO_LARGE, UNF
 #: Added tokens of a model, and their characters. Models have some thousand. With more, texts are not split at them.
 ADDED_MAX, ADDED_CHARACTERS_MAX = 2**16, 2**18
 
-#: Characters to encode at once, in less than a millisecond. It is a new turn of a conversation.
+#: The characters of a text that is encoded at once, in less than a millisecond: a new turn of a conversation.
 _FEW = 2**11
 #: Threads for texts up to ``LONG`` characters, and for longer ones, which take most memory.
 THREADS, LONG, _LONG_THREADS = 4, 2**16, 2

@@ -54,7 +54,7 @@ _PIECES = (
 
 #: Characters at the end of a text whose ids are compared with those that it has before other texts.
 _WINDOW = 512
-#: Characters of a longest word. Some languages write no blanks.
+#: The most characters of a word. Some languages write no blanks.
 _WORD = 32
 #: Texts that change the last ids of a text before them, if anything does. An engine may write such texts for an image.
 _FOLLOWING = (
@@ -215,7 +215,7 @@ class LocalTokenizer:
             # Exact, and fast. From version 3 on one value may be written in two ways.
             return xxh3_128_digest(marshal.dumps(facts, 2), self._seed)
         except ValueError:
-            return None  # too deep, or no JSON
+            return None  # too deep, or not JSON
 
     def known(self, key: bytes) -> TokenizedPrompt | None:
         """Return the remembered ids of a prompt."""

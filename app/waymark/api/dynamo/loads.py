@@ -109,7 +109,7 @@ class WorkerLoad(NamedTuple):
     context: int
     """The prompt tokens of its requests under way."""
     active: int
-    """The number of these requests."""
+    """The number of requests under way."""
 
     def answer(self, tokens: int, blocks: int) -> DynamoLoad:
         """Return the load in the form of the API."""

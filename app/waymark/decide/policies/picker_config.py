@@ -249,7 +249,7 @@ def _speculation(declared: Mapping[str, DeclaredPlugin]) -> Speculation | None:
 
 
 def _history(declared: Mapping[str, DeclaredPlugin]) -> HistoryTerms | None:
-    """Return what is remembered for the scorers of histories: enough for each of them."""
+    """Return what is remembered for the scorers of histories: enough for each scorer."""
     values = [_constants(plugin) for plugin in declared.values() if plugin.type == "prefix-cache-scorer"]
     if not values:
         return None
@@ -359,7 +359,7 @@ def _only(fields: Mapping[str, Any], names: Sequence[str], where: str) -> None:
             raise InvalidValue(f"{where}: {shown(name)} is not known; {nearest(name, names)}", field=name)
 
 
-# Parameters of plugins held against the kinds that ``plugins`` gives them.
+# Checks that the parameters of plugins are of the kinds that ``plugins`` gives them.
 
 
 #: Go's durations: numbers with units, such as ``2m`` or ``1h30m``.

@@ -40,7 +40,7 @@ class Plugin:
     kind: PluginKind
     parameters: Parameters = field(default_factory=dict)
     note: str = ""
-    """The part of its work that Waymark does otherwise, for the log at start."""
+    """The part of its work that Waymark does differently, for the log at start."""
     is_open: bool = False
     """Whether it has further parameters, which are named in the log and not used."""
 

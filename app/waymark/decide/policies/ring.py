@@ -1,8 +1,8 @@
 """Consistent hashing with bounded loads: a key keeps its target while that one is not much busier than the others.
 
 Every target has 150 points on a ring of 64-bit numbers, XXH3-64 of ``<instance>|<rank>#<i>``. A key starts at the
-number that its first eight bytes are, big-endian, and takes the first target clockwise whose load is below the bound:
-the mean load, the new request included, times ``1 + epsilon``, rounded up.
+big-endian number of its first eight bytes, and takes the first target clockwise whose load is below the bound: the mean
+load, the new request included, times ``1 + epsilon``, rounded up.
 
 Mirrokni, Thorup and Zadimoghaddam describe the scheme in "Consistent Hashing with Bounded Loads" (2016).
 """
