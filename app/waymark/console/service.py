@@ -93,7 +93,7 @@ class RemoteService:
 
     @contextmanager
     def pieces(self, path: str, headers: dict[str, str]) -> Iterator[Iterator[bytes]]:
-        """Yield the bytes of an answer as they come. Raise the errors of ``get``, also while they are read."""
+        """Yield the bytes of an answer as they come. Raise the errors of ``get``, even while the bytes are read."""
         try:
             with self._http.stream("GET", self.url + path, headers=headers) as answer:
                 if not answer.is_success:

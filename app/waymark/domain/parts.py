@@ -416,7 +416,7 @@ class Waves(Protocol):
         """Note that a part at ``place`` was resolved with this block."""
 
     def first_that_waits(self, blocks: Sequence[int], place: Place, /) -> int:
-        """Return the index of the first block that would make ``leave`` return True; 0 also if there is none."""
+        """Return the index of the first block that would make ``leave`` return True; 0 if there is none, too."""
 
     def leave(self, blocks: Sequence[int], place: Place, /) -> bool:
         """Return whether the part that takes these blocks, or a hash of one, out of ``place`` must wait."""

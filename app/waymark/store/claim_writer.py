@@ -297,7 +297,7 @@ class ClaimWriter:
         if claim.successor is not None:
             await self.write_new(claim.successor, claim)
         else:
-            is_withdrawn = True  # also if the reply is lost, because then no other call finds the claim to note it
+            is_withdrawn = True  # even if the reply is lost, because then no other call finds the claim to note it
             try:
                 is_withdrawn = await self._write(claim.registration.name, claim.raw, b"")
             finally:

@@ -198,7 +198,7 @@ class PolledClaims:
             self._by_field = dict(await self._directory.by_field())
             claims, nonce = _in_order(self._by_field.values()), next(iter(changes), None)
             if nonce != self._nonce or claims != self._claims:
-                self._claims = claims  # another list also if a Redis that came back empty has the same claims again
+                self._claims = claims  # another list even if a Redis that came back empty has the same claims again
             self._nonce, self._of_instances = nonce, None
             # Workers see a change at the same time, and should not all read the claims again at the same time.
             self._until = monotonic() + random.uniform(_WHOLE_SECONDS / 2, _WHOLE_SECONDS)

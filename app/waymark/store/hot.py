@@ -16,7 +16,7 @@ from typing import NamedTuple
 from waymark.base.metrics import Metrics
 
 HOLDERS_MIN = 32
-"""A row with at least this many holders is hot. To read a row with fewer costs less than to keep it."""
+"""A row with at least this many holders is hot. Reading a row with fewer costs less than keeping it."""
 #: The approximate bytes of a row besides its value: a dictionary slot, a key, a place in the queue.
 _ROW_BYTES = 300
 

@@ -164,7 +164,7 @@ class StreamRecord:
 
 
 class Facts(TypedDict, total=False):
-    """The fields besides counters that a stream writes into its record, also while a batch is being applied.
+    """The fields besides counters that a stream writes into its record, even while a batch is being applied.
 
     Each value is true whether or not that batch is applied in the end. The watermark and the ``event_ids`` are not
     among them: only the script that applies a batch writes those. An empty text deletes the field.

@@ -292,7 +292,7 @@ class RedisClient:
             return cast("bytes | None", await self._read("HGET", key, field))
 
     async def hmget(self, key: str, *fields: str) -> list[bytes | None]:
-        """Return the values of fields, also while other commands are barred."""
+        """Return the values of fields, even while other commands are barred."""
         with self._translated(has_bar=False):
             return cast("list[bytes | None]", await self._read("HMGET", key, *fields))
 
