@@ -9,7 +9,7 @@
 
 enum { PUBLISHER_ID = 16, /* bytes of the id of a process, the fourth element of a batch */ ELEMENTS_MAX = 8 };
 
-/* The time or the rank of a batch. FAILED with an exception. */
+/* Read the time or the rank of a batch. FAILED with an exception. */
 static Outcome read_number(Reader *reader, PyObject **found)
 {
     Value value;
@@ -81,7 +81,7 @@ typedef struct {
     Py_ssize_t others; /* events that are left to Python */
 } Head;
 
-/* Release its references. */
+/* Release the references of a head. */
 static void drop_head(Head *head)
 {
     Py_XDECREF(head->ts);

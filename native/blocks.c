@@ -222,8 +222,8 @@ int release_blocks(KnownBlocks *known)
     return known->chunks_count > 0;
 }
 
-/* All blocks leave their places. The order of numbers is the order in memory: a million blocks take a tenth of the time
- * that they would take in the order of the index. */
+/* Let all blocks leave their places. The order of numbers is the order in memory: a million blocks take a tenth of the
+ * time that they would take in the order of the index. */
 static void leave_places(KnownBlocks *known)
 {
     for (uint32_t number = 0; number < known->count; number++)

@@ -120,7 +120,7 @@ static size_t bulk_size(size_t length)
     return 1 + digits_of(length) + 2 + length + 2;
 }
 
-/* Write the length that precedes the bytes of a word. Returns where the bytes go. */
+/* Write the length that precedes the bytes of a word. Return where the bytes go. */
 static char *begin_bulk(char *at, size_t length)
 {
     const size_t digits = digits_of(length);
@@ -131,7 +131,7 @@ static char *begin_bulk(char *at, size_t length)
     return at + 1 + digits + 2;
 }
 
-/* Write the end of line after the bytes of a word, which end here. Returns where the next word goes. */
+/* Write the end of line after the bytes of a word, which end here. Return where the next word goes. */
 static char *end_bulk(char *at)
 {
     memcpy(at, "\r\n", 2);
@@ -172,8 +172,8 @@ static size_t part_size(const Body *body)
     return HEADER + body->namespace + body->parent + body->slots + body->hashes + (size_t)body->copied_size;
 }
 
-/* Write a part to `at` as lua/apply_rows.lua reads it; the call has numbered its holder, its seq and its rows. Returns
- * where it ends. */
+/* Write a part to `at` as lua/apply_rows.lua reads it; the call has numbered its holder, its seq and its rows. Return
+ * where the part ends. */
 static char *write_part(Call *call, const Parts *parts, const Part *part, const Body *body, char *at)
 {
     uint16_t row = 0, branch = 0;
@@ -313,7 +313,7 @@ static int is_reported(const Part *part)
     return part->kind == '+' && !part->is_known && !part->is_identity && part->place_kind != SINGLE;
 }
 
-/* Write a part's engine hashes, each with its block, to `at`. Returns where they end. */
+/* Write a part's engine hashes, each with its block, to `at`. Return where they end. */
 static char *write_reported(const Parts *parts, const Part *part, char *at)
 {
     for (const PartBlock *block = parts->blocks + part->start, *end = block + part->count; block < end; block++) {

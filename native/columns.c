@@ -69,8 +69,8 @@ static PyObject *listed(const double *numbers, Py_ssize_t count)
 
 /* add_columns(columns, is_clamped) -> list[float]
  *
- * `columns` are pairs of a weight and a sequence of numbers, of which None adds nothing; all have the same length. The
- * sums are made from the first column to the last.
+ * `columns` are pairs of a weight and a sequence of numbers, in which None adds nothing; all sequences have the same
+ * length. The sums are made from the first column to the last.
  */
 PyObject *add_columns(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

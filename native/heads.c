@@ -4,7 +4,7 @@
 
 #define FIELDS_MAX 100
 #define HEAD_BYTES_MAX 32768
-/* A number of so many digits does not overflow, and is far above the bound that a server has for bodies. */
+/* A number of this many digits does not overflow, and is far above the bound that a server has for bodies. */
 #define LENGTH_DIGITS_MAX 9
 
 typedef struct {

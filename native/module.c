@@ -1,7 +1,7 @@
 /* The loops that a query, or an event, runs once for each byte, token or block, in C.
  *
- *     cut          JSON text  ->  where the token ids stand, and the ids as little-endian u32     lists.c
- *     cut_hashes   JSON text  ->  where the hashes stand, and the hashes as little-endian u64     lists.c
+ *     cut          JSON text  ->  where the token ids are, and the ids as little-endian u32       lists.c
+ *     cut_hashes   JSON text  ->  where the hashes are, and the hashes as little-endian u64       lists.c
  *     plain_post   bytes of a connection  ->  the parts of a plain request                        heads.c
  *     digest       bytes  ->  their XXH3-64                                                       hashing.c
  *     hash_blocks  token ids  ->  block keys, as big-endian u64                                   hashing.c

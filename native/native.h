@@ -27,7 +27,7 @@ EntryPoint row_runs, piece_runs;        /* row_runs.c */
 EntryPoint rank_sums;                   /* sums.c */
 EntryPoint offer_sums, pack_sums;       /* offers.c */
 EntryPoint add_columns, least_of;       /* columns.c */
-/* Each puts its types into the module. -1 with an exception. */
+/* Put the types of one file into the module. -1 with an exception. */
 int add_events(PyObject *module);       /* events.c */
 int add_known(PyObject *module);        /* known.c */
 int add_places(PyObject *module);       /* places.c */

@@ -68,7 +68,7 @@ static int read_terms(const Offered *of, PyObject *sum, PyObject *weight, OfferT
     return 1;
 }
 
-/* Return whether the promise of two targets is the same text. */
+/* Return whether the promises of two targets are the same text. */
 static int promise_equally(const OfferTerms *a, const OfferTerms *b)
 {
     return a->expected == b->expected && memcmp(a->amounts, b->amounts, sizeof a->amounts) == 0;
@@ -256,7 +256,7 @@ static int put_sum(Text *publishers, Text *words, long long *count, const Offere
 /* pack_sums(head, words, sums, most, blocks, size, weight_new, available, reusable, random, handicap, weight) -> bytes
  *
  * A call of `reserve`, packed for Redis: its first `words` words are packed in `head`, and the publishers and the terms
- * that offer_sums makes of the same arguments follow, both preceded by their number.
+ * that offer_sums makes of the same arguments follow, each preceded by its number.
  */
 PyObject *pack_sums(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {

@@ -61,7 +61,7 @@ size_t end_of_group(const Block *blocks, size_t start, size_t count)
     return end;
 }
 
-/* Blocks of one place that are taken together: (place, namespace, slots, engine hashes). */
+/* Describe blocks of one place that are taken together: (place, namespace, slots, engine hashes). */
 static PyObject *describe_group(KnownBlocks *known, const Block *blocks, size_t count)
 {
     PyObject *place = make_place(known->places, blocks[0].place), *slots, *hashes;

@@ -28,7 +28,7 @@ static void find_own(Slots *slots, const char *value, const Piece *piece)
     for (int i = 0; i < piece->count; i++) {
         const char *own = piece->slots + SLOT_CHARS * i;
         int slot = next < slots->count && memcmp(value + SLOT_CHARS * next, own, SLOT_CHARS) == 0 ? next : 0;
-        /* A chain is mostly in consecutive slots; any other block is searched from the first slot on. */
+        /* A chain is mostly in consecutive slots; any other block is searched for from the first slot on. */
         while (slot < slots->count && memcmp(value + SLOT_CHARS * slot, own, SLOT_CHARS) != 0)
             slot++;
         slots->slot_of[i] = (signed char)(slot < slots->count ? slot : -1);

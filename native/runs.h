@@ -86,8 +86,8 @@ KnownBlocks *table_with(KnownBlocks *known, const Run *run, uint64_t hash);
  * -1 with an exception. */
 int are_new_to_all(KnownBlocks *known, const Run *run, const Store *store, size_t start);
 
-/* As `collect`, in all generations, into the run's blocks, numbers and owners. If a block is in another generation, all
- * have a single copy. 1 or 0, -1 with an exception. */
+/* Collect as `collect` does, in all generations, into the run's blocks, numbers and owners. If a block is in another
+ * generation, all have a single copy. 1 or 0, -1 with an exception. */
 int collect_in_all(KnownBlocks *known, Run *run, const uint64_t *hashes, size_t count, int *are_last);
 
 /* Return the table with the collected block `at`. */

@@ -1,7 +1,7 @@
 """Decisions by real gateways, on a simulated clock: each job is a stream through one of them to a real socket.
 
 The engine that gets the stream has the job. The first content is sent when the simulated engine has computed the
-prompt, and the end when it has made the answer; so the gateway sees in the stream when prefill and reservation end. A
+prompt, and the end when it has made the answer; so the stream shows the gateway when prefill and reservation end. A
 simulated instant is over when Redis has all these changes. The time of a gateway itself is not in the figures.
 """
 

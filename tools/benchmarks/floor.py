@@ -3,8 +3,8 @@
     python -m tools.benchmarks.floor PORT REDIS_SOCKET MODULES TRIPS ROW...
 
 It uses the same libraries as a replica: uvloop, httptools and hiredis. It neither reads a body nor looks at a row. So
-the CPU that a replica needs beyond it is the work of a query. No Python server that waits for Redis in an event loop
-can need less CPU than this one.
+the CPU that a replica needs beyond this server's is the work of a query. No Python server that waits for Redis in an
+event loop can need less CPU than this one.
 
 ``MODULES`` are the names of modules to import at the start, separated by commas. With the modules that every replica
 imports, the time from the start to the first answer is the least that a replica can need. The server asks for the rows

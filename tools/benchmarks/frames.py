@@ -4,8 +4,8 @@
 
 In each round a stream stores and removes 32,768 blocks twice. A figure is the minimum of eight rounds, in microseconds
 of CPU per frame. The first table leaves out the sockets, the order of frames, the calls of the script, and the work of
-a worker while no frames arrive. ``--shards`` is the number of shards of the index. With ``--generations`` blocks have a
-bound on their age, and the blocks of a round are stored once, in that number of generations. The second table has the
+a worker while no frames arrive. ``--shards`` is the number of shards of the index. With ``--generations``, blocks have
+a bound on their age, and the blocks of a round are stored once, in that number of generations. The second table has the
 whole cost: a worker with clocks around its steps (``hops``) applies the backlogs of ``streams``, and a figure is the
 median of the rounds.
 """

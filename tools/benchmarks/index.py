@@ -37,7 +37,7 @@ PLAIN = "MSET and HSET"
 REDIS_REMOVED = "Redis' CPU per block, removals of 64 that nobody else has"
 LATER_HOLDERS = 4
 FIRST_ID = 28_000_000_000_000
-"""Ids as an empty Redis assigns them in 2026, because the cost of a holder depends on the length of its id."""
+"""An id that an empty Redis could assign in 2026, because the cost of a holder depends on the length of its id."""
 
 Measured: TypeAlias = Callable[[Options, RedisServer, Store], Awaitable[list[Row]]]
 

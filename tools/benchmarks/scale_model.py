@@ -116,8 +116,7 @@ class _Fit:
 
 
 def _fitted(steps: Sequence[Step], names: Sequence[str], processes: Sequence[str], nodes: int) -> _Fit:
-    """Return the costs of these processes, and the share of costs that remains if a process is busy, that fit the steps
-    best."""
+    """Fit the steps. Return the costs of these processes, and the share of costs that remains if a process is busy."""
     fits = []
     for waiting in (number / 50 for number in range(51)):
         fit = _Fit(waiting, [], 0.0)

@@ -2,7 +2,7 @@
 
     python -m tools.benchmarks.shadows [--decisions N]
 
-One process, without Redis and the network, computes the order of the policy and those of the shadows, and makes the
+One process, without Redis or the network, computes the order of the policy and those of the shadows, and makes the
 record. Each decision changes the loads for the next one. A figure is the median of seven rounds; each round measures
 all rows, so that a slow second of the machine does not affect only one row.
 """

@@ -42,7 +42,7 @@ class Node:
     """A function that stops the process: the kernel still accepts connections, but nothing answers."""
     thaw: Callable[[], None]
     is_whole: Callable[[], bool] = lambda: True
-    """Returns whether the node is ready, if it also answers PING."""
+    """Returns whether the node is ready, apart from its answer to PING."""
     _kept: dict[str, int] = field(default_factory=dict)
 
     def admin(self) -> Redis:

@@ -85,7 +85,7 @@ class Inside:
                     for pattern, found in ((_HOLDER, holders), (_PUBLISHER, publishers)):
                         if match := pattern.fullmatch(name):
                             found.add((int(match[1]), f"{place} {name.decode()} on shard {shard}"))
-        # Read shard 0 last: it has every holder before the holder has a block or a fence.
+        # Read shard 0 last: it gets each holder before any shard gets a block or a fence of that holder.
         with self._admin(group, 0) as admin:
             table = admin.hkeys(keys.holders(group.id))
             there = {int(name[10:]) for name in table if name.startswith(b"publisher:")}

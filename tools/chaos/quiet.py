@@ -106,8 +106,8 @@ class Quiet:
             if time.monotonic() - beaten > _BEAT_SECONDS:
                 beaten = time.monotonic()
                 for publisher in waiting:
-                    # A stream that has the last batch but misses an earlier one gets none: it asks for a replay once
-                    # its engine is silent.
+                    # A stream that has the last batch but misses an earlier one gets no batch: it asks for a replay
+                    # once its engine is silent.
                     if states.get(publisher, {}).get("watermark") != publisher.last_seq:
                         publisher.send_empty_batch()
             states = await self.states()

@@ -3,10 +3,10 @@
     python -m tools.endurance.kills [--minutes 10] [--seed 1]
 
 Starts a Redis, three ingest workers, two query replicas and six simulated engines that publish all the time. In each
-round some of them, including Redis, are killed, paused, ended or started again; Redis comes back with or without its
-data. After each round the engines rest, a controller registers lost publishers again, and all answers are compared with
-the engines' caches. The seed determines which process has which fault, but not the exact step of the process at which
-it occurs; so the same seed makes a failure likely, but does not repeat it exactly.
+round some processes, which may include Redis, are killed, paused, ended or started again; Redis comes back with or
+without its data. After each round the engines rest, a controller registers lost publishers again, and all answers are
+compared with the engines' caches. The seed determines which process has which fault, but not the exact step of the
+process at which it occurs; so the same seed makes a failure likely, but does not repeat it exactly.
 """
 
 from __future__ import annotations
