@@ -301,7 +301,7 @@ static PyObject *read_next(Going *going, PyObject *payload, PyObject **ts)
 }
 
 /* Append a batch to those of one rank, which differ in their blocks only. Take over the references to its events and
-   its time. 0 with an exception. */
+ * its time. 0 with an exception. */
 static int append_batch(Going *going, RankBatches *batches, PyObject *events, PyObject *ts)
 {
     const Events *added = (Events *)events;

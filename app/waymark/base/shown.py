@@ -12,7 +12,7 @@ from collections.abc import Mapping
 SHOWN_MAX = 80
 """Characters that a value may take."""
 
-#: Controls, and other characters that end a line or change the order or the place of those beside them.
+#: Control characters, and others that end a line or change the order or the place of their neighbours.
 _UNSEEN = re.compile(r"[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 

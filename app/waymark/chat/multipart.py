@@ -6,7 +6,7 @@ import re
 from email.message import Message
 from itertools import islice
 
-#: Parts of a form among which the model is looked for: a body may have millions of lines that look like one.
+#: The most parts of a form to search for the model: a body may have millions of lines that look like parts.
 _FORM_PARTS_MAX = 256
 _PART_HEAD = re.compile(rb"((?:[^\r\n]{1,1024}\r\n){1,16})\r\n")
 _IS_MODEL = re.compile(rb'(?im)^content-disposition:[^\r\n]*[; ]name="?model"?\s*(;|$)')

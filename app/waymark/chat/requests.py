@@ -27,7 +27,7 @@ class Truncation(NamedTuple):
     """How many ids are kept, and from which side the others are removed; None: the tokenizer removes them itself."""
 
     keep: int
-    """-1: as many as the model takes, and so all of a prompt that it accepts."""
+    """-1: as many as the model takes, so every id of a prompt that it accepts."""
     side: Literal["left", "right"] | None = None
 
     def cut(self, ids: bytes, beginning: bytes, ending: bytes) -> bytes:

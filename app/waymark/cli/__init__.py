@@ -83,7 +83,7 @@ def _discard_output() -> None:
 
 
 def _complete_streams() -> None:
-    """Open the standard streams that were closed, and let the output show what its encoding does not have."""
+    """Open the standard streams that were closed, and let the output escape characters that its encoding lacks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))

@@ -63,7 +63,7 @@ ENGINES, DRAINED, STOPPED = 8, "engine-6", "engine-7"
 #: The users of a demo that stays, and the tokens after which one begins another chat.
 _USERS, _CHAT_TOKENS_MAX = 10, 640
 _READ_SECONDS = 1.0
-#: How long after the end of its service the demo waits for the same interrupt.
+#: How long the demo waits for an interrupt after it has ended the service.
 _INTERRUPT_SECONDS = 2.0
 _SYSTEM = tuple(range(1000, 1160))
 #: The beginnings of chats.

@@ -1,7 +1,7 @@
 """The words after ``waymark``: commands in groups, their help, arguments and exit codes.
 
-A command is a module of this package with ``add_flags(parser, command)`` and ``run(arguments)``, the exit code. Only
-the module of the chosen command is imported, and it imports the rest of Waymark in ``run``: ``--help`` and
+A command is a module of this package with ``add_flags(parser, command)`` and ``run(arguments)``, which returns the exit
+code. Only the module of the chosen command is imported, and it imports the rest of Waymark in ``run``: ``--help`` and
 ``--version`` do not need it. The flags of ``simulate`` alone are read from the models of its options. A wrong word ends
 the process with the usage and the nearest valid word.
 """
@@ -134,7 +134,7 @@ MEANT = {
     **dict.fromkeys(("engines", "instances", "list", "ls", "ps", "services", "workers"), "publishers"),
     **dict.fromkeys(("prompt", "who"), "ask"),
 }
-#: Never suggested: a slip must not lead there.
+#: Commands never to suggest, because a slip must not lead there.
 NEVER_MEANT = frozenset({"reset"})
 
 

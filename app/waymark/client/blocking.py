@@ -35,7 +35,7 @@ class Client:
     """Blocking. ``timeout`` bounds each try as a whole, ``retry_seconds`` the time between tries, both in seconds.
     Queries and decisions never wait between tries.
 
-    ``url`` may be several: if one does not answer, or answers that it cannot, the next one is asked at once.
+    ``url`` may be several URLs: if one does not answer, or answers that it cannot, the next one is asked at once.
     A URL that failed comes last for five seconds, and then until one call gets an answer. At most 100 requests are
     under way at once, over as many connections, all of which are kept (``limits=httpx.Limits(...)`` changes that).
     Further arguments go to ``httpx.Client``.

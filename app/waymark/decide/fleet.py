@@ -321,7 +321,7 @@ class Fleet:
                 self.members.append(FleetMember(publisher, name, target, publisher not in table.silent, is_whole, idle))
         self.have_addresses = all(member.target.address is not None for member in self.members)
         self.queried = queried_pools(table)
-        """Pools that are asked for their blocks."""
+        """Pools to ask for their blocks."""
         self.has_pools = bool(self.queried) or any(row.scope == "shared" for row in table.publishers.values())
         self.has_silent = any(not member.tells_events for member in self.members)
         self.has_stages = not all(member.is_whole for member in self.members)

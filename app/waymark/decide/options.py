@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 PolicySource = PolicyChoice | WatchedFile[PolicyChoice]
 """A preset, or the one entry of an ``EndpointPickerConfig`` file, which is read again when it has changed."""
 RESERVATIONS_MAX = 1_000_000
-"""The reservations of one model: those of a thousand engines with a thousand requests each. Without a bound, a client
-that releases none would fill Redis."""
+"""The most reservations of one model: those of a thousand engines with a thousand requests each. Without a bound, a
+client that releases none would fill Redis."""
 DRIFT_MAX = 0.2
 """The share of a target's expected tokens that may be missing before its tokens count for less. The dashboard and
 its runbook name this share, too."""

@@ -37,7 +37,7 @@ class Keyspace(NamedTuple):
 
     model_name: str
     is_text: bool
-    """Blocks of ``block_size`` bytes of text; else of so many tokens."""
+    """Blocks of ``block_size`` bytes of text; else of as many tokens."""
     block_size: int
 
 

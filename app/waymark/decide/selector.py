@@ -46,7 +46,7 @@ T = TypeVar("T")
 #: How often a decision starts over because its group's table has changed meanwhile.
 _LOOKUPS_MAX = 3
 _DRAINED = "drained"
-#: How long a reservation lasts that is given back, if Redis is unavailable meanwhile.
+#: How long a reservation lasts after it was given back, if Redis is unavailable meanwhile.
 _RESERVED_MS = 120_000
 #: Names of ``only`` that are looked up for the sentence of a refusal.
 _SAID_MAX = 8

@@ -23,7 +23,7 @@ from waymark.store.kept_decisions import BLOCKS_MAX, TARGETS_MAX, KeptDecision, 
 #: The tokens that a fitted fleet finds may differ by this share from those that were expected.
 _ERROR_MAX = 0.1
 _FIT_STEPS = 20
-#: About the most decisions whose targets are compared.
+#: The approximate number of decisions whose targets are compared.
 _COMPARED_MAX = 1000
 #: Paces are tried within this factor of the slope of the times, each ``_PACE_STEP`` times the one before.
 _PACES_WITHIN, _PACE_STEP = 4.0, 1.05
@@ -165,7 +165,7 @@ class SimulatedFleet:
             None if request is None else decision.tokens - request.expected
             for decision, request in zip(self._decisions, await self.actual(), strict=True)
         ]
-        if not slope:  # the times do not grow with the work: they are those of requests
+        if not slope:  # the times do not grow with the work, so they depend on requests alone
             _, self._ms_of_request = self._pace_error(news, 0.0)
             return
         least, tried = None, slope / _PACES_WITHIN

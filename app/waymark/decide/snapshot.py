@@ -39,13 +39,13 @@ _SIDE_SECONDS = 0.25
 _ASKED_SECONDS = 2.0
 #: How often overdue reservations are looked for, and idle groups read.
 _OVERDUE_SECONDS = 1.0
-#: How long a decision waits for their end: after a pause of all replicas there may be hundreds of thousands. The next
-#: reading goes on with the others.
+#: How long a decision waits until overdue reservations have ended: after a pause of all replicas there may be hundreds
+#: of thousands. The next reading ends the others.
 _SWEEP_SECONDS = 0.1
 #: How often all loads are read, and not only those that have changed: a Redis that has taken over may lack the last
 #: changes of the one before, and nothing says so.
 _WHOLE_SECONDS = 10.0
-#: A reading is repeated at this share of its age, so that no decision waits for it.
+#: A reading is repeated at this share of the age that it may have, so that no decision waits for it.
 _EARLY = 0.8
 #: How long workers need at most to register their engines again in a Redis that came back empty.
 _FORGOTTEN_SECONDS = 30.0

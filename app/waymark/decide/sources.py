@@ -68,7 +68,7 @@ class Peers:
         return Pulls([peer.member.publisher for peer in self._peers], choices, PULLS_MAX)
 
     def _is_worth(self, peer: _Peer, publisher: int, matched: int) -> bool:
-        """Return whether copying is cheaper than computing; it is if the cost of either is not known."""
+        """Return whether copying is cheaper than computing, or the cost of either is not known."""
         tokens = (peer.blocks - matched) * self._matches.request.block_size
         if publisher == peer.member.publisher or tokens < TOKENS_MIN:
             return False

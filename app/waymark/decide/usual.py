@@ -57,7 +57,7 @@ _NOTHING = TargetRow()
 _COUNTED = f"kv_index.{Decision.KV_AWARE}"
 #: Holder tables to prepare decisions for; one more drops all.
 _PREPARED_MAX = 1024
-#: The size of the cache of matches, and the approximate ones of a match and of its row of a target.
+#: The size of the cache of matches, and the approximate sizes of a match and of a target's row in it.
 _MATCHES_BYTES_MAX = 4 * 2**20
 _MATCH_BYTES, _ROW_BYTES = 1000, 300
 

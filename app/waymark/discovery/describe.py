@@ -226,7 +226,7 @@ def _ranks_of_vllm(sources: Any, silent: dict[str, str], reply: HttpReply | Unan
     if len(ranks) > RANKS_MAX:
         silent["endpoint"] = f"it names the sockets of {len(ranks)} ranks, and at most {RANKS_MAX} are read"
         return []
-    # By the rank alone: ranks may be equal, and endpoints that are None cannot be compared.
+    # By the rank alone: ranks may be equal, and None cannot be compared with an endpoint.
     return sorted(ranks, key=lambda value: value[0])
 
 

@@ -31,7 +31,7 @@ class EngineRegistrations:
         """Return one registration for each rank of an engine, at least one, by rank.
 
         Fields of its draft are not taken from the engine. A server of another make has a registration for each of its
-        models, of the kind without events; so has an engine that does not name sockets, if it was known with that kind.
+        models, of the kind without events; so has an engine that does not name sockets, if it was of that kind before.
         Raise RemoteUnavailable if the engine does not answer, and InvalidValue that names each missing field.
         """
         draft, former, origin = wanted.draft, wanted.known, wanted.origin

@@ -38,7 +38,7 @@ DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 _ROLE_LABELS = ("llm-d.ai/role", "mif.moreh.io/role")
 #: The names of the annotations that are read, after the prefix ``ANNOTATION``.
 _ANNOTATIONS = ("type", "model", "block-size", "tenant", "role", "ranks", "api-port", "port", "replay-port")
-#: The API server is not trusted with memory: the labels of a pod that are looked at, and the characters of a text.
+#: The API server is not trusted with memory: the most labels read of a pod, and characters of a text.
 LABELS_READ_MAX, _TEXT_MAX = 1024, 4096
 #: The most digits of a number in an annotation.
 _DIGITS_MAX = 10

@@ -26,7 +26,7 @@ from waymark.store.store import Store
 
 log = logging.getLogger(__name__)
 
-#: The most engines that are asked at the same time. A round asks further engines for this many seconds, or for this
+#: The most engines asked at the same time. A round asks further engines for this many seconds, or for this
 #: many times the duration of its first pass over all engines, because a busy machine needs most of its time for that
 #: pass.
 _ASKED_MAX = 32
@@ -307,7 +307,7 @@ def _some_of(ready: deque[_Ready]) -> list[_Ready]:
 
 def _older(wanted: Sequence[WantedEngine]) -> Mapping[WantedKey, Origin]:
     """Return each engine whose address a newer one has, with the origin of the newer one: the API server may list a pod
-    long after its end. An engine without a start is no pod; a file may name one several times.
+    long after its end. An engine without a start is not a pod, and a file may name such an engine several times.
     """
     newest: dict[str, WantedEngine] = {}
     pods = [(engine.address, engine) for engine in wanted if engine.address is not None and engine.since]

@@ -50,7 +50,7 @@ _ERROR_BYTES_MAX = 2**20
 _PASSED_ON = frozenset({502, 503})
 #: Bytes in the first event with content, for paths whose earlier events come before the prompt is computed.
 _CONTENT: Mapping[Form, bytes] = {Form.MESSAGES: b"content_block_delta", Form.RESPONSES: b"response.output_"}
-#: An event that ends the stream, or reports that the engine has failed. An engine may send that of another path.
+#: An event that ends the stream, or reports that the engine has failed. An engine may send the event of another path.
 _LAST_EVENT = re.compile(
     rb"""(?x) [\r\n] (?: data: [ ]? (?: \[DONE\] | \{ \s* "error" | \{ \s* "type": \s* "error" )
                          | event: [ ]? (?: error | message_stop | response\.(?:completed|incomplete|failed|cancelled)) )
@@ -291,7 +291,7 @@ def _no_answer(model: str, failures: Mapping[str, str], *, is_every_one: bool) -
 
 
 def _headers(answered: EngineAnswer, *, is_translated: bool) -> list[tuple[bytes, bytes]]:
-    """Return the headers for the client: those of the engine that still hold, and those of the decision."""
+    """Return the headers for the client: those of the engine that still apply, and those of the decision."""
     headers = to_client(answered.response.raw_headers)
     if _is_readable(answered.response) or is_translated:  # an error may follow it, or have another length
         headers = [header for header in headers if header[0] != b"content-length"]

@@ -36,7 +36,7 @@ KeepResponse = Callable[[dict[str, Any]], Awaitable[None]]
 
 #: A part of every event that the gateway reads.
 _READ = b'"response"'
-#: Bytes of events after which others have their turn.
+#: The bytes of events after which other tasks have their turn.
 _TURN_BYTES = 2**15
 
 

@@ -237,5 +237,5 @@ class Origins:
 
 
 def _named_by_connection(headers: RawHeaders) -> set[bytes]:
-    """Return the headers that a Connection header makes those of one connection."""
+    """Return the headers that a Connection header limits to one connection."""
     return {part.strip().lower() for name, value in headers if name == b"connection" for part in value.split(b",")}

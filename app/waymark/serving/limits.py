@@ -1,8 +1,8 @@
 """Bounds the resources of the server that one client can occupy, and those that all clients can occupy together.
 
-A request must arrive completely, and an answer must be read, within a time. A head has a largest size. Connections, and
-the bytes of bodies, have a ceiling. At a ceiling the server closes the connection that made the server wait longest,
-not the new one: a client that sends its request at once is served while others occupy as much as they can.
+A request must arrive completely, and an answer must be read, within a time. The size of a head is bounded. Connections,
+and the bytes of bodies, have a ceiling. At a ceiling the server closes the connection that made the server wait
+longest, not the new one: a client that sends its request at once is served while others occupy as much as they can.
 
 A client whose connection is closed gets an answer with the reason, unless it could take that answer for another one.
 Each case is counted.

@@ -104,7 +104,7 @@ class RequestReader:
                     self._parser = httptools.HttpRequestParser(self)
                 else:
                     break
-        except httptools.HttpParserError:  # also of a ``Stop``, whose reason the connection knows
+        except httptools.HttpParserError:  # a ``Stop`` ends here, too; the connection knows its reason
             self._connection.reject(limits.NOT_HTTP)
         else:
             if self.unplaced > limits.HEAD_BYTES_MAX:

@@ -286,7 +286,7 @@ def _instance_of(claim: Claim) -> tuple[str, str]:
 
 
 class FromClaims(Generic[T]):
-    """A value that is computed from the claims that are not leaving, and again when one has changed."""
+    """A value computed from the claims that are not leaving, and again when one has changed."""
 
     def __init__(self, polled_claims: PolledClaims, compute: Callable[[Sequence[Claim]], T]) -> None:
         self._polled_claims = polled_claims

@@ -26,10 +26,10 @@ from xxhash import xxh3_128_hexdigest
 from waymark.domain.packing import pack_tokens, unpack_tokens
 from waymark.tokenization.rendering import ANSWER, REQUEST, TEXT, TOO_LARGE, UNFIT, first_line
 
-#: Added tokens of a model, and their characters. Models have some thousand. With more, texts are not split at them.
+#: The most added tokens of a model, and their characters; with more, texts are not split. Models have some thousand.
 ADDED_MAX, ADDED_CHARACTERS_MAX = 2**16, 2**18
 
-#: The characters of a text that is encoded at once, in less than a millisecond: a new turn of a conversation.
+#: The most characters of a text to encode at once, in less than a millisecond: a new turn of a conversation.
 _FEW = 2**11
 #: Threads for texts up to ``LONG`` characters, and for longer ones, which take most memory.
 THREADS, LONG, _LONG_THREADS = 4, 2**16, 2
@@ -37,7 +37,7 @@ _WATCH_SECONDS = 0.5
 
 
 class Bounds(NamedTuple):
-    """What the process may take; the arguments of the program behind the socket."""
+    """The resources that the process may take; the arguments of the program behind the socket."""
 
     memory_bytes: int
     """Its address space."""

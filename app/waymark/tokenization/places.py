@@ -61,8 +61,8 @@ class LongTexts:
 
     @asynccontextmanager
     async def taken(self, place: EncoderPlace, size: int, longest: int) -> AsyncIterator[None]:
-        """Hold room for ``size`` bytes; a text has at most ``longest``. Raise ``NoPlace`` if there is no room for too
-        long.
+        """Hold room for ``size`` bytes; a text has at most ``longest``. Raise ``NoPlace`` if no room becomes free in
+        time.
         """
         size = min(size, TEXTS_OF_ONE_MAX * longest)
 

@@ -28,7 +28,7 @@ _MEDIA_IDS_MAX = 2**20
 #: The bytes of a list of ids that are read in one turn of the event loop; and the values beside a longer list.
 _PIECE_BYTES, _OTHER_VALUES_MAX = 2**16, 2**18
 _LIST_OF_IDS = re.compile(rb'"(tokens|token_ids)"\s*:\s*\[')
-#: The placeholder for a list that is read in pieces.
+#: The placeholder for a list read in pieces.
 _MARK = "ids"
 _CHAT_RENDER, _COMPLETION_RENDER = "/v1/chat/completions/render", "/v1/completions/render"
 #: A server without a path answers with such a status.
