@@ -2,10 +2,11 @@
 
     python -m tools.benchmarks.echoes [--messages 3000]
 
-The servers are those of ``grpc.aio``, on asyncio's and on uvloop's loop, and of ``grpc`` with threads. Each server runs
-in two forms: one echoes the messages that Envoy sends for a chunk of an answer, the other returns prepared bytes
-without parsing the message. The last column is for pieces of 64 KB; a body with 100,000 token ids has nine of them. The
-figures depend little on the load of the machine, but they include context switches.
+The servers are those of ``grpc.aio``, on asyncio's and on uvloop's loop, and of ``grpc`` with threads. The last one is
+a floor for Python: a protocol that reads and writes the frames of HTTP/2 which these streams need, and nothing else.
+Each server runs in two forms: one echoes the messages that Envoy sends for a chunk of an answer, the other returns
+prepared bytes without parsing the message. The last column is for pieces of 64 KB; a body with 100,000 token ids has
+nine of them. The figures depend little on the load of the machine, but they include context switches.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import os
 import resource
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +34,15 @@ _CHUNK, _PIECE = (
 )
 #: The traffic: the number of streams, and the message.
 _CASES = (*((streams, _CHUNK) for streams in _STREAMS), (4, _PIECE))
+
+
+#: Kinds and flags of frames, and the length of one with its kind, its flags and its stream.
+_DATA, _HEADERS, _SETTINGS, _PING, _WINDOW = 0, 1, 4, 6, 8
+_ACK, _END_STREAM, _END_HEADERS = 1, 1, 4
+_FRAME, _FRAME_BYTES = struct.Struct(">IBI"), 2**14
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+#: The headers before an answer (``:status`` and ``content-type``) and after it (``grpc-status``), in HPACK.
+_ANSWERED, _DONE = b"\x88\x0f\x10\x10application/grpc", b"\x00\x0bgrpc-status\x010"
 
 
 def _echo(message: Any) -> Any:
@@ -78,6 +89,75 @@ def _serve_in_threads(pipe: Connection, *, is_parsed: bool) -> None:
     _tell_cpu(pipe)
 
 
+class _Frames(asyncio.Protocol):
+    """A connection whose streams are answered without gRPC. It reads no header, and minds no window."""
+
+    def __init__(self, *, is_parsed: bool) -> None:
+        self._is_parsed = is_parsed
+        self._transport: Any = None
+        self._received = bytearray()
+        self._has_begun = False
+        self._streams: dict[int, bytearray] = {}
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._transport.write(_frame(_SETTINGS, 0, 0, b"") + _frame(_WINDOW, 0, 0, (2**30).to_bytes(4, "big")))
+
+    def data_received(self, data: bytes) -> None:
+        received, start = self._received, 0 if self._has_begun else len(_PREFACE)
+        answers: list[bytes] = []
+        received += data
+        while len(received) >= start + _FRAME.size:
+            first, flags, stream = _FRAME.unpack_from(received, start)
+            end = start + _FRAME.size + (first >> 8)
+            if end > len(received):
+                break
+            answers += self._answers(first & 255, flags, stream, bytes(received[start + _FRAME.size : end]))
+            start, self._has_begun = end, True
+        if self._has_begun:
+            del received[:start]
+        self._transport.write(b"".join(answers))
+
+    def _answers(self, kind: int, flags: int, stream: int, content: bytes) -> Iterator[bytes]:
+        if kind == _HEADERS:
+            self._streams[stream] = bytearray()
+            yield _frame(_HEADERS, _END_HEADERS, stream, _ANSWERED)
+        elif kind == _DATA:
+            message = self._streams[stream]
+            message += content
+            if content:
+                window = len(content).to_bytes(4, "big")
+                yield _frame(_WINDOW, 0, stream, window) + _frame(_WINDOW, 0, 0, window)
+            while len(message) >= (end := 5 + int.from_bytes(message[1:5], "big")) > 5:
+                answer = self._answer(bytes(message[5:end]))
+                del message[:end]
+                answer = b"\0" + len(answer).to_bytes(4, "big") + answer
+                for start in range(0, len(answer), _FRAME_BYTES):
+                    yield _frame(_DATA, 0, stream, answer[start : start + _FRAME_BYTES])
+        elif kind in (_SETTINGS, _PING) and not flags:
+            yield _frame(kind, _ACK, stream, content if kind == _PING else b"")
+        if kind in (_HEADERS, _DATA) and flags & _END_STREAM:
+            del self._streams[stream]
+            yield _frame(_HEADERS, _END_HEADERS | _END_STREAM, stream, _DONE)
+
+    def _answer(self, message: bytes) -> bytes:
+        if not self._is_parsed:
+            return _MADE_BEFORE
+        answer: bytes = _echo(pb.ProcessingRequest.FromString(message)).SerializeToString()
+        return answer
+
+
+def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
+    return _FRAME.pack(len(content) << 8 | kind, flags, stream) + content
+
+
+async def _serve_frames(pipe: Connection, *, is_parsed: bool) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: _Frames(is_parsed=is_parsed), "127.0.0.1", 0)
+    pipe.send(server.sockets[0].getsockname()[1])
+    await loop.run_in_executor(None, _tell_cpu, pipe)
+
+
 def _tell_cpu(pipe: Connection) -> None:
     """Answer each question with the CPU of this process in seconds, until the pipe is closed."""
     while True:
@@ -89,12 +169,14 @@ def _tell_cpu(pipe: Connection) -> None:
         pipe.send(usage.ru_utime + usage.ru_stime)
 
 
-SERVERS = ("grpc.aio, asyncio", "grpc.aio, uvloop", "grpc, threads")
+SERVERS = ("grpc.aio, asyncio", "grpc.aio, uvloop", "grpc, threads", "frames, uvloop")
 
 
 def _serve(name: str, pipe: Connection, is_parsed: bool) -> None:
     if name == "grpc, threads":
         _serve_in_threads(pipe, is_parsed=is_parsed)
+    elif name == "frames, uvloop":
+        uvloop.run(_serve_frames(pipe, is_parsed=is_parsed))
     else:
         run = uvloop.run if name.endswith("uvloop") else asyncio.run
         run(_serve_in_loop(pipe, is_parsed=is_parsed))

@@ -85,7 +85,7 @@ class Echo(ext_proc.ExternalProcessorServicer):  # type: ignore[misc]
                 continue
             body = message.request_body if kind == "request_body" else message.response_body
             is_request = kind == "request_body"
-            for piece in messages.pieces([body.body], is_request=is_request, is_end=body.end_of_stream):
+            for piece in messages.pieces(body.body, is_request=is_request, is_end=body.end_of_stream):
                 await context.write(piece)
 
 

@@ -194,6 +194,11 @@ class ArrivingBody:
         """Mark the body as complete."""
         self._bodies.settle(self)
 
+    def whole(self) -> bytes:
+        """Return the body, which is held in one part from now on."""
+        self.parts = [b"".join(self.parts)]
+        return self.parts[0]
+
     def give_up(self) -> None:
         """Give way to another body."""
         self.is_given_up = True

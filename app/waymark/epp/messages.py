@@ -5,7 +5,7 @@ The endpoint picker protocol of the Gateway API Inference Extension defines the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
@@ -100,9 +100,9 @@ def picked(headers: Mapping[str, str], remove: Iterable[str], *, by_body: bool) 
     return pb.ProcessingResponse(request_headers=pb.HeadersResponse(response=common), dynamic_metadata=metadata)
 
 
-def pieces(parts: Sequence[bytes], *, is_request: bool, is_end: bool) -> Iterator[Any]:
-    """Yield a body unchanged; with ``is_end`` neither more of the body nor trailers follow."""
-    cut = [part[start : start + PIECE_BYTES] for part in parts for start in range(0, len(part), PIECE_BYTES)]
+def pieces(body: bytes, *, is_request: bool, is_end: bool) -> Iterator[Any]:
+    """Yield a body unchanged, in few pieces; with ``is_end`` neither more of the body nor trailers follow."""
+    cut = [body[start : start + PIECE_BYTES] for start in range(0, len(body), PIECE_BYTES)]
     if not cut and is_end:
         cut = [b""]
     for number, piece in enumerate(cut, 1):

@@ -163,7 +163,7 @@ class ProcessCall:
         by_body = self._request_mode == messages.BUFFERED and not is_whole
         await self._write(messages.picked(picked, remove, by_body=by_body))
         if not (by_body or is_whole):
-            for piece in messages.pieces(self._held.parts, is_request=True, is_end=not has_trailers):
+            for piece in messages.pieces(self._held.whole(), is_request=True, is_end=not has_trailers):
                 await self._write(piece)
         if has_trailers:
             await self._write(messages.GO_ON["request_trailers"])
@@ -243,7 +243,7 @@ class ProcessCall:
 
         Raise InvalidValue for a mistake.
         """
-        body = b"".join(self._held.parts)
+        body = self._held.whole()
         try:
             fields: Any = fields_of_form(body, self._headers.get("content-type", "").encode("latin-1", "replace"))
             if fields is None:
@@ -288,7 +288,7 @@ class ProcessCall:
                 self._saw_content()
             self._usage.take(body.body)
             if self._response_mode == messages.DUPLEX:
-                replies = list(messages.pieces([body.body], is_request=False, is_end=body.end_of_stream))
+                replies = list(messages.pieces(body.body, is_request=False, is_end=body.end_of_stream))
             else:
                 replies = [messages.GO_ON[kind]]
             if body.end_of_stream or body.body.endswith(_LAST_EVENT):
