@@ -464,7 +464,7 @@ class Bench:
 
     async def is_swept(self) -> None:
         async def is_clean() -> bool:
-            return not await self._client.scard(keys.dead(1))
+            return not await self._client.command("SCARD", keys.dead(1))
 
         await wait_until(is_clean, "every dead holder is swept", PATIENCE_SECONDS)
         assert await self.strangers() == set()

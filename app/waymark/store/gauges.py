@@ -6,6 +6,7 @@ So a reader never finds an outdated reading, and clocks of two machines are neve
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import orjson
 
@@ -27,16 +28,7 @@ class EngineGauges:
         """Write a reading that expires after ``milliseconds``. Return False if the publisher is no longer
         registered.
         """
-        value = orjson.dumps(
-            {
-                "waiting": gauges.waiting,
-                "running": gauges.running,
-                "kv_usage": gauges.kv_usage,
-                "adapters_running": sorted(gauges.adapters_running),
-                "adapters_waiting": sorted(gauges.adapters_waiting),
-                "adapters_max": gauges.adapters_max,
-            }
-        )
+        value = orjson.dumps(dict(zip(_NAMES, gauge_words(gauges), strict=True)))
         outcome = await self._scripts.run(
             "note_gauges",
             record=keys.record(group_id, publisher),
@@ -56,20 +48,29 @@ class EngineGauges:
         return {publisher: gauges for publisher, gauges in readings.items() if gauges is not None}
 
 
+_NAMES = ("waiting", "running", "kv_usage", "adapters_running", "adapters_waiting", "adapters_max")
+
+
+def gauge_words(gauges: Gauges) -> list[Any]:
+    """Return the fields of a reading, as JSON has them."""
+    values = map(gauges.__getattribute__, _NAMES)
+    return [sorted(value) if isinstance(value, frozenset) else value for value in values]
+
+
+def gauges_of(words: Sequence[Any]) -> Gauges:
+    """Return the reading with these fields. Raise TypeError or ValueError if it has others."""
+    waiting, running, usage, adapters_running, adapters_waiting, adapters_max, *_ = words
+    adapters = frozenset(map(str, adapters_running)), frozenset(map(str, adapters_waiting))
+    return Gauges(int(waiting), int(running), float(usage), *adapters, int(adapters_max))
+
+
 def _decoded(value: bytes | None) -> Gauges | None:
     """Return the gauges in a value, or None for any other value."""
     if value is None:
         return None
     try:
         fields = orjson.loads(value)
-        return Gauges(
-            int(fields["waiting"]),
-            int(fields["running"]),
-            float(fields["kv_usage"]),
-            frozenset(map(str, fields["adapters_running"])),
-            frozenset(map(str, fields["adapters_waiting"])),
-            int(fields["adapters_max"]),
-        )
+        return gauges_of([fields[name] for name in _NAMES])
     except (ValueError, TypeError, KeyError):
         return None
 

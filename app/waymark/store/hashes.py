@@ -25,6 +25,7 @@ from waymark.store.places import read_row, values_of
 from waymark.store.redis.client import RedisClient
 from waymark.store.redis.words import PackedWords
 from waymark.store.scripts import Arg, Scripts, Verdict
+from waymark.store.selections import change_entry
 
 KEPT: Final = "hashes_kept"
 """A flag of the record, which means that the hashes of all blocks of this life have been kept."""
@@ -67,14 +68,7 @@ class AskedGroups:
         changes += [(name, b"") for name, asked in asked_at.items() if not self._is_recent(asked, now)]
         for name, value in changes:
             # If another process has noted the same meanwhile, no hash is lost.
-            await self._scripts.run(
-                "keep_catalog",
-                catalog=self._key,
-                worker=name.decode(),
-                before=asked_at.get(name, b""),
-                value=value,
-                workers_max=_ASKED_MAX,
-            )
+            await change_entry(self._scripts, self._key, name.decode(), asked_at.get(name, b""), value, _ASKED_MAX)
 
     async def read(self) -> set[int]:
         now, asked_at = time.time(), await self._client.hgetall(self._key)

@@ -27,6 +27,7 @@ from waymark.domain.answer_times import NO_TIMES, AskedTimes
 from waymark.domain.packing import KEY_BYTES
 from waymark.domain.targets import Gauges
 from waymark.store import keys
+from waymark.store.gauges import gauge_words, gauges_of
 from waymark.store.parsing import FORMAT, Document, Malformed, pairs
 from waymark.store.redis.client import RedisClient
 from waymark.store.scripts import Scripts
@@ -94,6 +95,13 @@ class ShadowChoice(NamedTuple):
     """The prefill tokens that it would have had to compute until the first token of the answer."""
 
 
+#: The names of the first fields of a decision in its entry.
+_WHOLE = (
+    *("time_ms", "nonce", "tenant", "policy", "decision", "tokens", "block_size"),
+    *("chosen", "expected", "work", "targets"),
+)
+
+
 class KeptDecision(NamedTuple):
     """A decision, and its outcome."""
 
@@ -145,25 +153,10 @@ class KeptDecision(NamedTuple):
             "asked_tpot_ms": self.asked.tpot_ms,
             "shadows": {name: list(choice) for name, choice in self.shadows.items()},
         }
-        return orjson.dumps(
-            {
-                "format": FORMAT,
-                "time_ms": self.time_ms,
-                "nonce": self.nonce,
-                "tenant": self.tenant_id,
-                "policy": self.policy,
-                "decision": self.decision,
-                "tokens": self.tokens,
-                "block_size": self.block_size,
-                "chosen": self.chosen,
-                "expected": self.expected,
-                "work": self.work,
-                "targets": [_target_words(target) for target in self.targets],
-                "blocks": b64encode(self.blocks).decode(),
-                "has_tokens": self.has_tokens,
-            }
-            | {name: value for name, value in optional.items() if value}
-        )
+        whole: dict[str, Any] = {"format": FORMAT} | dict(zip(_WHOLE, self, strict=False))
+        whole["targets"] = [_target_words(target) for target in self.targets]
+        whole |= {"blocks": b64encode(self.blocks).decode(), "has_tokens": self.has_tokens}
+        return orjson.dumps(whole | {name: value for name, value in optional.items() if value})
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
@@ -369,17 +362,9 @@ _DEFAULTS = KeptTarget(0, "")
 
 def _target_words(target: KeptTarget) -> list[Any]:
     """Return the fields of a target, without defaults at the end."""
-    gauges = target.gauges
     words: list[Any] = list(target)
-    if gauges is not None:
-        words[KeptTarget._fields.index("gauges")] = [
-            gauges.waiting,
-            gauges.running,
-            gauges.kv_usage,
-            sorted(gauges.adapters_running),
-            sorted(gauges.adapters_waiting),
-            gauges.adapters_max,
-        ]
+    if target.gauges is not None:
+        words[KeptTarget._fields.index("gauges")] = gauge_words(target.gauges)
     words[KeptTarget._fields.index("labels")] = dict(target.labels)
     while len(words) > 2 and target[len(words) - 1] == _DEFAULTS[len(words) - 1]:
         words.pop()
@@ -408,15 +393,7 @@ def _gauges(words: Any) -> Gauges | None:
     if words is None:
         return None
     try:
-        waiting, running, usage, adapters_running, adapters_waiting, adapters_max, *_ = words
-        return Gauges(
-            int(waiting),
-            int(running),
-            float(usage),
-            frozenset(adapters_running),
-            frozenset(adapters_waiting),
-            int(adapters_max),
-        )
+        return gauges_of(words)
     except (TypeError, ValueError):
         raise Malformed("the gauges of a target have a wrong form") from None
 

@@ -250,14 +250,8 @@ class Leases:
         """
         outcomes = await asyncio.gather(
             *(
-                self._scripts.run(
-                    "raise_fence",
-                    fence=keys.fence(ids.group_id, shard),
-                    publisher=ids.publisher,
-                    token=token,
-                    first=first,
-                )
-                for shard in range(ids.shards)
+                self._scripts.run("raise_fence", fence=fence, publisher=ids.publisher, token=token, first=first)
+                for fence in [keys.fence(ids.group_id, shard) for shard in range(ids.shards)]
             )
         )
         holder = max(outcome.numbers[1] for outcome in outcomes)
@@ -338,14 +332,11 @@ class Leases:
         There are such fences if the publisher ended, or a worker stopped, between taking the lease and raising the
         fence.
         """
-        await asyncio.gather(
-            *(
-                self._scripts.run(
-                    "drop_fence", fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token=""
-                )
-                for shard in range(ids.shards)
-            )
-        )
+        await asyncio.gather(*(self._drop_fence(ids, shard, "") for shard in range(ids.shards)))
+
+    async def _drop_fence(self, ids: PublisherIds, shard: int, token: str) -> None:
+        fence = keys.fence(ids.group_id, shard)
+        await self._scripts.run("drop_fence", fence=fence, publisher=ids.publisher, token=token)
 
     async def end(self, grant: Grant) -> bool:
         """End the publisher: delete its row and its holders. False if fenced."""
@@ -360,9 +351,7 @@ class Leases:
         if not outcome.is_applied:
             return False
         for shard in range(ids.shards):
-            await self._scripts.run(
-                "drop_fence", fence=keys.fence(ids.group_id, shard), publisher=ids.publisher, token=token
-            )
+            await self._drop_fence(ids, shard, token)
         return True
 
     async def end_without_record(self, ids: PublisherIds) -> bool:
@@ -421,25 +410,21 @@ class SnapshotPlaces:
 
         ``socket`` is the digest of its endpoint. A repeated call with the same ``place`` takes one place.
         """
-        outcome = await self._scripts.run(
-            "hold_snapshot",
-            snapshots=keys.SNAPSHOTS,
-            asked=keys.snapshot_asked(socket),
-            holder=place.nonce,
-            milliseconds=max(1, int(seconds * 1000)),
-            pause=max(1, int(pause_seconds * 1000)),
-            most=PLACES,
-        )
+        milliseconds, pause = max(1, int(seconds * 1000)), max(1, int(pause_seconds * 1000))
+        outcome = await self._hold(place, socket, milliseconds, pause)
         return SnapshotPlace(place.nonce, 0.0 if outcome.is_applied else outcome.numbers[0] / 1000)
 
     async def release(self, place: SnapshotPlace, socket: str) -> None:
-        await self._scripts.run(
+        await self._hold(place, socket, 0, 0)
+
+    async def _hold(self, place: SnapshotPlace, socket: str, milliseconds: int, pause: int) -> Outcome:
+        return await self._scripts.run(
             "hold_snapshot",
             snapshots=keys.SNAPSHOTS,
             asked=keys.snapshot_asked(socket),
             holder=place.nonce,
-            milliseconds=0,
-            pause=0,
+            milliseconds=milliseconds,
+            pause=pause,
             most=PLACES,
         )
 

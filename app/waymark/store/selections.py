@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from waymark.domain.hashing import text_hash
 from waymark.store import keys
 from waymark.store.redis.client import RedisClient
-from waymark.store.scripts import Scripts, Verdict
+from waymark.store.scripts import Outcome, Scripts, Verdict
 
 #: The bound on described workers.
 WORKERS_MAX = 65_536
@@ -50,15 +50,7 @@ class Selections:
 
     async def describe(self, worker: str, earlier: bytes | None, value: bytes) -> Verdict:
         """Replace a worker's description; an empty value removes it. Returns APPLIED, OTHER or FULL."""
-        outcome = await self._scripts.run(
-            "keep_catalog",
-            catalog=keys.CATALOG,
-            worker=worker,
-            before=earlier or b"",
-            value=value,
-            workers_max=WORKERS_MAX,
-        )
-        return outcome.verdict
+        return (await change_entry(self._scripts, keys.CATALOG, worker, earlier or b"", value, WORKERS_MAX)).verdict
 
     async def peers(self) -> list[str]:
         """Return the URLs of the peers, in their order."""
@@ -66,17 +58,20 @@ class Selections:
 
     async def add_peer(self, url: str) -> bool:
         """Store a peer, which may already be stored. Return False if there are too many."""
-        outcome = await self._scripts.run(
-            "keep_catalog", catalog=keys.PEERS, worker=url, before=b"", value=b"1", workers_max=PEERS_MAX
-        )
-        return outcome.verdict is not Verdict.FULL
+        return (await change_entry(self._scripts, keys.PEERS, url, b"", b"1", PEERS_MAX)).verdict is not Verdict.FULL
 
     async def remove_peer(self, url: str) -> bool:
         """Forget a peer; False if it is not kept."""
-        outcome = await self._scripts.run(
-            "keep_catalog", catalog=keys.PEERS, worker=url, before=b"1", value=b"", workers_max=PEERS_MAX
-        )
-        return outcome.is_applied
+        return (await change_entry(self._scripts, keys.PEERS, url, b"1", b"", PEERS_MAX)).is_applied
+
+
+async def change_entry(
+    scripts: Scripts, catalog: str, name: str, earlier: bytes, value: bytes, entries_max: int
+) -> Outcome:
+    """Replace the value of a name in a catalog; an empty one removes the name."""
+    return await scripts.run(
+        "keep_catalog", catalog=catalog, worker=name, before=earlier, value=value, workers_max=entries_max
+    )
 
 
 def _key(selection_id: str) -> str:

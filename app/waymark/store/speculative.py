@@ -145,22 +145,27 @@ class Placements:
         dropped = 0
         for first in range(0, len(block_keys), BLOCKS_PER_CALL):
             names = [keys.placement(group_id, f"{key:016x}") for key in block_keys[first : first + BLOCKS_PER_CALL]]
-            outcome = await self._scripts.run(
-                "place",
-                placements=keys.placements(group_id),
-                placement=names,
-                holder=holder,
-                milliseconds=milliseconds,
-                holders_max=_HOLDERS_MAX,
-            )
-            while outcome.numbers[0] - blocks_max > 0:
-                few = min(BLOCKS_PER_CALL, outcome.numbers[0] - blocks_max)
+            count = await self._place(group_id, names, holder, milliseconds)
+            while count > blocks_max:
+                few = min(BLOCKS_PER_CALL, count - blocks_max)
                 dropped_count = await self._drop_oldest(group_id, few)
                 dropped += dropped_count
                 if dropped_count < few:
                     break  # another call may drop them, too
-                outcome = outcome._replace(numbers=(outcome.numbers[0] - dropped_count,))
+                count -= dropped_count
         return dropped
+
+    async def _place(self, group_id: int, names: Sequence[str], holder: str, milliseconds: int) -> int:
+        """Return the number of placements of the group afterwards."""
+        outcome = await self._scripts.run(
+            "place",
+            placements=keys.placements(group_id),
+            placement=names,
+            holder=holder,
+            milliseconds=milliseconds,
+            holders_max=_HOLDERS_MAX,
+        )
+        return outcome.numbers[0]
 
     async def _drop_oldest(self, group_id: int, count: int) -> int:
         name = keys.placements(group_id)
@@ -179,15 +184,7 @@ class Placements:
 
         ``milliseconds`` is how long placements last.
         """
-        name = keys.placement(group_id, f"{_DROPPED:016x}")
-        await self._scripts.run(
-            "place",
-            placements=keys.placements(group_id),
-            placement=[name],
-            holder=holder,
-            milliseconds=milliseconds,
-            holders_max=_HOLDERS_MAX,
-        )
+        await self._place(group_id, [keys.placement(group_id, f"{_DROPPED:016x}")], holder, milliseconds)
 
     async def match(self, group_id: int, block_keys: Sequence[int], *, until: float) -> dict[str, int]:
         """Return for each holder how many blocks from the start of the prompt were sent to it and have not expired.

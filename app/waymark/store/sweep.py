@@ -45,7 +45,7 @@ class Sweeper:
     async def pick(self, entry: GroupEntry) -> int | None:
         """Return a dead holder, or None. A member of ``dead`` other than a holder id is deleted, and gives None."""
         key = keys.dead(entry.group_id)
-        member = await self._client.srandmember(key)
+        member = await self._client.command("SRANDMEMBER", key)
         if member is None:
             return None
         holder = self._parser.parse(RecordKind.DEAD_HOLDER, key, member, integer_of, member, "the holder's id")
@@ -55,7 +55,7 @@ class Sweeper:
 
     async def left(self, entry: GroupEntry) -> int:
         """Return how many dead holders of the group are still to be swept."""
-        return await self._client.scard(keys.dead(entry.group_id))
+        return int(await self._client.command("SCARD", keys.dead(entry.group_id)))
 
     async def steps(self, entry: GroupEntry, holder: int) -> AsyncIterator[int]:
         """Sweep one dead holder on all shards; yield the number of blocks of each step. The caller sets the pace.
@@ -136,7 +136,7 @@ class Sweeper:
         If this call then begins the sweep, its mark makes the next batch of the holder begin a new life. Rows are only
         swept after such a mark.
         """
-        return not shard or bool(await self._client.sismember(keys.dead(entry.group_id), holder))
+        return not shard or bool(await self._client.command("SISMEMBER", keys.dead(entry.group_id), holder))
 
 
 def place_in(parser: RecordParser, engine: str, field: bytes) -> Place | None:

@@ -301,31 +301,22 @@ class RedisClient:
             reply = await self._read("HGETALL", key)
             return reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
 
+    async def command(self, *words: Any) -> Any:
+        """Return the reply to any other command of one key, as redis-py parses it."""
+        with self._translated():
+            return await self._execute(words)
+
     async def hkeys(self, key: str) -> list[bytes]:
-        with self._translated():
-            return cast("list[bytes]", await self._redis.execute_command("HKEYS", key))
-
-    async def srandmember(self, key: str) -> bytes | None:
-        with self._translated():
-            return cast("bytes | None", await self._redis.execute_command("SRANDMEMBER", key))
-
-    async def scard(self, key: str) -> int:
-        with self._translated():
-            return cast("int", await self._redis.execute_command("SCARD", key))
-
-    async def sismember(self, key: str, member: Any) -> bool:
-        with self._translated():
-            return bool(await self._redis.execute_command("SISMEMBER", key, member))
+        return cast("list[bytes]", await self.command("HKEYS", key))
 
     async def hscan(self, key: str, cursor: int, count: int, match: str = "") -> tuple[int, dict[bytes, bytes]]:
         """Do one step of an HSCAN: return the next cursor and some fields, of all or of those that ``match``.
 
         A cursor is invalid after a failover; then start again.
         """
-        with self._translated():
-            filters = ("MATCH", match) if match else ()
-            reply = await self._redis.execute_command("HSCAN", key, cursor, *filters, "COUNT", count)
-            return cast("tuple[int, dict[bytes, bytes]]", reply)
+        filters = ("MATCH", match) if match else ()
+        reply = await self.command("HSCAN", key, cursor, *filters, "COUNT", count)
+        return cast("tuple[int, dict[bytes, bytes]]", reply)
 
     async def unlink_all(self, pattern: str) -> int:
         """Delete every key that matches ``pattern``, on every primary; return how many there were."""
@@ -395,8 +386,7 @@ class RedisClient:
         return None if self._cluster is None else self._cluster.server_of(key)
 
     async def publish(self, channel: str, message: str) -> None:
-        with self._translated():
-            await self._redis.execute_command("PUBLISH", channel, message)
+        await self.command("PUBLISH", channel, message)
 
     @asynccontextmanager
     async def subscription(self, channel: str) -> AsyncIterator[Subscription]:
