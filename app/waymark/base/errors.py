@@ -13,7 +13,7 @@
       RemoteUnavailable   a service that a request needs cannot answer        -> 503
         TokenizerUnavailable
       Unanswered          an engine that was asked over HTTP gave no answer that can be used
-      Undecodable         a payload that is no batch of events
+      Undecodable         a payload other than a batch of events
       SettingsError       the process cannot start with these settings
       StaleBuild          the C module of this checkout was built from other sources
       PortUnavailable     the process cannot listen on its port

@@ -99,7 +99,7 @@ class EventStreamParser:
     def _end_event(self) -> ServerSentEvent | None:
         self.last_event_id = self._id
         event = None
-        # One line ``data`` without a value is an event with empty data; no such line is no event.
+        # One line ``data`` without a value is an event with empty data; without such a line there is no event.
         if self._data:
             event = ServerSentEvent(self._type or "message", "\n".join(self._data), self._id)
         self._type, self._data, self._data_bytes = "", [], 0

@@ -1,6 +1,6 @@
 """``waymark demo``: the whole service on one machine, shown in a table, and checked.
 
-It starts ``waymark gateway`` as a process of its own on the embedded Redis, or takes a service that runs already;
+It starts ``waymark gateway`` as a process of its own on the embedded Redis, or uses a service that runs already;
 starts two simulated vLLM engines that publish real frames and tokenize texts, lets them work on prompts that share a
 prefix, and asks ``/query``. Every answer is compared with the real contents of the engines' caches; the first wrong
 one ends the demo with a sentence. In a service that runs already, the engines have a tenant of their own, and are
@@ -63,7 +63,7 @@ ENGINES, DRAINED, STOPPED = 8, "engine-6", "engine-7"
 #: The users of a demo that stays, and the tokens after which one begins another chat.
 _USERS, _CHAT_TOKENS_MAX = 10, 640
 _READ_SECONDS = 1.0
-#: How long the demo waits for an interrupt after it has ended the service.
+#: How long the demo waits for the interrupt that ended its service.
 _INTERRUPT_SECONDS = 2.0
 _SYSTEM = tuple(range(1000, 1160))
 #: The beginnings of chats.

@@ -18,7 +18,7 @@ from waymark.domain.engines import UNNAMED, WITHOUT_EVENTS
 from waymark.domain.names import BY_CLIENT, Origin, Registration
 from waymark.store.store import Store
 
-#: The tokens of a block for a server without blocks of its own: estimates of its cache count in these.
+#: The tokens of a block for a server without blocks of its own: estimates of its cache count such blocks.
 _BLOCK_SIZE = 16
 
 

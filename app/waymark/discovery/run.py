@@ -226,7 +226,7 @@ class EngineDiscovery:
         wanted: Sequence[WantedEngine] = ()
         while True:
             try:
-                # A file of thousands takes a second of a worker, which applies events meanwhile.
+                # A file of thousands of publishers takes a second of a worker, which applies events meanwhile.
                 found = await asyncio.to_thread(version_of, path)
                 if found is None or found != version:
                     wanted, version = await asyncio.to_thread(reader), found

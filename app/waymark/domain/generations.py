@@ -33,7 +33,7 @@ RemovalReason = Literal["ttl", "max_entries"]
 
 @record(frozen=True, slots=True)
 class BlockBounds:
-    """The most blocks of a group, and the seconds for which a block counts after its last store; 0 is no bound."""
+    """The most blocks of a group, and the seconds for which a block counts after its last store; 0 means no bound."""
 
     max_entries: int = 0
     ttl: int = 0

@@ -125,7 +125,7 @@ def _parsed(entry: str, where: str) -> tuple[str, GatewayCaller]:
 
 
 class KeyLimits:
-    """The limits of the requests under way of one key; 0 is no limit."""
+    """The limits of the requests under way of one key; 0 means no limit."""
 
     def __init__(self, requests_max: int, tokens_max: int) -> None:
         self._requests_max = requests_max

@@ -61,7 +61,7 @@ def no_wait() -> None:
 
 
 class Pacer:
-    """Admits calls of this process, for each server. ``blocks_max`` bounds all workers together; 0 is no bound."""
+    """Admits calls of this process, for each server. ``blocks_max`` bounds all workers together; 0 means no bound."""
 
     def __init__(self, blocks_max: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.workers = 1

@@ -47,7 +47,7 @@ _OPENED_BYTES_MAX = 8 * 2**20
 
 
 def memory_bytes_max(bytes_max: int) -> int:
-    """Return the bound on the memory of a process for texts of up to so many bytes."""
+    """Return the bound on the memory of a process for texts of up to this many bytes."""
     return MEMORY_BYTES_MAX + _TEXT_MEMORY * bytes_max
 
 

@@ -129,7 +129,7 @@ class Server:
             self._begun[thread] = time.thread_time()
         try:
             kind, content = TEXT, self._tokenizer.answer(marshal.loads(request))
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # a panic of the library is not an Exception
             kind, content = UNFIT, first_line(error).encode("utf-8", "replace")
         with self._looking:
             del self._begun[thread]
@@ -174,7 +174,7 @@ def opened(stream: BinaryIO, seconds_max: float) -> OpenTokenizer | None:
             raise ValueError(f"it has more than {bytes_max} bytes")  # it has grown
         tokenizer = OpenTokenizer(content)
         answer = json.dumps(tokenizer.added() | {"digest": xxh3_128_hexdigest(content)})
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # a panic of the library is not an Exception
         tokenizer, kind, answer = None, UNFIT, first_line(error)
     signal.setitimer(signal.ITIMER_PROF, 0)
     encoded = answer.encode("utf-8", "replace")

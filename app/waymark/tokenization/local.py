@@ -212,7 +212,7 @@ class LocalTokenizer:
                 return None
             facts = (*facts, dates)
         try:
-            # Exact, and fast. From version 3 on one value may be written in two ways.
+            # Exact, and fast. From version 3 on, one value may be written in two ways.
             return xxh3_128_digest(marshal.dumps(facts, 2), self._seed)
         except ValueError:
             return None  # too deep, or not JSON
