@@ -46,7 +46,8 @@ _IMPORTED = (
     *("waymark.epp.process_call", "waymark.cli.moving", "waymark.base.setting_types", "waymark.base.exposition"),
     *("waymark.runtime.http_server", "waymark.store.index", "waymark.store.gauges", "waymark.store.claim_writer"),
     *("waymark.store.registry", "waymark.store.redis.cluster", "waymark.store.redis.connect"),
-    *("fakeredis", "httpcore", "lupa", "prometheus_client", "uvicorn.lifespan.off", "uvicorn.main", "uvloop"),
+    *("encodings.idna", "fakeredis"),
+    *("httpcore", "lupa", "prometheus_client", "uvicorn.lifespan.off", "uvicorn.main", "uvloop"),
 )
 
 

@@ -316,6 +316,7 @@ async def test_the_readme_and_the_page_of_routing_run_as_they_stand(tmp_path: Pa
         assert (await names["page"]()).instance_id == "pod-7"
 
 
+@pytest.mark.long
 async def test_the_pages_of_the_gateway_and_of_the_commands_run_as_they_stand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ async def prefill(engines: Engines, prompts: list[tuple[int, ...]]) -> None:
             await engine.prefill(SimulatedPrompt(prompt))
 
 
+@pytest.mark.long
 async def test_primaries_that_come_back_empty_one_after_the_other_are_filled_again(
     start: Start, engines: Engines
 ) -> None:

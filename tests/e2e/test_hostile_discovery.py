@@ -98,6 +98,7 @@ ODDITIES = {
 }
 
 
+@pytest.mark.long
 async def test_pods_are_right_again_soon_after_the_server_is(redis_url: str, tmp_path: Path) -> None:
     """All at once, as each of them is little but pauses. A busy machine makes them late; that the pauses themselves are
     short is shown by the tests of ``discovery/test_kubernetes.py`` with a clock of their own.

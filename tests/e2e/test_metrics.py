@@ -330,6 +330,7 @@ async def evicting(redis_url: str) -> AsyncIterator[Redis]:
             await redis.client_unpause()
 
 
+@pytest.mark.long
 async def test_every_metric_moves(start: Start, redis_url: str, evicting: Redis, engines: Engines) -> None:
     port = unused_port()
     service = await start(

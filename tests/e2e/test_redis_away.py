@@ -111,6 +111,7 @@ async def counters(engines: Engines, service: Service, *names: str) -> dict[str,
 # ---- away ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_redis_goes_away_and_comes_back_by_itself(server: RedisServer, start: Start, engines: Engines) -> None:
     """Killed first, then frozen: it accepts and never answers. The buffer is too small for what comes meanwhile."""
     await server.start(*SAVING)

@@ -16,6 +16,7 @@ PART = 0.05
 OPENINGS = {opening: [door for door in DOORS if DOORS[door] is opening] for opening in DOORS.values()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("doors", OPENINGS.values(), ids=" ".join)
 async def test_nothing_that_a_stranger_says_stops_or_fools_a_process(
     redis_url: str, tmp_path: Path, doors: list[str]

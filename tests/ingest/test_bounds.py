@@ -251,8 +251,7 @@ async def evicted(hand: Hand, **labels: Any) -> None:
     await wait_until(lambda: hand.metric("index_evictions_total", **labels) >= 1, "it is counted")
 
 
-@pytest.mark.parametrize("begins", [False, True], ids=["blocks-wait", "a-generation-waits"])
-@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize(("shards", "begins"), [(1, False), (4, True)], ids=["blocks-wait", "a-generation-waits"])
 async def test_a_stream_that_waits_for_memory_ends_its_old_generations(bench: Bench, shards: int, begins: bool) -> None:
     """Nobody else ends them, and their blocks take the memory that the stream waits for."""
     bench.shards = shards

@@ -40,6 +40,7 @@ async def watermark(pod: Pod) -> int:
     return -1 if found is None else found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bytes_per_second_min", [16_384, 0], ids=["by-rate", "by-turn"])
 async def test_publishers_that_trickle_their_replays_hold_up_nobody(bench: Bench, bytes_per_second_min: int) -> None:
     """More of them than places, each with a minute of replay to go."""

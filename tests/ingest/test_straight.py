@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from math import inf
 from pathlib import Path
 from typing import Any, Final, cast
@@ -267,7 +268,12 @@ RULED = {
 """Those whose frames go straight, although some of their events need a rule of their own."""
 
 
-@pytest.mark.parametrize("unusual", UNUSUAL)
+def on_one_or_four(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Half of the cases on one shard, and half on four: tests/domain/test_alike_frames.py has random ones on both."""
+    return list(zip(cycle(("one shard", "four shards")), names))
+
+
+@pytest.mark.parametrize(("bench", "unusual"), on_one_or_four(UNUSUAL), indirect=["bench"])
 async def test_an_unusual_frame_between_others_comes_to_the_same(bench: Bench, ways: Ways, unusual: str) -> None:
     worker, *pods = await both(bench)
     for pod in pods:
@@ -302,7 +308,7 @@ PAYLOADS: dict[str, Callable[[Pod], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("payload", PAYLOADS)
+@pytest.mark.parametrize(("bench", "payload"), on_one_or_four(PAYLOADS), indirect=["bench"])
 async def test_an_unusual_payload_between_others_comes_to_the_same(bench: Bench, ways: Ways, payload: str) -> None:
     _, *pods = await both(bench)
     for pod in pods:

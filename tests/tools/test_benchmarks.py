@@ -319,6 +319,7 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(capsys: pytest.Cap
     )
 
 
+@pytest.mark.long
 @pytest.mark.outside
 def test_two_trees_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[str] = []

@@ -268,6 +268,7 @@ async def test_a_primary_that_says_nothing_costs_a_bounded_time_and_no_other_sha
     await store.close()
 
 
+@pytest.mark.long
 async def test_a_replica_takes_over_and_everything_goes_on() -> None:
     with farm() as servers:
         cluster = start_cluster(servers, has_replicas=True)

@@ -81,6 +81,7 @@ async def _pings(client: RedisClient) -> bool:
     return True
 
 
+@pytest.mark.long
 async def test_a_replica_takes_over_and_everything_goes_on(watched: Sentinels, store: Store) -> None:
     """The last one: afterwards the primary is gone."""
     await store.registry.register(registration())
