@@ -5,6 +5,7 @@ The models that validate a body are the ones that the contract publishes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, WithJsonSchema
@@ -30,28 +31,17 @@ def _kind(value: Any) -> Any:
     return engine_kind
 
 
-def _endpoint(value: Any) -> Any:
-    if value == "":
-        return None
-    if isinstance(value, str) and not is_endpoint(value) and not prefixes.is_source(value):
-        raise PydanticCustomError("invalid_value", "no such endpoint")
-    return value
+def _fit(is_fit: Callable[[str], bool], noun: str) -> BeforeValidator:
+    """Return the validator of a text that must be fit; an empty one is None."""
 
+    def validate(value: Any) -> Any:
+        if value == "":
+            return None
+        if isinstance(value, str) and not is_fit(value):
+            raise PydanticCustomError("invalid_value", "no such {noun}", {"noun": noun})
+        return value
 
-def _url(value: Any) -> Any:
-    if value == "":
-        return None
-    if isinstance(value, str) and not targets.is_url(value):
-        raise PydanticCustomError("invalid_value", "no such URL")
-    return value
-
-
-def _kv_source(value: Any) -> Any:
-    if value == "":
-        return None
-    if isinstance(value, str) and not (is_endpoint(value) and value.startswith("tcp://")):
-        raise PydanticCustomError("invalid_value", "no such endpoint")
-    return value
+    return BeforeValidator(validate)
 
 
 def _engine_url(value: Any) -> Any:
@@ -95,16 +85,16 @@ def _query_keys(value: list[str]) -> list[str]:
 
 
 Kind = Annotated[EngineKind, BeforeValidator(_kind), WithJsonSchema({"enum": [*EngineKind], "type": "string"})]
-Endpoint = Annotated[str | None, BeforeValidator(_endpoint)]
+Endpoint = Annotated[str | None, _fit(lambda text: is_endpoint(text) or prefixes.is_source(text), "endpoint")]
 MediumEndpoints = Annotated[dict[str, Endpoint], AfterValidator(_sockets)]
 EngineUrlField = Annotated[str, BeforeValidator(_engine_url)]
 OptionalEngineUrlField = Annotated[str | None, BeforeValidator(_engine_url)]
-OptionalUrl = Annotated[str | None, BeforeValidator(_url)]
+OptionalUrl = Annotated[str | None, _fit(targets.is_url, "URL")]
 RoleField = Annotated[targets.Role, BeforeValidator(_role), WithJsonSchema({"enum": [*targets.Role], "type": "string"})]
 Labels = Annotated[dict[str, str], AfterValidator(_labels)]
 Weight = Annotated[float, Field(ge=0, le=targets.WEIGHT_MAX, allow_inf_nan=False)]
 QueryKeys = Annotated[list[str], AfterValidator(_query_keys)]
-KvSource = Annotated[str | None, BeforeValidator(_kv_source)]
+KvSource = Annotated[str | None, _fit(lambda text: is_endpoint(text) and text.startswith("tcp://"), "endpoint")]
 KvNumber = Annotated[float, Field(ge=0, le=targets.KV_NUMBER_MAX, allow_inf_nan=False)]
 
 

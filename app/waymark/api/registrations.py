@@ -97,20 +97,14 @@ class Registrations:
                 )
                 for endpoint, item in stays.items()
             ]
-        for socket in sockets:
-            await self._store.registry.check(socket)
-        for socket in sockets:
-            await self._store.registry.register(socket)
+        await self._store.registry.register_all(sockets)
         former_names = {entry.name for entry in former if entry.is_further} - {entry.name for entry in sockets}
         if former_names:
             await self._store.registry.unregister(sorted(former_names))
 
     async def _register_ranks(self, registrations: list[Registration]) -> Answer:
         """Register all ranks of an engine, or no rank if one contradicts an earlier registration."""
-        for registration in registrations:
-            await self._store.registry.check(registration)
-        for registration in registrations:
-            await self._store.registry.register(registration)
+        await self._store.registry.register_all(registrations)
         self._store.reader.forget_rows()
         first = registrations[0]
         return Answer(

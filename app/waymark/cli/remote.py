@@ -309,14 +309,14 @@ def _books(service: RemoteService, arguments: argparse.Namespace, screen: Screen
     if arguments.plot is not None and find_spec("matplotlib") is None:
         print("waymark books: --plot needs matplotlib: pip install 'waymark[plot]', or leave it out", file=sys.stderr)
         return EXIT_FAILED
-    report = books(service, arguments)
-    if arguments.plot is not None:
-        draw(report, arguments.plot)
-    if arguments.json:
-        screen.write(json.dumps(plain(report), indent=2))
-    else:
-        screen.show(parts_of_books(report))
-    return EXIT_OK
+
+    def drawn(service: RemoteService, arguments: argparse.Namespace) -> Any:
+        report = books(service, arguments)
+        if arguments.plot is not None:
+            draw(report, arguments.plot)
+        return report
+
+    return print_answer(service, arguments, screen, drawn, parts_of_books)
 
 
 def _complaint() -> str | None:

@@ -253,8 +253,5 @@ class GivenEngines:
                 "an engine reports no event socket; until it does, requests go by the beginnings of their prompts",
                 extra=fields(url=url),
             )
-        for registration in registrations:
-            await self._store.registry.check(registration)
-        for registration in registrations:
-            await self._store.registry.register(registration)
+        await self._store.registry.register_all(registrations)
         return registrations[0]

@@ -169,11 +169,7 @@ class PureKnownBlocks:
     def extend(self, *_: object) -> None:
         """Return None: the pure implementation has no shortcut."""
 
-    def take(self, *_: object) -> None:
-        """Return None: the pure implementation has no shortcut."""
-
-    def run(self, *_: object) -> None:
-        """Return None: the pure implementation has no shortcut."""
+    take = run = extend
 
     def _put(self, engine_hash: int, packed: int) -> None:
         if engine_hash in self._spots:

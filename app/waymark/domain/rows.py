@@ -100,6 +100,14 @@ def parse_field(field: bytes) -> Place:
     return Place(int(head, 16), None if branch is None else int(branch, 16), single is not None)
 
 
+def find_entry(value: bytes | None) -> HolderEntry | None:
+    """Return the entry in a value; None if it is missing, or cannot be read."""
+    try:
+        return None if value is None else parse_entry(value)
+    except ValueError:
+        return None
+
+
 def find_field_place(field: bytes) -> Place | None:
     """Return the place that a field of an engine hash names; None for any other field."""
     try:

@@ -11,7 +11,7 @@ from waymark.base.shown import shown
 from waymark.domain.names import GroupName
 from waymark.domain.packing import pack
 from waymark.domain.row_runs import pieces_of
-from waymark.domain.rows import HolderEntry, Place, parse_entry
+from waymark.domain.rows import HolderEntry, Place, find_entry
 from waymark.domain.table import HolderTable
 from waymark.store import keys
 from waymark.store.claims import Claim
@@ -84,7 +84,7 @@ class Inspector:
         values = await self.client.several(
             ("HGET", keys.engine(group.id, shard, holder), place.field) for holder in holders
         )
-        return [None if value is None else _entry(value) for value in values]
+        return [find_entry(value) for value in values]
 
     async def table(self, group: InspectedGroup) -> HolderTable | None:
         """Return the holder table of a group, or None if the group never had a registration."""
@@ -98,13 +98,6 @@ class Inspector:
 def places_that_begin_with(key: int) -> list[Place]:
     """Return the possible places of a block whose head is unknown: the row that begins with it, and its single."""
     return [Place(key), Place(key, is_single=True)]
-
-
-def _entry(value: bytes) -> HolderEntry | None:
-    try:
-        return parse_entry(value)
-    except ValueError:
-        return None
 
 
 def pick(

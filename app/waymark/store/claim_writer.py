@@ -226,13 +226,16 @@ class ClaimWriter:
             return True
         # After a failover ``wm:groups`` may lack these ids. Then queries would not find the group, and the ids would
         # be assigned again.
+        return await self._keep_ids(group, GroupEntry(claim.group_id, claim.shards), claim.publisher)
+
+    async def _keep_ids(self, group: bytes, entry: GroupEntry, publisher: int) -> bool:
         result = await self._scripts.run(
             "keep_ids",
             groups=keys.GROUPS,
             group=group,
-            id=claim.group_id,
-            shards=claim.shards,
-            publisher=claim.publisher,
+            id=entry.group_id,
+            shards=entry.shards,
+            publisher=publisher,
             format=keys.FORMAT,
         )
         return result.is_applied
@@ -258,15 +261,7 @@ class ClaimWriter:
         """Write the entry of a group without publishers again that Redis has lost, if it still has the group."""
         field = keys.group_field(group)
         if await self._client.hget(keys.holders(entry.group_id), "group") == field:
-            await self._scripts.run(
-                "keep_ids",
-                groups=keys.GROUPS,
-                group=field,
-                id=entry.group_id,
-                shards=entry.shards,
-                publisher=0,
-                format=keys.FORMAT,
-            )
+            await self._keep_ids(field, entry, 0)
 
     async def put_back(self, claim: Claim) -> bool:
         """Write a claim again if Redis has lost it. Return whether that was the case.

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from waymark.domain.known import Spot
 from waymark.domain.packing import pack
 from waymark.domain.parts import PackedParts
-from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, HolderEntry, Place, parse_entry
+from waymark.domain.rows import DEPTHS, PIECE_BLOCKS, Place, find_entry
 from waymark.store import keys
 from waymark.store.directory import GroupEntry
 from waymark.store.leases import Grant
@@ -225,7 +225,7 @@ class HeldHashes:
             if row is None:
                 return blocks_found
             slots = {key: slot for slot, key in enumerate(row.keys)}
-            entries = [_entry(value) for value in values[index * len(holders) : (index + 1) * len(holders)]]
+            entries = [find_entry(value) for value in values[index * len(holders) : (index + 1) * len(holders)]]
             for key in blocks[max(head, first) : head + PIECE_BLOCKS]:
                 slot = slots.get(key)
                 block = None
@@ -238,11 +238,3 @@ class HeldHashes:
                     return blocks_found
                 blocks_found.append(block)
         return blocks_found
-
-
-def _entry(value: bytes | None) -> HolderEntry | None:
-    """Return the entry in a value; None if it is missing, or cannot be read."""
-    try:
-        return None if value is None else parse_entry(value)
-    except ValueError:
-        return None

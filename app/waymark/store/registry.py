@@ -172,6 +172,15 @@ class Registry:
         if claim is not None and not claim.is_leaving:
             _check_same(claim.registration, registration)
 
+    async def register_all(self, registrations: Sequence[Registration]) -> None:
+        """Register publishers, or none of them if one contradicts an earlier registration, as far as is known before.
+        Raise Conflict.
+        """
+        for registration in registrations:
+            await self.check(registration)
+        for registration in registrations:
+            await self.register(registration)
+
     async def restore(self, registration: Registration) -> None:
         """Register a publisher that Redis has lost, unless a client has since registered or unregistered it.
 

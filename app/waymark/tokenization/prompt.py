@@ -83,6 +83,16 @@ class SourcedTokens(NamedTuple):
     items: PromptItems = ()
 
 
+class Forgetful:
+    """The part of a source that remembers no tokens: it may come back with another tokenizer."""
+
+    def key(self, prompt: Prompt) -> bytes | None:
+        """Return None: nothing determines the tokens for long."""
+
+    def known(self, key: bytes) -> TokenizedPrompt | None:
+        """Return None: answers are not remembered."""
+
+
 class Source(Protocol):
     """The source of the tokens of one model.
 

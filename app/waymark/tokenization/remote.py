@@ -19,7 +19,7 @@ from waymark.chat.openai import as_message
 from waymark.chat.requests import has_media
 from waymark.domain.multimodal import items_of
 from waymark.domain.packing import pack_tokens
-from waymark.tokenization.prompt import ChatPrompt, Prompt, TextPrompt, TokenizedPrompt, is_cut
+from waymark.tokenization.prompt import ChatPrompt, Forgetful, Prompt, TextPrompt, TokenizedPrompt, is_cut
 
 #: A longer answer is not read. An id and its comma take at most this many bytes, each stands for a byte of the text or
 #: more, and a chat template adds some. The data of images has no such bound.
@@ -40,7 +40,7 @@ def answer_bytes_max(text_bytes: int) -> int:
     return _TEMPLATE_BYTES + _ID_BYTES * text_bytes
 
 
-class RemoteTokenizer:
+class RemoteTokenizer(Forgetful):
     """The tokenizer of an engine at ``url``, for ``model`` as the engine calls it."""
 
     kind = "remote"
@@ -53,12 +53,6 @@ class RemoteTokenizer:
         self._seconds = seconds
         self._bytes_max = bytes_max
         self._asker = asker
-
-    def key(self, prompt: Prompt) -> bytes | None:
-        """Return None: an engine may come back with another tokenizer."""
-
-    def known(self, key: bytes) -> TokenizedPrompt | None:
-        """Return None: answers are not remembered."""
 
     async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
         """Return the tokens of a prompt from the engine."""

@@ -20,7 +20,7 @@ from waymark.base.asker import Asker
 from waymark.base.errors import InvalidValue, TokenizerUnavailable
 from waymark.base.shown import shown
 from waymark.domain.names import GroupName
-from waymark.tokenization.prompt import Prompt, TokenizedPrompt
+from waymark.tokenization.prompt import Forgetful, Prompt, TokenizedPrompt
 from waymark.tokenization.remote import RemoteTokenizer
 
 #: The bound on directories below WAYMARK_TOKENIZERS_DIR to look at; a volume may hold anything.
@@ -126,7 +126,7 @@ _FAILED_SECONDS = 5.0
 _FAILED_MAX = 4096
 
 
-class EngineTokenizer:
+class EngineTokenizer(Forgetful):
     """The tokenizers of the engines of one group. It holds no open resource."""
 
     kind = "remote"
@@ -152,12 +152,6 @@ class EngineTokenizer:
         self._bytes_max = bytes_max
         self._failed = failed
         self._is_default = is_default
-
-    def key(self, prompt: Prompt) -> bytes | None:
-        """Return None: engines come and go."""
-
-    def known(self, key: bytes) -> TokenizedPrompt | None:
-        """Return None: answers are not remembered."""
 
     async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
         """Return the tokens from the first engine that answers."""

@@ -17,7 +17,7 @@ from waymark.chat.openai import as_message
 from waymark.chat.requests import kind_of
 from waymark.domain.multimodal import PromptItems, items_of
 from waymark.domain.packing import pack_tokens
-from waymark.tokenization.prompt import ChatPrompt, Prompt, TokenizedPrompt, is_cut
+from waymark.tokenization.prompt import ChatPrompt, Forgetful, Prompt, TokenizedPrompt, is_cut
 
 PACKAGE = "tokenization"
 SERVICE = f"{PACKAGE}.TokenizationService"
@@ -55,7 +55,7 @@ METHODS = {
 CLASSES = message_classes("waymark/tokenizer.proto", PACKAGE, _MESSAGES)
 
 
-class UdsTokenizer:
+class UdsTokenizer(Forgetful):
     """The tokenizer service at ``url`` (``unix:///path``), for ``model`` as it calls it."""
 
     kind = "remote"
@@ -68,12 +68,6 @@ class UdsTokenizer:
         self._bytes_max = bytes_max
         self._channel: Any = None
         self._is_initialized = False
-
-    def key(self, prompt: Prompt) -> bytes | None:
-        """Return None: the service may come back with another tokenizer."""
-
-    def known(self, key: bytes) -> TokenizedPrompt | None:
-        """Return None: answers are not remembered."""
 
     async def tokens(self, prompt: Prompt, key: bytes | None = None) -> TokenizedPrompt:
         """Return the tokens of a prompt from the service."""
