@@ -25,6 +25,20 @@ void fetch_blocks(const KnownBlocks *known, Index *index, const uint64_t *number
     }
 }
 
+size_t fetch_candidates(KnownBlocks *known, const uint64_t *hashes, size_t count, Candidate *candidates)
+{
+    const size_t some = count < FETCHED ? count : FETCHED;
+    for (size_t i = 0; i < some; i++)
+        fetch_slot(&known->by_hash, spread(hashes[i]));
+    for (size_t i = 0; i < some; i++) {
+        Search search = begin_search(&known->by_hash, spread(hashes[i]));
+        const int64_t found = next_found(&search);
+        candidates[i] = found < 0 ? NO_CANDIDATE : (uint32_t)found | (may_find(&search) ? SEVERAL : 0);
+        __builtin_prefetch(found < 0 ? NULL : block_at(known, (uint32_t)found));
+    }
+    return some;
+}
+
 /* Make room for one more block. 0 with an exception. */
 static int reserve_block(KnownBlocks *known)
 {
@@ -123,12 +137,11 @@ int put_new_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t plac
     return 1;
 }
 
-int move_block(KnownBlocks *known, uint32_t number, KnownBlocks *other)
+int move_block(KnownBlocks *known, uint32_t number, KnownBlocks *other, int64_t former)
 {
     Block block = *block_at(known, number);
     if (!reserve_slots(other, block.hash, block.key))
         return 0;
-    const int64_t former = find_hash(other, block.hash);
     if (former >= 0)
         remove_block(other, (uint32_t)former); /* its number is free for the block */
     else if (!reserve_block(other))
@@ -145,11 +158,14 @@ void discard_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count)
 {
     if (known->used == 0)
         return;
-    fetch_blocks(known, &known->by_hash, hashes, count);
-    for (size_t i = 0; i < count; i++) {
-        const int64_t number = find_hash(known, hashes[i]);
-        if (number >= 0)
-            remove_block(known, (uint32_t)number);
+    Candidate candidates[FETCHED];
+    for (size_t start = 0, some; start < count; start += some) {
+        some = fetch_candidates(known, hashes + start, count - start, candidates);
+        for (size_t i = 0; i < some; i++) {
+            const int64_t number = find_fetched(known, hashes[start + i], candidates[i]);
+            if (number >= 0)
+                remove_block(known, (uint32_t)number);
+        }
     }
 }
 

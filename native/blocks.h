@@ -67,6 +67,28 @@ typedef int64_t Find(KnownBlocks *known, uint64_t number);
  * Single searches would each wait. */
 void fetch_blocks(const KnownBlocks *known, Index *index, const uint64_t *numbers, size_t count);
 
+/* The number of the first block that a search looks at, with SEVERAL if there may be others; NO_CANDIDATE for none. */
+typedef uint32_t Candidate;
+enum { FETCHED = 64 };
+#define NO_CANDIDATE UINT32_MAX
+#define SEVERAL ((uint32_t)1 << 31)
+
+/* Do the same for the first FETCHED hashes at the most, and write the candidate of each. Return their number. */
+size_t fetch_candidates(KnownBlocks *known, const uint64_t *hashes, size_t count, Candidate *candidates);
+
+/* Return the number of the block with an engine hash; -1 if there is none. No block with this hash has been added since
+ * the candidate was fetched. */
+static inline int64_t find_fetched(KnownBlocks *known, uint64_t hash, Candidate candidate)
+{
+    if (candidate == NO_CANDIDATE)
+        return -1;
+    const uint32_t number = candidate & ~SEVERAL;
+    const Block *block = block_at(known, number);
+    if (block->hash == hash && block->place != NO_PLACE)
+        return number;
+    return candidate & SEVERAL ? find_hash(known, hash) : -1;
+}
+
 /* Add a block whose place exists. A former block with its engine hash is removed; a block with its key stays the first.
  * 0 with an exception; nothing has changed then. */
 int put_block(KnownBlocks *known, uint64_t hash, uint64_t key, uint32_t place, uint8_t depth);
@@ -85,8 +107,9 @@ static inline void set_copies(KnownBlocks *known, Block *block, uint32_t copies,
     block->is_left = is_left != 0;
 }
 
-/* Move a block to another table of the same places, as put_block adds one. Its copies are forgotten. */
-int move_block(KnownBlocks *known, uint32_t number, KnownBlocks *other);
+/* Move a block to another table of the same places, as put_block adds one. Its copies are forgotten. `former` is the
+ * number of the block of the other table with its engine hash; -1 for none. */
+int move_block(KnownBlocks *known, uint32_t number, KnownBlocks *other, int64_t former);
 
 /* Remove the blocks of these engine hashes that are in the table. */
 void discard_blocks(KnownBlocks *known, const uint64_t *hashes, size_t count);

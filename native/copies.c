@@ -164,7 +164,7 @@ int remove_copies(KnownBlocks *known, Run *run, const PlainEvent *event, int64_t
             return -1;
         if (copies > 0)
             set_copies(known, held, copies, run->may & NOTES_LEFT);
-        else if (!move_block(known, run->numbers[i], gone))
+        else if (!move_block(known, run->numbers[i], gone, find_hash(gone, block->hash)))
             return -1;
         run->removed += copies == 0;
     }

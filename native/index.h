@@ -1,8 +1,8 @@
 /* An index of numbered things by their hashes, in about six bytes for each thing.
  *
- * Open addressing with linear probing, in segments that grow and shrink one at a time: no insertion takes longer than a
- * millisecond, however many things there are. As a rule a large segment is between 0.57 and 0.8 full; a segment that
- * loses things keeps its memory until it is an eighth full, as tables keep that of their blocks.
+ * Open addressing with linear probing, in segments that grow one at a time: no insertion takes longer than a millisecond,
+ * however many things there are. As a rule a large segment is between 0.57 and 0.8 full; a segment that loses things
+ * keeps its memory, as tables keep that of their blocks.
  *
  * A slot has the number of its thing and how far the slot is from where the thing belongs. So a search reads only
  * things that belong to its slot, and a deletion reads none: each such read misses the caches. Things are in the order
@@ -20,6 +20,8 @@
 #ifndef NUMBER_BITS
 #define NUMBER_BITS 27
 #endif
+
+#include "four.h"
 
 enum {
     SEGMENT_BITS = 6,
@@ -149,21 +151,43 @@ static inline void fetch_slot(const Index *index, uint64_t hash)
 /* A search through the things that belong to the slot of a hash. */
 typedef struct {
     const Segment *segment;
-    uint32_t at, steps;
+    uint32_t at, steps; /* the next slot to look at by itself */
+    unsigned found;     /* those of the four slots before it whose things are not returned yet, as bits */
+    int is_over;        /* whether there is no slot to look at by itself */
 } Search;
 
 /* Begin a search for a hash. A change of the index makes it invalid. */
 static inline Search begin_search(Index *index, uint64_t hash)
 {
     const Segment *segment = segment_of(index, hash);
-    return (Search){segment, segment->capacity == 0 ? 0 : home_of(segment, hash), 0};
+    if (segment->capacity == 0)
+        return (Search){segment, .is_over = 1};
+    const uint32_t home = home_of(segment, hash);
+#ifdef HAS_FOUR
+    if (home + FOUR < segment->capacity) {
+        const uint32_t *slots = &segment->slots[home], last = FOUR - 1;
+        return (Search){segment, home + FOUR, FOUR, four_of_first(load_four(slots)), slots[last] >> NUMBER_BITS < last};
+    }
+#endif
+    return (Search){segment, home};
+}
+
+/* Return whether there may be a next thing. */
+static inline int may_find(const Search *search)
+{
+    return search->found != 0 || !search->is_over;
 }
 
 /* Return the number of the next thing, which may have the hash; -1 after the last one. */
 static inline int64_t next_found(Search *search)
 {
     const Segment *segment = search->segment;
-    while (segment->capacity > 0 && segment->slots[search->at] != 0) {
+    if (search->found != 0) {
+        const uint32_t lane = (uint32_t)__builtin_ctz(search->found);
+        search->found &= search->found - 1;
+        return number_in(segment->slots[search->at - FOUR + lane]);
+    }
+    while (!search->is_over && segment->slots[search->at] != 0) {
         const uint32_t slot = segment->slots[search->at], steps = search->steps < FAR ? search->steps : FAR;
         if (slot >> NUMBER_BITS < steps)
             return -1; /* it belongs to a later slot, as do all that follow */

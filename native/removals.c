@@ -22,11 +22,13 @@ void discard_beside(PyObject *gone, const uint64_t *hashes, size_t count)
 int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, Block *blocks, uint32_t *numbers, int *are_last)
 {
     int outcome = 1;
-    size_t collected = 0;
+    size_t collected = 0, fetched = 0;
+    Candidate candidates[FETCHED];
     *are_last = 1;
-    fetch_blocks(known, &known->by_hash, hashes, count);
     while (outcome && collected < count) {
-        const int64_t number = find_hash(known, hashes[collected]);
+        if (collected == fetched)
+            fetched += fetch_candidates(known, hashes + fetched, count - fetched, candidates);
+        const int64_t number = find_fetched(known, hashes[collected], candidates[collected % FETCHED]);
         Block *block = number < 0 ? NULL : block_at(known, (uint32_t)number);
         /* A removal is not plain if a block is missing, is named twice, or has further hashes. */
         outcome = block != NULL && !block->is_collected && block->copies > 0;
@@ -45,10 +47,13 @@ int collect(KnownBlocks *known, const uint64_t *hashes, size_t count, Block *blo
 
 int move_blocks(KnownBlocks *known, KnownBlocks *gone, const uint64_t *hashes, const uint32_t *numbers, size_t count)
 {
-    fetch_blocks(gone, &gone->by_hash, hashes, count);
-    for (size_t i = 0; i < count; i++)
-        if (!move_block(known, numbers[i], gone))
-            return 0;
+    Candidate candidates[FETCHED];
+    for (size_t start = 0, some; start < count; start += some) {
+        some = fetch_candidates(gone, hashes + start, count - start, candidates);
+        for (size_t i = start; i < start + some; i++)
+            if (!move_block(known, numbers[i], gone, find_fetched(gone, hashes[i], candidates[i - start])))
+                return 0;
+    }
     return 1;
 }
 

@@ -90,9 +90,12 @@ def test_without_a_number_for_one_more_nothing_changes(tmp_path: Path, alike: li
 
 
 @pytest.mark.outside
-def test_things_far_from_where_they_belong_are_found(tmp_path: Path, alike: list[Path]) -> None:
-    """A slot tells a distance of up to 3 here; for a longer one the hash of the thing is read."""
-    module = compiled(tmp_path, 30, alike)
+@pytest.mark.parametrize("number_bits", [pytest.param(29, id="up-to-7"), pytest.param(30, id="up-to-3")])
+def test_things_far_from_where_they_belong_are_found(tmp_path: Path, alike: list[Path], number_bits: int) -> None:
+    """A slot tells a short distance only here; for a longer one the hash of the thing is read. With room for 4, an
+    x86-64 looks at four slots at once.
+    """
+    module = compiled(tmp_path, number_bits, alike)
     known, model, chosen = module.KnownBlocks(module.Places(Place, Spot), True), dict[int, int](), random.Random(29)
     for blocks in (20_000, 500, 5_000, 0):
         while len(model) != blocks:

@@ -300,12 +300,26 @@ def test_of_many_blocks_those_that_stay_are_found(known: KnownBlocks) -> None:
     for at in range(0, len(numbers), 32):
         some = numbers[at : at + 32]
         known.store(Place(at), 0, some, range(len(some)), [number ^ 1 for number in some])
-    gone = set(chance.sample(numbers, 20_000))
+    gone, size = set(chance.sample(numbers, 20_000)), sys.getsizeof(known)
     known.discard([number ^ 1 for number in gone])
 
     assert (len(known), known.blocks()) == (20_000, 20_000)
     assert [number for number in numbers if known.get(number ^ 1) is not None] == [n for n in numbers if n not in gone]
     assert [number for number in numbers if known.first(number) is not None] == [n for n in numbers if n not in gone]
+    known.discard([number ^ 1 for number in numbers])
+    assert (len(known), known.blocks()) == (0, 0)
+    if native.selected is not None:
+        assert sys.getsizeof(known) == size  # a table that is filled again need not grow again
+
+
+@pytest.mark.parametrize("engine_hash", [0, 1, 2])
+def test_a_hash_that_is_discarded_twice_is_gone_once(known: KnownBlocks, places: Places, engine_hash: int) -> None:
+    """A block of C that is free keeps a small number where a block in use keeps its hash."""
+    known.store(Place(7), 0, [70, 71, 72], [0, 1, 2], [7, 8, engine_hash])
+    known.discard([7, engine_hash, engine_hash])
+    known.discard([engine_hash] * 3)
+    assert (len(known), known.blocks(), len(places)) == (1, 1, 1)
+    assert known.get(8) == Spot(Place(7), 0, 1, 71)
 
 
 @pytest.mark.skipif(not native.is_built, reason="built without the C part")
