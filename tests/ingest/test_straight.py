@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import cycle
 from math import inf
 from pathlib import Path
@@ -215,8 +216,8 @@ async def test_frames_that_say_the_same_go_straight(bench: Bench, ways: Ways) ->
 async def test_frames_of_several_ranks_go_straight_together(bench: Bench, ways: Ways) -> None:
     _, *pods = await both(bench)
     for pod in pods:
-        for each in range(12):  # after frames of unknown ranks, a straight way is looked for after some others
-            await publish(pod, stored(20 + each), BlockRemoved((20 + each,)), rank=each % 3)
+        for each in range(3):  # a new rank does not delay the next look for a straight way
+            await publish(pod, stored(20 + each), BlockRemoved((20 + each,)), rank=each)
     ways.straight.clear()
     for each in range(30, 40):
         for pod in pods:
@@ -232,6 +233,48 @@ async def test_frames_of_several_ranks_go_straight_together(bench: Bench, ways: 
     assert ways.together > 3
     assert not ways.finished
     await agree(bench, *pods)
+
+
+async def test_the_patterns_of_endless_ranks_are_forgotten(
+    bench: Bench, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    open_ = StraightWay.open
+
+    def noted(way: StraightWay, *, wakes: bool) -> None:
+        open_(way, wakes=wakes)
+        opened.append(len(way._patterns))
+
+    monkeypatch.setattr(StraightWay, "open", noted)
+    monkeypatch.setattr("waymark.ingest.straight._RANKS_MAX", 2)
+    await working(bench)
+    pod = await steady(bench)
+    for rank in range(8):
+        await publish(pod, stored(20 + rank), rank=rank)
+    assert max(opened) == 3, "one more than the bound, until the next one is learned"
+
+
+async def test_a_batch_before_another_event_of_the_stream_is_not_learned(
+    bench: Bench, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[StraightWay] = []
+    open_ = StraightWay.open
+
+    def noted(way: StraightWay, *, wakes: bool) -> None:
+        open_(way, wakes=wakes)
+        opened.append(way)
+
+    monkeypatch.setattr(StraightWay, "open", noted)
+    await working(bench)
+    await steady(bench)
+    await wait_until(lambda: bool(opened) and 0 in opened[-1]._patterns, "a pattern is learned", PATIENCE_SECONDS)
+    way = opened[-1]
+    batch = way._patterns[0]
+    way.note(replace(batch, dp_rank=1))
+    way.pause()
+    way.note(batch)
+    open_(way, wakes=False)
+    assert set(way._patterns) == {0}
 
 
 UNUSUAL: dict[str, list[WireEvent]] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Final
 
@@ -51,7 +51,7 @@ class StraightWay:
         self._last: Batch | None = None
         """The last batch that was applied in the ordinary way, until it is known whether others can follow it."""
         self._last_of_ranks: dict[int | None, Batch] = {}
-        """The last one of each rank."""
+        """The last one of each rank in its fold."""
         subscriber.on_frames = self.take
         self._patterns: dict[int | None, Batch] = {}
         """The pattern of the batches of each rank."""
@@ -100,10 +100,10 @@ class StraightWay:
         life, applier = self._life, self._life.applier
         self._wakes = wakes
         last, self._last = self._last, None
-        is_due = last is not None and self._is_due()
-        if last is not None and (is_due or not self._last_of_ranks.keys() <= self._patterns.keys()):
-            self._learn(last)
-        if last is not None and is_due:
+        batches, self._last_of_ranks = self._last_of_ranks, {}
+        # A frame of a new rank says something else only once.
+        if last is not None and (self._is_due() or not batches.keys() <= self._patterns.keys()):
+            self._learn(last, batches)
             reading = life.decoder.reading_of(last, ALIKE_HASHES_MAX) if self._is_plain else None
             if reading is not None and life.is_proven and not (life.is_open or life.is_lost):
                 self._frames = applier.alike(last, self._patterns, reading)
@@ -116,15 +116,13 @@ class StraightWay:
         self._rest = max(0, self._rest - 1)
         return not self._rest
 
-    def _learn(self, last: Batch) -> None:
+    def _learn(self, last: Batch, batches: Mapping[int | None, Batch]) -> None:
         """Learn the patterns of the batches of the last fold, beside those before them in their life."""
         pattern_life = self._life.applier, self._life.begun, last.publisher_id
         if pattern_life != self._pattern_life or len(self._patterns) > _RANKS_MAX:
             self._pattern_life, self._patterns = pattern_life, {}
-        for rank, batch in self._last_of_ranks.items():
-            if batch.publisher_id == last.publisher_id:
-                self._patterns[rank] = batch.pattern(self._patterns.get(rank))
-        self._last_of_ranks.clear()
+        for rank, batch in batches.items():
+            self._patterns[rank] = batch.pattern(self._patterns.get(rank))
 
     async def close(self) -> None:
         """End the straight way for now, and finish the frames that went straight and are not applied. Raise their
